@@ -95,7 +95,7 @@ def compare(
     """Compare runs of the same work with a baseline: a ratio with its interval and a verdict for each row.
 
     Each side is a run or several equal runs. `about`: the only manifest key in which the sides may differ. `runs`,
-    `results`: folders whose equal runs, and noise, show how far equal runs differ. `provisional`: whether a provisional
+    `results`: folders whose equal runs show how far equal runs differ. `provisional`: whether a provisional
     `slower` fails. Raises HarnessError for sides that are not comparable, and RunError for a run that is not VALID.
     """
     groups = [[side] if isinstance(side, LoadedRun | str | os.PathLike) else side for side in (baseline, *others)]
@@ -119,17 +119,15 @@ def plan(
     deadline_s: float | None = None,
     price_per_kwh: float | None = None,
     lengths: str | os.PathLike[str] | None = None,
-    results: str | os.PathLike[str] | None = None,
 ) -> Forecast:
     """Predict time, energy and cost of `items` on the machine of a finished run, each with a 90 % interval.
 
-    `lengths`: a CSV or JSONL file with the tokens of the real items. `results`: as for `compare`. Raises HarnessError
-    for a run or a file that cannot be read, and RunError for a run that allows no prediction.
+    `lengths`: a CSV or JSONL file with the tokens of the real items. Raises HarnessError for a run or a file that
+    cannot be read, and RunError for a run that allows no prediction.
     """
     return forecast(
         _loaded(run).path,
         items,
-        results=None if results is None else Path(results),
         deadline_s=deadline_s,
         price_per_kwh=price_per_kwh,
         lengths=None if lengths is None else Path(lengths),

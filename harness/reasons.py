@@ -299,7 +299,7 @@ def _what_confirms(verdict: Verdict) -> list[str]:
     return texts
 
 
-_MEASURE = "harness noise SCENARIO --runs 5"
+_MEASURE = "harness run SCENARIO --times 5"
 _CONFIRMATION = {
     "one_run": "confirm it with --repeats 5",
     "apart": "confirm it in one run that is not interrupted, with --repeats 5",

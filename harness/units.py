@@ -10,6 +10,11 @@ GIB = 1 << 30
 NOTHING = "–"  # for a value that is not known
 
 
+def format_date(wall_s: float) -> str:
+    """The date of a Unix time, in UTC."""
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d")
+
+
 def significant(value: float | None) -> str:
     """A number with three significant digits or more, without an exponent; a whole number with all of its digits."""
     if value is None:

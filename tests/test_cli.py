@@ -40,7 +40,7 @@ def test_version_and_help(tmp_path: Path) -> None:
     ("arguments", "error"),
     [
         (["run"], "missing argument 'SCENARIO'\nnext: `harness run --help` lists the options."),
-        (["nonsense"], "no such command 'nonsense'. Did you mean 'noise'?\nnext: `harness --help` lists the commands."),
+        (["liv"], "no such command 'liv'. Did you mean 'live'?\nnext: `harness --help` lists the commands."),
         (["import", "none.json"], "none.json: cannot be read (No such file or directory)\nnext: Give the file"),
         (["run", "first-look", "--repeats", "0"], "--repeats: Input should be greater than or equal to 1 (got '0')"),
         (["worker", "--master", "x", "--processes", "2k"], "--processes: Input should be a valid integer"),

@@ -28,7 +28,6 @@ from harness.analysis.forecast import (
 )
 from harness.errors import RunError
 from harness.files import ROOT
-from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
 from harness.report.terminal import deadline_sentence, forecast_headline, print_forecast
 from harness.rundir.manifest import Run
 from harness.rundir.records import Request
@@ -37,7 +36,7 @@ from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from harness.summary import because
 from tests.command import called
-from tests.made_runs import WALL_S, request, scenario, write_lines, write_made_run
+from tests.made_runs import request, scenario, write_lines, write_made_run
 from tests.nightly import draws, room
 
 IN_FLIGHT = 8
@@ -249,22 +248,11 @@ def test_lengths_that_the_run_cannot_tell_are_refused(
     assert why in error.value.detail
 
 
-def test_one_repeat_assumes_the_variation_between_runs_unless_it_is_stored(tmp_path: Path) -> None:
-    run = write_run_of(tmp_path / "run", server_of(), repeats=1)
+def test_one_repeat_assumes_the_variation_between_runs(tmp_path: Path) -> None:
+    write_run_of(tmp_path / "run", server_of(), repeats=1)
     row = only_row(forecast(tmp_path / "run", 20_000))
     assert "plan_runs_unknown" in [note.code for note in row.notes]
     assert row.time_s.high / row.time_s.value > 1.1
-    values = [[10.0], [10.1], [10.05], [9.95], [10.0]]
-    noise = StoredNoise(
-        machine="strix", scenario="which", model="m", workload_sha256="ab" * 32, server="a", simulated=False, repeats=1,
-        runs=[NoiseRun(id=str(i), started_wall_s=WALL_S) for i in range(5)],
-        rows=[RowNoise(load="x", metric="wall_s", a=values, again=values)],
-    )  # fmt: skip
-    write_noise(noise_path(tmp_path / "results", run), noise)
-    known = only_row(forecast(tmp_path / "run", 20_000, results=tmp_path / "results"))
-    assert {note.code for note in known.notes} <= {"plan_settling"}
-    assert known.time_s.value == row.time_s.value
-    assert known.time_s.high < row.time_s.high
 
 
 def test_energy_cost_and_machines_follow_from_power_price_and_deadline(tmp_path: Path) -> None:

@@ -15,15 +15,14 @@ from msgspec.structs import replace
 from harness.analysis.summarize import read_summary, summarize, write_summary
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.files import RESULTS
-from harness.judge.noise_floors import folder_name
 from harness.report import board as boards
 from harness.report.board import Figure, add_result, collect_board, read_figures
+from harness.rundir.directory import folder_name
 from harness.rundir.manifest import Machine, read_run, write_run
-from harness.scenario import Server
 from harness.scenario.plan import Cell
 from harness.summary import because
 from tests.command import called
-from tests.made_runs import WALL_S, scenario, served_by, write_made_run
+from tests.made_runs import WALL_S, served_by, write_made_run
 
 DIGEST = "vllm/vllm-openai-cpu@sha256:" + "4f2a9c" * 10 + "abcd"
 
@@ -65,10 +64,6 @@ def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
     write_run(tmp_path / "two", replace(run, status="interrupted", reasons=[because("interrupted")]))
     with pytest.raises(RunError, match="one: only a VALID run is filed: interrupted"):
         add_result(tmp_path / "two", tmp_path / "results")
-    servers = {name: Server(template="vllm-cpu") for name in ("a", "a-again")}
-    write_made_run(tmp_path / "aa", made_of=scenario(servers=servers))
-    with pytest.raises(HarnessError, match="aa: an A/A run is no result"):
-        add_result(tmp_path / "aa", tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
 

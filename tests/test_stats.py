@@ -87,16 +87,6 @@ def test_the_p_value_beyond_the_margin_agrees_with_the_interval() -> None:
     assert [stats.Effect(log, 0.0, math.inf).p_beyond_margin() for log in (0.01, 0.03)] == [1.0, 0.0]
 
 
-def test_the_variation_between_runs_is_what_their_repeats_do_not_explain() -> None:
-    assert stats.estimate_variation([[1.0, 1.1]]) is None
-    seen = stats.estimate_variation([[1.0, 1.0], [math.e, math.e], [math.e**2, math.e**2]])
-    assert seen == stats.Variation(1.0, 0.0, 2)
-    wide = stats.estimate_variation([[1.0, math.e], [1.0, math.e]])
-    assert wide is not None
-    assert (wide.between_runs, wide.freedom) == (0.0, 1)
-    assert wide.run_variance(2) == pytest.approx(0.25)
-
-
 def test_holm() -> None:
     assert stats.holm([0.01, 0.04, 0.03]) == [0.03, 0.06, 0.06]
     assert (stats.holm([0.5, 0.9]), stats.holm([])) == ([1.0, 1.0], [])

@@ -94,7 +94,7 @@ def test_what_is_no_certificate_is_refused_early(tmp_path: Path) -> None:
         trust_authority(tmp_path / "ca.pem")
 
 
-@pytest.mark.parametrize("command", ["run", "live", "noise"])
+@pytest.mark.parametrize("command", ["run", "live"])
 def test_an_authority_without_tls_is_refused(tmp_path: Path, command: str) -> None:
     write(tmp_path, "s")
     for ca, given, reason in (

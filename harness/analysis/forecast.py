@@ -24,8 +24,7 @@ from harness.analysis.tally import Clock
 from harness.errors import HarnessError, RunError, reason_of
 from harness.files import DOCS, UNDECODABLE, read_lines, read_text
 from harness.judge import stats
-from harness.judge.noise_floors import known_variations
-from harness.judge.stats import Array, Variation
+from harness.judge.stats import Array
 from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import CUT, group_by_cell, read_marks
@@ -169,28 +168,22 @@ def variance_within_repeat(work: CellProgress) -> float:
     return float((drawn / moving.mean()).var()) * work.blocks / (work.blocks - 1)
 
 
-def half_interval(values: Sequence[float], within: float, blocks: int, longer: float, noise: Variation | None) -> float:
+def half_interval(values: Sequence[float], within: float, blocks: int, longer: float) -> float:
     """Half the width of the 90 % interval of the logarithm of a new run's value, given the values of the repeats.
 
-    `within` is the variance of a value within its repeat. The new run is `longer` times as long as a repeat. The widest
-    interval counts, by the repeats and by the stored noise of the machine; without both, by an assumption.
+    `within` is the variance of a value within its repeat. The new run is `longer` times as long as a repeat. Of a
+    single repeat the variation between runs is assumed.
     """
-    count, share = len(values), (1 + COVERAGE) / 2
+    count = len(values)
     inside = within * (1 / count + 1 / longer)
-    half_widths = []
     if count > 1:
         # Draw the variance of repeats. The part that does not come from within the repeats is from run to run.
         generator = np.random.default_rng(20261123)
         total = (count - 1) * stats.var_log(values) / generator.chisquare(count - 1, _ERROR_DRAWS)
         between_runs = np.maximum(total - within, 0) * (1 + 1 / count)
         errors = np.sqrt(between_runs + inside) * generator.standard_normal(_ERROR_DRAWS)
-        half_widths.append(float(np.quantile(np.abs(errors), COVERAGE)))
-    if noise is not None:
-        between = 2 * noise.between_runs + noise.between_repeats * (1 + 1 / count)
-        half_widths.append(stats.t_quantile(share, noise.freedom) * math.sqrt(between + inside))
-    if not half_widths:
-        half_widths.append(stats.t_quantile(share, blocks - 1) * math.sqrt(2 * ASSUMED_RUN_SD**2 + inside))
-    return max(half_widths)
+        return float(np.quantile(np.abs(errors), COVERAGE))
+    return stats.t_quantile((1 + COVERAGE) / 2, blocks - 1) * math.sqrt(2 * ASSUMED_RUN_SD**2 + inside)
 
 
 class Blocks(NamedTuple):
@@ -327,12 +320,11 @@ def forecast(
     folder: Path,
     items: int,
     *,
-    results: Path | None = None,
     deadline_s: float | None = None,
     price_per_kwh: float | None = None,
     lengths: Path | None = None,
 ) -> Forecast:
-    """Predict time, energy and cost of `items` for each row of a run. `results` has the stored noise of the machine.
+    """Predict time, energy and cost of `items` for each row of a run.
 
     Raises HarnessError for wrong input, and RunError for a run that allows no prediction.
     """
@@ -350,16 +342,14 @@ def forecast(
             f"{run.id}: no prediction from a run that is not complete: {why}",
             next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
         )
-    noise = known_variations(run, results) if results is not None else {}
     work = read_progress(folder, run)
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], []
     for row in summary.rows:
         load = run.scenario.loads.get(row.load)
-        row_noise = noise.get(("wall_s", row.load)) or noise.get(("output_tok_s", row.load))
         row_cells, progress = [cells[name] for name in row.cells], [work.get(name) for name in row.cells]
         result = _refusal_of_row(row, load, cells, items) or _forecast_row(
-            row, row_cells, progress, items, load, row_noise, item_lengths
+            row, row_cells, progress, items, load, item_lengths
         )
         if isinstance(result, Reason):
             refused.append(RefusedRow(server=row.server, load=row.load, reason=result))
@@ -453,7 +443,6 @@ def _forecast_row(
     work: Sequence[CellProgress | None],
     items: int,
     load: Load | None,
-    noise: Variation | None,
     item_lengths: Array | None,
 ) -> RowForecast | Reason:
     repeats = [progress for progress in work if progress is not None]
@@ -482,16 +471,16 @@ def _forecast_row(
         notes.append(because("plan_settling", share=share))
     rates = [progress.rate for progress in repeats]
     rate = math.exp(stats.mean_log(rates)) / factor
-    if len(rates) == 1 and noise is None:
+    if len(rates) == 1:
         notes.append(because("plan_runs_unknown", sd=ASSUMED_RUN_SD))
-    elif noise is None:
+    else:
         notes.append(because("plan_repeats_only", repeats=len(rates)))
     within = statistics.fmean(map(variance_within_repeat, repeats)) if has_blocks else 0.0
     longer = items / rate / statistics.fmean(progress.window_s for progress in repeats)
 
     def log_half_width(values: Sequence[float]) -> float:
         """Half the width of the interval of the logarithm of a value that is proportional to the time per item."""
-        error = half_interval(values, within, repeats[0].blocks, longer, noise)
+        error = half_interval(values, within, repeats[0].blocks, longer)
         return math.hypot(error, stats.t_quantile((1 + COVERAGE) / 2, 20) * factor_error) + abs(trend)
 
     start_s = statistics.median([cell.ready_s or 0.0 for cell in cells])

@@ -3,7 +3,8 @@
 import contextlib
 import shlex
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +27,12 @@ def run(
     ] = None,
     budget: Annotated[
         str | None, cli.option("TIME", "As many repeats as this time allows, such as 2h; at least one.")
+    ] = None,
+    times: Annotated[
+        int, cli.option("N", "So many runs, one after another; they show how far equal runs differ.", min=1, max=1000)
+    ] = 1,
+    every: Annotated[
+        str | None, cli.option("TIME", "With --times: from the start of one run to that of the next, such as 1h.")
     ] = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
@@ -57,13 +64,11 @@ def run(
     """Start the scenario's servers, load them, tear them down, and report.
 
     After Ctrl-C, kill -9, a power loss or a failed server, `harness run --resume RUN` measures what is missing.
+    With --times the exit code is the worst one of all runs.
     """
-    from harness.analysis.summarize import read_summary
     from harness.comparison.compare import make_reference
     from harness.prepare import experiment as experiments
     from harness.prepare.preview import check_notes
-    from harness.report import junit as junit_xml
-    from harness.report import terminal
     from harness.run import resume as resuming
     from harness.run.budget import budget_steps
     from harness.run.orchestrator import run as run_experiment
@@ -76,30 +81,82 @@ def run(
         live(scenario, url=url, ca=ca, model=model, port=ui_port or UI_PORT, runs=runs)
         return
     budget_s = None if budget is None else read_duration("--budget", budget)
+    every_s = 0.0 if every is None else read_duration("--every", every)
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=cli.RESULTS)
     target = cli.make_target(url, metrics_url, ca)
+
+    def report(folder: Path) -> None:
+        _report_run(folder, provisional=provisional, junit=junit, explain=explain)
+
     if resume is not None:
         folder = cli.find_run(resume, runs)
         with cli.junit_until_finished(junit, read_run(folder).scenario_name):
             resuming.resume(folder, Progress(cli.console()), scenario, target, budget_s, against)
-    elif scenario is None:
+        report(folder)
+        return
+    if scenario is None:
         raise HarnessError("missing argument 'SCENARIO'", next_step="`harness run --help` lists the options.")
-    else:
-        experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
-        if workers is not None:
-            experiment = experiments.with_workers(experiment, workers, bind)
-        for note in [*check_notes(experiment.scenario), *removed_notes(experiment.scenario)]:
-            cli.console().print(f"note: {note}")
+    experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
+    if workers is not None:
+        experiment = experiments.with_workers(experiment, workers, bind)
+    for note in [*check_notes(experiment.scenario), *removed_notes(experiment.scenario)]:
+        cli.console().print(f"note: {note}")
+
+    def measure() -> None:
         with cli.junit_until_finished(junit, scenario.stem):
             steps = None if budget_s is None else budget_steps(budget_s)
             folder = run_experiment(experiment, runs, Progress(cli.console()), steps, against)
+        report(folder)
+
+    if times == 1:
+        measure()
+    else:
+        _repeat(measure, times, every_s)
+
+
+def _report_run(
+    folder: Path,
+    *,
+    provisional: bool,
+    junit: Path | None,
+    explain: bool,
+) -> None:
+    """Print the report of a run, write the files that were asked for, and exit with its code."""
+    from harness.analysis.summarize import read_summary
+    from harness.report import junit as junit_xml
+    from harness.report import terminal
+    from harness.rundir.manifest import read_run
+
     manifest = read_run(folder)
     summary = read_summary(folder)
     terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
         junit_xml.write(junit, junit_xml.render(summary, manifest))
     cli.exit_after_run(summary, provisional=provisional)
+
+
+def _repeat(measure: Callable[[], None], times: int, every_s: float) -> None:
+    """Measure so many runs, with their starts `every_s` apart, and exit with the worst code of all.
+
+    A run that fails does not end the series. A run that takes longer than `every_s` is followed by the next at once.
+    """
+    from harness.process import pause
+
+    codes: list[int] = []
+    for number in range(1, times + 1):
+        began_s = time.monotonic()
+        cli.console().print(f"Run {number} of {times}")
+        try:
+            measure()
+        except typer.Exit as end:
+            codes.append(end.exit_code)
+        except HarnessError as error:
+            cli.print_error(error)
+            codes.append(error.exit_code)
+        while number < times and (left_s := began_s + every_s - time.monotonic()) > 0:
+            pause(min(left_s, 1.0))
+    raise typer.Exit(min(filter(None, codes), default=ExitCode.OK))  # the codes of runs are in order, the worst first
 
 
 @cli.command(short_help="Find how many users a server holds.")
@@ -353,49 +410,6 @@ def compose(
     more: dict[str, Any] = {"workers": workers, "records": records, "headless": headless, "grafana": grafana}
     text = compose_file(experiment, server, load, ui_port=ui_port, **more)
     print(text, end="")
-
-
-@cli.command(short_help="Measure the variation between equal runs on this machine.")
-def noise(
-    scenario: cli.ScenarioArg,
-    server: cli.ServerOpt = None,
-    repeats: cli.RepeatsOpt = None,
-    count: Annotated[
-        int, cli.option("N", "How many A/A runs; the folder of the runs is --runs-dir.", "--runs", min=1, max=1000)
-    ] = 1,
-    every: Annotated[
-        float, cli.option("MINUTES", "Pause between them: spread them over hours.", min=0, callback=cli.check_finite)
-    ] = 0.0,
-    add: Annotated[bool, cli.flag("--add", "Keep the runs that were stored before.")] = False,
-    url: cli.UrlOpt = None,
-    ca: cli.CaOpt = None,
-    model: cli.ModelOpt = None,
-    folder: Annotated[
-        Path,
-        cli.option(
-            "DIR",
-            "The folder that holds the run directories, which other commands call --runs.",
-            "--runs-dir",
-            envvar="HARNESS_RUNS",
-        ),
-    ] = cli.RUNS,
-    results: cli.ResultsDir = cli.RESULTS,
-) -> None:
-    """Run a scenario with one server under two names, and store how far equal repeats and equal runs differ.
-
-    Comparisons of runs of the same machine and scenario use it. Several runs, spread over time, show what one does not.
-    """
-    from harness.prepare import experiment as experiments
-    from harness.run.calibrate import noise as measure_noise
-    from harness.run.calibrate import show_noise
-    from harness.run.progress import Progress
-
-    experiment = experiments.prepare(scenario, cli.make_target(url, ca=ca), model, repeats)
-    stored, floors = measure_noise(
-        experiment, server, folder, results, Progress(cli.console()), times=count, pause_s=60 * every, add=add
-    )
-    show_noise(floors, cli.console())
-    print(f"stored: {stored}")
 
 
 @cli.command(short_help="Remove the leftovers of a killed run.")

@@ -20,7 +20,7 @@ from harness.files import pretty_json
 from harness.redact import printable
 
 COMMANDS = {  # in the order of use
-    "Before a run": ("init", "list", "check", "doctor", "memory", "calibrate", "noise"),
+    "Before a run": ("init", "list", "check", "doctor", "memory", "calibrate"),
     "Measure": ("run", "capacity", "live", "compose", "worker"),
     "After a run": ("report", "compare", "plan", "results", "export", "import"),
     "When something is wrong": ("explain", "clean"),
@@ -28,14 +28,16 @@ COMMANDS = {  # in the order of use
 # By parameter: the option that it needs, and those that it excludes. A command may have only some of them.
 NEEDS = {
     "metrics_url": "url", "ca": "url", "bind": "workers", "about": "baseline", "ui_port": "ui",
+    "every": "times",
     "max_model_len": "model", "max_num_seqs": "model", "free": "total", "total": "free",
 }  # fmt: skip
 EXCLUDES = {
     "ui": (
         "metrics_url", "repeats", "checks", "baseline", "about", "junit", "workers", "bind", "results", "explain",
-        "budget",
+        "budget", "times",
     ),
-    "resume": ("model", "repeats", "checks", "workers", "bind", "ui"),
+    "resume": ("model", "repeats", "checks", "workers", "bind", "ui", "times"),
+    "times": ("junit",),
     "across": ("against", "about"),
     "history": ("against", "about", "across", "checks"),
 }  # fmt: skip

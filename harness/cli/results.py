@@ -207,7 +207,6 @@ def plan(
     ] = None,
     as_json: cli.JsonOpt = False,
     runs: cli.RunsDir = cli.RUNS,
-    results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Predict time, energy and cost of N items on the machine of a finished run, each with a 90 % interval.
 
@@ -220,7 +219,6 @@ def plan(
     predicted = forecast(
         cli.find_run(run_folder, runs),
         items,
-        results=results,
         deadline_s=None if deadline is None else read_duration("--deadline", deadline),
         price_per_kwh=None if price is None else read_price(price),
         lengths=lengths,

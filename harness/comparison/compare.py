@@ -67,7 +67,7 @@ def compare_runs(
     """Compare each group of run directories with the first, row by row of the same server and load.
 
     The sample is the run. The variation between equal runs is assumed until it is known: from several runs a side, from
-    earlier equal runs in the folders `runs` and `results`, and from what `harness noise` stored below `results`.
+    earlier equal runs in the folders `runs` and `results`.
     `provisional`: whether a provisional `slower` fails, see `Verdict.fails`.
     `about` is the one manifest key in which the groups may differ. `checks` are evaluated for the rows of every other
     group, with the first group as their baseline.
@@ -113,7 +113,7 @@ def compare_runs(
             side,
             base,
             within_run=False,
-            known=equal.known(row, [(0, base_side.runs, base), (number, sides[number].runs, side)]),
+            known=equal.known(row, [(0, base), (number, side)]),
         )
     ]
     comparison = decide_verdicts(pairs, equal.source())
@@ -163,7 +163,7 @@ def _check_ratios(
             own,
             other,
             within_run=False,
-            known=equal.known(row, [(0, base.runs, other), (number, side.runs, own)]),
+            known=equal.known(row, [(0, other), (number, own)]),
             metrics=compared_metrics(checks),
         )
     ]

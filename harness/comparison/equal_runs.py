@@ -1,4 +1,4 @@
-"""What is known of the variation between equal runs: earlier runs of a machine, and its stored noise."""
+"""The variation between equal runs, from earlier runs of a machine."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +10,8 @@ from harness.analysis.summarize import read_summary, summary_of
 from harness.errors import HarnessError
 from harness.judge import stats
 from harness.judge.comparable import collect_facts, differing_keys
-from harness.judge.noise_floors import RESERVED, StoredNoise, is_noise_run, noise_path, noise_source, usable_noise
 from harness.judge.verdicts import Measured, metric_values, number_fields, to_speeds
+from harness.rundir.directory import filed_runs
 from harness.rundir.manifest import Run, definition_conflict, read_run
 from harness.summary import Reason, Summary, because
 from harness.units import count
@@ -21,31 +21,26 @@ RowKey = tuple[str, str]  # server and load
 
 
 class EqualRuns(Struct, frozen=True):
-    """For each side of a comparison its equal runs that are not compared, and the stored noise of its machine."""
+    """For each side of a comparison its equal runs that are not compared."""
 
     runs: list[list[tuple[Run, Summary]]]
-    noise: list[list[StoredNoise]]
-    mismatched: list[Reason] = []  # stored noise that is of other work
 
     def source(self) -> list[Reason]:
         """The assumption, and what else the variation between runs is known from."""
-        names = [run.id for group in self.runs for run, _ in group]
-        found = {noise_source(one).values["machine"]: noise_source(one) for of_side in self.noise for one in of_side}
-        equal = [because("equal_runs", count(len(names), "earlier equal run"), runs=len(names))] if names else []
+        runs = sum(map(len, self.runs))
+        equal = [because("equal_runs", count(runs, "earlier equal run"), runs=runs)] if runs else []
         assumed = f"{stats.ASSUMED_SD:.0%} assumed (counts as much as 5 runs)"
-        return [because("variation_assumed", assumed, sd=stats.ASSUMED_SD), *equal, *found.values(), *self.mismatched]
+        return [because("variation_assumed", assumed, sd=stats.ASSUMED_SD), *equal]
 
-    def known(
-        self, row: RowKey, sides: Sequence[tuple[int, Sequence[Run], Measured]]
-    ) -> Callable[[str], tuple[float, int]]:
+    def known(self, row: RowKey, sides: Sequence[tuple[int, Measured]]) -> Callable[[str], tuple[float, int]]:
         """What is known of a row besides the values of the sides, by metric: sum of squares, degrees of freedom.
 
-        `sides`: of each side its number, its runs and its measured row.
+        `sides`: of each side its number and its measured row.
         """
 
         def of_metric(metric: str) -> tuple[float, int]:
             squares, freedom = 0.0, 0
-            for number, _, measured in sides:
+            for number, measured in sides:
                 own = [value for run in measured.values(metric) if (value := _speed(metric, run)) is not None]
                 others = [
                     value
@@ -55,14 +50,6 @@ class EqualRuns(Struct, frozen=True):
                 if own and others:
                     squares += stats.sum_of_squares([*own, *others]) - stats.sum_of_squares(own)
                     freedom += len(others)
-            used: set[tuple[str, ...]] = set()
-            for number, runs, measured in sides:
-                for noise in self.noise[number]:
-                    key = (noise.machine, noise.scenario, *(one.id for one in noise.runs))
-                    if key not in used and noise.server == row[0] and _has_server_of(noise, runs[0], row[0]):
-                        used.add(key)
-                        noise_squares, noise_freedom = _noise_squares(noise, row[1], metric, measured)
-                        squares, freedom = squares + noise_squares, freedom + noise_freedom
             return squares, freedom
 
         return of_metric
@@ -90,29 +77,21 @@ def find_equal_runs(
         if summary.valid is not False:
             compared.add(key)
             found[number].append((run, summary))
-    noise: list[list[StoredNoise]] = [[] for _ in sides]
-    mismatched: dict[Path, Reason] = {}
-    for number, side in enumerate(sides):
-        if results is not None:
-            path, (stored, mismatch) = noise_path(results, side[0]), usable_noise(side[0], results)
-            noise[number] = [stored] if stored is not None else []
-            if mismatch is not None:
-                mismatched[path] = mismatch
-    return EqualRuns(found, noise, list(mismatched.values()))
+    return EqualRuns(found)
 
 
 def _other_runs(runs: Path | None, results: Path | None) -> Iterator[tuple[Path, Run]]:
-    """Runs that ended valid, the newest first, without those of `harness noise`."""
+    """Runs that ended valid, the newest first."""
     paths = list(runs.glob("*/run.json")) if runs is not None else []
     if results is not None:
-        paths += [path for path in results.glob("*/*/*/run.json") if path.relative_to(results).parts[0] not in RESERVED]
+        paths += filed_runs(results)
     found = []
     for path in paths:
         try:
             run = read_run(path.parent)
         except HarnessError:
             continue
-        if run.status in ("valid", "unchecked") and not is_noise_run(run):
+        if run.status in ("valid", "unchecked"):
             found.append((path.parent, run))
     yield from sorted(found, key=lambda one: (-one[1].started_wall_s, one[0]))
 
@@ -138,18 +117,3 @@ def _value(run: Run, summary: Summary, key: RowKey, metric: str, measured: Measu
     if row is None or row.invalid is not None or definition_conflict(row, measured.rows[0], number_fields(metric)):
         return None
     return _speed(metric, metric_values(row, {cell.id: cell for cell in summary.cells}, metric))
-
-
-def _has_server_of(noise: StoredNoise, run: Run, server: str) -> bool:
-    served = next((cell.served_by for cell in run.served if cell.server == server), None)
-    return served is not None and (served.image_digest, served.version) == (noise.image_digest, noise.version)
-
-
-def _noise_squares(noise: StoredNoise, load: str, metric: str, measured: Measured) -> tuple[float, int]:
-    row = next((row for row in noise.rows if (row.metric, row.load) == (metric, load)), None)
-    variation = None if row is None else row.variation()
-    if variation is None:
-        return 0.0, 0
-    repeats = [len(run) for run in measured.values(metric) if run] or [1]
-    variance = variation.run_variance(len(repeats) / sum(1 / number for number in repeats))
-    return variance * variation.freedom, variation.freedom

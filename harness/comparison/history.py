@@ -16,7 +16,6 @@ from harness.comparison.compare import refuse_invalid
 from harness.errors import HarnessError
 from harness.judge import stats
 from harness.judge.comparable import SHOWN_ONLY, collect_facts, find_differences
-from harness.judge.noise_floors import RESERVED, is_noise_run
 from harness.judge.verdicts import (
     Measured,
     comparison_metrics,
@@ -25,12 +24,13 @@ from harness.judge.verdicts import (
     number_fields,
     to_speeds,
 )
+from harness.rundir.directory import filed_runs
 from harness.rundir.manifest import Run, definition_conflict, read_run
 from harness.summary import Difference, Row, Summary
 
 # Why a run is left out of a history or series: the first reason that applies.
 LeftOut = Literal[
-    "unreadable", "not_valid", "noise_run", "machine", "engine_kind", "model", "workload", "later",
+    "unreadable", "not_valid", "machine", "engine_kind", "model", "workload", "later",
     "no_row", "client_limited", "no_value", "definition",
 ]  # fmt: skip
 _NEAR = 2  # runs on either side of a change point that may differ in the manifest
@@ -138,10 +138,6 @@ def read_history(folder: Path, runs: Path, results: Path) -> History:
     Raises RunError unless the run is VALID.
     """
     run = read_run(folder)
-    if is_noise_run(run):
-        raise HarnessError(
-            f"{run.id}: an A/A run of `harness noise` is not compared with a history", next_step="Give a `harness run`."
-        )
     refuse_invalid(run, None, "is compared with its history")
     newest = Stored(run, read_summary(folder))
     refuse_invalid(*newest, "is compared with its history")
@@ -174,7 +170,7 @@ def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Stor
     """The earlier runs that did the same work as `current`, oldest first, each once; and those that cannot be used."""
     left_out = defaultdict[LeftOut, list[str]](list)
     found: dict[tuple[str, float], Stored] = {}
-    filed = [path for path in results.glob("*/*/*/run.json") if path.relative_to(results).parts[0] not in RESERVED]
+    filed = filed_runs(results)
     seen = {(current.id, current.started_wall_s)}
     for path in sorted([*runs.glob("*/run.json"), *filed]):
         try:
@@ -200,7 +196,6 @@ def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Stor
 def _exclusion(run: Run, current: Run) -> LeftOut | None:
     """Why a run is not part of the history of `current`; None: it is, if its summary is valid."""
     differing: dict[LeftOut, bool] = {
-        "noise_run": is_noise_run(run),
         "not_valid": run.status not in ("valid", "unchecked"),
         "machine": run.machine.name != current.machine.name,
         "engine_kind": run.simulated != current.simulated,

@@ -126,37 +126,6 @@ class Effect(NamedTuple):
         return min(1.0, 2 * float(stdtr(self.freedom, -distance / self.error)))
 
 
-class Variation(NamedTuple):
-    """How far equal runs differ on a machine, as variances of logarithms."""
-
-    between_runs: float  # of runs with infinitely many repeats
-    between_repeats: float
-    freedom: int  # degrees of freedom of `between_runs`
-
-    def run_variance(self, repeats: float) -> float:
-        """The variance of the mean of a run of so many repeats."""
-        return self.between_runs + self.between_repeats / repeats
-
-
-def estimate_variation(runs: Sequence[Sequence[float]]) -> Variation | None:
-    """Estimate the variation of equal runs, each given by the values of its repeats. None for fewer than two runs.
-
-    The variance between runs is that of the runs' means, less the part that the spread of their repeats explains.
-    """
-    if len(runs) < 2:
-        return None
-    between_repeats = repeat_variance(runs) or 0.0
-    explained = between_repeats * statistics.fmean(1 / len(run) for run in runs)
-    between_runs = max(0.0, statistics.variance([mean_log(run) for run in runs]) - explained)
-    return Variation(between_runs, between_repeats, len(runs) - 1)
-
-
-def repeat_variance(runs: Sequence[Sequence[float]]) -> float | None:
-    """Variance of the logarithm of a repeat's value within its run, pooled over runs; None for single repeats."""
-    freedom = sum(len(run) - 1 for run in runs)
-    return sum(var_log(run) * (len(run) - 1) for run in runs if len(run) > 1) / freedom if freedom else None
-
-
 def geometric_ratio(side: Sequence[float], base: Sequence[float]) -> float:
     """Geometric mean of `side` over that of `base`. All values must be positive."""
     return math.exp(mean_log(side) - mean_log(base))
@@ -287,14 +256,6 @@ def _power(
         return float(np.mean(ndtr((log_ratio - half_width - _LOG_MARGIN) / error)))
     room = np.maximum(_LOG_MARGIN - half_width, 0.0)
     return float(np.mean(ndtr((room - log_ratio) / error) - ndtr((-room - log_ratio) / error)))
-
-
-def detectable_log_ratio(variance: float, freedom: int) -> float:
-    """The logarithm of the smallest ratio that comparing one value with one finds with a probability of POWER.
-
-    `variance` is that of such values' logarithms, with its degrees of freedom.
-    """
-    return (t_quantile(1 - ALPHA / 2, freedom) + t_quantile(POWER, freedom)) * math.sqrt(2 * variance)
 
 
 def mean_log(values: Sequence[float]) -> float:

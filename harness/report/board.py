@@ -22,15 +22,16 @@ from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.compare import refuse_invalid
 from harness.errors import HarnessError, reason_of
 from harness.files import open_file, pretty_json, read_text, replace_file
-from harness.judge.noise_floors import RESERVED, folder_name, format_date, is_noise_run, noise_path
 from harness.judge.verdicts import is_client_limited, is_paced, metric_values, number_fields, work_metric
 from harness.report import words
 from harness.report.html import page_template, read_asset
 from harness.report.markdown import escape, grid, render
 from harness.report.table import LIMITED
 from harness.report.terminal import simple_table
+from harness.rundir.directory import RESERVED, folder_name
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summary import Row, Summary
+from harness.units import format_date
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
@@ -345,7 +346,7 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
     run = read_run(folder)
     summary = summarize(folder)
     _refuse_result(run, summary)
-    target = noise_path(results, run).parent / folder_name(run.id)
+    target = results.joinpath(*map(folder_name, (run.machine.name, run.scenario_name, run.id)))
     files = {
         "run.json": pretty_json(run),
         "summary.json": pretty_json(summary),
@@ -362,11 +363,6 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
 
 
 def _refuse_result(run: Run, summary: Summary) -> None:
-    if is_noise_run(run):
-        raise HarnessError(
-            f"{run.id}: an A/A run is no result; what it found is stored as noise.json",
-            next_step="File runs of `harness run`.",
-        )
     if run.origin is not None:
         raise HarnessError(
             f"{run.id}: was measured by {run.origin.tool}, and what it says is not ranked with runs of this suite",

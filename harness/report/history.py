@@ -8,7 +8,6 @@ from rich.text import Text
 from harness import units
 from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.history import ChangePoint, History, LeftOut, Moved, Series
-from harness.judge.noise_floors import format_date
 from harness.judge.stats import DETECTED, MIN_HISTORY
 from harness.report import words
 from harness.report.charts import Chart, Figure, escape_markup, scatter
@@ -16,11 +15,11 @@ from harness.report.html import chart_page
 from harness.report.markdown import EQUAL, differences_markdown, escape, grid
 from harness.report.terminal import STYLES, print_differences, simple_table
 from harness.summary import MARGIN, MAX_REPEATS
+from harness.units import format_date
 
 LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
     "unreadable": "that cannot be read",
     "not_valid": "with a status other than VALID",
-    "noise_run": "of `harness noise` (A/A)",
     "machine": "of another machine",
     "engine_kind": "of the other kind of engine (simulated or real)",
     "model": "of another model",

@@ -1,12 +1,11 @@
-"""The accuracy of this machine: how many streams its load generator handles, and how far equal runs differ.
+"""The accuracy of this machine: how many streams its load generator handles.
 
 `harness calibrate`: the embedded engine logs when it sends each chunk, by the same monotonic clock as the records of
 the load generator. Their difference is the error. Both share this machine, as in most runs; with the server on another
-machine the load generator handles more. `harness noise`: a scenario runs with one server under two names (A/A).
+machine the load generator handles more.
 """
 
 import itertools
-import math
 import subprocess
 import sys
 import tempfile
@@ -16,40 +15,17 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 from rich.console import Console
-from rich.table import Table
 
-from harness.analysis.summarize import summarize
-from harness.columns import METRIC_WORDS
 from harness.errors import RunError
 from harness.files import LOCUSTFILES, pretty_json, read_bytes
 from harness.job import Job, write_job
-from harness.judge import stats
-from harness.judge.noise_floors import (
-    AGAIN,
-    A,
-    RowNoise,
-    StoredNoise,
-    join_noise,
-    measure_noise,
-    noise_path,
-    read_noise,
-    write_noise,
-)
-from harness.prepare.experiment import Experiment, server_name
-from harness.process import pause
-from harness.reasons import sentence
 from harness.run.drive import locust_arguments
-from harness.run.orchestrator import run
-from harness.run.progress import Progress
-from harness.rundir.manifest import read_run
 from harness.rundir.records import MAX_CPU, Request, read_marks, read_requests
-from harness.scenario import Baseline, Load, Prompts, Warmup
+from harness.scenario import Load, Prompts, Warmup
 from harness.simulated import spawned
 from harness.simulated.answer import Sent
-from harness.summary import MARGIN, MAX_REPEATS
-from harness.units import NOTHING, count, duration, figures
+from harness.units import count
 
 STREAMS = (10, 50, 100, 200, 350, 500, 750, 1000, 1500, 2000)
 STEP_S = 0.02  # between two chunks of a stream
@@ -200,92 +176,3 @@ def describe_readings(points: list[CalibrationPoint]) -> str:
         f"Trusted for {best.streams} streams at once, {best.chunks_per_s:,.0f} chunks a second: 99 % of the "
         f"chunk times are right within {best.error_p99_s * 1000:.2g} ms.{end}"
     )
-
-
-_CLOSE_RUNS_S = 3600.0  # runs within this time share temperature and other programs
-
-
-def noise(
-    experiment: Experiment,
-    server: str | None,
-    runs: Path,
-    results: Path,
-    progress: Progress,
-    *,
-    times: int = 1,
-    pause_s: float = 0.0,
-    add: bool = False,
-) -> tuple[Path, StoredNoise]:
-    """Measure and store the difference of equal runs, `times` times with pauses; return path and result.
-
-    Each run is stored at once, so an interruption loses one run. `add`: keep the runs that were stored before. Raises
-    RunError when a run is not VALID.
-    """
-    name = server_name(experiment, server)
-    stored: StoredNoise | None = None
-    for number in range(times):
-        if number:
-            pause(pause_s)
-        folder = run(_a_a_experiment(experiment, name), runs, progress)
-        manifest, summary = read_run(folder), summarize(folder)
-        if not summary.valid:
-            raise RunError(
-                f"{manifest.id}: an INVALID run shows no noise: {sentence(summary.reasons[0])}",
-                next_step=f"harness report {folder} shows all reasons. {number} of {times} runs are stored.",
-            )
-        path = noise_path(results, manifest)
-        if stored is None and add:
-            stored = read_noise(path)
-        measured = measure_noise(manifest, summary, name)
-        stored = measured if stored is None else join_noise(stored, measured)
-        write_noise(path, stored)
-    assert stored is not None
-    return path, stored
-
-
-def _a_a_experiment(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment with one of its servers under two names, without checks."""
-    scenario = experiment.scenario
-    twice = replace(
-        scenario,
-        question=f"How far do two equal servers differ on this machine? (A/A of '{name}')",
-        servers={A: scenario.servers[name], AGAIN: scenario.servers[name]},
-        swept=None,  # nothing differs between the two
-        baseline=Baseline(server=A, load=next(iter(scenario.loads))),
-        checks=[],
-    )
-    return replace(experiment, scenario=twice)
-
-
-def show_noise(noise: StoredNoise, console: Console) -> None:
-    span_s = noise.runs[-1].started_wall_s - noise.runs[0].started_wall_s
-    over = f" over {duration(span_s)}" if span_s else ""
-    repeats = count(noise.repeats, "repeat")
-    console.print(f"{noise.machine}: {count(len(noise.runs), 'A/A run')} of '{noise.server}'{over}, {repeats} each")
-    headings = ("sd of repeats", f"repeats for 'same' within ±{100 * MARGIN:g} %", "sd of runs", "one run finds")
-    table = Table("load", "by", *headings, box=None, pad_edge=False)
-    for row in noise.rows:
-        table.add_row(row.load, METRIC_WORDS[row.metric], *_noise_cells(row, noise.repeats))
-    console.print(table)
-    if len(noise.runs) < 2 or span_s < _CLOSE_RUNS_S:
-        console.print(
-            "Warning: one run, or runs of one hour, do not show how far runs differ: add runs of other hours and days "
-            "with --add, or spread them with --every 60."
-        )
-
-
-def _noise_cells(row: RowNoise, repeats: int) -> list[str]:
-    """Return the spread of repeats, repeats a side for "same", the spread of runs, and what one run can find."""
-    cells = [NOTHING] * 4
-    if (variance := row.repeat_variance()) is not None:
-        needed = stats.sample_size_to_settle(0.0, (variance, variance), 1, 1)
-        cells[:2] = [_percent(math.sqrt(variance)), f"over {MAX_REPEATS}" if needed is None else str(needed)]
-    if (variation := row.variation()) is not None:
-        variance = variation.run_variance(repeats)
-        smallest = max(math.expm1(stats.detectable_log_ratio(variance, variation.freedom)), MARGIN)
-        cells[2:] = [_percent(math.sqrt(variance)), f"{_percent(smallest)} or more"]
-    return cells
-
-
-def _percent(value: float) -> str:
-    return f"{figures(100 * value, 2)} %"

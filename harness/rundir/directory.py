@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import MetricsSample, TelemetrySample
 
 ATTEMPTS = "attempts"
+RESERVED = ("reference",)  # folders of the results that do not belong to a machine
 PACKED = "requests.jsonl.gz"  # as `harness results add --records` files them
 RESERVE = "reserve"  # a file in the run directory during the run
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
@@ -130,3 +133,16 @@ def no_records_error(folder: Path) -> HarnessError:
     if (folder / PACKED).exists():
         step = f"gunzip --keep {folder / PACKED}"
     return HarnessError(f"{folder}: requests.jsonl is missing", next_step=step)
+
+
+def filed_runs(results: Path) -> list[Path]:
+    """The run.json of each run that is filed by machine and scenario."""
+    return [path for path in results.glob("*/*/*/run.json") if path.relative_to(results).parts[0] not in RESERVED]
+
+
+def folder_name(text: str) -> str:
+    """`text` as a folder name. A changed name gets a checksum of the original."""
+    name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:60].rstrip("-._")
+    if name == text and name not in RESERVED:
+        return name
+    return f"{name or 'unnamed'}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
