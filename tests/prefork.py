@@ -40,7 +40,6 @@ _COMMANDS = (
     "rich.table",
     "harness.cli",
     "harness.run.orchestrator",
-    "harness.run.calibrate",
     "harness.comparison.compare",
     "harness.comparison.history",
     "harness.report.html",

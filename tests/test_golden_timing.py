@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.calibrate import chunk_errors_s
 from harness.analysis import derive
-from harness.run.calibrate import chunk_errors_s
 from harness.scenario import Load, Warmup
 from harness.simulated import spawned
 from harness.simulated.answer import Sent

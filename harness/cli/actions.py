@@ -371,18 +371,6 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-@cli.command(short_help="How many streams this machine's load generator can be trusted for.")
-def calibrate(
-    max_streams: Annotated[int | None, cli.option("N", "Try no more streams than this.", min=1, max=20000)] = None,
-    processes: Annotated[int, cli.option("N", "Load processes.", min=1, max=64)] = 1,
-    as_json: cli.JsonOpt = False,
-) -> None:
-    """Hold the load generator's chunk times against the embedded engine's own, with more and more streams at once."""
-    from harness.run.calibrate import show_readings
-
-    show_readings(cli.console(), max_streams, processes, as_json=as_json)
-
-
 @cli.command(short_help="Print the Compose file that would be run.")
 def compose(
     scenario: cli.ScenarioArg,

@@ -20,7 +20,7 @@ from harness.files import pretty_json
 from harness.redact import printable
 
 COMMANDS = {  # in the order of use
-    "Before a run": ("init", "list", "check", "doctor", "memory", "calibrate"),
+    "Before a run": ("init", "list", "check", "doctor", "memory"),
     "Measure": ("run", "capacity", "live", "compose", "worker"),
     "After a run": ("report", "compare", "plan", "results", "export", "import"),
     "When something is wrong": ("explain", "clean"),

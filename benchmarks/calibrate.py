@@ -1,10 +1,13 @@
-"""The accuracy of this machine: how many streams its load generator handles.
+"""How many streams the load generator of this machine handles.
 
-`harness calibrate`: the embedded engine logs when it sends each chunk, by the same monotonic clock as the records of
-the load generator. Their difference is the error. Both share this machine, as in most runs; with the server on another
-machine the load generator handles more.
+python -m benchmarks.calibrate --max-streams 200
+
+The embedded engine logs when it sends each chunk, by the same monotonic clock as the records of the load generator.
+Their difference is the error. Both share this machine, as in most runs; with the server on another machine the load
+generator handles more.
 """
 
+import argparse
 import itertools
 import subprocess
 import sys
@@ -176,3 +179,16 @@ def describe_readings(points: list[CalibrationPoint]) -> str:
         f"Trusted for {best.streams} streams at once, {best.chunks_per_s:,.0f} chunks a second: 99 % of the "
         f"chunk times are right within {best.error_p99_s * 1000:.2g} ms.{end}"
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-streams", type=int, help="try no more streams than this")
+    parser.add_argument("--processes", type=int, default=1, help="load processes")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    given = parser.parse_args()
+    show_readings(Console(), given.max_streams, given.processes, as_json=given.json)
+
+
+if __name__ == "__main__":
+    main()
