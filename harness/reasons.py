@@ -93,7 +93,7 @@ def format_amount(amount: float, unit: str, load: str | None = None) -> str:
     """A number of users, requests/s, or times a trace; with the name of the load if it is one of a mix."""
     if unit == "users":
         return count(round(amount), "user" if load is None else f"{load} user")
-    return f"{figures(amount, 3)} {unit}" + ("" if load is None else f" of {load}")
+    return f"{figures(amount)} {unit}" + ("" if load is None else f" of {load}")
 
 
 def format_amounts(loads: Iterable[Mapping[str, Any]]) -> str:
@@ -103,7 +103,7 @@ def format_amounts(loads: Iterable[Mapping[str, Any]]) -> str:
 
 def _format_number(amount: float, unit: str, **_: Any) -> str:
     """An amount without its unit."""
-    return f"{round(amount):,}" if unit == "users" else figures(amount, 3)
+    return f"{round(amount):,}" if unit == "users" else figures(amount)
 
 
 # Sentences that no template can make. The docstring is the entry in docs/run-directory.md.
@@ -172,7 +172,7 @@ def _check_value(
 def _format_check_value(value: float, unit: str) -> str:
     if unit == "s":
         return f"{figures(value, 4)} s" if value >= 1 else f"{figures(value * 1000, 4)} ms"
-    return f"{figures(value * 100, 3)} %" if unit == "%" else f"{figures(value, 4)} {unit}".rstrip()
+    return f"{figures(value * 100)} %" if unit == "%" else f"{figures(value, 4)} {unit}".rstrip()
 
 
 COMPOSED: dict[str, Callable[..., str]] = {
@@ -288,24 +288,27 @@ def _what_confirms(verdict: Verdict) -> list[str]:
         texts.append(f"the interval allows for {_format_percent(share)} of delay in the load generator")
     if verdict.reason == "client":
         texts.append("free a core for the load generator, or use more processes")
-    elif verdict.reason in OPEN or (verdict.word == "no_difference" and verdict.basis in ("runs", "repeats")):
+    elif verdict.basis in ("runs", "repeats") and (verdict.reason in OPEN or verdict.word == "no_difference"):
         texts.append(_describe_needed(verdict))
-    if verdict.provisional and verdict.word in ("faster", "slower", "same") and verdict.needed is not None:
-        texts.append(f"provisional: confirm it with {verdict.needed} runs a side, or with `{_MEASURE}`")
-    elif verdict.provisional:
-        texts.append(f"provisional: {_CONFIRMATION[verdict.basis]}")
+    if verdict.provisional:
+        texts.append(f"provisional: {_confirmation(verdict)}")
     if verdict.fails == "with_provisional":
         texts.append("would fail with --provisional")
     return texts
 
 
 _MEASURE = "harness run SCENARIO --times 5"
-_CONFIRMATION = {
-    "one_run": "confirm it with --repeats 5",
-    "apart": "confirm it in one run that is not interrupted, with --repeats 5",
-    "runs": f"the variation between runs is assumed; `{_MEASURE}` measures it",
-    "repeats": "",
-}
+
+
+def _confirmation(verdict: Verdict) -> str:
+    """What confirms a provisional verdict."""
+    if verdict.basis == "one_run":
+        return f"confirm it with --repeats {verdict.needed}"
+    if verdict.basis == "apart":
+        return f"confirm it in one run that is not interrupted, with --repeats {verdict.needed}"
+    if verdict.word in ("faster", "slower", "same"):
+        return f"confirm it with {verdict.needed} runs a side, or with `{_MEASURE}`"
+    return f"the variation between runs is assumed; `{_MEASURE}` measures it"
 
 
 def _describe_needed(verdict: Verdict) -> str:
@@ -337,7 +340,7 @@ def _format_ratio(value: float) -> str:
     """A ratio with as many digits as its distance from 1 needs."""
     distance = abs(value - 1)
     if value < 0.95:
-        return figures(value, 3) if value > 0 else "0"
+        return figures(value) if value > 0 else "0"
     return f"{value:.4f}" if distance < 0.005 else f"{value:.3f}" if distance < 0.05 else f"{value:.2f}"
 
 
@@ -357,14 +360,13 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "verdict": _verdict_with_word,
     "bound": lambda code: "least" if code == "below" else "most",
     "figures": figures,
-    "figures3": lambda value: figures(value, 3),
     "percent": _format_percent,
     "share": percent,
     "part": lambda share: "half" if share == 0.5 else f"{share * 100:g} %",
     "changed": lambda change: f"{'rose' if change > 0 else 'fell'} by {_format_percent(abs(change))}",
     "faster": lambda ratio: f"{_format_percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}",
     "factor": _format_ratio,
-    "longer": lambda ratio: f"{abs(100 * (ratio - 1)):.0f} % {'longer' if ratio > 1 else 'shorter'}",
+    "longer": lambda ratio: f"{_format_percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}",
     "up": lambda value: f"{math.ceil(value):,}",
     "users_up": lambda value: count(math.ceil(value), "user"),
     "duration": duration,

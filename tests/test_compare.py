@@ -20,7 +20,7 @@ from harness.rundir.manifest import Machine, Origin, ServedBy, UnlikeError, writ
 from harness.rundir.records import read_requests
 from harness.scenario import Arrivals, Load, Scenario, Server
 from harness.scenario import Pair as Wanted
-from harness.scenario.behaviour import Structured
+from harness.scenario.behaviour import Lengths, Structured
 from harness.scenario.plan import Cell
 from harness.summary import (
     CellSummary,
@@ -81,10 +81,12 @@ ONE = {"basis": "one_run", "provisional": True}
         ([1.05, 1.06, 1.04], [1.0, 1.01, 0.99], 6, {"word": "inconclusive", "reason": "corrected", "comparisons": 7},
          "with 7 comparisons the corrected p-value is "),
         # One repeat.
-        ([1.5], [1.0], 0, ONE | {"word": "faster", "ratio": 1.5},
+        ([1.5], [1.0], 0, ONE | {"word": "faster", "ratio": 1.5, "needed": 5},
          "about 1.5x faster (one run, not repeated) than a / x by wall time (95 % interval 1.28x to 1.76x); "
          "provisional: confirm it with --repeats 5"),
-        ([1.05], [1.0], 0, ONE | {"word": "no_difference"}, "no difference seen ("),
+        ([1.05], [1.0], 0, ONE | {"word": "no_difference", "needed": 5}, "no difference seen ("),
+        ([1.18], [1.0], 1, ONE | {"word": "inconclusive", "needed": 5},
+         "±2 %; provisional: confirm it with --repeats 5."),
         ([1.5], TIGHT, 4, ONE | {"word": "faster"}, ""),
         ([], TIGHT, 1, {"ratio": None, "p": None, "n": (0, 5), "reason": "no_values"}, ""),
         # Servers without any spread.
@@ -148,6 +150,7 @@ FORM = msgspec.structs.replace(WORK, output="natural", answer=Structured(choice=
     [
         (WORK, {"batch_size": 5}, "wall_s"),
         (OPEN, {}, "wall_s"),
+        (msgspec.structs.replace(WORK, output_tokens=Lengths(uniform=[2, 9])), {}, "wall_s"),
         (WORK, {"requests": 6}, "output_tok_s"),
         (msgspec.structs.replace(WORK, output="natural"), {}, "output_tok_s"),
         (OPEN, {"arrivals": Arrivals(rate=4.0)}, "output_tok_s"),

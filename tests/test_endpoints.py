@@ -62,6 +62,7 @@ def test_the_embedded_engine_answers_in_the_form_that_is_asked_for(server: Spawn
 def run(folder: Path, **keys: Any) -> tuple[Path, Summary, list[Request]]:
     (folder / "s.yaml").write_text(yaml.safe_dump(SMALL | keys, sort_keys=False))
     done = harness("run", "s.yaml", "--runs", "runs", cwd=folder)
+    assert done.err == "", done
     (where,) = (folder / "runs").iterdir()
     records = [record for record in read_requests(where / "requests.jsonl") if record.phase == "measured"]
     summary = read_summary(where)

@@ -32,6 +32,7 @@ from harness.summary import (
 
 _TAILS = ("p99", "p95", "p90")
 _NO_REQUESTS = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
+CONFIRMING_REPEATS = 5  # where nothing shows how far repeats differ: so many find 15 % at 4 % noise, and 10 % at 2 %
 PRIOR_SD = 0.015  # expected standard deviation of the logarithm of a cell's speed, for the test of drift;
 PRIOR_PAIRS = 4  # it counts as much as so many pairs of cells
 
@@ -377,11 +378,9 @@ def work_metric(loads: Sequence[Load]) -> str:
     work = set()
     for load in loads:
         form = None if load.answer is None else (load.answer.choice, load.answer.json_schema)
-        work.add(
-            (load.user, load.requests, load.output_tokens, load.output, load.turns, load.stream, *(load.think_s or ()))
-            + (load.endpoint, repr((form, load.agent, load.rag, load.abandon, load.regenerate)))
-            + (repr((load.arrivals, load.trace, load.think)),)
-        )
+        fixed = (load.user, load.requests, load.output, load.turns, load.stream, load.endpoint, load.regenerate)
+        spread = (load.output_tokens, load.think_s, load.think, load.agent, load.rag, load.abandon)
+        work.add((*fixed, repr((*spread, form, load.arrivals, load.trace))))  # as text: lists have no hash
     if len(work) == 1 and all(
         load.requests is not None
         and load.user != "imported"
@@ -474,15 +473,13 @@ def _decide(pair: ComparedSides, found: _Found, p: float, comparisons: int) -> V
         "ratio": effect.ratio, "low": low, "high": high, "p": p, "basis": found.basis, "provisional": found.provisional,
         "widened": None if factors == (1.0, 1.0) else factors,
     }  # fmt: skip
-    if found.provisional and found.basis == "runs":
-        numbers["needed"] = stats.runs_to_confirm(effect, *map(len, _independent_values(pair)))
     includes_one, is_beyond = low <= 1 <= high, _is_beyond(low, high)
+    numbers["needed"] = _needed_to_confirm(pair, found)
     if is_beyond and p < ALPHA:
         return _make_verdict(pair, "faster" if effect.log_ratio > 0 else "slower", comparisons, **numbers)
     if _is_inside(low, high):
         return _make_verdict(pair, "same", comparisons, **numbers)
-    side, base = _independent_values(pair)
-    numbers |= _needed_values(pair, found, comparisons, includes_one=includes_one, sizes=(len(side), len(base)))
+    numbers |= _needed_to_decide(pair, found, comparisons, includes_one=includes_one)
     if found.basis != "repeats" and exact_low <= 1 <= exact_high:
         return _make_verdict(pair, "no_difference", comparisons, **numbers)
     reason: Inconclusive = "not_beyond"
@@ -505,21 +502,32 @@ def _is_inside(low: float, high: float) -> bool:
     return low > 1 / (1 + MARGIN) and high < 1 + MARGIN
 
 
-def _needed_values(
-    pair: ComparedSides, found: _Found, comparisons: int, *, includes_one: bool, sizes: tuple[int, int]
+def _needed_to_confirm(pair: ComparedSides, found: _Found) -> int | None:
+    """How many values a side confirm a provisional verdict. None: the verdict is not provisional."""
+    if not found.provisional:
+        return None
+    sizes = [len(values) for values in _independent_values(pair)]
+    if found.basis == "runs":
+        return stats.runs_to_confirm(found.effect, *sizes)
+    return max(CONFIRMING_REPEATS, *sizes)  # the spread of repeats is not known
+
+
+def _needed_to_decide(
+    pair: ComparedSides, found: _Found, comparisons: int, *, includes_one: bool
 ) -> dict[str, int | None]:
     """How many values a side would decide a pair: show a difference of this size, and show that there is none."""
+    confirming = _needed_to_confirm(pair, found)
     if found.basis in ("one_run", "apart"):
-        return {}  # the spread of repeats is not known
+        return {"needed": confirming}
     side, base = _independent_values(pair)
     effect, freedom = found.effect, 0
     variances = stats.var_log(side) if len(side) > 1 else 0.0, stats.var_log(base) if len(base) > 1 else 0.0
     if found.basis == "runs":
         variance = effect.error**2 / (1 / len(side) + 1 / len(base))
         variances, freedom = (variance, variance), int(effect.freedom)
-    needed = stats.sample_size_to_settle(effect.log_ratio, variances, max(sizes), comparisons, freedom)
-    if needed is not None and found.provisional:
-        needed = max(needed, stats.runs_to_confirm(effect, *sizes))
+    needed = stats.sample_size_to_settle(effect.log_ratio, variances, max(len(side), len(base)), comparisons, freedom)
+    if needed is not None and confirming is not None:
+        needed = max(needed, confirming)
     for_same = None
     if includes_one and abs(effect.log_ratio) > math.log1p(MARGIN):  # there may be no difference at all
         for_same = stats.sample_size_to_settle(0.0, variances, 1, comparisons, freedom)

@@ -252,10 +252,12 @@ def _speedup_answer(comparison: Comparison, rows: Sequence[Row]) -> str:
 
 def _remedy(verdicts: Sequence[Verdict]) -> str:
     """What would decide open verdicts of a run."""
-    if any(verdict.basis == "one_run" for verdict in verdicts):
-        return " Use --repeats 5."
     needed = [verdict.needed for verdict in verdicts if verdict.needed is not None]
-    return f" About {max(needed)} {verdicts[0].unit} a side would decide." if len(needed) == len(verdicts) else ""
+    if len(needed) < len(verdicts):
+        return ""
+    if any(verdict.basis == "one_run" for verdict in verdicts):
+        return f" Use --repeats {max(needed)}."
+    return f" About {max(needed)} {verdicts[0].unit} a side would decide."
 
 
 def _largest_effect(verdicts: Sequence[Verdict], word: str | None = None) -> Verdict | None:
