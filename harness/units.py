@@ -41,8 +41,8 @@ def factor(value: float, decimals: int = 2) -> str:
     return _fixed(value) if 0 < abs(value) < 0.1 else f"{value:.{decimals}f}"
 
 
-def figures(value: float, number: int = 2) -> str:
-    """At least so many significant figures, without an exponent: "0.26", "1.5", "112"."""
+def figures(value: float, number: int = 3) -> str:
+    """At least so many significant figures, without an exponent: "0.261", "1.5", "112"."""
     if 0 < abs(value) < 1e-4:  # where Python writes an exponent
         return f"{value:.{number - 1 - math.floor(math.log10(abs(value)))}f}"
     return f"{value:.{number}g}" if abs(value) < 10 ** (number - 1) else f"{value:,.0f}"

@@ -138,7 +138,7 @@ def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredP
         *(NOTHING if share is None else f"{100 * share:.1f} %" for share in shares),
         f"{probe.answers:,}",
         duration(probe.seconds),
-        NOTHING if probe.answer_s is None else f"{figures(probe.answer_s, 3)} s",
+        NOTHING if probe.answer_s is None else f"{figures(probe.answer_s)} s",
         significant(probe.tok_s),
         STATES[probe.state],
         PURPOSES[probe.purpose],
@@ -147,7 +147,7 @@ def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredP
 
 def format_level(report: CapacityReport, level: int) -> str:
     """A level as a number in the unit of the varied load."""
-    return f"{level:,}" if report.unit == "users" else figures(report.amount(level), 3)
+    return f"{level:,}" if report.unit == "users" else figures(report.amount(level))
 
 
 def format_loads(report: CapacityReport, level: int) -> str:

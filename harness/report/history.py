@@ -9,6 +9,7 @@ from harness import units
 from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.history import ChangePoint, History, LeftOut, Moved, Series
 from harness.judge.stats import DETECTED, MIN_HISTORY
+from harness.reasons import format_speedup
 from harness.report import words
 from harness.report.charts import Chart, Figure, escape_markup, scatter
 from harness.report.html import chart_page
@@ -129,7 +130,7 @@ def series_cells(series: Series) -> list[str]:
 
 
 def describe_shift(moved: Moved) -> str:
-    how = f"{_direction(moved)}, {moved.ratio:.3f} times the speed before, by {METRIC_WORDS[moved.metric]}"
+    how = f"{format_speedup(moved.ratio)} than before by {METRIC_WORDS[moved.metric]}"
     return f"{moved.server} / {moved.load}: {how}"
 
 
@@ -145,7 +146,7 @@ def outcome_sentence(series: Series, run: str) -> str:
     if series.word in ("slower", "faster"):
         shown = "this run shows" if series.window == 1 else f"the newest {series.window} runs together show"
         return f"{name}: {series.word}: {shown} a shift that equal runs do not show (p = {series.p:.1e})."
-    share = None if series.detectable is None else f"{series.detectable * 100:.0f} %"
+    share = None if series.detectable is None else f"{units.figures(100 * series.detectable)} %"
     sensitivity = f"a slowdown of {share} or more is found within 3 runs in 80 %" if share else ""
     if series.word == "no_shift":
         return f"{name}: no shift; {sensitivity}."

@@ -358,7 +358,7 @@ def client_limit_sentence(summary: Summary) -> str:
                 row.client_error[each] for each in row.client_error if number_fields(each)[0] in row.client_limited
             )
             error = max(map(max, errors), default=0.0)
-            by = "" if error < _SHOWN_ERROR else f" (by {units.figures(100 * error, 2)}\u00a0% at most)"
+            by = "" if error < _SHOWN_ERROR else f" (by {units.figures(100 * error)}\u00a0% at most)"
             rows[number_names(row.client_limited)].append(f"{row.name}{by}")
     if not rows:
         return ""

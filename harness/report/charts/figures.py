@@ -63,7 +63,7 @@ def describe_knee(points: Sequence[tuple[int, float]]) -> str:
         return f"no knee up to {knee} at once: it still rises there"
     falls_at = [level for level in rates if level > best and rates[level] < enough]
     beyond = f"falls from {min(falls_at)} at once on" if falls_at else "more does not help"
-    return f"knee at {knee} at once, {100 * rates[knee] / rates[best]:.0f}\u00a0% of the best; {beyond}"
+    return f"knee at {knee} at once, {units.figures(100 * rates[knee] / rates[best])}\u00a0% of the best; {beyond}"
 
 
 def row_concurrency(row: Row, run: Run) -> int:
