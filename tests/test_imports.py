@@ -493,6 +493,37 @@ def test_llama_bench_has_a_load_for_each_test_and_a_repeat_for_each_sample(form:
     assert "flash_attn=True" in run.cells[0].served_by.arguments
 
 
+def test_llama_bench_samples_that_are_missing_or_contradict_their_mean(tmp_path: Path) -> None:
+    tests = [
+        llama_result(n_prompt=512, n_gen=0, avg_ts=130.0, samples_ts=[1290.0, 1310.0], samples_ns=[1, 1]),
+        llama_result(n_prompt=0, n_gen=128, avg_ts=75.0, samples_ts=[74.0, None, 76.0], samples_ns=[1, None, 1]),
+        llama_result(n_prompt=0, n_gen=64, avg_ts=75.0, samples_ts=[None]),
+        llama_result(n_prompt=0, n_gen=32, avg_ts=75.0, samples_ts=[74.9, 75.2]),
+    ]
+    _, summary = import_text(json.dumps(tests), tmp_path)
+    rows = {row.load: row for row in summary.rows}
+    assert rows["pp512"].input_tok_s == [1290.0, 1310.0]
+    assert (rows["tg128"].output_tok_s, rows["tg64"].output_tok_s) == ([74.0, 76.0], [75.0])
+    notes = {(note.code, note.values["row"]): note.values for note in summary.notes if "row" in note.values}
+    assert notes["import_mean_differs", "ROCm / pp512"]["samples_mean"] == 1300.0
+    assert notes["import_samples_missing", "ROCm / tg128"] == {"row": "ROCm / tg128", "missing": 1, "total": 3}
+    assert ("import_samples_missing", "ROCm / tg64") in notes and not any(row == "ROCm / tg32" for _, row in notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ('build_commit,build_number,n_prompt,n_gen,avg_ts\n"8cf427ff","5163","512","0","1300.0"\n', "CSV of"),
+        ("CREATE TABLE IF NOT EXISTS llama_bench (\n  build_commit TEXT\n);\n", "SQL of"),
+        ("ggml_init\nmain: error: failed to load model 'm.gguf'\n", "error message: main: error: failed to load"),
+    ],
+)
+def test_other_outputs_of_llama_bench_are_refused_by_name(text: str, form: str, tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match=form) as caught:
+        import_text(text, tmp_path)
+    assert "`-o json`" in (caught.value.next_step or "")
+
+
 TABLE = """\
 ggml_cuda_init: found 1 ROCm devices:
 | model               |      size | params | backend | ngl | fa |          test |            t/s |
@@ -534,6 +565,6 @@ def test_llama_bench_tables_are_read_with_what_differs_between_their_rows(tmp_pa
     ],
 )
 def test_a_table_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
-    assert llama_bench.read_tables(text) == []
+    assert llama_bench.read_tables(tmp_path, text) == []
     with pytest.raises(HarnessError, match="neither JSON nor JSON Lines"):
         import_text(text, tmp_path)

@@ -7,12 +7,17 @@ repetition is a repeat. A Markdown table has only the mean and the standard devi
 import re
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from msgspec import Struct
 
+from harness.errors import HarnessError
 from harness.imports import FILE_TIME, ONE_USER, Count, Duration, Format, Imported, ImportedPart, Source
+from harness.redact import printable
 from harness.summary import Distribution, Numbers, because
+from harness.units import significant
 
 DEFINITIONS = {
     "output_tok_s": "tokens / time of the generation alone: one sequence, without a server, sampling or a tokenizer",
@@ -40,6 +45,12 @@ _MODEL = ("model_filename", "model")
 _TEST = re.compile(r"(?:pp ?(?P<pp>\d{1,9}))?\+?(?:tg ?(?P<tg>\d{1,9}))?(?: ?@ ?d ?(?P<depth>\d{1,9}))?")
 _SPEED = re.compile(r"(?P<mean>\d{1,9}(?:\.\d{1,9})?) *(?:±|\+-|\+/-) *(?P<deviation>\d{1,9}(?:\.\d{1,9})?)")
 _BUILD = re.compile(r"build: (?P<commit>[0-9a-f]{4,40}) \((?P<number>\d{1,9})\)")
+_OTHER_FORMS = {
+    "CSV": re.compile(r'^"?build_commit"?,.*avg_ts', re.MULTILINE),
+    "SQL": re.compile(r"^(?:INSERT INTO|CREATE TABLE IF NOT EXISTS) \"?(?:llama_bench|test)\"? ?\(", re.MULTILINE),
+}
+_ERROR = re.compile(r"^(?:[\w.-]{1,40}: )?error: [^\n]{1,200}", re.MULTILINE | re.IGNORECASE)
+MAX_DIFFERENCE = 0.01  # between a mean and that of its samples
 _SHORT = 12  # characters of a setting's name and value in a server's name
 
 
@@ -49,13 +60,18 @@ class LlamaBenchTest(Struct, frozen=True, kw_only=True):
     n_depth: Count = 0
     avg_ts: Duration  # tokens a second
     stddev_ts: Duration | None = None
-    samples_ts: list[Duration] = []
-    samples_ns: list[Duration] = []
+    samples_ts: list[Duration | None] = []
+    samples_ns: list[Duration | None] = []
     test_time: str | None = None
     build_commit: str | None = None
     build_number: Count | None = None
     backends: str | None = None
     backend: str | None = None  # of a Markdown table
+
+    @property
+    def speeds(self) -> list[float]:
+        """The samples that are known."""
+        return [speed for speed in self.samples_ts if speed is not None]
 
     @property
     def name(self) -> str:
@@ -64,8 +80,11 @@ class LlamaBenchTest(Struct, frozen=True, kw_only=True):
         return "-".join([*parts, *([f"d{self.n_depth}"] if self.n_depth else [])])
 
 
-def read_tables(text: str) -> list[dict[str, Any]]:
-    """Return the tests of all Markdown tables of llama-bench in a text, in the form of its JSON."""
+def read_tables(path: Path, text: str) -> list[dict[str, Any]]:
+    """Return the tests of all Markdown tables of llama-bench in a text, in the form of its JSON.
+
+    `path`: for messages. Raises HarnessError for llama-bench's CSV and SQL, and for an error message of a tool.
+    """
     build = _BUILD.search(text)
     about = {} if build is None else {"build_commit": build["commit"], "build_number": int(build["number"])}
     tests, head = [], list[str]()
@@ -86,7 +105,23 @@ def read_tables(text: str) -> list[dict[str, Any]]:
                 }
                 speeds = {"avg_ts": float(speed["mean"]), "stddev_ts": float(speed["deviation"])}
                 tests.append(row | lengths | speeds | about)
+    if not tests:
+        _refuse_other_forms(path, text)
     return tests
+
+
+def _refuse_other_forms(path: Path, text: str) -> None:
+    for form, pattern in _OTHER_FORMS.items():
+        if pattern.search(text):
+            raise HarnessError(
+                f"{path}: {form} of llama-bench is not read",
+                next_step="Run llama-bench with `-o json`.",
+            )
+    if (message := _ERROR.search(text)) is not None:
+        raise HarnessError(
+            f"{path}: it has no results, but an error message: {printable(message[0])}",
+            next_step="Solve it, and run the tool again (llama-bench with `-o json`).",
+        )
 
 
 def read(source: Source) -> Imported:
@@ -117,7 +152,7 @@ def read(source: Source) -> Imported:
         notes=[
             ONE_USER,
             *([FILE_TIME] if any(test.test_time is None for test in tests) else []),
-            *_deviation_notes(tests, servers),
+            *_speed_notes(tests, servers),
         ],
     )
 
@@ -130,10 +165,18 @@ def _version(test: LlamaBenchTest) -> str | None:
     return f"b{number}" if commit in (f"b{number}", str(number)) else f"b{number} ({commit})"
 
 
-def _deviation_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[Any]:
+def _speed_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[Any]:
     for test, server in zip(tests, servers, strict=True):
-        if not test.samples_ts and test.stddev_ts is not None:
-            row = f"{server} / {test.name}"
+        row, speeds, total = f"{server} / {test.name}", test.speeds, len(test.samples_ts)
+        if len(speeds) < total:
+            missing = total - len(speeds)
+            text = f"{row}: {missing} of {total} samples_ts are null and count as missing"
+            yield because("import_samples_missing", text, row=row, missing=missing, total=total)
+        elif speeds and abs(test.avg_ts - (mean := fmean(speeds))) > MAX_DIFFERENCE * max(test.avg_ts, mean):
+            text = f"{row}: avg_ts ({test.avg_ts:,} tok/s) is not the mean of samples_ts ({significant(mean)} tok/s); "
+            text += "the samples are used"
+            yield because("import_mean_differs", text, row=row, mean=test.avg_ts, samples_mean=mean)
+        if not speeds and test.stddev_ts is not None:
             text = (
                 f"{row}: {test.avg_ts:,} ± {test.stddev_ts:,} tok/s (standard deviation); the single repetitions are "
             )
@@ -201,7 +244,7 @@ def _make_parts(
             ended_wall_s=wall_s,
             missing=missing,
         )
-        for repeat, speed in zip(count(first), test.samples_ts or [test.avg_ts])
+        for repeat, speed in zip(count(first), test.speeds or [test.avg_ts])
     ]
 
 
