@@ -139,6 +139,16 @@ def test_a_run_against_a_baseline_is_summarised_once(tmp_path: Path) -> None:
     assert (new / "report.html").exists() and read_run(new).status == "valid"
 
 
+@pytest.mark.parametrize(("factor", "options", "code"), [(1.3, (), 5), (1.3, ("--provisional",), 4), (2.0, (), 4)])
+def test_a_provisional_result_fails_a_report_where_it_is_asked_for_or_large(
+    factor: float, options: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
+    for name, wall_s in (("old", 10.0), ("new", 10.0 * factor)):
+        write_made_run(tmp_path / "runs" / name, lambda cell, wall_s=wall_s: wall_s + 0.01 * cell.repeat)  # type: ignore[misc]
+    done = called("report", "new", "--baseline", "old", "--check", "a/x: wall <= baseline", *options, cwd=tmp_path)
+    assert (done.code, done.err) == (code, ""), done.out
+
+
 def test_the_command_line(tmp_path: Path) -> None:
     path = write(tmp_path)
     assert harness("run", path.name, cwd=tmp_path).code == 0
