@@ -112,8 +112,8 @@ MUTATIONS = [
              "if had < load.users:", "if had < 0:", "validity"),
     Mutation("validity", "a load generator that sends 100 ms late is fine",
              "_SEND_LAG_S = 0.010", "_SEND_LAG_S = 0.100", "self_check validity client_limited"),
-    Mutation("validity", "parts of a mix need not be measured together",
-             "MIN_MIX_OVERLAP = 0.80", "MIN_MIX_OVERLAP = 0.08", "mixes"),
+    Mutation("validity", "the loads of a mix are measured when the first one is warm",
+             "return any(self._is_load_warming_up(", "return all(self._is_load_warming_up(", "sequencer"),
     Mutation("validity", "another process may hold nearly all GPU memory",
              "_FOREIGN_MEMORY = 0.25", "_FOREIGN_MEMORY = 0.95", "validity"),
     Mutation("validity", "planned cells that did not run are not missed",
@@ -189,12 +189,12 @@ MUTATIONS = [
     Mutation("load loss", "records that could not be written are dropped",
              "del self._lines[:written]", "self._lines.clear()", "recorder full_disk"),
     Mutation("load loss", "the last burst sends more than the planned requests",
-             "number = max_slots if self._requests is None else max(0, min(max_slots, self._requests - first))",
-             "number = max_slots if self._requests is None or first < self._requests else 0",
+             "number = max_slots if requests is None else max(0, min(max_slots, requests - first))",
+             "number = max_slots if requests is None or first < requests else 0",
              "workload users"),
     Mutation("load loss", "the end mark counts records that were not written",
-             'self._recorded_by_stage[stage] - self._pending * (stage == len(self._cells) - 1)',
-             "self._recorded_by_stage[stage]", "recorder full_disk"),
+             'self._recorded_of[number] - self._pending * (number == len(self._cells) - 1)',
+             "self._recorded_of[number]", "recorder full_disk"),
 ]  # fmt: skip
 
 

@@ -26,8 +26,20 @@ from harness.workload.traces import Replay
 SECRETS_ENV = "AMD_LLM_LOAD_SECRETS"
 
 
+class JobStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A stage of a load: a window in which its requests are measured."""
+
+    cell: str  # of the records of this window
+    load_name: str
+    users: int
+    duration_s: float
+
+
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The work of one cell. Paths are absolute for the load process; a secret is only a variable's name."""
+    """The work of one load generator: a load, or the loads of a mix.
+
+    Paths are absolute for the load process; a secret is only a variable's name.
+    """
 
     run: str = ""  # the random part of the run's id, for unique request ids; empty with stock Locust
     cell: str
@@ -52,11 +64,29 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     slos: str = ""  # of a live load, for its goodput
     machine: int = 0  # number, from 0, of the machine that sends this part of the sequence ...
     machines: int = 1  # ... and the number of machines; each has its own counter
-    then: list["Job"] = []  # the further stages of a load; each has its own counter
-    concurrent_loads: list[str] = []  # of a part of a mix: the counter_path of each other part
+    stages: list[JobStage] = []  # of a load with stages; `cell`, `load_name` and `load` are those of the first
+    others: list["Job"] = []  # the other loads of a mix; counter, model, warm-up and the like are those of this job
+    locustfile: str = ""  # the file name, which tells the user classes of the loads of a mix apart
     workers: Workers | None = None  # of the master: the machines that it waits for
     # Write the requests in flight that are at least so old into in_flight_file; None: do not. Of a capacity probe.
     report_after_s: float | None = None
+
+
+def loads_of(job: Job) -> list[Job]:
+    """Return the jobs of all loads that one load generator sends: one, or those of a mix."""
+    return [job, *job.others]
+
+
+def rows_of(job: Job) -> list[tuple[str, str]]:
+    """Return the cells of a job's records, each with the name of its load: of a stage, or of a load of a mix."""
+    if job.stages:
+        return [(stage.cell, stage.load_name) for stage in job.stages]
+    return [(each.cell, each.load_name) for each in loads_of(job)]
+
+
+def user_count(job: Job) -> int:
+    """Return the users at the start of the load: of all loads of a mix."""
+    return sum(each.load.users for each in loads_of(job))
 
 
 def workload_of(job: Job, rows: Sequence[PromptRow], replay: Replay | None = None) -> Workload:
@@ -95,11 +125,6 @@ def read_api_key(name: str | None) -> str | None:
     return key
 
 
-def warmup_done_file(counter_path: str) -> Path:
-    """The file that exists once the warm-up of a part of a mix is over, or the part has ended."""
-    return Path(f"{counter_path}.warm")
-
-
 def in_flight_file(counter_path: str, process: int | str) -> Path:
     """The file of a load process with its old requests in flight, as records that the end of the load cuts now."""
     return Path(f"{counter_path}.in-flight.{process}")
@@ -128,7 +153,13 @@ class WaitsForWorkers(msgspec.Struct, frozen=True, tag_field="code", tag="waits_
     here: list[str]  # names of machines
 
 
-Status = GaveUp | WaitsForWorkers
+class StageStarted(msgspec.Struct, frozen=True, tag_field="code", tag="stage_started"):
+    """The process that leads the load reports the next stage."""
+
+    stage: int
+
+
+Status = GaveUp | WaitsForWorkers | StageStarted
 
 
 def status_file(counter_path: str) -> Path:

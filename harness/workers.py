@@ -34,7 +34,6 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     processes: int = 1  # of each machine
     bind: str  # address of this machine at which the workers connect to the master
     port: int = PORT
-    parts: int = 1  # of a mix: each has its own master, at this port and the following ones
 
     @property
     def total(self) -> int:
@@ -42,15 +41,11 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.machines * self.processes
 
     @property
-    def ports(self) -> range:
-        return range(self.port, self.port + self.parts)
-
-    @property
     def command(self) -> str:
-        """The commands that start the workers on a machine."""
+        """The command that starts the workers on a machine."""
         more = f" --processes {self.processes}" if self.processes > 1 else ""
         address = "ADDRESS" if self.bind in ("0.0.0.0", "*") else self.bind  # the first two: all addresses
-        return " and ".join(f"harness worker --master {address}:{port}{more}" for port in self.ports)
+        return f"harness worker --master {address}:{self.port}{more}"
 
     def missing_text(self, names: Sequence[str]) -> str:
         """Describe the missing workers. `names`: the machine of each connected load process."""
@@ -58,21 +53,18 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         missing = Counter(self.names * self.processes) - Counter(names)
         return f"{text}; missing: {', '.join(sorted(missing))}" if missing else text
 
-    def check_ports(self) -> None:
-        """Raise HarnessError when a port cannot be opened, before a server or worker starts."""
-        for port in self.ports:
-            try:
-                with socket.socket() as trial:
-                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    trial.bind(("" if self.bind == "*" else self.bind, port))
-            except (OSError, OverflowError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "no port is above 65535"
-                if self.parts > 1:
-                    reason = f"{reason}; the parts of a mix take {self.parts} ports, from {self.port} on"
-                raise HarnessError(
-                    f"--bind: {self.bind}:{port} cannot be listened at ({reason})",
-                    next_step="Give an address of this machine, and a port that is free.",
-                ) from None
+    def check_port(self) -> None:
+        """Raise HarnessError when the port cannot be opened, before a server or worker starts."""
+        try:
+            with socket.socket() as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(("" if self.bind == "*" else self.bind, self.port))
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no port is above 65535"
+            raise HarnessError(
+                f"--bind: {self.bind}:{self.port} cannot be listened at ({reason})",
+                next_step="Give an address of this machine, and a port that is free.",
+            ) from None
 
 
 def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:
@@ -95,11 +87,10 @@ def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Wo
     for name, load in loads.items():
         if mix_of(name) is None and load.users % total:
             raise HarnessError(
-                f"$.loads.{name}: {load.users} users cannot be parted among {total} load processes",
-                next_step=f"Each takes the same part of the work, so use a multiple of {total}.",
+                f"$.loads.{name}: {load.users} users cannot be divided among {total} load processes",
+                next_step=f"Each takes the same share of the work, so use a multiple of {total}.",
             )
-    parts = max(Counter(filter(None, map(mix_of, loads))).values(), default=1)
-    return Workers(names=names, machines=machines, processes=processes, bind=host, port=port, parts=parts)
+    return Workers(names=names, machines=machines, processes=processes, bind=host, port=port)
 
 
 def parse_names(given: str) -> tuple[list[str], int]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.load.sequencer import Plan, Sequencer, Slot
+from harness.load.sequencer import Quota, Sequencer, Slot
 from harness.scenario import Arrivals, Load, Wave
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.plan import Schedule, arrival_times, steady_arrivals
@@ -88,7 +88,7 @@ def test_a_warm_up_has_the_rate_of_the_start(course: dict[str, Any], rate: float
 def test_a_warm_up_has_the_arrivals_of_the_load(tmp_path: Path, clock: list[float]) -> None:
     """Ten users would send ten at once; 4 a second are asked for, and the measured time begins with the last."""
     even = Schedule(Arrivals(rate=4.0, spacing="even"), 1)
-    plan = Plan(requests=2, warmup_requests=4, schedule=even, warmup_schedule=even)
+    plan = Quota(requests=2, warmup_requests=4, schedule=even, warmup_schedule=even)
     sequencer = Sequencer(str(tmp_path / "t"), plan)
     begin_s = clock[0]
     assert [slot.index for _ in range(2) for slot in sequencer.take()] == [-1, -2]

@@ -65,7 +65,9 @@ def test_the_file_carries_the_load_of_a_run(load: dict[str, Any], mounted: str |
     experiment = prepared(tmp_path, {"l": load}, seed=7, warmup={"requests": 3})
     text = compose_file(experiment, headless=True, records=tmp_path)
     job = job_in(text)
-    assert {part.load_name: part.load for part in [job, *job.then]} == experiment.scenario.loads
+    rows = {stage.load_name: stage.users for stage in job.stages} or {job.load_name: job.load.users}
+    assert rows == {name: each.users for name, each in experiment.scenario.loads.items()}
+    assert job.load == next(iter(experiment.scenario.loads.values()))
     assert (job.seed, job.model, job.prompts, job.simulated) == (7, "tiny", experiment.scenario.prompts, True)
     assert job.warmup == Warmup(requests=3)
     locust = yaml.safe_load(text)["services"]["locust"]
@@ -124,7 +126,7 @@ def test_what_the_file_cannot_express_is_refused_by_name(
 
 def test_one_stage_alone_can_be_loaded_from_the_web_ui(tmp_path: Path) -> None:
     job = job_in(compose_file(prepared(tmp_path, {"a": STAGES}), load="a@4"))
-    assert (job.load_name, job.load.users, job.then) == ("a@4", 4, [])
+    assert (job.load_name, job.load.users, job.stages) == ("a@4", 4, [])
 
 
 @pytest.mark.parametrize("container", [True, False])

@@ -158,18 +158,19 @@ def record(cell: str = "r1-s-both.chat", error: ErrorKind | None = None) -> byte
     return msgspec.json.encode(Request(**given, error=error)) + b"\n"
 
 
-def test_a_part_of_a_mix_counts_its_own_new_and_complete_records(tmp_path: Path) -> None:
-    cell = msgspec.structs.replace(job(tmp_path), cell="r1-s-both.chat", concurrent_loads=["other"])
+def test_the_new_and_complete_records_of_all_loads_of_a_mix_are_counted(tmp_path: Path) -> None:
+    chat, batch = (msgspec.structs.replace(job(tmp_path), cell=f"r1-s-both.{name}") for name in ("chat", "job"))
+    cell = msgspec.structs.replace(chat, others=[batch])
     with Path(cell.requests_path).open("ab", buffering=0) as file:
         file.write(record())
         monitor = Monitor(cell)
         last = record(error="http")
         file.write(b"damaged\n" + record() + record("r1-s-both.job", "http") + last[:40])
         monitor.update()
-        assert (monitor.recorded, monitor.failed) == (1, 0)
-        file.write(last[40:] + record("r1-s-both.chat2"))
+        assert (monitor.recorded, monitor.failed, monitor.measured.ended) == (3, 1, 2)
+        file.write(last[40:])
         monitor.update()
-    assert (monitor.recorded, monitor.failed) == (2, 1)
+    assert (monitor.recorded, monitor.failed, monitor.measured.ended) == (4, 2, 3)
 
 
 def test_start_errors_are_listed_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.job import Job, write_job
-from harness.load.sequencer import Part, Plan, Sequencer
+from harness.load.sequencer import Quota, Sequencer, Shard
 from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
@@ -159,11 +159,11 @@ def test_loads_that_hang_are_ended(
 def test_a_counter_says_when_it_is_too_early(tmp_path: Path) -> None:
     """A part of a mix of several machines waits, without a warm-up of its own, for that of the others."""
     schedule = Schedule(Arrivals(rate=1), 1)
-    sequencer = Sequencer(str(tmp_path / "t"), Plan(duration_s=5, schedule=schedule, part=Part(0, 2, 1)))
-    sequencer.on_hold = True
-    assert sequencer.take() == [] and sequencer.early
-    sequencer.on_hold, sequencer.begin_s = False, time.monotonic()
-    assert len(sequencer.take()) == 1 and not sequencer.early
-    done = Sequencer(str(tmp_path / "done"), Plan(requests=1))
+    sequencer = Sequencer(str(tmp_path / "t"), Quota(duration_s=5, schedule=schedule, shard=Shard(0, 2, 1)))
+    sequencer.hold_warmup()
+    assert sequencer.take() == [] and sequencer.early[0]
+    sequencer.released_stage, sequencer.begin_s = 0, time.monotonic()
+    assert len(sequencer.take()) == 1 and not sequencer.early[0]
+    done = Sequencer(str(tmp_path / "done"), Quota(requests=1))
     assert len(done.take()) == 1
-    assert done.take() == [] and not done.early  # that is the end
+    assert done.take() == [] and not done.early[0]  # that is the end

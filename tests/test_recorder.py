@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.load.recorder import Health, Recorder, _CpuSample, this_host
-from harness.load.sequencer import Plan, Sequencer
+from harness.load.sequencer import Quota, Sequencer, Slot
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario import Load
 from tests.command import PATIENCE_S
@@ -32,7 +32,7 @@ def recorder(folder: Path) -> Recorder:
 def test_records_come_back_as_they_went(tmp_path: Path) -> None:
     one = recorder(tmp_path)
     for number in range(3):
-        one.note_sending("measured")
+        one.note_sending(Slot("measured", 0))
         one.add(request(number))
     one.close()
     one.close()
@@ -72,7 +72,7 @@ def test_what_a_full_disk_took_half_of_is_completed_later(tmp_path: Path, monkey
 
 def test_the_end_mark_counts_what_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, real = recorder(tmp_path), os.write
-    one.note_sending("measured")
+    one.note_sending(Slot("measured", 0))
     one.add(request(0))
     one.flush()
 
@@ -81,7 +81,7 @@ def test_the_end_mark_counts_what_is_in_the_file(tmp_path: Path, monkeypatch: py
             raise OSError(28, "No space left on device")
         return real(file, data)
 
-    one.note_sending("measured")
+    one.note_sending(Slot("measured", 0))
     one.add(request(1))
     monkeypatch.setattr(os, "write", full_for_records)
     one.close()
@@ -93,10 +93,10 @@ def test_the_end_mark_counts_what_is_in_the_file(tmp_path: Path, monkeypatch: py
 WRITER = """
 import sys
 from pathlib import Path
-from tests.test_recorder import recorder, request
+from tests.test_recorder import Slot, recorder, request
 one = recorder(Path(sys.argv[1]))
 for number in range(400):
-    one.note_sending("measured")
+    one.note_sending(Slot("measured", 0))
     one.add(request(number, int(sys.argv[2]), chunks=300))
     if number % 7 == 0:
         one.flush()
@@ -105,8 +105,8 @@ one.close()
 
 TAKER = """
 import sys
-from harness.load.sequencer import Plan, Sequencer
-sequencer = Sequencer(sys.argv[1], Plan(requests=900, warmup_requests=10))
+from harness.load.sequencer import Quota, Sequencer
+sequencer = Sequencer(sys.argv[1], Quota(requests=900, warmup_requests=10))
 while taken := sequencer.take(3):
     print(*[slot.index for slot in taken], flush=True)
     sequencer.settle(len(taken))
@@ -138,11 +138,11 @@ def test_every_ticket_goes_to_exactly_one_process(tmp_path: Path) -> None:
     assert sorted(batches) == sorted(
         [[-1 - i, -2 - i, -3 - i] for i in range(0, 12, 3)] + [[i, i + 1, i + 2] for i in range(0, 900, 3)]
     )
-    assert Sequencer(str(path), Plan(requests=900, warmup_requests=10)).is_finished()
+    assert Sequencer(str(path), Quota(requests=900, warmup_requests=10)).is_finished()
 
 
 def test_warmup_comes_first_is_never_mixed_and_never_cut(tmp_path: Path) -> None:
-    sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=7, warmup_requests=4))
+    sequencer = Sequencer(str(tmp_path / "t"), Quota(requests=7, warmup_requests=4))
     batches = [[(slot.phase, slot.index) for slot in sequencer.take(3)] for _ in range(6)]
     assert batches == [
         [("warmup", -1), ("warmup", -2), ("warmup", -3)],
@@ -156,34 +156,34 @@ def test_warmup_comes_first_is_never_mixed_and_never_cut(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("plan", "warm_s"),
+    ("quota", "warm_s"),
     [
-        (Plan(requests=5, warmup_requests=1, ramp_s=0.2), 0.2),
-        (Plan(requests=5, warmup_s=0.1, ramp_s=0.1), 0.2),
-        (Plan(requests=5, ramp_s=0.2), 0.0),  # without warm-up the measurement begins with the first user
-        (Plan(requests=5, warmup_requests=1), 0.0),
+        (Quota(requests=5, warmup_requests=1, ramp_s=0.2), 0.2),
+        (Quota(requests=5, warmup_s=0.1, ramp_s=0.1), 0.2),
+        (Quota(requests=5, ramp_s=0.2), 0.0),  # without warm-up the measurement begins with the first user
+        (Quota(requests=5, warmup_requests=1), 0.0),
     ],
 )
 def test_what_is_sent_before_all_users_are_there_is_warmup(
-    tmp_path: Path, clock: list[float], plan: Plan, warm_s: float
+    tmp_path: Path, clock: list[float], quota: Quota, warm_s: float
 ) -> None:
-    sequencer = Sequencer(str(tmp_path / "t"), plan)
+    sequencer = Sequencer(str(tmp_path / "t"), quota)
     warm = 0
     while sequencer.take()[0].phase == "warmup":
         warm += 1
         clock[0] += 1 / 64
-    assert warm == (math.ceil(64 * warm_s) if warm_s else plan.warmup_requests)
+    assert warm == (math.ceil(64 * warm_s) if warm_s else quota.warmup_requests)
 
 
 def test_it_is_finished_when_every_request_has_ended(tmp_path: Path, clock: list[float]) -> None:
-    fixed = Sequencer(str(tmp_path / "fixed"), Plan(requests=2, warmup_requests=1))
+    fixed = Sequencer(str(tmp_path / "fixed"), Quota(requests=2, warmup_requests=1))
     assert not fixed.is_finished()
     for maximum in (1, 2):
         taken = fixed.take(maximum)
         assert not fixed.is_finished()
         fixed.settle(len(taken))
     assert (fixed.is_finished(), fixed.left_s()) == (True, None)
-    timed = Sequencer(str(tmp_path / "timed"), Plan(duration_s=0.05))
+    timed = Sequencer(str(tmp_path / "timed"), Quota(duration_s=0.05))
     timed.take(2)
     clock[0] += 0.1
     for is_finished in (False, True):
@@ -192,7 +192,7 @@ def test_it_is_finished_when_every_request_has_ended(tmp_path: Path, clock: list
 
 
 def test_time_limits(tmp_path: Path, clock: list[float]) -> None:
-    sequencer = Sequencer(str(tmp_path / "t"), Plan(duration_s=0.3, warmup_s=0.2, ramp_s=0.1))
+    sequencer = Sequencer(str(tmp_path / "t"), Quota(duration_s=0.3, warmup_s=0.2, ramp_s=0.1))
     assert sequencer.left_s() is None
     phases = []
     while taken := sequencer.take():

@@ -242,6 +242,6 @@ def test_a_load_container_has_the_one_key_that_it_needs(tmp_path: Path, monkeypa
     register_secrets({HUB: True, "the-database-password": True, "the-key-of-the-api": True})
     for key in ("A_KEY", None):
         job = make_job(tmp_path, Load(user="batch"), api_key_env=key)
-        options = ContainerChild._options("20260101-000000-x-abcd", job, [], LOCUSTFILES / "batch.py", None)
+        options = ContainerChild._options("20260101-000000-x-abcd", job, [], [LOCUSTFILES / "batch.py"], None)
         assert options["environment"] == {"HOME": "/tmp", **({"A_KEY": "the-key-of-the-api"} if key else {})}
         assert HUB not in str(options) and "the-database-password" not in str(options)

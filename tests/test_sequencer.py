@@ -15,8 +15,8 @@ import pytest
 from harness.analysis.summarize import read_summary
 from harness.analysis.tally import CellCounts, Clock
 from harness.analysis.validity import summarize_warmup
-from harness.load.process import plan_of
-from harness.load.sequencer import Part, Plan, Sequencer, Slot, WarmupSample
+from harness.load.process import quota_of
+from harness.load.sequencer import Quota, Sequencer, Shard, Slot, WarmupSample
 from harness.rundir.records import ProcessMark
 from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.plan import Schedule, Steadiness, means_agree
@@ -30,7 +30,7 @@ from tests.test_scenario import GOOD, problems_of, write
 
 def test_all_parts_are_the_whole_sequence_each_request_once() -> None:
     for whole, of, block in itertools.product([0, 1, 7, 12, 97], [1, 2, 3, 8], [1, 4, 5]):
-        parts = [Part(number, of, block) for number in range(of)]
+        parts = [Shard(number, of, block) for number in range(of)]
         sent = [[part.index_at(place) for place in range(part.count_of(whole))] for part in parts]
         assert sorted(itertools.chain(*sent)) == list(range(whole))
         for number, indices in enumerate(sent):
@@ -43,9 +43,11 @@ def taken(sequencer: Sequencer, maximum: int) -> list[list[Slot]]:
 
 
 def test_two_machines_send_the_sequence_of_one(tmp_path: Path) -> None:
-    plan = Plan(requests=26, warmup_requests=8)
+    plan = Quota(requests=26, warmup_requests=8)
     alone = taken(Sequencer(str(tmp_path / "alone"), plan), 4)
-    machines = [taken(Sequencer(str(tmp_path / f"machine{k}"), plan._replace(part=Part(k, 2, 4))), 4) for k in range(2)]
+    machines = [
+        taken(Sequencer(str(tmp_path / f"machine{k}"), plan._replace(shard=Shard(k, 2, 4))), 4) for k in range(2)
+    ]
     together = [*machines[0], *machines[1]]
     assert sorted(alone, key=str) == sorted(together, key=str)
     assert [[slot.index for slot in group] for group in machines[1]] == [
@@ -58,7 +60,7 @@ def test_an_open_loop_is_one_schedule_for_all_machines(tmp_path: Path) -> None:
     schedule = Schedule(Arrivals(rate=50), 42)
     due: list[float] = []
     for k in range(3):
-        sequencer = Sequencer(str(tmp_path / f"machine{k}"), Plan(requests=20, schedule=schedule, part=Part(k, 3)))
+        sequencer = Sequencer(str(tmp_path / f"machine{k}"), Quota(requests=20, schedule=schedule, shard=Shard(k, 3)))
         groups = taken(sequencer, 1)
         first = groups[0][0].due_s
         assert first is not None
@@ -72,16 +74,16 @@ def test_an_open_loop_is_measured_from_the_same_moment_on_all_machines(tmp_path:
     even = Schedule(Arrivals(rate=10, spacing="even"), 42)
     parts = []
     for k in range(2):
-        plan = Plan(requests=8, warmup_requests=warmup, schedule=even, warmup_schedule=even, part=Part(k, 2))
+        plan = Quota(requests=8, warmup_requests=warmup, schedule=even, warmup_schedule=even, shard=Shard(k, 2))
         parts.append(Sequencer(str(tmp_path / f"machine{k}"), plan))
-        parts[k].on_hold = True
+        parts[k].hold_warmup()
     for _ in range(warmup):  # one of them is ahead of the other
         assert [one.phase for one in parts[1].take()] == ["warmup"]
     assert [one.phase for one in parts[0].take()] == ["warmup"] * bool(warmup)
     begin_s = time.monotonic() + 0.3
     measured, before = list[float](), list[float]()
     for sequencer in parts:
-        sequencer.begin_s, sequencer.on_hold = begin_s, False
+        sequencer.begin_s, sequencer.released_stage = begin_s, 0
         while taken := sequencer.take():
             (measured if taken[0].phase == "measured" else before).append(taken[0].due_s or 0.0)
     assert sorted(measured) == pytest.approx([begin_s + number / 10 for number in range(8)])
@@ -89,10 +91,34 @@ def test_an_open_loop_is_measured_from_the_same_moment_on_all_machines(tmp_path:
     assert bool(before) == bool(warmup)  # which goes on until then
 
 
+def test_the_loads_of_a_mix_have_one_measured_time(tmp_path: Path, clock: list[float]) -> None:
+    """It starts when the last of them has had its warm-up; each has its own sequence and users."""
+    quotas = [Quota(duration_s=8.0, warmup_requests=number) for number in (1, 3)]
+    one, other = (Sequencer(str(tmp_path / "t"), *quotas) for _ in range(2))  # of two processes
+    assert [one.take(1, load)[0] for load in (0, 0, 1, 1)] == [
+        Slot("warmup", -1), Slot("warmup", -2), Slot("warmup", -1, load=1), Slot("warmup", -2, load=1),
+    ]  # fmt: skip
+    assert not one.is_warmed_up()
+    assert other.take(1, 1) == [Slot("warmup", -3, load=1)]
+    assert one.is_warmed_up()
+    clock[0] += 1.0
+    assert one.take(1, 0) == [Slot("measured", 0)]
+    clock[0] += 3.0
+    assert other.take(2, 1) == [Slot("measured", 0, load=1), Slot("measured", 1, load=1)]
+    assert (one.left_s(), other.left_s()) == (5.0, 5.0)
+    assert [other.add_user(load) for load in (0, 1, 1)] == [0, 0, 1]
+    clock[0] += 5.0
+    assert one.take(1, 0) == one.take(1, 1) == []
+    assert not one.is_finished()
+    one.settle(3)
+    other.settle(5, slot=Slot("measured", 0, load=1))
+    assert one.is_finished()
+
+
 def test_users_of_all_machines_have_numbers_of_their_own(tmp_path: Path) -> None:
     numbers = []
     for k in range(2):
-        sequencer = Sequencer(str(tmp_path / f"machine{k}"), Plan(part=Part(k, 2)))
+        sequencer = Sequencer(str(tmp_path / f"machine{k}"), Quota(shard=Shard(k, 2)))
         numbers += [sequencer.add_user() for _ in range(3)]
     assert sorted(numbers) == list(range(6))
 
@@ -163,8 +189,8 @@ def test_unknown_values_are_ignored() -> None:
     assert not means_agree([[1.0, 1.0], [1.06, 1.06]], 0.05)
 
 
-def steady_plan(**changes: Any) -> Plan:
-    return Plan(requests=4, steady=Steadiness(1, 0.05, 600.0))._replace(**changes)
+def steady_plan(**changes: Any) -> Quota:
+    return Quota(requests=4, steady=Steadiness(1, 0.05, 600.0))._replace(**changes)
 
 
 def answer(sequencer: Sequencer, per_token_s: float = 0.01) -> str:
@@ -180,7 +206,7 @@ def test_the_phase_changes_after_the_deciding_answer(tmp_path: Path) -> None:
     assert phases == ["warmup"] * 64
     assert [sequencer.steady() for sequencer in both] == [True, True]
     line, _, rest = (tmp_path / "t").read_bytes().partition(b"\n")  # what follows the line is no part of it
-    assert (json.loads(line)["sample_count"], len(rest)) == (64, 64 * 16)
+    assert (json.loads(line)[0][0][9], len(rest)) == (64, 64 * 24)
     assert [answer(both[0]) for _ in range(4)] == ["measured"] * 4
     assert both[1].take() == []
     assert both[1].is_finished()
@@ -204,16 +230,16 @@ def test_max_s_counts_from_the_end_of_the_ramp(tmp_path: Path) -> None:
     for _ in range(50):
         sequencer.settle(sample=WarmupSample(0.0, 0.1, 0.01))  # sent before all users were there
     assert sequencer.steady() is None
-    assert json.loads((tmp_path / "t").read_bytes().partition(b"\n")[0])["sample_count"] == 0
+    assert json.loads((tmp_path / "t").read_bytes().partition(b"\n")[0])[0][0][9] == 0
 
 
 def test_each_machine_has_its_part_of_the_wave(tmp_path: Path) -> None:
     load = Load(user="batch", users=10, batch_size=8, requests=100)
     job = make_job(tmp_path, load, Warmup(until="steady", within=0.1, max_requests=500))
-    assert plan_of(job).steady == Steadiness(80, 0.1, 600.0, 500)
-    parts = plan_of(msgspec.structs.replace(job, machine=1, machines=2))
+    assert quota_of(job).steady == Steadiness(80, 0.1, 600.0, 500)
+    parts = quota_of(msgspec.structs.replace(job, machine=1, machines=2))
     assert parts.steady == Steadiness(40, 0.1, 600.0, 500)
-    assert parts.part == Part(1, 2, 8)
+    assert parts.shard == Shard(1, 2, 8)
 
 
 def test_a_trace_is_warmed_up_at_its_mean_rate(tmp_path: Path) -> None:
@@ -222,7 +248,7 @@ def test_a_trace_is_warmed_up_at_its_mean_rate(tmp_path: Path) -> None:
     trace.write_text(f"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n{rows}\n")
     load = Load(user="batch", users=10, requests=11, trace=Trace(file="t.csv"))
     job = make_job(tmp_path, load, Warmup(until="steady"), trace_file=str(trace))
-    schedule = plan_of(job).warmup_schedule
+    schedule = quota_of(job).warmup_schedule
     assert schedule is not None
     assert 1500 < (schedule.at(1000) or 0.0) < 2200  # 0.55 a second
 

@@ -12,7 +12,7 @@ import pytest
 from harness.analysis.count import CellContext, count_cells
 from harness.analysis.tally import Clock
 from harness.errors import HarnessError
-from harness.load.sequencer import Plan, Slot, StageSequencer
+from harness.load.sequencer import Quota, Sequencer, Slot, StageTime
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.rundir.samples import read_metrics
@@ -91,13 +91,13 @@ def test_the_users_of_each_stage_must_divide_among_the_workers() -> None:
     stages = {f"p@{users}": Load(user="chat", users=users, duration_s=5.0) for users in (4, 3)}
     with pytest.raises(HarnessError) as caught:
         parse_workers("2", "127.0.0.1", stages)
-    assert caught.value.what == "$.loads.p@3: 3 users cannot be parted among 2 load processes"
+    assert caught.value.what == "$.loads.p@3: 3 users cannot be divided among 2 load processes"
 
 
-def course(folder: Path, *durations_s: float, **more: Any) -> StageSequencer:
+def course(folder: Path, *durations_s: float, **more: Any) -> Sequencer:
     folder.mkdir(exist_ok=True)
-    plans = [Plan(duration_s=duration_s, warmup_requests=2)._replace(**more) for duration_s in durations_s]
-    return StageSequencer([(str(folder / f"t{n}"), plan, n + 1) for n, plan in enumerate(plans)])
+    stages = [StageTime(number + 1, duration_s) for number, duration_s in enumerate(durations_s)]
+    return Sequencer(str(folder / "t"), Quota(warmup_requests=2)._replace(**more), stages=stages)
 
 
 def test_a_stage_is_measured_once_all_its_users_have_started(tmp_path: Path, clock: list[float]) -> None:
@@ -108,11 +108,12 @@ def test_a_stage_is_measured_once_all_its_users_have_started(tmp_path: Path, clo
     assert (one.user_count(), one.left_s(), one.is_over(0)) == (1, None, False)
     clock[0] += 0.25
     assert one.is_over(0)
-    assert one.take(2) == [Slot("warmup", -1, stage=1), Slot("warmup", -2, stage=1)]
+    assert one.take(2) == [Slot("warmup", -8, stage=1), Slot("warmup", -9, stage=1)]  # the sequence goes on
     assert (one.user_count(), other.user_count()) == (2, 2)
     other.set_users_complete()
     assert [one.take()[0].phase for _ in range(3)] == ["warmup", "warmup", "measured"]
     assert other.left_s() == 60
+    assert one.unmeasured_s() == [0, 60]
     without = course(tmp_path / "without", 5.0, 5.0, warmup_requests=0)  # it waits for the users all the same
     assert without.take()[0].phase == "warmup"
     without.set_users_complete()
@@ -213,7 +214,7 @@ def test_an_interrupted_load_with_stages_keeps_its_results(tmp_path: Path) -> No
     assert "1/3 interrupted" in listed
     assert "(simulated): interrupted before all cells had run" in listed
     assert json.loads((folder / "summary.json").read_bytes())["reasons"] == [
-        {"code": "interrupted"},
+        {"code": "interrupted", "text": "interrupted before all cells had run"},
         {"code": "cells_missing", "values": {"ran": 1, "planned": 3}},
         {"code": "not_ended", "cell": "r1-a-p@6"},
         {"code": "not_reached", "cell": "r1-a-p@3"},

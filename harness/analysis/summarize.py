@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import asdict, replace
 
@@ -47,8 +47,10 @@ from harness.summary import (
     because,
 )
 
-MIN_MIX_OVERLAP = 0.80  # of the measured time of a mix, in which all of its loads must be measured
 MAX_CAUSES = 5  # of failed requests that a summary explains, by row
+
+
+T = TypeVar("T")
 
 
 class Summarized(NamedTuple):
@@ -86,8 +88,8 @@ def summarize_with_counts(folder: Path, extra_checks: Sequence[str] = (), *, cha
     tallies = {  # a cell that ran may have no records
         name: counted.get(name) or CellCounts(clock=contexts[name].clock, slos=SloTally(sets=slos)) for name in cells
     }
-    metrics = read_metrics(folder / "metrics.jsonl")
-    telemetry = read_telemetry(folder / "telemetry.jsonl")
+    metrics = _with_mixes(planned_cells, read_metrics(folder / "metrics.jsonl"))
+    telemetry = _with_mixes(planned_cells, read_telemetry(folder / "telemetry.jsonl"))
     imported = read_numbers(folder, run)
     models = _usual_models(cells, tallies)
     sessions = validity.number_sessions(run)
@@ -108,20 +110,16 @@ def summarize_with_counts(folder: Path, extra_checks: Sequence[str] = (), *, cha
     summaries = _with_client_errors(run, summaries, check_texts)
     run_reasons, not_run = validity.run_reasons(run, damaged, unknown_cells), validity.missing_cells(run)
     failed = {cell.id for cell in summaries if cell.failed is not None}
-    mix_reasons = _mix_overlap_reasons(run, cells, tallies)
-    for name in failed:
-        mix_reasons.pop(cells[name].group, None)
     measured = [cell for cell in summaries if cell.id not in failed]
     # A setting that failed, or a level at which the server died, is the result of its row. A sweep is valid where
     # another setting was measured; a level that is not held is an answer also alone.
     reasons = [
         *run_reasons,
         *([because("cells_missing", ran=len(run.order) - len(not_run), planned=len(run.order))] if not_run else []),
-        *mix_reasons.values(),
         *(problem for cell in measured for problem in cell.problems),
         *([because("settings_failed")] if run.scenario.swept and failed and not measured else []),
     ]
-    rows = _summarize_rows(run, summaries, tallies, _invalid_rows(planned_cells, summaries, mix_reasons, not_run))
+    rows = _summarize_rows(run, summaries, tallies, _invalid_rows(planned_cells, summaries, not_run))
     working = [row for row in rows if row.failed is None]
     comparison = None
     # Probes of a capacity search last as long as they need; capacity.json has their results.
@@ -198,13 +196,13 @@ def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Seq
 
 
 def _invalid_rows(
-    cells: dict[str, Cell], summaries: Sequence[CellSummary], mix_reasons: dict[str, Reason], not_run: Sequence[str]
+    cells: dict[str, Cell], summaries: Sequence[CellSummary], not_run: Sequence[str]
 ) -> dict[tuple[str, str], Reason]:
     """The first reason why a cell of a row is invalid, by row (server, load)."""
     problems = {cell.id: cell.problems for cell in summaries}
     invalid: dict[tuple[str, str], Reason] = {}
     for name, cell in cells.items():
-        reasons = [*problems.get(name, []), *filter(None, [mix_reasons.get(cell.group)])]
+        reasons = list(problems.get(name, []))
         if name in not_run:
             reasons.append(Reason("not_run", cell=name))
         if reasons and cell.again is None:
@@ -212,23 +210,14 @@ def _invalid_rows(
     return invalid
 
 
-def _mix_overlap_reasons(run: Run, cells: dict[str, Cell], tallies: dict[str, CellCounts]) -> dict[str, Reason]:
-    """A reason for each mix, by group of cells, whose loads were measured together for too short a time."""
-    windows: dict[str, list[tuple[float, float]]] = {}
-    asked_s: dict[str, float] = {}
+def _with_mixes(cells: Mapping[str, Cell], samples: dict[str, list[T]]) -> dict[str, list[T]]:
+    """The samples of each cell. The loads of a mix share those that have the name of its first cell."""
+    first: dict[str, str] = {}
     for name, cell in cells.items():
-        window, ran = _wall_window(tallies[name]), run.ran.get(name)
-        is_probe = ran is not None and ran.seed is not None  # a capacity search only counts the common time anyway
-        if cell.mix is not None and window is not None and not is_probe:
-            windows.setdefault(cell.group, []).append(window)
-            asked_s[cell.group] = run.scenario.loads[cell.load].duration_s or 0.0
-    reasons = {}
-    for group, parts in windows.items():
-        together_s = max(0.0, min(end for _, end in parts) - max(begin for begin, _ in parts))
-        if together_s < MIN_MIX_OVERLAP * asked_s[group]:
-            values = {"together_s": together_s, "asked_s": asked_s[group], "min_share": MIN_MIX_OVERLAP}
-            reasons[group] = Reason("mix_apart", values=values, cell=group.replace("/", "-"))
-    return reasons
+        watched = first.setdefault(cell.group, name)
+        if cell.mix is not None and name not in samples and watched in samples:
+            samples[name] = samples[watched]
+    return samples
 
 
 def _explain_failures(rows: list[Row], tallies: dict[str, CellCounts]) -> list[FailedRequests]:

@@ -1,6 +1,6 @@
 """The master of load processes on other machines: hands out the work, receives the records, waits for all of them.
 
-Each machine sends its own part of the sequence. A lost machine ends the run: its start mark has no end mark, which
+Each machine sends its own shard of the sequence. A lost machine ends the run: its start mark has no end mark, which
 makes the run INVALID. The records that it has delivered are kept.
 
 Locust's connection has no password. The master ignores messages that are not from a worker, and rejects workers that
@@ -24,9 +24,9 @@ from locust.runners import STATE_MISSING, MasterRunner
 from harness import __version__
 from harness.errors import HarnessError
 from harness.files import read_bytes
-from harness.job import Job, WaitsForWorkers, idle_file, report_status, secrets_of_server
+from harness.job import Job, WaitsForWorkers, idle_file, loads_of, report_status, secrets_of_server
 from harness.load.recorder import FILES, RecordReceiver
-from harness.load.sequencer import POLL_S, report_warm, wait_until
+from harness.load.sequencer import POLL_S, wait_until
 from harness.redact import register_secrets
 from harness.workers import Workers
 
@@ -105,7 +105,6 @@ class Master:
         # A worker has the API key, but no data of the server.
         register_secrets(secrets_of_server() | {os.environ.get(job.api_key_env or "", ""): True})
         self._workers = workers
-        self._stages = [job, *job.then]
         self._machines: dict[str, _Machine] = {}  # of this run, by client id
         self._ready_messages: dict[str, Message] = {}  # for Locust, delivered when the worker is accepted for this run
         self._rejected: set[str] = set()
@@ -126,17 +125,17 @@ class Master:
         self._runner.send_message(f"llm-{name}", data, client_id)
 
     def hand_out(self) -> None:
-        """Give each machine its part, before users are spawned. Raises HarnessError that names a failed worker."""
+        """Give each machine its shard, before users are spawned. Raises HarnessError that names a failed worker."""
         self._working = machines = self._sorted_workers()
         for machine in machines:
             self._compare_clocks(machine)
         files = _read_files(self._job)
         for number, machine in enumerate(machines):
-            parts = [
-                msgspec.structs.replace(stage, workers=None, machine=number, machines=len(machines), then=[])
-                for stage in self._stages
+            loads = [
+                msgspec.structs.replace(each, workers=None, machine=number, machines=len(machines), others=[])
+                for each in loads_of(self._job)
             ]
-            job = msgspec.structs.replace(parts[0], then=parts[1:])
+            job = msgspec.structs.replace(loads[0], others=loads[1:])
             data = {
                 "job": msgspec.json.encode(job), "files": files, "host": self._environment.host,
                 "correction_s": machine.correction_s, "error_s": machine.error_s,
@@ -149,7 +148,7 @@ class Master:
             if machine.error or not machine.ready or self._is_lost(machine):
                 raise HarnessError(f"worker {machine.name}: {machine.error or 'no answer to its job'}")
             logger.info(
-                "worker %s is part %d of %d, its clock known to %.1f ms",
+                "worker %s is number %d of %d, its clock known to %.1f ms",
                 machine.name, machines.index(machine), len(machines), 1000 * (machine.error_s or 0.0),
             )  # fmt: skip
         Path(self._job.counter_path).touch()  # shows the harness that the load has started
@@ -185,7 +184,7 @@ class Master:
                 logger.error("worker %s is lost: the load ends, what it has delivered is kept", machine.name)
             if lost:
                 break
-            if started_stage < min(machine.progress["warm"] for machine in machines) and report_warm(self._job):
+            if started_stage < min(machine.progress["warm"] for machine in machines):
                 started_stage += 1
                 begin_s = time.monotonic() + _LEAD_S
                 for machine in machines:
@@ -203,7 +202,7 @@ class Master:
         return min(machine.progress["stage"] for machine in self._working)
 
     def user_count(self) -> int:
-        return self._stages[self.current_stage()].load.users
+        return self._job.stages[self.current_stage()].users
 
     def set_users_complete(self) -> None:
         for machine in self._working:
@@ -296,8 +295,6 @@ class Master:
 
     def _on_progress(self, msg: Any, **_: Any) -> None:
         self._machines[msg.node_id].progress |= msg.data
-        if "stage" in msg.data:  # the file shows the harness the current stage: the counters are on the workers
-            Path(self._stages[self.current_stage()].counter_path).write_bytes(b"\n")
 
     def _on_quiet(self, **_: Any) -> None:
         idle_file(self._job.counter_path).touch()
@@ -327,12 +324,11 @@ class Master:
 
 
 def _read_files(job: Job) -> dict[str, bytes]:
-    """Return the contents of the files that the workers need, by the field of the job that names them."""
-    paths = {field: getattr(job, field) for field in ("prompt_file", "trace_file", "trace_marks")}
+    """Return the contents of the files that the workers need, by path. Raises HarnessError for a large one."""
     files = {}
-    for field, path in paths.items():
-        if path is not None:
+    for each in loads_of(job):
+        for path in filter(None, [each.prompt_file, each.trace_file, each.trace_marks]):
             if Path(path).stat().st_size > _MAX_FILE_BYTES:
                 raise HarnessError(f"{path}: too large to be sent to workers (at most {_MAX_FILE_BYTES >> 20} MiB)")
-            files[field] = read_bytes(path)
+            files[path] = read_bytes(path)
     return files

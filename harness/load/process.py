@@ -17,21 +17,21 @@ from gevent.lock import Semaphore
 from harness.errors import HarnessError
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
-from harness.job import Job, read_api_key, secrets_of_server, workload_of
+from harness.job import Job, loads_of, read_api_key, rows_of, secrets_of_server, workload_of
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Abandoned, Exchange, Failure
 from harness.load.openai_api import PATHS, Answer, Tools, encode_request
 from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
-from harness.load.sequencer import Part, Plan, Slot, StageSequencer, WarmupSample
+from harness.load.sequencer import Quota, Sequencer, Shard, Slot, StageTime, WarmupSample
 from harness.process import refuse_too_few_files
 from harness.redact import masked, register_secrets
 from harness.rundir.records import ErrorKind, Request
-from harness.scenario import Arrivals, connections_per_process, requests_per_task
+from harness.scenario import Arrivals, Load, connections_per_process, requests_per_task
 from harness.scenario.behaviour import Abandon, AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
-from harness.workload import Message
-from harness.workload.prompt_file import PromptRow, read_rows
+from harness.workload import Message, Workload
+from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay, cached_replay
 
 _QUIET_SIGN_S = 1.0
@@ -150,13 +150,13 @@ class LoadProcess:
     def __init__(self, job: Job, host: str, recorder: Recorder) -> None:
         """Raises HarnessError if inputs of the job cannot be used."""
         self.job = job
-        self._stages = [job, *job.then]  # they differ in name, salt and number of users
+        self.loads = loads_of(job)
+        self._rows = rows_of(job)
         self.recorder = recorder
         self.listeners = Listeners()
         self._no_request_due_until_s = 0.0  # monotonic: the latest end of a user's known wait
         self.is_stock = not job.load_name
-        self._target, rows, replay, self._secret = load_inputs(job, host)
-        self._workloads = [workload_of(stage, rows, replay) for stage in self._stages]
+        self._target, self._workloads, self._secret = load_inputs(job, host)
         register_secrets(secrets_of_server())
         self._model = job.model
         self._model_error: HarnessError | None = None
@@ -170,11 +170,10 @@ class LoadProcess:
         if job.report_after_s is not None:
             recorder.old_in_flight = self._old_in_flight
         self.sequencer = create_sequencer(job)
-        recorder.steady = lambda stage: self.sequencer.stages[stage].steady()
-        recorder.users = None if self.sequencer.has_stages else 0
+        recorder.steady = self.sequencer.steady
+        recorder.users = None if job.stages else [0] * len(self.loads)
         if self.is_stock:
-            for stage in self._stages:
-                os.unlink(stage.counter_path)  # only this process uses the file, and has it open
+            os.unlink(job.counter_path)  # only this process uses the file, and has it open
 
     def _look_up(self) -> None:
         with suppress(OSError):  # the requests will report the problem
@@ -207,11 +206,12 @@ class LoadProcess:
                 report()
             gevent.sleep(_QUIET_SIGN_S)
 
-    def create_client(self) -> Client:
-        return Client(self._dialer, self._reader, timeout_s=self.job.load.timeout_s, headers=key_header(self._secret))
+    def create_client(self, load: int = 0) -> Client:
+        timeout_s = self.loads[load].load.timeout_s
+        return Client(self._dialer, self._reader, timeout_s=timeout_s, headers=key_header(self._secret))
 
     def planned_work(self, slot: Slot) -> Work:
-        return Work(slot, self._workloads[slot.stage].messages(slot.index))
+        return Work(slot, self._workloads[slot.load].messages(slot.index))
 
     def model(self) -> str:
         """Return the model of the job, or the first one of the server. Raises HarnessError.
@@ -238,11 +238,11 @@ class LoadProcess:
         """
         exchange = Exchange(
             id=self._request_id(work.slot),
-            embeddings=self.job.load.endpoint == "embeddings",
+            embeddings=self._load(work.slot).endpoint == "embeddings",
             abandon_after_chunks=None if work.leave is None else work.leave.after_tokens,
         )
         answer, is_cut = Answer(), False
-        self.recorder.note_sending(work.slot.phase, work.slot.stage)
+        self.recorder.note_sending(work.slot)
         self._in_flight[exchange.id] = exchange, work
         try:
             self._exchange(client, work, exchange)
@@ -264,9 +264,9 @@ class LoadProcess:
 
     def _exchange(self, client: Client, work: Work, exchange: Exchange) -> None:
         """Send the request and collect the response, until it ends or the user leaves."""
-        path, body = PATHS[self.job.load.endpoint], partial(self._encode_body, work)
+        path, body = PATHS[self._load(work.slot).endpoint], partial(self._encode_body, work)
         if not exchange.embeddings:
-            exchange.max_tokens = self._workloads[work.slot.stage].output_tokens(work.question_index)
+            exchange.max_tokens = self._workloads[work.slot.load].output_tokens(work.question_index)
         if work.leave is None:
             client.send(path, body, exchange)
             return
@@ -288,10 +288,10 @@ class LoadProcess:
                 record = self._create_record(exchange, answer, work)
             except Exception as error:
                 record = self._create_record(exchange, _defect_answer(error, answer.ended_s), work)
-            self.recorder.add(record, work.slot.stage)
+            self.recorder.add(record, work.slot.cell_number)
         finally:
             # In any case: the end of the load waits for it.
-            self.sequencer.stages[work.slot.stage].settle(sample=_warmup_sample(exchange, work, answer))
+            self.sequencer.settle(sample=_warmup_sample(exchange, work, answer), slot=work.slot)
         if on_record is not None:
             on_record(answer)
 
@@ -304,13 +304,19 @@ class LoadProcess:
                 old.append(self._create_record(exchange, answer, work))
         return old
 
+    def _load(self, slot: Slot) -> Load:
+        return self.loads[slot.load].load
+
+    def _cell(self, slot: Slot) -> str:
+        return self._rows[slot.cell_number][0]
+
     def _request_id(self, slot: Slot) -> str:
         """Return the id of a request, unique among all runs: servers write it into their logs."""
         place = str(slot.index) if slot.index >= 0 else f"w{-slot.index}"
-        return "-".join(part for part in (self.job.run, self._stages[slot.stage].cell, place) if part)
+        return "-".join(part for part in (self.job.run, self._cell(slot), place) if part)
 
     def _encode_body(self, work: Work) -> bytes:
-        load, index, workload = self.job.load, work.question_index, self._workloads[work.slot.stage]
+        load, index, workload = self._load(work.slot), work.question_index, self._workloads[work.slot.load]
         more = {} if load.answer is None else answer_fields(load.answer, workload.choices(index))
         more |= {} if work.tools is None else work.tools.fields()
         return encode_request(load, self.model(), work.messages, workload.output_tokens(index), more)
@@ -318,22 +324,23 @@ class LoadProcess:
     def _finish_answer(self, work: Work, exchange: Exchange) -> Answer:
         try:
             answer = exchange.finish_answer()
-            max_tokens = self._workloads[work.slot.stage].output_tokens(work.question_index)
+            max_tokens = self._workloads[work.slot.load].output_tokens(work.question_index)
             answer.drop_impossible_counts(max_tokens, exchange.request_bytes)
             return answer
         except Exception as error:
             return _defect_answer(error)
 
     def _create_record(self, exchange: Exchange, answer: Answer, work: Work) -> Request:
-        load, tools, slot, index = self.job.load, work.tools, work.slot, work.question_index
-        workload, check, sent_s = self._workloads[slot.stage], AnswerCheck(), exchange.start_ns / 1e9
+        load, tools, slot, index = self._load(work.slot), work.tools, work.slot, work.question_index
+        workload, check, sent_s = self._workloads[slot.load], AnswerCheck(), exchange.start_ns / 1e9
+        cell, load_name = self._rows[slot.cell_number]
         if load.answer is not None and answer.error is None:
             check = check_answer(load.answer, workload.choices(index), workload.label(index), answer.text)
         is_planned = (work.turn or 1) == 1 and not work.changed  # later turns contain answers
         return Request(
             id=exchange.id,
-            cell=self._stages[slot.stage].cell,
-            load=self._stages[slot.stage].load_name,
+            cell=cell,
+            load=load_name,
             index=slot.index,
             process=self.recorder.process,
             phase=slot.phase,
@@ -376,8 +383,9 @@ def _cut_error(error: BaseException) -> tuple[ErrorKind, str]:
     return "unfinished", "cut by the end of the run"
 
 
-def plan_of(job: Job) -> Plan:
-    return Plan(
+def quota_of(job: Job) -> Quota:
+    """Return the amount of work of one load on this machine. Raises HarnessError for a trace that cannot be used."""
+    return Quota(
         requests=job.load.requests,
         duration_s=job.load.duration_s,
         warmup_requests=job.warmup.requests or 0,
@@ -386,12 +394,13 @@ def plan_of(job: Job) -> Plan:
         ramp_s=job.load.ramp_s,
         schedule=load_replay(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
         warmup_schedule=_warmup_schedule(job),
-        part=Part(job.machine, job.machines, _block_size(job)),
+        shard=Shard(job.machine, job.machines, _block_size(job)),
     )
 
 
-def create_sequencer(job: Job) -> StageSequencer:
-    return StageSequencer([(stage.counter_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]])
+def create_sequencer(job: Job) -> Sequencer:
+    stages = [StageTime(stage.users, stage.duration_s) for stage in job.stages]
+    return Sequencer(job.counter_path, *map(quota_of, loads_of(job)), stages=stages)
 
 
 def _steadiness(job: Job) -> Steadiness | None:
@@ -463,12 +472,15 @@ def load_replay(job: Job) -> Replay | None:
     return cached_replay(job.trace_file, job.load.trace)
 
 
-def load_inputs(job: Job, host: str) -> tuple[ApiAddress, list[PromptRow], Replay | None, str | None]:
-    """Return host, prompts, trace and API key of a job. Raises HarnessError if one of them cannot be used."""
-    refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
+def load_inputs(job: Job, host: str) -> tuple[ApiAddress, list[Workload], str | None]:
+    """Return host, the requests of each load, and API key of a job. Raises HarnessError if one cannot be used."""
+    users = max((stage.users for stage in job.stages), default=job.load.users)
+    first = msgspec.structs.replace(job.load, users=users)
+    refuse_too_few_files(connections_per_process(first, *(each.load for each in job.others)))
     target = ApiAddress.parse(host)
     rows = read_rows(job.prompt_file) if job.prompt_file else []
-    return target, rows, load_replay(job), read_api_key(job.api_key_env)
+    workloads = [workload_of(each, rows, load_replay(each)) for each in loads_of(job)]
+    return target, workloads, read_api_key(job.api_key_env)
 
 
 def key_header(secret: str | None) -> dict[str, str]:

@@ -18,9 +18,9 @@ import msgspec
 from gevent.monkey import get_original
 
 from harness.files import UNDECODABLE, open_file
-from harness.job import Job, in_flight_file
+from harness.job import Job, in_flight_file, loads_of, rows_of
 from harness.load.reader import IdleQueue
-from harness.load.sequencer import Phase
+from harness.load.sequencer import Slot
 from harness.process import has_orphaned_us
 from harness.redact import masked
 from harness.rundir.records import KNOWN_FINISHES, ProcessMark, Request
@@ -167,22 +167,25 @@ class Recorder:
     """
 
     def __init__(self, job: Job, anchor: Anchor = _LOCAL) -> None:
-        """Open both files and write a start mark for each stage. Raises OSError."""
+        """Open both files and write a start mark for each cell. Raises OSError."""
         self.sent = 0  # requests whose sending started
         self.recorded = 0
         self.in_flight_of: Counter[str] = Counter()  # by user class
         self.watcher: Callable[[Request], None] | None = None  # called with each record of a live load
-        self.steady: Callable[[int], bool | None] | None = None  # whether a stage's warm-up found the server steady
+        # By stage and load: whether the warm-up found the server steady.
+        self.steady: Callable[[int, int], bool | None] | None = None
         self.unmeasured_s: list[float | None] | None = None  # of each stage, if the load was stopped early
         self.old_in_flight: Callable[[], list[Request]] | None = None  # for a capacity probe
-        self.users: int | None = None  # of this process; None: their number changes with the stages
-        self.users_gone = 0  # users that ended before they were stopped
+        self._loads = len(loads_of(job))
+        # Users of this process by load; None: their number changes with the stages.
+        self.users: list[int] | None = None
+        self.users_gone = [0] * self._loads  # users that ended before they were stopped
         self.health = Health()
         self.idle = IdleQueue()  # makes the records
-        self._cells = [job.cell if job.load_name else "by-hand", *(stage.cell for stage in job.then)]
+        self._cells = [cell for cell, _ in rows_of(job)] if job.load_name else ["by-hand"]  # of stages, or of a mix
         self._stage = 0  # the last measured one
-        self._sent_by_stage = [0] * len(self._cells)
-        self._recorded_by_stage = [0] * len(self._cells)
+        self._sent_of = [0] * len(self._cells)
+        self._recorded_of = [0] * len(self._cells)
         self._health_by_stage: dict[int, dict[str, float | None]] = {}  # of stages that are over
         self._pid = os.getpid()
         self.process = anchor.machine * MACHINE + self._pid
@@ -205,17 +208,17 @@ class Recorder:
         """The number of requests in flight. The records of ended requests may still wait in the idle queue."""
         return self.in_flight_of.total()
 
-    def note_sending(self, phase: Phase, stage: int = 0) -> None:
+    def note_sending(self, slot: Slot) -> None:
         self.sent += 1
-        self._sent_by_stage[stage] += 1
-        if phase == "measured":
-            if stage > self._stage:
+        self._sent_of[slot.cell_number] += 1
+        if slot.phase == "measured":
+            if slot.stage > self._stage:
                 self._health_by_stage[self._stage] = self.health.end_mark_fields()
-                self.health, self._stage = Health(), stage
+                self.health, self._stage = Health(), slot.stage
             self.health.begin()
 
-    def add(self, request: Request, stage: int = 0) -> None:
-        self._recorded_by_stage[stage] += 1
+    def add(self, request: Request, cell_number: int = 0) -> None:
+        self._recorded_of[cell_number] += 1
         self._lines += self._encoder.encode(request) + b"\n"
         self._pending += 1
         if self.watcher is not None:
@@ -287,7 +290,7 @@ class Recorder:
                 new.replace(self._in_flight_path)  # whole
 
     def _write_marks(self, event: Literal["start", "end"]) -> None:
-        for stage, cell in enumerate(self._cells):
+        for number, cell in enumerate(self._cells):
             mark = ProcessMark(
                 event=event,
                 process=self.process,
@@ -296,7 +299,7 @@ class Recorder:
                 wall_s=time.time() + self._anchor.correction_s,
                 wall_error_s=self._anchor.error_s,
                 monotonic_s=time.monotonic(),
-                **(self._end_fields(stage) if event == "end" else {}),
+                **(self._end_fields(number) if event == "end" else {}),
             )
             try:
                 os.write(self._processes, self._encoder.encode(mark) + b"\n")
@@ -305,15 +308,16 @@ class Recorder:
                     raise
                 logger.error("the end mark cannot be written: %s", error.strerror)
 
-    def _end_fields(self, stage: int) -> dict[str, Any]:
-        """Return the fields of an end mark. Records that could not be written are subtracted from the last stage."""
+    def _end_fields(self, number: int) -> dict[str, Any]:
+        """Return the fields of an end mark. Records that could not be written are subtracted from the last cell."""
+        stage, load = (number, 0) if self._loads == 1 else (0, number)
         return {
-            "steady": None if self.steady is None else self.steady(stage),
-            "sent": self._sent_by_stage[stage],
-            "recorded": self._recorded_by_stage[stage] - self._pending * (stage == len(self._cells) - 1),
+            "steady": None if self.steady is None else self.steady(stage, load),
+            "sent": self._sent_of[number],
+            "recorded": self._recorded_of[number] - self._pending * (number == len(self._cells) - 1),
             "left_s": None if self.unmeasured_s is None else self.unmeasured_s[stage],
-            "users": self.users,
-            "users_gone": None if self.users is None else self.users_gone,
+            "users": None if self.users is None else self.users[load],
+            "users_gone": None if self.users is None else self.users_gone[load],
             "cpu_s": time.process_time() - self._cpu_s,
             **(self.health.end_mark_fields() if stage == self._stage else self._health_by_stage.get(stage, {})),
         }

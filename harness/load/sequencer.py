@@ -4,9 +4,10 @@ The file holds one JSON line, with times on the monotonic clock of the machine. 
 the kernel releases when a process dies. A warm-up that runs until the server is steady stores two doubles for each of
 its answers after the line, in the order in which the answers ended.
 
-A load with stages has one such file for each stage. The measurement of a stage starts when exactly its users run and
-the scenario's warm-up is over; earlier requests are its warm-up. A stage does not wait for requests in flight at its
-end.
+The loads of a mix have their counts in one file: their measurement starts at once, when all have had their warm-up. A
+load with stages is measured in one window for each of them. A window starts when exactly the users of its stage run and
+the scenario's warm-up is over; the requests between two windows are warm-up. The next stage does not wait for requests
+in flight.
 """
 
 import fcntl
@@ -22,20 +23,23 @@ from typing import Literal, NamedTuple
 import gevent
 import msgspec
 
-from harness.job import Job, warmup_done_file
 from harness.scenario.plan import Due, Steadiness
 
 Phase = Literal["warmup", "measured"]
-_LINE_BYTES = 400  # the line is padded, so that a write never leaves a part of a longer one
-_SAMPLE = struct.Struct("<dd")
+POLL_S = 0.05
+_LOAD_BYTES = 400  # of the line, which is padded, so that a write never leaves a part of a longer one ...
+_STAGE_BYTES = 40  # ... with as many for each load and each stage
+_SAMPLE = struct.Struct("<qdd")  # number of the load, and the two numbers of WarmupSample
 _MAX_AHEAD_S = 0.5  # a slot of a scheduled warm-up is handed out at most so long before it is due
 
+logger = logging.getLogger(__name__)
 
-class Part(NamedTuple):
-    """The part of the sequence that one machine sends, which it knows without asking other machines.
+
+class Shard(NamedTuple):
+    """The share of the sequence that one machine sends, which it knows without asking other machines.
 
     The sequence is cut into blocks: bursts or conversations. The machines take the blocks in turn, so each request is
-    in exactly one part. Places in a part count from 0.
+    in exactly one shard. Places in a shard count from 0.
     """
 
     machine: int = 0
@@ -43,12 +47,12 @@ class Part(NamedTuple):
     block_size: int = 1  # requests that are sent together
 
     def index_at(self, place: int) -> int:
-        """Return the index in the whole sequence of the request at this place of the part."""
+        """Return the index in the whole sequence of the request at this place of the shard."""
         block, offset = divmod(place, self.block_size)
         return (block * self.machines + self.machine) * self.block_size + offset
 
     def count_of(self, total: int) -> int:
-        """Return how many of the first `total` requests of the sequence are in this part."""
+        """Return how many of the first `total` requests of the sequence are in this shard."""
         blocks, rest = divmod(total, self.block_size)
         rounds, more = divmod(blocks, self.machines)
         return (rounds + (self.machine < more)) * self.block_size + (rest if self.machine == more else 0)
@@ -58,7 +62,7 @@ class Part(NamedTuple):
         return number * self.machines + self.machine
 
 
-WHOLE = Part()
+WHOLE = Shard()
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -67,7 +71,13 @@ class Slot(msgspec.Struct, frozen=True):
     phase: Phase
     index: int  # measured: 0, 1, 2 ...; warm-up: -1, -2, -3 ..., so that its prompts are never measured
     due_s: float | None = None  # open loop: when to send it, on the monotonic clock
-    stage: int = 0
+    stage: int = 0  # number of the stage in which it was taken
+    load: int = 0  # number of the load, of a mix
+
+    @property
+    def cell_number(self) -> int:
+        """The number of the cell among those of the load generator: a mix has no stages."""
+        return self.stage + self.load
 
 
 class WarmupSample(NamedTuple):
@@ -78,26 +88,30 @@ class WarmupSample(NamedTuple):
     per_token_s: float  # end-to-end latency / output tokens; the latency if the number of tokens is unknown
 
 
-class Plan(NamedTuple):
-    """The amount of work. None: no limit."""
+class Quota(NamedTuple):
+    """The amount of work of one load. None: no limit."""
 
     requests: int | None = None  # measured requests
-    duration_s: float | None = None  # measured time
+    duration_s: float | None = None  # measured time; the same for all loads of a mix
     warmup_requests: int = 0  # the warm-up lasts for so many requests and so long ...
     warmup_s: float = 0.0
     steady: Steadiness | None = None  # ... or until the server is steady
     ramp_s: float = 0.0  # a warm-up also lasts until all users have started
     schedule: Due | None = None  # open loop: when each burst or conversation starts
     warmup_schedule: Due | None = None  # the same for the warm-up
-    waits_for_users: bool = False  # the warm-up lasts until `set_users_complete` is called
-    part: Part = WHOLE  # this machine's part of all requests
+    shard: Shard = WHOLE  # this machine's share of all requests
 
 
-class Counts(msgspec.Struct, kw_only=True):
-    """The contents of the counter file. Times are monotonic."""
+class StageTime(NamedTuple):
+    """A stage of a load with stages."""
 
-    started_s: float | None = None  # when the first slot was taken
-    measured_s: float | None = None  # start of the measurement
+    users: int
+    duration_s: float  # measured
+
+
+class LoadCounts(msgspec.Struct, array_like=True):
+    """The counts of one load."""
+
     users: int = 0
     warmup_taken: int = 0  # slots
     measured_taken: int = 0  # slots
@@ -105,92 +119,131 @@ class Counts(msgspec.Struct, kw_only=True):
     arrived: int = 0  # the same for the measurement
     warmup_due_s: float | None = None  # due time of the last slots of a scheduled warm-up
     settled: int = 0  # taken slots whose request has ended, in either phase
-    users_complete_s: float | None = None  # see Plan.waits_for_users
-    early_warmup: int = 0  # warm-up slots taken before that
+    early_warmup: int = 0  # warm-up slots, and
+    early: int = 0  # slots of either phase, that were taken before all users of this stage ran
     sample_count: int = 0  # answers of the warm-up that were checked
     steady: bool = False  # whether these were steady
+
+    def is_settled(self) -> bool:
+        return self.settled >= self.warmup_taken + self.measured_taken
+
+
+class Counts(msgspec.Struct, array_like=True):
+    """The contents of the counter file. Times are monotonic, and of the current stage."""
+
+    loads: list[LoadCounts]
+    stage: int = 0
+    started_s: float | None = None  # when the first slot was taken
+    users_complete_s: float | None = None  # of a load with stages
+    measured_s: float | None = None  # start of the measurement
+    steady_stages: list[bool] = []  # of the stages that are over
+    samples: int = 0  # of all loads, in this stage
 
 
 class Sequencer:
     """The counter file in one process. Create it after the fork: forked copies of an open file share its lock."""
 
-    def __init__(self, path: str, plan: Plan) -> None:
-        self.on_hold = False  # while True the warm-up continues; on one of several machines, an open loop waits
-        self.begin_s: float | None = None  # start of the measurement in the latter case, the same on all machines
-        self.early = False  # `take` returned no slot because it is too early
-        self._plan = plan
-        self._requests = None if plan.requests is None else plan.part.count_of(plan.requests)
-        self._warmup_requests = plan.part.count_of(plan.warmup_requests)
+    def __init__(self, path: str, *quotas: Quota, stages: Sequence[StageTime] = ()) -> None:
+        """`quotas`: of the load, or of the loads of a mix. `stages`: of a load with stages, which replace its time."""
+        self.early = [False] * len(quotas)  # by load: `take` returned no slot because it is too early
+        self.has_stages = bool(stages)  # the number of users changes
+        # On one of several machines: the last stage whose measurement may start (until then its warm-up continues),
+        # and its start in an open loop, the same on all machines.
+        self.released_stage: float = math.inf
+        self.begin_s: float | None = None
+        self._quotas = quotas
+        self._stages = stages
+        self._durations_s: list[float | None] = [stage.duration_s for stage in stages]
+        self._durations_s = self._durations_s or [quotas[0].duration_s]
+        self._requests = [None if each.requests is None else each.shard.count_of(each.requests) for each in quotas]
+        self._warmup_requests = [each.shard.count_of(each.warmup_requests) for each in quotas]
+        self._is_scheduled = any(quota.schedule is not None for quota in quotas)
+        self._line_bytes = _LOAD_BYTES * len(quotas) + _STAGE_BYTES * len(stages)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._decoder = msgspec.json.Decoder(Counts)
 
     def close(self) -> None:
         os.close(self._file)
 
-    def add_user(self) -> int:
-        """Return the number of a new user, from 0."""
-        with self._locked_counts() as counts:
-            counts.users += 1
-            return self._plan.part.global_number(counts.users - 1)
+    def hold_warmup(self) -> None:
+        """Keep each stage in its warm-up until `released_stage` allows its measurement."""
+        self.released_stage = -1
 
-    def take(self, max_slots: int = 1) -> list[Slot]:
+    def add_user(self, load: int = 0) -> int:
+        """Return the number of a new user of a load, from 0."""
+        with self._locked_counts() as counts:
+            counts.loads[load].users += 1
+            return self._quotas[load].shard.global_number(counts.loads[load].users - 1)
+
+    def take(self, max_slots: int = 1, load: int = 0) -> list[Slot]:
         """Return the next `max_slots` slots, of one phase and in order: one burst, or one conversation.
 
         Return none if no slot is left, or if it is too early for the next (see `early`). Groups of the warm-up are
-        never shortened, so that the server has the full concurrency. The last measured group is shortened to the plan.
+        never shortened, so that the server has the full concurrency. The last measured group is shortened to the quota.
         """
         now_s = time.monotonic()
-        plan, self.early = self._plan, False
+        quota, self.early[load] = self._quotas[load], False
         with self._locked_counts() as counts:
+            self._start_next_stage(counts, now_s)
             if counts.started_s is None:
                 counts.started_s = now_s
-            if self._is_warming_up(counts, now_s, on_hold=self.on_hold):
-                return self._take_warmup(counts, now_s, max_slots)
-            if counts.measured_s is None and plan.schedule is not None and plan.part.machines > 1:
-                if self.on_hold:
-                    self.early = True
-                    return []
-                if self._is_before_begin(counts):
-                    return self._take_warmup(counts, now_s, max_slots)
-                counts.measured_s = self.begin_s
             if counts.measured_s is None:
-                counts.measured_s = max(now_s, counts.warmup_due_s or now_s)
-            if plan.duration_s is not None and now_s >= counts.measured_s + plan.duration_s:
-                return []
-            first = counts.measured_taken
-            number = max_slots if self._requests is None else max(0, min(max_slots, self._requests - first))
-            due_s = None
-            if plan.schedule is not None and number:
-                after_s = plan.schedule.at(plan.part.global_number(counts.arrived))
-                if after_s is None or (plan.duration_s is not None and after_s >= plan.duration_s):
-                    self.early = plan.duration_s is not None
-                    return []
-                due_s = counts.measured_s + after_s
-                counts.arrived += 1
-            counts.measured_taken += number
-            return [Slot("measured", plan.part.index_at(first + i), due_s) for i in range(number)]
+                if self._is_warming_up(counts, now_s):
+                    return self._take_warmup(counts, now_s, max_slots, load)
+                if self._is_scheduled and quota.shard.machines > 1:
+                    if counts.stage > self.released_stage:
+                        self.early[load] = True
+                        return []
+                    if self._is_before_begin(counts, now_s, load):
+                        return self._take_warmup(counts, now_s, max_slots, load)
+                    counts.measured_s = self.begin_s
+            if counts.measured_s is None:
+                counts.measured_s = max([now_s, *(each.warmup_due_s or now_s for each in counts.loads)])
+            return self._take_measured(counts, now_s, max_slots, load)
 
-    def _take_warmup(self, counts: Counts, now_s: float, max_slots: int) -> list[Slot]:
-        plan, due_s = self._plan, None
-        if plan.warmup_schedule is not None and counts.started_s is not None:
-            after_s = plan.warmup_schedule.at(plan.part.global_number(counts.warmup_arrived))
+    def _take_measured(self, counts: Counts, now_s: float, max_slots: int, load: int) -> list[Slot]:
+        quota, own, duration_s = self._quotas[load], counts.loads[load], self._durations_s[counts.stage]
+        assert counts.measured_s is not None
+        if duration_s is not None and now_s >= counts.measured_s + duration_s:
+            return []
+        first, requests = own.measured_taken, self._requests[load]
+        number = max_slots if requests is None else max(0, min(max_slots, requests - first))
+        due_s = None
+        if quota.schedule is not None and number:
+            after_s = quota.schedule.at(quota.shard.global_number(own.arrived))
+            if after_s is None or (duration_s is not None and after_s >= duration_s):
+                self.early[load] = duration_s is not None
+                return []
+            due_s = counts.measured_s + after_s
+            own.arrived += 1
+        own.measured_taken += number
+        return [Slot("measured", quota.shard.index_at(first + i), due_s, counts.stage, load) for i in range(number)]
+
+    def _take_warmup(self, counts: Counts, now_s: float, max_slots: int, load: int) -> list[Slot]:
+        quota, own, due_s = self._quotas[load], counts.loads[load], None
+        if quota.warmup_schedule is not None and counts.started_s is not None:
+            after_s = quota.warmup_schedule.at(quota.shard.global_number(own.warmup_arrived))
             due_s = now_s if after_s is None else counts.started_s + after_s
             if due_s > now_s + _MAX_AHEAD_S:
-                self.early = True
+                self.early[load] = True
                 return []
-            counts.warmup_arrived += 1
-            counts.warmup_due_s = due_s
-        first = counts.warmup_taken
-        counts.warmup_taken += max_slots
-        return [Slot("warmup", -1 - plan.part.index_at(first + i), due_s) for i in range(max_slots)]
+            own.warmup_arrived += 1
+            own.warmup_due_s = due_s
+        first = own.warmup_taken
+        own.warmup_taken += max_slots
+        return [
+            Slot("warmup", -1 - quota.shard.index_at(first + i), due_s, counts.stage, load) for i in range(max_slots)
+        ]
 
-    def _is_before_begin(self, counts: Counts) -> bool:
-        """Whether the next warm-up slot is due before the measurement starts."""
-        schedule, started_s = self._plan.warmup_schedule, counts.started_s
-        if self.begin_s is None or schedule is None or started_s is None or not counts.warmup_taken:
+    def _is_before_begin(self, counts: Counts, now_s: float, load: int) -> bool:
+        """Whether the next warm-up slot is due before the measurement starts on all machines."""
+        quota, own = self._quotas[load], counts.loads[load]
+        if self.begin_s is None or counts.started_s is None or not own.warmup_taken:
             return False
-        after_s = schedule.at(self._plan.part.global_number(counts.warmup_arrived))
-        return after_s is not None and started_s + after_s < self.begin_s
+        if quota.warmup_schedule is None:  # a closed loop next to an open one
+            return now_s < self.begin_s
+        after_s = quota.warmup_schedule.at(quota.shard.global_number(own.warmup_arrived))
+        return after_s is not None and counts.started_s + after_s < self.begin_s
 
     def slot_when_sent(self, slot: Slot) -> Slot:
         """Return the slot of a request that is sent now: a warm-up slot may have become a measured one.
@@ -198,99 +251,176 @@ class Sequencer:
         A closed loop of fixed time also measures the later turns of conversations that started in the warm-up:
         otherwise it would begin with first turns only. Such a turn may also start the measured time.
         """
-        is_timed = self._plan.duration_s is not None and self._plan.schedule is None
-        if not is_timed or slot.phase == "measured":
+        duration_s = self._durations_s[slot.stage]
+        if duration_s is None or self._quotas[slot.load].schedule is not None or slot.phase == "measured":
             return slot
         now_s = time.monotonic()
         with self._locked_counts() as counts:
-            if counts.measured_s is None:
-                answered = counts.settled - counts.early_warmup
-                if answered < self._warmup_requests or self._is_warming_up(counts, now_s, on_hold=self.on_hold):
+            if counts.stage == slot.stage and counts.measured_s is None:
+                own = counts.loads[slot.load]
+                is_unanswered = own.settled - own.early < self._warmup_requests[slot.load]
+                must_wait = self._is_scheduled and self._quotas[slot.load].shard.machines > 1  # for the others
+                if is_unanswered or must_wait or self._is_warming_up(counts, now_s):
                     return slot
                 counts.measured_s = now_s
         return msgspec.structs.replace(slot, phase="measured")
 
-    def settle(self, count: int = 1, sample: WarmupSample | None = None) -> None:
-        """Count `count` slots as settled, however their requests ended. `sample` is of an answer of the warm-up."""
+    def settle(self, count: int = 1, sample: WarmupSample | None = None, slot: Slot | None = None) -> None:
+        """Count `count` slots as settled, however their requests ended. `sample` is of an answer of the warm-up.
+
+        `slot`: one of them; None: of the first load and stage.
+        """
+        load, stage = (0, 0) if slot is None else (slot.load, slot.stage)
         with self._locked_counts() as counts:
-            counts.settled += count
-            if sample is not None and self._plan.steady is not None and counts.measured_s is None:
-                self._note_sample(sample, counts, self._plan.steady)
+            counts.loads[load].settled += count
+            if sample is not None and counts.stage == stage and counts.measured_s is None:
+                self._note_sample(sample, counts, load)
 
-    def _note_sample(self, sample: WarmupSample, counts: Counts, rule: Steadiness) -> None:
-        users_complete_s = self._users_complete_s(counts)
-        if counts.steady or users_complete_s is None or sample.sent_s < users_complete_s:
+    def _note_sample(self, sample: WarmupSample, counts: Counts, load: int) -> None:
+        own, rule, users_complete_s = (
+            counts.loads[load],
+            self._quotas[load].steady,
+            self._users_complete_s(counts, load),
+        )
+        if rule is None or own.steady or users_complete_s is None or sample.sent_s < users_complete_s:
             return  # sent before the full concurrency
-        numbers = _SAMPLE.pack(sample.ttft_s, sample.per_token_s)
-        os.pwrite(self._file, numbers, _LINE_BYTES + counts.sample_count * _SAMPLE.size)
-        counts.sample_count += 1
-        if rule.is_check_due(counts.sample_count):
-            raw = os.pread(self._file, counts.sample_count * _SAMPLE.size, _LINE_BYTES)
-            counts.steady = rule.is_steady(list(_SAMPLE.iter_unpack(raw)))
+        numbers = _SAMPLE.pack(load, sample.ttft_s, sample.per_token_s)
+        os.pwrite(self._file, numbers, self._line_bytes + counts.samples * _SAMPLE.size)
+        counts.samples += 1
+        own.sample_count += 1
+        if rule.is_check_due(own.sample_count):
+            raw = os.pread(self._file, counts.samples * _SAMPLE.size, self._line_bytes)
+            own.steady = rule.is_steady(
+                [(ttft_s, s) for number, ttft_s, s in _SAMPLE.iter_unpack(raw) if number == load]
+            )
 
-    def steady(self) -> bool | None:
+    def steady(self, stage: int = 0, load: int = 0) -> bool | None:
         """Whether the warm-up found the server steady before its limit; None: no such warm-up, or not known yet."""
         counts = self._read_locked()
-        is_known = self._plan.steady is not None and (counts.steady or counts.measured_s is not None)
-        return counts.steady if is_known else None
+        if self._quotas[load].steady is None or stage > counts.stage:
+            return None
+        if stage < counts.stage:
+            return counts.steady_stages[stage]
+        is_steady = counts.loads[load].steady
+        return is_steady if is_steady or counts.measured_s is not None else None
 
     def left_s(self) -> float | None:
-        """Return the seconds until the end of the measured time: negative after it, None while unknown."""
-        return self._left_s(self._read_locked())
+        """Return the seconds until the end of all measured time: negative after it, None while unknown."""
+        counts = self._read_locked()
+        return self._left_s(counts) if counts.stage == len(self._durations_s) - 1 else None
 
-    def unmeasured_s(self) -> float | None:
-        """Return the part of the measured time that has not passed; None for a load without a fixed time."""
-        left_s = self.left_s()
-        return self._plan.duration_s if left_s is None else max(0.0, left_s)
+    def unmeasured_s(self) -> list[float | None]:
+        """Return the part of the measured time of each stage that has not passed; None without a fixed time."""
+        counts, left = self._read_locked(), list(self._durations_s)
+        left[: counts.stage] = [0.0] * counts.stage
+        if (left_s := self._left_s(counts)) is not None:
+            left[counts.stage] = max(0.0, left_s)
+        return left
+
+    def current_stage(self) -> int:
+        """Return the number of the current stage; after the end, of the last one."""
+        counts = self._read_locked()
+        if self._is_next_stage_due(counts, time.monotonic()):
+            with self._locked_counts() as counts:
+                self._start_next_stage(counts, time.monotonic())
+        return counts.stage
+
+    def is_over(self, stage: int) -> bool:
+        """Whether the measured time of a stage has passed."""
+        counts = self._read_locked()
+        left_s = self._left_s(counts)
+        return counts.stage > stage or (counts.stage == stage and left_s is not None and left_s <= 0)
+
+    def user_count(self) -> int:
+        """Return the planned users of the current stage."""
+        return self._stages[self.current_stage()].users
 
     def is_finished(self) -> bool:
         """Whether no slot is left and every request has ended."""
         counts = self._read_locked()
-        if counts.settled < counts.warmup_taken + counts.measured_taken:
+        if counts.stage < len(self._durations_s) - 1:
             return False
-        schedule = self._plan.schedule if self._plan.duration_s is None else None  # a fixed time always passes in full
-        if schedule is not None and schedule.at(self._plan.part.global_number(counts.arrived)) is None:
-            return True  # no more arrivals
-        if self._requests is not None:
-            return counts.measured_taken >= self._requests
         left_s = self._left_s(counts)
+        return all(
+            own.is_settled() and self._is_exhausted(own, quota, requests, left_s)
+            for own, quota, requests in zip(counts.loads, self._quotas, self._requests, strict=True)
+        )
+
+    def _is_exhausted(self, own: LoadCounts, quota: Quota, requests: int | None, left_s: float | None) -> bool:
+        schedule = quota.schedule if quota.duration_s is None else None  # a fixed time always passes in full
+        if schedule is not None and schedule.at(quota.shard.global_number(own.arrived)) is None:
+            return True  # no more arrivals
+        if requests is not None:
+            return own.measured_taken >= requests
         return left_s is not None and left_s <= 0
 
-    def is_warmed_up(self) -> bool:
-        """Whether the planned warm-up has been handed out."""
-        return not self._is_warming_up(self._read_locked(), time.monotonic(), on_hold=False)
+    def wait_for_end(self, drain_s: float) -> None:
+        """Wait for the last request; after a fixed time, at most `drain_s` for requests in flight."""
+        wait_until(lambda: self.is_finished() or (self.left_s() or 0.0) < -drain_s)
+        if not self.is_finished():
+            logger.info("cutting what has not finished %g s after the end", drain_s)
 
-    def _left_s(self, counts: Counts) -> float | None:
-        if self._plan.duration_s is None or counts.measured_s is None:
-            return None
-        return counts.measured_s + self._plan.duration_s - time.monotonic()
-
-    def _is_warming_up(self, counts: Counts, now_s: float, *, on_hold: bool) -> bool:
-        plan, users_complete_s = self._plan, self._users_complete_s(counts)
-        if counts.measured_s is not None:
-            return False
-        if not (plan.warmup_requests or plan.warmup_s or plan.steady):
-            return plan.waits_for_users and users_complete_s is None
-        if users_complete_s is None:
-            return True
-        taken = counts.warmup_taken - counts.early_warmup
-        if plan.steady is not None:
-            max_s, max_requests = plan.steady.max_s, plan.steady.max_requests
-            at_max_requests = max_requests is not None and taken >= plan.part.count_of(max_requests)
-            return on_hold or not (counts.steady or now_s >= users_complete_s + max_s or at_max_requests)
-        return on_hold or now_s < users_complete_s + plan.warmup_s or taken < self._warmup_requests
-
-    def _users_complete_s(self, counts: Counts) -> float | None:
-        """Return when all users ran; None if not known yet."""
-        if self._plan.waits_for_users or counts.started_s is None:
-            return counts.users_complete_s
-        return counts.started_s + self._plan.ramp_s
+    def is_warmed_up(self, stage: int = 0) -> bool:
+        """Whether the planned warm-up of a stage has been handed out."""
+        counts = self._read_locked()
+        return counts.stage > stage or (
+            counts.stage == stage and not self._is_warming_up(counts, time.monotonic(), held=False)
+        )
 
     def set_users_complete(self) -> None:
-        """Note that exactly the planned users run."""
+        """Note that exactly the planned users of this stage run."""
         with self._locked_counts() as counts:
             if counts.users_complete_s is None:
-                counts.users_complete_s, counts.early_warmup = time.monotonic(), counts.warmup_taken
+                counts.users_complete_s = time.monotonic()
+                for own in counts.loads:
+                    own.early_warmup, own.early = own.warmup_taken, own.warmup_taken + own.measured_taken
+
+    def _is_next_stage_due(self, counts: Counts, now_s: float) -> bool:
+        is_last = counts.stage == len(self._durations_s) - 1
+        return not is_last and counts.measured_s is not None and now_s >= self._end_s(counts)
+
+    def _start_next_stage(self, counts: Counts, now_s: float) -> None:
+        if not self._is_next_stage_due(counts, now_s):
+            return
+        (own,) = counts.loads
+        counts.steady_stages.append(own.steady)
+        counts.stage += 1
+        counts.started_s = counts.users_complete_s = counts.measured_s = None
+        own.steady, own.sample_count, counts.samples = False, 0, 0
+
+    def _end_s(self, counts: Counts) -> float:
+        return (counts.measured_s or 0.0) + (self._durations_s[counts.stage] or 0.0)
+
+    def _left_s(self, counts: Counts) -> float | None:
+        if self._durations_s[counts.stage] is None or counts.measured_s is None:
+            return None
+        return self._end_s(counts) - time.monotonic()
+
+    def _is_warming_up(self, counts: Counts, now_s: float, *, held: bool | None = None) -> bool:
+        """Whether a load is in its warm-up. `held`: default whether the stage may not be measured yet."""
+        if counts.measured_s is not None:
+            return False
+        held = counts.stage > self.released_stage if held is None else held
+        return any(self._is_load_warming_up(counts, now_s, load, held) for load in range(len(self._quotas)))
+
+    def _is_load_warming_up(self, counts: Counts, now_s: float, load: int, held: bool) -> bool:
+        quota, own, users_complete_s = self._quotas[load], counts.loads[load], self._users_complete_s(counts, load)
+        if not (quota.warmup_requests or quota.warmup_s or quota.steady):
+            return self.has_stages and users_complete_s is None
+        if users_complete_s is None:
+            return True
+        taken = own.warmup_taken - own.early_warmup
+        if quota.steady is not None:
+            max_s, max_requests = quota.steady.max_s, quota.steady.max_requests
+            at_max_requests = max_requests is not None and taken >= quota.shard.count_of(max_requests)
+            return held or not (own.steady or now_s >= users_complete_s + max_s or at_max_requests)
+        return held or now_s < users_complete_s + quota.warmup_s or taken < self._warmup_requests[load]
+
+    def _users_complete_s(self, counts: Counts, load: int) -> float | None:
+        """Return when all users ran; None if not known yet."""
+        if self.has_stages or counts.started_s is None:
+            return counts.users_complete_s
+        return counts.started_s + self._quotas[load].ramp_s
 
     @contextmanager
     def _locked_counts(self) -> Iterator[Counts]:
@@ -299,7 +429,7 @@ class Sequencer:
         try:
             counts = self._read()
             yield counts
-            os.pwrite(self._file, msgspec.json.encode(counts).ljust(_LINE_BYTES - 1) + b"\n", 0)
+            os.pwrite(self._file, msgspec.json.encode(counts).ljust(self._line_bytes - 1) + b"\n", 0)
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
@@ -311,13 +441,8 @@ class Sequencer:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _read(self) -> Counts:
-        raw = os.pread(self._file, _LINE_BYTES, 0)
-        return self._decoder.decode(raw) if raw else Counts()
-
-
-logger = logging.getLogger(__name__)
-
-POLL_S = 0.05
+        raw = os.pread(self._file, self._line_bytes, 0)
+        return self._decoder.decode(raw) if raw else Counts([LoadCounts() for _ in self._quotas])
 
 
 def wait_until(condition: Callable[[], object], max_s: float = math.inf, poll_s: float = POLL_S) -> None:
@@ -325,92 +450,3 @@ def wait_until(condition: Callable[[], object], max_s: float = math.inf, poll_s:
     end_s = time.monotonic() + max_s
     while not condition() and time.monotonic() < end_s:
         gevent.sleep(poll_s)
-
-
-class StageSequencer:
-    """The counter files of all stages of a load in one process. Create it after the fork."""
-
-    def __init__(self, stages: Sequence[tuple[str, Plan, int]]) -> None:
-        """`stages` has the path of the counter file, the plan and the number of users of each stage."""
-        self.has_stages = len(stages) > 1  # the number of users changes
-        self.stages = [Sequencer(path, plan._replace(waits_for_users=self.has_stages)) for path, plan, _ in stages]
-        self._user_counts = [users for *_, users in stages]
-        self._stage = 0
-
-    def hold_warmup(self) -> None:
-        """Keep each stage in its warm-up until its `on_hold` is False."""
-        for stage in self.stages:
-            stage.on_hold = True
-
-    def close(self) -> None:
-        for stage in self.stages:
-            stage.close()
-
-    def add_user(self) -> int:
-        return self.stages[0].add_user()
-
-    def take(self, max_slots: int = 1) -> list[Slot]:
-        """Return slots as `Sequencer.take` does, of the current stage."""
-        stage = self.current_stage()
-        slots = self.stages[stage].take(max_slots)
-        if not slots and stage < self.current_stage():
-            return self.take(max_slots)
-        return [msgspec.structs.replace(slot, stage=stage) for slot in slots]
-
-    def is_early(self) -> bool:
-        return self.stages[self._stage].early
-
-    def current_stage(self) -> int:
-        """Return the number of the current stage; after the end, of the last one."""
-        while self._stage < len(self.stages) - 1 and self.is_over(self._stage):
-            self._stage += 1
-        return self._stage
-
-    def is_over(self, stage: int) -> bool:
-        """Whether the measured time of a stage has passed."""
-        left_s = self.stages[stage].left_s()
-        return left_s is not None and left_s <= 0
-
-    def left_s(self) -> float | None:
-        """Return the seconds until the end of the last stage, as `Sequencer.left_s` does."""
-        return self.stages[-1].left_s()
-
-    def unmeasured_s(self) -> list[float | None]:
-        return [stage.unmeasured_s() for stage in self.stages]
-
-    def is_finished(self) -> bool:
-        return all(stage.is_finished() for stage in reversed(self.stages))
-
-    def wait_for_end(self, drain_s: float) -> None:
-        """Wait for the last request; after a fixed time, at most `drain_s` for requests in flight."""
-        wait_until(lambda: self.is_finished() or (self.left_s() or 0.0) < -drain_s)
-        if not self.is_finished():
-            logger.info("cutting what has not finished %g s after the end", drain_s)
-
-    def user_count(self) -> int:
-        return self._user_counts[self.current_stage()]
-
-    def set_users_complete(self) -> None:
-        self.stages[self.current_stage()].set_users_complete()
-
-
-def start_barrier(job: Job, sequencer: StageSequencer) -> None:
-    """Hold the warm-up of a load of a mix until all its loads are warm, so that their measurements start together.
-
-    Call it before the first request.
-    """
-
-    def wait() -> None:
-        wait_until(sequencer.stages[0].is_warmed_up)
-        wait_until(lambda: report_warm(job))
-        sequencer.stages[0].on_hold = False
-
-    sequencer.hold_warmup()
-    gevent.spawn(wait)
-
-
-def report_warm(job: Job) -> bool:
-    """Report, by a file, that the warm-up of this load is over. Return whether all loads of its mix have done so."""
-    if job.concurrent_loads:
-        warmup_done_file(job.counter_path).touch()
-    return all(warmup_done_file(path).exists() for path in job.concurrent_loads)

@@ -34,7 +34,7 @@ from locust.user.task import LOCUST_STATE_STOPPING, LOCUST_STATE_WAITING
 
 from harness.errors import HarnessError
 from harness.load.client import Client
-from harness.load.locust_plugin import give_up, load_process
+from harness.load.locust_plugin import generator_of
 from harness.load.openai_api import Answer, Tools
 from harness.load.process import Work
 from harness.load.sequencer import Slot
@@ -66,11 +66,13 @@ class LLMUser(User):
     uses: ClassVar[tuple[str, ...] | None] = None
     # Minimum and maximum pause, if neither scenario nor options set it.
     think_s: ClassVar[tuple[float, float]] = (0.0, 0.0)
+    load_number: ClassVar[int] = 0  # of a mix: the load of these users
+    user_class: ClassVar[str] = ""  # in records; empty: the name of the class
     _asked_to_stop = False
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
-        self._process = load_process()
+        self._process = generator_of(environment).sending_process()
         self._idle_clients: list[Client] = []
         self._unsent: list[Slot] = []  # taken, but neither sent nor given up
         self._group_started = False  # a request of the last taken group was sent
@@ -79,9 +81,9 @@ class LLMUser(User):
         self._stage = 0  # of the last taken slots
         self._wake = Event()  # ends a pause
         self._last_index = 0  # of the last request sent
-        self.number = self._process.sequencer.add_user()
+        self.number = self._process.sequencer.add_user(self.load_number)
         if self._process.recorder.users is not None:
-            self._process.recorder.users += 1
+            self._process.recorder.users[self.load_number] += 1
         if type(self).wait_time is not User.wait_time:  # Locust's pause between two tasks
             self.wait_time = partial(self._note_wait_time, self.wait_time)  # type: ignore[method-assign]
 
@@ -98,7 +100,7 @@ class LLMUser(User):
     @property
     def load(self) -> Load:
         """The load's parameters, of the scenario or the options."""
-        return self._process.job.load
+        return self._process.loads[self.load_number].load
 
     @property
     def seed(self) -> int:
@@ -111,7 +113,7 @@ class LLMUser(User):
 
     def shared_text(self, tokens: int, place: str) -> str:
         """Return a text for the start of requests. It begins with the cell's salt: no cache has it of another cell."""
-        return " ".join(filter(None, [self._process.job.salt, self.text(tokens, place)]))
+        return " ".join(filter(None, [self._process.loads[self.load_number].salt, self.text(tokens, place)]))
 
     def take(self, max_slots: int = 1) -> list[Work]:
         """Return the next requests to send: one to `max_slots`. If none is left, wait for the end of the user.
@@ -124,11 +126,11 @@ class LLMUser(User):
         try:
             self._process.model()
         except HarnessError as error:
-            give_up(self.environment, error)
+            generator_of(self.environment).give_up(error)
             raise StopUser from None
         max_slots = 1 if self.load.trace is not None else max_slots  # each row of a trace has its own due time
         while self._state != LOCUST_STATE_STOPPING:
-            slots = self._process.sequencer.take(max_slots)
+            slots = self._process.sequencer.take(max_slots, self.load_number)
             if slots:
                 self._unsent.extend(slots)
                 self._stage = slots[0].stage
@@ -139,7 +141,7 @@ class LLMUser(User):
                 if slots[0].due_s is not None and self._state == LOCUST_STATE_STOPPING:
                     break
                 return works
-            if self._process.sequencer.is_early():
+            if self._process.sequencer.early[self.load_number]:
                 self._process.note_wait(2 * _POLL_S)
             gevent.sleep(_POLL_S)
         gevent.joinall(self._background)
@@ -182,7 +184,7 @@ class LLMUser(User):
 
     def _give_up_unsent(self) -> None:
         if self._unsent:
-            self._process.sequencer.stages[self._stage].settle(len(self._unsent))
+            self._process.sequencer.settle(len(self._unsent), slot=self._unsent[0])
             self._unsent.clear()
 
     def _prepare(self, work: Work, **fields: Any) -> Work:
@@ -193,12 +195,13 @@ class LLMUser(User):
         self._last_index = work.slot.index
         follows = self._group_started and work.slot not in self._burst
         self._group_started = True
-        slot = self._process.sequencer.stages[work.slot.stage].slot_when_sent(work.slot)
-        own = {"slot": slot, "user_class": type(self).__name__, "user": self.number, "follows": follows}
+        slot = self._process.sequencer.slot_when_sent(work.slot)
+        user_class = self.user_class or type(self).__name__
+        own = {"slot": slot, "user_class": user_class, "user": self.number, "follows": follows}
         return msgspec.structs.replace(work, **own, **fields)
 
     def _send(self, work: Work) -> Answer:
-        client = self._idle_clients.pop() if self._idle_clients else self._process.create_client()
+        client = self._idle_clients.pop() if self._idle_clients else self._process.create_client(self.load_number)
         in_flight_of = self._process.recorder.in_flight_of
         in_flight_of[work.user_class] += 1
         try:
@@ -259,7 +262,7 @@ class LLMUser(User):
         """Start as in Locust, and count the end if no process asked for it: the load then has too few users."""
 
         def note_end(_: object) -> None:
-            self._process.recorder.users_gone += not self._asked_to_stop
+            self._process.recorder.users_gone[self.load_number] += not self._asked_to_stop
 
         greenlet = super().start(group)
         greenlet.link(note_end)
@@ -297,7 +300,7 @@ class LLMUser(User):
 
     def _fire_request_event(self, answer: Answer) -> None:
         ended_s = answer.chunks_s[-1] if answer.chunks_s else answer.ended_s
-        name = self._process.job.load_name or type(self).__name__
+        name = self._process.loads[self.load_number].load_name or type(self).__name__
         is_failure = answer.error is not None and answer.error not in CUT
         self._process.listeners.fire(
             self.environment.events.request,

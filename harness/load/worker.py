@@ -1,13 +1,15 @@
 """A load process on a remote machine: gets its job from the master (harness/load/master.py) and sends it its records.
 
-Locust's own messages start and stop the users. The messages of the harness carry the job, which is this machine's part
+Locust's own messages start and stop the users. The messages of the harness carry the job, which is this machine's shard
 of the work, and the records. At the end they ensure that all records have arrived.
 
 Each piece of a file has its offset. The receiver accepts only the piece at its current end, and the sender continues
 after the confirmation: nothing is duplicated or lost.
 """
 
+import hashlib
 import logging
+import os
 import shutil
 import socket
 import tempfile
@@ -27,10 +29,10 @@ from locust.runners import WorkerRunner
 from harness import __version__
 from harness.errors import HarnessError, sentence
 from harness.files import UNDECODABLE
-from harness.job import Job
+from harness.job import Job, loads_of
 from harness.load.process import LoadProcess
 from harness.load.recorder import FILES, Anchor, RecordSender
-from harness.load.sequencer import StageSequencer, wait_until
+from harness.load.sequencer import Sequencer, wait_until
 
 _HELLO_S = 1.0
 _DELIVER_S = 0.2
@@ -78,8 +80,9 @@ class Worker:
                 next_step="Have `harness run --workers` there; workers of a web UI are stock ones, without --job.",
             )
         job = self._process.job
-        logger.info("load %s of run ...%s begins: part %d of %d", job.cell, job.run, job.machine + 1, job.machines)
-        gevent.spawn(self._watch_work, self._process.sequencer, job.load.drain_s)
+        logger.info("load %s of run ...%s starts: worker %d of %d", job.cell, job.run, job.machine + 1, job.machines)
+        drain_s = max(each.load.drain_s for each in loads_of(job))
+        gevent.spawn(self._watch_work, self._process.sequencer, max(1, len(job.stages)), drain_s)
         gevent.spawn(self._process.report_quiet, partial(self._send, "quiet"))
 
     def close(self) -> None:
@@ -129,21 +132,27 @@ class Worker:
         """Write the files of the job into a new folder, and return the job with the paths on this machine."""
         job = msgspec.json.decode(raw, type=Job)
         self._folder = Path(tempfile.mkdtemp(prefix=f"amd-llm-load-{job.cell}-"))
-        paths: dict[str, Any] = {}
-        for field, content in files.items():
-            path = self._folder / field.partition("_")[0] / Path(getattr(job, field)).name  # a trace next to its marks
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
-            paths[field] = str(path)
-        for name in FILES:
-            path = self._folder / f"{name}.jsonl"
-            self._senders[name] = RecordSender(path)
-            paths[f"{name}_path"] = str(path)
-        stages = [
-            msgspec.structs.replace(stage, **paths, counter_path=str(self._folder / f"counter{number}"))
-            for number, stage in enumerate([job, *job.then])
+        written: dict[str | None, str | None] = {None: None}
+        for path, content in files.items():
+            # A folder for each of the master's folders: a trace is next to its marks.
+            folder = self._folder / hashlib.sha256(os.fsencode(Path(path).parent)).hexdigest()[:16]
+            folder.mkdir(exist_ok=True)
+            (folder / Path(path).name).write_bytes(content)
+            written[path] = str(folder / Path(path).name)
+        self._senders = {name: RecordSender(self._folder / f"{name}.jsonl") for name in FILES}
+        own = {f"{name}_path": str(self._folder / f"{name}.jsonl") for name in FILES}
+        own["counter_path"] = str(self._folder / "counter")
+        loads = [
+            msgspec.structs.replace(
+                each,
+                prompt_file=written[each.prompt_file],
+                trace_file=written[each.trace_file],
+                trace_marks=written[each.trace_marks],
+                **own,
+            )
+            for each in loads_of(job)
         ]
-        return msgspec.structs.replace(stages[0], then=stages[1:])
+        return msgspec.structs.replace(loads[0], others=loads[1:])
 
     def _on_rejected(self, msg: Any, **_: Any) -> None:
         """Reconnect after a while: this worker does not belong to this run, but perhaps to the next."""
@@ -159,15 +168,15 @@ class Worker:
 
     def _on_go(self, msg: Any, **_: Any) -> None:
         if self._process is not None:
-            stage = self._process.sequencer.stages[msg.data["stage"]]
-            stage.begin_s, stage.on_hold = msg.data["begin_s"], False
+            sequencer = self._process.sequencer
+            sequencer.begin_s, sequencer.released_stage = msg.data["begin_s"], msg.data["stage"]
 
-    def _watch_work(self, sequencer: StageSequencer, drain_s: float) -> None:
+    def _watch_work(self, sequencer: Sequencer, stages: int, drain_s: float) -> None:
         """Report to the master: the start of each stage, the end of its warm-up, the end of the load."""
-        for number, stage in enumerate(sequencer.stages):
+        for number in range(stages):
             wait_until(lambda: sequencer.current_stage() >= number)  # noqa: B023 - called in this iteration only
             self._send("progress", {"stage": number})
-            wait_until(stage.is_warmed_up)
+            wait_until(partial(sequencer.is_warmed_up, number))
             self._send("progress", {"warm": number})
         sequencer.wait_for_end(drain_s)
         self._send("progress", {"finished": 1})

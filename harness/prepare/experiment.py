@@ -171,7 +171,7 @@ def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experi
             next_step="Start the server where it is to run (`harness compose` prints the file; its variable "
             "`publish` is the address) and give its --url.",
         )
-    workers.check_ports()
+    workers.check_port()
     return replace(experiment, workers=workers)
 
 

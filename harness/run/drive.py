@@ -18,13 +18,26 @@ from harness import process
 from harness.errors import RunError
 from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
 from harness.files import UNDECODABLE, read_text
-from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, idle_file, in_flight_file, read_status, status_file
+from harness.job import (
+    SECRETS_ENV,
+    GaveUp,
+    Job,
+    StageStarted,
+    WaitsForWorkers,
+    idle_file,
+    in_flight_file,
+    loads_of,
+    read_status,
+    rows_of,
+    status_file,
+    user_count,
+)
 from harness.load.live_metrics import Accumulator, Numbers, Observed
 from harness.process import free_port, pause
 from harness.redact import registered_secrets
 from harness.rundir.directory import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, Tail, read_marks
-from harness.scenario import MAX_USERS, is_open_loop, max_concurrency
+from harness.scenario import MAX_USERS, is_open_loop, max_concurrency, process_count
 from harness.scenario.behaviour import max_length
 from harness.summary import Reason, because
 
@@ -90,8 +103,9 @@ class Monitor:
     """Follow one cell by its growing files: records, server metrics and telemetry. Reads only what is new."""
 
     def __init__(self, job: Job, watch: Watch | None = None) -> None:
+        self.job = job
         self.watch = watch
-        self.recorded = 0  # records of all stages of a load, or of one load of a mix
+        self.recorded = 0  # of all stages, and all loads of a mix
         self.failed = 0  # of these
         self.missing_workers = ""  # in words, while the load waits for them
         self.started_s = time.monotonic()
@@ -100,17 +114,16 @@ class Monitor:
         self.total = (job.load.requests or 0) + self.warmup if is_counted else None  # None: unknown
         self._records = Tail(Path(job.requests_path))
         self._first: list[Request] | None = []  # the first records; None: they were checked
-        # The loads of a mix write into one file.
-        self._marker = b'"cell":"%b"' % job.cell.encode() if job.concurrent_loads else b""
         self._decoder = msgspec.json.Decoder(Request)
-        self.follow(job)
+        self.follow_stage(0)
 
-    def follow(self, job: Job) -> None:
-        """Follow the cell of a job: the first one, or the next stage of a load."""
-        self.job = job
+    def follow_stage(self, stage: int) -> None:
+        """Show the records of this stage only; without stages, of all loads of a mix."""
+        self.duration_s = self.job.stages[stage].duration_s if self.job.stages else self.job.load.duration_s
+        self._cells = {self.job.stages[stage].cell} if self.job.stages else {cell for cell, _ in rows_of(self.job)}
         self.measured = Accumulator()  # of the measured requests
         self.warmup_ended = 0
-        self.observed = Observed(Path(job.requests_path).parent)
+        self.observed = Observed(Path(self.job.requests_path).parent)
         self._began_s: float | None = None  # estimated time of the first measured request
         self._newest_s = 0.0  # when the newest records were read
 
@@ -122,7 +135,7 @@ class Monitor:
         """Read the old requests in flight, then the new records: one that ends in between is in both."""
         if self.watch is not None and self.job.report_after_s is not None:
             self.watch.note_in_flight(self.job.cell, read_in_flight(self.job.counter_path))
-        lines = [line for line in self._records.lines() if self._marker in line]
+        lines = list(self._records.lines())
         self.recorded += len(lines)
         requests = []
         for line in lines:
@@ -152,7 +165,7 @@ class Monitor:
 
     def _add_requests(self, requests: list[Request], now_s: float) -> None:
         """Add records of the cell; those of its warm-up are only counted."""
-        of_cell = [request for request in requests if request.cell == self.job.cell]
+        of_cell = [request for request in requests if request.cell in self._cells]
         measured = [request for request in of_cell if request.phase == "measured"]
         self.warmup_ended += len(of_cell) - len(measured)
         if measured and self._began_s is None:  # the records may have another machine's clock
@@ -168,8 +181,8 @@ class Monitor:
         if self._began_s is None or self.watch is not None:  # the watch decides when it ends
             return None
         took_s = time.monotonic() - self._began_s
-        if load.duration_s is not None:
-            return max(0.0, load.duration_s - took_s)
+        if self.duration_s is not None:
+            return max(0.0, self.duration_s - took_s)
         # In a closed loop users start together: a rate needs the answers of at least one full wave.
         needed = _MIN_REQUESTS if is_open_loop(load) else max(_MIN_REQUESTS, max_concurrency(load))
         if load.requests is None or ended < needed:
@@ -188,26 +201,26 @@ def read_in_flight(counter_path: str) -> list[Request]:
 
 
 def locust_arguments(
-    job: Job, given: Path | str, locustfile: Path, url: str, ui: tuple[str, int] | None = None
+    job: Job, given: Path | str, locustfile: Path | str, url: str, ui: tuple[str, int] | None = None
 ) -> list[str]:
-    """Return the stock Locust arguments of a cell. `given`: the job, its file or its text. `ui`: host and port.
+    """Return the stock Locust arguments of a load. `given`: the job, its file or its text. `ui`: host and port.
 
-    Without `ui` Locust is headless.
+    `locustfile`: those of a mix have commas between them. Without `ui` Locust is headless.
     """
-    load = job.load
+    users, processes = user_count(job), process_count([each.load for each in loads_of(job)])
     arguments = ["-f", str(locustfile), "--host", url, "--job", str(given)]
     arguments += ["--headless"] if ui is None else ["--web-host", ui[0], "--web-port", str(ui[1])]
-    rate = min(load.users / max(load.ramp_s, 0.001), MAX_USERS)
+    rate = min(users / max(job.load.ramp_s, 0.001), MAX_USERS)
     # The page proposes this rate, and all users start quickly anyway.
-    arguments += ["--users", str(load.users), "--spawn-rate", f"{rate if ui is None else min(rate, PROPOSED_RATE):g}"]
+    arguments += ["--users", str(users), "--spawn-rate", f"{rate if ui is None else min(rate, PROPOSED_RATE):g}"]
     arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results, evaluated later
     if job.workers is not None:
         arguments += ["--master", "--master-bind-host", job.workers.bind, "--master-bind-port", str(job.workers.port)]
         arguments += ["--expect-workers", str(job.workers.total), "--expect-workers-max-wait", str(MAX_WORKER_WAIT_S)]
-    elif load.processes > 1:
+    elif processes > 1:
         # A free port, so that two harnesses on one machine do not conflict.
         port = str(free_port())
-        arguments += ["--processes", str(load.processes), "--master-bind-host", "127.0.0.1"]
+        arguments += ["--processes", str(processes), "--master-bind-host", "127.0.0.1"]
         arguments += ["--master-bind-port", port, "--master-port", port]
     return arguments
 
@@ -339,7 +352,10 @@ def killed_processes(job: Job) -> list[int]:
 def _max_silence_s(job: Job) -> float:
     """Return the longest allowed seconds without an ended request, except idle times."""
     # A stream that keeps sending may take longer than timeout_s, which limits silence.
-    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * max_length(job.load.output_tokens, pairs=job.output_lengths)
+    longest_s = max(
+        3 * each.load.timeout_s + SLOWEST_TPOT_S * max_length(each.load.output_tokens, pairs=each.output_lengths)
+        for each in loads_of(job)
+    )
     return longest_s + job.load.ramp_s + MAX_SILENCE_S
 
 
@@ -392,3 +408,8 @@ def missing_workers(job: Job) -> str:
     """Describe the missing workers by the master's last report; "" without one."""
     reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
     return job.workers.missing_text(reports[-1].here) if job.workers is not None and reports else ""
+
+
+def current_stage(job: Job) -> int:
+    """Return the number of the stage that the load reported last."""
+    return max((status.stage for status in read_status(job) if isinstance(status, StageStarted)), default=0)

@@ -14,7 +14,7 @@ from harness.process import is_port_free, pause
 from harness.reasons import sentence
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
-from harness.run.orchestrator import endpoint_of, make_job, prepare_generator, watch_server
+from harness.run.orchestrator import endpoint_of, group_job, make_job, prepare_generator, watch_server
 from harness.run.progress import Progress
 from harness.run.running import RunFile, Running, create_run
 from harness.rundir.directory import disk_is_full
@@ -185,20 +185,17 @@ def _compose_job(experiment: Experiment, upstream: Upstream, slos: str, *, has_r
         workload_sha256="", machine=Machine(name=""),
     )  # fmt: skip
     running = Running(RunFile(Path(_RECORDS), manifest), experiment, Progress(Console()))
-    jobs = [
-        replace(
-            make_job(running, cell, None),
-            run="",
-            model=upstream.model,
-            simulated=upstream.simulated,
-            slos=slos,
-            requests_path=f"{_RECORDS}/requests.jsonl" if has_records else os.devnull,
-            processes_path=f"{_RECORDS}/processes.jsonl" if has_records else os.devnull,
-            counter_path=f"{_COUNTERS}/{cell.id}.counter",
-        )
-        for cell in plan(experiment.scenario)
-    ]
-    return replace(jobs[0], then=jobs[1:])
+    job = group_job(running, plan(experiment.scenario), None)
+    return replace(
+        job,
+        run="",
+        model=upstream.model,
+        simulated=upstream.simulated,
+        slos=slos,
+        requests_path=f"{_RECORDS}/requests.jsonl" if has_records else os.devnull,
+        processes_path=f"{_RECORDS}/processes.jsonl" if has_records else os.devnull,
+        counter_path=f"{_COUNTERS}/{job.cell}.counter",
+    )
 
 
 def _usage_lines(headless: bool, prepared: bool) -> list[str]:

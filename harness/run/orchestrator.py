@@ -4,10 +4,8 @@ import contextlib
 import errno
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -16,14 +14,14 @@ from msgspec.structs import replace
 from harness.analysis.validity import queue_notes
 from harness.errors import HarnessError, RunError, ServerError, StartError
 from harness.files import DOCS, open_file
-from harness.job import Job, warmup_done_file, workload_of, write_job
+from harness.job import Job, JobStage, loads_of, workload_of, write_job
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
 from harness.prepare.experiment import Experiment
 from harness.prepare.machine_fit import preflight
 from harness.process import refuse_too_few_files
 from harness.reasons import sentence
-from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_arguments
+from harness.run.drive import Child, LocalChild, Monitor, Watch, current_stage, drive, locust_arguments
 from harness.run.progress import Progress
 from harness.run.running import FailedSettings, MakeReference, RunFile, Running, create_run
 from harness.rundir.directory import lock_folder, release_space
@@ -31,7 +29,7 @@ from harness.rundir.manifest import CellRun, Run, ServedBy, Startup
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
 from harness.scenario import SERVER_TOKENIZER, Warmup, connections_per_process, locustfile_of, warmup_of, wave_size
-from harness.scenario.plan import Cell, grouped, load_of_part, plan, server_start_of
+from harness.scenario.plan import Cell, grouped, plan, server_start_of
 from harness.serve.generator import ContainerChild, find_path_in_image
 from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_source, serve
 from harness.serve.lint import context_problem
@@ -243,81 +241,36 @@ def refuse_too_long(running: Running, server: str, loads: Sequence[str], startup
 
 
 def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Watch | None = None) -> list[CellRun]:
-    """Run the cells of a group: a cell, the stages of a load, or the parts of a mix concurrently.
+    """Run a load, the stages of a load, or the loads of a mix: one load generator sends them.
 
-    `watch`: as of `run_cell`, for all cells.
-    """
-    if cells[0].mix is None:
-        return run_cell(running, cells, endpoint, endpoint.check_alive, watch=watch)
-    ended = threading.Event()
-    lock = threading.Lock()
-
-    def check_mix() -> Reason | None:
-        with lock:
-            text = "the load was stopped together with the others of its mix"
-            return because("mix_ended", text) if ended.is_set() else endpoint.check_alive()
-
-    def run_part(cell: Cell) -> list[CellRun]:
-        others = [other for other in cells if other is not cell]
-        is_first = cell is cells[0]
-        try:
-            return run_cell(running, [cell], endpoint, check_mix, concurrent=others, shown=is_first, watch=watch)
-        finally:  # the other parts must not wait for one that has ended
-            warmup_done_file(running.counter_path(cell.id)).touch()
-
-    with ThreadPoolExecutor(len(cells)) as pool:
-        futures = [pool.submit(run_part, cell) for cell in cells]
-        try:
-            return [cell_run for future in futures for cell_run in future.result()]
-        except BaseException:
-            ended.set()  # stops the other load generators, which record what they sent
-            raise
-
-
-def run_cell(
-    running: Running,
-    cells: list[Cell],
-    endpoint: Endpoint,
-    alive: Callable[[], Reason | None],
-    *,
-    concurrent: Sequence[Cell] = (),
-    shown: bool = True,
-    watch: Watch | None = None,
-) -> list[CellRun]:
-    """Send the load of one cell, or the stages of a load one after the other.
-
-    `alive`: as of `drive`. `concurrent`: the other parts of its mix. `shown`: whether progress shows this cell.
     `watch`: stops the load once enough is measured.
     """
-    jobs = [make_job(running, cell, endpoint) for cell in cells]
-    concurrent_loads = [running.counter_path(other.id) for other in concurrent]
     report_after_s = None if watch is None else watch.report_after_s
-    job = replace(jobs[0], then=jobs[1:], concurrent_loads=concurrent_loads, report_after_s=report_after_s)
+    job = replace(group_job(running, cells, endpoint), report_after_s=report_after_s)
     start = prepare_generator(running, job, endpoint)
     monitor, before = Monitor(job, watch), endpoint.state()
-    for note in queue_notes(endpoint.started, job.load):
-        running.progress.note(cells[0].server, cells[0].load, sentence(note))
-    if shown:
-        running.progress.start_load(monitor)
+    for cell, each in zip(cells, loads_of(job), strict=False):
+        for note in queue_notes(endpoint.started, each.load):
+            running.progress.note(cell.server, cell.load, sentence(note))
+    running.progress.start_load(monitor)
     with watch_server(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
         begun_s, stage = time.time(), 0
 
         def show_progress() -> None:
             nonlocal stage
-            counters = [Path(each.counter_path) for each in jobs]
-            newest = max((i for i, path in enumerate(counters) if path.exists() and path.stat().st_size), default=0)
-            if newest > stage:
+            if job.stages and (newest := current_stage(job)) > stage:
                 for ended in cells[stage:newest]:
                     running.file.update(_cell_run(ended, endpoint.served_by, begun_s, time.time()))
                 stage = newest
                 for watcher in watchers:
                     watcher.cell = cells[stage].id
-                monitor.follow(jobs[stage])
+                monitor.follow_stage(stage)
                 running.progress.next_stage(cells[stage], monitor)
-            if shown:
-                running.progress.update()
+            running.progress.update()
 
-        driven = drive(start, monitor, log_path=running.log_path(job.cell), alive=alive, progress=show_progress)
+        driven = drive(
+            start, monitor, log_path=running.log_path(job.cell), alive=endpoint.check_alive, progress=show_progress
+        )
     death = endpoint.death(now=True)
     of_death = [] if death is None else [death.problem(), death.evidence()]  # may be in `driven` already
     new = [reason for reason in of_death if reason is not None and reason not in driven.problems]
@@ -352,27 +305,39 @@ def prepare_generator(
     """Write the job of a cell. Return a function that starts its load generator: a process or a container."""
     job_path, log_path = running.job_path(job.cell), running.log_path(job.cell)
     write_job(job, job_path)
-    locustfile = locustfile_of(job.load, running.experiment.folder)
+    found = [locustfile_of(each.load, running.experiment.folder) for each in loads_of(job)]
+    locustfiles = list(dict.fromkeys(found))
     if running.scenario.generator == "container":
-        url = endpoint.network_url or endpoint.url
-        arguments = locust_arguments(job, job_path, find_path_in_image(locustfile), url)
-        return lambda: ContainerChild(running.id, job, arguments, locustfile, endpoint.network, log_path)
-    command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, locustfile, endpoint.url, ui)]
+        url, paths = (
+            endpoint.network_url or endpoint.url,
+            ",".join(str(find_path_in_image(file)) for file in locustfiles),
+        )
+        arguments = locust_arguments(job, job_path, paths, url)
+        return lambda: ContainerChild(running.id, job, arguments, locustfiles, endpoint.network, log_path)
+    paths = ",".join(map(str, locustfiles))
+    command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, paths, endpoint.url, ui)]
     return lambda: LocalChild(command, log_path)
+
+
+def group_job(running: Running, cells: Sequence[Cell], endpoint: Endpoint | None) -> Job:
+    """Return the job of a load, of the stages of a load, or of the loads of a mix; see `make_job`."""
+    first, *others = (make_job(running, cell, endpoint) for cell in cells)
+    if cells[0].mix is not None:
+        return replace(first, others=others)
+    stages = [
+        JobStage(each.cell, each.load_name, each.load.users, each.load.duration_s or 0.0) for each in [first, *others]
+    ]
+    return replace(first, stages=stages if others else [])
 
 
 def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
     """Return the job of a cell. `endpoint`: None for one without a server. Raises HarnessError, ServerError."""
     scenario, folder = running.scenario, running.experiment.folder
     served = None if endpoint is None else endpoint.served_by
-    words = single_token_words(running.experiment, running.id, cell.server, endpoint, running.api_key)
+    words = single_token_words(running, cell.server, endpoint)
     load, prompts = scenario.loads[cell.load], scenario.prompts
     trace = None if load.trace is None else (folder / load.trace.file).resolve()
     marks = None if trace is None else trace.with_name("processes.jsonl")
-    workers = running.experiment.workers
-    if workers is not None and cell.mix is not None:  # each load of a mix has its own master and port
-        number = scenario.mixes[cell.mix].index(load_of_part(cell.load) or "")
-        workers = replace(workers, port=workers.port + number, parts=1)
     run_folder = running.folder.resolve()
     return Job(
         run=running.id[-4:],  # the random part
@@ -395,7 +360,8 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
         requests_path=str(run_folder / "requests.jsonl"),
         processes_path=str(run_folder / "processes.jsonl"),
         counter_path=running.counter_path(cell.id),
-        workers=workers,
+        workers=running.experiment.workers,
+        locustfile=locustfile_of(load, folder).name,
     )
 
 
@@ -480,26 +446,21 @@ def offline_records(job: Job, outcome: OfflineOutcome) -> list[Request]:
     ]
 
 
-_token_words: dict[tuple[str, str], tuple[str, ...]] = {}  # cache, by run and server
-
-
-def single_token_words(
-    experiment: Experiment, run_id: str, server: str, endpoint: Endpoint | None, api_key: str | None
-) -> tuple[str, ...]:
+def single_token_words(running: Running, server: str, endpoint: Endpoint | None) -> tuple[str, ...]:
     """Return words of one token each, by the scenario's tokenizer; none without a tokenizer.
 
     `endpoint`: None where no server runs. Raises HarnessError, ServerError.
     """
-    prompts = experiment.scenario.prompts
-    if prompts.tokenizer != SERVER_TOKENIZER:
-        return local_words(prompts, experiment.folder)
+    scenario = running.scenario
+    if scenario.prompts.tokenizer != SERVER_TOKENIZER:
+        return local_words(scenario.prompts, running.experiment.folder)
     if endpoint is None:
         raise HarnessError(
             f"prompts.tokenizer: '{server}' has no server that could count tokens",
             next_step="Name a local tokenizer.json.",
         )
-    if (run_id, server) not in _token_words:
-        model = endpoint.served_by.model or experiment.scenario.model
-        count = make_token_counter(endpoint.url, model, api_key, endpoint.ask_engine)
-        _token_words[run_id, server] = one_token_words(count, f"the server '{server}'")
-    return _token_words[run_id, server]
+    if server not in running.token_words:
+        model = endpoint.served_by.model or scenario.model
+        count = make_token_counter(endpoint.url, model, running.api_key, endpoint.ask_engine)
+        running.token_words[server] = one_token_words(count, f"the server '{server}'")
+    return running.token_words[server]

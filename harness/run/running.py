@@ -131,6 +131,7 @@ class Running(msgspec.Struct, frozen=True):
     file: RunFile
     experiment: Experiment
     progress: Progress
+    token_words: dict[str, tuple[str, ...]] = {}  # words of one token each, by server, once they are known
 
     @property
     def id(self) -> str:

@@ -1,5 +1,6 @@
 """The scenario: what to start, how to load it, and what to find out. Format version 1, see docs/scenarios.md."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -326,8 +327,14 @@ def request_tokens(load: Load, prompts: Prompts) -> RequestTokens | None:
     )
 
 
-def connections_per_process(load: Load) -> int:
-    return -(-max_concurrency(load) // load.processes)
+def connections_per_process(*loads: Load) -> int:
+    """Return the most connections of a load process that sends these loads at once."""
+    return -(-sum(map(max_concurrency, loads)) // process_count(loads))
+
+
+def process_count(loads: Sequence[Load]) -> int:
+    """Return the load processes of loads that run at once: as many as the one with the most asks for."""
+    return max(load.processes for load in loads)
 
 
 def locustfile_of(load: Load, folder: Path) -> Path:

@@ -159,10 +159,6 @@ def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem
     for mix, loads in scenario.mixes.items():
         if text := _mix_problem(mix, loads, scenario.loads, known):
             yield Problem(f"$.mixes.{mix}", text)
-    warmup = scenario.warmup
-    if scenario.mixes and warmup is not None and 0 in (warmup.requests, warmup.duration_s):
-        text = "the parts of a mix begin to be measured together, when all have had their warm-up"
-        yield Problem("$.warmup", f"{text}; give it a number above 0, or remove it")
 
 
 def _mix_problem(mix: str, loads: list[str], decoded: Mapping[str, Load], known: Collection[str]) -> str | None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from docker.errors import NotFound
 from docker.types import Mount
 
 from harness.files import LOCUSTFILES
-from harness.job import Job
+from harness.job import Job, loads_of
 from harness.process import signals_ignored
 from harness.serve.containers import LogFile, follow_log
 from harness.serve.engine import DOCKER_ERRORS, connect, ensure_image, make_docker_error, make_labels, make_name
@@ -24,27 +25,35 @@ def find_path_in_image(locustfile: Path) -> Path:
     return IMAGE_LOCUSTFILES / locustfile.name if locustfile.parent == LOCUSTFILES else locustfile
 
 
-def list_needed_files(job: Job, locustfile: Path) -> list[str]:
+def list_needed_files(job: Job, *locustfiles: Path) -> list[str]:
     """Return the files and folders of this host that a load generator in a container needs, besides its job.
 
     An own locustfile needs its whole folder, from which it may import modules and read files.
     """
-    own = [] if locustfile.parent == LOCUSTFILES else [str(locustfile.parent)]
-    return [*own, *(file for file in (job.prompt_file, job.trace_file, job.trace_marks) if file)]
+    own = [str(file.parent) for file in locustfiles if file.parent != LOCUSTFILES]
+    loads = loads_of(job)
+    files = [file for each in loads for file in (each.prompt_file, each.trace_file, each.trace_marks) if file]
+    return list(dict.fromkeys([*own, *files]))
 
 
 class ContainerChild:
     """Locust in a container. It writes files of this host."""
 
     def __init__(
-        self, run_id: str, job: Job, arguments: list[str], locustfile: Path, network: str | None, log_path: Path
+        self,
+        run_id: str,
+        job: Job,
+        arguments: list[str],
+        locustfiles: Sequence[Path],
+        network: str | None,
+        log_path: Path,
     ) -> None:
         """Raises ServerError."""
         self._client = connect()
         try:
             ensure_image(self._client, IMAGE, lambda _line: None)
             self._container = self._client.containers.create(
-                IMAGE, **self._options(run_id, job, arguments, locustfile, network)
+                IMAGE, **self._options(run_id, job, arguments, locustfiles, network)
             )
             try:
                 self._container.start()
@@ -62,10 +71,12 @@ class ContainerChild:
         self._code: int | None = None
 
     @staticmethod
-    def _options(run_id: str, job: Job, arguments: list[str], locustfile: Path, network: str | None) -> dict[str, Any]:
+    def _options(
+        run_id: str, job: Job, arguments: list[str], locustfiles: Sequence[Path], network: str | None
+    ) -> dict[str, Any]:
         folder = str(Path(job.requests_path).parent)
         mounts = [Mount(folder, folder, type="bind")]
-        mounts += [Mount(file, file, type="bind", read_only=True) for file in list_needed_files(job, locustfile)]
+        mounts += [Mount(file, file, type="bind", read_only=True) for file in list_needed_files(job, *locustfiles)]
         key = job.api_key_env
         return {
             "command": ["locust", *arguments],

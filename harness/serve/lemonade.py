@@ -534,7 +534,7 @@ class LemonadeMonitor:
         return LemonadeState(self._running, found is None, jobs)
 
     def problems(self, before: LemonadeState) -> list[Reason]:
-        """Return why measurements since `before` cannot be trusted. Loads that run concurrently each have their own."""
+        """Return why measurements since `before` cannot be trusted."""
         if self._shell is not None:
             self._shell.close()  # until the next load
         orphans = [] if self._container is None else list_orphans(self._container)

@@ -92,7 +92,9 @@ def test_a_container_that_cannot_be_started_leaves_nothing(
     monkeypatch.setattr(generator, "IMAGE", image)
     job = make_job(tmp_path, Load(user="batch", requests=1))
     with pytest.raises(ServerError, match="the load generator's container cannot be started"):
-        generator.ContainerChild(tmp_path.name, job, [], LOCUSTFILES / "chat.py", "no-such-network", tmp_path / "a.log")
+        generator.ContainerChild(
+            tmp_path.name, job, [], [LOCUSTFILES / "chat.py"], "no-such-network", tmp_path / "a.log"
+        )
     assert remains(client, tmp_path.name) == []
 
 
@@ -101,7 +103,9 @@ def test_the_container_can_write_into_the_run_directory_only(
 ) -> None:
     monkeypatch.setattr(generator, "IMAGE", image)
     job = make_job(tmp_path, Load(user="batch", requests=1))
-    child = generator.ContainerChild(tmp_path.name, job, ["--help"], LOCUSTFILES / "chat.py", None, tmp_path / "a.log")
+    child = generator.ContainerChild(
+        tmp_path.name, job, ["--help"], [LOCUSTFILES / "chat.py"], None, tmp_path / "a.log"
+    )
     try:
         (name,) = remains(client, tmp_path.name)
         attrs = client.containers.get(name).attrs
