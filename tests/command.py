@@ -179,6 +179,11 @@ def server(*extra_args: str, **more: Any) -> dict[str, Any]:
     return {"template": "simulated", "container": False, "variables": variables, **more}
 
 
+def slow_server(*extra_args: str) -> dict[str, Any]:
+    """An embedded engine with 50 ms a token, so that a busy machine delays a request by a small part of its time."""
+    return server("--step-base-s", "0.05", *extra_args)
+
+
 def only_run(folder: Path) -> Path:
     """The one run directory below `folder`."""
     (run,) = (path.parent for path in folder.glob("*/run.json"))

@@ -82,7 +82,8 @@ def test_every_endpoint_is_driven_and_recorded(tmp_path: Path) -> None:
         "vectors": {"user": "batch", "requests": 6, "endpoint": "embeddings"},
     }
     prompts = {"tokens": {"uniform": [5, 50]}, "tokenizer": "server"}
-    where, summary, records = run(tmp_path, loads=loads, prompts=prompts, restart=False)
+    servers = {"one": embedded("--step-base-s", "0.05")}
+    where, summary, records = run(tmp_path, servers=servers, loads=loads, prompts=prompts, restart=False)
     assert summary.reasons == []
     by_load = {name: [record for record in records if record.load == name] for name in loads}
     assert [record.error for record in records] == [None] * 24
@@ -108,9 +109,10 @@ def test_every_endpoint_is_driven_and_recorded(tmp_path: Path) -> None:
 
 
 def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
+    slow = ("--step-base-s", "0.02")
     where, summary, records = run(
         tmp_path,
-        servers={**SMALL["servers"], "bad": embedded("--fault", "wrong@5", "--fault", "invalid@10")},
+        servers={"one": embedded(*slow), "bad": embedded(*slow, "--fault", "wrong@5", "--fault", "invalid@10")},
         loads={"l": {"user": "batch", "batch_size": 5, "requests": 60, "output_tokens": 16, "output": "natural",
                      "answer": {"choice": "auto"}}},
         prompts={"kind": "classification"},

@@ -25,12 +25,12 @@ from harness.rundir.records import read_requests
 from harness.scenario import Server
 from harness.scenario.plan import plan
 from harness.simulated import spawned
-from tests.command import Done, Going, called, going, harness, only_run, server, until, write
+from tests.command import Done, Going, called, going, harness, only_run, slow_server, until, write
 from tests.faults import fault
 from tests.made_runs import scenario, served_by
 from tests.nightly import NIGHTLY, draws
 
-TWO = {"one": server(), "two": server()}
+TWO = {"one": slow_server(), "two": slow_server()}
 
 
 def records_of(folder: Path) -> dict[str, set[tuple[str, float]]]:

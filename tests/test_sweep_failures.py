@@ -17,7 +17,7 @@ from harness.rundir.manifest import CellRun, GpuMemory, Run, read_run
 from harness.scenario import Sweep, SweepRow
 from harness.scenario.plan import cell_of
 from harness.summary import Summary
-from tests.command import Done, harness, only_run, write
+from tests.command import Done, harness, only_run, slow_server, write
 from tests.faults import fault
 from tests.made_runs import scenario, served_by
 from tests.nightly import draws, room
@@ -30,9 +30,10 @@ STARTS = (
 
 
 def sweep(tmp_path: Path, values: list[list[str]], **more: Any) -> tuple[Done, Run, Summary]:
-    """Run the embedded engine with several lists of arguments."""
+    """Run the embedded engine, with 50 ms a token, with several lists of arguments."""
+    lists = [["--step-base-s", "0.05", *value] for value in values]
     engine = {
-        "template": "simulated", "container": False, "variables": {"preset": "instant"}, "vary": {"extra_args": values},
+        "template": "simulated", "container": False, "variables": {"preset": "instant"}, "vary": {"extra_args": lists},
         "startup_timeout_s": more.pop("startup_timeout_s", 60),
     }  # fmt: skip
     path = write(tmp_path, servers={"e": engine}, **more)
@@ -150,7 +151,7 @@ def test_a_drift_of_ten_percent_is_reported_and_none_is_not(starts: int) -> None
 
 def test_a_run_reports_drift(tmp_path: Path) -> None:
     load = {"user": "batch", "requests": 8, "output_tokens": 4, "vary": {"batch_size": [1, 2]}}
-    path = write(tmp_path, loads={"l": load}, repeats=2)
+    path = write(tmp_path, servers={"one": slow_server()}, loads={"l": load}, repeats=2)
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     assert done.code == 0
     folder = only_run(tmp_path / "runs")
