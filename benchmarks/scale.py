@@ -30,7 +30,7 @@ from harness.report.html import render_run
 from harness.rundir.manifest import read_run
 
 SIZES = (10_000, 100_000, 1_000_000)
-TARGET_REQUESTS, TARGET_SUMMARY_S, TARGET_BYTES, TARGET_REPORT_S = 1_000_000, 20.0, 2e9, 30.0
+TARGET_REQUESTS, TARGET_SUMMARY_S, TARGET_BYTES, TARGET_REPORT_S = 1_000_000, 10.0, 0.5e9, 10.0
 
 
 class Cost(NamedTuple):

@@ -7,11 +7,15 @@ from typing import Any
 
 import msgspec
 
+from harness.analysis import derive
 from harness.analysis.summarize import summarize, write_summary
 from harness.rundir.manifest import CellRun, Machine, Phase, Run, ServedBy, Status, read_run, write_run
 from harness.rundir.records import ProcessMark, Request
+from harness.rundir.run_data import CellContext, CellData, cells_of
 from harness.rundir.samples import ContainerSample, GpuSample, HostSample, MetricsSample, TelemetrySample
+from harness.rundir.table import Rows, read_cells, rows_of
 from harness.scenario import Load, Scenario, Server
+from harness.scenario.check_syntax import Slo
 from harness.scenario.plan import Cell, plan
 from harness.serve.lint import find_server_problems as _server_problems_of
 
@@ -44,6 +48,23 @@ def request(**changes: Any) -> Request:
         "status": 200,
     }
     return Request(**(values | changes))
+
+
+def value_of(formula: Callable[[Rows], Any], one: Request) -> Any:
+    """A number derived from one record; None where it is undefined."""
+    value = formula(rows_of([one])).tolist()[0]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def met_by(one: Request, slos: Sequence[Slo]) -> bool | None:
+    """Whether a request met every SLO; None: not known."""
+    return {derive.MET: True, derive.MISSED: False}.get(value_of(lambda rows: derive.meets_slos(rows, slos), one))
+
+
+def cells_in(folder: Path, contexts: dict[str, CellContext]) -> dict[str, CellData]:
+    """The cells of a file of records."""
+    path = folder / "requests.jsonl"
+    return cells_of(read_cells(path, {name: one.clock for name, one in contexts.items()}), contexts, path)
 
 
 def scenario(**changes: Any) -> Scenario:

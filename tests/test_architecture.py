@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "imports": {"__version__", "rundir", "scenario", "analysis", "summary"},
     "load": {
         "__version__", "failures.explain", "failures.unexpected_response", "job", "process", "rundir.records",
-        "scenario", "analysis.derive", "workers", "workload",
+        "rundir.table", "scenario", "analysis.derive", "workers", "workload",
     },
     "serve": {"engines", "failures", "job", "machine", "process", "rundir", "scenario", "trust", "units"},
     "prepare": {

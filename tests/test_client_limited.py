@@ -10,14 +10,15 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from harness.analysis.limits import client_errors, client_limits, send_delay_s
+from harness.analysis.numbers import compute_numbers
 from harness.analysis.summarize import summarize, write_summary
-from harness.analysis.tally import CellCounts, Clock, compute_numbers
 from harness.comparison.compare import compare_runs
 from harness.judge.checks import is_changed_by
 from harness.reasons import evidence
 from harness.report import export, junit, markdown, terminal
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_marks
+from harness.rundir.run_data import cell_data
 from harness.scenario import Arrivals, Load
 from harness.scenario.plan import Cell
 from harness.summary import CellSummary, Distribution, Numbers, ServerLoad
@@ -136,14 +137,12 @@ def test_times_of_the_kernel_do_not_change_with_late_timers(seconds: float) -> N
     """Chat users who think: their latencies are judged."""
     load = Load(user="chat", users=2, duration_s=60.0, think_s=[1.0, 2.0], output_tokens=11)
     for clock in ("kernel", "read"):
-        tally = CellCounts(clock=Clock([]))
-        for index in range(20):
-            tally.add(made_request(index=index, clock=clock))
-        numbers = compute_numbers([tally])
+        cell = cell_data([made_request(index=index, clock=clock) for index in range(20)])
+        numbers = compute_numbers([cell])
         started, ended = both_marks("c", 7, 0.0, 70.0, sent=20)
         marks = [started, replace(ended, loop_lag_p50_s=seconds, loop_lag_p99_s=0.2, loop_lag_mean_s=seconds)]
-        limits = [limit for limit, _ in client_limits(load, tally, numbers, marks)]
-        errors = client_errors(load, tally, numbers, marks, limits)
+        limits = [limit for limit, _ in client_limits(load, cell, numbers, marks)]
+        errors = client_errors(load, cell, numbers, marks, limits)
         if clock == "kernel":
             assert not any(name.startswith(("ttft", "tpot", "e2e")) for name in errors)
         else:
@@ -152,16 +151,15 @@ def test_times_of_the_kernel_do_not_change_with_late_timers(seconds: float) -> N
 
 def test_late_chunks_are_bounded_by_the_read_before() -> None:
     load = Load(user="batch", users=1, requests=20, output_tokens=11)
-    tally = CellCounts(clock=Clock([]))
     late = [0.6, 0.6, 0.7, 0.8, *[0.9 + 0.1 * i for i in range(7)]]
-    for index in range(20):
-        tally.add(made_request(index=index, headers_s=0.5, chunks_s=late, coalesced=1, coalesced_late=1))
-    numbers = compute_numbers([tally])
+    joined = made_request(headers_s=0.5, chunks_s=late, coalesced=1, coalesced_late=1)
+    cell = cell_data([replace(joined, index=index) for index in range(20)])
+    numbers = compute_numbers([cell])
     started, ended = both_marks("c", 7, 0.0, 70.0, sent=20)
     for longest_s, room_s in ((None, 0.1), (0.03, 0.03)):
         marks = [started, replace(ended, loop_lag_max_s=longest_s)]
-        limits = [limit for limit, _ in client_limits(load, tally, numbers, marks)]
-        errors = client_errors(load, tally, numbers, marks, limits)
+        limits = [limit for limit, _ in client_limits(load, cell, numbers, marks)]
+        errors = client_errors(load, cell, numbers, marks, limits)
         assert errors["ttft_p50"] == pytest.approx((room_s / 0.6, 0.0))
         assert errors["tpot_p50"] == pytest.approx((0.0, room_s / 10 / (numbers.tpot_s.p50 or 1)))
         assert "e2e_p50" not in errors and "wall_s" not in errors
@@ -169,14 +167,12 @@ def test_late_chunks_are_bounded_by_the_read_before() -> None:
 
 def test_a_schedule_that_was_kept_late() -> None:
     load = Load(user="batch", users=9, duration_s=60.0, arrivals=Arrivals(rate=1.0), output_tokens=11)
-    tally = CellCounts(clock=Clock([]), open_loop=True)
-    for index in range(20):
-        tally.add(made_request(index=index, scheduled_s=-0.05))
-    numbers = compute_numbers([tally])
+    cell = cell_data([made_request(index=index, scheduled_s=-0.05) for index in range(20)], open_loop=True)
+    numbers = compute_numbers([cell])
     marks = both_marks("c", 7, 0.0, 70.0, sent=20)
-    limits = [limit for limit, _ in client_limits(load, tally, numbers, marks)]
+    limits = [limit for limit, _ in client_limits(load, cell, numbers, marks)]
     assert [limit.what for limit in limits] == ["send_lag"]
-    errors = client_errors(load, tally, numbers, marks, limits)
+    errors = client_errors(load, cell, numbers, marks, limits)
     assert list(errors) == ["ttft_sched_p50", "e2e_sched_p50"]
     assert errors["ttft_sched_p50"] == pytest.approx((0.05 / 0.55, 0.0))
     assert errors["e2e_sched_p50"] == pytest.approx((0.05 / 1.55, 0.0))

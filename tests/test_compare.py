@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.analysis.tally import compute_numbers
+from harness.analysis.numbers import compute_numbers
 from harness.comparison.compare import compare_runs
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.comparable import collect_facts, find_differences, refuse_unlike

@@ -17,8 +17,8 @@ from harness.failures.explain import (
     BLOCK_BYTES,
     MAX_FINDINGS,
     Diagnosis,
-    ErrorMessages,
     ExitState,
+    example_messages,
     explain,
     explain_message,
     find_scenario_mistake,
@@ -275,15 +275,17 @@ def test_a_refused_field_of_ours_ends_the_load_and_names_its_row(answer: str, ro
 
 
 def test_messages_that_mean_the_same_are_one_group() -> None:
-    said, more = ErrorMessages(), ErrorMessages()
+    failures = []
     for prompt in range(2049, 2079):
         end = f"However, your prompt contains at least {prompt} input tokens"
-        said.add("http", f"status 400: This model's maximum context length is 2048 tokens. {end}")
-    said.add("disconnect", "the server closed the connection before it answered")
-    more.add("disconnect", "connection reset by peer before the response was complete", count=2)
-    more.add("client", "it is our own fault")
-    said.merge(more)
-    groups = group_failures(said)
+        failures.append(("http", f"status 400: This model's maximum context length is 2048 tokens. {end}"))
+    failures.append(("disconnect", "the server closed the connection before it answered"))
+    failures += [("disconnect", "connection reset by peer before the response was complete")] * 2
+    failures.append(("client", "it is our own fault"))
+    examples = list(example_messages([*failures, (None, None)]))
+    assert examples.pop() is None
+    assert len(set(examples)) == 4
+    groups = group_failures((kind, text or "", 1) for (kind, _), text in zip(failures, examples, strict=True))
     assert [(group.id, group.kind, group.count) for group in groups] == [
         ("req.context", "http", 30), ("req.disconnected", "disconnect", 3), (None, "client", 1),
     ]  # fmt: skip
@@ -398,9 +400,7 @@ def test_control_characters_are_not_shown(control: str) -> None:
     assert scanned.findings[0].line == "KeyError: 'ab'"
     assert scanned.findings[0].cause.endswith("KeyError: 'ab'")
     assert scanned.last == "last line"
-    said = ErrorMessages()
-    said.add("http", f"a{control}b")
-    assert list(said.examples.values()) == ["ab"]
+    assert list(example_messages([("http", f"a{control}b")])) == ["ab"]
 
 
 # Which line of a log is the cause.

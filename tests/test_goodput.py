@@ -6,15 +6,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.derive import meets_slos
+from harness.analysis.numbers import compute_numbers, slo_attainment
 from harness.analysis.summarize import summarize
-from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers, slo_attainment
 from harness.reasons import evidence
 from harness.rundir.records import Request
+from harness.rundir.run_data import cell_data
 from harness.scenario import Load
 from harness.scenario.check_syntax import parse_check
 from harness.summary import SloAttainment
-from tests.made_runs import MONOTONIC_S, request
+from tests.made_runs import MONOTONIC_S, met_by, request
 from tests.test_summarize import one_cell
 
 SLOS = "ttft<=1s, tpot<=50ms"
@@ -48,7 +48,7 @@ def streamed(first_s: float, step_s: float, **changes: Any) -> Request:
     ],
 )
 def test_a_request(record: Request, text: str, met: bool | None) -> None:
-    assert meets_slos(record, slos(text)) is met
+    assert met_by(record, slos(text)) is met
 
 
 def test_slos_from_schedule_count_what_came_before_sending() -> None:
@@ -59,13 +59,13 @@ def test_slos_from_schedule_count_what_came_before_sending() -> None:
         ("ttft_sched<=1.1s, e2e_sched<=1.61s", True),
         ("e2e_sched<=1.5s", False),
     ):
-        assert meets_slos(late, slos(text)) is met, text
+        assert met_by(late, slos(text)) is met, text
     follows = streamed(0.5, 0.05)  # an answer, or is of a closed loop: due when it was sent
-    assert meets_slos(follows, slos("ttft_sched<=0.5s")) is True
-    assert meets_slos(request(chunks_s=[], scheduled_s=-0.6), slos("ttft_sched<=9s")) is None
+    assert met_by(follows, slos("ttft_sched<=0.5s")) is True
+    assert met_by(request(chunks_s=[], scheduled_s=-0.6), slos("ttft_sched<=9s")) is None
     left = request(error="abandoned", chunks_s=[], ended_s=1.0, scheduled_s=-0.6)
-    assert meets_slos(left, slos("ttft_sched<=1.5s")) is False
-    assert meets_slos(left, slos("ttft<=1.5s, e2e_sched<=1.7s")) is None
+    assert met_by(left, slos("ttft_sched<=1.5s")) is False
+    assert met_by(left, slos("ttft<=1.5s, e2e_sched<=1.7s")) is None
 
 
 def test_failed_and_unfinished_requests_stay_in_the_denominator(tmp_path: Path) -> None:
@@ -101,17 +101,18 @@ def test_rates_of_a_timed_load_count_the_same_answers(tmp_path: Path) -> None:
 
 
 def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
-    parts = [SloTally(sets={SLOS: slos(SLOS)}) for _ in range(3)]
-    for number, part in enumerate(parts):
-        for _ in range(number + 1):
-            part.add(streamed(0.5, 0.04))
-            part.add_ended(streamed(0.5, 0.04))
-    cells = [
-        msgspec.structs.replace(compute_numbers([]), slos=slo_attainment(part, sent=4, window_s=2.0)) for part in parts
+    parts = [
+        cell_data([streamed(0.5, 0.04, index=i) for i in range(met)] + [streamed(2.0, 0.04)] * (4 - met))
+        for met in (1, 2, 3)
     ]
-    for part in parts[1:]:
-        parts[0].merge(part)
-    assert slo_attainment(parts[0], 12, None, cells) == {SLOS: SloAttainment(met=6, attainment=0.5, goodput_req_s=1.0)}
+    cells = [
+        msgspec.structs.replace(
+            compute_numbers([]), slos={SLOS: slo_attainment(SLOS, slos(SLOS), [part], window_s=2.0)}
+        )
+        for part in parts
+    ]
+    pooled = slo_attainment(SLOS, slos(SLOS), parts, None, cells)
+    assert pooled == SloAttainment(met=6, attainment=0.5, goodput_req_s=1.0)
 
 
 def test_checks_of_the_command_line_are_counted_too(tmp_path: Path) -> None:
@@ -140,13 +141,6 @@ def answered(chunks_s: list[float], **changes: Any) -> Request:
     return request(chunks_s=chunks_s, first_visible_s=chunks_s[0], ended_s=chunks_s[-1], output_tokens=4, **changes)
 
 
-def tally_of(*requests: Request, text: str = "ttft<=1s", **more: Any) -> CellCounts:
-    counted = CellCounts(clock=Clock([]), slos=SloTally(sets={text: slos(text)}), **more)
-    for one in requests:
-        counted.add(one)
-    return counted
-
-
 @pytest.mark.parametrize(
     ("record", "text", "met"),
     [
@@ -164,13 +158,15 @@ def tally_of(*requests: Request, text: str = "ttft<=1s", **more: Any) -> CellCou
 )
 @pytest.mark.parametrize("error", ["abandoned", "unfinished"])
 def test_what_is_known_of_a_request_that_was_cut(record: Request, text: str, met: bool | None, error: str) -> None:
-    assert meets_slos(msgspec.structs.replace(record, error=error), slos(text)) is met
-    assert meets_slos(msgspec.structs.replace(record, error="timeout"), slos(text)) is False, "a failed request"
+    assert met_by(msgspec.structs.replace(record, error=error), slos(text)) is met
+    assert met_by(msgspec.structs.replace(record, error="timeout"), slos(text)) is False, "a failed request"
 
 
 def test_they_are_sent_and_neither_succeed_nor_fail() -> None:
     good = answered([0.5, 0.6, 0.7, 0.8])
-    numbers = compute_numbers([tally_of(good, good, left([0.2, 0.3], 0.3), left([], 2.0))])
+    numbers = compute_numbers(
+        [cell_data([good, good, left([0.2, 0.3], 0.3), left([], 2.0)])], slos={"ttft<=1s": slos("ttft<=1s")}
+    )
     assert (numbers.sent, numbers.succeeded, numbers.failed, numbers.unfinished, numbers.abandoned) == (4, 2, 0, 0, 2)
     assert numbers.error_rate == 0
     assert (numbers.ttft_s.n, numbers.ttft_s.censored, numbers.ttft_s.above) == (3, 1, 2.0)
@@ -182,7 +178,7 @@ def test_they_are_sent_and_neither_succeed_nor_fail() -> None:
 def test_reasoning_and_tool_calls_are_counted() -> None:
     told = answered([0.5, 0.6, 0.7, 0.8], reasoning_tokens=3, tool_calls=2, tool_calls_valid=1)
     seen = answered([0.5, 0.6, 0.7, 0.8], reasoning_chunks=2, tool_calls=0, tool_calls_valid=0)
-    numbers = compute_numbers([tally_of(told, seen)])
+    numbers = compute_numbers([cell_data([told, seen])])
     assert (numbers.reasoning_tokens, numbers.tool_calls, numbers.tool_calls_valid) == (5.0, 2, 1)
-    plain = compute_numbers([tally_of(answered([0.5, 0.6, 0.7, 0.8]))])
+    plain = compute_numbers([cell_data([answered([0.5, 0.6, 0.7, 0.8])])])
     assert (plain.reasoning_tokens, plain.tool_calls, plain.tool_calls_valid) == (None, None, None)

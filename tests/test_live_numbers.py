@@ -41,13 +41,13 @@ class Worker:
         return self.busy
 
     def add(self, request: Request) -> None:
-        self.counted.add(request, self.slos)
+        self.counted.add(request)
 
 
 def delta(worker: Worker, in_flight_of: dict[str, int] | None = None, busy: float | None = None) -> CounterDelta:
     """What the worker counted, as the master gets it."""
     worker.in_flight_of, worker.busy = in_flight_of or {}, busy
-    worker.counted.add_process_state(worker)  # type: ignore[arg-type]
+    worker.counted.close(worker, worker.slos)  # type: ignore[arg-type]
     given = decode_delta(msgspec.msgpack.encode(worker.counted))
     worker.counted = CounterDelta()
     assert given is not None
@@ -72,8 +72,7 @@ def test_a_percentile_is_at_most_one_percent_off_and_processes_add_up() -> None:
     whole = Accumulator()
     for part in range(3):
         mine = Accumulator()
-        for value in values[part::3]:
-            mine.count(request(ttft=value, tpot=0.0), ())
+        mine.count([request(ttft=value, tpot=0.0) for value in values[part::3]], ())
         whole.merge(mine)
     values.sort()
     shares = (0.5, 0.9, 0.95, 0.99)
@@ -97,8 +96,7 @@ def test_live_numbers_have_the_definitions_of_a_report(tmp_path: Path) -> None:
     records = [request(index=i, id=str(i), cell="r1-a-x", load="x", **change) for i, change in enumerate(changes)]
     records = [msgspec.structs.replace(record, message=None, sent_s=float(i)) for i, record in enumerate(records)]
     live = Accumulator()
-    for record in records:
-        live.count(record, slos)
+    live.count(records, slos)
     load = Load(user="chat", users=1, requests=len(records))
     report = one_cell(tmp_path / "run", records, load, checks=[f"attainment({text}) >= 0.1"]).rows[0].pooled
     assert report.window_s is not None and report.requests_per_s is not None
@@ -112,7 +110,7 @@ def test_live_numbers_have_the_definitions_of_a_report(tmp_path: Path) -> None:
 
 def test_a_slow_rate_is_not_rounded_to_zero() -> None:
     live = Accumulator()
-    live.count(request(), ())
+    live.count([request()], ())
     assert live.numbers(30_000.0, with_slos=False)["req_s"] == pytest.approx(1 / 30_000, rel=1e-3)
 
 

@@ -2,34 +2,32 @@
 
 import csv
 import json
-from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.analysis import derive
-from harness.analysis.count import CellContext, count_cells
-from harness.analysis.derive import merge_counts
-from harness.analysis.schedule import ScheduleTally, load_kind, planned_count, schedule_kept
+from harness.analysis.latencies import latency_sample
+from harness.analysis.numbers import compute_numbers
+from harness.analysis.schedule import due_times_s, load_kind, planned_count, schedule_kept
 from harness.analysis.summarize import read_summary
-from harness.analysis.tally import Clock
 from harness.report.table import schedule_table
+from harness.rundir.clock import Clock
 from harness.rundir.manifest import read_run
+from harness.rundir.run_data import CellContext, CellData, cell_data
 from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.behaviour import Agent
 from harness.summary import ScheduleKept
 from tests.command import Done, called, harness, only_run
-from tests.made_runs import request, write_lines
+from tests.made_runs import cells_in, request, value_of, write_lines
 
 EVEN = Arrivals(rate=10.0, spacing="even")
 
 
-def counted(*dues_and_lags: tuple[float, float]) -> ScheduleTally:
-    found = ScheduleTally()
-    for due_s, lag_s in dues_and_lags:
-        found.add(request(scheduled_s=-lag_s), due_s + lag_s)
-    return found
+def counted(*dues_and_lags: tuple[float, float]) -> CellData:
+    return cell_data([request(scheduled_s=-lag_s, sent_s=due_s + lag_s) for due_s, lag_s in dues_and_lags])
 
 
 @pytest.mark.parametrize(
@@ -67,17 +65,12 @@ def test_asked_and_achieved() -> None:
 
 
 def test_from_schedule_and_from_send_part_by_the_lag() -> None:
-    found = counted((100.0, 0.25), (101.0, 0.0))
-    found.add(request(scheduled_s=-9.0, error="timeout"), 110.0)
-    found.add(request(turn=2), 111.0)  # a later turn is due when it is sent
-    assert found.sent == 3
-    sched = [derive.FORMULAS[name] for name in ("ttft_sched_s", "e2e_sched_s")]
-    later = [[formula(one) for formula in sched] for one in (request(scheduled_s=-0.25), request(turn=2))]
-    assert later == [[0.75, 1.75], [0.5, 1.5]]
-    both = ScheduleTally()
-    for part in (counted((101.0, 0.0)), counted((100.0, 0.25))):
-        merge_counts(both, part)
-    assert (both.sent, both.first_due_s, both.last_sent_s) == (2, 100.0, 101.0)
+    formulas = [partial(derive.latency_s, field=name) for name in ("ttft_sched_s", "e2e_sched_s")]
+    later = [[value_of(one, made) for one in formulas] for made in (request(scheduled_s=-0.25), request(turn=2))]
+    assert later == [[0.75, 1.75], [0.5, 1.5]]  # a later turn is due when it is sent
+    failed = request(scheduled_s=-9.0, error="timeout", sent_s=110.0)
+    rows = cell_data([request(scheduled_s=-0.25, sent_s=100.25), failed, request(turn=2)]).rows
+    assert due_times_s(rows).tolist() == [100.0, 101.0]
 
 
 def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
@@ -89,10 +82,10 @@ def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
     ]
     write_lines(tmp_path / "requests.jsonl", records)
     for place in (CellContext(Clock([]), duration_s=10.0, first_due_s=0.0), CellContext(Clock([]))):
-        (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+        (found,) = cells_in(tmp_path, {"r1-a-x": place}).values()
         open_loop = place.first_due_s is not None
-        assert sorted(found.sample("ttft_sched_s").value_s) == ([0.1, 0.1, 2.0] if open_loop else [2.0])
-        assert found.schedule.sent == 1
+        assert sorted(latency_sample(found, "ttft_sched_s").value_s) == ([0.1, 0.1, 2.0] if open_loop else [2.0])
+        assert len(due_times_s(found.counted)) == 1
 
 
 SCENARIO = """\
@@ -174,11 +167,9 @@ def test_the_time_of_an_open_loop_begins_with_its_schedule(tmp_path: Path) -> No
     records = [request(sent_s=at, scheduled_s=lag) for at, lag in sent]
     write_lines(tmp_path / "requests.jsonl", records)
     place = CellContext(Clock([]), duration_s=10.0, first_due_s=3.0)
-    (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+    (found,) = cells_in(tmp_path, {"r1-a-x": place}).values()
     assert found.window_s == pytest.approx((1000.0, 1010.0))
-    closed = count_cells(
-        tmp_path / "requests.jsonl", {"r1-a-x": CellContext(Clock([]), duration_s=10.0)}, [], Counter()
-    )
+    closed = cells_in(tmp_path, {"r1-a-x": CellContext(Clock([]), duration_s=10.0)})
     assert closed["r1-a-x"].window_s == pytest.approx((1003.01, 1013.01))
 
 
@@ -188,8 +179,9 @@ def test_the_warm_up_is_no_part_of_the_rate_of_an_open_loop(tmp_path: Path) -> N
     write_lines(tmp_path / "requests.jsonl", records)
     for first_due_s, ended in ((0.0, 1), (None, 2)):
         place = CellContext(Clock([]), duration_s=10.0, first_due_s=first_due_s)
-        (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
-        assert (found.ended_inside, len(found.tokens_inside)) == (ended, ended)
+        (found,) = cells_in(tmp_path, {"r1-a-x": place}).values()
+        numbers = compute_numbers([found])
+        assert (numbers.requests_per_s, numbers.input_tok_s) == (ended / 10, 20 * ended / 10)
 
 
 def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> None:
@@ -201,11 +193,9 @@ def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> N
         "r1-a-x": CellContext(Clock([]), duration_s=4.0, first_due_s=0.0, mix="m"),
         "r1-a-y": CellContext(Clock([]), duration_s=2.0, mix="m"),
     }
-    found = count_cells(tmp_path / "requests.jsonl", places, [], Counter())["r1-a-x"]
+    found = cells_in(tmp_path, places)["r1-a-x"]
     assert found.mix_window_s() == pytest.approx((1.05, 3.05))
-    kept_there = schedule_kept(
-        found.schedule, Load(user="batch", duration_s=4.0, arrivals=EVEN), 1, 2.0, found.mix_window_s()
-    )
+    kept_there = schedule_kept(found, Load(user="batch", duration_s=4.0, arrivals=EVEN), 1, 2.0)
     assert kept_there is not None
     assert (kept_there.planned, kept_there.sent, kept_there.never_sent) == (20, 20, 0)
     assert kept_there.asked_per_s == pytest.approx(10.0)
@@ -215,5 +205,5 @@ def test_the_window_of_an_interrupted_cell_ends_with_its_last_record(tmp_path: P
     write_lines(tmp_path / "requests.jsonl", [request(sent_s=1000.0 + k, ended_s=1.5, index=k) for k in range(4)])
     for interrupted, end in ((True, 1004.5), (False, 1060.0)):
         place = CellContext(Clock([]), duration_s=60.0, interrupted=interrupted)
-        (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+        (found,) = cells_in(tmp_path, {"r1-a-x": place}).values()
         assert found.window_s == pytest.approx((1000.0, end))

@@ -6,10 +6,20 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.charted import MAX_DOTS, SLOWEST, ChartCounts, thin_dots
 from harness.analysis.summarize import read_summary
 from harness.report.charts import Chart
-from harness.report.charts.data import ChartFailures, MachineSamples, ServerSamples, Timeline, read_chart_data
+from harness.report.charts.data import (
+    MAX_DOTS,
+    SLOWEST,
+    ChartFailures,
+    MachineSamples,
+    ServerSamples,
+    Timeline,
+    cell_dots,
+    drawn_rows,
+    read_chart_data,
+    thin_dots,
+)
 from harness.report.charts.figures import (
     describe_knee,
     first_token_chart,
@@ -21,8 +31,10 @@ from harness.report.charts.figures import (
 )
 from harness.report.charts.timeline import TimelineEvent, timeline_events, timeline_figure
 from harness.report.html import render
+from harness.rundir.clock import Clock
 from harness.rundir.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
-from harness.rundir.records import Request
+from harness.rundir.records import ProcessMark, Request
+from harness.rundir.run_data import cell_data
 from harness.scenario.behaviour import Agent
 from harness.summary import CheckResult, ScheduleKept
 from tests import made_runs
@@ -52,16 +64,13 @@ def request(number: int, took_s: float, failed: bool) -> Request:
 
 
 def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
-    whole, first, second = ChartCounts(), ChartCounts(), ChartCounts()
-    for i in range(20_000):
-        each = request(i, 1.0 + (i % 1000 == 0) * (30_000 - i), failed=i % 50 == 7)
-        for counts in (whole, first if i % 3 else second):
-            counts.add(each, each.sent_s, counted=True)
-    chosen = thin_dots(whole.dots)
-    parts = [*thin_dots(first.dots), *thin_dots(second.dots)]
-    assert set(thin_dots(parts)) == set(chosen), "however the file is divided"
+    requests = [request(i, 1.0 + (i % 1000 == 0) * (30_000 - i), failed=i % 50 == 7) for i in range(20_000)]
+    start = ProcessMark(event="start", process=1, cell="r1-a-x", wall_s=0.0, monotonic_s=0.0)
+    drawn = drawn_rows(cell_data(requests, Clock([start])))
+    assert (int(drawn.good.sum()), int((~drawn.good).sum())) == (19_600, 400)
+    chosen = thin_dots(cell_dots("r1-a-x", drawn), MAX_DOTS)
+    assert chosen == thin_dots(cell_dots("r1-a-x", drawn), MAX_DOTS), "always the same"
     assert len(chosen) == len(set(chosen)) == MAX_DOTS
-    assert (whole.succeeded, whole.failures) == (19_600, 400)
     assert sum(dot.error is not None for dot in chosen) == MAX_DOTS // 4
     assert {dot.sent_s for dot in chosen} >= {1000.0 * i for i in range(SLOWEST)}
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.tally import CellCounts, Clock, compute_numbers
+from harness.analysis.numbers import compute_numbers
+from harness.rundir.clock import Clock
 from harness.rundir.records import Request
+from harness.rundir.run_data import cell_data
 from harness.scenario import Arrivals, Load
 from tests.fake_server import answering, exchanging, read_request, serving, whole
 from tests.load_runs import driven
@@ -80,16 +82,15 @@ def test_a_schedule_does_not_wait_but_a_conversation_does(tmp_path: Path) -> Non
 
 def test_a_summary_counts_them() -> None:
     marks = both_marks("c", 7, 0.0, 10.0, sent=4)
-    parts = [CellCounts(clock=Clock(marks)) for _ in range(2)]
     turned_away = {"error": "rejected", "status": 429, "chunks_s": [], "output_tokens": None}
-    parts[0].add(request(index=0))
-    parts[0].add(request(index=1, **turned_away, retry_after_s=2.5))
-    parts[1].add(request(index=2, **turned_away, retry_after_s=0.0))
-    parts[1].add(request(index=3, **turned_away))
-    parts[1].add(request(index=-1, phase="warmup", **turned_away, retry_after_s=9.0))
-    parts[0].merge(parts[1])
-    numbers = compute_numbers([parts[0]])
+    records = [
+        request(index=0),
+        request(index=1, **turned_away, retry_after_s=2.5),
+        request(index=2, **turned_away, retry_after_s=0.0),
+        request(index=3, **turned_away),
+        request(index=-1, phase="warmup", **turned_away, retry_after_s=9.0),
+    ]
+    numbers = compute_numbers([cell_data(records, Clock(marks))])
     assert (numbers.failed, numbers.retry_after, numbers.retry_after_s) == (3, 2, 2.5)
-    parts = [CellCounts(clock=Clock(marks))]
-    parts[0].add(request(index=0))
-    assert (compute_numbers(parts).retry_after, compute_numbers(parts).retry_after_s) == (0, None)
+    numbers = compute_numbers([cell_data(records[:1], Clock(marks))])
+    assert (numbers.retry_after, numbers.retry_after_s) == (0, None)

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from harness.analysis.limits import Limited, client_limits, limited_fields
-from harness.analysis.tally import CellCounts, Clock, compute_numbers
+from harness.analysis.numbers import compute_numbers
 from harness.reasons import sentence
+from harness.rundir.clock import Clock
 from harness.rundir.records import ProcessMark, Request, read_marks
+from harness.rundir.run_data import cell_data
 from harness.scenario import Load, Warmup
 from harness.simulated import spawned
 from harness.summary import ClientLimit
@@ -32,10 +34,8 @@ def limits_with_lags(records: Sequence[Request], load: Load = LOAD, **lags: floa
 
 
 def limits_of(marks: Sequence[ProcessMark], records: Sequence[Request], load: Load) -> list[Limited]:
-    tally = CellCounts(clock=Clock(marks))
-    for record in records:
-        tally.add(record)
-    return client_limits(load, tally, compute_numbers([tally]), marks)
+    cell = cell_data(records, Clock(marks))
+    return client_limits(load, cell, compute_numbers([cell]), marks)
 
 
 def four(**changes: Any) -> list[Request]:

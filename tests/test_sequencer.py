@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from harness.analysis.summarize import read_summary
-from harness.analysis.tally import CellCounts, Clock
 from harness.analysis.validity import summarize_warmup
 from harness.load.process import quota_of
 from harness.load.sequencer import Quota, Sequencer, Shard, Slot, WarmupSample
 from harness.rundir.records import ProcessMark
+from harness.rundir.run_data import cell_data
 from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.plan import Schedule, Steadiness, means_agree
 from harness.simulated import spawned
@@ -312,10 +312,9 @@ def test_the_result_of_a_warm_up() -> None:
         ProcessMark(event="end", process=process, cell="c", wall_s=0.0, monotonic_s=0.0, steady=steady)
         for process, steady in ((1, True), (2, False))
     ]
-    counted = CellCounts(clock=Clock([]))
-    assert summarize_warmup(counted, marks) is None
-    for at, phase in ((1000.0, "warmup"), (1002.0, "warmup"), (1003.5, "measured")):
-        counted.add(request(sent_s=at, phase=phase))
+    assert summarize_warmup(cell_data([]), marks) is None
+    sent = ((1000.0, "warmup"), (1002.0, "warmup"), (1003.5, "measured"))
+    counted = cell_data([request(sent_s=at, phase=phase) for at, phase in sent])
     assert summarize_warmup(counted, []) == WarmupResult(requests=2, seconds=3.5)
     assert summarize_warmup(counted, marks[:1]) == WarmupResult(requests=2, seconds=3.5, steady=True)
     assert summarize_warmup(counted, marks) == WarmupResult(requests=2, seconds=3.5, steady=False)

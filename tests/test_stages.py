@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.count import CellContext, count_cells
-from harness.analysis.tally import Clock
+from harness.analysis.numbers import compute_numbers
 from harness.errors import HarnessError
 from harness.load.sequencer import Quota, Sequencer, Slot, StageTime
+from harness.rundir.clock import Clock
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_marks, read_requests
+from harness.rundir.run_data import CellContext, CellData
 from harness.rundir.samples import read_metrics
 from harness.scenario import Load
 from harness.scenario import Stage as Planned
@@ -23,7 +24,7 @@ from harness.scenario.plan import load_of_stage, plan, stage_names
 from harness.workers import parse_workers
 from harness.workload import workload_sha256
 from tests.command import called, going, harness, only_run, until
-from tests.made_runs import request, write_lines
+from tests.made_runs import cells_in, request, write_lines
 from tests.test_scenario import problems_of, write
 
 HEAD = """
@@ -129,15 +130,19 @@ def test_the_rate_includes_work_on_requests_of_the_stage_before(tmp_path: Path) 
     ]
     write_lines(tmp_path / "requests.jsonl", made)
     places = {cell: CellContext(Clock([]), duration_s=1.05, staged="p") for cell in ("r1-a-p@1", "r1-a-p@2")}
-    found = count_cells(tmp_path / "requests.jsonl", places, [], Counter())
-    one, two = found["r1-a-p@1"], found["r1-a-p@2"]
-    assert (one.sent, two.sent) == (1, 1)
-    assert (round(sum(one.tokens_inside), 6), one.ended_inside) == (6, 0)
+    one, two = map(in_window, cells_in(tmp_path, places).values())
+    assert one == (1, 6, 0)
     # Of its own 6, of its warm-up 9, of the stage before the last 5, whose request ended in it.
-    assert (round(sum(two.tokens_inside), 6), two.ended_inside) == (6 + 9 + 5, 1)
+    assert two == (1, 6 + 9 + 5, 1)
     alone = {cell: CellContext(Clock([]), duration_s=1.05) for cell in places}
-    apart = count_cells(tmp_path / "requests.jsonl", alone, [], Counter())
-    assert sum(apart["r1-a-p@2"].tokens_inside) == pytest.approx(6 + 9)
+    assert in_window(cells_in(tmp_path, alone)["r1-a-p@2"]) == (1, 6 + 9, 0)
+
+
+def in_window(cell: CellData) -> tuple[int, float, float]:
+    """Requests sent, tokens, and requests that ended in the window of 1.05 s."""
+    numbers = compute_numbers([cell])
+    assert numbers.output_tok_s is not None and numbers.requests_per_s is not None
+    return numbers.sent, round(1.05 * numbers.output_tok_s, 6), round(1.05 * numbers.requests_per_s, 6)
 
 
 RUN = """

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.tally import CellCounts, Clock, compute_numbers
+from harness.analysis.numbers import compute_numbers
 from harness.analysis.validity import Evidence, Findings, check_cell, missing_cells, run_reasons
 from harness.reasons import sentences
+from harness.rundir.clock import Clock
 from harness.rundir.manifest import CellRun, GpuMemory
 from harness.rundir.records import BadField, ProcessMark, Request
+from harness.rundir.run_data import cell_data
 from harness.rundir.samples import MetricsSample
 from harness.scenario import Arrivals, Load
 from harness.summary import GpuLoad, MachineLoad, Reason, ScheduleKept, ServerLoad, because
@@ -34,13 +36,6 @@ def ran(problems: Sequence[Reason] = (), gpu_memory_before: Sequence[GpuMemory] 
     )  # fmt: skip
 
 
-def counted(records: Sequence[Request], marks: Sequence[ProcessMark] = MARKS) -> CellCounts:
-    tally = CellCounts(clock=Clock(marks))
-    for record in records:
-        tally.add(record)
-    return tally
-
-
 def check(
     records: Sequence[Request] | None = None,
     *,
@@ -54,11 +49,11 @@ def check(
     reached: bool = True,
     sample: MetricsSample | None = None,
 ) -> Findings:
-    tally = counted(four() if records is None else records, marks)
-    numbers = replace(compute_numbers([tally]), schedule=schedule)
+    data = cell_data(four() if records is None else records, Clock(marks))
+    numbers = replace(compute_numbers([data]), schedule=schedule)
     return check_cell(
         Evidence(
-            cell="c", ran=cell, was_reached=reached, load=load, max_error_rate=max_error_rate, tally=tally,
+            cell="c", ran=cell, was_reached=reached, load=load, max_error_rate=max_error_rate, data=data,
             numbers=numbers, server_load=server, machine_load=machine, marks=marks, last_sample=sample,
         )
     )  # fmt: skip
@@ -337,5 +332,5 @@ def test_counts_that_are_not_possible(changes: dict[str, Any], values: dict[str,
     records = [replace(one, fixed_length=False) for one in four(**changes)]
     found = check(records, load=replace(LOAD, output="natural"))
     assert_found(found.reasons, [("value_out_of_bounds", {"field": "usage.completion_tokens", "requests": 1} | values)])
-    tally = counted(records)
-    assert (tally.output_tokens, tally.prompt_tokens) in ((33, 80), (44, 60))
+    numbers = compute_numbers([cell_data(records)])
+    assert (numbers.output_tokens, numbers.prompt_tokens) in ((None, 80), (44, None))

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from harness.analysis.tally import compute_numbers
+from harness.analysis.numbers import compute_numbers
 from harness.judge import stats, verdicts
 from harness.judge.verdicts import Measured, pair_by_metric
 from harness.scenario import Load

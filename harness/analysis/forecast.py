@@ -8,7 +8,6 @@ import io
 import math
 import re
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
@@ -19,15 +18,15 @@ from msgspec import Meta, Struct, convert, json
 from msgspec.structs import replace
 
 from harness.analysis.schedule import load_kind
-from harness.analysis.summarize import cell_contexts, summarize
-from harness.analysis.tally import Clock
+from harness.analysis.summarize import summarize_data
 from harness.errors import HarnessError, RunError, reason_of
-from harness.files import DOCS, UNDECODABLE, read_lines, read_text
+from harness.files import DOCS, UNDECODABLE, read_text
 from harness.judge import stats
 from harness.judge.stats import Array
 from harness.reasons import sentence
-from harness.rundir.manifest import Run, read_run
-from harness.rundir.records import CUT, group_by_cell, read_marks
+from harness.rundir.records import CUT
+from harness.rundir.run_data import CellData
+from harness.rundir.run_data import load as load_run_data
 from harness.scenario import Load, max_concurrency
 from harness.summary import CellSummary, Reason, Row, because
 
@@ -42,19 +41,6 @@ _DRAWS = 1000
 _ERROR_DRAWS = 100_000
 MAX_TREND = 0.10  # change of the rate over the measured time; with a larger one there is no prediction
 _USERS_OF_ITEMS = ("batch", "chat", "rag")  # one request of these is one item
-
-
-class _ItemRecord(Struct):
-    """The fields of a record that a prediction needs."""
-
-    cell: str
-    process: int
-    phase: str
-    sent_s: float
-    ended_s: float
-    error: str | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
 
 
 class CellProgress(NamedTuple):
@@ -83,45 +69,20 @@ class CellProgress(NamedTuple):
         return sums
 
 
-def read_progress(folder: Path, run: Run) -> dict[str, CellProgress | None]:
-    """The progress of each cell with records; None for cells with too few requests or no measured time."""
-    contexts = cell_contexts(run, group_by_cell(read_marks(folder / "processes.jsonl")))
-    records: dict[str, list[_ItemRecord]] = defaultdict(list)
-    for record in read_lines(folder / "requests.jsonl", _ItemRecord):
-        records[record.cell].append(record)
-    loads = {cell.id: run.scenario.loads[cell.load] for cell in run.cells}
-    return {
-        name: _progress(of_cell, contexts[name].clock, loads[name])
-        for name, of_cell in records.items()
-        if name in loads
-    }
-
-
-def _progress(records: Sequence[_ItemRecord], clock: Clock, load: Load) -> CellProgress | None:
+def cell_progress(cell: CellData, load: Load) -> CellProgress | None:
     """Divide a cell's measured time into bins. It lasts from the first request until the last one is sent.
 
     In the tail after it fewer and fewer requests run. None: fewer than two requests, or no measured time.
     """
-    measured = [record for record in records if record.phase == "measured"]
-    good = [record for record in records if record.error is None]
-    if len(good) < 2 or not measured:
+    measured, good = cell.rows.where(cell.rows.measured), cell.rows.where(cell.rows.good)
+    if len(good) < 2 or not len(measured):
         return None
-    sent, ended, prompt, output = np.array(
-        [
-            (
-                sent_s := record.sent_s + clock.offset_s(record.process),
-                sent_s + max(record.ended_s, 1e-6),
-                math.nan if record.prompt_tokens is None else record.prompt_tokens,
-                math.nan if record.output_tokens is None else record.output_tokens,
-            )
-            for record in good
-        ]
-    ).T
-    sent_times = [record.sent_s + clock.offset_s(record.process) for record in measured]
-    start, last = min(sent_times), float(ended.max())
+    sent, prompt, output = good.sent_s, good.prompt_tokens, good.output_tokens
+    ended = sent + np.maximum(good.ended_s, 1e-6)
+    start, last = float(measured.sent_s.min()), float(ended.max())
     # Bursts of a single user have no tail, since each burst waits for all of its answers.
-    end = last if load_kind(load) == "bursts" and load.users == 1 else max(sent_times)
-    end = min([end, *(at_s for at_s, record in zip(sent_times, measured, strict=True) if record.error in CUT)])
+    end = last if load_kind(load) == "bursts" and load.users == 1 else float(measured.sent_s.max())
+    end = float(measured.sent_s[measured.error.is_in(*CUT)].min(initial=end))
     if end <= start:
         return None
     block_s = 2 * float(np.quantile(ended - sent, 0.95))
@@ -334,7 +295,8 @@ def forecast(
         if number is not None and not 0 <= number < math.inf:
             raise HarnessError(f"{name}: a number of at least 0 is expected (got {number!r})")
     item_lengths = None if lengths is None else read_lengths(lengths)
-    run, summary = read_run(folder), summarize(folder)
+    data = load_run_data(folder)
+    run, summary = data.run, summarize_data(data).summary
     reason = next((reason for reason in summary.reasons if reason.cell is None), None)  # about the whole run
     if run.status not in ("valid", "invalid") or reason is not None:
         why = f"its status is {run.status}" if reason is None else sentence(reason)
@@ -342,7 +304,8 @@ def forecast(
             f"{run.id}: no prediction from a run that is not complete: {why}",
             next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
         )
-    work = read_progress(folder, run)
+    loads = {cell.id: run.scenario.loads[cell.load] for cell in run.cells}
+    work = {name: cell_progress(cell, loads[name]) for name, cell in data.cells.items() if name in loads}
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], []
     for row in summary.rows:

@@ -1,79 +1,58 @@
-"""The latencies of measured requests, with what is known of those that did not end, and their statistics."""
+"""Statistics of the latencies of requests, with what is known of those that did not end."""
 
-import math
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field
 
-from harness.analysis import derive, gaps
-from harness.analysis.derive import FROM_SCHEDULE, float_array
-from harness.analysis.gaps import Gaps
+from harness.analysis import derive
 from harness.judge import slo_rule
 from harness.judge.slo_rule import LatencySample
-from harness.judge.stats import Array
 from harness.rundir.records import AT_LEAST, OBSERVED, UNKNOWN, Request
+from harness.rundir.run_data import CellData
+from harness.rundir.table import Floats, Gaps, Rows, join_gaps
 from harness.summary import NEEDED, NO_SAMPLE, Distribution, median_of_known
 
-_FROM_SENDING = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s")  # a request has one of each
-_ABSENT = -1  # state of a request without such a latency
-_SILENT_S = 30.0  # shorter silences are not kept
+PERMILLES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
 _COUNTED = (OBSERVED, AT_LEAST, UNKNOWN)
 
 
-class LatencyColumns(Struct):
-    """The latencies of measured requests in seconds, one row a request in the order of the file."""
+def latency_sample(cell: CellData, field: str) -> LatencySample:
+    """A latency of the counted requests of a cell; see harness.columns for the names."""
+    rows = cell.counted
+    if field in ("send_lag_s", "connect_s"):
+        values_s = derive.latency_s(rows, field)
+        if field == "connect_s":
+            return slo_rule.observed(values_s[~np.isnan(values_s) & rows.good])
+        return slo_rule.observed(values_s[~np.isnan(values_s)], rows.sent_s[~np.isnan(values_s)])
+    values_s, states = derive.latency_states(rows, field)
+    chosen = states != derive.ABSENT
+    if field in derive.FROM_SCHEDULE and not cell.open_loop:  # in an open loop, others are due when they are sent
+        chosen &= ~np.isnan(rows.scheduled_s)
+    return LatencySample(rows.sent_s[chosen], values_s[chosen], states[chosen])
 
-    sent_s: "array[float]" = field(default_factory=float_array)
-    lag_s: "array[float]" = field(default_factory=float_array)  # send lag; infinite without a scheduled time
-    values_s: "dict[str, array[float]]" = field(default_factory=lambda: {name: float_array() for name in _FROM_SENDING})
-    states: "dict[str, array[int]]" = field(default_factory=lambda: {name: array("b") for name in _FROM_SENDING})
-    connect_s: "array[float]" = field(default_factory=float_array)  # of the successful ones that opened a connection
-    waits_s: list[tuple[float, float]] = []  # silences of requests with one above _SILENT_S: derive.silences_s
 
-    def add(self, request: Request, sent_s: float) -> None:
-        self.sent_s.append(sent_s)
-        lag_s = derive.send_lag_s(request)
-        self.lag_s.append(math.inf if lag_s is None else lag_s)
-        for name in _FROM_SENDING:
-            value_s, state = derive.latency_state(request, name) or (math.inf, _ABSENT)
-            self.values_s[name].append(value_s)
-            self.states[name].append(state)
-        if request.error is None and request.connect_s is not None:
-            self.connect_s.append(request.connect_s)
-        is_whole = request.error is None and not request.chunks_s  # an answer in one piece: no wait for a token
-        if request.ended_s > _SILENT_S and not is_whole and max(waits_s := derive.silences_s(request)) > _SILENT_S:
-            self.waits_s.append(waits_s)
+def token_shares_between(
+    rows: Rows, start_s: float, end_s: float, fetch: Callable[[Iterable[int]], Iterable[Request]]
+) -> Floats:
+    """The share (0 to 1) of each request's tokens that came within [start_s, end_s] on the axis of `sent_s`.
 
-    def merge(self, later: "LatencyColumns") -> None:
-        for own, others in zip(self._arrays(), later._arrays(), strict=True):
-            own.extend(others)
-        self.waits_s += later.waits_s
-
-    def _arrays(self) -> "list[array[Any]]":
-        return [self.sent_s, self.lag_s, self.connect_s, *self.values_s.values(), *self.states.values()]
-
-    def of_successes(self, name: str) -> Array:
-        """The known values of the successful requests, in the order of the file: these have an E2E latency."""
-        is_known = np.array([np.array(self.states[at]) == OBSERVED for at in (name, "e2e_s")]).all(axis=0)
-        values: Array = np.array(self.values_s[name])[is_known]
-        return values
-
-    def sample(self, name: str, *, open_loop: bool = False) -> LatencySample:
-        """The sample of a latency. `open_loop`: requests without a scheduled time are due when they are sent."""
-        sent_s, lag_s = np.array(self.sent_s), np.array(self.lag_s)
-        if name in ("send_lag_s", "connect_s"):
-            values = lag_s[np.isfinite(lag_s)] if name == "send_lag_s" else np.array(self.connect_s)
-            return slo_rule.observed(values, sent_s[np.isfinite(lag_s)] if name == "send_lag_s" else None)
-        source = name.replace("_sched", "")
-        values, states = np.array(self.values_s[source]), np.array(self.states[source], dtype=np.int8)
-        chosen = states != _ABSENT
-        if name in FROM_SCHEDULE:
-            values = values + np.where(np.isfinite(lag_s), lag_s, 0.0)
-            chosen &= np.isfinite(lag_s) | open_loop
-        return LatencySample(sent_s[chosen], values[chosen], states[chosen])
+    It follows the chunk times. A response without streaming is spread evenly over the time that it took. `fetch`: the
+    records of some places.
+    """
+    from_s, to_s = start_s - rows.sent_s, end_s - rows.sent_s
+    took_s = np.where(rows.ended_s > 0, rows.ended_s, np.nan)
+    whole = np.maximum(0.0, np.minimum(to_s, rows.ended_s) - np.maximum(from_s, 0.0)) / took_s
+    shares = np.where(np.isnan(took_s), (from_s <= 0) & (to_s >= 0), whole)
+    streamed = rows.chunks > 0
+    inside = (from_s <= rows.first_chunk_s) & (rows.last_chunk_s <= to_s)
+    outside = ((rows.last_chunk_s < from_s) | (rows.first_chunk_s > to_s)) & ~rows.disordered
+    shares = np.where(streamed, np.where(inside, 1.0, 0.0), shares)
+    places = np.flatnonzero(streamed & ~inside & ~outside)  # of few requests, whose chunk times are read again
+    for at, request in zip(places.tolist(), fetch(rows.place[places].tolist()), strict=True):
+        chunks_s = np.array(request.chunks_s)
+        shares[at] = ((from_s[at] <= chunks_s) & (chunks_s <= to_s[at])).sum() / len(chunks_s)
+    return shares
 
 
 def distribution(samples: Sequence[LatencySample], answer_s: float | None = None) -> Distribution:
@@ -84,10 +63,10 @@ def distribution(samples: Sequence[LatencySample], answer_s: float | None = None
         return NO_SAMPLE
     design = slo_rule.design_effect(samples, answer_s)
     effect = design.inflation()
-    found = slo_rule.percentiles(samples, list(gaps.PERMILLES.values()))
-    known = dict(zip(gaps.PERMILLES, found, strict=True))
+    found = slo_rule.percentiles(samples, list(PERMILLES.values()))
+    known = dict(zip(PERMILLES, found, strict=True))
     intervals: dict[str, tuple[float | None, float | None]] = {
-        name: slo_rule.percentile_interval(samples, permille, effect) for name, permille in gaps.PERMILLES.items()
+        name: slo_rule.percentile_interval(samples, permille, effect) for name, permille in PERMILLES.items()
     }
     if len(ages) or unknown:
         intervals["mean"] = float((values.sum() + ages.sum()) / (n + len(ages) + unknown)), None
@@ -119,26 +98,21 @@ def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
 
     The gaps of a request are not independent: their percentiles need a number of requests and have no intervals.
     """
-    for part in parts:
-        part.flush()
-    blocks = [block for part in parts for block in part.blocks]
-    if not blocks:
+    gaps = join_gaps(parts)
+    if not gaps.n:
         return NO_SAMPLE
-    n = sum(map(len, blocks))
     return Distribution(
-        n=n,
-        mean=math.fsum(float(block.sum()) for block in blocks) / n,
-        min=min(float(block[0]) for block in blocks),
-        max=max(float(block[-1]) for block in blocks),
-        **_known_percentiles(
-            sum(part.requests for part in parts), lambda name: gaps.percentile_of(blocks, gaps.PERMILLES[name])
-        ),
+        n=gaps.n,
+        mean=gaps.total_s / gaps.n,
+        min=gaps.min_s,
+        max=gaps.max_s,
+        **_known_percentiles(gaps.requests, lambda name: gaps.percentile_s(PERMILLES[name])),
     )
 
 
 def _known_percentiles(requests: int, percentile_at: Callable[[str], float | None]) -> dict[str, Any]:
     """Each percentile for which there are enough requests; None for the others."""
-    return {name: percentile_at(name) if requests >= NEEDED[name] else None for name in gaps.PERMILLES}
+    return {name: percentile_at(name) if requests >= NEEDED[name] else None for name in PERMILLES}
 
 
 def pool_distributions(samples: Sequence[Distribution]) -> Distribution:

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.analysis.gaps import PERMILLES
-from harness.analysis.tally import CellCounts
+from harness.analysis.latencies import PERMILLES, latency_sample
+from harness.analysis.numbers import carried_per_answer
 from harness.judge.stats import Array, percentile
 from harness.rundir.records import MAX_CPU, SLACK_S, ProcessMark
+from harness.rundir.run_data import CellData
+from harness.rundir.table import Bools, Rows
 from harness.scenario import Load, is_open_loop
 from harness.summary import ClientLimit, LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
 from harness.workers import MACHINE, Workers
@@ -47,14 +49,14 @@ class Limited(NamedTuple):
 
 
 def client_limits(
-    load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None = None
+    load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None = None
 ) -> list[Limited]:
     """Return where the load generator limited a cell; empty where it did not, or left no marks."""
     limits = [
-        *_cpu_limits(load, tally, numbers, marks, workers),
-        _send_lag_limit(load, tally, numbers, marks),
-        _shared_read_limit(load, tally, numbers, marks),
-        _read_clock_limit(load, tally, numbers, marks),
+        *_cpu_limits(load, cell, numbers, marks, workers),
+        _send_lag_limit(load, cell, numbers, marks),
+        _shared_read_limit(load, cell, numbers, marks),
+        _read_clock_limit(load, cell, numbers, marks),
         _loop_lag_limit(load, numbers, marks),
     ]
     return [limit for limit in limits if limit is not None]
@@ -91,10 +93,10 @@ def _limited(
 
 
 def _cpu_limits(
-    load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None
+    load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None
 ) -> Iterator[Limited]:
     """Busy load processes: evidence for delays, which `client_errors` bounds."""
-    affected = ([] if is_open_loop(load) else _RATES) + (_TIMES if tally.read_clock else [])
+    affected = ([] if is_open_loop(load) else _RATES) + (_TIMES if read_clock_answers(cell) else [])
     starts = {mark.process: mark.monotonic_s for mark in marks if mark.event == "start"}
     for mark in marks:
         if mark.event != "end" or mark.cpu_s is None or mark.process not in starts:
@@ -108,25 +110,28 @@ def _cpu_limits(
             yield _limited("cpu", share, MAX_CPU, numbers, affected, "client_cpu", process=name, **values)
 
 
-def _send_lag_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
-    lag_s = tally.median_send_lag_s()
-    if lag_s is None or lag_s <= MAX_SEND_LAG_S:
+def _send_lag_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
+    lags_s = latency_sample(cell, "send_lag_s").value_s
+    lag_s = float(np.median(lags_s)) if len(lags_s) else 0.0  # of all, however few: it is about the load generator
+    if lag_s <= MAX_SEND_LAG_S:
         return None
     values = {"lag_s": lag_s, "max_s": MAX_SEND_LAG_S, "remedy": users_remedy(load, marks)}
     return _limited("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _FROM_SCHEDULE, "client_send_lag", **values)
 
 
-def _shared_read_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
+def _shared_read_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
     """Chunks that arrived separately but were read together, because the client read late.
 
     A late read of a fast stream often looks timely, since its last bytes have just arrived. So if the loop was late
     most of the time, all chunks that shared a read count.
     """
     often_late = (_max_known(marks, "loop_lag_p50_s") or 0.0) > MAX_LOOP_LAG_S
-    chunks, first = (
-        (tally.coalesced, tally.first_shared) if often_late else (tally.coalesced_late, tally.first_shared_late)
-    )
-    share = chunks / tally.chunks if tally.chunks else 0.0
+    good = cell.counted.where(cell.counted.good)
+    late = np.nan_to_num(good.coalesced_late)
+    chunks = float((good.coalesced if often_late else late).sum())
+    first = int((shares_first_read(good) & (often_late | (late > 0))).sum())
+    total = float(good.chunks.sum())
+    share = chunks / total if total else 0.0
     first_share = first / numbers.succeeded if numbers.succeeded else 0.0
     affected = (_FIRST_CHUNK if first_share > MAX_SHARED else []) + (_CHUNKS if share > MAX_SHARED else [])
     if not affected:
@@ -136,12 +141,12 @@ def _shared_read_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: S
     return _limited("shared_reads", worst, MAX_SHARED, numbers, affected, "client_shared_reads", **values)
 
 
-def _read_clock_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
+def _read_clock_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
     """Without the kernel's receive times, the lag of the client's loop is part of every time."""
     share, lag_s = 0.01, _max_known(marks, "loop_lag_p99_s")
     if lag_s is None:  # the run was too short for a p99
         share, lag_s = 0.5, _max_known(marks, "loop_lag_p50_s")
-    if not tally.read_clock or lag_s is None or lag_s <= MAX_LOOP_LAG_S:
+    if not read_clock_answers(cell) or lag_s is None or lag_s <= MAX_LOOP_LAG_S:
         return None
     values = {"share": share, "lag_s": lag_s, "max_s": MAX_LOOP_LAG_S, "remedy": _remedy(load, marks)}
     return _limited("read_clock", lag_s, MAX_LOOP_LAG_S, numbers, _TIMES, "client_read_clock", **values)
@@ -160,7 +165,7 @@ def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) 
 
 
 def client_errors(
-    load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark], limits: Sequence[ClientLimit]
+    load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark], limits: Sequence[ClientLimit]
 ) -> dict[str, tuple[float, float]]:
     """Bound the error of each metric that a limit of the load generator affects, by its name in verdicts.
 
@@ -170,14 +175,15 @@ def client_errors(
     found = {limit.what for limit in limits}
     errors: dict[str, tuple[float, float]] = {}
     if found & {"loop_lag", "cpu"} and not is_open_loop(load):
-        errors |= _rate_errors(load, tally, numbers, marks)
-    late = tally.read_clock > 0 and bool(found & {"read_clock", "cpu"})
-    rooms_s = _first_chunk_rooms_s(tally, marks) if "shared_reads" in found else np.empty(0)
-    lags_s = np.sort(tally.sample("send_lag_s").value_s) if "send_lag" in found else np.empty(0)
-    times_s = tally.latencies.of_successes("ttft_s")
+        errors |= _rate_errors(load, cell, numbers, marks)
+    late = read_clock_answers(cell) > 0 and bool(found & {"read_clock", "cpu"})
+    streams = cell.counted.where(cell.counted.good & (cell.counted.chunks > 0))
+    rooms_s = _first_chunk_rooms_s(streams, marks) if "shared_reads" in found else np.empty(0)
+    lags_s = np.sort(latency_sample(cell, "send_lag_s").value_s) if "send_lag" in found else np.empty(0)
+    times_s = streams.first_chunk_s
     earlier_s = np.sort(times_s - rooms_s) if len(rooms_s) == len(times_s) else np.zeros(max(1, len(times_s)))
     times_s, rooms_s = np.sort(times_s), np.sort(rooms_s)
-    steps = max(1.0, tally.chunked_tokens / max(1, numbers.succeeded) - 1)  # token intervals of an answer
+    steps = max(1.0, carried_per_answer(cell) - 1)  # token intervals of an answer
     for latency in ("ttft", "ttfo", "tpot", "e2e", "ttft_sched", "e2e_sched"):
         is_tpot = latency == "tpot"
         first_shared = len(rooms_s) > 0 and not latency.startswith("e2e")
@@ -199,15 +205,16 @@ def client_errors(
 
 
 def _rate_errors(
-    load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]
+    load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark]
 ) -> dict[str, tuple[float, float]]:
     """The errors of wall time and rates: the time that users waited for the load generator."""
-    sent_s, ended_s, _, user = tally.spans.arrays()
+    rows = cell.counted
+    sent_s, ended_s = rows.sent_s, rows.sent_s + rows.ended_s
     pauses = load.think_s or load.think or load.agent or load.user not in ("batch", "chat") or numbers.retry_after
     # A planned pause is no delay; what is late after it is the event loop.
     longest_s = _max_known(marks, "loop_lag_mean_s") if pauses else None
-    order = np.argsort(user, kind="stable")
-    edges = np.flatnonzero(np.diff(user[order])) + 1
+    order = np.lexsort((rows.user, rows.process))
+    edges = np.flatnonzero((np.diff(rows.user[order]) != 0) | (np.diff(rows.process[order]) != 0)) + 1
     delays = [
         send_delay_s(sent_s[of_user], ended_s[of_user], math.inf if longest_s is None else longest_s)
         for of_user in np.split(order, edges)
@@ -242,15 +249,28 @@ def send_delay_s(sent_s: Array, ended_s: Array, longest_s: float = math.inf) -> 
         at = before
 
 
-def _first_chunk_rooms_s(tally: CellCounts, marks: Sequence[ProcessMark]) -> Array:
+def read_clock_answers(cell: CellData) -> int:
+    """The number of successful streams without the kernel's receive times."""
+    rows = cell.counted
+    return int((rows.good & (rows.chunks > 0) & rows.read_clock).sum())
+
+
+def shares_first_read(rows: Rows) -> Bools:
+    """Whether the first chunk shared its read with the second one."""
+    shared: Bools = (rows.coalesced > 0) & rows.first_shared
+    return shared
+
+
+def _first_chunk_rooms_s(streams: Rows, marks: Sequence[ProcessMark]) -> Array:
     """How much earlier the first chunk of each answer may have arrived: since the read before, at most as late as the
     event loop was.
     """
-    rooms_s = np.array(tally.first_room_s)
+    rooms_s = np.maximum(0.0, streams.first_chunk_s - np.nan_to_num(streams.headers_s))
+    shared = shares_first_read(streams)
     if (_max_known(marks, "loop_lag_p50_s") or 0.0) <= MAX_LOOP_LAG_S:
-        rooms_s = np.maximum(rooms_s, 0.0)  # negative: the server joined the chunks
+        shared &= streams.coalesced_late > 0  # otherwise the server joined the chunks
     longest_s = _max_known(marks, "loop_lag_max_s")
-    bounded: Array = np.minimum(np.abs(rooms_s), math.inf if longest_s is None else longest_s)
+    bounded: Array = np.minimum(np.where(shared, rooms_s, 0.0), math.inf if longest_s is None else longest_s)
     return bounded
 
 

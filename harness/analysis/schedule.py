@@ -10,11 +10,12 @@ from itertools import takewhile
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-from harness.analysis.derive import max_known, min_known
-from harness.rundir.records import Request
+from harness.rundir.run_data import CellData
+from harness.rundir.table import Floats, Rows
 from harness.scenario import Arrivals, Load, requests_per_task
-from harness.scenario.plan import Schedule, arrival_times
+from harness.scenario.plan import arrival_times
 from harness.summary import ScheduleKept, median_of_known
 
 _BUNDLED_USERS = ("batch", "chat", "agent", "rag")  # it is known how many of their requests start with an arrival
@@ -31,52 +32,32 @@ def load_kind(load: Load) -> Kind:
     return "bursts" if load.user == "batch" and load.in_flight is None else "closed loop"
 
 
-class ScheduleTally(msgspec.Struct, kw_only=True):
-    """Counts of one cell's scheduled requests. Times are on the cell's axis."""
-
-    sent: int = 0
-    arrived: int = 0  # of these, the first one of each burst
-    first_due_s: float | None = None
-    last_due_s: float | None = None
-    first_sent_s: float | None = None
-    last_sent_s: float | None = None
-
-    def add(self, request: Request, sent_s: float) -> None:
-        """Count a measured request of an open loop, also a failed one. Requests without a scheduled time, such as later
-        turns, are not part of the schedule.
-        """
-        if request.scheduled_s is None:
-            return
-        due_s = sent_s + request.scheduled_s
-        self.sent += 1
-        self.arrived += request.batch is None or request.batch == request.index
-        self.first_due_s, self.last_due_s = min_known(self.first_due_s, due_s), max_known(self.last_due_s, due_s)
-        self.first_sent_s, self.last_sent_s = min_known(self.first_sent_s, sent_s), max_known(self.last_sent_s, sent_s)
+def due_times_s(rows: Rows) -> Floats:
+    """When the scheduled requests were due, on the cell's axis. Requests without a scheduled time, such as later turns,
+    are not part of the schedule.
+    """
+    due_s: Floats = (rows.sent_s + rows.scheduled_s)[~np.isnan(rows.scheduled_s)]
+    return due_s
 
 
-def first_arrival_s(load: Load, seed: int) -> float | None:
-    """Seconds from the start of an open loop's measured time to its first arrival; None for other loads."""
-    return None if load.arrivals is None else Schedule(load.arrivals, seed).at(0)
+def schedule_kept(cell: CellData, load: Load, seed: int, window_s: float | None) -> ScheduleKept | None:
+    """Planned and sent requests of one cell, also failed ones, and their rates; None for a closed loop.
 
-
-def schedule_kept(
-    tally: ScheduleTally, load: Load, seed: int, window_s: float | None, mix_window_s: tuple[float, float] | None = None
-) -> ScheduleKept | None:
-    """Planned and sent requests of one cell, and their rates; None for a closed loop.
-
-    `window_s`: the measured time of a timed load. `mix_window_s`: the part of it that counts in a mix.
+    `window_s`: the measured time of a timed load.
     """
     if load_kind(load) not in ("open loop", "trace"):
         return None
+    mix_window_s = cell.mix_window_s()
     planned = planned_count(load, seed, mix_window_s)
-    sent = tally.arrived if counts_arrivals(load) else tally.sent
+    rows = cell.counted.where(~np.isnan(cell.counted.scheduled_s))
+    starts_burst = np.isnan(rows.batch) | (rows.batch == rows.index)
+    sent = int(starts_burst.sum()) if counts_arrivals(load) else len(rows)
     if load.duration_s is not None:
         planned_s = load.duration_s if mix_window_s is None else mix_window_s[1] - mix_window_s[0]
         asked_per_s = None if planned is None else planned / planned_s
         achieved_per_s = sent / window_s if window_s else None
     else:
-        asked_per_s = _rate(sent, tally.first_due_s, tally.last_due_s)
-        achieved_per_s = _rate(sent, tally.first_sent_s, tally.last_sent_s)
+        asked_per_s, achieved_per_s = _rate(sent, due_times_s(rows)), _rate(sent, rows.sent_s)
     return ScheduleKept(
         planned=planned,
         sent=sent,
@@ -130,7 +111,6 @@ def _arrivals_before(arrivals: bytes, seed: int, end_s: float) -> int:
     return sum(1 for _ in takewhile(lambda at_s: at_s < end_s, due_times_s))
 
 
-def _rate(count: int, first_s: float | None, last_s: float | None) -> float | None:
-    if first_s is None or last_s is None or last_s <= first_s:
-        return None
-    return (count - 1) / (last_s - first_s)
+def _rate(count: int, at_s: Floats) -> float | None:
+    span_s = float(at_s.max() - at_s.min()) if len(at_s) else 0.0
+    return (count - 1) / span_s if span_s > 0 else None

@@ -4,45 +4,41 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec.structs import asdict, replace
 
 from harness.analysis import validity
-from harness.analysis.count import CellContext, count_cells
+from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import common_limit, limited_by, limited_fields, mean_split, time_split, timed_others
-from harness.analysis.schedule import first_arrival_s, load_kind, schedule_kept
-from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers, pool_numbers
+from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
+from harness.analysis.schedule import load_kind, schedule_kept
 from harness.columns import NUMBER_WORDS, WORK
 from harness.errors import HarnessError
-from harness.failures.explain import ErrorMessages, group_failures
+from harness.failures.explain import group_failures
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, comparable
 from harness.judge.stats import rate_error
 from harness.judge.verdicts import compare_rows, drift_notes
-from harness.rundir.directory import no_records_error
-from harness.rundir.manifest import Run, origin_notes, read_numbers, read_run, without_unknown_numbers
-from harness.rundir.records import ProcessMark, group_by_cell, read_marks
-from harness.rundir.samples import (
-    MetricsSample,
-    TelemetrySample,
-    machine_load,
-    median_load,
-    read_metrics,
-    read_telemetry,
-    server_load,
-)
-from harness.scenario import Load, request_tokens
-from harness.scenario.check_syntax import Slo, slo_sets
-from harness.scenario.plan import Cell, baseline_of, cell_of, plan
+from harness.rundir import run_data
+from harness.rundir.manifest import Run, origin_notes, read_numbers, without_unknown_numbers
+from harness.rundir.run_data import CellData, RunData, effective_load, first_arrival_s
+from harness.rundir.samples import MetricsSample, machine_load, median_load, server_load
+from harness.rundir.table import Rows
+from harness.scenario import request_tokens
+from harness.scenario.check_syntax import slo_sets
+from harness.scenario.plan import Cell, baseline_of
 from harness.summary import (
     FORMAT_VERSION,
+    BadFields,
     CellSummary,
     FailedRequests,
     Numbers,
     Reason,
     Reference,
     Row,
+    ServerLoad,
     Summary,
     because,
 )
@@ -50,16 +46,11 @@ from harness.summary import (
 MAX_CAUSES = 5  # of failed requests that a summary explains, by row
 
 
-T = TypeVar("T")
-
-
 class Summarized(NamedTuple):
-    """A summary and the data of each cell that it was computed from."""
+    """A summary and the data that it was computed from."""
 
     summary: Summary
-    tallies: dict[str, CellCounts]
-    metrics: dict[str, list[MetricsSample]]
-    telemetry: dict[str, list[TelemetrySample]]
+    data: RunData
 
 
 def summarize(folder: Path, extra_checks: Sequence[str] = ()) -> Summary:
@@ -72,43 +63,32 @@ def summarize(folder: Path, extra_checks: Sequence[str] = ()) -> Summary:
 
 def summarize_with_counts(folder: Path, extra_checks: Sequence[str] = (), *, charted: bool = False) -> Summarized:
     """Like `summarize`, with the data behind the summary; `charted`: and the data of charts."""
-    run = read_run(folder)
+    data = run_data.load(folder, charted=charted)
+    return summarize_data(data, extra_checks)
+
+
+def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarized:
+    """The summary of a run that was read."""
+    folder, run, planned_cells = data.folder, data.run, data.planned
     check_texts = [*run.scenario.checks, *extra_checks]
-    planned_cells = _recorded_cells(run)
-    damaged: dict[str, list[int]] = {"requests.jsonl": [], "processes.jsonl": []}
-    marks = group_by_cell(read_marks(folder / "processes.jsonl", damaged["processes.jsonl"]))
     slos = slo_sets(check_texts)
-    contexts = cell_contexts(run, marks, slos)
-    unknown_cells: Counter[str] = Counter()
-    path = folder / "requests.jsonl"
-    if run.ran and run.origin is None and not path.exists():
-        raise no_records_error(folder)
-    counted = count_cells(path, contexts, damaged["requests.jsonl"], unknown_cells, charted=charted)
-    cells = {name: cell for name, cell in planned_cells.items() if name in run.ran or name in counted}
-    tallies = {  # a cell that ran may have no records
-        name: counted.get(name) or CellCounts(clock=contexts[name].clock, slos=SloTally(sets=slos)) for name in cells
-    }
-    metrics = _with_mixes(planned_cells, read_metrics(folder / "metrics.jsonl"))
-    telemetry = _with_mixes(planned_cells, read_telemetry(folder / "telemetry.jsonl"))
+    cells = {name: planned_cells[name] for name in data.cells}
     imported = read_numbers(folder, run)
-    models = _usual_models(cells, tallies)
+    models = _usual_models(data)
     sessions = validity.number_sessions(run)
     summaries = [
         _summarize_cell(
-            run,
+            data,
             cell,
-            sessions.get(name) if any(sessions.values()) else None,
-            tallies[name],
-            metrics.get(name, []),
-            telemetry.get(name, []),
-            marks.get(name, []),
-            imported.get(name),
-            models.get(cell.server),
+            slos,
+            session=sessions.get(name) if any(sessions.values()) else None,
+            imported=imported.get(name),
+            model=models.get(cell.server),
         )
         for name, cell in cells.items()
     ]
     summaries = _with_client_errors(run, summaries, check_texts)
-    run_reasons, not_run = validity.run_reasons(run, damaged, unknown_cells), validity.missing_cells(run)
+    run_reasons, not_run = validity.run_reasons(run, data.damaged, data.unknown_cells), validity.missing_cells(run)
     failed = {cell.id for cell in summaries if cell.failed is not None}
     measured = [cell for cell in summaries if cell.id not in failed]
     # A setting that failed, or a level at which the server died, is the result of its row. A sweep is valid where
@@ -119,7 +99,7 @@ def summarize_with_counts(folder: Path, extra_checks: Sequence[str] = (), *, cha
         *(problem for cell in measured for problem in cell.problems),
         *([because("settings_failed")] if run.scenario.swept and failed and not measured else []),
     ]
-    rows = _summarize_rows(run, summaries, tallies, _invalid_rows(planned_cells, summaries, not_run))
+    rows = _summarize_rows(data, summaries, slos, _invalid_rows(planned_cells, summaries, not_run))
     working = [row for row in rows if row.failed is None]
     comparison = None
     # Probes of a capacity search last as long as they need; capacity.json has their results.
@@ -140,25 +120,24 @@ def summarize_with_counts(folder: Path, extra_checks: Sequence[str] = (), *, cha
             *origin_notes(run.origin),
             *validity.session_notes(run),
             *comparable.start_notes(run),
-            *validity.host_cpu_notes(measured, (mark for found in marks.values() for mark in found)),
+            *validity.host_cpu_notes(measured, (mark for found in data.marks.values() for mark in found)),
             *(note for cell in measured for note in cell.notes),
             *validity.token_counter_notes(measured),
             *validity.budget_notes(run),
         ],
-        failures=_explain_failures(rows, tallies),
+        failures=_explain_failures(rows, data),
         rows=rows,
         cells=summaries,
         comparison=comparison,
     )
-    made = Summarized(summary, tallies, metrics, telemetry)
-    return with_checks(made, run, read_reference(folder), extra_checks)
+    return with_checks(Summarized(summary, data), run, read_reference(folder), extra_checks)
 
 
 def with_checks(
     made: Summarized, run: Run, reference: Reference | None, extra_checks: Sequence[str] = ()
 ) -> Summarized:
     """The same with the scenario's checks and `extra_checks` evaluated against `reference`, their baseline."""
-    summary, tallies = made.summary, made.tallies
+    summary, cells = made.summary, made.data.cells
     if reference is not None and summary.reasons:
         reference = replace(reference, refused=because("run_invalid"))
     results = checks.evaluate(
@@ -166,16 +145,17 @@ def with_checks(
         [row for row in summary.rows if row.failed is None],
         summary.comparison,
         reference,
-        lambda row, field: [] if run.origin is not None else [tallies[cell].sample(field) for cell in row.cells],
+        lambda row, field: [] if run.origin is not None else [latency_sample(cells[cell], field) for cell in row.cells],
     )
     return made._replace(summary=replace(summary, checks=results))
 
 
-def _usual_models(cells: dict[str, Cell], tallies: dict[str, CellCounts]) -> dict[str, str]:
+def _usual_models(data: RunData) -> dict[str, str]:
     """The model that most answers of each server name."""
     models: dict[str, Counter[str]] = {}
-    for name, cell in cells.items():
-        models.setdefault(cell.server, Counter()).update(tallies[name].models)
+    for name, cell in data.cells.items():
+        named = validity.name_counts(cell.counted.model.where(cell.counted.good))
+        models.setdefault(data.planned[name].server, Counter()).update(named)
     return {server: counts.most_common(1)[0][0] for server, counts in models.items() if counts}
 
 
@@ -185,8 +165,8 @@ def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Seq
     for cell in cells:
         rows.setdefault((cell.server, cell.load), []).append(cell)
     found: dict[str, CellSummary] = {}
-    for (_, load), row in rows.items():
-        judged = checks.judged_metrics(run.scenario.loads[load]) if len(rows) > 1 else set()
+    for (_, name), row in rows.items():
+        judged = checks.judged_metrics(run.scenario.loads[name]) if len(rows) > 1 else set()
 
         def is_judged(metric: str, cell: CellSummary, judged: Collection[str] = frozenset(judged)) -> bool:
             return metric in judged or checks.is_changed_by(cell, metric, cell.client_error[metric], check_texts)
@@ -210,24 +190,16 @@ def _invalid_rows(
     return invalid
 
 
-def _with_mixes(cells: Mapping[str, Cell], samples: dict[str, list[T]]) -> dict[str, list[T]]:
-    """The samples of each cell. The loads of a mix share those that have the name of its first cell."""
-    first: dict[str, str] = {}
-    for name, cell in cells.items():
-        watched = first.setdefault(cell.group, name)
-        if cell.mix is not None and name not in samples and watched in samples:
-            samples[name] = samples[watched]
-    return samples
-
-
-def _explain_failures(rows: list[Row], tallies: dict[str, CellCounts]) -> list[FailedRequests]:
-    """The failed requests of each row, group_failures by cause."""
+def _explain_failures(rows: list[Row], data: RunData) -> list[FailedRequests]:
+    """The failed requests of each row, grouped by cause."""
     failures = []
     for row in rows:
-        messages = ErrorMessages()
-        for cell in row.cells:
-            messages.merge(tallies[cell].error_messages)
-        for group in group_failures(messages)[:MAX_CAUSES]:
+        found: list[tuple[str, str, int]] = []
+        for counted in (data.cells[cell].counted for cell in row.cells):
+            for kind in counted.error.counts():
+                messages = counted.message.where(counted.error.is_in(kind)).counts()
+                found += [(kind, message, number) for message, number in messages.items()]
+        for group in group_failures(found)[:MAX_CAUSES]:
             failures.append(FailedRequests(server=row.server, load=row.load, **asdict(group)))
     return failures
 
@@ -270,96 +242,60 @@ def write_summary(folder: Path, summary: Summary) -> None:
     replace_file(folder / "summary.json", pretty_json(summary))
 
 
-def _recorded_cells(run: Run) -> dict[str, Cell]:
-    """Every cell that the run may have records of: first the planned ones in their order, then all others that ran."""
-    planned = {cell.id: cell for cell in plan(run.scenario)}
-    for server in run.scenario.servers:
-        for load in run.scenario.loads:
-            planned[f"live-{server}-{load}"] = cell_of(server, load, 1, f"live-{server}-{load}")
-    cells = {name: planned[name] for name in run.order if name in planned}
-    for cell in run.cells:
-        cells.setdefault(cell.id, cell_of(cell.server, cell.load, cell.repeat, cell.id))
-    return cells
-
-
-def cell_contexts(
-    run: Run, marks: dict[str, list[ProcessMark]], slos: dict[str, tuple[Slo, ...]] | None = None
-) -> dict[str, CellContext]:
-    """The context of each cell that the run may have records of."""
-    contexts = {}
-    for name, cell in _recorded_cells(run).items():
-        load, seed = effective_load(run, cell)
-        ended_wall_s = run.ran[name].ended_wall_s if name in run.ran else None
-        contexts[name] = CellContext(
-            Clock(marks.get(name, [])),
-            duration_s=load.duration_s,
-            first_due_s=None if run.origin else first_arrival_s(load, seed),
-            ended_wall_s=ended_wall_s,
-            interrupted=ended_wall_s is None,
-            mix=cell.group if cell.mix is not None else None,
-            staged=cell.group if cell.stage is not None else None,
-            slos=slos or {},
-        )
-    return contexts
-
-
-def effective_load(run: Run, cell: Cell) -> tuple[Load, int]:
-    """The load of a cell and the seed of its requests. A load that was stopped as planned has the time that it ran."""
-    load, ran = run.scenario.loads[cell.load], run.ran.get(cell.id)
-    if ran is None:
-        return load, run.scenario.seed
-    if ran.stopped_after_s is not None:
-        load = replace(load, duration_s=ran.stopped_after_s, requests=None)
-    return load, run.scenario.seed if ran.seed is None else ran.seed
-
-
-def _wall_window(tally: CellCounts) -> tuple[float, float] | None:
+def _wall_window(cell: CellData) -> tuple[float, float] | None:
     """The window that the rates of a cell refer to, as Unix time."""
-    begin, end = tally.window_s or (tally.first_sent_s, tally.last_ended_s)
-    begin_s, end_s = tally.clock.wall_s(begin), tally.clock.wall_s(end)
+    begin, end = cell.window_s or _span_s(cell.counted)
+    begin_s, end_s = cell.clock.wall_s(begin), cell.clock.wall_s(end)
     return None if begin_s is None or end_s is None or end_s <= begin_s else (begin_s, end_s)
 
 
+def _span_s(rows: Rows) -> tuple[float | None, float | None]:
+    """When the first of some requests was sent, and the last one ended."""
+    if not len(rows):
+        return None, None
+    return float(rows.sent_s.min()), float((rows.sent_s + rows.ended_s).max())
+
+
+def _server_metrics(data: RunData, cell: Cell) -> tuple[list[MetricsSample], ServerLoad]:
+    """The samples of the server of a cell, and its load."""
+    of_cell, metrics = data.cells[cell.id], data.metrics.get(cell.id, [])
+    window, wall_s = _wall_window(of_cell), of_cell.clock.wall_s
+    if cell.stage is not None and window is not None:  # samples outside the window belong to other stages
+        metrics = [sample for sample in metrics if window[0] <= sample.wall_s <= window[1]]
+    first, last = map(wall_s, _span_s(of_cell.counted))
+    first_any, last_any = map(wall_s, _span_s(of_cell.rows))
+    measured = None if first is None or last is None else (first, last)
+    return metrics, server_load(metrics, sent_wall_s=first_any, ended_wall_s=last_any, measured_wall_s=measured)
+
+
 def _summarize_cell(
-    run: Run,
+    data: RunData,
     cell: Cell,
+    slos: SloSets,
+    *,
     session: int | None,
-    tally: CellCounts,
-    metrics: list[MetricsSample],
-    telemetry: list[TelemetrySample],
-    marks: list[ProcessMark],
     imported: Numbers | None,
     model: str | None,
 ) -> CellSummary:
-    ran, (load, seed) = run.ran.get(cell.id), effective_load(run, cell)
-    numbers = imported or without_unknown_numbers(compute_numbers([tally]), run.origin)
+    run, of_cell, marks = data.run, data.cells[cell.id], data.marks.get(cell.id, [])
+    ran, (one, seed) = run.ran.get(cell.id), effective_load(run, cell)
+    numbers = imported or without_unknown_numbers(compute_numbers([of_cell], slos=slos), run.origin)
     if run.origin is None:
-        schedule = schedule_kept(tally.schedule, load, seed, numbers.window_s, tally.mix_window_s())
-        numbers = replace(numbers, schedule=schedule)
-    wall_s = tally.clock.wall_s
-    first, last = wall_s(tally.first_sent_s), wall_s(tally.last_ended_s)
-    window = _wall_window(tally)
+        numbers = replace(numbers, schedule=schedule_kept(of_cell, one, seed, numbers.window_s))
     rate = None if cell.mix else numbers.output_tok_s  # the energy of a mix belongs to all of its loads
     tokens = None if rate is None else rate * (numbers.window_s or 0.0)
-    machine = machine_load(telemetry, window, tokens)
-    if cell.stage is not None and window is not None:  # samples outside the window belong to other stages
-        metrics = [sample for sample in metrics if window[0] <= sample.wall_s <= window[1]]
-    server = server_load(
-        metrics,
-        sent_wall_s=wall_s(tally.first_any_s),
-        ended_wall_s=wall_s(tally.last_any_s),
-        measured_wall_s=None if first is None or last is None else (first, last),
-    )
-    warmup = validity.summarize_warmup(tally, marks, None if run.origin else first_arrival_s(load, seed))
+    machine = machine_load(data.telemetry.get(cell.id, []), _wall_window(of_cell), tokens)
+    metrics, server = _server_metrics(data, cell)
+    warmup = validity.summarize_warmup(of_cell, marks, None if run.origin else first_arrival_s(one, seed))
     findings = validity.check_cell(
         validity.Evidence(
             cell=cell.id,
             ran=ran,
-            was_reached=cell.stage is None or bool(tally.warmup or tally.sent),
+            was_reached=cell.stage is None or len(of_cell.rows) > 0,
             running=ran is None and run.status == "running",
-            load=load,
+            load=one,
             max_error_rate=run.scenario.max_error_rate,
-            tally=tally,
+            data=of_cell,
             numbers=numbers,
             server_load=server,
             machine_load=machine,
@@ -367,7 +303,7 @@ def _summarize_cell(
             warmup=warmup,
             model=model,
             last_sample=metrics[-1] if metrics else None,
-            tokens=None if run.origin is not None else request_tokens(load, run.scenario.prompts),
+            tokens=None if run.origin is not None else request_tokens(one, run.scenario.prompts),
             exact_prompts=run.scenario.prompts.tokenizer is not None,
             workers=run.workers,
             imported=run.origin is not None,
@@ -377,8 +313,7 @@ def _summarize_cell(
     phases = ran.served_by.phases if ran is not None else []
     split = time_split(numbers, server, mixed=cell.mix is not None)
     others = timed_others(numbers, server) if cell.mix is None else None
-    sent_s, ended_s, work, _ = tally.spans.arrays()
-    error = rate_error(sent_s, ended_s, work)
+    error = _rate_error(of_cell)
     return CellSummary(
         **asdict(cell),
         session=session,
@@ -387,7 +322,10 @@ def _summarize_cell(
         machine_load=machine,
         ready_s=sum(phase.seconds for phase in phases) if phases else None,
         warmup=warmup,
-        bad_fields=list(tally.bad_fields.by_field.values()),
+        bad_fields=[
+            BadFields(field=bad.field, code=bad.code, requests=requests, got=bad.got, limit=bad.limit)
+            for requests, bad in of_cell.bad.values()
+        ],
         failed=None if ran is None else ran.failed,
         problems=findings.reasons if ran is None or ran.failed is None else [replace(ran.failed, cell=cell.id)],
         notes=findings.notes if others is None else [*findings.notes, others],
@@ -398,6 +336,16 @@ def _summarize_cell(
         rate_blocks=None if error is None else error[1],
         client_error=findings.client_error,
     )
+
+
+def _rate_error(cell: CellData) -> tuple[float, int] | None:
+    """The standard error of the rate of a closed loop, see stats.rate_error. A failed request did no work."""
+    if cell.open_loop:
+        return None
+    rows = cell.counted
+    tokens = np.where(rows.output_tokens > 0, rows.output_tokens, rows.prompt_tokens)
+    work = np.where(rows.good, np.where(tokens > 0, tokens, 1.0), 0.0)
+    return rate_error(rows.sent_s, rows.sent_s + rows.ended_s, work)
 
 
 def _largest_errors(cells: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
@@ -414,9 +362,10 @@ def _largest_errors(cells: Sequence[Mapping[str, tuple[float, float]]]) -> dict[
 
 
 def _summarize_rows(
-    run: Run, cells: list[CellSummary], tallies: dict[str, CellCounts], invalid: dict[tuple[str, str], Reason]
+    data: RunData, cells: list[CellSummary], slos: SloSets, invalid: dict[tuple[str, str], Reason]
 ) -> list[Row]:
     """Pool the cells of each server and load. A repeated first cell of a sweep is in no row."""
+    run = data.run
     rows = []
     for server, load in itertools.product(run.scenario.servers, run.scenario.loads):
         all_cells = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
@@ -432,7 +381,9 @@ def _summarize_rows(
             load=load,
             cells=[cell.id for cell in row_cells],
             **values,
-            pooled=compute_numbers([tallies[cell.id] for cell in row_cells], [cell.numbers for cell in row_cells]),
+            pooled=compute_numbers(
+                [data.cells[cell.id] for cell in row_cells], [cell.numbers for cell in row_cells], slos
+            ),
             machine_load=median_load([cell.machine_load for cell in row_cells]),
             kind="" if run.origin else load_kind(run.scenario.loads[load]),
             client_limited=limited_fields(list(NUMBER_WORDS), [limit for cell in row_cells for limit in cell.limits]),

@@ -9,18 +9,30 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from harness.analysis import derive
 from harness.analysis.derive import MIN_PROMPT_SHARE
 from harness.analysis.hang import Hang, find_hang
-from harness.analysis.limits import client_errors, client_limits, killed_processes, process_name, users_remedy
-from harness.analysis.schedule import counts_arrivals
-from harness.analysis.tally import CellCounts
+from harness.analysis.latencies import latency_sample
+from harness.analysis.limits import (
+    client_errors,
+    client_limits,
+    killed_processes,
+    process_name,
+    read_clock_answers,
+    users_remedy,
+)
+from harness.analysis.numbers import generated_tokens, prompt_lengths
+from harness.analysis.schedule import counts_arrivals, due_times_s
 from harness.columns import WORK
 from harness.rundir.manifest import CellRun, Run, ServedBy
-from harness.rundir.records import CLOSING_S, MAX_CPU, SLACK_S, ProcessMark
+from harness.rundir.records import CLOSING_S, KNOWN_FINISHES, MAX_CPU, OBSERVED, SLACK_S, ProcessMark
+from harness.rundir.run_data import CellData
 from harness.rundir.samples import MAX_GAP_S, MetricsSample
+from harness.rundir.table import Rows, Words
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 from harness.summary import (
     LARGE,
@@ -48,6 +60,7 @@ MAX_HEAT = 0.05  # of the measured time, throttled by heat
 MAX_ENERGY_DIFFERENCE = 0.10  # between power readings and the GPU's energy counter
 MIN_HANG_S = 30.0  # a shorter silence is no hang, ...
 HANG_TIMES = 10.0  # ... nor is one below so many times the median TTFT
+MAX_NAMES = 10  # different finish reasons or models that are counted by name
 NOTED_HANG_S = 5.0  # where the metrics are silent, too
 GAP_S = 3600.0  # after a pause this long, the machine may be warmer or busy
 HOST_CPU_FULL = 0.95  # of all cores, on average
@@ -68,7 +81,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     was_reached: bool = True  # False: a stage that the load did not reach
     load: Load
     max_error_rate: float
-    tally: CellCounts
+    data: CellData
     numbers: Numbers
     server_load: ServerLoad
     machine_load: MachineLoad | None = None
@@ -94,15 +107,20 @@ class Evidence(Struct, frozen=True, kw_only=True):
         started by then."""
         return self.stopped_after_s == 0
 
+    @property
+    def good(self) -> Rows:
+        """The counted requests that succeeded."""
+        return self.data.counted.where(self.data.counted.good)
+
     def process_name(self, process: int) -> str:
         return process_name(process, self.marks, self.workers)
 
 
 def check_cell(evidence: Evidence) -> Findings:
     """The reasons why a cell is invalid, the notes on it, and where the load generator limited it."""
-    found = client_limits(evidence.load, evidence.tally, evidence.numbers, evidence.marks, evidence.workers)
+    found = client_limits(evidence.load, evidence.data, evidence.numbers, evidence.marks, evidence.workers)
     limits = [limit for limit, _ in found]
-    errors = client_errors(evidence.load, evidence.tally, evidence.numbers, evidence.marks, limits)
+    errors = client_errors(evidence.load, evidence.data, evidence.numbers, evidence.marks, limits)
     reasons = [
         *_server_reasons(evidence),
         *(() if evidence.imported else (*_process_reasons(evidence), *_contradiction_reasons(evidence))),
@@ -158,7 +176,7 @@ def ended_normally(ran: CellRun | None, marks: Sequence[ProcessMark]) -> bool:
     return ran is not None and not ran.problems and not killed_processes(marks)
 
 
-def run_reasons(run: Run, damaged: Mapping[str, Sequence[int]], unknown_cells: Counter[str]) -> list[Reason]:
+def run_reasons(run: Run, damaged: Mapping[str, Sequence[int]], unknown_cells: Mapping[str, int]) -> list[Reason]:
     """Return the reasons that make the whole run invalid, so that no row of it has a verdict.
 
     `damaged`: numbers of unreadable lines by file. `unknown_cells`: number of records by unknown cell.
@@ -215,7 +233,7 @@ def _process_reasons(evidence: Evidence) -> Iterator[Reason]:
         names = list(map(evidence.process_name, killed))
         yield because("processes_killed", processes=names, going_on=evidence.running)
     for process, mark in sorted(ends.items()):
-        found = evidence.tally.by_process[process]
+        found = int((evidence.data.rows.process == process).sum())
         if mark.sent is not None and mark.sent != found:
             yield because("records_lost", process=evidence.process_name(process), sent=mark.sent, found=found)
     if evidence.ran is not None and not evidence.ran.problems:
@@ -224,25 +242,27 @@ def _process_reasons(evidence: Evidence) -> Iterator[Reason]:
 
 def _contradiction_reasons(evidence: Evidence) -> Iterator[Reason]:
     """Duplicate records, and times that contradict each other. No load process writes these."""
-    if repeated := evidence.tally.repeated_indices():
+    indices, times = np.unique(evidence.data.rows.index, return_counts=True)
+    if repeated := indices[times > 1].tolist():  # each request of the sequence is sent once
         yield because("request_repeated", requests=len(repeated), indices=repeated[:5])
-    if contradicting := evidence.tally.contradicting_times:
+    if contradicting := int(derive.has_contradicting_times(evidence.good).sum()):
         yield because("times_contradict", answers=contradicting)
     yield from _times_reasons(evidence)
 
 
 def _times_reasons(evidence: Evidence) -> Iterator[Reason]:
     """Requests that were sent before the start of their load process, ended after its end, or have no such process."""
-    times = evidence.tally.process_times
+    rows, clock = evidence.data.rows, evidence.data.clock
     starts = {mark.process: mark.monotonic_s for mark in evidence.marks if mark.event == "start"}
     ends = {mark.process: mark.monotonic_s for mark in evidence.marks if mark.event == "end"}
-    for process, first_s in sorted(times.first_sent_s.items()):
-        start_s = starts.get(process)
+    for process in np.unique(rows.process).tolist():
+        of_process, start_s = rows.where(rows.process == process), starts.get(process)
         if start_s is None:
-            yield because("process_unknown", process=process, requests=evidence.tally.by_process[process])
+            yield because("process_unknown", process=process, requests=len(of_process))
             continue
-        before_s = start_s - first_s
-        after_s = times.last_ended_s[process] - ends.get(process, math.inf)
+        sent_s = of_process.sent_s - clock.offset_s(process)  # on the clock of the process
+        before_s = start_s - float(sent_s.min())
+        after_s = float((sent_s + of_process.ended_s).max()) - ends.get(process, math.inf)
         if max(before_s, after_s) > SLACK_S:
             name = evidence.process_name(process)
             yield because("times_outside", process=name, before_s=max(0.0, before_s), after_s=max(0.0, after_s))
@@ -250,21 +270,21 @@ def _times_reasons(evidence: Evidence) -> Iterator[Reason]:
 
 def _model_reasons(evidence: Evidence) -> Iterator[Reason]:
     """Answers of another model than the others of this server."""
-    models = evidence.tally.models
+    models = name_counts(evidence.good.model)
     if len(models) > 1 or (models and evidence.model is not None and evidence.model not in models):
         yield because("model_changed", usual=evidence.model, models=dict(models.most_common()))
 
 
 def _hang_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
     """A server that hung until the end of the load: for long, or so shortly that it is only a note."""
-    tally, sample = evidence.tally, evidence.last_sample
-    last_sample_s = None if sample is None or tally.clock.anchor_s is None else sample.wall_s - tally.clock.anchor_s
-    hang = find_hang(tally.signs, last_sample_s, NOTED_HANG_S)
+    clock, sample = evidence.data.clock, evidence.last_sample
+    last_sample_s = None if sample is None or clock.anchor_s is None else sample.wall_s - clock.anchor_s
+    hang = find_hang(evidence.data.rows, last_sample_s, NOTED_HANG_S)
     if hang is None or evidence.imported:
         return
-    is_long = hang.seconds >= max(MIN_HANG_S, HANG_TIMES * (tally.median_waits_s()[0] or 0.0))
+    is_long = hang.seconds >= max(MIN_HANG_S, HANG_TIMES * (median_waits_s(evidence.data)[0] or 0.0))
     if is_long == invalid and (invalid or hang.without_metrics):
-        yield _hang_reason(hang, tally.clock.start_s, sample)
+        yield _hang_reason(hang, clock.start_s, sample)
 
 
 def _hang_reason(hang: Hang, start_s: float, sample: MetricsSample | None) -> Reason:
@@ -322,21 +342,40 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
     # A load that was stopped as planned may have ended before its first answer.
     if not numbers.succeeded and evidence.was_reached and (evidence.stopped_after_s is None or numbers.failed):
         yield because("none_succeeded")
-    if wrong := evidence.tally.wrong_length:
+    if wrong := int(derive.has_wrong_length(evidence.good).sum()):
         trace, tokens = load.trace is not None, load.output_tokens if isinstance(load.output_tokens, int) else None
         yield because("wrong_length", wrong=wrong, answers=numbers.succeeded, tokens=tokens, trace=trace)
 
 
 def _silent_reasons(evidence: Evidence) -> Iterator[Reason]:
     """Requests that the server left without a token for much longer than others."""
-    tally, sent = evidence.tally, evidence.numbers.sent
-    if len(tally.latencies.waits_s) <= MAX_SILENT * sent:
+    rows, sent = evidence.data.counted, evidence.numbers.sent
+    long = rows.where((rows.ended_s > SILENT_S) & ~(rows.good & (rows.chunks == 0)))  # an answer in one piece: no wait
+    if len(long) <= MAX_SILENT * sent:
         return
-    first_s, next_s = (max(SILENT_S, SILENT_TIMES * (median_s or 0.0)) for median_s in tally.median_waits_s())
-    silent = [max(waits) for waits in tally.latencies.waits_s if waits[0] > first_s or waits[1] > next_s]
-    if len(silent) > MAX_SILENT * sent:
+    first_s, next_s = (max(SILENT_S, SILENT_TIMES * (median_s or 0.0)) for median_s in median_waits_s(evidence.data))
+    waits_s = derive.silences_s(long)
+    longest_s = np.maximum(*waits_s)[(waits_s[0] > first_s) | (waits_s[1] > next_s)]
+    if len(longest_s) > MAX_SILENT * sent:
         limits = {"first_s": first_s, "next_s": next_s, "max_share": MAX_SILENT}
-        yield because("requests_silent", requests=len(silent), sent=sent, longest_s=max(silent), **limits)
+        yield because("requests_silent", requests=len(longest_s), sent=sent, longest_s=float(longest_s.max()), **limits)
+
+
+def median_waits_s(cell: CellData) -> tuple[float | None, float | None]:
+    """The median wait for the first token (without streaming: for the answer), and for a further one."""
+    times = latency_sample(cell, "ttft_s").of_state(OBSERVED)
+    if not len(times):
+        times = latency_sample(cell, "e2e_s").of_state(OBSERVED)
+    gaps = cell.counted_gaps
+    return float(np.median(times)) if len(times) else None, gaps.percentile_s(500) if gaps.n else None
+
+
+def name_counts(names: Words) -> Counter[str]:
+    """The number of rows of each name; all beyond the first MAX_NAMES are counted as one."""
+    counts: Counter[str] = Counter()
+    for name, count in names.counts().items():
+        counts[name if len(counts) < MAX_NAMES else "others"] += count
+    return counts
 
 
 def _resent_reason(numbers: Numbers, **values: float) -> Reason:
@@ -345,25 +384,27 @@ def _resent_reason(numbers: Numbers, **values: float) -> Reason:
 
 def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
     """Lengths and counts that contradict the plan, their bounds, or the server's own counter."""
-    tally, ran, served = evidence.tally, evidence.ran, evidence.server_load.generated_tokens
+    good, ran, served = evidence.good, evidence.ran, evidence.server_load.generated_tokens
     prompts = evidence.numbers.prompts
     # A chat template adds the same number of tokens to all prompts.
     if evidence.exact_prompts and prompts is not None and prompts.otherwise:
         yield because("prompt_lengths", otherwise=prompts.otherwise, prompts=prompts.requests, added=prompts.added)
-    if tally.short_prompts:
-        tokens = {"planned": tally.answers.planned_tokens, "counted": tally.answers.counted_tokens}
-        counts = {"short": tally.short_prompts, "prompts": tally.answers.excess_tokens.total()}
+    short, known = int(derive.has_short_prompt(good).sum()), prompt_lengths([good])
+    if short and known is not None:
+        tokens = {"planned": known.asked, "counted": known.got}
+        counts = {"short": short, "prompts": known.requests}
         yield because("prompts_short", **counts, **tokens, min_share=MIN_PROMPT_SHARE)
-    if tally.more_pieces and not evidence.imported:
-        yield because("more_pieces", answers=tally.more_pieces, requests=evidence.numbers.succeeded)
-    for bad in tally.bad_fields.by_field.values():
+    more = int(derive.has_more_pieces(good).sum())
+    if more and not evidence.imported:
+        yield because("more_pieces", answers=more, requests=evidence.numbers.succeeded)
+    for requests, bad in evidence.data.bad.values():
         if bad.code in ("below", "above"):
-            values = {"requests": bad.requests, "code": bad.code, "limit": bad.limit, "got": bad.got}
+            values = {"requests": requests, "code": bad.code, "limit": bad.limit, "got": bad.got}
             yield because("value_out_of_bounds", field=bad.field, **values)
     # A cell that was cut already has a reason for its missing tokens.
     if ran is None or ran.problems or evidence.shared_server or served is None or evidence.server_load.restarted:
         return
-    low, high = tally.min_tokens, tally.max_tokens
+    low, high = generated_tokens(evidence.data.rows)
     difference = max(low - served, 0.0 if high is None else served - high)
     if difference > MAX_TOKEN_DIFFERENCE * max(served, low):
         yield because("tokens_differ", server=served, min_tokens=low, max_tokens=high, max_share=MAX_TOKEN_DIFFERENCE)
@@ -406,7 +447,7 @@ def _telemetry_notes(load: MachineLoad) -> Iterator[Reason]:
 
 
 def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason]:
-    tally, numbers, load, machine = evidence.tally, evidence.numbers, evidence.load, evidence.machine_load
+    good, numbers, load, machine = evidence.good, evidence.numbers, evidence.load, evidence.machine_load
     succeeded, opened = numbers.succeeded, numbers.connect_s
     yield from _throttling_reasons(evidence, invalid=False)
     yield from _hang_reasons(evidence, invalid=False)
@@ -418,16 +459,16 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
         yield from queue_notes(evidence.ran.served_by, load)
     if (warmup := evidence.warmup) is not None and warmup.steady is not None:
         yield because("steady" if warmup.steady else "not_steady", requests=warmup.requests, seconds=warmup.seconds)
-    for bad in tally.bad_fields.by_field.values():
+    for requests, bad in evidence.data.bad.values():
         if bad.code == "type":
-            yield because("value_of_other_type", field=bad.field, requests=bad.requests, got=bad.got)
+            yield because("value_of_other_type", field=bad.field, requests=requests, got=bad.got)
         elif bad.code == "zero":
-            yield because("value_zero", field=bad.field, requests=bad.requests)
-    if tally.read_clock:
-        yield because("read_clock", answers=tally.read_clock, requests=succeeded)
-    joined = tally.coalesced - tally.coalesced_late
-    if joined > MAX_COALESCED * tally.chunks and all(limit.what != "shared_reads" for limit in limits):
-        yield because("shared_reads", share=joined / tally.chunks)
+            yield because("value_zero", field=bad.field, requests=requests)
+    if by_read := read_clock_answers(evidence.data):
+        yield because("read_clock", answers=by_read, requests=succeeded)
+    joined, chunks = float((good.coalesced - np.nan_to_num(good.coalesced_late)).sum()), float(good.chunks.sum())
+    if joined > MAX_COALESCED * chunks and all(limit.what != "shared_reads" for limit in limits):
+        yield because("shared_reads", share=joined / chunks)
     # Each load process opens some connections until it knows that the server keeps them open.
     if opened.n > max(2 * max_concurrency(load) + 2 * load.processes, MAX_OPENED * succeeded):
         times = {"mean_s": opened.mean or 0.0, "max_s": opened.max or 0.0}
@@ -440,14 +481,16 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
     if numbers.retry_after:
         total_s = numbers.retry_after_s or 0.0
         yield because("retry_after", requests=numbers.retry_after, total_s=total_s, open_loop=is_open_loop(load))
-    if tally.without_output_tokens and load.endpoint != "embeddings":
-        yield because("tokens_unknown", answers=tally.without_output_tokens, requests=succeeded)
-    if finishes := tally.unknown_finishes:
+    uncounted = int(np.isnan(good.output_tokens).sum())
+    if uncounted and load.endpoint != "embeddings":
+        yield because("tokens_unknown", answers=uncounted, requests=succeeded)
+    if finishes := name_counts(good.finish.where(~good.finish.is_in(*KNOWN_FINISHES))):
         yield because(
             "unknown_finish", answers=finishes.total(), requests=succeeded, finishes=dict(finishes.most_common())
         )
-    if tally.fewer_tokens and not evidence.imported:
-        yield because("tokens_too_few", answers=tally.fewer_tokens, requests=succeeded)
+    fewer = int(derive.has_fewer_tokens(good).sum())
+    if fewer and not evidence.imported:
+        yield because("tokens_too_few", answers=fewer, requests=succeeded)
     if numbers.reasoning_tokens and numbers.output_tokens:
         share = numbers.reasoning_tokens / numbers.output_tokens
         yield because("reasoning_share", share=share, tokens=numbers.output_tokens)
@@ -464,21 +507,23 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
 
 
 def summarize_warmup(
-    tally: CellCounts, marks: Iterable[ProcessMark], first_due_s: float | None = None
+    cell: CellData, marks: Iterable[ProcessMark], first_due_s: float | None = None
 ) -> WarmupResult | None:
     """The warm-up of a cell; None where there was none.
 
     `first_due_s`: of an open loop, seconds from the start of the measured time to its first arrival.
     """
-    if not tally.warmup:
+    warmup, counted = int((~cell.rows.measured).sum()), cell.counted
+    if not warmup:
         return None
-    measured_s, due_s = tally.measured_start_s, tally.schedule.first_due_s
-    if measured_s is None:
-        measured_s = tally.first_sent_s if first_due_s is None or due_s is None else due_s - first_due_s
+    measured_s, due_s = cell.measured_start_s, due_times_s(counted)
+    if measured_s is None and len(counted):
+        by_schedule = first_due_s is not None and len(due_s) > 0
+        measured_s = float(due_s.min()) - (first_due_s or 0.0) if by_schedule else float(counted.sent_s.min())
     steady = [mark.steady for mark in marks if mark.steady is not None]  # each machine checks its own requests
     return WarmupResult(
-        requests=tally.warmup,
-        seconds=None if tally.first_any_s is None or measured_s is None else measured_s - tally.first_any_s,
+        requests=warmup,
+        seconds=None if measured_s is None else measured_s - float(cell.rows.sent_s.min()),
         steady=all(steady) if steady else None,
     )
 

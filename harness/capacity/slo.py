@@ -11,11 +11,13 @@ import numpy as np
 from msgspec import Struct
 
 from harness.analysis import derive
-from harness.analysis.derive import meets_slos, min_known, slo_margin
+from harness.analysis.derive import MET, MISSED, meets_slos, slo_margins
+from harness.analysis.latencies import token_shares_between
 from harness.capacity.evidence import BLOCK_ANSWERS, count_met
 from harness.errors import HarnessError
 from harness.judge.slo_rule import LatencySample
 from harness.rundir.records import CUT, FAILED, OBSERVED, UNKNOWN, Request
+from harness.rundir.table import rows_of
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import LATENCIES, Check, Slo, parse_check
 from harness.scenario.plan import load_of_part
@@ -206,9 +208,9 @@ class BlockCutter:
     def add(self, requests: Sequence[Request]) -> None:
         """Add new records, warm-up included."""
         self._note_begin(requests)
-        for request in requests:
+        for request, e2e_s in zip(requests, derive.e2e_s(rows_of(requests)).tolist(), strict=True):
             self._recorded.add(request.id)
-            if (e2e_s := derive.e2e_s(request)) is not None:
+            if not math.isnan(e2e_s):
                 load = load_of_part(request.load)
                 self._newest_s[load].append(e2e_s)
                 if len(self._first_s[load]) < _FIRST:
@@ -225,10 +227,12 @@ class BlockCutter:
         if self.begun_s is None:
             return
         self._in_flight[cell] = []
-        for request in requests:
+        rows = rows_of(requests)
+        missed = [(meets_slos(rows, slo.bounds) == MISSED).tolist() for slo in self._slos]
+        for place, request in enumerate(requests):
             load, is_late = load_of_part(request.load), False
-            for slo, overdue, uncounted in zip(self._slos, self._overdue, self._uncounted, strict=True):
-                if slo.load in (None, load) and meets_slos(request, slo.bounds) is False:
+            for slo, late, overdue, uncounted in zip(self._slos, missed, self._overdue, self._uncounted, strict=True):
+                if slo.load in (None, load) and late[place]:
                     is_late = True
                     if request.id not in overdue:
                         overdue[request.id] = request
@@ -242,7 +246,8 @@ class BlockCutter:
             return
         for request in requests:
             if request.phase == "measured":
-                self.begun_s = self._next_s = min_known(self.begun_s, request.sent_s)
+                begun_s = request.sent_s if self.begun_s is None else self.begun_s
+                self.begun_s = self._next_s = min(begun_s, request.sent_s)
 
     def cut(self, now_s: float) -> list[LoadBlock]:
         """The blocks that are complete now. A block with too few answers of a load is joined with the next one."""
@@ -284,11 +289,9 @@ class BlockCutter:
         return samples
 
     def _make_block(self, begin_s: float, end_s: float, ended: list[Request], answers: int) -> LoadBlock:
-        tokens = 0.0
-        for request in self._waiting:
-            if request.error is None and request.output_tokens is not None:
-                from_s, to_s = begin_s - request.sent_s, end_s - request.sent_s
-                tokens += request.output_tokens * derive.token_share_between(request, from_s, to_s)
+        rows, ended_e2e_s = rows_of(self._waiting), derive.e2e_s(rows_of(ended))
+        rows = rows.where(rows.good & ~np.isnan(rows.output_tokens))
+        shares = token_shares_between(rows, begin_s, end_s, lambda places: (self._waiting[at] for at in places))
         samples = self._samples([request for request in ended if request.error != "unfinished"], self._uncounted)
         self._uncounted = [[] for _ in self._slos]
         return LoadBlock(
@@ -296,10 +299,10 @@ class BlockCutter:
             end_s=end_s,
             samples=samples,
             counts=[count_met(sample) for sample in samples],
-            output_tokens=tokens,
+            output_tokens=float(rows.output_tokens @ shares),
             answers=answers,
             failed=sum(request.error not in (None, "unfinished", "abandoned") for request in ended),
-            e2e_s=_mean([e2e_s for request in ended if (e2e_s := derive.e2e_s(request)) is not None]),
+            e2e_s=_mean(ended_e2e_s[~np.isnan(ended_e2e_s)].tolist()),
         )
 
 
@@ -309,13 +312,10 @@ def _mean(values: Collection[float]) -> float | None:
 
 def slo_sample(slo: CapacitySlo, requests: Sequence[Request]) -> LatencySample:
     """The latencies of requests relative to the bound of an SLO: at most 1 meets it. Of several bounds the worst."""
-    values, states = [], []
-    for request in requests:
-        margin, met = slo_margin(request, slo.bounds), meets_slos(request, slo.bounds)
-        if met is False:
-            margin = max(margin, math.nextafter(1.0, 2.0))
-        values.append(min(margin, 1.0) if met else margin)
-        is_failed = request.error is not None and request.error not in CUT
-        states.append(FAILED if is_failed else UNKNOWN if met is None else OBSERVED)
-    sent_s = np.array([request.sent_s for request in requests], dtype=np.float64)
-    return LatencySample(sent_s, np.array(values, dtype=np.float64), np.array(states, dtype=np.int8))
+    rows = rows_of(requests)
+    margins, met = slo_margins(rows, slo.bounds), meets_slos(rows, slo.bounds)
+    values = np.where(met == MISSED, np.maximum(margins, math.nextafter(1.0, 2.0)), margins)
+    values = np.where(met == MET, np.minimum(values, 1.0), values)
+    failed = rows.error.known & ~rows.error.is_in(*CUT)
+    states = np.where(failed, FAILED, np.where((met != MET) & (met != MISSED), UNKNOWN, OBSERVED))
+    return LatencySample(rows.sent_s, values, states.astype(np.int8))

@@ -9,13 +9,13 @@ import io
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, structs
 
 from harness.engines import engines
 from harness.failures import table
@@ -538,25 +538,21 @@ def find_scenario_mistake(errors: Sequence[str | None]) -> Diagnosis | None:
     return mistakes[0] if mistakes and len(mistakes) == len(errors) else None
 
 
-class ErrorMessages(Struct):
-    """Messages of failed requests, counted; those that differ only in numbers count as one."""
+def example_messages(failures: Iterable[tuple[str | None, str | None]]) -> Iterator[str | None]:
+    """Yield for each failure, a kind and its message, the first message that differs from its own only in numbers.
 
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by kind of error, and message without numbers
+    Without a kind it yields None. More than MAX_MESSAGES different ones become a common text.
+    """
     examples: dict[tuple[str, str], str] = {}
-
-    def add(self, kind: str, message: str | None, count: int = 1) -> None:
+    for kind, message in failures:
+        if kind is None:
+            yield None
+            continue
         text = printable(message or "").replace("\n", " ")
-        self._add((kind, _DIGITS.sub("#", text)), text, count)
-
-    def merge(self, other: "ErrorMessages") -> None:
-        for key, count in other.counts.items():
-            self._add(key, other.examples[key], count)
-
-    def _add(self, key: tuple[str, str], example: str, count: int) -> None:
-        if key not in self.counts and len(self.counts) >= MAX_MESSAGES:
-            key, example = (key[0], _OTHER_MESSAGES), _OTHER_MESSAGES
-        self.counts[key] += count
-        self.examples.setdefault(key, example)
+        key = (kind, _DIGITS.sub("#", text))
+        if key not in examples and len(examples) >= MAX_MESSAGES:
+            key, text = (kind, _OTHER_MESSAGES), _OTHER_MESSAGES
+        yield examples.setdefault(key, text)
 
 
 class FailureGroup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -570,11 +566,19 @@ class FailureGroup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fix: str | None = None
 
 
-def group_failures(messages: ErrorMessages) -> list[FailureGroup]:
-    """Return failed requests by cause, the most frequent first; an unknown message is its own group."""
+def group_failures(failures: Iterable[tuple[str, str, int]]) -> list[FailureGroup]:
+    """Return failed requests by cause, the most frequent first; an unknown message is its own group.
+
+    `failures`: kind, message and number.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    examples: dict[tuple[str, str], str] = {}
+    for kind, message, number in failures:
+        counts[kind, _DIGITS.sub("#", message)] += number
+        examples.setdefault((kind, _DIGITS.sub("#", message)), message)
     groups: dict[tuple[str, str], FailureGroup] = {}
-    for (kind, text), count in messages.counts.most_common():
-        example = messages.examples[kind, text]
+    for (kind, text), count in counts.most_common():
+        example = examples[kind, text]
         failure = explain_message(f"{kind}: {example}")
         key = (kind, text if failure is None else failure.id + _DIGITS.sub("#", failure.cause))
         if key in groups:

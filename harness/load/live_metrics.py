@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from harness.analysis import derive
-from harness.analysis.derive import meets_slos
+from harness.analysis.derive import MET, OPEN
 from harness.columns import LIVE
 from harness.files import UNDECODABLE
 from harness.rundir.records import CUT, MAX_CPU, ErrorKind, Request, Samples
+from harness.rundir.table import rows_of
 from harness.scenario.check_syntax import Slo
 
 if TYPE_CHECKING:  # the harness, which has no gevent, uses this module, too
@@ -88,30 +90,31 @@ class Accumulator(msgspec.Struct, array_like=True):
     def failed(self) -> int:
         return sum(self.failures.values())
 
-    def count(self, request: Request, slos: Sequence[Slo]) -> None:
-        self.ended += 1
-        met = meets_slos(request, slos) if slos else None
-        if request.error in CUT:
-            self.cut += 1
-            self.cut_met += met is True
-            self.cut_unknown += met is None and bool(slos)
-            return
-        if request.error is not None:
-            self.failures[request.error] = self.failures.get(request.error, 0) + 1
-            return
-        self.tokens += request.output_tokens or 0
-        for name, tokens in zip(TOKEN_TYPES, (request.prompt_tokens, request.output_tokens), strict=True):
-            if tokens is not None:
-                self.token_sums[name] += tokens
-                self.token_counts[name] += 1
-        for column in LIVE:
-            if (value_s := derive.FORMULAS[column.field](request)) is not None:
-                histogram, bucket = self.latencies[column.name], math.floor(math.log(max(value_s, _MIN_S)) / _BUCKET)
-                histogram[bucket] = histogram.get(bucket, 0) + 1
-                self.sums_s[column.name] += value_s
+    def count(self, requests: Sequence[Request], slos: Sequence[Slo]) -> None:
+        """Add measured requests, by the formulas of a report."""
+        rows = rows_of(requests)
+        met, cut, good = derive.meets_slos(rows, slos), rows.error.is_in(*CUT), rows.good
+        self.ended += len(rows)
+        self.cut += int(cut.sum())
         if slos:
-            self.met += met is True
-            self.unknown += met is None
+            self.cut_met += int((cut & (met == MET)).sum())
+            self.cut_unknown += int((cut & (met == OPEN)).sum())
+            self.met += int((good & (met == MET)).sum())
+            self.unknown += int((good & (met == OPEN)).sum())
+        for kind, count in rows.error.where(~cut).counts().items():
+            self.failures[kind] = self.failures.get(kind, 0) + count  # type: ignore[index,call-overload]
+        answers = rows.where(good)
+        self.tokens += int(np.nansum(answers.output_tokens))
+        for name, tokens in zip(TOKEN_TYPES, (answers.prompt_tokens, answers.output_tokens), strict=True):
+            self.token_sums[name] += int(np.nansum(tokens))
+            self.token_counts[name] += int((~np.isnan(tokens)).sum())
+        for column in LIVE:
+            values_s = derive.latency_s(answers, column.field)
+            values_s = values_s[~np.isnan(values_s)]
+            histogram = self.latencies[column.name]
+            for bucket in np.floor(np.log(np.maximum(values_s, _MIN_S)) / _BUCKET).astype(np.int64).tolist():
+                histogram[bucket] = histogram.get(bucket, 0) + 1
+            self.sums_s[column.name] += float(values_s.sum())
 
     def merge(self, other: "Accumulator") -> None:
         for name in self.__struct_fields__:
@@ -155,8 +158,10 @@ class CounterDelta(msgspec.Struct, array_like=True):
     now: float = 0.0  # time of the report
     in_flight_of: dict[str, int] = {}  # by user class
     busy: float | None = None  # share of the last seconds in which the process ran, or waited for a core
+    waiting: dict[int, dict[str, list[Request]]] = {}  # by second and user class: not counted yet
 
-    def add(self, request: Request, slos: Sequence[Slo] = ()) -> None:
+    def add(self, request: Request) -> None:
+        """Keep a request until the report, which counts all of them at once."""
         failure = None if request.error in CUT else request.error
         if request.phase == "warmup":
             self.warmup += 1
@@ -167,13 +172,15 @@ class CounterDelta(msgspec.Struct, array_like=True):
         self.ended_s = time.monotonic()
         sent_s = self.ended_s - request.ended_s
         self.sent_s = sent_s if self.sent_s is None else min(self.sent_s, sent_s)
-        by_class = self.seconds.setdefault(int(self.ended_s), {})
-        if request.user_class not in by_class:
-            by_class[request.user_class] = Accumulator()
-        by_class[request.user_class].count(request, slos)
+        self.waiting.setdefault(int(self.ended_s), {}).setdefault(request.user_class, []).append(request)
 
-    def add_process_state(self, recorder: "Recorder") -> None:
-        """Add the state at the time of the report."""
+    def close(self, recorder: "Recorder", slos: Sequence[Slo]) -> None:
+        """Count the requests, and add the state at the time of the report."""
+        for second, of_classes in self.waiting.items():
+            by_class = self.seconds.setdefault(second, {})
+            for user_class, requests in of_classes.items():
+                by_class.setdefault(user_class, Accumulator()).count(requests, slos)
+        self.waiting = {}
         self.now = time.monotonic()
         self.in_flight_of = {name: count for name, count in recorder.in_flight_of.items() if count}
         self.busy = recorder.health.busy_share()

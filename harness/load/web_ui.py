@@ -212,7 +212,7 @@ class Live:
             self._slos, slos_text = (), ""
         self._delta = CounterDelta()
         if self._recorder is not None:
-            self._recorder.watcher = lambda request: self._delta.add(request, self._slos)
+            self._recorder.watcher = lambda request: self._delta.add(request)
         self.numbers = LiveNumbers(self._lag_s, slos_text)
         self.error: str | None = None  # why no load could start, or why it was ended
 
@@ -280,7 +280,7 @@ class Live:
         if self._recorder is None:
             return None
         delta, self._delta = self._delta, CounterDelta()
-        delta.add_process_state(self._recorder)
+        delta.close(self._recorder, self._slos)
         return delta
 
     def _add_own_numbers(self) -> None:

@@ -2,24 +2,27 @@
 
 import csv
 import io
+import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
+import numpy as np
 
 from harness.analysis import derive
-from harness.analysis.tally import Clock
 from harness.columns import LATENCIES, VALUES
 from harness.errors import HarnessError
 from harness.redact import csv_field
 from harness.report.table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
+from harness.rundir.clock import Clock
 from harness.rundir.directory import no_records_error
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
+from harness.rundir.table import rows_of
 from harness.scenario.plan import concurrent_parts
 from harness.summary import Summary
 
@@ -121,9 +124,18 @@ def _arrow_type(annotation: Any) -> str:
 
 
 def _record_rows(run: Run, requests: Iterator[tuple[Request, float | None]]) -> Iterator[dict[str, Any]]:
+    while batch := list(islice(requests, BATCH)):
+        yield from _batch_rows(run, batch)
+
+
+def _batch_rows(run: Run, batch: Sequence[tuple[Request, float | None]]) -> Iterator[dict[str, Any]]:
     cells = {cell.id: cell for cell in run.cells}
-    for request, wall_s in requests:
-        cell, succeeded = cells.get(request.cell), request.error is None
+    rows = rows_of([request for request, _ in batch])
+    derived = np.array([np.where(rows.good, derive.ttft_s(rows), np.nan), derive.tpot_s(rows), derive.e2e_s(rows)])
+    derived[1][~rows.good] = np.nan
+    for (request, wall_s), values in zip(batch, derived.T.tolist(), strict=True):
+        cell = cells.get(request.cell)
+        ttft_s, tpot_s, e2e_s = (None if math.isnan(value) else value for value in values)
         yield {
             "run": run.id,
             "server": field_or_none(cell, "server"),
@@ -131,9 +143,9 @@ def _record_rows(run: Run, requests: Iterator[tuple[Request, float | None]]) -> 
             **{name: getattr(request, name) for name in request.__struct_fields__},
             "bad_fields": msgspec.json.encode(request.bad_fields).decode() if request.bad_fields else None,
             "sent_wall_s": wall_s,
-            "ttft_s": derive.ttft_s(request) if succeeded else None,
-            "tpot_s": derive.tpot_s(request) if succeeded else None,
-            "e2e_s": derive.e2e_s(request),
+            "ttft_s": ttft_s,
+            "tpot_s": tpot_s,
+            "e2e_s": e2e_s,
         }
 
 

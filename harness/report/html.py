@@ -110,7 +110,7 @@ def render_run(folder: Path, run: Run, summary: Summary, summarized: Summarized 
     """Return the page of the run in `folder`. `summarized`: the counts of which the summary was made; None: the records
     are read for them. Raises HarnessError.
     """
-    data = read_chart_data(folder) if summarized is None else chart_data(run, summarized)
+    data = read_chart_data(folder) if summarized is None else chart_data(summarized.data)
     return render(summary, run, data, read_capacity(folder))
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import requests
 from msgspec.structs import replace
 
-from harness.analysis.derive import meets_slos, waited_in_listen_queue
+from harness.analysis.derive import MISSED, meets_slos, waited_in_listen_queue
 from harness.capacity.evidence import BLOCK_ANSWERS, ERROR, MIN_BLOCKS, ProbeEvidence, block_limit
 from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch
 from harness.capacity.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit
@@ -44,6 +45,7 @@ from harness.run.running import Running
 from harness.rundir.manifest import CellRun
 from harness.rundir.records import CUT
 from harness.rundir.samples import fetch_metrics
+from harness.rundir.table import Bools, Rows, rows_of
 from harness.scenario import (
     MAX_USERS,
     Load,
@@ -216,12 +218,14 @@ def is_failure(request: Any) -> bool:
     return request.error is not None and request.error not in CUT
 
 
-def is_miss(request: Any, slos: Sequence[CapacitySlo]) -> bool:
-    """Whether a request failed, or missed one of the SLOs that count for it."""
-    if is_failure(request):
-        return True
-    load = load_of_part(request.load)
-    return any(meets_slos(request, slo.bounds) is False for slo in slos if slo.load in (None, load))
+def are_missed(rows: Rows, slos: Sequence[CapacitySlo]) -> Bools:
+    """Whether each request failed, or missed one of the SLOs that count for it."""
+    missed = rows.error.known & ~rows.error.is_in(*CUT)
+    for slo in slos:
+        of_load = [text for text in rows.load.texts if text is not None and load_of_part(text) == slo.load]
+        counts = rows.load.is_in(*of_load) if slo.load is not None else np.ones(len(rows), dtype=np.bool_)
+        missed |= counts & (meets_slos(rows, slo.bounds) == MISSED)
+    return missed
 
 
 def describe_search_s(max_level: int, answer_s: float) -> tuple[float, float]:
@@ -268,9 +272,10 @@ class ProbeWatch:
     def add_records(self, requests: list[Any]) -> None:
         with self._lock:
             self.failure = self.failure or next((one.message for one in requests if is_failure(one)), None)
-            missed = [one for one in requests if one.phase == "measured" and is_miss(one, self._slos)]
+            rows = rows_of(requests)
+            missed = rows.where(rows.measured & are_missed(rows, self._slos))
             self.missed += len(missed)
-            self.queued += sum(map(waited_in_listen_queue, missed))
+            self.queued += int(waited_in_listen_queue(missed).sum())
             self.cutter.add(requests)
 
     def note_in_flight(self, cell: str, requests: list[Any]) -> None:

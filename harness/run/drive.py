@@ -171,9 +171,9 @@ class Monitor:
         if measured and self._began_s is None:  # the records may have another machine's clock
             ended_s = max(request.sent_s + request.ended_s for request in measured)
             self._began_s = now_s - (ended_s - min(request.sent_s for request in measured))
-        for request in measured:
+        if measured:
             self._newest_s = now_s
-            self.measured.count(request, [])
+            self.measured.count(measured, [])
 
     def left_s(self) -> float | None:
         """Estimate the remaining seconds of the load. Requests in flight at the end of a timed load may take longer."""

@@ -257,17 +257,6 @@ def split_blocks(path: Path, block_bytes: int | None = None) -> list[Block]:
     return [Block(str(path), start, end) for start, end in pairwise([*starts, size]) if end > start]
 
 
-def read_block(block: Block, lines: Lines) -> Iterator[Request]:
-    """Yield the records of a block and count its lines in `lines`. Damaged lines are skipped."""
-    decode = msgspec.json.Decoder(Request).decode
-    for line in block.lines():
-        lines.count += 1
-        try:
-            yield decode(line)
-        except UNDECODABLE:
-            lines.damaged.append(lines.count)
-
-
 def damaged_in_file(blocks: Iterable[Lines]) -> list[int]:
     """The numbers of damaged lines, counted from the start of the file."""
     damaged: list[int] = []

@@ -3,21 +3,26 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from harness.analysis.charted import FINE_S, ChartCounts, Dot, bin_index, thin_dots
-from harness.analysis.summarize import Summarized, has_only_summary, summarize_with_counts
+from harness.analysis import derive
+from harness.analysis.latencies import latency_sample
+from harness.analysis.summarize import has_only_summary
 from harness.columns import LIVE
 from harness.judge.slo_rule import LatencySample, kaplan_meier
-from harness.rundir.manifest import Run, read_run
+from harness.rundir.run_data import CellData, RunData, load
 from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
+from harness.rundir.table import FINE_S, MAX_FINE, Rows
 from harness.scenario.plan import plan
 
 MAX_BINS = 240  # points of a timeline's line
 MAX_POINTS = 200  # points of a distribution's line
+MAX_DOTS = 600  # requests drawn of a row; at most a quarter of them failed
+SLOWEST = 20  # of the dots: the slowest requests, which are always drawn
 MAX_GPUS = 8  # that are drawn: there are eight colours
 GAUGES = ("running", "waiting", "kv_usage")  # of the server, in the order in which they are drawn
 HEAT = ("heat", "prochot")
@@ -41,6 +46,15 @@ READINGS: dict[str, Callable[[GpuSample], float | None]] = {
     "temperature": lambda gpu: max(gpu.temperatures_c.values(), default=None),
     "clock": lambda gpu: gpu.clock_mhz,
 }
+
+
+class Dot(NamedTuple):
+    """A measured request."""
+
+    cell: str
+    sent_s: float  # since the first measured request of its cell
+    took_s: float  # until the end of the answer or the failure
+    error: str | None
 
 
 class RowData(Struct):
@@ -100,32 +114,79 @@ def read_chart_data(folder: Path) -> ChartData:
     """The chart data of a run, also of one that has not ended; none of a filed run, which has no records."""
     if has_only_summary(folder):
         return ChartData(rows={}, timelines=[])
-    return chart_data(read_run(folder), summarize_with_counts(folder, charted=True))
+    return chart_data(load(folder, charted=True))
 
 
-def chart_data(run: Run, summarized_run: Summarized) -> ChartData:
-    """The chart data of a run, from the counts of which its summary was made."""
+def chart_data(data: RunData) -> ChartData:
+    """The chart data of a run, which was read with `charted`."""
     rows: dict[RowKey, RowData] = {}
     timelines = []
-    for cell in plan(run.scenario):
-        counted = summarized_run.tallies.get(cell.id)
-        if counted is None or counted.chart is None:
+    for cell in plan(data.run.scenario):
+        if (of_cell := data.cells.get(cell.id)) is None:
             continue
-        chart, clock = counted.chart, counted.clock
-        if chart.last_ended_s:
-            zero_s = clock.wall_s(clock.start_s + chart.start_s) or 0.0
-            server = server_samples(summarized_run.metrics.get(cell.id, []), zero_s)
-            machine = machine_samples(summarized_run.telemetry.get(cell.id, []), zero_s)
-            timelines.append(_timeline(cell.id, chart, server, machine))
+        known = _with_known_times(of_cell, of_cell.rows)
+        if len(known):
+            zero_s = of_cell.clock.wall_s(_zero_s(known)) or 0.0
+            server = server_samples(data.metrics.get(cell.id, []), zero_s)
+            machine = machine_samples(data.telemetry.get(cell.id, []), zero_s)
+            timelines.append(_timeline(cell.id, of_cell, known, server, machine))
         if cell.again is None:  # a cell that measures drift belongs to no row
             row = rows.setdefault((cell.server, cell.load), RowData())
             for column in LIVE:
-                row.latencies.setdefault(column.field, []).append(counted.sample(column.field))
-            dots = (dot._replace(sent_s=dot.sent_s - chart.first_measured_s) for dot in chart.dots)
-            row.dots = thin_dots([*row.dots, *dots])
-            row.count += chart.succeeded
-            row.failures += chart.failures
+                row.latencies.setdefault(column.field, []).append(latency_sample(of_cell, column.field))
+            counted = drawn_rows(of_cell)
+            row.dots = thin_dots([*row.dots, *cell_dots(cell.id, counted)], MAX_DOTS)
+            row.count += int(counted.good.sum())
+            row.failures += int((~counted.good).sum())
     return ChartData(rows=rows, timelines=timelines)
+
+
+def _with_known_times(cell: CellData, rows: Rows) -> Rows:
+    """The rows of load processes whose clock is known."""
+    known = [process for process in np.unique(rows.process).tolist() if cell.clock.knows(process)]
+    return rows.where(np.isin(rows.process, known))
+
+
+def drawn_rows(cell: CellData) -> Rows:
+    """The counted requests that are drawn: those that the user left are neither good nor failed."""
+    rows = _with_known_times(cell, cell.counted)
+    return rows.where(~rows.error.is_in("abandoned"))
+
+
+def _zero_s(known: Rows) -> float:
+    """When the first measured request was sent, or the first request where none was measured."""
+    return float((known.sent_s[known.measured] if known.measured.any() else known.sent_s).min())
+
+
+def cell_dots(cell: str, rows: Rows) -> list[Dot]:
+    """The measured requests of a cell, thinned."""
+    took_s = np.where(rows.good, derive.e2e_s(rows), rows.ended_s)
+    good, failed = np.flatnonzero(rows.good), np.flatnonzero(~rows.good)
+    slowest = good[np.argsort(took_s[good], kind="stable")[::-1][:SLOWEST]]
+    drawn = np.concatenate([_spread(failed, MAX_DOTS // 4), slowest, _spread(good, MAX_DOTS)])
+    start_s = float(rows.sent_s.min()) if len(rows) else 0.0
+    texts = rows.error.texts
+    return [
+        Dot(cell, float(rows.sent_s[at]) - start_s, float(took_s[at]), texts[int(rows.error.codes[at])])
+        for at in dict.fromkeys(drawn.tolist())
+    ]
+
+
+def _spread(places: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+    """At most so many of these places, chosen at random, but always the same."""
+    return (
+        places if len(places) <= number else np.sort(np.random.default_rng(len(places)).choice(places, number, False))
+    )
+
+
+def thin_dots(dots: Sequence[Dot], number: int) -> list[Dot]:
+    """Select at most `number` dots: the slowest, some failed ones, others at random."""
+    good = sorted((dot for dot in dots if dot.error is None), key=lambda dot: -dot.took_s)
+    failed = [dot for dot in dots if dot.error is not None]
+    failed = [failed[at] for at in _spread(np.arange(len(failed)), number // 4).tolist()]
+    others = good[SLOWEST:]
+    rest = max(0, number - len(failed) - len(good[:SLOWEST]))
+    return [*failed, *good[:SLOWEST], *(others[at] for at in _spread(np.arange(len(others)), rest).tolist())]
 
 
 def distribution_points(samples: Sequence[LatencySample]) -> tuple[list[float], list[float]]:
@@ -140,28 +201,49 @@ def distribution_points(samples: Sequence[LatencySample]) -> tuple[list[float], 
     return [float(v) for v in times[places]], [round(float(s), 5) for s in shares[places]]
 
 
-def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: MachineSamples) -> Timeline:
-    start, zero = cell.first_sent_s, cell.start_s
-    low, high = bin_index(start), bin_index(cell.last_ended_s) + 1
+def _timeline(name: str, cell: CellData, known: Rows, server: ServerSamples, machine: MachineSamples) -> Timeline:
+    axis_s, zero = cell.clock.start_s, _zero_s(known) - cell.clock.start_s
+    sent_s = np.maximum(0.0, known.sent_s - axis_s)
+    ended_s = sent_s + known.ended_s
+    start, ends = float(sent_s.min()), float(ended_s.max())
+    low, high = _bin_of(start), _bin_of(ends) + 1
     group = max(1, -(-(high - low) // MAX_BINS))  # fine bins of a step
     edges = np.arange(0, high - low, group)
     lengths = np.diff(np.append(edges, high - low)) * FINE_S
-    in_flight = np.cumsum(cell.bin_counts("sent", low, high) - cell.bin_counts("ended", low, high))
+    in_flight = np.cumsum(_count_bins(sent_s, low, high) - _count_bins(ended_s, low, high))
+    tokens = np.zeros(high - low)
+    for part in cell.tokens:
+        first, last = max(low, part.first), min(high, part.first + len(part.counts))
+        tokens[first - low : max(first, last) - low] += part.counts[first - part.first : max(first, last) - part.first]
+    failed = drawn_rows(cell)
+    failed = failed.where(~failed.good & ~failed.error.is_in("unfinished"))
+    failed_s = failed.sent_s + failed.ended_s - axis_s - zero
+    kinds = {kind: failed_s[failed.error.is_in(kind)] for kind in failed.error.counts()}
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
         at_s=[round(float(middle), 2) for middle in (low + edges) * FINE_S + lengths / 2 - zero],
-        tok_s=[round(float(r), 1) for r in np.add.reduceat(cell.bin_counts("tokens", low, high), edges) / lengths],
+        tok_s=[round(float(r), 1) for r in np.add.reduceat(tokens, edges) / lengths],
         in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)],
         server=server,
         machine=machine,
         failures={
-            kind: ChartFailures(len(times), round(min(times) - zero, 2))
-            for kind, times in sorted(cell.failed_s.items(), key=lambda item: min(item[1]))
+            kind: ChartFailures(len(times), round(float(times.min()), 2))
+            for kind, times in sorted(kinds.items(), key=lambda item: float(item[1].min()))
         },
         warmup_until_s=None if zero == start else round(start - zero, 2),
-        ends_s=round(cell.last_ended_s - zero, 2),
+        ends_s=round(ends - zero, 2),
     )
+
+
+def _bin_of(at_s: float) -> int:
+    return max(0, min(int(at_s / FINE_S), MAX_FINE - 1))
+
+
+def _count_bins(at_s: Floats, low: int, high: int) -> NDArray[np.int64]:
+    """The number of times in each bin from `low` up to `high`, which is excluded."""
+    bins = np.clip((at_s / FINE_S).astype(np.int64), 0, MAX_FINE - 1)
+    return np.bincount(bins - low, minlength=high - low)
 
 
 def _sampling_step(samples: Sequence[object]) -> int:

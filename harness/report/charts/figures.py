@@ -7,7 +7,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness import units
-from harness.analysis.charted import MAX_DOTS, SLOWEST, thin_dots
 from harness.columns import FORMULAS, LatencyColumn
 from harness.judge.verdicts import without_concurrency
 from harness.report import words
@@ -24,7 +23,7 @@ from harness.report.charts import (
     symbol,
     whiskers,
 )
-from harness.report.charts.data import ChartData, RowData, distribution_points
+from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, RowData, distribution_points, thin_dots
 from harness.report.charts.sweeps import pareto_trace
 from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import LATENCIES, STATISTICS, parse_check
@@ -260,7 +259,7 @@ def request_chart(summary: Summary, observed: ChartData) -> Chart:
     body = []
     for i, row in enumerate(summary.rows):
         row_data = observed.rows.get(row.key, RowData())
-        dots = sorted(thin_dots(row_data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
+        dots = sorted(thin_dots(row_data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.took_s))
         good = [dot for dot in dots if dot.error is None]
         failed = [dot for dot in dots if dot.error is not None]
         good_marker = {"color": f"@{row_style(summary, row)[0]}", "size": 6, "opacity": 0.6}
