@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from harness.analysis.derive import waited_in_listen_queue
+from harness.capacity.evidence import ProbeEvidence
 from harness.capacity.levels import level_step, load_at
 from harness.capacity.result import (
     CapacityReport,
@@ -25,7 +26,7 @@ from harness.reasons import sentence
 from harness.report.capacity import answer_reasons, capacity_lines, crossover_reason
 from harness.run.capacity import (
     CapacitySearch,
-    ProbeWatch,
+    Probe,
     ServerSearch,
     define_search,
     drift_of,
@@ -147,10 +148,8 @@ def test_a_running_server_without_a_scenario_and_a_spent_budget(tmp_path: Path) 
     assert "budget of 5 s" in done.out
     (one,) = report_of(tmp_path).servers
     assert one.slo is not None and one.slo.kind == "unresolved"
-    assert [reason.code for reason in one.reasons[:-1]] == ["capacity_starts_low"]
-    assert one.reasons[-1].code in ("capacity_budget", "capacity_hopeless"), (
-        "the second where this machine answers slowly"
-    )
+    *before, last = (reason.code for reason in one.reasons)  # which of them is up to the speed of this machine
+    assert set(before) <= {"capacity_starts_low"} and last in ("capacity_budget", "capacity_hopeless")
     run = read_run(only_run(tmp_path / "runs"))
     assert (run.scenario.model, run.scenario_name, run.status) == ("tiny", "capacity-batch", "valid")
 
@@ -296,7 +295,7 @@ def test_an_unresolved_search_says_what_is_known() -> None:
 def test_what_a_stopped_search_measured_is_in_its_answer() -> None:
     def probe(level: int, *counts: tuple[int, int], missed: int = 0, queued: int = 0) -> MeasuredProbe:
         return MeasuredProbe(
-            cells=["c"], level=level, purpose="slo", state="stopped", blocks=1, answers=9, seconds=9.0, met=[None],
+            cells=["c"], level=level, purpose="slo", state="stopped", blocks=1, answers=9, seconds=9.0,
             counts=list(counts), missed=missed, queued=queued, answer_s=40.0, tok_s=None,
         )  # fmt: skip
 
@@ -330,7 +329,7 @@ def test_a_connection_whose_first_syn_was_lost(connect_s: float | None, retries:
 
 def test_misses_and_their_connections_are_counted_while_a_probe_runs() -> None:
     slos = parse_slos(["ttft_p95<=1s"])
-    watch = ProbeWatch(BlockCutter(slos), slos, lambda _: False, math.inf)
+    watch = Probe("slo", 1, ProbeEvidence([0.95]), BlockCutter(slos), slos, math.inf)
     slow = {"chunks_s": [2.0, 3.0], "ended_s": 3.0}
     watch.add_records(
         [
@@ -375,7 +374,7 @@ def test_a_warm_up_of_a_slow_server_is_one_wave(tmp_path: Path, answer_s: float 
 def knees(server: str, rates: dict[int, list[float]]) -> ServerCapacity:
     probes = [
         MeasuredProbe(
-            cells=["c"], level=level, purpose="knee", state="done", blocks=8, answers=99, seconds=9.0, met=[],
+            cells=["c"], level=level, purpose="knee", state="done", blocks=8, answers=99, seconds=9.0,
             answer_s=1.0, tok_s=rate,
         )
         for level, runs in rates.items()

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from harness.capacity.evidence import BLOCK_ANSWERS, ProbeEvidence
-from harness.capacity.search import PROBE_ERROR, SloSearch
+from harness.capacity.search import SloSearch
 from harness.files import ROOT
 from harness.judge.slo_rule import LatencySample, observed
 from harness.simulated.engine import EngineConfig
@@ -148,7 +148,7 @@ def mean_answer_s(requests: list[VirtualRequest]) -> float | None:
 def run_search(question: SeededQuestion, seed: int = 1) -> SloSearch:
     search = SloSearch(MAX_LEVEL)
     while (level := search.next_level()) is not None:
-        probe = ProbeEvidence(question.shares, error=PROBE_ERROR)
+        probe = ProbeEvidence(question.shares)
         run_probe(question, level, probe, seed * 1000 + len(search.results))
         search.take(level, probe)
     return search

@@ -402,7 +402,9 @@ def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
             values = {"requests": requests, "code": bad.code, "limit": bad.limit, "got": bad.got}
             yield because("value_out_of_bounds", field=bad.field, **values)
     # A cell that was cut already has a reason for its missing tokens.
-    if ran is None or ran.problems or evidence.shared_server or served is None or evidence.server_load.restarted:
+    # While a probe of a capacity search runs, the server may still work on requests of the last one.
+    is_shared = evidence.shared_server or evidence.stopped_after_s is not None
+    if ran is None or ran.problems or is_shared or served is None or evidence.server_load.restarted:
         return
     low, high = generated_tokens(evidence.data.rows)
     difference = max(low - served, 0.0 if high is None else served - high)

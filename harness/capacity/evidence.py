@@ -26,7 +26,7 @@ Block = Sequence[LatencySample]  # for each SLO, latency / bound of the requests
 
 BLOCK_ANSWERS = 3  # a block lasts as long as so many answers, thinking included
 MAX_LOSS = 1 / BLOCK_ANSWERS  # of a block, by one incident
-ERROR = 0.08  # of a probe that decides alone
+ERROR = 0.15  # of one probe; the capacity needs two passed probes, and the level above it two failed ones
 MAX_BLOCKS = 40  # for shares up to ...
 _SHARE = 0.95  # ... this one; higher shares need more blocks, in proportion to 1 / (1 - share)
 MIN_BLOCKS = 3  # two blocks can still be affected by the start
@@ -106,17 +106,17 @@ class ShareEvidence:
 class ProbeEvidence:
     """One probe: add blocks while its `state` is open.
 
-    `shares`: of each SLO, the share of requests that must meet it (`ttft_p95`: 0.95). `error`: the probability of a
-    wrong `pass`, and that of a wrong `fail`.
+    `shares`: of each SLO, the share of requests that must meet it (`ttft_p95`: 0.95). The probability of a wrong `pass`
+    is at most ERROR, and so is that of a wrong `fail`.
     """
 
-    def __init__(self, shares: Sequence[float], *, error: float = ERROR) -> None:
+    def __init__(self, shares: Sequence[float]) -> None:
         self.slos = [ShareEvidence(share) for share in shares]
         self.max_blocks = block_limit(shares)
         self.state: ProbeState = "open"
         self.blocks = self.requests = 0
         self._fail_looks = sorted({max(MIN_BLOCKS, round(look * self.max_blocks)) for look in _FAIL_LOOKS})
-        self._pass_alpha, self._fail_alpha = error / _PASS_LOOKS, error / len(self._fail_looks) / len(shares)
+        self._pass_alpha, self._fail_alpha = ERROR / _PASS_LOOKS, ERROR / len(self._fail_looks) / len(shares)
         loss = max(MAX_LOSS, min(1.0, 4 * (1 - max(shares))))  # lower shares allow incidents of a third of a block
         first = math.ceil(math.log(self._pass_alpha) / math.log1p(-(1 - max(shares)) / loss))
         first = min(max(first, MIN_BLOCKS), self.max_blocks)

@@ -26,7 +26,6 @@ MIN_PRECISION = 0.004  # the narrowest one of any probe
 MIN_BLOCKS, MAX_BLOCKS = 8, 60  # of a probe
 CONFIRM_BLOCKS = 3 * MIN_BLOCKS  # of a peak right before a fall
 MAX_PROBES = 24
-DRIFT_LIMIT = 0.02  # smaller drift of the machine is not reported
 _MIN_ERROR = 0.001  # relative: the effect of one engine step on a block
 _SEARCH_DRAWS, _DRAWS = 200, 1000
 SLOPE_MAX = 1.0  # twice the users give at most twice the throughput
@@ -63,7 +62,6 @@ class KneeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     "unclear" has only `low`. Throughputs are output tokens per second.
     `hurts_from`: the smallest measured level beyond the peak that is clearly below KNEE_SHARE of it, or at which the
     server failed; None: no such level.
-    `drift`: the throughput of an early level measured again at the end, relative to the first time; None: not measured.
     """
 
     kind: KneeKind
@@ -75,8 +73,6 @@ class KneeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     peak_low: float
     peak_high: float
     hurts_from: int | None
-    drift: float | None
-    drifted: bool
     complete: bool = True  # False: the search was stopped early
     points: list[KneePoint]
 
@@ -268,8 +264,7 @@ class KneeSearch:
     def __init__(self, max_level: int, *, seed: int = 0) -> None:
         self.max_level = max_level
         self.taken: list[KneeProbe] = []
-        self.repeated: KneeProbe | None = None  # the early level, measured again at the end
-        self._phase: Literal["ladder", "narrow", "repeat", "done"] = "ladder"
+        self._phase: Literal["ladder", "narrow", "done"] = "ladder"
         self._next, self._precision = 1, LADDER_PRECISION
         self._seed = seed
         self._failed: int | None = None
@@ -281,7 +276,7 @@ class KneeSearch:
 
     def probe(self, level: int) -> KneeProbe:
         """An empty probe of the level, with the precision that the search needs there."""
-        earlier = [] if self._phase == "repeat" else self._blocks.get(level, [])
+        earlier = self._blocks.get(level, [])
         best = 0.0
         if not earlier:
             best = max((estimate_throughput(blocks).tok_s for blocks in self._blocks.values()), default=0.0)
@@ -290,9 +285,6 @@ class KneeSearch:
     def take(self, level: int, probe: KneeProbe) -> None:
         """Use a probe, and choose the next level. A probe with fewer than two blocks does not count."""
         if len(probe.blocks) < 2:
-            return
-        if self._phase == "repeat":
-            self.repeated, self._phase = probe, "done"
             return
         self.taken.append(probe)
         self._blocks[level] = self._blocks.get(level, []) + probe.blocks
@@ -323,7 +315,6 @@ class KneeSearch:
         elif outside >= 0.5 and max(self._blocks) >= self.max_level:
             kind = "none"
         hurts = [level for level, share in zip(draws.levels, draws.hurting, strict=True) if share > 1 - ALPHA / 2]
-        drift = self._measure_drift()
         return KneeAnswer(
             kind=kind,
             level=_level_from_log(middle) if kind == "knee" else None,
@@ -334,9 +325,7 @@ class KneeSearch:
             peak_low=peak_low,
             peak_high=peak_high,
             hurts_from=min(hurts, default=self._failed),
-            drift=None if drift is None else drift[0],
-            drifted=drift is not None and drift[1],
-            complete=self._phase in ("repeat", "done"),
+            complete=self._phase == "done",
             points=[self._make_point(level) for level in sorted(self._blocks)],
         )
 
@@ -348,9 +337,9 @@ class KneeSearch:
         self._phase = "narrow"
         measurement = self._next_measurement() if len(self.taken) < MAX_PROBES else None
         if measurement is None:
-            self._phase = "repeat"
-            measurement = self.taken[len(self._blocks) // 3].level, LADDER_PRECISION
-        self._next, self._precision = measurement
+            self._phase = "done"
+        else:
+            self._next, self._precision = measurement
 
     def _max_knee(self) -> float:
         """The logarithm of the highest level that can be a knee: half the highest measured level."""
@@ -432,18 +421,6 @@ class KneeSearch:
         if after is None or len(self._blocks[peak]) >= CONFIRM_BLOCKS:
             return False
         return estimate_throughput(self._blocks[after]).tok_s < 0.95 * estimate_throughput(self._blocks[peak]).tok_s
-
-    def _measure_drift(self) -> tuple[float, bool] | None:
-        """The throughput of the repeated level relative to its first probe, and whether that is beyond the noise."""
-        if self.repeated is None:
-            return None
-        first = next(probe for probe in self.taken if probe.level == self.repeated.level)
-        before, after = estimate_throughput(first.blocks), estimate_throughput(self.repeated.blocks)
-        if not before.tok_s or not after.tok_s:
-            return None
-        change = math.log(after.tok_s / before.tok_s)
-        error = math.hypot(before.half_width, after.half_width)
-        return after.tok_s / before.tok_s, abs(change) > max(DRIFT_LIMIT, error)
 
     def _make_point(self, level: int) -> KneePoint:
         throughput = estimate_throughput(self._blocks[level])

@@ -34,12 +34,16 @@ class MeasuredProbe(Struct, frozen=True, kw_only=True):
     blocks: int
     answers: int
     seconds: float  # measured, without the warm-up
-    met: list[float | None]  # for each SLO the share of requests that met it
     counts: list[tuple[int, int]] = []  # for each SLO the requests that met it, and those that count
     missed: int = 0  # measured requests that missed an SLO ...
     queued: int = 0  # ... and of these, those whose connection waited in the server's listen queue
     answer_s: float | None  # mean end-to-end latency
     tok_s: float | None
+
+    @property
+    def met(self) -> list[float | None]:
+        """For each SLO the share of requests that met it; None without a request."""
+        return [met / total if total else None for met, total in self.counts]
 
 
 class CapacityDrift(Struct, frozen=True, kw_only=True):
@@ -154,7 +158,7 @@ def find_crossovers(servers: Sequence[ServerCapacity]) -> list[Crossover]:
     runs: dict[str, dict[int, list[float]]] = {}
     for server in servers:
         for probe in server.probes:
-            if probe.purpose == "knee" and probe.state == "done" and probe.tok_s:
+            if probe.purpose in ("knee", "drift") and probe.state == "done" and probe.tok_s:
                 runs.setdefault(server.server, {}).setdefault(probe.level, []).append(probe.tok_s)
     pairs = combinations(runs, 2)
     return [Crossover(base=base, side=side, answer=find_crossing(runs[base], runs[side])) for base, side in pairs]

@@ -17,7 +17,6 @@ from harness.capacity.levels import log_grid
 
 CapacityKind = Literal["found", "more_than", "none", "unresolved"]
 
-PROBE_ERROR = 0.15  # of one probe; the capacity needs two passed probes, and the level above it two failed ones
 MASS = 0.95  # probability of the interval
 _MAX_CONFIDENCE = 0.97  # of a single probe: larger probabilities count as this one
 _MAX_CONFIDENCE_UNRESOLVED = 0.7

@@ -117,8 +117,6 @@ def note_reasons(server: ServerCapacity) -> list[Reason]:
     if server.drift is not None and server.drift.drifted:
         drift = server.drift
         notes = [*notes, because("capacity_drift", ratio=drift.ratio, low=drift.low, high=drift.high)]
-    if server.knee is not None and server.knee.drifted and server.knee.drift is not None:
-        notes = [*notes, because("capacity_knee_drift", ratio=server.knee.drift)]
     return notes
 
 

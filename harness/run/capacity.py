@@ -18,8 +18,8 @@ import requests
 from msgspec.structs import replace
 
 from harness.analysis.derive import MISSED, meets_slos, waited_in_listen_queue
-from harness.capacity.evidence import BLOCK_ANSWERS, ERROR, MIN_BLOCKS, ProbeEvidence, block_limit
-from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch
+from harness.capacity.evidence import BLOCK_ANSWERS, MIN_BLOCKS, ProbeEvidence, block_limit
+from harness.capacity.knee import LADDER_PRECISION, MAX_BLOCKS, KneeBlock, KneeProbe, KneeSearch
 from harness.capacity.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit
 from harness.capacity.result import (
     CapacityDrift,
@@ -31,7 +31,7 @@ from harness.capacity.result import (
     find_crossovers,
     write_capacity,
 )
-from harness.capacity.search import PROBE_ERROR, SloSearch, probe_limit
+from harness.capacity.search import SloSearch, probe_limit
 from harness.capacity.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
 from harness.errors import HarnessError, ServerError, StartError
 from harness.judge.stats import welch_effect
@@ -237,35 +237,37 @@ def describe_search_s(max_level: int, answer_s: float) -> tuple[float, float]:
     )
 
 
-class ProbeWatch:
-    """Follows one probe by its records, until it is decided or its time is over.
+class Probe:
+    """One probe: the load at a level, followed by its records until its evidence decides it or its time is over.
 
     The load generators of a mix, each with a thread, share it.
     """
 
     def __init__(
         self,
+        purpose: Purpose,
+        level: int,
+        evidence: ProbeEvidence | KneeProbe | None,
         cutter: BlockCutter,
         slos: Sequence[CapacitySlo],
-        decide: Callable[[list[LoadBlock]], bool],
         deadline_s: float,
         least_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`decide`: returns whether the probe is decided after its newest block. `deadline_s`: monotonic. `least_s`:
-        returns the time that the probe must have at least, once the duration of an answer is known.
+        """`evidence`: None: DRIFT_BLOCKS are enough. `deadline_s`: monotonic. `least_s`: returns the time that the
+        probe must have at least, once the duration of an answer is known.
         """
-        self.cutter = cutter
-        self.report_after_s = min((bound.bound_s for slo in slos for bound in slo.bounds), default=None)
+        self.purpose, self.level, self.evidence, self.cutter = purpose, level, evidence, cutter
+        bounds = [] if purpose == "knee" else [bound.bound_s for slo in slos for bound in slo.bounds]
+        self.report_after_s = min(bounds, default=None)
         self.hopeless = False  # the first answers show that the time until the deadline is too short
         self.missed = 0  # measured requests that missed an SLO ...
         self.queued = 0  # ... and of these, those whose connection waited in the server's listen queue
-        self._slos = slos
-        self._least_s = least_s
-        self._began_s = time.monotonic()
         self.blocks: list[LoadBlock] = []
         self.failure: str | None = None  # the message of the first failed request
         self.decided = False
-        self._decide = decide
+        self._slos = [] if purpose == "knee" else slos
+        self._least_s = least_s
+        self._began_s = time.monotonic()
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
 
@@ -288,15 +290,39 @@ class ProbeWatch:
             least_s = None if self.blocks else self._least_s()
             self.hopeless |= least_s is not None and self._began_s + least_s > self._deadline_s
             if not self.decided:
-                for block in self.cutter.cut(now_s):
-                    self.blocks.append(block)
-                    if self._decide(self.blocks):
-                        self.decided = True
-                        break
+                self.decided = any(self._add(block) for block in self.cutter.cut(now_s))
         return self.decided or self.hopeless or now_s > self._deadline_s
+
+    def _add(self, block: LoadBlock) -> bool:
+        """Add a block; return whether the probe is decided."""
+        self.blocks.append(block)
+        if self.evidence is None:
+            return len(self.blocks) >= DRIFT_BLOCKS
+        if isinstance(self.evidence, ProbeEvidence):
+            return self.evidence.add(block.samples, self.cutter.answer_s) != "open"
+        return self.evidence.add(KneeBlock(block.seconds, block.output_tokens)) != "open"
+
+    def end(self, *, died: bool, late: bool) -> str:
+        """Use what the end of the load cut; return the state. `late`: its time was too short."""
+        evidence = self.evidence
+        if isinstance(evidence, ProbeEvidence):
+            if died:  # all requests in flight are lost: none met the SLOs
+                evidence.lose(self.level)
+            elif self.blocks:
+                evidence.add_cut(self.cutter.cut_samples(), self.cutter.answer_s)
+        if died:
+            return "died"
+        if self.decided:
+            return "done" if evidence is None else evidence.state
+        return "stopped" if late or self.purpose == "drift" else "unresolved"
 
     def measured_s(self, stopped_s: float) -> float:
         return 0.0 if self.cutter.begun_s is None else max(0.0, stopped_s - self.cutter.begun_s)
+
+
+def _may_start_low(purpose: Purpose, level: int) -> bool:
+    """Whether a search whose first probe is this one could start lower."""
+    return purpose == "slo" and level > 1
 
 
 class CapacitySearch:
@@ -383,7 +409,7 @@ class ServerSearch:
                     if endpoint.served_by.simulated:
                         self.whole.report = replace(self.whole.report, simulated=True)
                     while (task := self._next_probe()) is not None:
-                        can_go_on = yield from self._probe(endpoint, *task)
+                        can_go_on = yield from self._run(endpoint, self._make_probe(*task))
                         if not can_go_on:
                             break
             except ServerError as error:
@@ -420,75 +446,59 @@ class ServerSearch:
         return max(missed)[1] if missed else None
 
     def _next_probe(self) -> tuple[Purpose, int] | None:
-        """Return purpose and level of the next probe: for the SLOs, then for drift, then for the knee."""
+        """Return purpose and level of the next probe: for the SLOs, then for the knee, then for drift."""
         if self.slo is not None and (level := self.slo.next_level()) is not None:
             # Failures that are enough to break an SLO may not depend on the load; the lowest level shows it at once.
             lowest_measured = any(probe.level == 1 for probe in self.probes)
             return "slo", 1 if self._failures_decide and not lowest_measured else level
-        can_repeat = self.slo is not None and len(self.probes) > 1 and time.monotonic() < self.deadline_s
-        if can_repeat and all(probe.purpose == "slo" for probe in self.probes):
-            return "drift", self.probes[self._repeated_probe()].level
         if self.knee is not None and (level := self.knee.next_level()) is not None:
             return "knee", level
-        return None
+        if len(self.probes) < 2 or self.probes[-1].purpose == "drift" or time.monotonic() > self.deadline_s:
+            return None
+        return "drift", self.probes[self._repeated_probe()].level
 
     def _repeated_probe(self) -> int:
-        """Return the number of the probe that is repeated to show drift: the first that passed, else the first."""
-        numbers = [number for number, probe in enumerate(self.probes) if probe.state == "pass"]
-        return (numbers or [number for number, blocks in enumerate(self._blocks) if blocks] or [0])[0]
+        """Return the number of the probe that is repeated to show drift: of the knee an early one, else the first that
+        passed, else the first.
+        """
+        measured = [number for number, blocks in enumerate(self._blocks) if blocks]
+        of_knee = [number for number in measured if self.probes[number].purpose == "knee"]
+        passed = [number for number in measured if self.probes[number].state == "pass"]
+        return (of_knee[len(of_knee) // 3 :] or passed or measured or [0])[0]
 
-    def _probe(self, endpoint: Endpoint, purpose: Purpose, level: int) -> Generator[CellRun, None, bool]:
+    def _run(self, endpoint: Endpoint, probe: Probe) -> Generator[CellRun, None, bool]:
         """Run one probe and record it. Return whether another one can follow on this server start."""
-        probe: ProbeEvidence | KneeProbe | None = None  # None: of the drift check
-        if purpose == "slo":
-            probe = ProbeEvidence([slo.share for slo in self.slos], error=ERROR if self.slo is None else PROBE_ERROR)
-        elif purpose == "knee" and self.knee is not None:
-            probe = self.knee.probe(level)
-
-        def decide(blocks: list[LoadBlock]) -> bool:
-            block = blocks[-1]
-            if isinstance(probe, ProbeEvidence):
-                return probe.add(block.samples, watch.cutter.answer_s) != "open"
-            if isinstance(probe, KneeProbe):
-                return probe.add(KneeBlock(block.seconds, block.output_tokens)) != "open"
-            return len(blocks) >= DRIFT_BLOCKS
-
-        watch = self._watch(level, purpose, decide)
-        cell_runs = self._measure(endpoint, level, watch)
+        is_first = not self.probes
+        cell_runs = self._measure(endpoint, probe)
+        loads = self.whole.report.loads_at(probe.level)
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
-        death = because("capacity_died", loads=self.whole.report.loads_at(level)) if died else None
+        death = because("capacity_died", loads=loads) if died else None
         yield from (replace(cell_run, failed=death) for cell_run in cell_runs)
-        starts_low = watch.hopeless and not watch.decided and self._may_start_low(purpose, level) and not problems
-        is_late = not (watch.decided or starts_low) and (watch.hopeless or time.monotonic() > self.deadline_s)
-        if died and isinstance(probe, ProbeEvidence):  # all requests in flight are lost: none met the SLOs
-            probe.lose(level)
-        elif isinstance(probe, ProbeEvidence) and watch.blocks:
-            probe.add_cut(watch.cutter.cut_samples(), watch.cutter.answer_s)
-        state: Any = "done" if probe is None else probe.state
-        if died:
-            state = "died"
-        elif not watch.decided:
-            state = "stopped" if is_late or starts_low or probe is None else "unresolved"
-        self._record(cell_runs, level, purpose, state, watch)
-        can_go_on = not (problems or is_late)
-        if starts_low and self.slo is not None:
+        is_short = not probe.decided and (probe.hopeless or time.monotonic() > self.deadline_s)
+        starts_low = is_short and probe.hopeless and is_first and _may_start_low(probe.purpose, probe.level)
+        can_go_on = not problems and (starts_low or not is_short)
+        self._record(cell_runs, probe, probe.end(died=died, late=is_short))
+        if starts_low and not problems and self.slo is not None:
             self.slo.climbs = True
-            values = {"answer_s": watch.cutter.typical_s, "loads": self.whole.report.loads_at(level)}
-            self.reasons.append(because("capacity_starts_low", **values, budget_s=self.whole.question.budget_s))
+            values = {"answer_s": probe.cutter.typical_s, "budget_s": self.whole.question.budget_s}
+            self.reasons.append(because("capacity_starts_low", loads=loads, **values))
         elif died or can_go_on:
-            self._update_search(level, probe, died)
-        if death is not None:
-            self.reasons.append(death)
-        else:
-            self.reasons += problems
-            if is_late and not problems and probe is not None:
-                self.reasons.append(self._budget_reason(level, watch))
+            self._update_search(probe, died)
+        self.reasons += problems if death is None else [death]
+        if not can_go_on and not problems and probe.purpose != "drift":
+            self.reasons.append(self._budget_reason(probe))
         self.whole.write(self.running.folder, self.result())
         return can_go_on
 
-    def _watch(self, level: int, purpose: Purpose, decide: Callable[[list[LoadBlock]], bool]) -> ProbeWatch:
-        cutter, starts_low = self._cutter(level, purpose), self._may_start_low(purpose, level)
+    def _make_probe(self, purpose: Purpose, level: int) -> Probe:
+        evidence: ProbeEvidence | KneeProbe | None = None
+        if purpose == "slo":
+            evidence = ProbeEvidence([slo.share for slo in self.slos])
+        elif self.knee is not None:
+            is_repeated = purpose == "drift"
+            evidence = KneeProbe(level, LADDER_PRECISION, MAX_BLOCKS, []) if is_repeated else self.knee.probe(level)
+        cutter, whole_search = self._cutter(level, purpose), not self.probes and _may_start_low(purpose, level)
 
         def least_s() -> float | None:
             """Of the first probe: the whole search, else it starts low. Then one probe. What later ones can still
@@ -496,13 +506,9 @@ class ServerSearch:
             """
             is_first = all(probe.state == "stopped" for probe in self.probes)
             times = self._search_s(cutter) if is_first else None
-            return None if times is None else times[starts_low]
+            return None if times is None else times[whole_search]
 
-        return ProbeWatch(cutter, [] if purpose == "knee" else self.slos, decide, self.deadline_s, least_s)
-
-    def _may_start_low(self, purpose: Purpose, level: int) -> bool:
-        """Whether this is the first probe of users for the SLOs, and a search could start with fewer."""
-        return not self.probes and purpose == "slo" and self.slo is not None and level > 1
+        return Probe(purpose, level, evidence, cutter, self.slos, self.deadline_s, least_s)
 
     def _search_s(self, cutter: BlockCutter) -> tuple[float, float] | None:
         """The least seconds of a probe, and about those of the search; None before the first answer."""
@@ -511,28 +517,29 @@ class ServerSearch:
         pause_s = max(load_pace(load, 1.0).pause_s for load in self.whole.loads.values())
         return describe_search_s(self.whole.question.max_level, cutter.typical_s + pause_s)
 
-    def _budget_reason(self, level: int, watch: ProbeWatch) -> Reason:
+    def _budget_reason(self, probe: Probe) -> Reason:
         """Why the time was too short, with the time that a search needs."""
         budget_s, servers = self.whole.question.budget_s, len(self.whole.question.slos)
-        probe_s, search_s = self._search_s(watch.cutter) or (None, None)
+        probe_s, search_s = self._search_s(probe.cutter) or (None, None)
         needed_s = None if search_s is None else search_s * servers
-        if watch.hopeless:
-            loads, answer_s = self.whole.report.loads_at(level), watch.cutter.typical_s
+        if probe.hopeless:
+            loads, answer_s = self.whole.report.loads_at(probe.level), probe.cutter.typical_s
             times = {"answer_s": answer_s, "probe_s": probe_s, "search_s": needed_s}
             return because("capacity_hopeless", loads=loads, budget_s=budget_s, **times)
         shared_by = servers if servers > 1 else None
         return because("capacity_budget", budget_s=budget_s, servers=shared_by, search_s=needed_s)
 
-    def _update_search(self, level: int, probe: ProbeEvidence | KneeProbe | None, died: bool) -> None:
-        if probe is None:
-            self.drift = drift_of(level, self._blocks[self._repeated_probe()], self._blocks[-1])
-        elif isinstance(probe, KneeProbe) and self.knee is not None:
+    def _update_search(self, probe: Probe, died: bool) -> None:
+        level, evidence = probe.level, probe.evidence
+        if probe.purpose == "drift":
+            self.drift = drift_of(level, self._blocks[self._repeated_probe()], probe.blocks)
+        elif isinstance(evidence, KneeProbe) and self.knee is not None:
             if died:
                 self.knee.fail(level)
             else:
-                self.knee.take(level, probe)
-        elif isinstance(probe, ProbeEvidence) and self.slo is not None:
-            self.slo.take(level, probe)  # an open probe counts as unresolved
+                self.knee.take(level, evidence)
+        elif isinstance(evidence, ProbeEvidence) and self.slo is not None:
+            self.slo.take(level, evidence)  # an open probe counts as unresolved
 
     def _amounts(self, level: int) -> dict[str, float]:
         """Return the users, rate or speed of each load at a level."""
@@ -544,7 +551,7 @@ class ServerSearch:
         paces = {part if is_mix else None: load_pace(self.whole.loads[part], amounts[part]) for part in amounts}
         # A thread for each load of a mix reads its records every POLL_S.
         flush_s = FLUSH_S + 2 * POLL_S if is_mix else FLUSH_S
-        return BlockCutter(self.slos, paces, whole_tokens=purpose == "knee", flush_s=flush_s)
+        return BlockCutter(self.slos, paces, whole_tokens=purpose != "slo" and self.knee is not None, flush_s=flush_s)
 
     def _warmup(self, loads: Collection[Load]) -> Warmup | None:
         """Return a warm-up until the server is steady, limited to the time of some conversations; None: one wave."""
@@ -561,16 +568,15 @@ class ServerSearch:
         return Warmup(until="steady", within=STEADY_WITHIN, max_s=max_s, max_requests=max_requests)
 
     def _cells_of(self, level: int, visit: int = 1) -> list[Cell]:
-        """Return the cells of a probe: LOAD@LEVEL, or MIX-LEVEL.LOAD for a mix; later visits of a level numbered."""
-        question, suffix = self.whole.question, f"-{visit}" if visit > 1 else ""
-        if not question.is_mix:
-            return [cell_of(self.name, f"{question.load}@{level}{suffix}", 1)]
-        mix = f"{question.load}-{level}{suffix}"
-        return [cell_of(self.name, f"{mix}.{part}", 1) for part in question.parts]
+        """Return the cells of a probe: LOAD-LEVEL, or MIX-LEVEL.LOAD for a mix; later visits of a level numbered."""
+        question = self.whole.question
+        name = f"{question.load}-{level}" + (f"-{visit}" if visit > 1 else "")
+        names = [f"{name}.{part}" for part in question.parts] if question.is_mix else [name]
+        return [cell_of(self.name, one, 1) for one in names]
 
-    def _measure(self, endpoint: Endpoint, level: int, watch: ProbeWatch) -> list[CellRun]:
+    def _measure(self, endpoint: Endpoint, probe: Probe) -> list[CellRun]:
         """Run the cells of one probe."""
-        whole, question = self.whole, self.whole.question
+        whole, question, level = self.whole, self.whole.question, probe.level
         whole.visits[self.name, level] += 1
         cells = self._cells_of(level, whole.visits[self.name, level])
         loads = {
@@ -591,8 +597,8 @@ class ServerSearch:
         running.file.update(
             *(CellRun(**msgspec.structs.asdict(cell), **begun) for cell in cells), scenario=whole.scenario
         )
-        cell_runs = run_group(running, cells, endpoint, watch)
-        self._answer_s = watch.cutter.typical_s or self._answer_s
+        cell_runs = run_group(running, cells, endpoint, probe)
+        self._answer_s = probe.cutter.typical_s or self._answer_s
         return [replace(cell_run, seed=seed) for cell_run in cell_runs]
 
     def _wait_until_idle(self, endpoint: Endpoint) -> None:
@@ -605,10 +611,10 @@ class ServerSearch:
             self.reasons.append(because("capacity_not_idle", requests=round(left), seconds=max_s))
             self._waits = False
 
-    def _record(self, cell_runs: list[CellRun], level: int, purpose: Purpose, state: Any, watch: ProbeWatch) -> None:
-        blocks = watch.blocks
+    def _record(self, cell_runs: list[CellRun], probe: Probe, state: Any) -> None:
+        blocks, level, purpose = probe.blocks, probe.level, probe.purpose
         seconds = sum(block.seconds for block in blocks)
-        probe = MeasuredProbe(
+        measured = MeasuredProbe(
             cells=[cell_run.id for cell_run in cell_runs],
             level=level,
             purpose=purpose,
@@ -616,32 +622,34 @@ class ServerSearch:
             blocks=len(blocks),
             answers=sum(block.answers for block in blocks),
             seconds=seconds,
-            met=shares_of(blocks, len(self.slos)),
-            counts=counts_of(blocks, len(self.slos)),
-            missed=watch.missed,
-            queued=watch.queued,
-            answer_s=watch.cutter.answer_s,
+            counts=[
+                (sum(block.counts[slo][0] for block in blocks), sum(block.counts[slo][1] for block in blocks))
+                for slo in range(len(self.slos))
+            ],
+            missed=probe.missed,
+            queued=probe.queued,
+            answer_s=probe.cutter.answer_s,
             tok_s=sum(block.output_tokens for block in blocks) / seconds if seconds else None,
         )
-        self.probes.append(probe)
+        self.probes.append(measured)
         failed = sum(block.failed for block in blocks)
         if failed and state == "fail":
             loads, at_lowest = self.whole.report.loads_at(level), level == 1
-            self._failures_decide |= any(failed > (1 - slo.share) * probe.answers for slo in self.slos)
-            values = {"loads": loads, "failed": failed, "answers": probe.answers}
+            self._failures_decide |= any(failed > (1 - slo.share) * measured.answers for slo in self.slos)
+            values = {"loads": loads, "failed": failed, "answers": measured.answers}
             if not at_lowest:
                 self.reasons.append(because("capacity_failures", **values))
             elif not any(reason.code == "capacity_failures_always" for reason in self.reasons):
-                message = last_line(watch.failure) if watch.failure else None
+                message = last_line(probe.failure) if probe.failure else None
                 self.reasons.append(because("capacity_failures_always", **values, message=message))
         self._blocks.append(blocks)
         text = format_loads(self.whole.report, level) + (" once more" if purpose == "drift" else "")
-        for slo, share in zip(self.slos, probe.met, strict=True):
+        for slo, share in zip(self.slos, measured.met, strict=True):
             if share is not None and purpose != "knee":
                 text += f", {100 * share:.1f} % within {slo.text}"
         outcome = {"pass": "meets the SLOs", "fail": "breaks the SLOs", "died": "the server died"}.get(state, state)
         self.whole.progress.line(
-            f"{self.name}, probe {len(self.probes)}: {text}: {outcome} ({count(probe.answers, 'answer')} in "
+            f"{self.name}, probe {len(self.probes)}: {text}: {outcome} ({count(measured.answers, 'answer')} in "
             f"{duration(seconds)})"
         )
 
@@ -668,19 +676,6 @@ def wait_until_idle(read: Callable[[], float | None], max_s: float, say: Callabl
         say(f"waiting for {count(round(number), 'request')} of the last probe to end")
         pause(POLL_S)
     return number
-
-
-def counts_of(blocks: list[LoadBlock], slo_count: int) -> list[tuple[int, int]]:
-    """Return, for each SLO, the requests that met it and those that count."""
-    return [
-        (sum(block.counts[slo][0] for block in blocks), sum(block.counts[slo][1] for block in blocks))
-        for slo in range(slo_count)
-    ]
-
-
-def shares_of(blocks: list[LoadBlock], slo_count: int) -> list[float | None]:
-    """Return, for each SLO, the share of requests that met it; None without a request."""
-    return [met / total if total else None for met, total in counts_of(blocks, slo_count)]
 
 
 def drift_of(level: int, before: list[LoadBlock], after: list[LoadBlock]) -> CapacityDrift | None:

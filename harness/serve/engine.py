@@ -39,7 +39,7 @@ _ENGINE_ADVICE = (
 
 def make_name(run_id: str, cell_id: str) -> str:
     """Return the prefix of the names of a cell's containers, and the name of its network."""
-    # A stage or probe is LOAD@USERS, but Docker's names cannot contain @.
+    # A stage is LOAD@USERS, but Docker's names cannot contain @.
     return f"amd-llm-load-{run_id}-{cell_id.replace('@', '.')}"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness import units
+from harness.capacity.knee import KNEE_SHARE
 from harness.columns import FORMULAS, LatencyColumn
 from harness.judge.verdicts import without_concurrency
 from harness.report import words
@@ -31,10 +32,9 @@ from harness.scenario.plan import mix_of
 from harness.summary import Row, Summary
 
 MAX_CHART_DOTS = 2400  # of all rows: a browser draws more of them slowly
-KNEE_SHARE = 0.95  # of the best throughput
 KNEE = (
-    "best = highest median throughput of the server; knee = least concurrency whose median is ≥ 95 % of best; "
-    "falls = least concurrency beyond the best one whose median is < 95 % of best"
+    "best = highest median throughput of the server; knee = least concurrency whose median is ≥ 90 % of best; "
+    "falls = least concurrency beyond the best one whose median is < 90 % of best"
 )
 # By chart: its latency, and the axis that shows it in milliseconds.
 _AXES = {
