@@ -90,7 +90,7 @@ def test_a_percentile_of_gaps_is_within_a_thousandth(gaps_of_requests: list[list
     chunks = [np.cumsum([0.0, *gaps]) for gaps in gaps_of_requests]
     parts = [records_of([request(chunks_s=one.tolist(), ended_s=1e11)], Clock([])).gaps for one in chunks]
     exact = percentiles([observed(np.concatenate([np.diff(one) for one in chunks]))], [permille])[0].value_s
-    assert join_gaps(parts).percentile_s(permille) == pytest.approx(exact, rel=1e-3, abs=1e-300)
+    assert join_gaps(parts).percentile_s(permille) == pytest.approx(exact, rel=1e-3, abs=1e-9)
 
 
 def test_a_reading_process_that_is_killed_is_an_error_with_words(tmp_path: Path, limits: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def read_marks(path: Path, damaged: list[int] | None = None) -> list[ProcessMark
 
 # Several processes read the blocks of a long file. The blocks depend on the file alone and the results come in the
 # order of the file, so the number of processes changes no result.
-BLOCK_BYTES = 16 * 2**20
+BLOCK_BYTES = 4 * 2**20
 PARALLEL_BYTES = 64 * 2**20  # below that, starting processes takes longer than they save
 MAX_PROCESSES = 4
 

@@ -38,6 +38,7 @@ Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 FINE_S = 0.1  # width of a bin of tokens over time
 MAX_FINE = 4_000_000  # bins of a cell, over four days; later times count in the last bin
+_MIN_GAP_S = 2.0**-30  # shorter gaps are in one bin, as those of chunks that shared a read
 _GAP_SHIFT = 42  # a bin of gaps has the sign, the exponent and the first ten bits of the fraction of a float
 
 
@@ -163,7 +164,9 @@ class Gaps(Struct):
         rank = max(1, -(-self.n * permille // 1000))
         place = self.first + int(np.searchsorted(np.cumsum(self.counts), rank))
         low, high = np.array([place << _GAP_SHIFT, (place + 1) << _GAP_SHIFT], dtype=np.int64).view(np.float64)
-        return min(max((float(low) + float(high)) / 2 if place else 0.0, self.min_s), self.max_s)
+        if low <= _MIN_GAP_S:
+            return self.min_s
+        return min(max((float(low) + float(high)) / 2, self.min_s), self.max_s)
 
 
 def join_gaps(parts: Iterable[Gaps]) -> Gaps:
@@ -381,7 +384,7 @@ class _Chunks:
         is_chosen = np.repeat(chosen, self._n)
         is_chosen[self._ends - 1] = False
         gaps_s = self._gaps_s[is_chosen]
-        bins = np.maximum(gaps_s, 0.0).view(np.int64) >> _GAP_SHIFT
+        bins = np.maximum(gaps_s, _MIN_GAP_S).view(np.int64) >> _GAP_SHIFT
         first = int(bins.min())
         total_s = self.columns["last_chunk_s"][chosen] - self.columns["first_chunk_s"][chosen]
         return Gaps(
