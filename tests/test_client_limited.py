@@ -205,7 +205,7 @@ def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path) -> None:
 
 def test_every_report_says_it(run: Path) -> None:
     summary, manifest = summarize(run), read_run(run)
-    said = f"VALID, CLIENT-LIMITED: {SAID.format('0.76')}"
+    said = f"VALID, CLIENT-LIMITED: {SAID.format('0.758')}"
     text = markdown.render(summary, manifest)
     assert f"**{said}**" in text
     assert "| b | x | 10.03 s‡ | 44 | 4.39‡ |" in text and "‡ | 1,254 | " in text
