@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "a pattern": (
         scenario(load=f"{NATURAL}{{json_schema: {{pattern: '(a+)+$'}}}}"),
-        "answer.json_schema.pattern (line 5): unknown key",
+        "answer.json_schema.pattern (line 5): the harness does not check it",
     ),
     "stages": (scenario(load=f"stages: [{'{users: 1, for_s: 1}, ' * 5000}]"), "it has 5,000 items; at most 100"),
     "metrics at every moment": (scenario(more="metrics_interval_s: 1e-9"), "a number of at least 0.1 is expected"),
