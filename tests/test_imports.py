@@ -13,9 +13,9 @@ from harness.analysis.summarize import summarize
 from harness.comparison.compare import compare_runs
 from harness.errors import HarnessError
 from harness.files import ROOT
-from harness.imports import Source, lemonade, llama_bench
+from harness.imports import Source, lemonade, llama_bench, vllm
 from harness.imports.write import FORMATS, import_file, read_file
-from harness.reasons import evidence, sentences, verdict_sentence
+from harness.reasons import evidence, verdict_sentence
 from harness.report import junit, markdown
 from harness.report import sentences as of_report
 from harness.report.charts import figures
@@ -108,8 +108,40 @@ def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
     assert numbers.ttft_s.p99 is None, "12 requests do not carry it"
     assert numbers.e2e_s.n == 0 and numbers.e2e_s.mean is None, "the file has no e2el"
     assert numbers.chunk_gap_s.n == 0
-    why = "not known: chunk_gap_s, tokens_per_chunk: the file was saved without --save-detailed"
-    assert any(note.startswith(why) for note in sentences(summary.notes))
+    assert unknown_fields(summary)[vllm._NO_RECORDS["lists"]] == ["chunk_gap_s", "tokens_per_chunk"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"start_times": None}, "start_times"),
+        ({"ttfts": [-1.0] * 12}, "latencies"),
+        ({"ttfts": None}, "lists"),
+        ({}, None),
+    ],
+)
+def test_what_keeps_vllm_lists_from_being_records_is_named(changes: Any, why: str | None, tmp_path: Path) -> None:
+    path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw.update(changes))
+    missing = read_file(path)[1].missing
+    assert missing == ({} if why is None else dict.fromkeys(("chunk_gap_s", "tokens_per_chunk"), vllm._NO_RECORDS[why]))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "text"),
+    [
+        ("vllm-chat.json", "date", "20261101-1"),
+        ("vllm-plain.json", "date", "yesterday"),
+        ("vllm-plain.json", "date", None),
+        ("lemonade-from-source.json", "timestamp", "20261101"),
+    ],
+)
+def test_a_time_of_day_that_cannot_be_read_is_that_of_the_file(
+    name: str, key: str, text: str | None, tmp_path: Path
+) -> None:
+    path = changed(name, tmp_path / "x.json", lambda raw: raw.update({key: text}))
+    imported = read_file(path)[1]
+    assert [note.code for note in imported.notes if "time" in note.code] == ["import_file_time"]
+    assert imported.parts[0].ended_wall_s == pytest.approx(path.stat().st_mtime)
 
 
 def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Path) -> None:
@@ -217,8 +249,6 @@ def test_other_definitions_and_other_work_are_refused(tmp_path: Path) -> None:
          r"\$\.ttfts\[2\]: Expected `float`, got `str`"),
         ("vllm-chat.json", lambda raw: raw["errors"].pop(), "the lists are not equally long: .*errors 11"),
         ("vllm-chat.json", lambda raw: raw.pop("duration"), "missing required field `duration`"),
-        ("vllm-chat.json", lambda raw: raw.update(date="yesterday"),
-         "a time such as 20260131-235959 is expected, got 'yesterday'"),
         ("vllm-chat.json", lambda raw: raw.update(total_output_tokens=10**400),
          r"\$\.total_output_tokens: Expected `int` <= "),
         ("vllm-chat.json", lambda raw: raw.update(completed=9),
@@ -417,6 +447,20 @@ def test_a_number_that_contradicts_others_is_missing(values: Any, missing: str, 
     assert missing in part.missing
 
 
+def test_a_result_of_a_duration_of_zero_has_no_numbers_that_a_median_would_take(tmp_path: Path) -> None:
+    least = {"model_id": "m", "num_prompts": 3, "completed": 3, "total_input_tokens": 30, "duration": 2.0}
+    least |= {"total_output_tokens": 24, "output_throughput": 12.0, "request_throughput": 1.5}
+    zeros = dict.fromkeys(
+        ("completed", "total_input_tokens", "total_output_tokens", "duration", "output_throughput"), 0
+    )
+    nothing = least | zeros | {"request_throughput": float("nan")}
+    _, summary = import_text(json.dumps(least) + "\n" + json.dumps(nothing), tmp_path)
+    (row,) = summary.rows
+    assert (row.wall_s, row.pooled.wall_s, row.pooled.output_tok_s) == ([2.0], 2.0, 12.0)
+    assert [cell.numbers.output_tokens for cell in summary.cells] == [24, None]
+    assert {"wall_s", "prompt_tokens", "output_tokens", "output_tok_s", "requests_per_s"} <= set(row.missing)
+
+
 def test_a_percentile_that_is_not_in_the_file_does_not_need_more_requests(tmp_path: Path) -> None:
     run, summary = import_text(json.dumps(RESULT), tmp_path)
     fields = unknown_fields(summary)
@@ -554,6 +598,53 @@ def test_llama_bench_tables_are_read_with_what_differs_between_their_rows(tmp_pa
         "rocm-fa-1 / pp512", "rocm-fa-0 / pp512", "input_tok_s",
     )  # fmt: skip
     assert verdict.ratio == pytest.approx(1312.8 / 1012.8)
+
+
+def test_rows_of_a_table_without_a_speed_are_missing_and_others_are_named(tmp_path: Path) -> None:
+    table = """\
+| backend |            test |           t/s |
+| ------- | --------------: | ------------: |
+| Vulkan  |           pp512 | 1180.22 ± 5.3 |
+| Vulkan  |           tg128 |  60,11 ± 0,10 |
+| Vulkan  |   pp512 @ d4096 |     nan ± nan |
+| Vulkan  |   tg128 @ d4096 |          fast |
+| Vulkan  |           tg256 | 1,180 ± 0,001 |
+| Vulkan  |            tg64 |     -5.0 ± 1. |
+| Vulkan  |       something |    60.0 ± 0.1 |
+| Vulkan  | tg32
+"""
+    _, summary = import_text(table, tmp_path, "bench.md")
+    rates = {row.load: (row.pooled.input_tok_s, row.pooled.output_tok_s) for row in summary.rows}
+    assert rates == {"pp512": (1180.22, None), "tg128": (None, 60.11)} | dict.fromkeys(
+        ("pp512-d4096", "tg128-d4096", "tg256", "tg64"), (None, None)
+    )
+    unread = [note.values for note in summary.notes if note.code == "import_rows_unread"]
+    assert unread == [{"unread": 2, "rows": ["| Vulkan | something | 60.0 ± 0.1 |", "| Vulkan | tg32"]}]
+    missing = [
+        note.values for note in summary.notes if note.code == "import_unknown" and "t/s is" in note.values["why"]
+    ]
+    assert [(note["why"], note["fields"], note["rows"]) for note in missing] == [
+        (f"t/s is {given}, which is no speed", [field, latency], [f"vulkan / {load}"])
+        for given, field, latency, load in (
+            ("nan ± nan", "input_tok_s", "ttft_s", "pp512-d4096"), ("fast", "output_tok_s", "tpot_s", "tg128-d4096"),
+            ("1,180 ± 0,001", "output_tok_s", "tpot_s", "tg256"), ("-5.0 ± 1.", "output_tok_s", "tpot_s", "tg64"),
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [-5, 0.0, None, float("nan")])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_test_of_llama_bench_without_a_speed_is_missing_in_its_row(bad: Any, first: bool, tmp_path: Path) -> None:
+    tests = [
+        {"n_prompt": 512, "n_gen": 0, "avg_ts": 100.0, "samples_ts": [99.0, -1.0], "samples_ns": [1, -1]},
+        {"n_prompt": 0, "n_gen": 128, "avg_ts": bad, "stddev_ts": -1.0, "samples_ts": [bad], "samples_ns": [1]},
+    ]
+    _, summary = import_text(json.dumps(tests[::-1] if first else tests), tmp_path)
+    rows = {row.load: row for row in summary.rows}
+    assert (rows["pp512"].input_tok_s, rows["tg128"].output_tok_s) == ([99.0], [])
+    assert {"output_tok_s", "tpot_s"} <= set(rows["tg128"].missing) and "input_tok_s" not in rows["pp512"].missing
+    samples = [note.values for note in summary.notes if note.code == "import_samples_missing"]
+    assert {one["row"]: one["missing"] for one in samples} == {"llama-bench / pp512": 1, "llama-bench / tg128": 1}
 
 
 @pytest.mark.parametrize(

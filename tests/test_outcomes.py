@@ -235,6 +235,7 @@ def test_streams_that_are_complete(tmp_path: Path, name: str) -> None:
     record = one_record(tmp_path, once(*pieces))
     assert (record.error, record.message) == (None, None)
     assert (len(record.chunks_s), record.finish) == (chunks, finish or None)
+    assert record.textless is not None, "marks a streamed answer, whose finish reason is known"
 
 
 def test_a_response_that_nobody_asked_for_is_not_the_answer() -> None:

@@ -131,6 +131,34 @@ def test_tokens_that_were_not_reported_are_missing_and_not_zero(tmp_path: Path) 
     assert summary.notes[0].code == "tokens_unknown"
 
 
+@pytest.mark.parametrize(("others", "invalid"), [("stop", True), (None, False)])
+def test_answers_without_a_finish_reason_were_cut_where_their_server_sends_them(
+    others: str | None, invalid: bool, tmp_path: Path
+) -> None:
+    """Only other answers of the same server, warm-up included, show that it does; those of server b never do."""
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        finish = others if (cell.server, cell.repeat) == ("a", 2) else None
+        changes = {"cell": cell.id, "process": process, "textless": 0}
+        return [
+            request(phase="warmup", sent_s=start_s, finish=finish, **changes),
+            *(request(index=index, sent_s=start_s + 2, finish=None, **changes) for index in range(4)),
+        ]
+
+    write_made_run(tmp_path / "run", made_of=scenario(repeats=2), requests=requests)
+    summary = summarize(tmp_path / "run")
+    assert summary.valid == (not invalid)
+    found = [(reason.code, reason.cell, reason.values) for reason in summary.reasons]
+    noted = [(note.code, note.cell, note.values) for note in summary.notes if note.code == "finish_missing"]
+    values = {"answers": 4, "requests": 4}
+    cut = [("finish_missing", f"r{repeat}-a-x", values | {"cut": True}) for repeat in (1, 2) if invalid]
+    whole = [
+        ("finish_missing", f"r{repeat}-{server}-x", values | {"cut": False})
+        for repeat, servers in ((1, "ab"), (2, "ba")) for server in servers if not (invalid and server == "a")
+    ]  # fmt: skip
+    assert (found, noted) == (cut, whole)
+
+
 def test_a_timed_load_counts_the_tokens_inside_its_window(tmp_path: Path) -> None:
     load = Load(user="batch", duration_s=10.0, output_tokens=11)
     records = [

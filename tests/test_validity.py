@@ -48,6 +48,7 @@ def check(
     schedule: ScheduleKept | None = None,
     reached: bool = True,
     sample: MetricsSample | None = None,
+    sends_finish: bool = False,
 ) -> Findings:
     data = cell_data(four() if records is None else records, Clock(marks))
     numbers = replace(compute_numbers([data]), schedule=schedule)
@@ -55,6 +56,7 @@ def check(
         Evidence(
             cell="c", ran=cell, was_reached=reached, load=load, max_error_rate=max_error_rate, data=data,
             numbers=numbers, server_load=server, machine_load=machine, marks=marks, last_sample=sample,
+            sends_finish=sends_finish,
         )
     )  # fmt: skip
 
@@ -176,6 +178,15 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"records": four(output_tokens=None)}, [], [("tokens_unknown", {"answers": 1, "requests": 4})]),
         ({"records": four(finish="eos_token")}, [],
          [("unknown_finish", {"answers": 1, "requests": 4, "finishes": {"eos_token": 1}})]),
+        # An answer without a finish reason was cut where the server sends them; another client's are not known.
+        *(({"records": four(textless=0, finish=None) + extra, "load": replace(LOAD, requests=4 + len(extra)),
+            "marks": both_marks("c", 7, 0.0, 10.0, sent=4 + len(extra)), "sends_finish": sends}, found, noted)
+          for extra in ([], [request(index=4, textless=0)])
+          for missing in [("finish_missing", {"answers": 1, "requests": 1 + len(extra)})]
+          for sends, found, noted in ((True, [missing], []), (False, [], [missing]))),
+        ({"records": four(finish=None), "sends_finish": True}, [], []),
+        ({"records": four(textless=0, finish=None, **CUT), "load": TIMED, "sends_finish": True}, [],
+         [("unfinished", {})]),
         ({"records": four(**FEW)}, [], [("tokens_too_few", {"answers": 1, "requests": 4})]),
         ({"records": four(**FEW, reasoning_chunks=3)}, [], [("tokens_too_few", {}), ("reasoning_share", {})]),
         # A tool call may come in more pieces than tokens; one token may end the reasoning and begin the answer.

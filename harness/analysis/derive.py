@@ -78,6 +78,12 @@ def has_more_pieces(rows: Rows) -> Bools:
     return found
 
 
+def streamed(rows: Rows) -> Bools:
+    """Whether an answer succeeded and was streamed as text, to a client of this suite: its finish reason is known."""
+    found: Bools = rows.good & (rows.chunks > 0) & ~np.isnan(rows.textless)
+    return found
+
+
 def has_short_prompt(rows: Rows) -> Bools:
     """Whether the server counted far fewer tokens than the prompt has words, each of which has at least one token."""
     found: Bools = rows.prompt_tokens < MIN_PROMPT_SHARE * rows.asked_prompt_tokens

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from harness.analysis import validity
+from harness.analysis import derive, validity
 from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import common_limit, limited_by, limited_fields, mean_split, time_split, timed_others
 from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
@@ -74,7 +74,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
     slos = slo_sets(check_texts)
     cells = {name: planned_cells[name] for name in data.cells}
     imported = read_numbers(folder, run)
-    models = _usual_models(data)
+    models, finishing = _usual_models(data), _servers_with_finishes(data)
     sessions = validity.number_sessions(run)
     summaries = [
         _summarize_cell(
@@ -84,6 +84,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
             session=sessions.get(name) if any(sessions.values()) else None,
             imported=imported.get(name),
             model=models.get(cell.server),
+            sends_finish=cell.server in finishing,
         )
         for name, cell in cells.items()
     ]
@@ -157,6 +158,15 @@ def _usual_models(data: RunData) -> dict[str, str]:
         named = validity.name_counts(cell.counted.model.where(cell.counted.good))
         models.setdefault(data.planned[name].server, Counter()).update(named)
     return {server: counts.most_common(1)[0][0] for server, counts in models.items() if counts}
+
+
+def _servers_with_finishes(data: RunData) -> set[str]:
+    """The servers of which a streamed answer, also to a warm-up request, has a finish reason."""
+    return {
+        data.planned[name].server
+        for name, cell in data.cells.items()
+        if (derive.streamed(cell.rows) & ~cell.rows.finish.is_in(None)).any()
+    }
 
 
 def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Sequence[str]) -> list[CellSummary]:
@@ -276,6 +286,7 @@ def _summarize_cell(
     session: int | None,
     imported: Numbers | None,
     model: str | None,
+    sends_finish: bool,
 ) -> CellSummary:
     run, of_cell, marks = data.run, data.cells[cell.id], data.marks.get(cell.id, [])
     ran, (one, seed) = run.ran.get(cell.id), effective_load(run, cell)
@@ -302,6 +313,7 @@ def _summarize_cell(
             marks=marks,
             warmup=warmup,
             model=model,
+            sends_finish=sends_finish,
             last_sample=metrics[-1] if metrics else None,
             tokens=None if run.origin is not None else request_tokens(one, run.scenario.prompts),
             exact_prompts=run.scenario.prompts.tokenizer is not None,

@@ -88,6 +88,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     marks: Sequence[ProcessMark]
     last_sample: MetricsSample | None = None  # the last one of the server's metrics
     model: str | None = None  # that most answers of the server name in this run
+    sends_finish: bool = False  # a streamed answer of the server had a finish reason in this run
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     tokens: RequestTokens | None = None  # of its requests
     shared_server: bool = False  # the server served other loads at the same time
@@ -125,6 +126,7 @@ def check_cell(evidence: Evidence) -> Findings:
         *_server_reasons(evidence),
         *(() if evidence.imported else (*_process_reasons(evidence), *_contradiction_reasons(evidence))),
         *_model_reasons(evidence),
+        *_finish_reasons(evidence, invalid=True),
         *_hang_reasons(evidence, invalid=True),
         *_work_reasons(evidence),
         *_count_reasons(evidence),
@@ -273,6 +275,14 @@ def _model_reasons(evidence: Evidence) -> Iterator[Reason]:
     models = name_counts(evidence.good.model)
     if len(models) > 1 or (models and evidence.model is not None and evidence.model not in models):
         yield because("model_changed", usual=evidence.model, models=dict(models.most_common()))
+
+
+def _finish_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
+    """Streamed answers without a finish reason: cut where the server sends them in others, else only a note."""
+    streamed = evidence.good.where(derive.streamed(evidence.good))
+    without = int(streamed.finish.is_in(None).sum())
+    if without and evidence.sends_finish == invalid:
+        yield because("finish_missing", answers=without, requests=len(streamed), cut=invalid)
 
 
 def _hang_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
@@ -486,6 +496,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
     uncounted = int(np.isnan(good.output_tokens).sum())
     if uncounted and load.endpoint != "embeddings":
         yield because("tokens_unknown", answers=uncounted, requests=succeeded)
+    yield from _finish_reasons(evidence, invalid=False)
     if finishes := name_counts(good.finish.where(~good.finish.is_in(*KNOWN_FINISHES))):
         yield because(
             "unknown_finish", answers=finishes.total(), requests=succeeded, finishes=dict(finishes.most_common())

@@ -26,7 +26,7 @@ Duration = Annotated[float, Meta(ge=0)]  # in the unit of the file
 
 # Notes of several formats.
 ONE_USER = Reason("import_one_user", "one request at a time: says nothing of several users")
-_FILE_TIME = "the file has no time of day; its writing time is used as the end of the run"
+_FILE_TIME = "the file has no time of day that can be read; its writing time is used as the end of the run"
 FILE_TIME = Reason("import_file_time", _FILE_TIME)
 
 
@@ -57,12 +57,17 @@ class Source(Struct, frozen=True):
             next_step=f"{DOCS}/imports.md says which versions of which tool are read; nothing was written.",
         )
 
-    def parse_time(self, place: str, text: str, form: str, such_as: str) -> float:
-        """Return a time in UTC as Unix time. Raise HarnessError unless it has the form (as strptime has it)."""
-        try:
-            return datetime.datetime.strptime(text, form).replace(tzinfo=datetime.UTC).timestamp()
-        except ValueError:
-            raise self.error_at(place, f"a time such as {such_as} is expected, got {text!r}") from None
+    def written_s(self) -> float:
+        """Return when the file was written, as Unix time."""
+        return self.path.stat().st_mtime
+
+
+def unix_time(text: str | None, form: str) -> float | None:
+    """A time in UTC as Unix time; None: there is none, or not of the form (as strptime has it)."""
+    try:
+        return None if text is None else datetime.datetime.strptime(text, form).replace(tzinfo=datetime.UTC).timestamp()
+    except ValueError:
+        return None
 
 
 class ImportedPart(Struct, frozen=True, kw_only=True):

@@ -5,7 +5,18 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
-from harness.imports import ONE_USER, Count, Duration, Format, Imported, ImportedPart, LatencyStats, Source
+from harness.imports import (
+    FILE_TIME,
+    ONE_USER,
+    Count,
+    Duration,
+    Format,
+    Imported,
+    ImportedPart,
+    LatencyStats,
+    Source,
+    unix_time,
+)
 from harness.summary import NO_SAMPLE, Distribution, Numbers, Reason
 
 DEFINITIONS = {
@@ -76,7 +87,7 @@ class LemonadeHardware(Struct, frozen=True, kw_only=True):
 
 
 class LemonadeBench(Struct, frozen=True, kw_only=True):
-    timestamp: str
+    timestamp: str | None = None
     hardware: LemonadeHardware
     models: list[Any]
 
@@ -87,7 +98,8 @@ def read(source: Source) -> Imported:
     if len(bench.models) != 1:
         raise source.error_at("$.models", f"a file of one model is expected, got {len(bench.models)}")
     model = source.read(LemonadeModel, bench.models[0], "$.models[0]")
-    wall_s = source.parse_time("$.timestamp", bench.timestamp, "%Y-%m-%dT%H:%M:%SZ", "2026-01-31T23:59:59Z")
+    time_s = unix_time(bench.timestamp, "%Y-%m-%dT%H:%M:%SZ")
+    wall_s = source.written_s() if time_s is None else time_s
     names = [f"{result.recipe}-{result.backend}" for result in model.results]
     # Equal names get a number.
     servers = [
@@ -127,7 +139,7 @@ def read(source: Source) -> Imported:
             "ttfo_s": _NO_RECORDS,
             "requests_per_s": "one request at a time, between loads of the model",
         },
-        notes=[Reason("import_local_time", _LOCAL_TIME), ONE_USER],
+        notes=[FILE_TIME if time_s is None else Reason("import_local_time", _LOCAL_TIME), ONE_USER],
     )
 
 

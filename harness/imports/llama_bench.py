@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.imports import FILE_TIME, ONE_USER, Count, Duration, Format, Imported, ImportedPart, Source
+from harness.imports import FILE_TIME, ONE_USER, Count, Format, Imported, ImportedPart, Source, unix_time
 from harness.redact import printable
 from harness.summary import Distribution, Numbers, because
 from harness.units import significant
@@ -26,6 +26,7 @@ DEFINITIONS = {
     "tpot_s": "time of the generation / generated tokens, the first included",
     "e2e_s": "the time of prompt and generation, without a server or a tokenizer",
 }
+_OF_SPEED = ("input_tok_s", "output_tok_s", "ttft_s", "tpot_s", "e2e_s")
 _NO_RECORDS = "llama-bench sends no requests"
 _NO_TOKENS = "the test generates no tokens"
 _MISSING = {
@@ -39,11 +40,15 @@ _MISSING = {
 _NO_SETTINGS = (
     "build_commit", "build_number", "build", "cpu_info", "gpu_info", "model_type", "model_size", "model_n_params",
     "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns",
-    "samples_ts", "size", "params", "test", "t/s",
+    "samples_ts", "size", "params", "test", "t/s", "table_speed", "unread",
 )  # fmt: skip
 _MODEL = ("model_filename", "model")
 _TEST = re.compile(r"(?:pp ?(?P<pp>\d{1,9}))?\+?(?:tg ?(?P<tg>\d{1,9}))?(?: ?@ ?d ?(?P<depth>\d{1,9}))?")
-_SPEED = re.compile(r"(?P<mean>\d{1,9}(?:\.\d{1,9})?) *(?:±|\+-|\+/-) *(?P<deviation>\d{1,9}(?:\.\d{1,9})?)")
+# Some locales print a decimal comma, always with two digits; "1,180" could be a thousand.
+_NUMBER = r"\d{1,9}(?:\.\d{1,9}|,\d{1,2})?"
+_SPEED = re.compile(rf"(?P<mean>{_NUMBER}) *(?:±|\+-|\+/-) *(?P<deviation>{_NUMBER})")
+_RULE = re.compile(r":?-+:?")  # a cell of the line below a table's head
+_DEVIATION = re.compile(r"±|\+-|\+/-")
 _BUILD = re.compile(r"build: (?P<commit>[0-9a-f]{4,40}) \((?P<number>\d{1,9})\)")
 _OTHER_FORMS = {
     "CSV": re.compile(r'^"?build_commit"?,.*avg_ts', re.MULTILINE),
@@ -51,6 +56,8 @@ _OTHER_FORMS = {
 }
 _ERROR = re.compile(r"^(?:[\w.-]{1,40}: )?error: [^\n]{1,200}", re.MULTILINE | re.IGNORECASE)
 MAX_DIFFERENCE = 0.01  # between a mean and that of its samples
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+_MAX_ROWS, _MAX_ROW = 5, 300  # unread rows that a note names, and characters of each
 _SHORT = 12  # characters of a setting's name and value in a server's name
 
 
@@ -58,20 +65,27 @@ class LlamaBenchTest(Struct, frozen=True, kw_only=True):
     n_prompt: Count
     n_gen: Count
     n_depth: Count = 0
-    avg_ts: Duration  # tokens a second
-    stddev_ts: Duration | None = None
-    samples_ts: list[Duration | None] = []
-    samples_ns: list[Duration | None] = []
+    avg_ts: float | None = None  # tokens a second
+    stddev_ts: float | None = None
+    samples_ts: list[float | None] = []
+    samples_ns: list[float | None] = []
     test_time: str | None = None
     build_commit: str | None = None
     build_number: Count | None = None
     backends: str | None = None
     backend: str | None = None  # of a Markdown table
+    table_speed: str | None = None  # of a Markdown table, as it is there
+    unread: list[str] = []  # of the first test of Markdown tables: their rows that are no test
 
     @property
     def speeds(self) -> list[float]:
-        """The samples that are known."""
-        return [speed for speed in self.samples_ts if speed is not None]
+        """The samples that can be a speed."""
+        return [speed for speed in self.samples_ts if speed is not None and speed > 0]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean, where it can be a speed."""
+        return self.avg_ts if self.avg_ts is not None and self.avg_ts > 0 else None
 
     @property
     def name(self) -> str:
@@ -83,11 +97,12 @@ class LlamaBenchTest(Struct, frozen=True, kw_only=True):
 def read_tables(path: Path, text: str) -> list[dict[str, Any]]:
     """Return the tests of all Markdown tables of llama-bench in a text, in the form of its JSON.
 
+    A row without a speed is a test without one, and the first test has the rows that cannot be read.
     `path`: for messages. Raises HarnessError for llama-bench's CSV and SQL, and for an error message of a tool.
     """
     build = _BUILD.search(text)
     about = {} if build is None else {"build_commit": build["commit"], "build_number": int(build["number"])}
-    tests, head = [], list[str]()
+    tests, head, unread = list[dict[str, Any]](), list[str](), list[str]()
     for line in text.splitlines():
         if not line.lstrip().startswith("|"):
             head = []
@@ -95,19 +110,33 @@ def read_tables(path: Path, text: str) -> list[dict[str, Any]]:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if {"test", "t/s"} <= set(cells):
             head = cells
-        elif len(cells) == len(head):
-            row = dict(zip(head, cells, strict=True))
-            test, speed = _TEST.fullmatch(row["test"]), _SPEED.fullmatch(row["t/s"])
-            if test is not None and speed is not None and (test["pp"] or test["tg"]):
-                lengths = {
-                    name: int(test[part] or 0)
-                    for name, part in (("n_prompt", "pp"), ("n_gen", "tg"), ("n_depth", "depth"))
-                }
-                speeds = {"avg_ts": float(speed["mean"]), "stddev_ts": float(speed["deviation"])}
-                tests.append(row | lengths | speeds | about)
-    if not tests:
+        elif head and not all(map(_RULE.fullmatch, cells)):
+            row = _table_row(dict(zip(head, cells, strict=False)) if len(cells) == len(head) else {})
+            if row is None:
+                unread.append(line)
+            else:
+                tests.append(row | about)
+    if not any(_DEVIATION.search(test["table_speed"]) for test in tests):
         _refuse_other_forms(path, text)
+        return []
+    tests[0]["unread"] = unread
     return tests
+
+
+def _table_row(row: dict[str, str]) -> dict[str, Any] | None:
+    """A row of a table in the form of llama-bench's JSON; None: it is no test."""
+    test = _TEST.fullmatch(row.get("test", ""))
+    if test is None or not (test["pp"] or test["tg"]):
+        return None
+    parts = (("n_prompt", "pp"), ("n_gen", "tg"), ("n_depth", "depth"))
+    speed = _SPEED.fullmatch(row["t/s"])
+    names = {} if speed is None else {"avg_ts": "mean", "stddev_ts": "deviation"}
+    return {
+        **row,
+        **{name: int(test[part] or 0) for name, part in parts},
+        **{name: float(speed[part].replace(",", ".")) for name, part in names.items() if speed is not None},
+        "table_speed": row["t/s"],
+    }
 
 
 def _refuse_other_forms(path: Path, text: str) -> None:
@@ -151,8 +180,9 @@ def read(source: Source) -> Imported:
         missing=_MISSING,
         notes=[
             ONE_USER,
-            *([FILE_TIME] if any(test.test_time is None for test in tests) else []),
+            *([FILE_TIME] if any(unix_time(test.test_time, _TIME) is None for test in tests) else []),
             *_speed_notes(tests, servers),
+            *_unread_notes(build.unread),
         ],
     )
 
@@ -170,18 +200,24 @@ def _speed_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[An
         row, speeds, total = f"{server} / {test.name}", test.speeds, len(test.samples_ts)
         if len(speeds) < total:
             missing = total - len(speeds)
-            text = f"{row}: {missing} of {total} samples_ts are null and count as missing"
+            text = f"{row}: {missing} of {total} samples_ts are no speed and count as missing"
             yield because("import_samples_missing", text, row=row, missing=missing, total=total)
-        elif speeds and abs(test.avg_ts - (mean := fmean(speeds))) > MAX_DIFFERENCE * max(test.avg_ts, mean):
-            text = f"{row}: avg_ts ({test.avg_ts:,} tok/s) is not the mean of samples_ts ({significant(mean)} tok/s); "
+        elif speeds and test.mean and abs(test.mean - (mean := fmean(speeds))) > MAX_DIFFERENCE * max(test.mean, mean):
+            text = f"{row}: avg_ts ({test.mean:,} tok/s) is not the mean of samples_ts ({significant(mean)} tok/s); "
             text += "the samples are used"
-            yield because("import_mean_differs", text, row=row, mean=test.avg_ts, samples_mean=mean)
-        if not speeds and test.stddev_ts is not None:
-            text = (
-                f"{row}: {test.avg_ts:,} ± {test.stddev_ts:,} tok/s (standard deviation); the single repetitions are "
-            )
+            yield because("import_mean_differs", text, row=row, mean=test.mean, samples_mean=mean)
+        if not speeds and test.mean is not None and test.stddev_ts is not None:
+            text = f"{row}: {test.mean:,} ± {test.stddev_ts:,} tok/s (standard deviation); the single repetitions are "
             text += "not in the file"
-            yield because("import_deviation", text, row=row, mean=test.avg_ts, deviation=test.stddev_ts)
+            yield because("import_deviation", text, row=row, mean=test.mean, deviation=test.stddev_ts)
+
+
+def _unread_notes(rows: list[str]) -> Iterator[Any]:
+    """A note that names the rows of a table that are no test; of many, the first."""
+    shown = [" ".join(printable(row).split())[:_MAX_ROW] for row in rows[:_MAX_ROWS]]
+    if shown:
+        text = f"{len(rows)} of the table's rows cannot be read: {'; '.join(shown)}"
+        yield because("import_rows_unread", text, unread=len(rows), rows=shown)
 
 
 def _settings(value: dict[str, Any]) -> list[str]:
@@ -219,10 +255,8 @@ def _make_parts(
     if test.samples_ns and len(test.samples_ns) != len(test.samples_ts):
         lengths = f"samples_ns {len(test.samples_ns)}, samples_ts {len(test.samples_ts)}"
         raise source.error_at(place, f"the lists are not equally long: {lengths}")
-    if test.test_time is None:
-        wall_s = source.path.stat().st_mtime
-    else:
-        wall_s = source.parse_time(f"{place}.test_time", test.test_time, "%Y-%m-%dT%H:%M:%SZ", "2026-01-31T23:59:59Z")
+    time_s = unix_time(test.test_time, _TIME)
+    wall_s = source.written_s() if time_s is None else time_s
     first = 1 + sum(part.server == server and part.load == test.name for part in before)
     missing = {"e2e_s": "only a test of prompt and generation has both"}
     if not test.n_gen:
@@ -231,6 +265,10 @@ def _make_parts(
         missing = dict.fromkeys(("ttft_s", "tpot_s"), "prompt and generation are timed together")
     else:
         missing |= dict.fromkeys(("input_tok_s", "ttft_s"), "the test processes no prompt")
+    if not test.speeds and test.mean is None:
+        name, given = ("avg_ts", test.avg_ts) if test.table_speed is None else ("t/s", test.table_speed)
+        why = f"{name} is {'missing' if given is None else printable(str(given))[:_MAX_ROW]}, which is no speed"
+        missing = {field: missing.get(field, why) for field in _OF_SPEED}
     return [
         ImportedPart(
             server=server,
@@ -244,14 +282,14 @@ def _make_parts(
             ended_wall_s=wall_s,
             missing=missing,
         )
-        for repeat, speed in zip(count(first), test.speeds or [test.avg_ts])
+        for repeat, speed in zip(count(first), test.speeds or [test.mean])
     ]
 
 
-def _numbers(test: LlamaBenchTest, speed: float) -> Numbers:
-    """The numbers of a repetition from its speed in tokens a second; a speed of 0 cannot be, so it is missing."""
+def _numbers(test: LlamaBenchTest, speed: float | None) -> Numbers:
+    """The numbers of a repetition from its speed in tokens a second."""
     tokens = test.n_prompt + test.n_gen
-    took_s = tokens / speed if speed > 0 else None
+    took_s = None if speed is None else tokens / speed
 
     def sample(value: float | None) -> Distribution:
         return Distribution(n=0) if value is None else Distribution(n=1, mean=value, min=value, max=value)
@@ -266,12 +304,12 @@ def _numbers(test: LlamaBenchTest, speed: float) -> Numbers:
         output_tokens=test.n_gen or None,
         window="timed",
         window_s=took_s,
-        input_tok_s=speed * test.n_prompt / tokens or None,
-        output_tok_s=speed * test.n_gen / tokens or None,
+        input_tok_s=None if speed is None else speed * test.n_prompt / tokens or None,
+        output_tok_s=None if speed is None else speed * test.n_gen / tokens or None,
         ttft_s=sample(took_s if not test.n_gen else None),
         tpot_s=sample(took_s / test.n_gen if took_s and not both and test.n_gen else None),
         e2e_s=sample(took_s if both else None),
     )
 
 
-FORMAT = Format("llama-bench -o json, jsonl or md", ("n_prompt", "n_gen", "avg_ts"), read)
+FORMAT = Format("llama-bench -o json, jsonl or md", ("n_prompt", "n_gen"), read)

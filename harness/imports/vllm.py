@@ -24,6 +24,7 @@ from harness.imports import (
     ImportedPart,
     LatencyStats,
     Source,
+    unix_time,
 )
 from harness.rundir.records import Request
 from harness.summary import NO_SAMPLE, Distribution, Numbers, because
@@ -51,7 +52,12 @@ AGGREGATE = {
 _WORK = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
 _RATE_TOLERANCE = 0.01  # of a rate and its count / duration, which is rounded in some files
 _NO_PERCENTILE = "the file has no such percentile (--metric-percentiles 50,90,95,99 writes them)"
-_NO_DETAIL = "the file was saved without --save-detailed, or before January 2026, so it has no line for each request"
+_NO_RECORDS = {  # by what a result does not have
+    "lists": "the file was saved without --save-detailed, so it has no entry for each request",
+    "start_times": "the file has no start_times (vLLM writes them since January 2026), so no request has a start",
+    "latencies": "a request has a TTFT or ITL that cannot be, so when it ended is not known",
+}
+_DATE = "%Y%m%d-%H%M%S"
 
 
 class VllmResult(Struct, frozen=True, kw_only=True):
@@ -90,7 +96,7 @@ def read(source: Source) -> Imported:
     if len(models) > 1:
         raise source.error_at("$[*].model_id", f"results of {len(models)} models; import a file of one model each")
     with_records = all(part.records for part in parts)
-    has_dates = all("date" in value for value in documents)
+    has_dates = all(unix_time(value.get("date"), _DATE) is not None for value in documents)
     no_zone = because("import_time_zone", "the file's `date` has no time zone; it is taken for UTC")
     notes = [no_zone if has_dates else FILE_TIME]
     if any(record.error for part in parts for record in part.records):
@@ -107,7 +113,7 @@ def read(source: Source) -> Imported:
         parts=_number_repeats(parts),
         work=works[0] if len(works) == 1 else works,
         definitions=DEFINITIONS if with_records else DEFINITIONS | AGGREGATE,
-        missing={} if with_records else {"chunk_gap_s": _NO_DETAIL, "tokens_per_chunk": _NO_DETAIL},
+        missing=dict.fromkeys(("chunk_gap_s", "tokens_per_chunk"), why) if (why := _why_no_records(documents)) else {},
         notes=notes,
     )
 
@@ -119,18 +125,15 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
         raise HarnessError(f"{source.path}: {place}: a benchmark of embeddings has no generated tokens to measure")
     result = source.read(VllmResult, value, place)
     value = _without_bad_latencies(value)
-    detail = source.read(VllmDetail, value, place) if "ttfts" in value else None
+    detail = source.read(VllmDetail, value, place) if value.get("ttfts") is not None else None
     if detail is not None:
         _refuse_unequal_lists(source, place, detail)
     _refuse_contradictions(source, place, result, detail)
     records = [] if detail is None or detail.start_times is None else _records(detail, detail.start_times)
     missing: dict[str, str] = {}
     numbers = None if records else _summary_numbers(source, value, place, result, detail, missing)
-    ended = (
-        source.path.stat().st_mtime
-        if result.date is None
-        else source.parse_time(f"{place}.date", result.date, "%Y%m%d-%H%M%S", "20260131-235959")  # written at the end
-    )
+    date_s = unix_time(result.date, _DATE)  # written at the end
+    ended = source.written_s() if date_s is None else date_s
     rate = result.request_rate if isinstance(result.request_rate, float) else None
     default = "all-at-once" if result.request_rate == "inf" else "vllm"
     return ImportedPart(
@@ -143,6 +146,18 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
         ended_wall_s=ended,
         missing=missing,
     )
+
+
+def _why_no_records(documents: list[dict[str, Any]]) -> str | None:
+    """Why the first result without records has none; None: all have records."""
+    for value in documents:
+        if value.get("ttfts") is None:
+            return _NO_RECORDS["lists"]
+        if value.get("start_times") is None:
+            return _NO_RECORDS["start_times"]
+        if _without_bad_latencies(value)["start_times"] is None:
+            return _NO_RECORDS["latencies"]
+    return None
 
 
 def _load_name(rate: float | None, concurrency: int | None, default: str) -> str:
@@ -286,9 +301,10 @@ def _summary_numbers(
         }
 
     def positive(field: str, name: str, number: Any) -> Any:
-        """A number that cannot be 0 where requests succeeded."""
-        if not number and result.completed:
-            missing[field] = f"{name} is {'not in the file' if number is None else '0, which cannot be'}"
+        """A number that cannot be 0 where requests succeeded, and says nothing of a duration of 0 s."""
+        if not number and (result.completed or not result.duration):
+            cannot_be = "0, which cannot be" if result.completed or field == "wall_s" else "0 in a duration of 0 s"
+            missing[field] = f"{name} is {'not in the file' if number is None else cannot_be}"
             return None
         return number
 
