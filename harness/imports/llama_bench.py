@@ -269,6 +269,7 @@ def _make_parts(
         name, given = ("avg_ts", test.avg_ts) if test.table_speed is None else ("t/s", test.table_speed)
         why = f"{name} is {'missing' if given is None else printable(str(given))[:_MAX_ROW]}, which is no speed"
         missing = {field: missing.get(field, why) for field in _OF_SPEED}
+    speeds: list[float | None] = [*test.speeds] or [test.mean]
     return [
         ImportedPart(
             server=server,
@@ -282,7 +283,7 @@ def _make_parts(
             ended_wall_s=wall_s,
             missing=missing,
         )
-        for repeat, speed in zip(count(first), test.speeds or [test.mean])
+        for repeat, speed in zip(count(first), speeds)
     ]
 
 
