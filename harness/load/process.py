@@ -166,7 +166,7 @@ class LoadProcess:
         # Resolve the host name now, so that the first users need not wait. In a greenlet: if this waited, Locust's
         # worker would send its first report before the locustfile's listeners of `init` are called.
         gevent.spawn(self._look_up)
-        self._in_flight: dict[str, tuple[Exchange, Work]] = {}
+        self._in_flight: dict[int, tuple[Exchange, Work]] = {}  # by the identity of the exchange
         if job.report_after_s is not None:
             recorder.old_in_flight = self._old_in_flight
         self.sequencer = create_sequencer(job)
@@ -243,7 +243,7 @@ class LoadProcess:
         )
         answer, is_cut = Answer(), False
         self.recorder.note_sending(work.slot)
-        self._in_flight[exchange.id] = exchange, work
+        self._in_flight[id(exchange)] = exchange, work
         try:
             self._exchange(client, work, exchange)
             answer = self._finish_answer(work, exchange)
@@ -254,7 +254,7 @@ class LoadProcess:
             answer.fail(*_cut_error(error))
             raise
         finally:
-            del self._in_flight[exchange.id]
+            del self._in_flight[id(exchange)]
             save = partial(self._save_record, exchange, answer, work, on_record)
             if is_cut:
                 save()  # Locust may count next
