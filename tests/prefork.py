@@ -48,7 +48,7 @@ _COMMANDS = (
     "harness.prepare.preview",
     "harness.simulated.__main__",
 )
-PRELOADED = {"harness": _COMMANDS, "locust": ()}
+PRELOADED = {"harness": _COMMANDS, "locust": ("harness.analysis.derive",)}
 KINDS = tuple(PRELOADED)
 ANSWER_BYTES = 20
 MAINS = {"harness": "harness.__main__", "harness.simulated": "harness.simulated.__main__", "locust": "locust.main"}

@@ -26,8 +26,8 @@ from tests import prefork
 from tests.command import until
 from tests.load_runs import ROOT, make_job, records_of, wait_for_records
 
-SILENCE_S = 6.0  # of the watchdog; a fork of Locust has to start within it, on a busy machine as well
-QUIET_S = 7.0
+SILENCE_S = 12.0  # of the watchdog; a fork of Locust has to start within it, on a busy machine as well
+QUIET_S = 13.0
 SILENT = "although each may take 0.5 s"
 
 WAITS = """
@@ -117,8 +117,8 @@ def test_loads_that_are_quiet_by_schedule_go_on(tmp_path: Path, engine: str) -> 
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     slow_tool = Agent(steps=2, tool_time=PAUSE)
     loads = {
-        "points": Loaded(load(users=2, arrivals=even([0, 1], [1, 0], [8, 0], [8.2, 5]), duration_s=9.2), 6),
-        "warm-up": Loaded(load(users=2, arrivals=Arrivals(rate=0.14, spacing="even"), duration_s=1), 3, warmup=2),
+        "points": Loaded(load(users=2, arrivals=even([0, 1], [1, 0], [14, 0], [14.2, 5]), duration_s=15.2), 6),
+        "warm-up": Loaded(load(users=2, arrivals=Arrivals(rate=0.07, spacing="even"), duration_s=1), 3, warmup=2),
         "thinking": Loaded(load(users=2, requests=4, think=PAUSE, processes=2), 4),
         "slow tool": Loaded(load(user="agent", requests=2, agent=slow_tool), 2),
         "trace": Loaded(load(users=4, requests=3, trace=Trace(file="t.jsonl")), 3, job={"trace_file": str(trace)}),
