@@ -1,5 +1,6 @@
 """Verdicts within a run and across runs: words, sentences, refusals."""
 
+import functools
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
 from harness.judge.verdicts import ComparedSides, compare_rows, decide_verdicts, work_metric
 from harness.reasons import verdict_sentence
+from harness.report.sentences import comparison_answer
 from harness.rundir.manifest import Machine, Origin, ServedBy, UnlikeError, write_run
 from harness.rundir.records import read_requests
 from harness.scenario import Arrivals, Load, Scenario, Server
@@ -347,6 +349,8 @@ def test_one_run_against_one_is_provisional(tmp_path: Path) -> None:
     equal = compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
     assert [v.word for v in equal.verdicts] == ["no_difference"] * 2
     assert "no difference seen (-1" in verdict_sentence(equal.verdicts[0])
+    head, _, rest = comparison_answer(equal).partition(": ")
+    assert head in {v.side for v in equal.verdicts} and "); no difference seen (provisional). No regression: " in rest
     three = compare_runs([[tmp_path / "one"], [tmp_path / "two"], [tmp_path / "slow"]])
     assert [v.side for v in three.verdicts] == ["a / x (two)", "b / x (two)", "a / x (slow)", "b / x (slow)"]
 
@@ -395,6 +399,52 @@ def test_earlier_equal_runs_show_how_far_runs_differ(tmp_path: Path) -> None:
     # Equal runs of the other side count as well.
     other = compare_runs([[runs / "run-5"], [runs / "other"]], about="arguments", runs=runs)
     assert other.noise_source[1].values == {"runs": 5}
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        (1, 1, 3.8, 3.8),  # a confirmed regression
+        (1, 3.8, 3.8, 3.8, 3.8),
+        (3.8, 3.8, 1, 3.8),  # a defect that is back
+        (1, 3.8, 1, 3.8),
+        (1, 1, 1, 1.4, 1.4, 1.4),
+    ],
+)
+def test_a_difference_is_no_variation_between_equal_runs(tmp_path: Path, factors: Sequence[float]) -> None:
+    """Of runs with the same recorded keys; the last is compared with the oldest of those before it that differ."""
+    runs = tmp_path / "runs"
+    for number, factor in enumerate(factors):
+        write_made_run(runs / f"run-{number}", noisy(number, factor), started_wall_s=1000.0 + number)
+    base, side = runs / f"run-{factors.index(1)}", runs / f"run-{len(factors) - 1}"
+    found = compare_runs([[base], [side]], runs=runs)
+    assert found.noise_source[1].values == {"runs": len(factors) - 2}
+    assert [v.word for v in found.verdicts] == ["slower", "slower"]
+    assert all(v.low and v.high and v.high / v.low < 1.5 for v in found.verdicts)
+    done = harness("compare", "runs/" + base.name, "runs/" + side.name, "--runs", "runs", "--provisional", cwd=tmp_path)
+    assert (done.code, done.err) == (4, "")
+    checks = ["wall <= 1.1 * baseline"]
+    checked = compare_runs([[base], [side]], runs=runs, checks=checks, provisional=True).checks
+    assert {result.status for result in checked} == {"failed"}
+
+
+def _same(served: ServedBy, _: Cell) -> ServedBy:
+    return served
+
+
+def test_runs_at_two_addresses_name_both(tmp_path: Path) -> None:
+    """A server that already ran may have moved, so the address refuses nothing; it assigns earlier runs."""
+    runs = tmp_path / "runs"
+    for number, (path, factor) in enumerate([("fast", 1.0), ("slow", 1.25), ("fast", 1.0), ("slow", 1.25)]):
+        served = served_by(template=None, image=None, url=f"http://127.0.0.1:8000/{path}")
+        start: dict[str, Any] = {"started_wall_s": 1000.0 + number, "served": functools.partial(_same, served)}
+        write_made_run(runs / f"run-{number}", noisy(number, factor), **start)
+    found = compare_runs([[runs / "run-2"], [runs / "run-3"]], runs=runs)
+    assert [(each.key, each.values) for each in found.differences] == [
+        ("servers.*.url", ["http://127.0.0.1:8000/fast", "http://127.0.0.1:8000/slow"])
+    ]
+    assert found.noise_source[1].values == {"runs": 2}
+    assert all(v.low and v.high and v.high / v.low < 1.35 for v in found.verdicts)
 
 
 def test_another_number_of_machines_is_reported_and_refuses_nothing(tmp_path: Path) -> None:

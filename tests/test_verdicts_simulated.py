@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from harness.analysis.numbers import compute_numbers
+from harness.comparison.equal_runs import Value, variation_within
 from harness.judge import stats, verdicts
 from harness.judge.verdicts import Measured, pair_by_metric
 from harness.scenario import Load
@@ -163,6 +164,47 @@ def test_differences_between_runs_are_found(runs: int, spread: float, known: int
     found = words(trials, lambda: machine.runs(runs, ratio, known))
     assert found["slower"] == 0
     assert found["faster"] / trials >= least - room(least, trials)
+
+
+# Earlier runs that no recorded key assigns to a side: so many before the older side, and between the sides.
+
+
+def among_earlier(spread: float, shape: Shape, before: int, between: int, change: float, trials: int) -> Counter[str]:
+    """One run against an older one. From the middle of the runs between them on, a run is `change` times as fast."""
+    machine = Machine(spread, shape, seed=9)
+
+    def one() -> Verdict:
+        speeds = machine.speeds(before + between + 2)
+        changed = before + 1 + between // 2
+        values = [
+            Value(float(time), speed * (change if time >= changed else 1.0), frozenset({0, 1}))
+            for time, speed in enumerate(speeds)
+        ]
+        older, newer = values[before], values[-1]
+        earlier = [value for value in values if value not in (older, newer)]
+        known = variation_within({0: [older], 1: [newer]}, earlier)
+        return decided([[newer.speed]], [[older.speed]], within_run=False, known=known)
+
+    return words(trials, one)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("before", "between"), [(8, 0), (4, 4), (0, 8)])
+@pytest.mark.parametrize(("spread", "most"), [(0.02, 0.01), (0.04, 0.04)])
+def test_equal_servers_among_earlier_runs_are_rarely_called_different(
+    shape: Shape, before: int, between: int, spread: float, most: float
+) -> None:
+    trials = draws(1000)
+    found = among_earlier(spread, shape, before, between, 1.0, trials)
+    assert (found["faster"] + found["slower"]) / trials <= most + room(most, trials)
+
+
+@pytest.mark.parametrize(("before", "between"), [(0, 2), (0, 8), (4, 4)])
+@pytest.mark.parametrize(("change", "least"), [(2.0, 0.99), (0.5, 0.99)])
+def test_a_change_among_earlier_runs_is_found(before: int, between: int, change: float, least: float) -> None:
+    trials = draws(500)
+    found = among_earlier(0.04, "normal", before, between, change, trials)
+    assert found["faster" if change > 1 else "slower"] / trials >= least - room(least, trials)
 
 
 # Repeats of one run in the order of the plan, with a drift of the machine over the whole run.

@@ -1,15 +1,16 @@
 """The variation between equal runs, from earlier runs of a machine."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from harness.analysis.summarize import read_summary, summary_of
 from harness.errors import HarnessError
 from harness.judge import stats
-from harness.judge.comparable import collect_facts, differing_keys
+from harness.judge.comparable import collect_facts, differing_keys, is_address
 from harness.judge.verdicts import Measured, metric_values, number_fields, to_speeds
 from harness.rundir.directory import filed_runs
 from harness.rundir.manifest import Run, definition_conflict, read_run
@@ -17,17 +18,36 @@ from harness.summary import Reason, Summary, because
 from harness.units import count
 
 MAX_EQUAL_RUNS = 20  # of each side, the newest
+CHANGED = 1.5  # a ratio of sides that is no variation between equal runs: 7 standard deviations of the assumption
+DIVISION_FREEDOM = 2  # equal servers with eight runs between the sides keep their rate of false verdicts
 RowKey = tuple[str, str]  # server and load
 
 
-class EqualRuns(Struct, frozen=True):
-    """For each side of a comparison its equal runs that are not compared."""
+class Value(NamedTuple):
+    """The value of a run, as a speed."""
 
-    runs: list[list[tuple[Run, Summary]]]
+    started_wall_s: float
+    speed: float
+    sides: frozenset[int] = frozenset()  # of an earlier run: those that it equals
+
+
+class EqualRun(NamedTuple):
+    """An earlier run and the numbers of the sides that it equals."""
+
+    run: Run
+    summary: Summary
+    sides: frozenset[int]
+
+
+class EqualRuns(Struct, frozen=True):
+    """The runs that equal a side of a comparison and are not compared. `starts`: when the runs of each side started."""
+
+    runs: list[EqualRun]
+    starts: list[list[float]]
 
     def source(self) -> list[Reason]:
         """The assumption, and what else the variation between runs is known from."""
-        runs = sum(map(len, self.runs))
+        runs = len(self.runs)
         equal = [because("equal_runs", count(runs, "earlier equal run"), runs=runs)] if runs else []
         assumed = f"{stats.ASSUMED_SD:.0%} assumed (counts as much as 5 runs)"
         return [because("variation_assumed", assumed, sd=stats.ASSUMED_SD), *equal]
@@ -35,40 +55,112 @@ class EqualRuns(Struct, frozen=True):
     def known(self, row: RowKey, sides: Sequence[tuple[int, Measured]]) -> Callable[[str], tuple[float, int]]:
         """What is known of a row besides the values of the sides, by metric: sum of squares, degrees of freedom.
 
-        `sides`: of each side its number and its measured row.
+        `sides`: of each of the two sides its number and its measured row.
         """
 
         def of_metric(metric: str) -> tuple[float, int]:
-            squares, freedom = 0.0, 0
-            for number, measured in sides:
-                own = [value for run in measured.values(metric) if (value := _speed(metric, run)) is not None]
-                others = [
-                    value
-                    for run, summary in self.runs[number]
-                    if (value := _value(run, summary, row, metric, measured))
+            own = {
+                number: [
+                    Value(start, speed)
+                    for start, run in zip(self.starts[number], measured.values(metric), strict=True)
+                    if (speed := _speed(metric, run)) is not None
                 ]
-                if own and others:
-                    squares += stats.sum_of_squares([*own, *others]) - stats.sum_of_squares(own)
-                    freedom += len(others)
-            return squares, freedom
+                for number, measured in sides
+            }
+            earlier = [
+                Value(run.started_wall_s, speed, equals)
+                for run, summary, equals in self.runs
+                if not equals.isdisjoint(own) and (speed := _value(run, summary, row, metric, sides[0][1]))
+            ]
+            return variation_within(own, earlier)
 
         return of_metric
+
+
+def variation_within(sides: Mapping[int, Sequence[Value]], earlier: Sequence[Value]) -> tuple[float, int]:
+    """The sum of squares of earlier runs from the mean of the side that they count for, and its degrees of freedom.
+
+    A run that equals only one of the two sides counts for it. One that equals both counts for the nearer in value if
+    the sides differ by more than CHANGED. Otherwise time decides: the sides are divided at the place between them that
+    leaves the smallest sum of squares. That choice costs DIVISION_FREEDOM.
+    """
+    if not all(sides.values()):
+        return 0.0, 0
+    groups: dict[int, list[float]] = {number: [] for number in sides}
+    unknown = []
+    for value in earlier:
+        equals = value.sides & sides.keys()
+        if len(equals) == 1:
+            groups[min(equals)].append(value.speed)
+        else:
+            unknown.append(value)
+    middle = {number: stats.mean_log([value.speed for value in own]) for number, own in sides.items()}
+    low, high = sorted(sides, key=lambda number: middle[number])
+    divided = 0
+    if middle[high] - middle[low] > math.log(CHANGED):
+        for value in unknown:
+            is_high = math.log(value.speed) > (middle[low] + middle[high]) / 2
+            groups[high if is_high else low].append(value.speed)
+    else:
+        groups, divided = _divide_by_time(sides, groups, sorted(unknown))
+    squares = sum(_added_squares(sides[number], values) for number, values in groups.items())
+    return squares, max(sum(map(len, groups.values())) - divided, 0)
+
+
+def _divide_by_time(
+    sides: Mapping[int, Sequence[Value]], groups: Mapping[int, list[float]], unknown: Sequence[Value]
+) -> tuple[dict[int, list[float]], int]:
+    """The groups with the runs that equal both sides, and the degrees of freedom that their division costs.
+
+    Runs during sides that overlap in time count for none.
+    """
+    older, newer = sorted(sides, key=lambda number: min(sides[number]))
+    last, first = max(sides[older]).started_wall_s, min(sides[newer]).started_wall_s
+    before = [value.speed for value in unknown if value.started_wall_s < min(last, first)]
+    after = [value.speed for value in unknown if value.started_wall_s > max(last, first)]
+    between = [value.speed for value in unknown if last < value.started_wall_s < first]
+
+    def divided_at(index: int) -> dict[int, list[float]]:
+        return {
+            older: [*groups[older], *before, *between[:index]],
+            newer: [*groups[newer], *between[index:], *after],
+        }
+
+    def squares(made: Mapping[int, list[float]]) -> float:
+        return sum(_added_squares(sides[number], values) for number, values in made.items())
+
+    best = min(map(divided_at, range(len(between) + 1)), key=squares)
+    return best, DIVISION_FREEDOM if between else 0
+
+
+def _added_squares(own: Sequence[Value], others: Sequence[float]) -> float:
+    """What other runs of a side add to the sum of squares of its own."""
+    values = [value.speed for value in own]
+    return stats.sum_of_squares([*values, *others]) - stats.sum_of_squares(values) if others else 0.0
 
 
 def find_equal_runs(
     sides: Sequence[Sequence[Run]], rows: Sequence[RowKey], runs: Path | None, results: Path | None
 ) -> EqualRuns:
-    """Search `runs` and the filed `results` for runs that equal a side in machine, work, server and settings."""
+    """Search `runs` and the filed `results` for runs that equal a side in machine, work, server and settings.
+
+    Where sides differ only in the address of a server that already ran, a run at one of these addresses equals only
+    that side.
+    """
     compared = {(run.id, run.started_wall_s) for side in sides for run in side}
     newest_s = max(run.started_wall_s for side in sides for run in side)
     facts = [collect_facts(side[0], rows) for side in sides]
-    found: list[list[tuple[Run, Summary]]] = [[] for _ in sides]
+    addresses = [_addresses(of) for of in facts]
+    found: list[EqualRun] = []
     for folder, run in _other_runs(runs, results):
         key = (run.id, run.started_wall_s)
         if key in compared or run.started_wall_s > newest_s:
             continue
-        number = next((n for n, side in enumerate(sides) if _is_equal(run, side[0], rows, facts[n])), None)
-        if number is None or len(found[number]) == MAX_EQUAL_RUNS:
+        equals = [n for n, side in enumerate(sides) if _is_equal(run, side[0], rows, facts[n])]
+        if equals:
+            own = _addresses(collect_facts(run, rows))
+            equals = [n for n in equals if addresses[n] == own] or equals
+        if all(sum(n in one.sides for one in found) >= MAX_EQUAL_RUNS for n in equals):
             continue
         try:
             summary = read_summary(folder) if (folder / "summary.json").exists() else summary_of(folder)
@@ -76,8 +168,12 @@ def find_equal_runs(
             continue
         if summary.valid is not False:
             compared.add(key)
-            found[number].append((run, summary))
-    return EqualRuns(found)
+            found.append(EqualRun(run, summary, frozenset(equals)))
+    return EqualRuns(found, [[run.started_wall_s for run in side] for side in sides])
+
+
+def _addresses(facts: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in facts.items() if is_address(key)}
 
 
 def _other_runs(runs: Path | None, results: Path | None) -> Iterator[tuple[Path, Run]]:

@@ -94,6 +94,7 @@ def differing_keys(first: Facts, second: Facts) -> list[str]:
         key
         for key in dict.fromkeys([*first, *second])
         if key not in SHOWN_ONLY
+        and not is_address(key)
         and not is_measured(key)
         # A server that does not report a setting may still have the same one.
         and not (_REPORTED.search(key) and (key in first) != (key in second))
@@ -203,6 +204,8 @@ def _add_served_facts(name: str, run: Run, cell: CellRun, facts: dict[str, Any])
     """Add the facts of the server that served a cell. Where they differ from an earlier cell's, keep both values."""
     added: dict[str, Any] = {}
     flatten(name, _served_facts(cell.served_by, run, cell), added)
+    if cell.served_by.template is None and run.origin is None:  # it already ran; a started one has a random port
+        added[f"{name}.url"] = cell.served_by.url
     if cell.served_by.gateway is not None:
         flatten(f"{name}.gateway", _served_facts(cell.served_by.gateway, run, cell), added)
     for key, value in added.items():
@@ -309,6 +312,11 @@ def median_measurements(starts: Sequence[ServedBy]) -> dict[str, Any]:
 def is_measured(key: str) -> bool:
     """Whether a difference in this manifest key is only shown, and never a reason to refuse a comparison."""
     return _MEASURED.search(key) is not None
+
+
+def is_address(key: str) -> bool:
+    """Whether a manifest key is the address of a server: a difference is only shown, since one server may move."""
+    return key.startswith("servers.") and key.endswith(".url") and key.count(".") == 2
 
 
 def is_noise(key: str, values: Sequence[Any]) -> bool:

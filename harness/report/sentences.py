@@ -80,7 +80,7 @@ def _comparison_answer(comparison: Comparison) -> str:
     verdicts = comparison.verdicts
     largest = _largest_effect(verdicts)
     total = count(len(verdicts), "comparison")
-    shown = "" if largest is None else f"{largest.side} is {describe_ratio(largest)}. "
+    shown = "" if largest is None else f"{largest.side}{_ratio_with_word(largest)}. "
     counts = Counter(verdict_word(verdict) for verdict in verdicts)
     parts = ", ".join(f"{number} {word}" for word, number in counts.items())
     failing = sum(verdict.fails == "yes" for verdict in verdicts)
@@ -97,6 +97,13 @@ def _comparison_answer(comparison: Comparison) -> str:
     if counts["inconclusive"]:
         return f"{shown}Inconclusive: {counts['inconclusive']} of {total} cannot be decided, and none is slower."
     return f"{shown}No regression: {parts} of {total}."
+
+
+def _ratio_with_word(verdict: Verdict) -> str:
+    """The ratio of a verdict; with its word, unless the ratio already has it."""
+    if verdict.word in ("faster", "slower"):
+        return f" is {describe_ratio(verdict)}"
+    return f": {describe_ratio(verdict)}; {verdict_word(verdict)}"
 
 
 def _parse_or_none(text: str) -> Check | None:
