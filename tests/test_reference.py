@@ -170,14 +170,14 @@ def test_the_command_line(tmp_path: Path) -> None:
 def test_a_check_and_a_comparison_of_the_same_runs_have_the_same_interval(tmp_path: Path) -> None:
     """With and without earlier equal runs; in the run's own checks, in those of compare, and in its verdict."""
     checks = ["wall <= 1.1 * baseline", "e2e_p50 <= 1.1 * baseline"]
-    for number, factor in enumerate((1.0, 1.02, 1.01, 1.05)):
+    for number, factor in enumerate((1.0, 1.02, 1.01, 1.0, 1.02, 1.01, 1.05)):
         made_of = scenario(checks=checks)
 
         def wall_s(cell: Cell, factor: float = factor) -> float:
             return factor * (10.0 + 0.01 * cell.repeat)
 
-        write_made_run(tmp_path / f"r{number}", wall_s, made_of=made_of)
-    base, new = tmp_path / "r0", tmp_path / "r3"
+        write_made_run(tmp_path / f"r{number}", wall_s, made_of=made_of, started_wall_s=1000.0 + number)
+    base, new = tmp_path / "r0", tmp_path / "r6"
     widths = []
     for runs in (None, tmp_path):
         own = checks_of(new, reference_of(base, new, runs=runs))
