@@ -1,4 +1,4 @@
-"""`harness calibrate`: exact on made files, and once for real."""
+"""`python -m benchmarks.calibrate`: exact on made files, and once for real."""
 
 import itertools
 import json

@@ -96,7 +96,7 @@ def _sum_of_known(columns: Any) -> int | None:
 
 
 def _sum_if_all(columns: Any) -> int | None:
-    """The sum of all values; None if one is missing, or there are none."""
+    """The sum of all values; None if one is missing, or the list is empty."""
     columns = list(columns)
     if not any(map(len, columns)) or any(np.isnan(column).any() for column in columns):
         return None

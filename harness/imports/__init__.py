@@ -63,7 +63,7 @@ class Source(Struct, frozen=True):
 
 
 def unix_time(text: str | None, form: str) -> float | None:
-    """A time in UTC as Unix time; None: there is none, or not of the form (as strptime has it)."""
+    """A time in UTC as Unix time; None: it is absent, or has another form (as strptime has it)."""
     try:
         return None if text is None else datetime.datetime.strptime(text, form).replace(tzinfo=datetime.UTC).timestamp()
     except ValueError:

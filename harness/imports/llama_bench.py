@@ -213,7 +213,7 @@ def _speed_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[An
 
 
 def _unread_notes(rows: list[str]) -> Iterator[Any]:
-    """A note that names the rows of a table that are no test; of many, the first."""
+    """A note that names the rows of a table without a test; of many, the first."""
     shown = [" ".join(printable(row).split())[:_MAX_ROW] for row in rows[:_MAX_ROWS]]
     if shown:
         text = f"{len(rows)} of the table's rows cannot be read: {'; '.join(shown)}"

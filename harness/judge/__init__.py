@@ -1,1 +1,1 @@
-"""What numbers may be called: statistics, verdicts, checks, noise floors, and which runs are alike."""
+"""What numbers may be called: statistics, verdicts, checks, and which runs are alike."""

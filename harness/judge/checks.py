@@ -409,7 +409,7 @@ def _verdict_of(comparison: Comparison | None, reference: Reference | None, row:
 
 
 def _draws(check: Check, row: Row, value: _Value, samples: Samples | None) -> Draws | None:
-    """The resampled values of a row; None for values that are none of requests, or without samples."""
+    """The resampled values of a row; None for values of rows instead of requests, or without samples."""
     latency, _, statistic = check.metric.rpartition("_")
     if check.metric == "attainment":
         return slo_rule.share_draws(value.met or 0, value.unknown, value.requests, value.effect)

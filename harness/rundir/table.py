@@ -355,7 +355,7 @@ class _Chunks:
         ends = np.cumsum(self._n)[self._streams]
         starts = ends - self._n[self._streams]
         self._ends = ends
-        self._gaps_s = np.diff(self.times_s, append=0.0)  # the last one of each request is none
+        self._gaps_s = np.diff(self.times_s, append=0.0)  # the last one of each request is no gap
         self._gaps_s[ends - 1] = -np.inf
         none = np.full(len(self._n), np.nan)
         self.columns: dict[str, Any] = {
