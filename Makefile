@@ -42,7 +42,7 @@ test-nightly: ## Run `make test` with the slow tests and all draws of the simula
 	NIGHTLY=1 $(MAKE) test
 
 engines: # What the tests with containers and real engines need, where this machine supports them
-	tests/engines/setup-for-tests
+	tests/support/engines/setup-for-tests
 
 lint: dev ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

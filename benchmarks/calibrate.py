@@ -20,15 +20,15 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from harness.errors import RunError
-from harness.files import LOCUSTFILES, pretty_json, read_bytes
-from harness.job import Job, write_job
+from harness.base.errors import RunError
+from harness.base.files import LOCUSTFILES, pretty_json, read_bytes
+from harness.base.units import count
+from harness.records.records import MAX_CPU, Request, read_marks, read_requests
 from harness.run.drive import locust_arguments
-from harness.rundir.records import MAX_CPU, Request, read_marks, read_requests
 from harness.scenario import Load, Prompts, Warmup
 from harness.simulated import spawned
 from harness.simulated.answer import Sent
-from harness.units import count
+from harness.workload.job import Job, write_job
 
 STREAMS = (10, 50, 100, 200, 350, 500, 750, 1000, 1500, 2000)
 STEP_S = 0.02  # between two chunks of a stream

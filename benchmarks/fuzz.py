@@ -28,22 +28,22 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     import httptools
     import yaml
 
-    from harness.errors import HarnessError
+    from harness.base.errors import HarnessError
+    from harness.base.files import ROOT, SCENARIOS
     from harness.failures.explain import explain_message, scan
     from harness.failures.table import patterns
-    from harness.files import ROOT, SCENARIOS
     from harness.imports.write import FORMATS, read_file
     from harness.load.exchange import Collector, Exchange, Failure
     from harness.load.sse import EventTooLong, Parser
-    from harness.rundir.manifest import read_run
-    from harness.rundir.records import read_marks, read_requests
+    from harness.records.manifest import read_run
+    from harness.records.records import read_marks, read_requests
     from harness.scenario import Trace
     from harness.scenario import file as scenario_file
     from harness.scenario.shape import load_yaml
     from harness.serve import compose_file
     from harness.workload.prompt_file import read_rows
     from harness.workload.traces import Replay
-    from tests.test_fuzz import COMPOSE, IMPORTS, LOGS, TRACES, changed
+    from tests.unit.test_fuzz import COMPOSE, IMPORTS, LOGS, TRACES, changed
 
 EXAMPLES, RUNS = ROOT / "examples", ROOT / "tests" / "runs"
 WORK = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.errors import HarnessError
-from harness.rundir.manifest import CellRun, Machine, Phase, Run, ServedBy, write_run
-from harness.rundir.records import ProcessMark, Request
-from harness.rundir.samples import MetricsSample
+from harness.base.errors import HarnessError
+from harness.records.manifest import CellRun, Machine, Phase, Run, ServedBy, write_run
+from harness.records.records import ProcessMark, Request
+from harness.records.samples import MetricsSample
 from harness.scenario import Load, Scenario, Server, Warmup
 from harness.scenario.plan import Cell, plan
 

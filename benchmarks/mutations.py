@@ -34,7 +34,7 @@ class Mutation(NamedTuple):
     defect: str
     old: str
     new: str
-    tests: str  # test files, without `tests/` and `.py`
+    tests: str  # names of test files without `test_` and `.py`
 
 
 MUTATIONS = [
@@ -221,13 +221,18 @@ def copy_of(folder: Path) -> Path:
     return folder
 
 
+def test_files(root: Path, name: str) -> list[Path]:
+    """The files of tests of that name which need neither Docker nor real engines."""
+    return [path for part in ("unit", "engine", "e2e") for path in (root / "tests" / part).rglob(f"test_{name}.py")]
+
+
 def result_of(copy: Path, mutation: Mutation) -> str:
     """Apply a mutation and run its tests: "caught by TEST", "MISSED", or why it is not known."""
     (place,) = places(copy, mutation)
     before = place.read_text()
     place.write_text(before.replace(mutation.old, mutation.new))
     try:
-        done = _pytest(copy, *(f"tests/test_{name}.py" for name in mutation.tests.split()))
+        done = _pytest(copy, *(str(path) for name in mutation.tests.split() for path in test_files(copy, name)))
     finally:
         place.write_text(before)
     if done is None:
@@ -260,8 +265,8 @@ def misplaced() -> Iterator[str]:
         if len(found) != 1:
             yield f"{number}: {mutation.defect}: found {len(found)} times: {mutation.old}"
         for name in mutation.tests.split():
-            if not (ROOT / "tests" / f"test_{name}.py").exists():
-                yield f"{number}: {mutation.defect}: there is no tests/test_{name}.py"
+            if not test_files(ROOT, name):
+                yield f"{number}: {mutation.defect}: there is no test_{name}.py"
 
 
 def main() -> int:

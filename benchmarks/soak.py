@@ -24,8 +24,8 @@ import msgspec
 import psutil
 
 from benchmarks.instrument.server import Schedule, Server
-from harness.rundir.manifest import read_run
-from harness.rundir.records import read_marks
+from harness.records.manifest import read_run
+from harness.records.records import read_marks
 
 MAX_CHANGE = 0.05
 KINDS: dict[str, tuple[Schedule, dict[str, Any]]] = {

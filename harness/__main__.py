@@ -5,8 +5,8 @@ It imports the rest after it has set the signal handlers: the imports take up to
 
 import sys
 
-from harness.errors import INTERRUPTED, ExitCode
-from harness.process import signals_interrupt
+from harness.base.errors import INTERRUPTED, ExitCode
+from harness.base.process import signals_interrupt
 
 
 def main() -> None:

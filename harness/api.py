@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from harness.analysis.compare import compare_runs, make_reference
 from harness.analysis.forecast import Forecast, forecast
 from harness.analysis.summarize import summarize_with_counts, summary_of, with_checks
-from harness.comparison.compare import compare_runs, make_reference
-from harness.errors import HarnessError
-from harness.errors import RunError as RunError  # a public name
+from harness.base.errors import HarnessError
+from harness.base.errors import RunError as RunError  # a public name
+from harness.base.summary import Comparison, Summary
+from harness.records.manifest import Run, read_run
+from harness.records.records import Request, read_requests
 from harness.report.export import arrow_table
-from harness.rundir.manifest import Run, read_run
-from harness.rundir.records import Request, read_requests
 from harness.scenario.check_syntax import check_problem
-from harness.summary import Comparison, Summary
 
 if TYPE_CHECKING:
     import pandas

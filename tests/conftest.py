@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling  # type: ignore[import-untyped]
 
-from harness import redact
-from harness.errors import ServerError
+from harness.base import redact
+from harness.base.errors import ServerError
 from harness.serve.engine import connect
 from harness.simulated import Spawned, spawned
-from tests.command import ENDED
-from tests.engines.paths import LEMONADE, LEMONADE_ABSENT, missing
-from tests.faults import is_said
-from tests.nightly import NIGHTLY
+from tests.support.command import ENDED
+from tests.support.engines.paths import LEMONADE, LEMONADE_ABSENT, missing
+from tests.support.faults import is_said
+from tests.support.nightly import NIGHTLY
 
 HERE = Path(__file__).parent
 

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from benchmarks.instrument.server import Server
-from harness.rundir.records import Request
+from harness.records.records import Request
 
 START_S = 40.0  # to start, and to make something of the numbers afterwards
 SLOWEST = 8  # times as long as the schedule

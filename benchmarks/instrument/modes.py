@@ -11,7 +11,7 @@ from benchmarks.instrument.client import Client, Failed, Others, Usage, Work
 from benchmarks.instrument.ours import ours
 from benchmarks.instrument.reading import Reading, reading_of, show, show_head
 from benchmarks.instrument.server import Schedule, Server, on_core
-from harness.errors import HarnessError
+from harness.base.errors import HarnessError
 
 STEPS = (500, 1000, 1250, 1500, 1750, 2000, 2300, 2600, 3000, 3500, 4000)
 MAX_ERROR_MS = 5.0  # p99 of a chunk's time

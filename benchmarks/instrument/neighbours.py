@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.instrument.client import Client, Failed, Said, Work
 from harness.imports.write import read_file
-from harness.rundir.records import Request
+from harness.records.records import Request
 
 PROMPT_TOKENS = 50
 

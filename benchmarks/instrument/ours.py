@@ -6,11 +6,11 @@ import msgspec
 
 from benchmarks.instrument.client import Failed, Said, Work
 from benchmarks.instrument.server import compiled
-from harness.files import LOCUSTFILES
-from harness.job import Job, write_job
+from harness.base.files import LOCUSTFILES
+from harness.records.records import read_marks, read_requests
 from harness.run.drive import locust_arguments
-from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Load, Prompts, Warmup
+from harness.workload.job import Job, write_job
 
 
 def ours(work: Work, processes: int = 1) -> Said:

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.instrument.client import Said, Usage
 from benchmarks.instrument.server import Schedule, Times, Truth
-from harness.rundir.records import Request
+from harness.records.records import Request
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):

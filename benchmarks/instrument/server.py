@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.process import free_port, is_port_free
+from harness.base.process import free_port, is_port_free
 
 SOURCES = Path(__file__).parents[1]
 

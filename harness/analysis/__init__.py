@@ -1,1 +1,1 @@
-"""From the records of a run to its summary. Only reads files."""
+"""Numbers after the run: from the records of a run to a summary, verdicts, capacity and history. Only reads files."""

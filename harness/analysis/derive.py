@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.columns import LATENCIES
-from harness.rundir.records import AT_LEAST, AT_MOST, CUT, FAILED, OBSERVED, SLACK_S, UNKNOWN
-from harness.rundir.table import Bools, Floats, Rows
+from harness.base.columns import LATENCIES
+from harness.records.records import AT_LEAST, AT_MOST, CUT, FAILED, OBSERVED, SLACK_S, UNKNOWN
+from harness.records.table import Bools, Floats, Rows
 from harness.scenario.check_syntax import Slo
 
-States = NDArray[np.int8]  # what is known of a latency, in the words of harness.rundir.records
+States = NDArray[np.int8]  # what is known of a latency, in the words of harness.records.records
 
 SYN_TIMES_S = (1.0, 3.0, 7.0)  # after which Linux sends a SYN again: 1 s, then twice as long each time
 SYN_SLACK_S = 0.5  # what the connection itself may take in addition
@@ -166,7 +166,7 @@ SAMPLES = (*_FORMULAS, *FROM_SCHEDULE)  # latencies of which a request has one
 
 
 def latency_s(rows: Rows, field: str) -> Floats:
-    """A latency of harness.columns, as distributions use it."""
+    """A latency of harness.base.columns, as distributions use it."""
     if field in FROM_SCHEDULE:  # a request without a scheduled time was due when it was sent
         found: Floats = latency_s(rows, field.replace("_sched", "")) + np.nan_to_num(send_lag_s(rows))
         return found

@@ -17,18 +17,18 @@ import numpy as np
 from msgspec import Meta, Struct, convert, json
 from msgspec.structs import replace
 
+from harness.analysis import stats
 from harness.analysis.schedule import load_kind
+from harness.analysis.stats import Array
 from harness.analysis.summarize import summarize_data
-from harness.errors import HarnessError, RunError, reason_of
-from harness.files import DOCS, UNDECODABLE, read_text
-from harness.judge import stats
-from harness.judge.stats import Array
-from harness.reasons import sentence
-from harness.rundir.records import CUT
-from harness.rundir.run_data import CellData
-from harness.rundir.run_data import load as load_run_data
+from harness.base.errors import HarnessError, RunError, reason_of
+from harness.base.files import DOCS, UNDECODABLE, read_text
+from harness.base.reasons import sentence
+from harness.base.summary import CellSummary, Reason, Row, because
+from harness.records.records import CUT
+from harness.records.run_data import CellData
+from harness.records.run_data import load as load_run_data
 from harness.scenario import Load, max_concurrency
-from harness.summary import CellSummary, Reason, Row, because
 
 COVERAGE = 0.90  # of the intervals
 TREND_ALPHA = 0.01  # of the test for a trend

@@ -5,20 +5,19 @@ from typing import Any
 
 import numpy as np
 
-from harness.analysis import derive
-from harness.judge import slo_rule
-from harness.judge.slo_rule import LatencySample
-from harness.rundir.records import AT_LEAST, OBSERVED, UNKNOWN, Request
-from harness.rundir.run_data import CellData
-from harness.rundir.table import Floats, Gaps, Rows, join_gaps
-from harness.summary import NEEDED, NO_SAMPLE, Distribution, median_of_known
+from harness.analysis import derive, slo_rule
+from harness.analysis.slo_rule import LatencySample
+from harness.base.summary import NEEDED, NO_SAMPLE, Distribution, median_of_known
+from harness.records.records import AT_LEAST, OBSERVED, UNKNOWN, Request
+from harness.records.run_data import CellData
+from harness.records.table import Floats, Gaps, Rows, join_gaps
 
 PERMILLES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
 _COUNTED = (OBSERVED, AT_LEAST, UNKNOWN)
 
 
 def latency_sample(cell: CellData, field: str) -> LatencySample:
-    """A latency of the counted requests of a cell; see harness.columns for the names."""
+    """A latency of the counted requests of a cell; see harness.base.columns for the names."""
     rows = cell.counted
     if field in ("send_lag_s", "connect_s"):
         values_s = derive.latency_s(rows, field)

@@ -16,13 +16,13 @@ import numpy as np
 
 from harness.analysis.latencies import PERMILLES, latency_sample
 from harness.analysis.numbers import carried_per_answer
-from harness.judge.stats import Array, percentile
-from harness.rundir.records import MAX_CPU, SLACK_S, ProcessMark
-from harness.rundir.run_data import CellData
-from harness.rundir.table import Bools, Rows
+from harness.analysis.stats import Array, percentile
+from harness.base.summary import ClientLimit, LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
+from harness.records.records import MAX_CPU, SLACK_S, ProcessMark
+from harness.records.run_data import CellData
+from harness.records.table import Bools, Rows
 from harness.scenario import Load, is_open_loop
-from harness.summary import ClientLimit, LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
-from harness.workers import MACHINE, Workers
+from harness.scenario.workers import MACHINE, Workers
 
 MAX_SEND_LAG_S = 0.010
 MAX_SHARED = 0.01  # of the chunks, or of the first chunks

@@ -17,12 +17,12 @@ from harness.analysis.latencies import (
     token_shares_between,
 )
 from harness.analysis.schedule import pool_schedules
-from harness.judge.slo_rule import LatencySample
-from harness.rundir.records import AT_LEAST, CUT, OBSERVED
-from harness.rundir.run_data import CellData
-from harness.rundir.table import Bools, Floats, Rows
+from harness.analysis.slo_rule import LatencySample
+from harness.base.summary import Answers, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
+from harness.records.records import AT_LEAST, CUT, OBSERVED
+from harness.records.run_data import CellData
+from harness.records.table import Bools, Floats, Rows
 from harness.scenario.check_syntax import Slo
-from harness.summary import Answers, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
 
 _RATES = ("wall_s", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # errors after which the server generated nothing

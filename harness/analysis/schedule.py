@@ -12,11 +12,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from harness.rundir.run_data import CellData
-from harness.rundir.table import Floats, Rows
+from harness.base.summary import ScheduleKept, median_of_known
+from harness.records.run_data import CellData
+from harness.records.table import Floats, Rows
 from harness.scenario import Arrivals, Load, requests_per_task
 from harness.scenario.plan import arrival_times
-from harness.summary import ScheduleKept, median_of_known
 
 _BUNDLED_USERS = ("batch", "chat", "agent", "rag")  # it is known how many of their requests start with an arrival
 

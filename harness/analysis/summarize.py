@@ -9,27 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from harness.analysis import derive, validity
+from harness.analysis import checks, comparable, derive, validity
 from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import common_limit, limited_by, limited_fields, mean_split, time_split, timed_others
 from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
 from harness.analysis.schedule import load_kind, schedule_kept
-from harness.columns import NUMBER_WORDS, WORK
-from harness.errors import HarnessError
-from harness.failures.explain import group_failures
-from harness.files import pretty_json, read_json, replace_file
-from harness.judge import checks, comparable
-from harness.judge.stats import rate_error
-from harness.judge.verdicts import compare_rows, drift_notes
-from harness.rundir import run_data
-from harness.rundir.manifest import Run, origin_notes, read_numbers, without_unknown_numbers
-from harness.rundir.run_data import CellData, RunData, effective_load, first_arrival_s
-from harness.rundir.samples import MetricsSample, machine_load, median_load, server_load
-from harness.rundir.table import Rows
-from harness.scenario import request_tokens
-from harness.scenario.check_syntax import slo_sets
-from harness.scenario.plan import Cell, baseline_of
-from harness.summary import (
+from harness.analysis.stats import rate_error
+from harness.analysis.verdicts import compare_rows, drift_notes
+from harness.base.columns import NUMBER_WORDS, WORK
+from harness.base.errors import HarnessError
+from harness.base.files import pretty_json, read_json, replace_file
+from harness.base.summary import (
     FORMAT_VERSION,
     BadFields,
     CellSummary,
@@ -42,6 +32,15 @@ from harness.summary import (
     Summary,
     because,
 )
+from harness.failures.explain import group_failures
+from harness.records import run_data
+from harness.records.manifest import Run, origin_notes, read_numbers, without_unknown_numbers
+from harness.records.run_data import CellData, RunData, effective_load, first_arrival_s
+from harness.records.samples import MetricsSample, machine_load, median_load, server_load
+from harness.records.table import Rows
+from harness.scenario import request_tokens
+from harness.scenario.check_syntax import slo_sets
+from harness.scenario.plan import Cell, baseline_of
 
 MAX_CAUSES = 5  # of failed requests that a summary explains, by row
 

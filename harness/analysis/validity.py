@@ -27,14 +27,8 @@ from harness.analysis.limits import (
 )
 from harness.analysis.numbers import generated_tokens, prompt_lengths
 from harness.analysis.schedule import counts_arrivals, due_times_s
-from harness.columns import WORK
-from harness.rundir.manifest import CellRun, Run, ServedBy
-from harness.rundir.records import CLOSING_S, KNOWN_FINISHES, MAX_CPU, OBSERVED, SLACK_S, ProcessMark
-from harness.rundir.run_data import CellData
-from harness.rundir.samples import MAX_GAP_S, MetricsSample
-from harness.rundir.table import Rows, Words
-from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
-from harness.summary import (
+from harness.base.columns import WORK
+from harness.base.summary import (
     LARGE,
     CellSummary,
     ClientLimit,
@@ -46,7 +40,13 @@ from harness.summary import (
     WarmupResult,
     because,
 )
-from harness.workers import Workers
+from harness.records.manifest import CellRun, Run, ServedBy
+from harness.records.records import CLOSING_S, KNOWN_FINISHES, MAX_CPU, OBSERVED, SLACK_S, ProcessMark
+from harness.records.run_data import CellData
+from harness.records.samples import MAX_GAP_S, MetricsSample
+from harness.records.table import Rows, Words
+from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
+from harness.scenario.workers import Workers
 
 MAX_TOKEN_DIFFERENCE = 0.01
 MAX_FOREIGN_MEMORY = 0.25  # of a GPU's memory; a desktop on an APU needs some

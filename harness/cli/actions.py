@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 from msgspec.structs import replace
 
+from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
-from harness.errors import ExitCode, HarnessError
 
 UI_PORT = 8089  # Locust's own
 
@@ -66,16 +66,16 @@ def run(
     After Ctrl-C, kill -9, a power loss or a failed server, `harness run --resume RUN` measures what is missing.
     With --times the exit code is the worst one of all runs.
     """
-    from harness.comparison.compare import make_reference
-    from harness.prepare import experiment as experiments
-    from harness.prepare.preview import check_notes
+    from harness.analysis.compare import make_reference
+    from harness.base.units import read_duration
+    from harness.records.manifest import read_run
+    from harness.run import experiment as experiments
     from harness.run import resume as resuming
     from harness.run.budget import budget_steps
     from harness.run.orchestrator import run as run_experiment
+    from harness.run.preview import check_notes
     from harness.run.progress import Progress
-    from harness.rundir.manifest import read_run
     from harness.serve.lint import removed_notes
-    from harness.units import read_duration
 
     if ui and scenario is not None:
         live(scenario, url=url, ca=ca, model=model, port=ui_port or UI_PORT, runs=runs)
@@ -124,9 +124,9 @@ def _report_run(
 ) -> None:
     """Print the report of a run, write the files that were asked for, and exit with its code."""
     from harness.analysis.summarize import read_summary
+    from harness.records.manifest import read_run
     from harness.report import junit as junit_xml
     from harness.report import terminal
-    from harness.rundir.manifest import read_run
 
     manifest = read_run(folder)
     summary = read_summary(folder)
@@ -141,7 +141,7 @@ def _repeat(measure: Callable[[], None], times: int, every_s: float) -> None:
 
     A run that fails does not end the series. A run that takes longer than `every_s` is followed by the next at once.
     """
-    from harness.process import pause
+    from harness.base.process import pause
 
     codes: list[int] = []
     for number in range(1, times + 1):
@@ -209,11 +209,11 @@ def capacity(
     """
 
     from harness.analysis.summarize import read_summary
-    from harness.prepare import experiment as experiments
+    from harness.base.units import read_duration
     from harness.report.capacity import print_capacity
     from harness.run import capacity as searching
+    from harness.run import experiment as experiments
     from harness.run.progress import Progress
-    from harness.units import read_duration
 
     budget_s = read_duration("--budget", budget)
     target = cli.make_target(url, ca=ca)
@@ -243,7 +243,7 @@ def live(
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C tears everything down."""
-    from harness.prepare import experiment as experiments
+    from harness.run import experiment as experiments
     from harness.run import live as living
     from harness.run.progress import Progress
 
@@ -260,9 +260,9 @@ def check(
     as_json: cli.JsonOpt = False,
 ) -> None:
     """Validate a scenario and show its plan, without running anything."""
-    from harness.prepare import experiment as experiments
-    from harness.prepare.machine_fit import check_all_gpus, machine_notes, predict_shares
-    from harness.prepare.preview import preview, show_plan
+    from harness.run import experiment as experiments
+    from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
+    from harness.run.preview import preview, show_plan
 
     experiment = experiments.prepare(scenario, None, model, repeats, checks or [])
     shown = preview(experiment)
@@ -317,8 +317,8 @@ def init(
 ) -> None:
     """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
     from harness.machine.gpus import read_machine
-    from harness.prepare import draft as drafts
-    from harness.prepare.experiment import prepare
+    from harness.run import draft as drafts
+    from harness.run.experiment import prepare
 
     if file.exists():
         raise HarnessError(f"{file}: this file is there already", next_step="Name another file to write.")
@@ -389,9 +389,9 @@ def compose(
     ] = False,
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
-    from harness.prepare import experiment as experiments
-    from harness.prepare.machine_fit import resolve_auto
+    from harness.run import experiment as experiments
     from harness.run.live import compose_file
+    from harness.run.machine_fit import resolve_auto
 
     experiment = experiments.prepare(scenario)
     experiment = resolve_auto(experiment, lambda line: print(line, file=sys.stderr))

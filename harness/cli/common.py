@@ -15,9 +15,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from typer.core import TyperCommand, TyperGroup
 
-from harness.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean
-from harness.files import pretty_json
-from harness.redact import printable
+from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean
+from harness.base.files import pretty_json
+from harness.base.redact import printable
 
 COMMANDS = {  # in the order of use
     "Before a run": ("init", "list", "check", "doctor", "memory"),
@@ -132,9 +132,9 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
 
 
 if TYPE_CHECKING:
-    from harness.capacity.result import CapacityReport
-    from harness.prepare.experiment import Target
-    from harness.summary import CheckResult, Summary
+    from harness.analysis.result import CapacityReport
+    from harness.base.summary import CheckResult, Summary
+    from harness.run.experiment import Target
 
 app = typer.Typer(
     cls=CommandsByUse,
@@ -161,7 +161,7 @@ def flag(name: str, help_text: str) -> Any:
 
 
 def find_scenario(given: Path | None) -> Path | None:
-    from harness.files import SCENARIOS
+    from harness.base.files import SCENARIOS
 
     if given is None or given.exists():
         return given
@@ -176,7 +176,7 @@ def find_scenario(given: Path | None) -> Path | None:
 
 
 def validate_url(param: typer.CallbackParam, given: str | None) -> str | None:
-    from harness.prepare.experiment import check_url
+    from harness.run.experiment import check_url
 
     if given is not None:
         check_url(param.opts[0], given)
@@ -206,7 +206,7 @@ def check_root(given: Path) -> Path:
 
 def complete_scenario(incomplete: str) -> list[str]:
     """For the completion of a shell: names of bundled scenarios."""
-    from harness.files import SCENARIOS
+    from harness.base.files import SCENARIOS
 
     return sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem.startswith(incomplete))
 
@@ -333,8 +333,8 @@ def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: C
 
 
 def make_target(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
-    from harness.prepare.experiment import Target
-    from harness.trust import trust_authority
+    from harness.base.trust import trust_authority
+    from harness.run.experiment import Target
 
     if ca is not None:
         trust_authority(ca)
@@ -356,7 +356,7 @@ def find_run(given: Path, runs: Path) -> Path:
 
 
 def find_baseline(given: Path, runs: Path) -> Path:
-    from harness.comparison.compare import read_baseline
+    from harness.analysis.compare import read_baseline
 
     folder = find_run(given, runs)
     read_baseline(folder)
@@ -380,7 +380,7 @@ def junit_until_finished(path: Path | None, scenario: str) -> Iterator[None]:
 
 def exit_after_capacity(folder: Path, report: "CapacityReport") -> None:
     """Exit with the code of a capacity search."""
-    from harness.rundir.manifest import read_run
+    from harness.records.manifest import read_run
 
     if read_run(folder).reasons:
         raise typer.Exit(ExitCode.INVALID)

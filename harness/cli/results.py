@@ -10,11 +10,11 @@ import msgspec
 import typer
 from rich.table import Table
 
+from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
-from harness.errors import ExitCode, HarnessError
 
 if TYPE_CHECKING:
-    from harness.summary import Reason
+    from harness.base.summary import Reason
 
 MAX_CHARS = 100  # of the reason why a run cannot be read
 
@@ -40,11 +40,11 @@ def report(
 
     With --check or --baseline the run is checked by them once more.
     """
+    from harness.analysis.compare import make_reference
     from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
-    from harness.comparison.compare import make_reference
-    from harness.prepare.experiment import validate_checks
+    from harness.records.manifest import read_run
     from harness.report import export, html, junit, markdown, terminal
-    from harness.rundir.manifest import read_run
+    from harness.run.experiment import validate_checks
 
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     folder = _find_or_import_run(run_folder, runs)
@@ -116,12 +116,12 @@ def compare(
     provisional "slower" counts with --provisional, or when its whole interval is beyond 25 %. With --history 4 when
     the run is slower than its history and the shift exceeds the machine's own variation.
     """
-    from harness.comparison.compare import compare_runs, group_by_machine
-    from harness.prepare.experiment import validate_checks
+    from harness.analysis.compare import compare_runs, group_by_machine
+    from harness.records.manifest import UnlikeError, read_run
     from harness.report import junit
     from harness.report.markdown import render_comparison
     from harness.report.terminal import print_comparison
-    from harness.rundir.manifest import UnlikeError, read_run
+    from harness.run.experiment import validate_checks
 
     validate_checks(checks or [])
     if history and len(run_folders) != 1:
@@ -161,10 +161,10 @@ def compare(
 
 def _print_all_differences(folders: list[Path], output: str) -> None:
     """Print in what the manifests of runs that are not compared differ."""
-    from harness.judge.comparable import run_differences
+    from harness.analysis.comparable import run_differences
+    from harness.records.manifest import read_run
     from harness.report.markdown import differences_markdown
     from harness.report.terminal import print_differences
-    from harness.rundir.manifest import read_run
 
     manifests = [read_run(folder) for folder in folders]
     differences, sides = run_differences(manifests), [run.id for run in manifests]
@@ -179,7 +179,7 @@ def _print_all_differences(folders: list[Path], output: str) -> None:
 
 
 def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
-    from harness.comparison.history import read_history
+    from harness.analysis.history import read_history
     from harness.report import history as pages
     from harness.report import junit
 
@@ -213,8 +213,8 @@ def plan(
     With --deadline exit code 4 when the fastest row misses it, and 5 when the deadline is inside the interval.
     """
     from harness.analysis.forecast import forecast, read_price
+    from harness.base.units import read_duration
     from harness.report.terminal import print_forecast
-    from harness.units import read_duration
 
     predicted = forecast(
         cli.find_run(run_folder, runs),
@@ -254,8 +254,8 @@ def export(
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Write a run's records for other tools: one row for each request."""
+    from harness.base.units import count
     from harness.report.export import export as export_records
-    from harness.units import count
 
     folder = cli.find_run(run_folder, runs)
     written = export_records(folder, to)
@@ -304,7 +304,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     reasons: "list[Reason]" = []
 
     def table_cells(self) -> tuple[str, ...]:
-        from harness.reasons import sentence
+        from harness.base.reasons import sentence
 
         if self.started_wall_s is None:
             return self.run, "", "", f"unreadable: {self.error}"[:MAX_CHARS]
@@ -318,8 +318,8 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
 
 def _run_line(folder: Path) -> RunLine:
     from harness.analysis.summarize import read_summary
-    from harness.process import owner_is_gone
-    from harness.rundir.manifest import read_run
+    from harness.base.process import owner_is_gone
+    from harness.records.manifest import read_run
 
     try:
         run = read_run(folder)
@@ -378,7 +378,7 @@ def list_(
 
 
 def _shipped_scenarios() -> list[dict[str, str]]:
-    from harness.files import ROOT, SCENARIOS
+    from harness.base.files import ROOT, SCENARIOS
     from harness.scenario.file import load_scenario
 
     shipped = [(path, " ".join(load_scenario(path).question.split())) for path in sorted(SCENARIOS.glob("*.yaml"))]
@@ -413,7 +413,7 @@ def results(
 
     A filed run is plain files that are small enough for git.
     """
-    from harness.files import RESULTS as SHIPPED
+    from harness.base.files import RESULTS as SHIPPED
     from harness.report import board as boards
 
     if action == "add":

@@ -8,9 +8,9 @@ from typing import Annotated, BinaryIO
 
 import typer
 
+from harness.base.errors import ExitCode, HarnessError
+from harness.base.files import open_file
 from harness.cli import common as cli
-from harness.errors import ExitCode, HarnessError
-from harness.files import open_file
 
 
 @cli.command(short_help="Say what failed in a log, and what to do.")
@@ -113,6 +113,6 @@ def worker(
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.
     """
-    from harness.workers import run_worker
+    from harness.scenario.workers import run_worker
 
     run_worker(master, processes, once=once)

@@ -17,11 +17,11 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from msgspec import Struct, structs
 
-from harness.engines import engines
+from harness.base.engines import engines
+from harness.base.files import open_file
+from harness.base.redact import masked, printable
 from harness.failures import table
 from harness.failures.table import RANKS, Pattern, Phase, Severity, is_server_name
-from harness.files import open_file
-from harness.redact import masked, printable
 
 BLOCK_BYTES = 1 << 18
 MAX_LINE_CHARS = 20_000  # the rest of a longer line is ignored

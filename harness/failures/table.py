@@ -11,8 +11,8 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from harness.engines import engines, safe_utilization_from_log
-from harness.redact import masked
+from harness.base.engines import engines, safe_utilization_from_log
+from harness.base.redact import masked
 
 # Files in the order of preference for one line; within a file the first row that matches decides.
 # *: rows of the engines. `kernel` comes before `gpu`: its lines name the GPU's fault exactly.

@@ -12,7 +12,7 @@ from urllib.parse import urljoin
 
 import msgspec
 
-from harness.redact import masked
+from harness.base.redact import masked
 
 CHECK_ADDRESS = "Check that the address is that of an OpenAI-compatible server."
 _MAX_ID = 1000  # characters of a model's name

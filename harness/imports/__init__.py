@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from harness.errors import HarnessError, reason_of
-from harness.files import DOCS, UNDECODABLE, describe_decode_error, read_bytes
-from harness.rundir.records import Request
-from harness.summary import NEEDED, Distribution, Numbers, Reason
+from harness.base.errors import HarnessError, reason_of
+from harness.base.files import DOCS, UNDECODABLE, describe_decode_error, read_bytes
+from harness.base.summary import NEEDED, Distribution, Numbers, Reason
+from harness.records.records import Request
 
 T = TypeVar("T", bound=Struct)
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # of tokens, or nanoseconds since 1970

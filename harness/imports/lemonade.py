@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
+from harness.base.summary import NO_SAMPLE, Distribution, Numbers, Reason
 from harness.imports import (
     FILE_TIME,
     ONE_USER,
@@ -17,7 +18,6 @@ from harness.imports import (
     Source,
     unix_time,
 )
-from harness.summary import NO_SAMPLE, Distribution, Numbers, Reason
 
 DEFINITIONS = {
     "ttft_s": "the server's own time for the prompt (timings.prompt_ms or usage.prefill_duration_ttft); not streamed, "

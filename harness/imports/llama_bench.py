@@ -13,11 +13,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from harness.errors import HarnessError
+from harness.base.errors import HarnessError
+from harness.base.redact import printable
+from harness.base.summary import Distribution, Numbers, because
+from harness.base.units import significant
 from harness.imports import FILE_TIME, ONE_USER, Count, Format, Imported, ImportedPart, Source, unix_time
-from harness.redact import printable
-from harness.summary import Distribution, Numbers, because
-from harness.units import significant
 
 DEFINITIONS = {
     "output_tok_s": "tokens / time of the generation alone: one sequence, without a server, sampling or a tokenizer",

@@ -14,7 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.analysis.latencies import distribution_of
-from harness.errors import HarnessError
+from harness.base.errors import HarnessError
+from harness.base.summary import NO_SAMPLE, Distribution, Numbers, because
 from harness.imports import (
     FILE_TIME,
     Count,
@@ -26,8 +27,7 @@ from harness.imports import (
     Source,
     unix_time,
 )
-from harness.rundir.records import Request
-from harness.summary import NO_SAMPLE, Distribution, Numbers, because
+from harness.records.records import Request
 
 _FIRST = "from before the request is handed to the HTTP client (a connection may still have to be opened)"
 DEFINITIONS = {

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from harness import __version__
 from harness.analysis.summarize import summarize, write_summary
-from harness.errors import HarnessError, did_you_mean
-from harness.files import DOCS, UNDECODABLE, pretty_json
+from harness.base.errors import HarnessError, did_you_mean
+from harness.base.files import DOCS, UNDECODABLE, pretty_json
+from harness.base.redact import printable
 from harness.imports import (
     Format,
     Imported,
@@ -23,9 +24,8 @@ from harness.imports import (
     read_source,
     vllm,
 )
-from harness.redact import printable
-from harness.rundir.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowOrigin, Run, ServedBy, Status, write_run
-from harness.rundir.records import Request, read_marks
+from harness.records.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowOrigin, Run, ServedBy, Status, write_run
+from harness.records.records import Request, read_marks
 from harness.scenario import Load, Scenario, Server, Warmup
 
 UNKNOWN = "unknown"  # a name that the file does not have

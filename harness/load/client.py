@@ -21,10 +21,10 @@ import gevent
 import httptools
 from gevent import socket, ssl
 
-from harness.errors import HarnessError, reason_of
+from harness.base.errors import HarnessError, reason_of
 from harness.load.exchange import Collector, Exchange, Failure
 from harness.load.reader import AnyInbox, Reader, UnstampedInbox, enable_stamps
-from harness.rundir.records import CLOSING_S
+from harness.records.records import CLOSING_S
 
 CONNECT_TIMEOUT_S = 10.0
 _LOOKUP_LIFETIME_S = 1.0  # connections within this time after a look-up use its result

@@ -18,7 +18,7 @@ from harness.load import openai_api
 from harness.load.openai_api import Answer
 from harness.load.reader import AnyInbox, ReadTimes
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong, Parser
-from harness.rundir.records import LATE_READ_S, ErrorKind
+from harness.records.records import LATE_READ_S, ErrorKind
 
 _MAX_RESPONSE_BYTES = 16 << 20  # of a response that is not a stream; embeddings of a long input are large
 _MAX_STREAM_BYTES = 256 << 20  # 100,000 tokens take 30 MiB

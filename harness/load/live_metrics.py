@@ -15,10 +15,10 @@ import numpy as np
 
 from harness.analysis import derive
 from harness.analysis.derive import MET, OPEN
-from harness.columns import LIVE
-from harness.files import UNDECODABLE
-from harness.rundir.records import CUT, MAX_CPU, ErrorKind, Request, Samples
-from harness.rundir.table import rows_of
+from harness.base.columns import LIVE
+from harness.base.files import UNDECODABLE
+from harness.records.records import CUT, MAX_CPU, ErrorKind, Request, Samples
+from harness.records.table import rows_of
 from harness.scenario.check_syntax import Slo
 
 if TYPE_CHECKING:  # the harness, which has no gevent, uses this module, too

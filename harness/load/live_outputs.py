@@ -18,9 +18,9 @@ from prometheus_client import make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from harness.columns import LIVE
-from harness.errors import HarnessError, reason_of
-from harness.files import read_text
+from harness.base.columns import LIVE
+from harness.base.errors import HarnessError, reason_of
+from harness.base.files import read_text
 from harness.load import live_metrics
 from harness.load.live_metrics import ALL, SHARES, TOKEN_TYPES, LiveNumbers, Numbers
 

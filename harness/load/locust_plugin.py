@@ -23,8 +23,8 @@ from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
-from harness.errors import HarnessError, sentence
-from harness.job import Job, StageStarted, idle_file, loads_of, report_error, report_status
+from harness.base.errors import HarnessError, sentence
+from harness.base.redact import masked
 from harness.load import options as load_options
 from harness.load import web_access
 from harness.load.master import Master, ignore_foreign_messages
@@ -34,9 +34,9 @@ from harness.load.recorder import Anchor, Recorder
 from harness.load.sequencer import Sequencer, wait_until
 from harness.load.web_ui import Live
 from harness.load.worker import Worker
-from harness.redact import masked
 from harness.scenario import behaviour
-from harness.workers import FROM_MASTER
+from harness.scenario.workers import FROM_MASTER
+from harness.workload.job import Job, StageStarted, idle_file, loads_of, report_error, report_status
 
 # Messages between a master and its load processes.
 _STOP, _STOPPED, _CUT = "llm-stop", "llm-stopped", "llm-cut"

@@ -22,13 +22,13 @@ from locust.rpc.zmqrpc import Server
 from locust.runners import STATE_MISSING, MasterRunner
 
 from harness import __version__
-from harness.errors import HarnessError
-from harness.files import read_bytes
-from harness.job import Job, WaitsForWorkers, idle_file, loads_of, report_status, secrets_of_server
+from harness.base.errors import HarnessError
+from harness.base.files import read_bytes
+from harness.base.redact import register_secrets
 from harness.load.recorder import FILES, RecordReceiver
 from harness.load.sequencer import POLL_S, wait_until
-from harness.redact import register_secrets
-from harness.workers import Workers
+from harness.scenario.workers import Workers
+from harness.workload.job import Job, WaitsForWorkers, idle_file, loads_of, report_status, secrets_of_server
 
 _MAX_RECONNECT_S = 10.0
 _MAX_READY_S = 120.0  # for reading prompts and asking the server for its model

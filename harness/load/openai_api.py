@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from harness.base.redact import masked
 from harness.failures.unexpected_response import (
     JSON_TYPES,
     decode_json,
@@ -28,8 +29,7 @@ from harness.failures.unexpected_response import (
     to_text,
 )
 from harness.load.sse import Event
-from harness.redact import masked
-from harness.rundir.records import KNOWN_FINISHES, TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
+from harness.records.records import KNOWN_FINISHES, TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
 from harness.scenario import Load
 from harness.workload import Message
 

@@ -18,9 +18,8 @@ from locust.env import Environment
 from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner
 from locust.util.timespan import parse_timespan
 
-from harness.errors import HarnessError, Problem, reason_of
-from harness.files import UNDECODABLE
-from harness.job import Job, decode_job, read_api_key, read_job
+from harness.base.errors import HarnessError, Problem, reason_of
+from harness.base.files import UNDECODABLE
 from harness.load.client import ApiAddress
 from harness.load.process import first_model, load_inputs
 from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
@@ -28,8 +27,9 @@ from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.check_syntax import Slo, parse_check
 from harness.scenario.contradictions import contradictions
 from harness.scenario.shape import decode, load_yaml
-from harness.workers import FROM_MASTER
+from harness.scenario.workers import FROM_MASTER
 from harness.workload import pairs_of, salt_words
+from harness.workload.job import Job, decode_job, read_api_key, read_job
 
 RUNNING_STATES = (STATE_SPAWNING, STATE_RUNNING)
 _MAX_RUN_TIME_S = 10_000_000  # as the longest load of a scenario

@@ -14,23 +14,23 @@ import gevent
 import msgspec
 from gevent.lock import Semaphore
 
-from harness.errors import HarnessError
+from harness.base.errors import HarnessError
+from harness.base.process import refuse_too_few_files
+from harness.base.redact import masked, register_secrets
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
-from harness.job import Job, loads_of, read_api_key, rows_of, secrets_of_server, workload_of
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Abandoned, Exchange, Failure
 from harness.load.openai_api import PATHS, Answer, Tools, encode_request
 from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Quota, Sequencer, Shard, Slot, StageTime, WarmupSample
-from harness.process import refuse_too_few_files
-from harness.redact import masked, register_secrets
-from harness.rundir.records import ErrorKind, Request
+from harness.records.records import ErrorKind, Request
 from harness.scenario import Arrivals, Load, connections_per_process, requests_per_task
 from harness.scenario.behaviour import Abandon, AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Message, Workload
+from harness.workload.job import Job, loads_of, read_api_key, rows_of, secrets_of_server, workload_of
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay, cached_replay
 

@@ -24,7 +24,7 @@ from gevent import monkey
 from gevent.event import Event
 
 from harness.load.sse import EventTemplate
-from harness.rundir.records import SLACK_S
+from harness.records.records import SLACK_S
 
 _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
 _SOL_SOCKET = socket.SOL_SOCKET  # a global of this module: each read looks it up

@@ -17,14 +17,14 @@ import gevent
 import msgspec
 from gevent.monkey import get_original
 
-from harness.files import UNDECODABLE, open_file
-from harness.job import Job, in_flight_file, loads_of, rows_of
+from harness.base.files import UNDECODABLE, open_file
+from harness.base.process import has_orphaned_us
+from harness.base.redact import masked
 from harness.load.reader import IdleQueue
 from harness.load.sequencer import Slot
-from harness.process import has_orphaned_us
-from harness.redact import masked
-from harness.rundir.records import KNOWN_FINISHES, ProcessMark, Request
-from harness.workers import MACHINE
+from harness.records.records import KNOWN_FINISHES, ProcessMark, Request
+from harness.scenario.workers import MACHINE
+from harness.workload.job import Job, in_flight_file, loads_of, rows_of
 
 TICK_S = 0.05
 _WINDOW_S = 5.0

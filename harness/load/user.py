@@ -32,14 +32,14 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.user.task import LOCUST_STATE_STOPPING, LOCUST_STATE_WAITING
 
-from harness.errors import HarnessError
+from harness.base.errors import HarnessError
+from harness.base.redact import printable
 from harness.load.client import Client
 from harness.load.locust_plugin import generator_of
 from harness.load.openai_api import Answer, Tools
 from harness.load.process import Work
 from harness.load.sequencer import Slot
-from harness.redact import printable
-from harness.rundir.records import CUT
+from harness.records.records import CUT
 from harness.scenario import Load, behaviour
 from harness.scenario.behaviour import Abandon
 from harness.workload import Message, text

@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 from flask import Request, Response
 from locust.web import WebUI
 
-from harness.errors import HarnessError
+from harness.base.errors import HarnessError
 from harness.load.client import is_address
 
 ADDRESS_ENV = "AMD_LLM_LOAD_UI_ADDRESS"  # HOST:PORT that browsers use, if it is not the one that Locust opens

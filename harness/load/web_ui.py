@@ -17,14 +17,14 @@ from locust.runners import STATE_CLEANUP, STATE_STOPPING, MasterRunner, WorkerRu
 from locust.web import WebUI
 from prometheus_client import make_wsgi_app
 
-from harness.columns import LIVE
-from harness.errors import HarnessError, sentence
-from harness.job import Job
+from harness.base.columns import LIVE
+from harness.base.errors import HarnessError, sentence
 from harness.load import live_outputs
 from harness.load.live_metrics import RESOLUTION, WINDOW_S, CounterDelta, LiveNumbers, Observed, decode_delta
 from harness.load.options import OPTIONS, RUNNING_STATES, check_amounts, field_name, options_of, slos_of, unused_fields
 from harness.load.recorder import Recorder
 from harness.load.web_access import base_path
+from harness.workload.job import Job
 
 KEY = "llm"  # of the tab and the routes, and of our numbers in a worker's report
 ASSETS = Path(__file__).with_name("assets")

@@ -27,12 +27,12 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 
 from harness import __version__
-from harness.errors import HarnessError, sentence
-from harness.files import UNDECODABLE
-from harness.job import Job, loads_of
+from harness.base.errors import HarnessError, sentence
+from harness.base.files import UNDECODABLE
 from harness.load.process import LoadProcess
 from harness.load.recorder import FILES, Anchor, RecordSender
 from harness.load.sequencer import Sequencer, wait_until
+from harness.workload.job import Job, loads_of
 
 _HELLO_S = 1.0
 _DELIVER_S = 0.2

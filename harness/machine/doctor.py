@@ -11,12 +11,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from harness.engines import VLLM_DEFAULT_UTILIZATION, Standing, vllm_accepts
+from harness.base.engines import VLLM_DEFAULT_UTILIZATION, Standing, vllm_accepts
+from harness.base.units import GIB, gib
 from harness.machine import gpus
 from harness.machine.findings import Finding, Level, make_finding
 from harness.machine.gpus import Gpu
 from harness.machine.memory import PAGE_BYTES, Pool, compute_share, format_pool, list_pools
-from harness.units import GIB, gib
 
 _READY: tuple[Standing, ...] = ("validated", "supported", "code")
 

@@ -11,8 +11,8 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
+from harness.base.units import count, gib
 from harness.machine.gpus import read_gfx_table, read_machine
-from harness.units import count, gib
 
 Level = Literal["ok", "warning", "blocker"]
 Topic = Literal["gpu", "memory", "kernel", "access", "docker", "processes"]

@@ -17,10 +17,10 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from harness.engines import Column, Standing, engines, match_any
-from harness.errors import HarnessError
-from harness.files import read_bytes
-from harness.rundir.manifest import GpuMemory, Machine
+from harness.base.engines import Column, Standing, engines, match_any
+from harness.base.errors import HarnessError
+from harness.base.files import read_bytes
+from harness.records.manifest import GpuMemory, Machine
 
 
 def require_folder(root: Path) -> Path:

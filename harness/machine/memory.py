@@ -8,8 +8,11 @@ from typing import Literal
 
 from msgspec import Struct, structs
 
-from harness.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
-from harness.errors import HarnessError
+from harness.base.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
+from harness.base.errors import HarnessError
+from harness.base.reasons import sentence
+from harness.base.summary import Reason, because
+from harness.base.units import GIB, gib
 from harness.machine.gpus import Gpu, list_gpus, read_meminfo, read_number, select_serving_gpus
 from harness.machine.model import (
     DTYPE_BYTES,
@@ -23,9 +26,6 @@ from harness.machine.model import (
     read_model,
     require_known_dtype,
 )
-from harness.reasons import sentence
-from harness.summary import Reason, because
-from harness.units import GIB, gib
 
 PAGE_BYTES = 4096  # of x86-64, as every APU
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from harness.errors import HarnessError, did_you_mean, reason_of
-from harness.files import read_text
+from harness.base.errors import HarnessError, did_you_mean, reason_of
+from harness.base.files import read_text
 
 # Their default head size is hidden_size / heads. Other architectures have defaults in their code.
 _DERIVED_HEAD_SIZE = {

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from harness.machine.gpus import read_sysfs
-from harness.rundir.records import append_sample
-from harness.rundir.samples import ContainerSample, GpuSample, HostSample, TelemetrySample
+from harness.records.records import append_sample
+from harness.records.samples import ContainerSample, GpuSample, HostSample, TelemetrySample
 
 Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
 

@@ -16,22 +16,22 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from harness import units
+from harness.analysis.compare import refuse_invalid
 from harness.analysis.summarize import read_summary, summarize
-from harness.columns import METRIC_WORDS, RATES
-from harness.comparison.compare import refuse_invalid
-from harness.errors import HarnessError, reason_of
-from harness.files import open_file, pretty_json, read_text, replace_file
-from harness.judge.verdicts import is_client_limited, is_paced, metric_values, number_fields, work_metric
+from harness.analysis.verdicts import is_client_limited, is_paced, metric_values, number_fields, work_metric
+from harness.base import units
+from harness.base.columns import METRIC_WORDS, RATES
+from harness.base.errors import HarnessError, reason_of
+from harness.base.files import open_file, pretty_json, read_text, replace_file
+from harness.base.summary import Row, Summary
+from harness.base.units import format_date
+from harness.records.directory import RESERVED, folder_name
+from harness.records.manifest import Run, ServedBy, read_run
 from harness.report import words
 from harness.report.html import page_template, read_asset
 from harness.report.markdown import escape, grid, render
 from harness.report.table import LIMITED
 from harness.report.terminal import simple_table
-from harness.rundir.directory import RESERVED, folder_name
-from harness.rundir.manifest import Run, ServedBy, read_run
-from harness.summary import Row, Summary
-from harness.units import format_date
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "

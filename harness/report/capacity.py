@@ -6,10 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from harness.capacity.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
-from harness.reasons import format_amounts, sentence
-from harness.summary import Reason, Summary, because
-from harness.units import NOTHING, duration, figures, significant
+from harness.analysis.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
+from harness.base.reasons import format_amounts, sentence
+from harness.base.summary import Reason, Summary, because
+from harness.base.units import NOTHING, duration, figures, significant
 
 PURPOSES = {"slo": "", "knee": "knee", "drift": "drift check"}
 STATES = {

@@ -14,17 +14,17 @@ import msgspec
 import numpy as np
 
 from harness.analysis import derive
-from harness.columns import LATENCIES, VALUES
-from harness.errors import HarnessError
-from harness.redact import csv_field
+from harness.base.columns import LATENCIES, VALUES
+from harness.base.errors import HarnessError
+from harness.base.redact import csv_field
+from harness.base.summary import Summary
+from harness.records.clock import Clock
+from harness.records.directory import no_records_error
+from harness.records.manifest import Run, read_run
+from harness.records.records import ProcessMark, Request, read_marks, read_requests
+from harness.records.table import rows_of
 from harness.report.table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
-from harness.rundir.clock import Clock
-from harness.rundir.directory import no_records_error
-from harness.rundir.manifest import Run, read_run
-from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
-from harness.rundir.table import rows_of
 from harness.scenario.plan import concurrent_parts
-from harness.summary import Summary
 
 BATCH = 10_000
 EXTRA = "parquet"  # the optional dependencies of pyproject.toml that hold pyarrow

@@ -5,18 +5,18 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from harness import units
-from harness.columns import METRIC_WORDS, RATES
-from harness.comparison.history import ChangePoint, History, LeftOut, Moved, Series
-from harness.judge.stats import DETECTED, MIN_HISTORY
-from harness.reasons import format_speedup
+from harness.analysis.history import ChangePoint, History, LeftOut, Moved, Series
+from harness.analysis.stats import DETECTED, MIN_HISTORY
+from harness.base import units
+from harness.base.columns import METRIC_WORDS, RATES
+from harness.base.reasons import format_speedup
+from harness.base.summary import MARGIN, MAX_REPEATS
+from harness.base.units import format_date
 from harness.report import words
 from harness.report.charts import Chart, Figure, escape_markup, scatter
 from harness.report.html import chart_page
 from harness.report.markdown import EQUAL, differences_markdown, escape, grid
 from harness.report.terminal import STYLES, print_differences, simple_table
-from harness.summary import MARGIN, MAX_REPEATS
-from harness.units import format_date
 
 LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
     "unreadable": "that cannot be read",

@@ -15,12 +15,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 from msgspec.structs import replace
 
-from harness import units
+from harness.analysis.comparable import server_differences
+from harness.analysis.result import CapacityReport, read_capacity
 from harness.analysis.summarize import Summarized
-from harness.capacity.result import CapacityReport, read_capacity
-from harness.columns import LIVE
-from harness.judge.comparable import server_differences
-from harness.reasons import evidence, sentence
+from harness.base import units
+from harness.base.columns import LIVE
+from harness.base.reasons import evidence, sentence
+from harness.base.summary import Summary
+from harness.records.manifest import Run, ServedBy
 from harness.report import sentences, table, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts import Figure, figures, row_keys, server_keys
@@ -29,8 +31,6 @@ from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.markdown import HEADINGS, verdict_cells
-from harness.rundir.manifest import Run, ServedBy
-from harness.summary import Summary
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
 # library is four times as long, and a browser spends most of the time until the charts appear on parsing it.

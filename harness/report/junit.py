@@ -16,14 +16,14 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.columns import METRIC_WORDS
-from harness.comparison.history import History
-from harness.errors import HarnessError
-from harness.reasons import evidence, sentence, verdict_sentence
+from harness.analysis.history import History
+from harness.base.columns import METRIC_WORDS
+from harness.base.errors import HarnessError
+from harness.base.reasons import evidence, sentence, verdict_sentence
+from harness.base.summary import CheckResult, Comparison, Difference, Summary, Verdict
+from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.history import history_title, outcome_sentence
-from harness.rundir.manifest import Run
-from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
 
 NAME = "amd-llm-load"
 # Characters that XML 1.0 does not allow at all, not even escaped.

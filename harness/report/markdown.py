@@ -3,13 +3,13 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from harness import units
-from harness.columns import METRIC_WORDS
-from harness.reasons import evidence, sentence, verdict_word
+from harness.base import units
+from harness.base.columns import METRIC_WORDS
+from harness.base.reasons import evidence, sentence, verdict_word
+from harness.base.summary import CheckResult, Comparison, Difference, Summary, Verdict
+from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.table import schedule_table, table_columns, table_lines, time_table
-from harness.rundir.manifest import Run
-from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
 
 
 def render(summary: Summary, run: Run) -> str:

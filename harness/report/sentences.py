@@ -10,13 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from harness import units
-from harness.columns import METRIC_WORDS, RATES, WORK
-from harness.errors import HarnessError
-from harness.judge.checks import evaluate
-from harness.judge.comparable import engine_versions
-from harness.judge.verdicts import number_fields, without_concurrency
-from harness.reasons import (
+from harness.analysis.checks import evaluate
+from harness.analysis.comparable import engine_versions
+from harness.analysis.verdicts import number_fields, without_concurrency
+from harness.base import units
+from harness.base.columns import METRIC_WORDS, RATES, WORK
+from harness.base.errors import HarnessError
+from harness.base.reasons import (
     describe_ratio,
     evidence,
     format_speedup,
@@ -25,13 +25,13 @@ from harness.reasons import (
     verdict_sentence,
     verdict_word,
 )
+from harness.base.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
+from harness.base.units import count
+from harness.records.manifest import Run
 from harness.report import words
 from harness.report.table import LIMITED
-from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import LATENCIES, SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
-from harness.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
-from harness.units import count
 
 _SHOWN_ERROR = 0.0005  # a smaller error of the load generator is not shown
 _OPEN_WORDS = ("inconclusive", "no_difference")

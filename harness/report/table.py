@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from harness import units
-from harness.columns import LATENCIES, METRIC_WORDS, VALUES, WORK, LatencyColumn, ValueColumn
-from harness.reasons import LIMIT_WORDS, verdict_word
+from harness.base import units
+from harness.base.columns import LATENCIES, METRIC_WORDS, VALUES, WORK, LatencyColumn, ValueColumn
+from harness.base.reasons import LIMIT_WORDS, verdict_word
+from harness.base.summary import MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
+from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
-from harness.rundir.manifest import OTHERWISE, Run
 from harness.scenario.plan import baseline_of
-from harness.summary import MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
 
 LIMITED = "‡"  # after a number that the load generator limited in one of the row's cells
 

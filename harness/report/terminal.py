@@ -11,10 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
-from harness.capacity.result import read_capacity
-from harness.engines import engines
+from harness.analysis.result import read_capacity
+from harness.base.engines import engines
+from harness.base.reasons import evidence, sentence
+from harness.base.summary import CheckResult, Comparison, Difference, Summary
+from harness.base.units import NOTHING, count, factor
 from harness.failures.explain import Diagnosis, ScannedLog
-from harness.reasons import evidence, sentence
+from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
 from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
@@ -28,9 +31,6 @@ from harness.report.table import (
     table_lines,
     time_table,
 )
-from harness.rundir.manifest import Run
-from harness.summary import CheckResult, Comparison, Difference, Summary
-from harness.units import NOTHING, count, factor
 
 STYLES = {
     "faster": "green",

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from harness import units
 from harness.analysis.schedule import load_kind
-from harness.columns import RATES
+from harness.base import units
+from harness.base.columns import RATES
+from harness.base.summary import NEEDED, Distribution, Reason, Row
+from harness.base.units import milliseconds
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
-from harness.summary import NEEDED, Distribution, Reason, Row
-from harness.units import milliseconds
 
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from harness.base.summary import MAX_REPEATS
+from harness.base.units import duration
+from harness.records.manifest import CellRun
 from harness.run.orchestrator import Steps, run_cells
 from harness.run.running import Running
-from harness.rundir.manifest import CellRun
 from harness.scenario.plan import Cell, plan
-from harness.summary import MAX_REPEATS
-from harness.units import duration
 
 
 def budget_steps(seconds: float) -> Steps:

@@ -18,10 +18,10 @@ import requests
 from msgspec.structs import replace
 
 from harness.analysis.derive import MISSED, meets_slos, waited_in_listen_queue
-from harness.capacity.evidence import BLOCK_ANSWERS, MIN_BLOCKS, ProbeEvidence, block_limit
-from harness.capacity.knee import LADDER_PRECISION, MAX_BLOCKS, KneeBlock, KneeProbe, KneeSearch
-from harness.capacity.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit
-from harness.capacity.result import (
+from harness.analysis.evidence import BLOCK_ANSWERS, MIN_BLOCKS, ProbeEvidence, block_limit
+from harness.analysis.knee import LADDER_PRECISION, MAX_BLOCKS, KneeBlock, KneeProbe, KneeSearch
+from harness.analysis.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit
+from harness.analysis.result import (
     CapacityDrift,
     CapacityReport,
     MeasuredProbe,
@@ -31,21 +31,23 @@ from harness.capacity.result import (
     find_crossovers,
     write_capacity,
 )
-from harness.capacity.search import SloSearch, probe_limit
-from harness.capacity.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
-from harness.errors import HarnessError, ServerError, StartError
-from harness.judge.stats import welch_effect
-from harness.prepare.experiment import Experiment, load_name
-from harness.process import pause, refuse_too_few_files
+from harness.analysis.search import SloSearch, probe_limit
+from harness.analysis.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
+from harness.analysis.stats import welch_effect
+from harness.base.errors import HarnessError, ServerError, StartError
+from harness.base.process import pause, refuse_too_few_files
+from harness.base.summary import Reason, because
+from harness.base.units import count, duration
+from harness.records.manifest import CellRun
+from harness.records.records import CUT
+from harness.records.samples import fetch_metrics
+from harness.records.table import Bools, Rows, rows_of
 from harness.report.capacity import format_loads
 from harness.run.drive import POLL_S
+from harness.run.experiment import Experiment, load_name
 from harness.run.orchestrator import endpoint_of, refuse_too_long, run_group, start_run
 from harness.run.progress import Progress
 from harness.run.running import Running
-from harness.rundir.manifest import CellRun
-from harness.rundir.records import CUT
-from harness.rundir.samples import fetch_metrics
-from harness.rundir.table import Bools, Rows, rows_of
 from harness.scenario import (
     MAX_USERS,
     Load,
@@ -57,8 +59,6 @@ from harness.scenario import (
 )
 from harness.scenario.plan import Cell, cell_of, load_of_part, load_of_stage
 from harness.serve.lifecycle import Endpoint
-from harness.summary import Reason, because
-from harness.units import count, duration
 
 FIRST_WARMUP_S = 30.0  # limit of the first warm-up, when the duration of an answer is unknown
 MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 300.0  # limits of later ones
@@ -70,7 +70,9 @@ _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
 DRIFT_LIMIT = 0.05  # smaller drift is not reported
 WARMUP_BLOCKS = 2  # a warm-up takes about as long as this many blocks
-TYPICAL_BLOCKS = 15  # of a probe, in the mean (passed: 19 to 29, failed: mostly 3; tests/test_capacity_proof.py)
+TYPICAL_BLOCKS = (
+    15  # of a probe, in the mean (passed: 19 to 29, failed: mostly 3; test_capacity_proof.py)
+)
 MAX_IDLE_WAIT_S = 60.0  # for requests of the last probe that the server still works on
 
 

@@ -14,11 +14,19 @@ from typing import Protocol
 import msgspec
 import psutil
 
-from harness import process
-from harness.errors import RunError
+from harness.base import process
+from harness.base.errors import RunError
+from harness.base.files import UNDECODABLE, read_text
+from harness.base.process import free_port, pause
+from harness.base.redact import registered_secrets
+from harness.base.summary import Reason, because
 from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
-from harness.files import UNDECODABLE, read_text
-from harness.job import (
+from harness.load.live_metrics import Accumulator, Numbers, Observed
+from harness.records.directory import disk_is_full, release_space
+from harness.records.records import CUT, Request, Tail, read_marks
+from harness.scenario import MAX_USERS, is_open_loop, max_concurrency, process_count
+from harness.scenario.behaviour import max_length
+from harness.workload.job import (
     SECRETS_ENV,
     GaveUp,
     Job,
@@ -32,14 +40,6 @@ from harness.job import (
     status_file,
     user_count,
 )
-from harness.load.live_metrics import Accumulator, Numbers, Observed
-from harness.process import free_port, pause
-from harness.redact import registered_secrets
-from harness.rundir.directory import disk_is_full, release_space
-from harness.rundir.records import CUT, Request, Tail, read_marks
-from harness.scenario import MAX_USERS, is_open_loop, max_concurrency, process_count
-from harness.scenario.behaviour import max_length
-from harness.summary import Reason, because
 
 POLL_S = 0.2
 PROCESS_CHECK_S = 1.0  # between two checks of the load processes

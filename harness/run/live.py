@@ -6,25 +6,25 @@ from pathlib import Path
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.errors import HarnessError, RunError, ServerError
-from harness.job import Job, encode_job
-from harness.prepare.experiment import Experiment, load_name, server_name
-from harness.prepare.machine_fit import preflight
-from harness.process import is_port_free, pause
-from harness.reasons import sentence
+from harness.base.errors import HarnessError, RunError, ServerError
+from harness.base.process import is_port_free, pause
+from harness.base.reasons import sentence
+from harness.base.summary import because
+from harness.records.directory import disk_is_full
+from harness.records.manifest import Machine, Run
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
+from harness.run.experiment import Experiment, load_name, server_name
+from harness.run.machine_fit import preflight
 from harness.run.orchestrator import endpoint_of, group_job, make_job, prepare_generator, watch_server
 from harness.run.progress import Progress
 from harness.run.running import RunFile, Running, create_run
-from harness.rundir.directory import disk_is_full
-from harness.rundir.manifest import Machine, Run
 from harness.scenario import SERVER_TOKENIZER, Scenario, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import load_of_stage, mix_of, plan
 from harness.serve.document import GRAFANA_PORT, METRICS_PORT, Upstream, compose_document, find_upstream
 from harness.serve.generator import IMAGE, find_path_in_image, list_needed_files
-from harness.summary import because
+from harness.workload.job import Job, encode_job
 
 UI_HOST = "127.0.0.1"
 INTERVAL_S = 1.0

@@ -12,22 +12,23 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.analysis.validity import queue_notes
-from harness.errors import HarnessError, RunError, ServerError, StartError
-from harness.files import DOCS, open_file
-from harness.job import Job, JobStage, loads_of, workload_of, write_job
+from harness.base.errors import HarnessError, RunError, ServerError, StartError
+from harness.base.files import DOCS, open_file
+from harness.base.process import refuse_too_few_files
+from harness.base.reasons import sentence
+from harness.base.summary import Reason, because
+from harness.base.units import count
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
-from harness.prepare.experiment import Experiment
-from harness.prepare.machine_fit import preflight
-from harness.process import refuse_too_few_files
-from harness.reasons import sentence
+from harness.records.directory import lock_folder, release_space
+from harness.records.manifest import CellRun, Run, ServedBy, Startup
+from harness.records.records import ProcessMark, Request
+from harness.records.samples import Scraper
 from harness.run.drive import Child, LocalChild, Monitor, Watch, current_stage, drive, locust_arguments
+from harness.run.experiment import Experiment
+from harness.run.machine_fit import preflight
 from harness.run.progress import Progress
 from harness.run.running import FailedSettings, MakeReference, RunFile, Running, create_run
-from harness.rundir.directory import lock_folder, release_space
-from harness.rundir.manifest import CellRun, Run, ServedBy, Startup
-from harness.rundir.records import ProcessMark, Request
-from harness.rundir.samples import Scraper
 from harness.scenario import SERVER_TOKENIZER, Warmup, connections_per_process, locustfile_of, warmup_of, wave_size
 from harness.scenario.plan import Cell, grouped, plan, server_start_of
 from harness.serve.generator import ContainerChild, find_path_in_image
@@ -36,9 +37,8 @@ from harness.serve.lint import context_problem
 from harness.serve.offline import OfflineOutcome, run_offline
 from harness.serve.probe import make_token_counter
 from harness.serve.template import prepare_server
-from harness.summary import Reason, because
-from harness.units import count
 from harness.workload import local_words, one_token_words, pairs_of, salt_words
+from harness.workload.job import Job, JobStage, loads_of, workload_of, write_job
 from harness.workload.prompt_file import read_rows
 
 Watchers = tuple[Scraper, Sampler]

@@ -12,10 +12,10 @@ from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
-from harness.redact import masked
+from harness.base.redact import masked
+from harness.base.units import count, duration, gib
 from harness.run.drive import Monitor
 from harness.scenario.plan import Cell
-from harness.units import count, duration, gib
 
 PLAIN_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0  # between two reads of a cell's files

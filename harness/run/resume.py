@@ -10,15 +10,18 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
+from harness.analysis.comparable import ABSENT, flatten, format_values
 from harness.analysis.summarize import summarize
-from harness.errors import HarnessError
-from harness.files import read_json
-from harness.judge.comparable import ABSENT, flatten, format_values
-from harness.prepare.experiment import Experiment, Target, prepare_recorded
-from harness.prepare.machine_fit import preflight
-from harness.process import ORPHAN_GRACE_S, orphans_of, owner_labels
-from harness.redact import HIDDEN
+from harness.base.errors import HarnessError
+from harness.base.files import read_json
+from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
+from harness.base.redact import HIDDEN
+from harness.base.units import count
+from harness.records.directory import lock_folder, prepare_folder, set_aside
+from harness.records.manifest import Resumption, Run, read_run, write_run
 from harness.run.budget import budget_steps
+from harness.run.experiment import Experiment, Target, prepare_recorded
+from harness.run.machine_fit import preflight
 from harness.run.orchestrator import run_cells, run_steps
 from harness.run.progress import Progress
 from harness.run.running import (
@@ -32,12 +35,9 @@ from harness.run.running import (
     manifest_of,
     needs_docker,
 )
-from harness.rundir.directory import lock_folder, prepare_folder, set_aside
-from harness.rundir.manifest import Resumption, Run, read_run, write_run
 from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
 from harness.serve.engine import connect, remove_leftovers
-from harness.units import count
 
 MAX_CHANGES = 10  # shown of what differs from the run
 ORPHANS_S = ORPHAN_GRACE_S + 5.0  # for load processes of a killed harness to write their last records

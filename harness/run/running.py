@@ -17,24 +17,25 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from harness import __version__, files
+from harness import __version__
 from harness.analysis.summarize import Summarized, summarize_with_counts, with_checks, write_reference, write_summary
-from harness.errors import HarnessError, StartError
-from harness.files import pretty_json, read_bytes, replace_file
-from harness.job import read_api_key
+from harness.base import files
+from harness.base.errors import HarnessError, StartError
+from harness.base.files import pretty_json, read_bytes, replace_file
+from harness.base.process import owner_labels
+from harness.base.reasons import sentence
+from harness.base.summary import Reason, Reference, Summary, because
 from harness.machine.gpus import read_machine
-from harness.prepare.experiment import Experiment, input_files, locustfile_sources
-from harness.process import owner_labels
-from harness.reasons import sentence
+from harness.records.directory import prepare_folder, release_space
+from harness.records.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.report import html
+from harness.run.experiment import Experiment, input_files, locustfile_sources
 from harness.run.progress import Progress
-from harness.rundir.directory import prepare_folder, release_space
-from harness.rundir.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
 from harness.serve.engine import get_engine_version
-from harness.summary import Reason, Reference, Summary, because
 from harness.workload import workload_sha256
+from harness.workload.job import read_api_key
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
 INPUTS = "inputs.json"

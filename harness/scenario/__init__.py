@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from harness.files import LOCUSTFILES
+from harness.base.files import LOCUSTFILES
 from harness.scenario.behaviour import (
     PAIR,
     Abandon,

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from harness.errors import BadLines, HarnessError, reason_of
-from harness.files import read_text
+from harness.base.errors import BadLines, HarnessError, reason_of
+from harness.base.files import read_text
 
 Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
 # The upper bounds stop a typing error from running for years.

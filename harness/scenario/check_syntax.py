@@ -1,7 +1,7 @@
 """The syntax of checks: `[SERVER/LOAD:] METRIC OP BOUND`, such as `ttft_p95 <= 2s`.
 
 METRIC is a name, or `attainment(SLO, ...)` or `goodput(SLO, ...)` with SLOs such as `ttft<=1s`. BOUND is a number with
-its unit, or a multiple of the baseline's value: `0.97 * baseline`. `harness.judge.checks` evaluates checks.
+its unit, or a multiple of the baseline's value: `0.97 * baseline`. `harness.analysis.checks` evaluates checks.
 """
 
 import math
@@ -12,10 +12,10 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from harness import columns
-from harness.errors import did_you_mean, suggest_row
+from harness.base import columns
+from harness.base.errors import did_you_mean, suggest_row
+from harness.base.summary import NEEDED
 from harness.scenario import LOAD_NAME, NAME
-from harness.summary import NEEDED
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from harness.errors import Problem, did_you_mean
+from harness.base.errors import Problem, did_you_mean
 from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Server, Trace, Warmup
 from harness.scenario.behaviour import Abandon, AnswerSchema, Lengths, Lognormal, Structured
 from harness.scenario.shape import decode

@@ -7,8 +7,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.errors import HarnessError, Problem, ScenarioError, did_you_mean, suggest_row
-from harness.files import read_text
+from harness.base.errors import HarnessError, Problem, ScenarioError, did_you_mean, suggest_row
+from harness.base.files import read_text
 from harness.scenario import Scenario, size_problem
 from harness.scenario.check_syntax import check_problem
 from harness.scenario.contradictions import contradictions

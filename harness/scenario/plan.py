@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from harness.errors import Problem
+from harness.base.errors import Problem
 from harness.scenario import Arrivals, Baseline, Load, Scenario, Stage, Warmup, wave_size
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 import yaml
 
-from harness.errors import SHOWN_PROBLEMS, Problem, did_you_mean
+from harness.base.errors import SHOWN_PROBLEMS, Problem, did_you_mean
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator, ValidationError

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from harness.errors import Problem, did_you_mean
+from harness.base.errors import Problem, did_you_mean
 from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, SweepRow
 from harness.scenario.shape import decode
 

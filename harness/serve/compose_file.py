@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from harness.errors import HarnessError, Problem
+from harness.base.errors import HarnessError, Problem
 from harness.scenario.shape import decode, load_yaml
 
 SERVER, GATEWAY = "server", "gateway"  # names of services

@@ -20,16 +20,16 @@ from docker.types import Healthcheck, Mount, Ulimit
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.errors import ServerError, StartError
+from harness.base.errors import ServerError, StartError
+from harness.base.files import open_file
+from harness.base.process import signals_ignored
+from harness.base.redact import masked
+from harness.base.trust import MAX_ANSWER_BYTES
 from harness.failures.explain import Diagnosis, ExitState, explain
-from harness.files import open_file
-from harness.process import signals_ignored
-from harness.redact import masked
-from harness.rundir.manifest import ServerDeath
+from harness.records.manifest import ServerDeath
 from harness.serve import compose_file
 from harness.serve.compose_file import ComposeFile, Port, Service
 from harness.serve.engine import CELL_LABEL, DOCKER_ERRORS, RUN_LABEL, make_docker_error, make_name
-from harness.trust import MAX_ANSWER_BYTES
 
 MAX_ENGINE_SILENCE_S = 15.0
 MAX_PREPARATION_S = 300  # such as changing the owner of a volume full of models

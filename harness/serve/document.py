@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from harness.engines import engines
-from harness.errors import HarnessError
-from harness.files import COMPOSE, read_text
+from harness.base.engines import engines
+from harness.base.errors import HarnessError
+from harness.base.files import COMPOSE, read_text
 from harness.scenario import Scenario
 from harness.serve.compose_file import GATEWAY, SERVER, make_url, parse_compose, parse_port
 from harness.serve.engine import get_local_digests

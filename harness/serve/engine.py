@@ -16,10 +16,10 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.models.images import Image
 from docker.utils import parse_repository_tag
 
-from harness.errors import ServerError, reason_of
+from harness.base.errors import ServerError, reason_of
+from harness.base.process import owner_is_gone, owner_labels
 from harness.failures.explain import ExitState, explain
 from harness.machine.doctor import DockerEngine
-from harness.process import owner_is_gone, owner_labels
 
 LABEL = "amd-llm-load"
 RUN_LABEL = "amd-llm-load.run"

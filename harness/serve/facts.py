@@ -20,16 +20,16 @@ from docker.models.containers import Container
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.engines import FactSource, Start, engines, find_engine
+from harness.base.engines import FactSource, Start, engines, find_engine
+from harness.base.files import open_file
+from harness.base.redact import masked
+from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
-from harness.files import open_file
-from harness.redact import masked
-from harness.rundir.manifest import Contents, Phase, ServedBy, Startup
+from harness.records.manifest import Contents, Phase, ServedBy, Startup
 from harness.serve.containers import unpack_file
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.lemonade import LemonadeMonitor
 from harness.serve.probe import fetch_text
-from harness.trust import open_session
 
 
 def record_facts(

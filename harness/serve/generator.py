@@ -10,11 +10,11 @@ from typing import Any
 from docker.errors import NotFound
 from docker.types import Mount
 
-from harness.files import LOCUSTFILES
-from harness.job import Job, loads_of
-from harness.process import signals_ignored
+from harness.base.files import LOCUSTFILES
+from harness.base.process import signals_ignored
 from harness.serve.containers import LogFile, follow_log
 from harness.serve.engine import DOCKER_ERRORS, connect, ensure_image, make_docker_error, make_labels, make_name
+from harness.workload.job import Job, loads_of
 
 IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`
 IMAGE_LOCUSTFILES = Path("/opt/amd-llm-load/locustfiles")

@@ -15,18 +15,18 @@ import requests
 from docker.models.containers import Container
 from msgspec import Meta, Struct, field
 
-from harness.engines import engines
-from harness.errors import ServerError, StartError, closest_name
+from harness.base.engines import engines
+from harness.base.errors import ServerError, StartError, closest_name
+from harness.base.files import UNDECODABLE
+from harness.base.summary import Reason, because
+from harness.base.trust import open_session
+from harness.base.units import count
 from harness.failures.unexpected_response import decode_json, error_message, parse_model_ids
-from harness.files import UNDECODABLE
 from harness.serve import probe
 from harness.serve.compose_file import LemonadeSettings
 from harness.serve.containers import FETCH_S, Shell, advise_on_message, make_load_error
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.probe import PhaseTimer, StartupWatch, explain_connection_error
-from harness.summary import Reason, because
-from harness.trust import open_session
-from harness.units import count
 
 T = TypeVar("T")
 NAME = "Lemonade"

@@ -21,14 +21,15 @@ from docker.models.containers import Container
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness import process, redact
-from harness.errors import HarnessError, ServerError, StartError
+from harness.base import process, redact
+from harness.base.errors import HarnessError, ServerError, StartError
+from harness.base.process import is_port_free, pause, signals_interrupt
+from harness.base.summary import Reason
+from harness.base.trust import open_session
 from harness.failures.explain import ExitState, explain
 from harness.failures.unexpected_response import error_message
-from harness.job import read_api_key
 from harness.machine.telemetry import Source, cgroup_files, local_source, telemetry_root
-from harness.process import is_port_free, pause, signals_interrupt
-from harness.rundir.manifest import ServedBy, ServerDeath
+from harness.records.manifest import ServedBy, ServerDeath
 from harness.scenario import Scenario, Server
 from harness.serve import compose_file, containers, probe
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, LoadCall, Service, Serving
@@ -39,8 +40,7 @@ from harness.serve.lemonade import Api, LemonadeMonitor, LemonadeState, bring_up
 from harness.serve.probe import PhaseTimer, Post, StartupWatch
 from harness.serve.security import collect_secrets, make_access_notes, require_consent
 from harness.serve.template import write_compose_file
-from harness.summary import Reason
-from harness.trust import open_session
+from harness.workload.job import read_api_key
 
 _FIRST_REPORT_S = 5.0  # of a wait
 _CHECK_INTERVAL_S = 2.0  # of a server that already ran

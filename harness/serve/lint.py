@@ -14,18 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from harness.engines import engines, find_engine, find_template
-from harness.errors import Problem
+from harness.base.engines import engines, find_engine, find_template
+from harness.base.errors import Problem
+from harness.base.reasons import sentence
+from harness.base.units import count
 from harness.failures.table import protected_flags, removed_flags, removed_variables
-from harness.reasons import sentence
-from harness.rundir.manifest import Startup
+from harness.records.manifest import Startup
 from harness.scenario import Gateway, Load, Prompts, Scenario, Server, max_concurrency, request_tokens
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, find_variable_names, interpolate
 from harness.serve.engine import engine_shares_files
 from harness.serve.lemonade import MAX_THREADS, MODEL_PREFIXES, bare_name, count_server_threads
 from harness.serve.security import find_missing_consent, make_access_notes
 from harness.serve.template import find_pin, find_variable_problems, get_variable, prepare_server, read_variables
-from harness.units import count
 
 # Variables of the template `lemonade`, and the recipe that has them.
 LEMONADE_OPTIONS = {

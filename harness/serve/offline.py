@@ -9,10 +9,10 @@ import msgspec
 from docker.models.containers import Container
 from msgspec.structs import replace
 
-from harness.errors import HarnessError, StartError
-from harness.files import UNDECODABLE
-from harness.process import pause, signals_interrupt
-from harness.rundir.manifest import Phase, ServedBy
+from harness.base.errors import HarnessError, StartError
+from harness.base.files import UNDECODABLE
+from harness.base.process import pause, signals_interrupt
+from harness.records.manifest import Phase, ServedBy
 from harness.scenario import Scenario
 from harness.serve import containers
 from harness.serve.compose_file import SERVER, ComposeFile, Config, ConfigMount, fill_variables

@@ -14,14 +14,14 @@ import msgspec
 import requests
 from msgspec import Struct
 
-from harness.engines import engines, listed_names
-from harness.errors import HarnessError, ServerError, closest_name
+from harness.base.engines import engines, listed_names
+from harness.base.errors import HarnessError, ServerError, closest_name
+from harness.base.redact import masked
+from harness.base.trust import open_session
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json
-from harness.redact import masked
-from harness.rundir.manifest import Phase, ServedBy
+from harness.records.manifest import Phase, ServedBy
 from harness.serve.containers import LogFile
-from harness.trust import open_session
 
 PROBE_TIMEOUT_S = 5.0
 MAX_ANSWER_S = 300.0  # for a first answer: the server may still load its model

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
-from harness.errors import HarnessError
-from harness.files import read_text
+from harness.base.errors import HarnessError
+from harness.base.files import read_text
 from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, requests_per_task
 from harness.scenario.behaviour import Lengths, Pairs, length_at, read_length_file
 from harness.workload.prompt_file import PromptRow, read_rows

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from harness.errors import BadLines, HarnessError
-from harness.files import read_bytes
+from harness.base.errors import BadLines, HarnessError
+from harness.base.files import read_bytes
 
 _ADVICE = (
     'Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}. Files of '

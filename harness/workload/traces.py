@@ -15,9 +15,9 @@ from typing import Annotated, BinaryIO, NamedTuple
 
 import msgspec
 
-from harness.errors import BadLines, HarnessError
-from harness.files import DOCS, UNDECODABLE, open_file
-from harness.rundir.records import read_marks
+from harness.base.errors import BadLines, HarnessError
+from harness.base.files import DOCS, UNDECODABLE, open_file
+from harness.records.records import read_marks
 from harness.scenario import Trace
 
 MAX_TOKENS = 10_000_000  # of one prompt or answer; more is a mistake

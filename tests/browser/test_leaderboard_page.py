@@ -6,12 +6,12 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from harness.files import RESULTS
+from harness.base.files import RESULTS
+from harness.records.manifest import Machine
 from harness.report.board import add_result, board_page, collect_board
-from harness.rundir.manifest import Machine
 from tests.browser.test_report_page import SHEET_SCROLLS, complaints
-from tests.made_runs import served_by, write_made_run
-from tests.report_runs import HOSTILE
+from tests.support.made_runs import served_by, write_made_run
+from tests.support.report_runs import HOSTILE
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,15 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from harness.files import ROOT
-from harness.process import free_port
+from harness.base.files import ROOT
+from harness.base.process import free_port
 from harness.simulated import spawned
-from tests import prefork
 from tests.browser.test_report_page import complaints, keep, script
-from tests.command import PATIENCE_S, going, until, write
-from tests.fake_gpus import gpu, host
-from tests.fake_server import answering, serving, whole
-from tests.http_double import Handler, listening
+from tests.support import prefork
+from tests.support.command import PATIENCE_S, going, until, write
+from tests.support.fake_gpus import gpu, host
+from tests.support.fake_server import answering, serving, whole
+from tests.support.http_double import Handler, listening
 
 HOSTILE = "<script>document.title=1</script><img src=x onerror=document.title=1>${alert(1)}"
 CHARTS = [

@@ -14,11 +14,11 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from harness.analysis.summarize import read_summary
+from harness.base.summary import FailedRequests, because
 from harness.report.charts.data import read_chart_data
 from harness.report.charts.figures import MAX_CHART_DOTS
 from harness.report.html import render
-from harness.summary import FailedRequests, because
-from tests.report_runs import HOSTILE, write_report, write_run_directory
+from tests.support.report_runs import HOSTILE, write_report, write_run_directory
 
 CHARTS = [
     "throughput",

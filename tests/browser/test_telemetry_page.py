@@ -10,8 +10,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.browser.test_report_page import OVERLAPS, WIDER, complaints, keep, script, show
-from tests.made_runs import watch
-from tests.report_runs import write_report, write_run_directory
+from tests.support.made_runs import watch
+from tests.support.report_runs import write_report, write_run_directory
 
 KINDS: dict[str, dict[str, Any]] = {"apu": {"hot": True}, "eight": {"gpus": 8}}
 TITLES = ["requests", "tok/s", "KV cache, %", "busy, %", "memory, GiB", "power, W", "°C", "clock, MHz"]

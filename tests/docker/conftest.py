@@ -14,11 +14,11 @@ from typing import Any
 import docker
 import pytest
 
-from harness.files import ROOT
+from harness.base.files import ROOT
 from harness.scenario import Consent, Load, Scenario, Server
 from harness.serve.engine import connect, remove_leftovers
 from harness.serve.lifecycle import Endpoint, serve
-from tests.command import PATIENCE_S
+from tests.support.command import PATIENCE_S
 
 BASE = "amd-llm-load-test/base:py311"
 IMAGE = "amd-llm-load-test/suite:local"
@@ -34,7 +34,7 @@ def compose_environment() -> dict[str, str]:
     for environment in candidates:
         if subprocess.run(["docker", "compose", "version"], capture_output=True, env=environment).returncode == 0:
             return environment
-    reason = "Docker Compose is not installed: run tests/engines/setup compose-plugin"
+    reason = "Docker Compose is not installed: run tests/support/engines/setup compose-plugin"
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)

@@ -11,12 +11,12 @@ import pytest
 import requests
 from docker.models.containers import Container
 
-from harness.errors import ServerError
+from harness.base.errors import ServerError
 from harness.scenario import Server
 from harness.serve.lifecycle import Endpoint, serve
-from tests.command import PATIENCE_S, harness, until, write
 from tests.docker.conftest import Served, remains, scenario
-from tests.faults import fault
+from tests.support.command import PATIENCE_S, harness, until, write
+from tests.support.faults import fault
 
 
 def container_of(client: docker.DockerClient, endpoint: Endpoint) -> Container:

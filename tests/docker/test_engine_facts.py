@@ -8,8 +8,8 @@ from pathlib import Path
 import docker
 import pytest
 
+from harness.base.process import PID
 from harness.machine.doctor import DockerEngine, diagnose
-from harness.process import PID
 from harness.serve.engine import engine_address, get_engine_facts, make_labels
 from tests.docker.conftest import one_at_a_time
 

@@ -10,9 +10,9 @@ from docker.errors import APIError
 
 from harness.failures.explain import Diagnosis, ExitState, explain
 from harness.serve.engine import CELL_LABEL, RUN_LABEL
-from tests.command import PATIENCE_S
 from tests.docker.conftest import BASE
-from tests.faults import fault
+from tests.support.command import PATIENCE_S
+from tests.support.faults import fault
 
 OWNER = {RUN_LABEL: f"failures-{os.getpid()}", CELL_LABEL: "c"}
 HOG = "data = []\nwhile True: data.append(bytearray(8 << 20))"

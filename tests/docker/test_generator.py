@@ -8,16 +8,16 @@ from pathlib import Path
 import docker
 import pytest
 
-from harness.errors import ServerError
-from harness.files import LOCUSTFILES
-from harness.rundir.manifest import read_run
-from harness.rundir.records import read_marks, read_requests
+from harness.base.errors import ServerError
+from harness.base.files import LOCUSTFILES
+from harness.records.manifest import read_run
+from harness.records.records import read_marks, read_requests
 from harness.scenario import Load
 from harness.serve import generator
-from tests.command import PATIENCE_S
 from tests.docker.conftest import remains
-from tests.faults import fault
-from tests.load_runs import make_job
+from tests.support.command import PATIENCE_S
+from tests.support.faults import fault
+from tests.support.load_runs import make_job
 
 SCENARIO = """
 version: 1

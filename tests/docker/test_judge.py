@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import requests
 
-from harness.process import free_port
-from harness.rundir.records import read_requests
+from harness.base.process import free_port
+from harness.records.records import read_requests
 from harness.scenario import Server
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
 from harness.serve.template import read_variables, templates
-from tests.command import PATIENCE_S, harness, until, write
 from tests.docker.conftest import checked_each_second, scenario
-from tests.load_runs import composed
+from tests.support.command import PATIENCE_S, harness, until, write
+from tests.support.load_runs import composed
 
 ODD = "a \"b\" 'c' # d: {e} [f] & * ! | > % @ ` \\ \n \t é 漢"
 GIVEN: dict[str, dict[str, Any]] = {

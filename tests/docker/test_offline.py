@@ -9,19 +9,19 @@ import docker
 import msgspec
 import pytest
 
-from harness.errors import ExitCode, HarnessError, ServerError
-from harness.files import ROOT
-from harness.job import read_job, workload_of
-from harness.prepare.experiment import prepare
-from harness.rundir.manifest import read_run
-from harness.rundir.records import read_marks, read_requests
+from harness.base.errors import ExitCode, HarnessError, ServerError
+from harness.base.files import ROOT
+from harness.base.summary import Summary
+from harness.records.manifest import read_run
+from harness.records.records import read_marks, read_requests
+from harness.run.experiment import prepare
 from harness.scenario import Gateway, Load, Scenario, Server
-from harness.summary import Summary
-from tests.command import going, harness, only_run, until, write
+from harness.workload.job import read_job, workload_of
 from tests.docker.conftest import BASE, one_at_a_time, remains
-from tests.faults import fault
-from tests.load_runs import composed
-from tests.made_runs import server_problems_of
+from tests.support.command import going, harness, only_run, until, write
+from tests.support.faults import fault
+from tests.support.load_runs import composed
+from tests.support.made_runs import server_problems_of
 
 DOUBLE = str(ROOT / "tests" / "doubles")
 

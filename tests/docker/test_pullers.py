@@ -7,11 +7,11 @@ import docker
 import pytest
 import requests
 
-from harness.files import ROOT
+from harness.base.files import ROOT
 from harness.scenario import Load, Scenario, Server
 from harness.serve.lifecycle import serve
-from tests.command import PATIENCE_S
 from tests.docker.conftest import BASE, remains
+from tests.support.command import PATIENCE_S
 
 DOUBLE = str(ROOT / "tests" / "doubles")
 NONE: dict[str, dict[str, Any]] = {

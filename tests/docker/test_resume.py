@@ -6,10 +6,10 @@ from pathlib import Path
 
 import docker
 
-from harness.rundir.manifest import read_run
-from tests.command import going, harness, only_run, until, write
+from harness.records.manifest import read_run
 from tests.docker.conftest import one_at_a_time, remains
-from tests.faults import fault
+from tests.support.command import going, harness, only_run, until, write
+from tests.support.faults import fault
 
 
 @fault(

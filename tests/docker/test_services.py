@@ -5,7 +5,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from harness.errors import ServerError
+from harness.base.errors import ServerError
 from harness.serve import containers
 from harness.serve.compose_file import fill_variables, parse_compose
 from harness.serve.engine import make_labels

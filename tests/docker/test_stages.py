@@ -4,9 +4,9 @@ from pathlib import Path
 
 import docker
 
-from harness.rundir.manifest import read_run
-from tests.command import harness, only_run, write
+from harness.records.manifest import read_run
 from tests.docker.conftest import remains
+from tests.support.command import harness, only_run, write
 
 
 def scenario_of(folder: Path, image: str, **load: object) -> Path:

@@ -10,11 +10,11 @@ from pathlib import Path
 import docker
 import pytest
 
-from harness.files import ROOT
-from harness.process import PID_START
+from harness.base.files import ROOT
+from harness.base.process import PID_START
 from harness.serve.engine import CACHE_LABEL, LABEL, RUN_LABEL, make_labels, remove_leftovers
 from tests.docker.conftest import one_at_a_time, remains
-from tests.faults import fault
+from tests.support.faults import fault
 
 OWNER = """
 import sys, time

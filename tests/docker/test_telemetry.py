@@ -9,14 +9,14 @@ from docker.models.containers import Container
 from docker.types import Mount
 
 from harness.machine.telemetry import Sampler
-from harness.rundir.manifest import ServedBy
-from harness.rundir.samples import TelemetrySample, read_telemetry
+from harness.records.manifest import ServedBy
+from harness.records.samples import TelemetrySample, read_telemetry
 from harness.serve.containers import ServerStatus
 from harness.serve.engine import make_labels
 from harness.serve.lifecycle import Endpoint, find_telemetry_source
-from tests.command import until
 from tests.docker.conftest import Served
-from tests.fake_gpus import apu_table, gpu, host
+from tests.support.command import until
+from tests.support.fake_gpus import apu_table, gpu, host
 
 GPU = "renderD128"
 

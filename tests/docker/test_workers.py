@@ -17,13 +17,13 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
-from harness.process import free_port
-from harness.reasons import sentences
-from harness.rundir.manifest import read_run
-from harness.rundir.records import read_marks, read_requests
-from tests.command import PATIENCE_S, Going, going, harness, only_run, until, write
+from harness.base.process import free_port
+from harness.base.reasons import sentences
+from harness.records.manifest import read_run
+from harness.records.records import read_marks, read_requests
 from tests.docker.conftest import checked_each_second
-from tests.faults import fault
+from tests.support.command import PATIENCE_S, Going, going, harness, only_run, until, write
+from tests.support.faults import fault
 
 CHAT = {"user": "chat", "users": 4, "turns": 4, "output_tokens": 5, "think_s": [0.02, 0.05]}
 

@@ -13,10 +13,10 @@ from typing import Any
 import requests
 from msgspec import Struct
 
-from harness.process import free_port
+from harness.base.process import free_port
 from harness.serve.lemonade import Api, RunningModel, get_health
-from tests.command import PATIENCE_S
-from tests.engines.paths import LEMONADE, LEMONADE_IMAGE, QWEN3_4M, TINY_GGUF, VLLM_VENV
+from tests.support.command import PATIENCE_S
+from tests.support.engines.paths import LEMONADE, LEMONADE_IMAGE, QWEN3_4M, TINY_GGUF, VLLM_VENV
 
 # vLLM on the CPU behind Lemonade: one process, and a type that every CPU computes quickly.
 VLLM_SERVER = f"""#!/bin/sh

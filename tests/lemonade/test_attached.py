@@ -11,17 +11,17 @@ import requests
 import yaml
 
 from harness.analysis.summarize import read_summary
-from harness.errors import ExitCode, ServerError
+from harness.base.errors import ExitCode, ServerError
 from harness.failures.explain import scan_text
-from harness.rundir.manifest import read_run
-from harness.rundir.samples import parse_metrics
+from harness.records.manifest import read_run
+from harness.records.samples import parse_metrics
 from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model
 from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import make_token_counter
-from tests.command import PATIENCE_S, harness, until
 from tests.lemonade.parts import Lemond, lemond, versions
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
+from tests.support.command import PATIENCE_S, harness, until
 
 SCENARIO: dict[str, Any] = {
     "version": 1,

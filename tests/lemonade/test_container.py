@@ -12,20 +12,20 @@ import docker
 import pytest
 import requests
 
-from harness.errors import ExitCode, ServerError
+from harness.base.errors import ExitCode, ServerError
+from harness.base.process import free_port
 from harness.failures.explain import explain, explain_message, scan_text
-from harness.process import free_port
 from harness.scenario import Load, Scenario, Server
 from harness.serve.document import server_document
 from harness.serve.engine import remove_leftovers
 from harness.serve.lemonade import list_orphans
 from harness.serve.lifecycle import Endpoint, serve
 from harness.serve.probe import make_token_counter
-from tests.command import PATIENCE_S, until
 from tests.docker.conftest import checked_each_second, remains
 from tests.lemonade.parts import container_variables, versions
 from tests.real.conftest import Say
 from tests.real.parts import left_behind, run, write_scenario
+from tests.support.command import PATIENCE_S, until
 
 Variables = Callable[..., dict[str, Any]]
 

@@ -9,18 +9,18 @@ import pytest
 import requests
 
 from harness.analysis.summarize import read_summary
-from harness.errors import ServerError
+from harness.base.errors import ServerError
 from harness.failures.explain import scan_text
-from harness.rundir.manifest import read_run
-from harness.rundir.records import read_requests
+from harness.records.manifest import read_run
+from harness.records.records import read_requests
 from harness.serve.lemonade import LemonadeMonitor
 from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import make_token_counter
-from tests.command import PATIENCE_S, harness
 from tests.lemonade.parts import Lemond, versions
 from tests.lemonade.test_attached import write
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
+from tests.support.command import PATIENCE_S, harness
 
 ARGUMENTS = "--max-num-seqs 8 --kv-cache-memory-bytes 256M"
 

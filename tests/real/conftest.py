@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.engines.paths import QWEN3_100M
 from tests.real.parts import Ran, llamacpp, run, vllm, write_scenario
+from tests.support.engines.paths import QWEN3_100M
 
 Say = Callable[[str], None]
 LIMIT_GIB, SHARE = 8, 0.4  # the memory of vLLM's container, and vLLM's share of it

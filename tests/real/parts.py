@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
+from harness.base.summary import Summary
+from harness.base.units import GIB
 from harness.machine.gpus import choose_cpu_dtype
 from harness.machine.model import compute_capacity, make_layout, read_model
-from harness.rundir.manifest import Run, read_run
-from harness.rundir.records import Request, read_requests
-from harness.summary import Summary
-from harness.units import GIB
-from tests import prefork
-from tests.command import PATIENCE_S
-from tests.engines.paths import BASE_IMAGE, LLAMA_SERVER, LLAMACPP_VENV, QWEN3_4M, TINY_GGUF, VLLM_VENV
+from harness.records.manifest import Run, read_run
+from harness.records.records import Request, read_requests
+from tests.support import prefork
+from tests.support.command import PATIENCE_S
+from tests.support.engines.paths import BASE_IMAGE, LLAMA_SERVER, LLAMACPP_VENV, QWEN3_4M, TINY_GGUF, VLLM_VENV
 
 T = TypeVar("T")
 MAX_MODEL_LEN = 2048

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.capacity.levels import log_grid
-from harness.capacity.result import CapacityReport
-from tests.engines.paths import QWEN3_100M
+from harness.analysis.levels import log_grid
+from harness.analysis.result import CapacityReport
 from tests.real.conftest import Say
 from tests.real.parts import harness, llamacpp, run, vllm, write_scenario
+from tests.support.engines.paths import QWEN3_100M
 
 LEVELS = log_grid(16)
 KNEE_SHARE = 0.9  # of the highest throughput

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import requests
 
-from harness.files import ROOT, SCENARIOS
-from harness.process import free_port
+from harness.base.files import ROOT, SCENARIOS
+from harness.base.process import free_port
 from harness.scenario.file import load_scenario
 from harness.serve.template import prepare_server
-from tests.command import PATIENCE_S, until
 from tests.docker.conftest import checked_each_second, one_at_a_time
-from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
-from tests.load_runs import composed
 from tests.real.conftest import Say
 from tests.real.parts import docker, harness, llamacpp, write_scenario
+from tests.support.command import PATIENCE_S, until
+from tests.support.engines.paths import BASE_IMAGE, DOCKER_CONFIG
+from tests.support.load_runs import composed
 
 GENERATOR = "amd-llm-load:local"
 MADE_HERE = "org.amd-llm-load.tests"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.summary import Row
+from harness.base.summary import Row
 from tests.real.conftest import CHOICES, WORK, Say, Timed
 from tests.real.parts import Ran, llamacpp, run, write_scenario
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import ExitCode
+from harness.base.errors import ExitCode
 from harness.failures.explain import Diagnosis, explain
-from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import RUN_S, llamacpp, run, write_scenario
+from tests.support.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 
 CASES = ("flags", "hub", "fraction", "kv-cache", "context")
 HERE = Path(__file__).parent

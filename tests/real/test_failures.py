@@ -11,10 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.errors import ExitCode
+from harness.base.errors import ExitCode
+from harness.base.reasons import sentences
 from harness.failures.explain import scan_text
-from harness.reasons import sentences
-from tests.command import PATIENCE_S, until
 from tests.real.conftest import Say
 from tests.real.parts import (
     docker,
@@ -27,6 +26,7 @@ from tests.real.parts import (
     vllm,
     write_scenario,
 )
+from tests.support.command import PATIENCE_S, until
 
 LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 16}}
 LONG = {

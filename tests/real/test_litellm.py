@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from harness.files import ROOT
-from harness.rundir.records import Request
-from harness.rundir.samples import read_metrics
+from harness.base.files import ROOT
+from harness.records.records import Request
+from harness.records.samples import read_metrics
 from tests.docker.conftest import build_image
-from tests.engines.paths import BASE_IMAGE, LITELLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import RUN_S, Ran, left_behind, run, write_scenario
+from tests.support.engines.paths import BASE_IMAGE, LITELLM_VENV
 
 TOKENS = 16
 LOADS = {"one-at-a-time": (1, 20), "ten-at-a-time": (10, 40)}

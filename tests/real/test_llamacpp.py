@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from itertools import pairwise
 
-from harness.rundir.records import Request
+from harness.records.records import Request
 from tests.real.conftest import Say, Timed
 from tests.real.parts import left_behind
 

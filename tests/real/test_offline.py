@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import DTYPE, RUN_S, left_behind, predicted, run, vllm, write_scenario
+from tests.support.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 
 REQUESTS, TOKENS = 20, 16
 

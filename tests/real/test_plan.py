@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.engines.paths import QWEN3_100M
 from tests.real.conftest import Say
 from tests.real.parts import harness, run, vllm, write_scenario
+from tests.support.engines.paths import QWEN3_100M
 
 REQUESTS = 60
 

@@ -11,9 +11,9 @@ import requests
 from harness.scenario import Load, Scenario, Server
 from harness.serve.engine import connect
 from harness.serve.lifecycle import serve
-from tests.command import PATIENCE_S
-from tests.engines.paths import QWEN3_100M
 from tests.real.parts import RUN_S, vllm
+from tests.support.command import PATIENCE_S
+from tests.support.engines.paths import QWEN3_100M
 
 pytestmark = pytest.mark.nightly
 

@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from harness.rundir.records import Request, read_marks
-from harness.rundir.samples import MetricsSample, read_metrics
-from harness.summary import CellSummary
-from tests.engines.paths import QWEN3_100M
+from harness.base.summary import CellSummary
+from harness.records.records import Request, read_marks
+from harness.records.samples import MetricsSample, read_metrics
 from tests.real.conftest import BATCHES, LIMIT_GIB, SEQUENCES, SHARE, TOKENS, Say, Timed
 from tests.real.parts import DTYPE, MAX_MODEL_LEN, Ran, left_behind, predicted
+from tests.support.engines.paths import QWEN3_100M
 
 CELLS = {f"r1-vllm-{load}": sizes for load, sizes in BATCHES.items()}  # size of a batch, measured requests
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from harness.summary import Row, Summary
+from harness.base.summary import Row, Summary
 
 Figure = dict[str, Any]  # {"data": [...], "layout": {...}} of plotly, or a trace of it
 

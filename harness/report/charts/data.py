@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from harness.analysis import derive
 from harness.analysis.latencies import latency_sample
+from harness.analysis.slo_rule import LatencySample, kaplan_meier
 from harness.analysis.summarize import has_only_summary
-from harness.columns import LIVE
-from harness.judge.slo_rule import LatencySample, kaplan_meier
-from harness.rundir.run_data import CellData, RunData, load
-from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
-from harness.rundir.table import FINE_S, MAX_FINE, Rows
+from harness.base.columns import LIVE
+from harness.records.run_data import CellData, RunData, load
+from harness.records.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
+from harness.records.table import FINE_S, MAX_FINE, Rows
 from harness.scenario.plan import plan
 
 MAX_BINS = 240  # points of a timeline's line

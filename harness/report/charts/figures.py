@@ -6,10 +6,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from harness import units
-from harness.capacity.knee import KNEE_SHARE
-from harness.columns import FORMULAS, LatencyColumn
-from harness.judge.verdicts import without_concurrency
+from harness.analysis.knee import KNEE_SHARE
+from harness.analysis.verdicts import without_concurrency
+from harness.base import units
+from harness.base.columns import FORMULAS, LatencyColumn
+from harness.base.summary import Row, Summary
+from harness.records.manifest import Run
 from harness.report import words
 from harness.report.charts import (
     NAME,
@@ -26,10 +28,8 @@ from harness.report.charts import (
 )
 from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, RowData, distribution_points, thin_dots
 from harness.report.charts.sweeps import pareto_trace
-from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import LATENCIES, STATISTICS, parse_check
 from harness.scenario.plan import mix_of
-from harness.summary import Row, Summary
 
 MAX_CHART_DOTS = 2400  # of all rows: a browser draws more of them slowly
 KNEE = (

@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from harness import units
+from harness.base import units
+from harness.base.summary import Row, Summary
+from harness.records.manifest import Run
 from harness.report import words
 from harness.report.charts import NAME, Chart, Figure, axis, colour, escape_markup, scatter, symbol, whiskers
-from harness.rundir.manifest import Run
 from harness.scenario import Sweep
-from harness.summary import Row, Summary
 
 CONCURRENCY = ("users", "batch_size", "in_flight")  # settings of the chart of throughput over concurrency
 _LABEL_CHARS = 18

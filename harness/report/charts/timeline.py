@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from harness import units
-from harness.engines import engines
+from harness.base import units
+from harness.base.engines import engines
+from harness.base.summary import CellSummary
+from harness.records.manifest import CellRun, Run, ServedBy
 from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter
 from harness.report.charts.data import Timeline, Values
-from harness.rundir.manifest import CellRun, Run, ServedBy
-from harness.summary import CellSummary
 
 _BROKEN = ("connect", "disconnect", "truncated")  # the first errors of a client when the server is gone
 

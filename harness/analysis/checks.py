@@ -1,0 +1,691 @@
+"""Evaluates checks against the rows of a summary. Their grammar: `harness.scenario.check_syntax`.
+
+A percentile and a share of requests that met SLOs (attainment) have a 95 % interval by `harness.analysis.slo_rule`.
+Such a check passes when the whole interval meets the bound, fails when the whole interval breaks it, and is
+inconclusive otherwise. All other values are compared as they are; docs/method.md says which and why.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from harness.analysis import slo_rule, stats
+from harness.analysis.slo_rule import Draws, LatencySample
+from harness.analysis.stats import Estimate
+from harness.analysis.verdicts import invalid_row_reason, is_paced, row_rooms, work_metric
+from harness.base.columns import RATES, VALUES, WORK
+from harness.base.errors import HarnessError
+from harness.base.summary import (
+    LARGE,
+    NEEDED,
+    CellSummary,
+    CheckResult,
+    Comparison,
+    Distribution,
+    Numbers,
+    Reason,
+    Reference,
+    Row,
+    Verdict,
+    because,
+)
+from harness.records.manifest import definition_conflict
+from harness.scenario import Load, Scenario, is_open_loop, max_concurrency
+from harness.scenario.check_syntax import (
+    ANSWER_SHARES,
+    LATENCIES,
+    OPERATORS,
+    SLO_METRICS,
+    STATISTICS,
+    UNITS,
+    Check,
+    parse_check,
+    slos_key,
+)
+
+Samples = Callable[[Row, str], Sequence[LatencySample]]  # of a row and a field of Numbers: one a repeat
+Interval = tuple[float | None, float | None]
+
+_VALUES = {column.check: column for column in VALUES}
+_RATES_AND_TIMES = ("wall", "output_tok_s", "input_tok_s", "requests_per_s", "goodput")  # of a row
+_SHOWN_EFFECT = 1.5  # smaller design effects are not shown
+_MAX_PERMILLE = 999  # shares closer to 1 need as many requests as p99.9
+
+
+class _Value(Struct, frozen=True, kw_only=True):
+    """The value of one row. Without a value `missing` says why."""
+
+    value: float | None = None
+    missing: Reason | None = None
+    above: float | None = None  # the value is not known, but larger than this
+    interval: tuple[float | None, float | None] | None = None  # None: the value is compared as it is
+    n: int = 0  # requests that the value comes from
+    needed: int = 0  # requests that the value needs
+    provisional: bool = False  # of a verdict that is provisional
+    censored: int = 0  # requests that were cut before the latency ended
+    unknown: int = 0  # requests of which it is not known whether they meet the bound
+    met: int | None = None  # requests that met every SLO
+    failed: int = 0  # requests without a latency: they miss every bound
+    youngest: float | None = None  # age of the youngest cut request: a bound up to it is missed by all of them
+    all_miss: bool = False  # so many requests failed that no bound is met
+    effect: float = 1.0  # so many dependent requests count as one
+    unit: Literal["repeats", "runs"] | None = None  # what the interval is from; None: requests
+
+    @property
+    def known(self) -> float | None:
+        return self.above if self.value is None else self.value
+
+    @property
+    def requests(self) -> int:
+        return self.n + self.unknown + self.failed
+
+    def estimate(self) -> Estimate:
+        """A value without an interval counts as exact. With failed requests the value is at least the lower end."""
+        assert self.known is not None
+        low, high = self.interval or (self.known, self.known)
+        return Estimate(max(self.known, low or 0.0), low, high)
+
+
+class Undecidable(NamedTuple):
+    """A check that cannot pass with the planned requests, or not if they depend on each other as assumed."""
+
+    check: str
+    row: str  # with the fewest requests
+    planned: int  # requests of this row, in all repeats
+    needed: int
+    certain: bool  # False: it passes with fewer requests if these hardly depend on each other
+
+
+def evaluate(
+    texts: Sequence[str],
+    rows: Sequence[Row],
+    comparison: Comparison | None,
+    reference: Reference | None = None,
+    samples: Samples | None = None,
+) -> list[CheckResult]:
+    """The result of each check. A check without enough data is inconclusive, and its result has the number it needs.
+
+    `baseline` in a check is the same row of `reference` if that is given, else the row's baseline in `comparison`.
+    `comparison` is of the rows of one run, or of its rows with those of `reference`. `samples`: the latencies of the
+    run's own rows; without them the interval of a ratio of two percentiles is the widest that theirs allow.
+    """
+    results = []
+    for text in texts:
+        try:
+            results.append(_evaluate_check(parse_check(text), rows, comparison, reference, samples))
+        except ValueError as error:
+            why = because("check_unreadable", error=str(error))
+            results.append(CheckResult(check=text, status="failed", code="unreadable", evidence=[why]))
+    return results
+
+
+def judged_metrics(load: Load) -> set[str]:
+    """The metrics that the verdicts on a load use."""
+    if not is_paced(load):
+        return {work_metric([load])}
+    latencies = ["ttft_sched", "e2e_sched", "tpot"] if is_open_loop(load) else ["ttft", "e2e", "tpot"]
+    return {f"{latency}_{name}" for latency in latencies for name in NEEDED}
+
+
+def is_changed_by(cell: CellSummary, metric: str, error: tuple[float, float], texts: Sequence[str]) -> bool:
+    """Whether a check of a cell's metric may have another result, if the value is wrong by so much. See `client_error`.
+
+    A check against a baseline may: the baseline is another value.
+    """
+    latency, _, statistic = metric.rpartition("_")
+    numbers = cell.numbers
+    value = (
+        getattr(numbers, metric) if metric in WORK else getattr(getattr(numbers, f"{latency}_s", None), statistic, None)
+    )
+    for text in texts:
+        try:
+            check = parse_check(text)
+        except (ValueError, HarnessError):
+            continue
+        if metric != ("wall_s" if check.metric == "wall" else check.metric) or value is None:
+            continue
+        if check.server is not None and (check.server, check.load) != (cell.server, cell.load):
+            continue
+        holds = OPERATORS[check.operator]
+        ends = (value * (1 - error[0]), value * (1 + error[1]))
+        if check.relative or holds(ends[0], check.bound) != holds(ends[1], check.bound):
+            return True
+    return False
+
+
+def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
+    """Checks that cannot or may not pass with the planned requests, even if every request meets the bound.
+
+    Timed loads are left out, because their number of requests is unknown before the run.
+    """
+    for text in scenario.checks:
+        check = parse_check(text)
+        planned = [
+            Undecidable(
+                check.text,
+                f"{server} / {name}",
+                load.requests * scenario.repeats,
+                needed,
+                load.requests * scenario.repeats < fewest,
+            )
+            for server in scenario.servers
+            for name, load in scenario.loads.items()
+            if load.requests is not None and (check.server is None or (server, name) == (check.server, check.load))
+            for fewest, needed in [_planned_requests_needed(check, load, scenario.repeats)]
+            if load.requests * scenario.repeats < needed
+        ]
+        if planned:
+            yield min(planned, key=lambda found: (found.planned, found.row))
+
+
+def _planned_requests_needed(check: Check, load: Load, repeats: int) -> tuple[int, int]:
+    """How many requests of all repeats a check needs: if they are independent, and with the assumed design effect of
+    too few blocks. The number of blocks follows from the times of the answers, which are unknown before the run.
+    """
+    statistic = check.metric.rpartition("_")[2]
+    needed = requests_needed(check) if check.metric == "attainment" else NEEDED.get(statistic, 1)
+    share = check.bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else 0.0
+    if check.relative or not 0 < share < 1 or needed == 1 or check.metric.startswith("gap_"):
+        return needed, needed
+    block = math.ceil(slo_rule.BLOCK_ANSWER_TIMES) * max_concurrency(load)
+    sizes = range(1, slo_rule.MAX_REQUESTS)
+    passing = bisect_left(sizes, True, key=lambda n: slo_rule.interval_counts(n, share, 1.0)[1] <= n) + 1
+    in_blocks = -(-slo_rule.MIN_BLOCKS // repeats) * block * repeats
+    fewest = max(needed, passing)
+    return fewest, max(fewest, min(math.ceil(passing * slo_rule.ASSUMED_EFFECT), in_blocks))
+
+
+def _evaluate_check(
+    check: Check,
+    rows: Sequence[Row],
+    comparison: Comparison | None,
+    reference: Reference | None,
+    samples: Samples | None,
+) -> CheckResult:
+    """The result of the worst row, with the evidence of all rows that share its status."""
+    if check.server is not None:
+        chosen = [row for row in rows if row.key == (check.server, check.load)]
+    else:
+        chosen = list(rows)
+        if comparison is not None and (check.metric == "speedup" or (check.relative and reference is None)):
+            # Only rows that are compared with the run's baseline row.
+            base = comparison.verdicts[0].baseline if comparison.verdicts else None
+            sides = {side for side, verdict in _verdict_by_row(comparison).items() if verdict.baseline == base}
+            chosen = [row for row in chosen if row.name in sides]
+        # Rows without streamed answers, for example, have no TTFT.
+        column = LATENCIES.get(check.metric.rpartition("_")[0])
+        if column is not None:
+            has_latency = [row for row in chosen if not row.pooled.succeeded or getattr(row.pooled, column.field).known]
+            chosen = has_latency or chosen
+    if not chosen:
+        return CheckResult(check=check.text, status="failed", code="no_row", evidence=[because("check_no_row")])
+    results = [_evaluate_row(check, row, rows, comparison, reference, samples) for row in chosen]
+    if failed := [result for result in results if result.status == "failed"]:
+        worst = max(failed, key=_relative_distance)
+        return replace(worst, evidence=[reason for result in failed for reason in result.evidence])
+    if inconclusive := [result for result in results if result.status == "inconclusive"]:
+        worst = max(inconclusive, key=lambda result: math.inf if result.more_requests is None else result.more_requests)
+        return replace(worst, evidence=[reason for result in inconclusive for reason in result.evidence])
+    worst = min(results, key=_relative_distance)
+    (evidence,) = worst.evidence
+    row_count = {"rows": len(results)} if len(results) > 1 else {}
+    return replace(worst, evidence=[replace(evidence, values=evidence.values | row_count)])
+
+
+def _relative_distance(result: CheckResult) -> float:
+    """The distance of the value from the bound, relative to the bound."""
+    value, bound = result.value, result.bound
+    if value is None:  # with too few requests for the value, there may be enough for one end of its interval
+        value = result.low if result.low is not None else result.high
+    return 0.0 if value is None or bound is None else abs(value - bound) / (abs(bound) or 1.0)
+
+
+def _evaluate_row(
+    check: Check,
+    row: Row,
+    rows: Sequence[Row],
+    comparison: Comparison | None,
+    reference: Reference | None,
+    samples: Samples | None,
+) -> CheckResult:
+    value, bound, baseline = _row_value(check, row, comparison), check.bound, None
+    result = CheckResult(check=check.text, row=row.name)
+    if check.relative and (value.known is not None or value.all_miss):
+        base, name = _baseline_value(check, row, rows, comparison, reference)
+        if base.value is None:
+            return replace(result, code="no_baseline", evidence=_missing_evidence(row, base))
+        bound, baseline = check.bound * base.value, {"value": base.value, "name": name}
+        of_rows, base_name = (rows, name) if reference is None else (reference.rows, row.name)
+        base_row = next(each for each in of_rows if each.name == base_name)
+        value = _with_ratio_interval(check, (row, value), (base_row, base), comparison, reference, samples)
+    if check.operator == "==" or (check.relative and value.known is None and not value.all_miss):
+        value = replace(value, interval=None)
+    if value.value is None and value.interval is None:
+        return _without_value(result, row, value)
+    low, high = value.interval or (value.value, value.value)
+    holds = OPERATORS[check.operator]
+    lowest = math.inf if value.all_miss else -math.inf if low is None else low
+    met = holds(lowest, bound), holds(math.inf if high is None else high, bound)
+    more, decision = _requests_to_decide(check, value, bound) if any(met) and not all(met) else (None, None)
+    is_unknown = decision is not None and decision.code == "requests_unknown"
+    if value.known is None and any(met) and not is_unknown:
+        return _without_value(result, row, value)
+    units = UNITS[check.metric]
+    unit = "req/s" if check.metric == "goodput" else "s" if "s" in units else "%" if "%" in units else ""
+    shown: dict[str, Any] = {"row": row.name, "unit": unit}
+    if value.value is not None:
+        limited = bool(set(_number_fields(check)) & set(row.client_limited)) or None
+        shown |= {"value": value.value, "against": baseline, "limited": limited}
+    elif value.above is not None or (high is None and low is not None and not check.relative):
+        shown |= {"above": low if value.above is None else value.above, "against": baseline}
+    if value.censored or value.unknown or value.failed:
+        shown |= {"requests": value.requests, "censored": value.censored, "unknown": value.unknown}
+        shown |= {"failed": value.failed} if value.failed else {}
+    result = replace(result, value=value.value, bound=bound)
+    if value.interval is not None:
+        result = replace(result, low=low, high=high)
+        if (low, high) not in ((None, None), (shown.get("above"), None)):  # the second is a bound, already shown
+            shown["interval"] = [low, high]
+    if all(met) or not any(met):
+        if all(met):
+            result = replace(result, status="passed", code="met")
+        elif value.provisional and not _is_far(low, high, bound):
+            shown["decision"] = because("provisional")
+            result = replace(result, code="provisional")
+        else:
+            result = replace(result, status="failed", code="broken")
+    else:
+        shown["decision"] = decision
+        result = replace(result, code="unknown_requests" if is_unknown else "too_close", more_requests=more)
+    evidence = because("check_value", **{key: value for key, value in shown.items() if value is not None})
+    return replace(result, evidence=[evidence])
+
+
+def _is_far(low: float | None, high: float | None, bound: float) -> bool:
+    """Whether a whole interval of ratios is so far from a bound that a provisional verdict breaks it."""
+    return (high is not None and high * (1 + LARGE) < bound) or (low is not None and low > bound * (1 + LARGE))
+
+
+def _missing_evidence(row: Row, value: _Value) -> list[Reason]:
+    return [because("check_missing", row=row.name, why=value.missing)]
+
+
+def _without_value(result: CheckResult, row: Row, value: _Value) -> CheckResult:
+    """An inconclusive result: too few requests for the value, or requests that do not give it."""
+    too_few = value.n < value.needed and (value.n > 0 or not row.pooled.succeeded)
+    return replace(
+        result,
+        code="too_few_requests" if too_few else "no_value",
+        more_requests=value.needed - value.n if too_few else None,
+        evidence=_missing_evidence(row, value),
+    )
+
+
+def metric_of(check: Check) -> str:
+    """The metric of verdicts that a check is of."""
+    return _VALUES[check.metric].field if check.metric in _VALUES else check.metric
+
+
+def compared_metrics(texts: Sequence[str]) -> list[str]:
+    """The metrics that checks compare with a baseline, of those that verdicts can have."""
+    metrics = []
+    for text in texts:
+        try:
+            check = parse_check(text)
+        except (ValueError, HarnessError):  # its result says so
+            continue
+        column = LATENCIES.get(check.metric.rpartition("_")[0])
+        has_verdict = metric_of(check) in WORK or (column is not None and column.field == f"{column.check}_s")
+        metrics += [metric_of(check)] if check.relative and has_verdict else []
+    return list(dict.fromkeys(metrics))
+
+
+def _with_ratio_interval(
+    check: Check,
+    side: tuple[Row, _Value],
+    base: tuple[Row, _Value],
+    comparison: Comparison | None,
+    reference: Reference | None,
+    samples: Samples | None,
+) -> _Value:
+    """A value with the interval of its ratio to the baseline's, times the baseline's value.
+
+    Runs are compared by the variation between equal ones, repeats of work by Welch's interval, and percentiles of one
+    run by resampling (`slo_rule.ratio_interval`). Where the row has a verdict by this metric, it is the verdict's.
+    """
+    (row, value), (base_row, base_value) = side, base
+    assert base_value.value is not None
+    metric, latency = metric_of(check), check.metric.rpartition("_")[0]
+    is_measured = check.metric in _RATES_AND_TIMES or latency in LATENCIES
+    if value.all_miss or not value.known or not base_value.value:
+        return value
+    verdict = _verdict_of(comparison, reference, row, metric)
+    unit: Literal["repeats", "runs"] | None = None
+    provisional = False
+    interval: Interval
+    if is_measured and verdict is not None and verdict.low and verdict.high:
+        interval = (verdict.low, verdict.high) if metric in RATES else (1 / verdict.high, 1 / verdict.low)
+        unit, provisional = verdict.unit, verdict.provisional
+    elif is_measured and (reference is not None or metric in WORK):
+        repeats = [[each for each in getattr(one, metric, []) if each] for one in (row, base_row)]
+        found = None if reference is not None else stats.welch_effect(*repeats)
+        effect = found or stats.pooled_effect([value.known], [base_value.value])
+        interval = _widen(effect.interval(), row, base_row, metric)
+        unit = "repeats" if reference is None else "runs"
+        provisional = stats.is_mostly_assumed(effect) if reference is not None else found is None
+    else:
+        draws = [_draws(check, *one, None if reference is not None else samples) for one in (side, base)]
+        if draws[0] is not None and draws[1] is not None:
+            interval = slo_rule.ratio_interval(draws[0], draws[1])
+        elif value.interval is None and base_value.interval is None:
+            return value
+        else:
+            interval = _widest_ratio(value, base_value)
+        interval = _widen(interval, row, base_row, metric)
+    if unit == "runs" and any(one.censored or one.unknown or one.failed for one in (value, base_value)):
+        open_low, open_high = _widest_ratio(value, base_value)  # unknown requests as met, and as missed
+        interval = (
+            None if open_low is None or interval[0] is None else min(open_low, interval[0]),
+            None if open_high is None or interval[1] is None else max(open_high, interval[1]),
+        )
+    low, high = (None if end is None else end * base_value.value for end in interval)
+    return replace(value, interval=(low, high), provisional=provisional, unit=unit)
+
+
+def _verdict_of(comparison: Comparison | None, reference: Reference | None, row: Row, metric: str) -> Verdict | None:
+    """The verdict on a row by a metric: that of the runs if there is a reference."""
+    if reference is not None:
+        known = [*reference.ratios, *(comparison.verdicts if comparison is not None else [])]
+        known = [verdict for verdict in known if verdict.unit == "runs" and verdict.side == row.name]
+    else:
+        first = None if comparison is None else _verdict_by_row(comparison).get(row.name)
+        known = [] if first is None or metric not in WORK else [first]
+    return next((verdict for verdict in known if verdict.metric == metric), None)
+
+
+def _draws(check: Check, row: Row, value: _Value, samples: Samples | None) -> Draws | None:
+    """The resampled values of a row; None for values of rows instead of requests, or without samples."""
+    latency, _, statistic = check.metric.rpartition("_")
+    if check.metric == "attainment":
+        return slo_rule.share_draws(value.met or 0, value.unknown, value.requests, value.effect)
+    if statistic not in NEEDED or latency not in LATENCIES or samples is None:
+        return None
+    field = LATENCIES[latency].field
+    sample: Distribution = getattr(row.pooled, field)
+    if sample.effect is None or not (found := [one for one in samples(row, field) if len(one.state)]):
+        return None
+    return slo_rule.percentile_draws(found, int(statistic[1:]) * 10, sample.effect)
+
+
+def _widest_ratio(value: _Value, base: _Value) -> Interval:
+    """The ratios that the intervals of two values allow together."""
+    (_, low, high), (_, base_low, base_high) = value.estimate(), base.estimate()
+    return low / base_high if low and base_high else None, high / base_low if high is not None and base_low else None
+
+
+def _widen(interval: Interval, row: Row, base_row: Row, metric: str) -> Interval:
+    """The interval of a ratio with what the load generator's delays may have changed on both sides."""
+    lower, higher = row_rooms(row, base_row, metric)
+    low, high = interval
+    return None if low is None else low * math.exp(-lower), None if high is None else high * math.exp(higher)
+
+
+def _requests_to_decide(check: Check, value: _Value, bound: float) -> tuple[int | None, Reason]:
+    """How many more requests decide a check whose interval contains the bound, if value and spread stay the same."""
+    if value.unit is not None:
+        return None, because("more_repeats") if value.unit == "repeats" else because("more_runs")
+    statistic = check.metric.rpartition("_")[2]
+    share = bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else None
+    if share is None or value.interval is None:
+        return None, because("requests_unknown")
+    requests = value.requests
+    effect = {} if value.effect < _SHOWN_EFFECT else {"effect": value.effect}
+    if check.relative:
+        if value.known is None or value.unknown >= (1 - share) * requests > 0:
+            return None, because("requests_unknown")
+        times = stats.growth_to_decide(value.estimate(), bound)
+        more = None if times is None or times * requests > slo_rule.MAX_REQUESTS else math.ceil((times - 1) * requests)
+    else:
+        met, unknown = _shares_at(check, value, bound, share)
+        if unknown > 0 and met - 1e-9 <= share <= met + unknown + 1e-9:
+            return None, because("requests_unknown")
+        needed = slo_rule.requests_to_decide(share, met if met > share else met + unknown, value.effect)
+        more = None if needed is None else max(1, needed - requests)
+    if more is None:
+        return None, because("too_close", max_requests=slo_rule.MAX_REQUESTS, **effect)
+    both = {"baseline_factor": 1 + more / requests} if check.relative else {}
+    return more, because("more_requests", more=more, **both, **effect)
+
+
+def _shares_at(check: Check, value: _Value, bound: float, share: float) -> tuple[float, float]:
+    """The shares of all requests that met the bound, and of which it is unknown whether they did.
+
+    That of a percentile lies between three points: the percentile, and the ends of its interval.
+    """
+    requests = value.requests
+    if check.metric == "attainment":
+        return (value.met or 0) / requests, value.unknown / requests
+    assert value.interval is not None
+    open_cut = 0 if value.youngest is None or bound <= value.youngest else value.censored
+    most = requests - value.unknown - value.failed - value.censored
+    fails, passes = slo_rule.interval_counts(requests, share, value.effect)
+    least = max(fails - value.unknown, 0)
+    counts = least, share * (requests - value.unknown - value.failed), min(passes, most)
+    points = sorted(
+        (x, min(count, most))
+        for x, count in zip((value.interval[0], value.value, value.interval[1]), counts, strict=True)
+        if x is not None
+    )
+    met: float = most
+    if points:
+        places, heights = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+        met = float(np.interp(bound, places, heights))
+        if value.interval[0] is None and bound < places[0]:
+            met = least
+        if value.interval[1] is None and bound > places[-1]:
+            met = counts[2]
+    return met / requests, (value.unknown + open_cut) / requests
+
+
+def _baseline_value(
+    check: Check, row: Row, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
+) -> tuple[_Value, str]:
+    """The baseline's value and the name of its run or row."""
+    if reference is not None:
+        name = reference.run
+        if reference.refused is not None:
+            return _missing_value("not_compared_with", name=name, why=reference.refused), name
+        base = next((base_row for base_row in reference.rows if base_row.name == row.name), None)
+        if base is None:
+            return _missing_value("baseline_without_row", name=name), name
+    elif comparison is None:
+        return _missing_value("no_baseline"), ""
+    else:
+        verdict = _verdict_by_row(comparison).get(row.name)
+        if verdict is None:
+            return _Value(missing=_uncompared_reason(row, comparison)), ""
+        name = verdict.baseline
+        base = next(base_row for base_row in rows if base_row.name == name)
+    refusal = invalid_row_reason(row, base) or definition_conflict(row, base, _number_fields(check))
+    if refusal is not None:
+        return _missing_value("not_compared_with", name=name, why=refusal), name
+    value = _row_value(check, base, None)
+    if value.value is None and value.failed:
+        value = replace(value, missing=because("too_many_failed", failed=value.failed, requests=value.requests))
+    if value.value is None:
+        return _missing_value("baseline_without_value", name=name, why=value.missing), name
+    return value, name
+
+
+def _missing_value(code: str, **values: Any) -> _Value:
+    return _Value(missing=because(code, **values))
+
+
+def _number_fields(check: Check) -> list[str]:
+    """The fields of Numbers with a definition that a check's value is computed from."""
+    latency, _, statistic = check.metric.rpartition("_")
+    if latency in LATENCIES:
+        return [LATENCIES[latency].field, *(["percentiles"] if statistic in NEEDED else [])]
+    if check.metric in SLO_METRICS:
+        return list(dict.fromkeys(LATENCIES[slo.latency].field for slo in check.slos))
+    column = _VALUES.get(check.metric)
+    return [column.field] if column is not None and column.definition else []
+
+
+def _row_value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
+    """A row's value, or why it has none."""
+    metric = check.metric
+    latency, _, statistic = metric.rpartition("_")
+    if latency in LATENCIES and statistic in STATISTICS:
+        return _latency_value(row, latency, statistic)
+    if metric in SLO_METRICS:
+        return _slo_value(check, row)
+    if metric == "speedup":
+        return _speedup_value(row, comparison)
+    if metric in ANSWER_SHARES and row.pooled.answers is None:
+        return _missing_value("no_answer_checked")
+    missing = _tool_unknown(row, _VALUES[metric].field) or because(_VALUES[metric].missing)
+    return _Value(value=_VALUES[metric].value_of(row.pooled), missing=missing)
+
+
+def _tool_unknown(row: Row, *names: str) -> Reason | None:
+    """Why an imported file has no such number; None if the file is not the reason."""
+    why = next((row.missing[name] for name in names if name in row.missing), None)
+    return None if why is None else because("tool_unknown", why=why)
+
+
+def _latency_value(row: Row, latency: str, statistic: str) -> _Value:
+    column = LATENCIES[latency]
+    sample: Distribution = getattr(row.pooled, column.field)
+    only = {"only": column.only} if not sample.n and column.only else {}
+    succeeded = {"of": row.pooled.succeeded} if not sample.n and row.pooled.succeeded else {}
+    unknown = _tool_unknown(row, f"{column.name}_{statistic}", column.field)
+    counts: dict[str, Any] = {
+        "n": min(sample.n, row.pooled.succeeded) if latency == "gap" else sample.known,
+        "interval": sample.intervals.get(statistic),
+        "censored": sample.censored,
+        "unknown": sample.unknown,
+        "youngest": sample.intervals.get("cut", (None, None))[0],
+    }
+    if statistic == "mean":
+        few = because("latency_missing", latency=latency, needed=1, **only, **succeeded)
+        if "mean" not in sample.intervals:  # all are known
+            return _Value(value=sample.mean, missing=unknown or few)
+        return _Value(above=sample.intervals["mean"][0], missing=unknown or few, **counts)
+    needed, value = NEEDED[statistic], getattr(sample, statistic)
+    above = sample.above if value is None and sample.known >= needed else None
+    failed, effect = _failed_requests(row.pooled, sample), sample.effect or 1.0
+    all_miss = False
+    if failed and not sample.n:
+        effect = sample.effect or slo_rule.ASSUMED_EFFECT
+        counts["interval"] = counts["interval"] or (None, None)
+    if failed:
+        requests, low = sample.known + sample.unknown + failed, (counts["interval"] or (None, None))[0]
+        all_miss = slo_rule.failures_decide(failed, requests, int(statistic[1:]) / 100, effect)
+        high = (counts["interval"] or (None, None))[1]
+        if all_miss or (high is None and low is not None and value is not None and value < low):
+            value, above = None, low  # the percentile of the successful requests says nothing about all
+    return _Value(
+        value=value,
+        above=above,
+        missing=unknown
+        or because("latency_missing", latency=latency, needed=needed, there=counts["n"], **only, **succeeded),
+        needed=needed,
+        effect=effect,
+        failed=failed,
+        all_miss=all_miss,
+        **counts,
+    )
+
+
+def _failed_requests(numbers: Numbers, sample: Distribution) -> int:
+    """Requests that failed without this latency. 0 where another tool computed it or the latency is no request's own.
+
+    Where no request has the latency, only a run in which all of them failed says so.
+    """
+    if not sample.known:
+        return numbers.sent if 0 < numbers.sent == numbers.failed else 0
+    if not sample.intervals:
+        return 0
+    return max(0, min(numbers.failed, numbers.sent - sample.known - sample.unknown))
+
+
+def _slo_value(check: Check, row: Row) -> _Value:
+    slos, sent = slos_key(check.slos), row.pooled.sent
+    attained = row.pooled.slos.get(slos)
+    if attained is None:
+        return _missing_value("slos_uncounted", slos=slos)
+    if check.metric == "goodput":
+        unknown = because("slos_unknown", unknown=attained.unknown, requests=sent, slos=slos)
+        return _Value(value=attained.goodput_req_s, missing=unknown if attained.unknown else because("none_measured"))
+    needed, known = requests_needed(check), sent - attained.unknown
+    effect = _slos_effect(check, row)
+    interval = None
+    if sent and (check.relative or 0 < check.bound < 1):
+        interval = (
+            slo_rule.share_interval(attained.met, sent, effect)[0],
+            slo_rule.share_interval(attained.met + attained.unknown, sent, effect)[1],
+        )
+    elif attained.unknown:  # bounds of 0 and 1 are about these requests only
+        interval = attained.met / sent, (attained.met + attained.unknown) / sent
+    few = because("slos_too_few", needed=needed, sent=sent, met=attained.met)
+    is_open = check.operator == "==" and attained.unknown > 0 and attained.attainment == check.bound
+    return _Value(
+        value=attained.attainment if sent >= needed and not is_open else None,
+        missing=because("none_sent") if not sent else few if sent < needed else because("requests_unknown"),
+        interval=interval,
+        n=known,
+        needed=needed,
+        unknown=attained.unknown,
+        met=attained.met,
+        effect=effect,
+    )
+
+
+def _slos_effect(check: Check, row: Row) -> float:
+    """The largest design effect of the latencies that the SLOs bound."""
+    samples = [getattr(row.pooled, LATENCIES[slo.latency].field) for slo in check.slos]
+    return max((sample.effect for sample in samples if sample.effect is not None), default=slo_rule.ASSUMED_EFFECT)
+
+
+def requests_needed(check: Check) -> int:
+    """How many requests a share needs. "At least 95 % within a bound" needs as many as "p95 within the bound"."""
+    if check.relative or check.operator not in (">", ">=") or not 0 < check.bound < 1:
+        return 1
+    return stats.samples_needed(min(int(round(check.bound * 1000, 6)), _MAX_PERMILLE))
+
+
+def _speedup_value(row: Row, comparison: Comparison | None) -> _Value:
+    if comparison is None:
+        return _missing_value("nothing_compared")
+    verdict = _verdict_by_row(comparison).get(row.name)
+    if verdict is None:
+        return _Value(missing=_uncompared_reason(row, comparison))
+    if verdict.metric not in WORK:
+        return _missing_value("paced_users")
+    if verdict.ratio is None:
+        return _missing_value("no_verdict", verdict=verdict)
+    interval = verdict.low, verdict.high
+    return _Value(value=verdict.ratio, interval=interval, provisional=verdict.provisional, unit=verdict.unit)
+
+
+def _uncompared_reason(row: Row, comparison: Comparison) -> Reason:
+    if comparison.verdicts and comparison.verdicts[0].baseline != row.name:
+        return because("no_comparison")
+    return because("is_baseline")
+
+
+def _verdict_by_row(comparison: Comparison) -> dict[str, Verdict]:
+    """The verdict of each row except the baseline, by its name.
+
+    It is the row's first verdict, since the other pairs that the scenario compares come last.
+    """
+    verdicts = {verdict.side: verdict for verdict in reversed(comparison.verdicts)}
+    if comparison.verdicts:
+        verdicts.pop(comparison.verdicts[0].baseline, None)
+    return verdicts

@@ -1,0 +1,368 @@
+"""Compares groups of run directories. The first group is the baseline."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from harness.analysis import comparable
+from harness.analysis.checks import compared_metrics, evaluate
+from harness.analysis.comparable import collect_facts, find_differences, refuse_unlike
+from harness.analysis.equal_runs import EqualRuns, find_equal_runs
+from harness.analysis.summarize import summary_of
+from harness.analysis.verdicts import (
+    Measured,
+    comparison_metrics,
+    decide_verdicts,
+    definition_difference,
+    pair_by_metric,
+)
+from harness.base.errors import HarnessError, RunError
+from harness.base.reasons import sentences
+from harness.base.summary import (
+    LARGE,
+    Answers,
+    CheckResult,
+    Comparison,
+    Reason,
+    Reference,
+    Row,
+    Summary,
+    Verdict,
+    because,
+)
+from harness.records.manifest import Run, UnlikeError, read_run
+
+
+class _Side(Struct, frozen=True):
+    """A group of runs."""
+
+    name: str
+    runs: list[Run]
+    summaries: list[Summary]
+
+    def row_in_runs(self, row: tuple[str, str]) -> list[Row]:
+        return [found for summary in self.summaries for found in summary.rows if found.key == row]
+
+    def measured(self, row: tuple[str, str], name: str) -> Measured:
+        return Measured(
+            name=name,
+            load_name=row[1],
+            load=self.runs[0].scenario.loads[row[1]],
+            rows=self.row_in_runs(row),
+            cells=[{cell.id: cell for cell in summary.cells} for summary in self.summaries],
+        )
+
+    def answers(self, row: tuple[str, str]) -> list[Answers]:
+        """The quality of a row's answers in each run that checked them."""
+        return [found.pooled.answers for found in self.row_in_runs(row) if found.pooled.answers is not None]
+
+    def common_rows(self) -> list[tuple[str, str]]:
+        """Rows (server, load) that every run of the group has."""
+        first, *others = [[row.key for row in summary.rows] for summary in self.summaries]
+        return [row for row in first if all(row in other for other in others)]
+
+
+def compare_runs(
+    groups: Sequence[Sequence[Path]],
+    *,
+    about: str | None = None,
+    runs: Path | None = None,
+    results: Path | None = None,
+    checks: Sequence[str] = (),
+    provisional: bool = False,
+) -> Comparison:
+    """Compare each group of run directories with the first, row by row of the same server and load.
+
+    The sample is the run. The variation between equal runs is assumed until it is known: from several runs a side, from
+    earlier equal runs in the folders `runs` and `results`.
+    `provisional`: whether a provisional `slower` fails, see `Verdict.fails`.
+    `about` is the one manifest key in which the groups may differ. `checks` are evaluated for the rows of every other
+    group, with the first group as their baseline.
+
+    Raises HarnessError for runs that differ in more or have no row in common, and RunError for a run that is not VALID.
+    """
+    if len(groups) < 2 or not all(groups):
+        raise HarnessError(
+            "a comparison needs a baseline and at least one other run", next_step="harness compare BASELINE OTHER"
+        )
+    _refuse_checks(groups, checks)
+    sides = [_read_side(group, checks) for group in groups]
+    rows = [row for row in sides[0].common_rows() if all(row in side.common_rows() for side in sides[1:])]
+    if not rows:
+        raise HarnessError(
+            "the runs have no row in common: none of their servers and loads have the same names",
+            next_step="Give servers and loads that are to be compared the same names in both scenarios.",
+        )
+    all_runs = [run for side in sides for run in side.runs]
+    _refuse_repeated(all_runs)
+    base_side, *other_sides = sides
+    several = len(other_sides) > 1
+    compared = [
+        (
+            number,
+            row,
+            side.measured(row, f"{' / '.join(row)} ({side.name})" if several else " / ".join(row)),
+            base_side.measured(row, f"{' / '.join(row)} ({base_side.name})"),
+        )
+        for number, side in enumerate(other_sides, 1)
+        for row in rows
+    ]
+    for _, _, side, base in compared:
+        for metric in comparison_metrics(side, base):
+            if (conflict := definition_difference(side, base, metric)) is not None:
+                raise UnlikeError(conflict, next_step="Compare runs of one tool, or measure both with `harness run`.")
+    refuse_unlike(all_runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
+    equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
+    pairs = [
+        pair
+        for number, row, side, base in compared
+        for pair in pair_by_metric(
+            side,
+            base,
+            within_run=False,
+            known=equal.known(row, [(0, base), (number, side)]),
+        )
+    ]
+    comparison = decide_verdicts(pairs, equal.source())
+    comparison = msgspec.structs.replace(
+        comparison, verdicts=[msgspec.structs.replace(each, baseline=base_side.name) for each in comparison.verdicts]
+    )
+
+    def check_side(number: int) -> list[CheckResult]:
+        names = {side.name: " / ".join(row) for of, row, side, _ in compared if of == number}
+        verdicts = [
+            msgspec.structs.replace(each, side=names[each.side], provisional=each.provisional and not provisional)
+            for each in comparison.verdicts
+            if each.side in names
+        ]
+        own = msgspec.structs.replace(comparison, verdicts=verdicts)
+        ratios = [
+            msgspec.structs.replace(each, provisional=each.provisional and not provisional)
+            for each in _check_ratios(checks, (base_side, sides[number]), rows, equal, number)
+        ]
+        return _evaluate_checks(checks, sides[number], base_side, rows, own, ratios, several)
+
+    return msgspec.structs.replace(
+        comparison,
+        verdicts=[with_exit(verdict, provisional=provisional) for verdict in comparison.verdicts],
+        simulated=any(run.simulated for run in all_runs),
+        sides=[side.name for side in sides],
+        differences=find_differences([collect_facts(side.runs[0], rows) for side in sides]),
+        checks=[result for number in range(1, len(sides)) for result in check_side(number)],
+        notes=list(_notes(sides, rows)),
+    )
+
+
+def _check_ratios(
+    checks: Sequence[str],
+    sides: tuple[_Side, _Side],
+    rows: Sequence[tuple[str, str]],
+    equal: EqualRuns,
+    number: int = 1,
+) -> list[Verdict]:
+    """The verdicts on a side, the second, by each metric that a check compares. `number`: of this side in `equal`."""
+    base, side = sides
+    pairs = [
+        pair
+        for row in rows
+        for own, other in [(side.measured(row, " / ".join(row)), base.measured(row, base.name))]
+        for pair in pair_by_metric(
+            own,
+            other,
+            within_run=False,
+            known=equal.known(row, [(0, other), (number, own)]),
+            metrics=compared_metrics(checks),
+        )
+    ]
+    return decide_verdicts(pairs).verdicts
+
+
+def with_exit(verdict: Verdict, *, provisional: bool) -> Verdict:
+    """The verdict with its effect on the exit code. A provisional `slower` fails where `provisional` asks for that, or
+    where its whole interval is beyond LARGE.
+    """
+    if verdict.word != "slower":
+        return verdict
+    is_large = verdict.high is not None and verdict.high < 1 / (1 + LARGE)
+    fails: Literal["yes", "with_provisional"] = "yes"
+    if verdict.provisional and not provisional and not is_large:
+        fails = "with_provisional"
+    return msgspec.structs.replace(verdict, fails=fails)
+
+
+def _notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> Iterator[Reason]:
+    """Notes on imported runs, KV caches of different sizes, and answers of different quality."""
+    if unchecked := [run.id for side in sides for run in side.runs if run.status == "unchecked"]:
+        text = "NOT CHECKED: nothing shows whether the load generator kept up and the server stayed up in the imported "
+        yield because("runs_unchecked", f"{text}{', '.join(unchecked)}", runs=unchecked)
+    for server in dict.fromkeys(server for server, _ in rows):
+        sizes = {}
+        for side in sides:
+            cells = [cell.served_by for run in side.runs for cell in run.served if cell.server == server]
+            sizes[side.name] = comparable.median_measurements(cells).get("startup.kv_cache_tokens")
+        if (note := comparable.kv_cache_note(sizes, server=server)) is not None:
+            yield note
+    base, *others = sides
+    for side, row in itertools.product(others, rows):
+        names = [f"{' / '.join(row)} ({named.name})" for named in (side, base)]
+        if (note := answer_difference(names[0], side.answers(row), names[1], base.answers(row))) is not None:
+            yield note
+
+
+def answer_difference(
+    side: str, side_answers: Sequence[Answers], baseline: str, baseline_answers: Sequence[Answers]
+) -> Reason | None:
+    """A note that the answers of two sides, each of one or more runs, differ in quality; None where they do not."""
+    differing: dict[str, list[list[int]]] = {}
+    for part, whole in (("valid", "checked"), ("right", "labelled")):
+        (count, total), (base_count, base_total) = counts = [
+            [sum(getattr(answers, name) or 0 for answers in runs) for name in (part, whole)]
+            for runs in (side_answers, baseline_answers)
+        ]
+        if total and base_total and count * base_total != base_count * total:
+            differing[part] = counts
+    if not differing:
+        return None
+    parts = []
+    for part, counts in differing.items():
+        shares = " and ".join(f"{number:,} of {total:,} ({number / total:.1%})" for number, total in counts)
+        parts.append(f"{part} are {shares}")
+    text = (
+        f"the answers of {side} and {baseline} are not of equal quality: {'; '.join(parts)}; speed alone does not say "
+    )
+    text += "which of the two is better"
+    return because("answers_differ", text, side=side, baseline=baseline, **differing)
+
+
+def group_by_machine(folders: Sequence[Path]) -> list[list[Path]]:
+    """Run directories group_failures by machine, in the given order. Raises HarnessError for a single machine."""
+    groups: dict[str, list[Path]] = {}
+    for folder in folders:
+        groups.setdefault(read_run(folder).machine.name, []).append(folder)
+    if len(groups) < 2:
+        raise HarnessError(
+            f"all runs are of one machine, {next(iter(groups), 'none')}",
+            next_step="Give runs of another one, too; `harness results add` files runs to carry them over.",
+        )
+    return list(groups.values())
+
+
+def _refuse_repeated(runs: Sequence[Run]) -> None:
+    seen: set[tuple[str, float]] = set()
+    for run in runs:
+        if (run.id, run.started_wall_s) in seen:
+            raise HarnessError(
+                f"{run.id}: this run is given twice; a run is not compared with itself or with its copy",
+                next_step="Give another run; `harness list runs` lists them.",
+            )
+        seen.add((run.id, run.started_wall_s))
+
+
+def _refuse_checks(groups: Sequence[Sequence[Path]], checks: Sequence[str]) -> None:
+    """Raise HarnessError for checks of several runs a side."""
+    several = next((group for group in groups if len(group) > 1), None)
+    if checks and several is not None:
+        raise HarnessError(
+            f"--check: a check is of one run against another, and {several[0].name} is one of {len(several)} a side",
+            next_step="Compare single runs with checks, groups of runs by their verdicts.",
+        )
+
+
+def _evaluate_checks(
+    checks: Sequence[str],
+    side: _Side,
+    base: _Side,
+    rows: Sequence[tuple[str, str]],
+    comparison: Comparison,
+    ratios: list[Verdict],
+    several: bool,
+) -> list[CheckResult]:
+    side_rows, base_rows = ([row for row in group.summaries[0].rows if row.key in rows] for group in (side, base))
+    results = evaluate(checks, side_rows, comparison, Reference(run=base.runs[0].id, rows=base_rows, ratios=ratios))
+    if not several:
+        return results
+    return [msgspec.structs.replace(result, check=f"{result.check} ({side.name})") for result in results]
+
+
+def _read_side(folders: Sequence[Path], checks: Sequence[str]) -> _Side:
+    runs, summaries = [], []
+    for folder in folders:
+        run, summary = read_run(folder), summary_of(folder, checks)
+        refuse_invalid(run, summary, "is compared")
+        runs.append(run)
+        summaries.append(summary)
+    name = runs[0].id if len(runs) == 1 else f"{runs[0].id} and {len(runs) - 1} more"
+    return _Side(name, runs, summaries)
+
+
+def refuse_invalid(run: Run, summary: Summary | None, purpose: str) -> None:
+    """Raise RunError unless a run is VALID, or an import without problems. `purpose`: such as "is compared".
+
+    Without a summary the manifest decides.
+    """
+    if run.status in ("valid", "unchecked") and (summary is None or summary.valid is not False):
+        return
+    reasons = (summary.reasons if summary is not None else []) or run.reasons
+    lines = sentences(reasons or [because("run_status", f"it is {run.status}", status=run.status)])
+    raise RunError(
+        f"{run.id}: only a VALID run {purpose}: {lines[0]}",
+        next_step=f"harness report {run.id} shows all reasons.",
+        detail="\n".join(lines) if len(lines) > 1 else "",
+    )
+
+
+def read_baseline(folder: Path) -> Run:
+    """The manifest of a baseline run. Raises RunError for one that is INVALID or has not ended."""
+    run = read_run(folder)
+    refuse_invalid(run, None, "is a baseline")
+    return run
+
+
+def make_reference(
+    folder: Path,
+    run: Run,
+    run_summary: Summary,
+    *,
+    about: str | None = None,
+    checks: Sequence[str] = (),
+    runs: Path | None = None,
+    results: Path | None = None,
+) -> Reference:
+    """Make the run in `folder` the baseline of `run`, for its scenario's checks and further `checks`.
+
+    `about` is the one manifest key in which the two may differ. If they differ in another one, the reference has the
+    reason, and every check against it fails with that reason. The ratios are those of `compare_runs` with the same
+    `runs` and `results`. Raises HarnessError for a folder without a VALID run.
+    """
+    base = read_baseline(folder)
+    texts = [*run.scenario.checks, *checks]
+    summary = summary_of(folder, texts)
+    refuse_invalid(base, summary, "is a baseline")
+    known = {row.key for row in summary.rows}
+    rows = [(server, load) for server in run.scenario.servers for load in run.scenario.loads if (server, load) in known]
+    refused = _comparison_refusal(base, run, rows, about)
+    if refused is not None:
+        return Reference(run=base.id, refused=refused)
+    reference = Reference(run=base.id, rows=summary.rows)
+    if not compared_metrics(texts):
+        return reference
+    sides = _Side(base.id, [base], [summary]), _Side(run.id, [run], [run_summary])
+    rows = [row for row in rows if all(row in side.common_rows() for side in sides)]
+    equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
+    return msgspec.structs.replace(reference, ratios=_check_ratios(texts, sides, rows, equal))
+
+
+def _comparison_refusal(base: Run, run: Run, rows: Sequence[tuple[str, str]], about: str | None) -> Reason | None:
+    """Why the two are not compared. Equal runs are compared even if they do not differ in `about`."""
+    reason = None
+    for allowed in dict.fromkeys([None, about]):
+        try:
+            refuse_unlike([base, run], rows, [0, 1], allowed)
+            return None
+        except UnlikeError as error:
+            reason = error.reason
+    return reason

@@ -1,0 +1,321 @@
+"""The SLOs of a capacity search, and the blocks of its probes, which are cut from the records of a load."""
+
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from harness.analysis import derive
+from harness.analysis.derive import MET, MISSED, meets_slos, slo_margins
+from harness.analysis.evidence import BLOCK_ANSWERS, count_met
+from harness.analysis.latencies import token_shares_between
+from harness.analysis.slo_rule import LatencySample
+from harness.base.errors import HarnessError
+from harness.records.records import CUT, FAILED, OBSERVED, UNKNOWN, Request
+from harness.records.table import rows_of
+from harness.scenario import Scenario
+from harness.scenario.check_syntax import LATENCIES, Check, Slo, parse_check
+from harness.scenario.plan import load_of_part
+
+KNEE_BLOCK_ANSWERS = 2  # a block of the knee's search lasts as long as so many answers and pauses
+MIN_BLOCK_S = 0.5  # shorter blocks would show when records are flushed
+FLUSH_S = 0.6  # longest time between the end of an answer and its record in the file
+_FIRST, _NEWEST = 20, 200  # answers of which latencies are kept
+EXAMPLE = '--slo "ttft_p95<=2s" --slo "tpot_p95<=60ms"'
+
+
+class CapacitySlo(Struct, frozen=True, kw_only=True):
+    """The share of the requests that must meet all bounds: `ttft_p95<=2s` is a share of 0.95 and one bound.
+
+    `load`: the load of a mix whose requests count; None: all requests.
+    """
+
+    text: str
+    load: str | None = None
+    bounds: tuple[Slo, ...]
+    share: float  # 0 to 1
+
+
+def slo_from_check(check: Check) -> CapacitySlo | None:
+    """The SLO of a check; None for other kinds of checks, such as of a throughput or a mean."""
+    if check.relative:
+        return None
+    text = check.text.rpartition(":")[2].strip()  # without SERVER/LOAD
+    if check.metric == "attainment" and check.operator in (">=", ">") and 0 < check.bound < 1:
+        return CapacitySlo(text=text, bounds=check.slos, share=check.bound)
+    latency, _, statistic = check.metric.rpartition("_")
+    quantile = re.fullmatch(r"p(\d+(?:\.\d+)?)", statistic)
+    if quantile is None or latency not in LATENCIES or not LATENCIES[latency].slo or check.operator not in ("<=", "<"):
+        return None
+    bound = Slo(text=text, latency=latency, operator=check.operator, bound_s=check.bound)
+    return CapacitySlo(text=text, bounds=(bound,), share=float(quantile[1]) / 100)
+
+
+def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[CapacitySlo]:
+    """Parse the SLOs of the command line: one or more checks each, with commas between them. `LOAD: CHECK` is for one
+    of the `loads` of a mix. Raises HarnessError.
+    """
+    slos = []
+    for text in (part for given in texts for part in _split_slos(given)):
+        load, colon, rest = text.partition(":")
+        has_load = bool(colon) and load.strip() in loads
+        try:
+            check = parse_check(rest if has_load else text)
+        except ValueError as error:
+            raise HarnessError(f"--slo '{text}': {error}", next_step=f"Write {EXAMPLE}.") from None
+        slo = slo_from_check(check) if check.server is None else None
+        if slo is None:
+            raise HarnessError(
+                f"--slo '{text}': not an upper bound on a quantile of a latency of requests",
+                next_step=f"Write {EXAMPLE}.",
+            )
+        slos.append(_for_load(slo, load.strip()) if has_load else slo)
+    return slos
+
+
+def _for_load(slo: CapacitySlo, load: str) -> CapacitySlo:
+    return msgspec.structs.replace(slo, load=load, text=f"{load}: {slo.text}")
+
+
+def _split_slos(given: str) -> list[str]:
+    """Split at the commas outside of parentheses."""
+    return [part for part in re.split(r",(?![^(]*\))", given) if part.strip()] or [given]
+
+
+def scenario_slos(scenario: Scenario, server: str, load: str) -> list[CapacitySlo]:
+    """The SLOs of a scenario's checks for this server and load. For each load of a mix: its checks in the mix, or else
+    those of the same load alone.
+    """
+    if load not in scenario.mixes:
+        return _row_slos(scenario, server, load)
+    return [
+        _for_load(slo, part)
+        for part in scenario.mixes[load]
+        for slo in _row_slos(scenario, server, f"{load}.{part}") or _row_slos(scenario, server, part)
+    ]
+
+
+def _row_slos(scenario: Scenario, server: str, load: str) -> list[CapacitySlo]:
+    slos = []
+    for text in scenario.checks:
+        check = parse_check(text)
+        slo = slo_from_check(check) if check.server in (None, server) and check.load in (None, load) else None
+        if slo is not None and slo not in slos:
+            slos.append(slo)
+    return slos
+
+
+class LoadBlock(Struct, frozen=True, kw_only=True):
+    """A period of the measured time of a load, on the monotonic clock.
+
+    `samples`: for each SLO, latency / bound of the requests that ended in the block. `counts`: of these (met, total).
+    """
+
+    begin_s: float
+    end_s: float
+    samples: list[LatencySample]
+    counts: list[tuple[int, int]]
+    output_tokens: float
+    answers: int
+    failed: int  # of the answers
+    e2e_s: float | None  # mean end-to-end latency of successful requests
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+class LoadPace(Struct, frozen=True, kw_only=True):
+    """What the length of a load's blocks depends on, in addition to its latencies.
+
+    `pause_s`: mean think time after an answer. `min_s`: minimum length, such as the time of some arrivals. `open_loop`:
+    only the first answers count, because above capacity the queue makes latencies grow, and no block would end.
+    """
+
+    pause_s: float = 0.0
+    min_s: float = 0.0
+    open_loop: bool = False
+
+
+class BlockCutter:
+    """Cuts the growing records of a load, or of all loads of a mix, into blocks.
+
+    A request counts in the block in which it ends, so that a block is complete soon after its end. In a closed loop
+    this includes requests of the warm-up. Failed requests do not meet an SLO. Requests that the end of the load cut
+    count only in `cut_samples`: those older than a bound have missed it. A block of a mix is as long as its slowest
+    load needs.
+    """
+
+    def __init__(
+        self,
+        slos: Sequence[CapacitySlo],
+        paces: Mapping[str | None, LoadPace] = MappingProxyType({None: LoadPace()}),
+        *,
+        whole_tokens: bool = False,
+        flush_s: float = FLUSH_S,
+    ) -> None:
+        """`paces`: by load of a mix; None is the key of a load alone. `whole_tokens`: for the knee; a block is complete
+        only when all answers with a part in it have ended, so that its tokens are exact. `flush_s`: time after the end
+        of a block until its records have been read.
+        """
+        self._slos = slos
+        self._paces = paces
+        self._whole_tokens = whole_tokens
+        self._flush_s = flush_s
+        self._answers = KNEE_BLOCK_ANSWERS if whole_tokens else BLOCK_ANSWERS
+        self._waiting: list[Request] = []  # requests that a later block may count
+        # Latencies by load: of the newest and of the first answers.
+        self._newest_s: dict[str | None, deque[float]] = {load: deque(maxlen=_NEWEST) for load in paces}
+        self._first_s: dict[str | None, list[float]] = {load: [] for load in paces}
+        self.begun_s: float | None = None  # when the first measured request was sent
+        self._next_s = 0.0  # start of the next block
+        self._is_cut = False  # there was a block
+        self._recorded: set[str] = set()  # ids of requests
+        self._in_flight: dict[str, list[Request]] = {}  # by cell, those older than some bound
+        self._overdue: list[dict[str, Request]] = [{} for _ in slos]  # by id: missed the SLO while in flight ...
+        self._uncounted: list[list[Request]] = [[] for _ in slos]  # ... and of these, those that are in no block
+        self._min_answer_s: dict[str | None, float] = {}  # by load: the age of its first overdue request
+
+    @property
+    def answer_s(self) -> float | None:
+        """The mean latency of the newest answers of the slowest load; None before the first answer."""
+        return max(_mean(latencies_s) or 0.0 for latencies_s in self._newest_s.values()) or None
+
+    @property
+    def typical_s(self) -> float | None:
+        """The mean latency that the length of blocks depends on; None before the first answer."""
+        return max(self._typical_s(load) or 0.0 for load in self._paces) or None
+
+    @property
+    def block_s(self) -> float | None:
+        """The length of the next block; None until each load has an answer."""
+        lengths = [MIN_BLOCK_S]
+        for load, pace in self._paces.items():
+            if (answer_s := self._typical_s(load)) is None:
+                return None
+            lengths += [pace.min_s, self._answers * (answer_s + pace.pause_s)]
+        return max(lengths)
+
+    def _typical_s(self, load: str | None) -> float | None:
+        known_s = _mean(self._first_s[load] if self._paces[load].open_loop else self._newest_s[load])
+        return self._min_answer_s.get(load) if known_s is None else known_s
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Add new records, warm-up included."""
+        self._note_begin(requests)
+        for request, e2e_s in zip(requests, derive.e2e_s(rows_of(requests)).tolist(), strict=True):
+            self._recorded.add(request.id)
+            if not math.isnan(e2e_s):
+                load = load_of_part(request.load)
+                self._newest_s[load].append(e2e_s)
+                if len(self._first_s[load]) < _FIRST:
+                    self._first_s[load].append(e2e_s)
+        self._waiting += requests
+
+    def note_in_flight(self, cell: str, requests: Sequence[Request]) -> None:
+        """Use a report of a cell's requests in flight. One older than the bound of an SLO has missed it at once.
+
+        It counts in the next block, and its record never again. Call it before `add` of newer records.
+        """
+        requests = [request for request in requests if request.id not in self._recorded]
+        self._note_begin(requests)
+        if self.begun_s is None:
+            return
+        self._in_flight[cell] = []
+        rows = rows_of(requests)
+        missed = [(meets_slos(rows, slo.bounds) == MISSED).tolist() for slo in self._slos]
+        for place, request in enumerate(requests):
+            load, is_late = load_of_part(request.load), False
+            for slo, late, overdue, uncounted in zip(self._slos, missed, self._overdue, self._uncounted, strict=True):
+                if slo.load in (None, load) and late[place]:
+                    is_late = True
+                    if request.id not in overdue:
+                        overdue[request.id] = request
+                        uncounted.append(request)
+            if is_late:
+                self._in_flight[cell].append(request)
+                self._min_answer_s.setdefault(load, request.ended_s)
+
+    def _note_begin(self, requests: Sequence[Request]) -> None:
+        if self._is_cut:
+            return
+        for request in requests:
+            if request.phase == "measured":
+                begun_s = request.sent_s if self.begun_s is None else self.begun_s
+                self.begun_s = self._next_s = min(begun_s, request.sent_s)
+
+    def cut(self, now_s: float) -> list[LoadBlock]:
+        """The blocks that are complete now. A block with too few answers of a load is joined with the next one."""
+        blocks: list[LoadBlock] = []
+        longest_s = max((request.ended_s for request in self._waiting), default=0.0) if self._whole_tokens else 0.0
+        end_s = self._next_s
+        while self.begun_s is not None and self.block_s is not None:
+            end_s += self.block_s
+            if now_s - self._flush_s - longest_s < end_s:
+                return blocks
+            ended = [request for request in self._waiting if self._next_s < request.sent_s + request.ended_s <= end_s]
+            answers = Counter(load_of_part(request.load) for request in ended if request.error != "unfinished")
+            stuck = {  # no answer comes of those that were in flight for the whole block
+                load_of_part(one.load)
+                for late in self._in_flight.values()
+                for one in late
+                if one.sent_s <= self._next_s
+            }
+            few = 1 if self._whole_tokens else BLOCK_ANSWERS
+            if any(answers[load] < few for load in self._paces if load not in stuck):
+                continue
+            blocks.append(self._make_block(self._next_s, end_s, ended, answers.total()))
+            self._is_cut = True
+            self._next_s = end_s
+            self._waiting = [request for request in self._waiting if request.sent_s + request.ended_s > end_s]
+        return blocks
+
+    def cut_samples(self) -> list[LatencySample]:
+        """For each SLO the requests that the end of the load cut after they had missed it; others had just begun."""
+        samples = self._samples([request for request in self._waiting if request.error == "unfinished"], [])
+        return [LatencySample(*(column[sample.state == OBSERVED] for column in sample)) for sample in samples]
+
+    def _samples(self, requests: Sequence[Request], late: Sequence[Sequence[Request]]) -> list[LatencySample]:
+        """For each SLO the sample of requests and of its overdue ones, each of which counts once."""
+        samples = []
+        for number, (slo, overdue) in enumerate(zip(self._slos, self._overdue, strict=True)):
+            own = [one for one in requests if one.id not in overdue and slo.load in (None, load_of_part(one.load))]
+            samples.append(slo_sample(slo, [*own, *(late[number] if late else ())]))
+        return samples
+
+    def _make_block(self, begin_s: float, end_s: float, ended: list[Request], answers: int) -> LoadBlock:
+        rows, ended_e2e_s = rows_of(self._waiting), derive.e2e_s(rows_of(ended))
+        rows = rows.where(rows.good & ~np.isnan(rows.output_tokens))
+        shares = token_shares_between(rows, begin_s, end_s, lambda places: (self._waiting[at] for at in places))
+        samples = self._samples([request for request in ended if request.error != "unfinished"], self._uncounted)
+        self._uncounted = [[] for _ in self._slos]
+        return LoadBlock(
+            begin_s=begin_s,
+            end_s=end_s,
+            samples=samples,
+            counts=[count_met(sample) for sample in samples],
+            output_tokens=float(rows.output_tokens @ shares),
+            answers=answers,
+            failed=sum(request.error not in (None, "unfinished", "abandoned") for request in ended),
+            e2e_s=_mean(ended_e2e_s[~np.isnan(ended_e2e_s)].tolist()),
+        )
+
+
+def _mean(values: Collection[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def slo_sample(slo: CapacitySlo, requests: Sequence[Request]) -> LatencySample:
+    """The latencies of requests relative to the bound of an SLO: at most 1 meets it. Of several bounds the worst."""
+    rows = rows_of(requests)
+    margins, met = slo_margins(rows, slo.bounds), meets_slos(rows, slo.bounds)
+    values = np.where(met == MISSED, np.maximum(margins, math.nextafter(1.0, 2.0)), margins)
+    values = np.where(met == MET, np.minimum(values, 1.0), values)
+    failed = rows.error.known & ~rows.error.is_in(*CUT)
+    states = np.where(failed, FAILED, np.where((met != MET) & (met != MISSED), UNKNOWN, OBSERVED))
+    return LatencySample(rows.sent_s, values, states.astype(np.int8))

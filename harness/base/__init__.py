@@ -1,0 +1,1 @@
+"""What every other package may use: errors, files, secrets, units, processes, facts of server types."""

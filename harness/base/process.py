@@ -1,0 +1,281 @@
+"""Child processes that end with the harness, signals that interrupt it, labels of its process, and free ports."""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from harness.base.errors import HarnessError
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+ORPHAN_GRACE_S = 10  # for a child to end by itself when this process has died
+INTERRUPTED_GRACE_S = 2.0  # after a second Ctrl-C
+OWNER_ENV = "AMD_LLM_LOAD_OWNER"  # process id and start of the process that started a child
+# A process that computes handles no signal, so a guard in its group kills it. The guard waits for the end of its input.
+_GUARD = f"""read -r _; n=0
+while kill -0 $PPID && [ $n -lt {ORPHAN_GRACE_S} ]; do sleep 1; n=$((n+1)); done
+sleep 2; kill -9 0"""
+_GUARDED = f"exec 3<&0 </dev/null; sh -c '{_GUARD}' <&3 >/dev/null 2>&1 & exec \"$@\" 3<&-"
+OTHER_FILES = 64  # open files of a load process in addition to its connections
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed, or ssh lost its connection
+
+
+def refuse_too_few_files(connections: int, fewer: str = "fewer users") -> None:
+    """Raise the limit of open files. Raises HarnessError when one process still cannot have this many connections."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses a limit above that of its kernel
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if connections + OTHER_FILES > limit:
+        raise HarnessError(
+            f"{connections:,} requests at once in one load process need {connections + OTHER_FILES:,} open files, "
+            f"and the system allows it {limit:,} (RLIMIT_NOFILE)",
+            next_step="Raise the hard limit (`ulimit -Hn` shows it; `--ulimit nofile=65535` in a container), or use "
+            f"more 'processes' or {fewer}.",
+        )
+
+
+def start(
+    command: Sequence[str], *, stdout: IO[bytes] | int, stderr: IO[bytes] | int, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a child in its own session, so that Ctrl-C does not reach it.
+
+    When this process dies, the child gets SIGTERM, and its group SIGKILL ORPHAN_GRACE_S later. Its standard input is
+    /dev/null. End it with `stop`. Raises OSError.
+    """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    return subprocess.Popen(
+        ["sh", "-c", _GUARDED, "sh", *command],
+        stdin=subprocess.PIPE,  # its other end is closed when this process dies
+        stdout=stdout,
+        stderr=stderr,
+        env={**(os.environ if env is None else env), OWNER_ENV: _owner()},
+        start_new_session=True,
+        preexec_fn=_follow_parent(),
+    )
+
+
+def _owner() -> str:
+    return f"{os.getpid()} {_start_time(os.getpid()) or ''}"
+
+
+def orphans_of(labels: Mapping[str, str]) -> list[psutil.Process]:
+    """Return the processes that the process with these labels started by `start`, and their children.
+
+    They are known by its id and its start in their environment, which no other process has.
+    """
+    if labels.get(BOOT) != owner_labels()[BOOT] or not labels.get(PID):
+        return []
+    owner, orphans = f"{labels[PID]} {labels.get(PID_START, '')}", []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(OWNER_ENV) == owner and process.status() != psutil.STATUS_ZOMBIE:
+                orphans.append(process)
+    return orphans
+
+
+def has_orphaned_us() -> bool:
+    """Check whether the process that started this one by `start` has ended."""
+    pid, _, started = os.environ.get(OWNER_ENV, "").partition(" ")
+    return pid.isdigit() and _start_time(int(pid)) != (started or None)
+
+
+def _follow_parent() -> Callable[[], None] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    # Load before the fork: a dlopen between fork and exec may deadlock in a threaded parent.
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def follow() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return follow
+
+
+def stop(child: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
+    """Send SIGTERM to a child, and SIGKILL to its group after `grace_s`. Return its exit code."""
+    try:
+        if child.poll() is None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(grace_s)
+    except KeyboardInterrupt:  # a second Ctrl-C only shortens the wait: the child writes its last records
+        with signals_ignored(), contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(min(grace_s, INTERRUPTED_GRACE_S))
+        raise
+    finally:
+        # The child's own children, such as Locust's load processes, are in its group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        if child.stdin is not None:
+            child.stdin.close()
+    return child.wait()
+
+
+_interrupted = threading.Event()
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Within it, Ctrl-C and `STOP_SIGNALS` raise KeyboardInterrupt, so that every way to stop tears down everything.
+
+    Python drops an exception of a handler inside a finalizer, a callback of a fork or some functions in C; `pause`
+    raises it again. Only default handlers are replaced: not those of the program, nor an ignored SIGHUP under nohup.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOP_SIGNALS) if is_main}
+    replaced = [number for number, handler in before.items() if handler in defaults]
+    report = sys.unraisablehook
+
+    def interrupt(number: int, _frame: object) -> None:
+        _interrupted.set()
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        raise KeyboardInterrupt
+
+    def without_interrupts(dropped: Any) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            report(dropped)
+
+    if replaced:
+        _interrupted.clear()
+        sys.unraisablehook = without_interrupts
+    for number in replaced:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, before[number])
+        if replaced:
+            sys.unraisablehook = report
+
+
+def pause(seconds: float) -> None:
+    """Sleep in a waiting loop. Raises a KeyboardInterrupt that Python dropped earlier."""
+    if _interrupted.is_set() and threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
+    time.sleep(seconds)
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Within it, Ctrl-C and `STOP_SIGNALS` are ignored: for a teardown, which has its own time limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *STOP_SIGNALS)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave_terminal() -> None:
+    """Send further output to /dev/null: an error of a closed terminal would interrupt the teardown."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # isatty is false for a closed terminal
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+# Labels that identify a process among all hosts and boots, in the Docker Engine and in run.json.
+HOST = "amd-llm-load.host"
+MACHINE = "amd-llm-load.machine"  # hosts may share a name
+BOOT = "amd-llm-load.boot"
+PID = "amd-llm-load.pid"
+PID_NAMESPACE = "amd-llm-load.pid-namespace"  # a process id is valid only within it
+PID_START = "amd-llm-load.pid-start"  # a later process may have the same id
+
+MACHINE_ID = Path("/etc/machine-id")
+
+
+def owner_labels() -> dict[str, str]:
+    """Return the labels of this process. A value that is unknown here is empty."""
+    pid = os.getpid()
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    machine_id = os.fsencode(_read_text(MACHINE_ID))  # confidential (machine-id(5)), so only its hash is used
+    return {
+        HOST: socket.gethostname(),
+        MACHINE: hashlib.sha256(b"amd-llm-load " + machine_id).hexdigest()[:32] if machine_id else "",
+        BOOT: _read_text(Path("/proc/sys/kernel/random/boot_id")),
+        PID: str(pid),
+        PID_NAMESPACE: namespace,
+        PID_START: _start_time(pid) or "",
+    }
+
+
+def owner_is_gone(labels: Mapping[str, str]) -> bool:
+    """Return whether the process with these labels has ended.
+
+    A process that is invisible from here counts as alive: one on another machine (of an engine that several
+    machines share), even one of the same name, or in another or unknown pid namespace (a CI runner in a container with
+    the host's network and name).
+    """
+    here = owner_labels()
+    if labels.get(HOST) != here[HOST]:
+        return False
+    if labels.get(BOOT) != here[BOOT]:  # an earlier boot of this machine, or another machine of the same name
+        return here[MACHINE] != "" and labels.get(MACHINE) == here[MACHINE]
+    if not labels.get(PID_NAMESPACE) or labels[PID_NAMESPACE] != here[PID_NAMESPACE]:
+        return False
+    pid = labels.get(PID, "")
+    is_pid = pid.isascii() and pid.isdigit() and len(pid) < 12
+    return not is_pid or _start_time(int(pid)) != (labels.get(PID_START) or None)
+
+
+def _start_time(pid: int) -> str | None:
+    """Return the start of a process in clock ticks since boot; None: it does not exist, or is a zombie."""
+    fields = _read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return None if not fields or fields[0] == "Z" else fields[19]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return os.fsdecode(path.read_bytes()).strip()
+    except OSError:
+        return ""
+
+
+# Below the range that Linux uses for outgoing connections, so no other process gets such a port.
+FIRST_PORT, LAST_PORT = 18000, 29999
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that is free now; random, so that concurrent harnesses rarely get the same."""
+    while True:
+        port = random.randint(FIRST_PORT, LAST_PORT)
+        if is_port_free(port):
+            return port
+
+
+def is_port_free(port: int, address: str = "127.0.0.1") -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,478 @@
+"""The numbers of a run: a Summary derived from its records, cell by cell and row by row."""
+
+import statistics
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from msgspec import Struct, to_builtins
+
+# Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test compares them.
+NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
+
+FORMAT_VERSION = 1  # of run.json, summary.json and baseline.json
+# The rules of verdicts, see docs/method.md.
+ALPHA = 0.05  # of tests and intervals
+POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
+MARGIN = 0.02  # smaller differences are treated as noise: "faster" and "slower" are larger, "same" is within it
+LARGE = 0.25  # a difference that a provisional verdict, and an error of the load generator that a result, cannot carry
+MAX_REPEATS = 100  # beyond which no number of repeats is suggested
+
+
+class Reason(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A reason, note or evidence: code and values for programs, the text for people."""
+
+    code: str
+    text: str = ""  # empty: `harness.base.reasons` has the sentence of the code
+    values: dict[str, Any] = {}  # of JSON types; a reason within a reason is a mapping
+    cell: str | None = None  # that it is about, unless it is stored with that cell
+
+
+def because(code: str, text: str = "", /, **values: Any) -> Reason:
+    """Make a reason. A value that is itself a reason or a verdict becomes a mapping."""
+    plain = {key: to_builtins(value) if isinstance(value, Struct) else value for key, value in values.items()}
+    return Reason(code, text, plain)
+
+
+def median_of_known(values: Iterable[float | None]) -> float | None:
+    """The median of the known values; None if all are unknown."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Exact statistics of a sample, in its own unit. A percentile that the sample cannot carry is None.
+
+    The chunk gaps of one request are not independent, so the number of requests decides which of their percentiles the
+    sample carries.
+    """
+
+    n: int  # values in the sample
+    mean: float | None = None
+    min: float | None = None
+    max: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    # The 95 % interval of each percentile: bounds below it fail, bounds above it pass. None: no bound on that side.
+    # Failed requests are above every bound. Also that of the mean where requests are censored or unknown, and the ages
+    # of the youngest and the oldest cut request (`cut`). Without an entry: chunk gaps, and numbers that another tool
+    # computed.
+    intervals: dict[str, tuple[float | None, float | None]] = {}
+    censored: int = 0  # requests that were cut before this latency ended; percentiles count them (Kaplan-Meier)
+    unknown: int = 0  # other requests without it, such as the TTFT of an answer that was not streamed
+    above: float | None = None  # age of the oldest cut request, if no value is larger: the maximum, and percentiles
+    # that are None although the sample carries them, are above it
+    effect: float | None = None  # so many dependent requests count as one in the intervals (design effect)
+    blocks: int | None = None  # from which it was estimated; fewer than 8: an effect of 10 is assumed
+
+    @property
+    def known(self) -> int:
+        """Requests that a percentile is of."""
+        return self.n + self.censored
+
+
+NO_SAMPLE = Distribution(n=0)
+
+
+class SloAttainment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The number of sent requests that met every SLO of a set.
+
+    Failed requests did not, nor did unfinished and abandoned ones whose age reached a bound.
+    """
+
+    met: int
+    unknown: int = 0  # cut before an SLO was met or missed, or without a latency that an SLO bounds
+    attainment: float | None = None  # met / (sent - unknown)
+    goodput_req_s: float | None = None  # requests that met every SLO and ended inside the window / window
+
+
+class ScheduleKept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the schedule of an open loop was kept, in requests; for an own locustfile in arrivals. None: not known."""
+
+    planned: int | None = None  # with a time in the schedule
+    sent: int = 0
+    never_sent: int | None = None  # because all users were busy until the end
+    asked_per_s: float | None = None
+    achieved_per_s: float | None = None
+
+
+class Answers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The successful answers that were asked for in a form: how many have it, and how many are right."""
+
+    checked: int
+    valid: int
+    valid_share: float | None = None  # valid / checked
+    labelled: int = 0  # answers whose right label is known
+    right: int | None = None
+    right_share: float | None = None  # right / labelled
+
+
+class PromptLengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Planned prompt lengths and the server's count, over the successful requests that have both."""
+
+    requests: int
+    asked: int  # planned tokens in total
+    got: int  # the server's count in total
+    added: int  # got - asked of most requests: the tokens of the chat template, if lengths are exact
+    otherwise: int  # requests with another difference
+
+
+class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The numbers of a set of measured requests. Times in seconds; formulas in docs/method.md."""
+
+    sent: int
+    succeeded: int
+    failed: int  # any error but `unfinished` and `abandoned`
+    unfinished: int
+    abandoned: int = 0  # the user left: neither a success nor a failure
+    errors: dict[str, int] = {}  # by kind
+    resent: int = 0  # requests that were sent twice, because the server closed the kept connection
+    connect_retried: int = 0  # requests whose connection needed a second SYN, so waited 1 s or more
+    retry_after: int = 0  # requests after which the server asked for a wait (Retry-After of 429 and 503)
+    retry_after_s: float | None = None  # the total of these waits, at most 60 s each
+    prompt_tokens: int | None = None  # of the successful requests; None if one of them was not counted
+    output_tokens: int | None = None  # likewise
+    cached_tokens: int | None = None  # as the server reports them
+    reasoning_tokens: float | None = None  # of the output tokens, see harness.analysis.derive; None: there were none
+    tool_calls: int | None = None  # in the answers; None: no request had tools
+    tool_calls_valid: int | None = None
+    wall_s: float | None = None  # fixed amount of work: first sent to last ended; None for a timed load
+    window: Literal["wall", "timed"] | None = None  # of the rates: the wall time or the measured time
+    window_s: float | None = None
+    output_tok_s: float | None = None  # output tokens generated inside the window / window
+    input_tok_s: float | None = None  # prompt tokens of the requests that ended inside the window / window
+    requests_per_s: float | None = None  # successful requests that ended inside the window / window
+    ttft_s: Distribution = NO_SAMPLE
+    ttfo_s: Distribution = NO_SAMPLE
+    tpot_s: Distribution = NO_SAMPLE
+    e2e_s: Distribution = NO_SAMPLE
+    chunk_gap_s: Distribution = NO_SAMPLE
+    send_lag_s: Distribution = NO_SAMPLE
+    connect_s: Distribution = NO_SAMPLE  # of the requests that opened a connection, before they were sent
+    ttft_sched_s: Distribution = NO_SAMPLE  # from schedule; open loops only
+    e2e_sched_s: Distribution = NO_SAMPLE
+    schedule: ScheduleKept | None = None  # of an open loop
+    tokens_per_chunk: float | None = None
+    vectors: int | None = None  # of embeddings
+    answers: Answers | None = None  # if a form was asked for
+    prompts: PromptLengths | None = None  # if their length was planned
+    slos: dict[str, SloAttainment] = {}  # by the SLOs of a check, such as "ttft<=1s, tpot<=50ms"
+
+    @property
+    def error_rate(self) -> float | None:
+        """Failed / sent. A request that the end of the run cut is sent, but not failed."""
+        return self.failed / self.sent if self.sent else None
+
+
+class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The server's own metrics during a cell. None: it has no such metric, or it was not read in time."""
+
+    running_max: float | None = None
+    running_mean: float | None = None
+    waiting_max: float | None = None
+    kv_usage_max: float | None = None  # 0 to 1
+    preemptions: float | None = None
+    generated_tokens: float | None = None  # by the server's counter, warm-up included
+    restarted: bool = False  # a counter decreased, or the process has another start time
+    prefix_hit_ratio: float | None = None
+    # Total seconds of all requests that ended in the measured time, and the number of these requests.
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    timed_requests: float | None = None
+
+
+LimitedBy = Literal["client", "kv_cache", "queue", "api", "prefill", "decode"]
+
+
+class TimeSplit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the time of a request went, in seconds on average. None: the server does not report it."""
+
+    connect_s: float | None = None  # by the client; before `e2e_s` starts
+    api_s: float | None = None  # e2e_s - queue_s - prefill_s - decode_s: the API process, the network, the client
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    e2e_s: float  # by the client
+
+
+class GpuLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The samples of one GPU in the measured window. None: it does not report the value."""
+
+    used: bool  # whether it worked for the server; totals are over these GPUs
+    busy_mean_percent: float | None = None
+    busy_max_percent: float | None = None
+    memory_busy_mean_percent: float | None = None
+    vram_max_bytes: int | None = None
+    gtt_max_bytes: int | None = None
+    power_mean_w: float | None = None
+    power_max_w: float | None = None
+    package: bool = False  # power is that of an APU's package, its CPU included
+    energy_j: float | None = None  # integral of the power over the window
+    counted_energy_j: float | None = None  # the same by the GPU's own counter
+    temperatures_max_c: dict[str, float] = {}
+    clock_mean_mhz: float | None = None
+    clock_min_mhz: float | None = None
+    heat_s: float | None = None  # for how long heat or an external signal throttled it
+    limited_s: float | None = None  # for how long a limit of power or current did, which is normal at full load
+
+
+class MachineLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The samples of the server's machine in the measured window. Totals are over the GPUs that the server used."""
+
+    samples: int
+    gap_max_s: float  # the longest time without a sample
+    took_max_s: float | None = None  # the longest time to read a sample
+    gpus: dict[str, GpuLoad] = {}  # all of them, by render node
+    busy_mean_percent: float | None = None  # over GPUs and time
+    busy_max_percent: float | None = None  # of any GPU
+    memory_max_bytes: int | None = None  # VRAM and GTT of all together
+    power_mean_w: float | None = None  # of all together
+    power_max_w: float | None = None  # likewise, at one moment
+    package: bool = False
+    energy_j: float | None = None
+    energy_per_token_j: float | None = None  # energy / output tokens generated inside the window
+    counted_energy_j: float | None = None
+    temperature_max_c: float | None = None  # of any sensor
+    heat_s: float | None = None  # of the GPU that was throttled longest
+    limited_s: float | None = None  # likewise
+    host_cpu_mean: float | None = None  # 0 to 1 of all cores
+    host_memory_min_bytes: int | None = None  # available
+    container_cpu_mean_cores: float | None = None
+    container_memory_max_bytes: int | None = None
+    listen_overflows: int | None = None  # connections refused by a full listen queue in the server's container
+
+
+class ClientLimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A limit of the load generator that a cell exceeded."""
+
+    what: Literal["cpu", "send_lag", "shared_reads", "read_clock", "loop_lag"]
+    value: float
+    allowed: float  # maximum
+    unit: Literal["s", "ratio"]
+    numbers: list[str]  # fields of Numbers that it affects; `client_error` of the cell has by how much at most
+    invalid: bool = False  # whether that makes the run INVALID
+
+
+class WarmupResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The warm-up of a cell."""
+
+    requests: int
+    seconds: float | None = None  # from its first request to the start of the measurement
+    steady: bool | None = None  # whether it found the server steady; None: it did not check that
+
+
+class BadFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A field of the server's answers that had an impossible value in a cell, warm-up included."""
+
+    field: str  # such as "usage.completion_tokens"
+    # another JSON type; 0 where something was counted; less or more than `limit`: then the cell is INVALID
+    code: Literal["type", "zero", "below", "above"]
+    requests: int  # that had such a value
+    got: str  # in the first of them: the JSON type, else the number
+    limit: int | None = None  # in the first of them
+
+
+class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One cell: one server under one load, once."""
+
+    id: str
+    server: str
+    load: str
+    repeat: int
+    mix: str | None = None  # see harness.scenario.plan.Cell, as of the following
+    stage: str | None = None
+    group: str = ""
+    again: str | None = None
+    session: int | None = None  # from 0, if the run was resumed or paused for an hour between cells; else None
+    numbers: Numbers
+    server_load: ServerLoad
+    machine_load: MachineLoad | None = None  # None: nothing was sampled
+    ready_s: float | None = None  # the server's start until its first answer
+    warmup: WarmupResult | None = None  # None: there was none
+    bad_fields: list[BadFields] = []
+    failed: Reason | None = None  # in a sweep: why the setting failed, which is its only result
+    problems: list[Reason] = []  # why it is not valid
+    notes: list[Reason] = []  # that do not make it invalid
+    limits: list[ClientLimit] = []  # each of them is a problem or a note as well
+    time: TimeSplit | None = None  # None: the server does not report it; also `limited_by`
+    limited_by: LimitedBy | None = None
+    # Of wall time and rates within this cell: the standard error of the logarithm, and the number of its blocks.
+    rate_error: float | None = None
+    rate_blocks: int | None = None
+    # By metric of verdicts, if the load generator was late: by which shares the true value is lower and higher at most.
+    client_error: dict[str, tuple[float, float]] = {}
+
+
+class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server under one load, all repeats. The run-level values are the sample of a verdict."""
+
+    server: str
+    load: str
+    cells: list[str]  # ids of the cells in it
+    wall_s: list[float]  # one per valid cell
+    output_tok_s: list[float]
+    input_tok_s: list[float] = []
+    pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
+    definitions: dict[str, str] = {}  # in an imported run: by field of Numbers, if it is defined otherwise
+    missing: dict[
+        str, str
+    ] = {}  # in an imported run: by field of Numbers or percentile (ttft_p95), why it is not known
+    machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
+    kind: str = ""  # closed loop, bursts, open loop or trace
+    client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
+    client_error: dict[str, tuple[float, float]] = {}  # the largest of its cells
+    invalid: Reason | None = None  # the first reason why one of its cells is not valid; then it has no verdict
+    failed: Reason | None = None  # in a sweep: why its setting failed; then it is not compared
+    time: TimeSplit | None = None  # means over the cells with a known time
+    limited_by: LimitedBy | None = None  # the limit of more than half of its cells
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.server, self.load
+
+    @property
+    def name(self) -> str:
+        """For people, and in verdicts."""
+        return f"{self.server} / {self.load}"
+
+
+class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Measured requests of a row that failed for the same cause, explained if the table of failures has it."""
+
+    server: str
+    load: str
+    kind: str  # of the error
+    count: int
+    message: str  # of the first of them
+    id: str | None = None  # of the entry in the table
+    cause: str | None = None
+    fix: str | None = None
+
+
+Inconclusive = Literal[
+    "refused",  # the two sides have no ratio, such as numbers of other definitions
+    "no_values",
+    "in_margin",  # the difference is within the margin, but its interval is not
+    "includes_one",  # the interval includes 1
+    "not_beyond",  # the interval excludes 1, but not the margin
+    "corrected",  # the interval is beyond the margin, but does not count among so many comparisons
+    "client",  # the interval decides without what the load generator's delays add to it
+]  # fmt: skip
+
+
+OPEN = ("in_margin", "includes_one", "not_beyond", "corrected")  # more repeats may decide these
+
+
+class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """baseline.json: the parts of the baseline run that checks need."""
+
+    run: str
+    rows: list[Row] = []
+    ratios: list["Verdict"] = []  # of the run and the baseline, by each metric that a check compares
+    refused: Reason | None = None  # why the two runs are not compared
+
+
+class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The result of a check. Its numbers are those of the worst row, in the unit of the check's bound."""
+
+    check: str
+    status: Literal["passed", "failed", "inconclusive"] = "inconclusive"
+    code: (
+        Literal[
+            "met",  # passed
+            "broken",  # failed
+            "no_row",  # failed: it applies to no row of the run
+            "unreadable",  # failed
+            "too_close",  # inconclusive: the interval contains the bound
+            "too_few_requests",  # inconclusive
+            "provisional",  # inconclusive: a provisional verdict breaks it; failed with --provisional
+            "unknown_requests",  # inconclusive: the others decide, but so many requests were cut or lack the latency
+            "no_value",  # inconclusive: the row has no such number
+            "no_baseline",  # inconclusive: there is no baseline with such a number, or it is not comparable
+        ]
+        | None
+    ) = None
+    evidence: list[Reason] = []  # of each row that decides
+    row: str | None = None
+    value: float | None = None
+    low: float | None = None  # the 95 % interval of the value; None: unbounded on that side
+    high: float | None = None
+    bound: float | None = None
+    more_requests: int | None = None  # that would decide it; None: unknown, too many, or they do not help
+
+
+class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """summary.json."""
+
+    format_version: int = FORMAT_VERSION
+    run: str
+    scenario: str
+    question: str
+    simulated: bool
+    valid: bool | None  # None: an import, whose file does not show the conditions of validity
+    reasons: list[Reason]  # why it is not valid
+    notes: list[Reason] = []
+    failures: list[FailedRequests] = []  # the most frequent causes of each row
+    rows: list[Row]
+    cells: list[CellSummary]
+    comparison: "Comparison | None" = None  # each row against the scenario's baseline
+    checks: list[CheckResult] = []
+
+
+Basis = Literal[
+    "repeats",  # Welch's interval over the repeats of one run
+    "one_run",  # one repeat: blocks of its requests
+    "apart",  # repeats that are not interleaved; compared like runs
+    "runs",  # runs; the variation between equal ones is assumed until it is known
+]
+
+
+class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One side against the baseline side, for one metric."""
+
+    side: str  # "SERVER / LOAD", or the run's name
+    baseline: str
+    metric: str  # "wall_s", "output_tok_s", "input_tok_s", or a latency such as "ttft_p50"
+    ratio: float | None  # of speed: above 1 if the side is faster than the baseline
+    low: float | None  # 95 % interval of the ratio
+    high: float | None
+    p: float | None  # two-sided, of a difference beyond the margin, corrected for the number of comparisons
+    n: tuple[int, int]  # number of values of side and baseline: repeats of one run, or runs
+    word: str  # "faster", "slower", "same", "inconclusive"; "no_difference": the interval includes 1, and is wide
+    provisional: bool = False  # one repeat, or a variation between runs that is mostly assumed
+    basis: Basis = "repeats"
+    reason: Inconclusive | None = None
+    refused: Reason | None = None  # why the two sides have no ratio
+    unit: Literal["repeats", "runs"] = "repeats"  # what the values are of
+    comparisons: int = 1  # for which p is corrected
+    needed: int | None = None  # values of each side that would decide the verdict; None: not known, or too many
+    needed_for_same: int | None = None  # those that would show that there is no difference beyond the margin
+    widened: tuple[float, float] | None = None  # by which factors `low` and `high` are farther, see `client_error`
+    fails: Literal["yes", "with_provisional"] | None = (
+        None  # of a comparison of runs: its exit code, or that of the option
+    )
+
+
+class Difference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A key in which the manifests of the sides differ."""
+
+    key: str
+    values: list[str]  # one for each side
+
+
+class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of verdicts."""
+
+    metric: str | None  # of all verdicts; None: they have different ones
+    comparisons: int  # for which p-values are corrected
+    noise_floor: float  # smaller relative differences are treated as noise
+    noise_source: list[Reason]  # in a comparison of runs: the source of the variation between them
+    verdicts: list[Verdict]
+    # In a comparison of runs:
+    simulated: bool = False  # an engine's model was measured, not hardware
+    sides: list[str] = []  # baseline first
+    differences: list[Difference] = []  # of the manifests of the sides
+    checks: list[CheckResult] = []
+    notes: list[Reason] = []  # on the sides

@@ -1,0 +1,110 @@
+"""Numbers with their units, the same wherever people read them."""
+
+import math
+import re
+from datetime import UTC, datetime
+
+from harness.base.errors import HarnessError
+
+GIB = 1 << 30
+NOTHING = "–"  # for a value that is not known
+
+
+def format_date(wall_s: float) -> str:
+    """The date of a Unix time, in UTC."""
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d")
+
+
+def significant(value: float | None) -> str:
+    """A number with three significant digits or more, without an exponent; a whole number with all of its digits."""
+    if value is None:
+        return NOTHING
+    size = abs(value)
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}" if size >= 1000 or value == int(value) else f"{value:,.1f}"
+    return f"{value:.1f}" if size >= 20 else _fixed(value)
+
+
+def _fixed(value: float) -> str:
+    """Two decimals, and below 1 as many as three significant digits take."""
+    decimals = 2 if not value or abs(value) >= 1 else min(2 - math.floor(math.log10(abs(value))), 15)
+    return f"{value:.{decimals}f}"
+
+
+def percent(share: float) -> str:
+    """A share with two decimals, and below 1 % three significant digits: "12.50%", "0.00400%"."""
+    return f"{_fixed(100 * share)}%"
+
+
+def factor(value: float, decimals: int = 2) -> str:
+    """A ratio with so many decimals, and below 0.1 as many as three significant digits take."""
+    return _fixed(value) if 0 < abs(value) < 0.1 else f"{value:.{decimals}f}"
+
+
+def figures(value: float, number: int = 3) -> str:
+    """At least so many significant figures, without an exponent: "0.261", "1.5", "112"."""
+    if 0 < abs(value) < 1e-4:  # where Python writes an exponent
+        return f"{value:.{number - 1 - math.floor(math.log10(abs(value)))}f}"
+    return f"{value:.{number}g}" if abs(value) < 10 ** (number - 1) else f"{value:,.0f}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration: "13.07 s", "308.7 s", "1,204 s"."""
+    if value is None:
+        return NOTHING
+    return f"{_fixed(value)} s" if value < 100 else f"{value:,.1f} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def milliseconds(value_s: float | None) -> str:
+    """A latency given in seconds, as a number of milliseconds without the unit."""
+    if value_s is None:
+        return NOTHING
+    value = value_s * 1000
+    return _fixed(value) if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "0.2 s", "1.6 s", "45 s", "3 min 20 s" or "2 h 5 min"."""
+    whole = round(seconds)
+    if 0 < seconds < 9.95:
+        return f"{_short(seconds)} s"
+    if whole < 90:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _short(value: float) -> str:
+    """Two significant digits without trailing zeros: "0.023", "1.6", "3"."""
+    text = f"{value:.{max(1 - math.floor(math.log10(value)), 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def gib(size: float, digits: int = 1) -> str:
+    """Bytes: "1.5 GiB"."""
+    return f"{size / GIB:.{digits}f} GiB"
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """ "1 request", "1,204 requests" """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def date_time(wall_s: float) -> str:
+    """A Unix time: "2026-01-31 23:59 UTC"."""
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def read_duration(option: str, given: str) -> float:
+    """Seconds of a duration such as 8h. Raises HarnessError."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
+    if match is None or not float(match[1]):
+        raise HarnessError(
+            f"{option}: a time above 0 with its unit is expected, got '{given}'",
+            next_step="Write 8h, 90min, 45s or 2d.",
+        )
+    return float(match[1]) * _SECONDS[match[2]]

@@ -1,0 +1,474 @@
+"""The table of a run's requests: numpy columns with one row a request, and the only reader of requests.jsonl.
+
+Blocks of the file are decoded, in several processes where the file is long, and their columns are concatenated. Chunk
+times are not kept: the rows have what is derived from them, `Gaps` has the gaps between them, and `Rows.place` finds
+a record again.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Struct, field
+from numpy.typing import NDArray
+
+from harness.base.files import UNDECODABLE, open_file
+from harness.failures.explain import example_messages
+from harness.records.clock import Clock
+from harness.records.records import (
+    CUT,
+    MAX_TOKENS,
+    SLACK_S,
+    BadField,
+    Block,
+    Lines,
+    Request,
+    damaged_in_file,
+    find_impossible_counts,
+    reader,
+    split_blocks,
+)
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+FINE_S = 0.1  # width of a bin of tokens over time
+MAX_FINE = 4_000_000  # bins of a cell, over four days; later times count in the last bin
+_MIN_GAP_S = 2.0**-30  # shorter gaps are in one bin, as those of chunks that shared a read
+_GAP_SHIFT = 42  # a bin of gaps has the sign, the exponent and the first ten bits of the fraction of a float
+
+
+class Words(Struct):
+    """A column of words, most of which repeat: a code for each row, and the word of each code. Code 0 is None."""
+
+    codes: NDArray[np.int32]
+    texts: list[str | None]
+
+    @classmethod
+    def of(cls, words: Iterable[str | None]) -> "Words":
+        known: dict[str | None, int] = {None: 0}
+        codes = np.array([known.setdefault(word, len(known)) for word in words], dtype=np.int32)
+        return cls(codes, list(known))
+
+    @property
+    def known(self) -> Bools:
+        found: Bools = self.codes != 0
+        return found
+
+    def is_in(self, *words: str | None) -> Bools:
+        codes = [code for code, text in enumerate(self.texts) if text in words]
+        found: Bools = np.isin(self.codes, codes)
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """The number of rows of each word, in the order in which the words appear."""
+        codes, first, numbers = np.unique(self.codes, return_index=True, return_counts=True)
+        found = sorted(zip(first.tolist(), codes.tolist(), numbers.tolist(), strict=True))
+        return {text: number for _, code, number in found if (text := self.texts[code]) is not None}
+
+    def where(self, chosen: Any) -> "Words":
+        return Words(self.codes[chosen], self.texts)
+
+
+class Rows(Struct, kw_only=True):
+    """Requests as columns, in the order of their records; a field of a record has its name there and its meaning.
+
+    Times are in seconds, `sent_s` on the axis of the cell. A missing number is NaN.
+    """
+
+    place: Integers  # of the record in its source
+    index: Integers
+    process: Integers
+    user: Floats
+    measured: Bools  # not of the warm-up
+    sent_s: Floats
+    ended_s: Floats
+    read_clock: Bools  # chunk times are times of the read
+    batch: Floats
+    scheduled_s: Floats
+    resent: Bools
+    connect_s: Floats
+    connect_retries: Floats
+    headers_s: Floats
+    chunks: Floats  # number of chunks, as of the following
+    first_chunk_s: Floats
+    last_chunk_s: Floats
+    longest_gap_s: Floats  # between two chunks
+    first_shared: Bools  # the first two chunks have the same time
+    disordered: Bools  # a chunk is earlier than the one before
+    textless: Floats
+    first_visible_s: Floats
+    coalesced: Floats
+    coalesced_late: Floats
+    asked_tokens: Floats
+    fixed_length: Bools
+    asked_prompt_tokens: Floats
+    prompt_tokens: Floats
+    output_tokens: Floats
+    cached_tokens: Floats
+    reasoning_tokens: Floats
+    reasoning_chunks: Floats
+    tool_chunks: Floats
+    tool_calls: Floats
+    tool_calls_valid: Floats
+    vectors: Floats
+    answer_valid: Floats  # 1 or 0
+    answer_right: Floats
+    retry_after_s: Floats
+    load: Words
+    error: Words
+    finish: Words
+    model: Words
+    message: Words  # of failed requests: one example of all that differ only in numbers
+
+    def __len__(self) -> int:
+        return len(self.sent_s)
+
+    @property
+    def good(self) -> Bools:
+        """Whether the request succeeded."""
+        return ~self.error.known
+
+    def where(self, chosen: Any) -> "Rows":
+        """The rows of a mask, a slice or an array of positions."""
+        columns: dict[str, Any] = {}
+        count = len(self.place[chosen])
+        for name in self.__struct_fields__:
+            column = getattr(self, name)
+            if isinstance(column, Words):
+                columns[name] = column.where(chosen)
+            elif len(column) and column.strides == (0,) and not isinstance(chosen, slice):  # takes no memory
+                columns[name] = np.broadcast_to(column[:1].reshape(()), count)
+            else:
+                columns[name] = column[chosen]
+        return Rows(**columns)
+
+
+class Gaps(Struct):
+    """The gaps between the chunks of requests, counted in bins less than 0.1 % wide."""
+
+    requests: int = 0  # that have gaps
+    n: int = 0
+    total_s: float = 0.0
+    min_s: float = np.inf
+    max_s: float = -np.inf
+    first: int = 0  # number of the first bin in `counts`
+    counts: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def percentile_s(self, permille: int) -> float:
+        """The middle of the bin in which so many per mille are reached. Raises IndexError without gaps."""
+        rank = max(1, -(-self.n * permille // 1000))
+        place = self.first + int(np.searchsorted(np.cumsum(self.counts), rank))
+        low, high = np.array([place << _GAP_SHIFT, (place + 1) << _GAP_SHIFT], dtype=np.int64).view(np.float64)
+        if low <= _MIN_GAP_S:
+            return self.min_s
+        return min(max((float(low) + float(high)) / 2, self.min_s), self.max_s)
+
+
+def join_gaps(parts: Iterable[Gaps]) -> Gaps:
+    """The gaps of several sets of requests together."""
+    known = [part for part in parts if part.n]
+    if len(known) < 2:
+        return known[0] if known else Gaps()
+    first = min(part.first for part in known)
+    counts = np.zeros(max(part.first + len(part.counts) for part in known) - first, dtype=np.int64)
+    for part in known:
+        counts[part.first - first : part.first - first + len(part.counts)] += part.counts
+    return Gaps(
+        requests=sum(part.requests for part in known),
+        n=sum(part.n for part in known),
+        total_s=sum(part.total_s for part in known),
+        min_s=min(part.min_s for part in known),
+        max_s=max(part.max_s for part in known),
+        first=first,
+        counts=counts,
+    )
+
+
+class Tokens(NamedTuple):
+    """Output tokens over time: their number in each bin of FINE_S since the start of the cell's first load process."""
+
+    first: int  # number of the first bin
+    counts: Floats
+
+
+class CellRecords(Struct):
+    """What a part of the file has of a cell."""
+
+    rows: Rows
+    gaps: Gaps  # of the measured requests that succeeded
+    bad: dict[tuple[str, str], tuple[int, BadField]]  # by field and code: requests, and the first of them
+    tokens: list[Tokens]  # only for charts
+
+
+class FileRecords(NamedTuple):
+    """The content of a requests.jsonl."""
+
+    cells: dict[str, CellRecords]
+    damaged: list[int]  # numbers of unreadable lines
+    unknown: dict[str, int]  # records by cells that are not known
+
+
+def read_cells(path: Path, clocks: Mapping[str, Clock], *, charted: bool = False) -> FileRecords:
+    """Read the records of the cells whose clocks are given; `charted`: with the tokens over time.
+
+    Raises HarnessError when a process that read a part of a long file was killed.
+    """
+    parts: dict[str, list[CellRecords]] = {}
+    unknown: dict[str, int] = {}
+    lines = []
+    with reader(split_blocks(path)) as run:
+        for cells, others, block_lines in run(partial(_read_block, clocks=clocks, charted=charted)):
+            lines.append(block_lines)
+            for name, count in others.items():
+                unknown[name] = unknown.get(name, 0) + count
+            for name, part in cells.items():
+                parts.setdefault(name, []).append(part)
+    return FileRecords({name: join_records(parts.pop(name)) for name in list(parts)}, damaged_in_file(lines), unknown)
+
+
+def _read_block(
+    block: Block, clocks: Mapping[str, Clock], charted: bool
+) -> tuple[dict[str, CellRecords], dict[str, int], Lines]:
+    found: dict[str, tuple[list[int], list[Request]]] = {}
+    unknown: dict[str, int] = {}
+    lines = Lines()
+    for place, request in read_block(block, lines):
+        if request.cell not in clocks:
+            unknown[request.cell] = unknown.get(request.cell, 0) + 1
+            continue
+        places, requests = found.setdefault(request.cell, ([], []))
+        places.append(place)
+        requests.append(request)
+    cells = {}
+    for name, (places, requests) in found.items():
+        cells[name] = records_of(requests, clocks[name], places=places, charted=charted)
+        cells[name].rows = _packed(cells[name].rows)
+        requests.clear()
+    return cells, unknown, lines
+
+
+def read_block(block: Block, lines: Lines) -> Iterator[tuple[int, Request]]:
+    """Yield the records of a block with their places in the file, and count its lines. Damaged lines are skipped."""
+    decode = msgspec.json.Decoder(Request).decode
+    place = block.start
+    for line in block.lines():
+        lines.count += 1
+        try:
+            yield place, decode(line)
+        except UNDECODABLE:
+            lines.damaged.append(lines.count)
+        place += len(line)
+
+
+def records_at(path: Path, places: Iterable[int]) -> Iterator[Request]:
+    """Read the records at some places of a file again."""
+    with open_file(path) as file:
+        for place in places:
+            file.seek(place)
+            yield msgspec.json.decode(file.readline(), type=Request)
+
+
+_TOKEN_COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
+_FLAGS = ("resent", "fixed_length")
+_WORDS = ("load", "error", "finish", "model")
+_NUMBERS = (
+    "user", "sent_s", "ended_s", "batch", "scheduled_s", "connect_s", "connect_retries", "headers_s", "textless",
+    "first_visible_s", "coalesced", "coalesced_late", "asked_tokens", "asked_prompt_tokens", "reasoning_chunks",
+    "tool_chunks", "tool_calls", "tool_calls_valid", "vectors", "answer_valid", "answer_right", "retry_after_s",
+)  # fmt: skip
+
+
+def drop_impossible_counts(request: Request) -> Request:
+    """Replace impossible counts by None and list them in `bad_fields`. Other tools store them."""
+    counts = (request.prompt_tokens, request.output_tokens, request.cached_tokens, request.reasoning_tokens)
+    bad = find_impossible_counts(*counts, request.asked_tokens)
+    if not bad:
+        return request
+    unknown: dict[str, None] = dict.fromkeys(bad)
+    return msgspec.structs.replace(request, **unknown, bad_fields=[*request.bad_fields, *bad.values()])
+
+
+def records_of(
+    requests: Sequence[Request], clock: Clock, *, places: Sequence[int] | None = None, charted: bool = False
+) -> CellRecords:
+    """The table of some requests of one cell. `places`: of their records, by default their positions."""
+    possible = [one if _is_possible(one) else drop_impossible_counts(one) for one in requests]
+    bad: dict[tuple[str, str], tuple[int, BadField]] = {}
+    for wrong in (wrong for one in possible for wrong in one.bad_fields):
+        number, first = bad.get((wrong.field, wrong.code), (0, wrong))
+        bad[wrong.field, wrong.code] = (number + 1, first)
+
+    def column(name: str, kind: Any = np.float64) -> Any:
+        return np.array([getattr(one, name) for one in possible], dtype=kind)
+
+    values: dict[str, Any] = {name: column(name) for name in (*_NUMBERS, *_TOKEN_COUNTS)}
+    values |= {name: column(name, np.bool_) for name in _FLAGS}
+    values |= {name: column(name, np.int64) for name in ("index", "process")}
+    values |= {name: Words.of([getattr(one, name) for one in possible]) for name in _WORDS}
+    values["sent_s"] += clock.offsets_s(values["process"])
+    chunks = _Chunks(possible)
+    rows = Rows(
+        **values,
+        **chunks.columns,
+        place=np.arange(len(possible)) if places is None else np.array(places, dtype=np.int64),
+        measured=np.array([one.phase == "measured" for one in possible], dtype=np.bool_),
+        read_clock=np.array([one.clock == "read" for one in possible], dtype=np.bool_),
+        message=Words.of(example_messages((None if one.error in CUT else one.error, one.message) for one in possible)),
+    )
+    in_one_read = (rows.chunks > 1) & (rows.chunks - 1 <= rows.coalesced)
+    gaps = chunks.gaps(rows.measured & rows.good & ~in_one_read)
+    tokens = [over] if charted and (over := chunks.tokens(rows, clock)) is not None else []
+    return CellRecords(rows, gaps, bad, tokens)
+
+
+def rows_of(requests: Sequence[Request]) -> Rows:
+    """The requests of one clock as columns, in their order."""
+    return records_of(requests, Clock([])).rows
+
+
+def _is_possible(request: Request) -> bool:
+    """Whether the counts of most answers are possible; False: not known."""
+    prompt, output = request.prompt_tokens, request.output_tokens
+    return (
+        request.cached_tokens is None
+        and request.reasoning_tokens is None
+        and (prompt is None or 1 <= prompt <= MAX_TOKENS)
+        and (output is None or 0 <= output <= (MAX_TOKENS if request.asked_tokens is None else request.asked_tokens))
+    )
+
+
+class _Chunks:
+    """The chunk times of some requests, all in a row."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        times = array("d")
+        for one in requests:
+            times.fromlist(one.chunks_s)
+        self.times_s = np.frombuffer(times, dtype=np.float64) if times else np.empty(0)
+        self._n = np.array([len(one.chunks_s) for one in requests], dtype=np.int64)
+        self._streams = np.flatnonzero(self._n)
+        ends = np.cumsum(self._n)[self._streams]
+        starts = ends - self._n[self._streams]
+        self._ends = ends
+        self._gaps_s = np.diff(self.times_s, append=0.0)  # the last one of each request is no gap
+        self._gaps_s[ends - 1] = -np.inf
+        none = np.full(len(self._n), np.nan)
+        self.columns: dict[str, Any] = {
+            "chunks": self._n.astype(np.float64),
+            "first_chunk_s": none.copy(),
+            "last_chunk_s": none.copy(),
+            "longest_gap_s": none,
+            "first_shared": np.zeros(len(self._n), dtype=np.bool_),
+            "disordered": np.zeros(len(self._n), dtype=np.bool_),
+        }
+        if not len(starts):
+            return
+        self.columns["first_chunk_s"][self._streams] = self.times_s[starts]
+        self.columns["last_chunk_s"][self._streams] = self.times_s[ends - 1]
+        longest_s = np.maximum.reduceat(self._gaps_s, starts)
+        self.columns["longest_gap_s"][self._streams] = np.where(np.isfinite(longest_s), longest_s, np.nan)
+        self.columns["first_shared"][self._streams] = self._gaps_s[starts] == 0.0
+        earlier = (self._gaps_s < -SLACK_S) & np.isfinite(self._gaps_s)
+        self.columns["disordered"][self._streams] = np.logical_or.reduceat(earlier, starts)
+
+    def gaps(self, chosen: Bools) -> Gaps:
+        """The gaps of the chosen requests."""
+        chosen = chosen & (self._n > 1)
+        if not chosen.any():
+            return Gaps()
+        is_chosen = np.repeat(chosen, self._n)
+        is_chosen[self._ends - 1] = False
+        gaps_s = self._gaps_s[is_chosen]
+        bins = np.maximum(gaps_s, _MIN_GAP_S).view(np.int64) >> _GAP_SHIFT
+        first = int(bins.min())
+        total_s = self.columns["last_chunk_s"][chosen] - self.columns["first_chunk_s"][chosen]
+        return Gaps(
+            requests=int(chosen.sum()),
+            n=len(gaps_s),
+            total_s=float(total_s.sum()),
+            min_s=float(gaps_s.min()),
+            max_s=float(gaps_s.max()),
+            first=first,
+            counts=np.bincount(bins - first),
+        )
+
+    def tokens(self, rows: Rows, clock: Clock) -> Tokens | None:
+        """The tokens over time, without those of unknown processes. Without streaming all arrive at the end; those of
+        a failed request are known by its chunks only.
+        """
+        known = np.isin(rows.process, [one for one in np.unique(rows.process).tolist() if clock.knows(one)])
+        known &= rows.output_tokens > 0
+        sent_s = np.maximum(0.0, rows.sent_s - clock.start_s)
+        each = np.where(known, rows.output_tokens / np.maximum(rows.chunks, 1), 0.0)
+        whole = known & (self._n == 0) & rows.good
+        at_s = np.concatenate([self.times_s + np.repeat(sent_s, self._n), (sent_s + rows.ended_s)[whole]])
+        weights = np.concatenate([np.repeat(each, self._n), each[whole]])
+        if not len(at_s):
+            return None
+        bins = np.clip((at_s / FINE_S).astype(np.int64), 0, MAX_FINE - 1)
+        first = int(bins.min())
+        return Tokens(first, np.bincount(bins - first, weights=weights).astype(np.float64))
+
+
+def join_records(parts: Sequence[CellRecords]) -> CellRecords:
+    """The records of a cell from the parts of its file, in their order, except that the warm-up comes first."""
+    bad: dict[tuple[str, str], tuple[int, BadField]] = {}
+    for part in parts:
+        for key, (number, first) in part.bad.items():
+            bad[key] = (number + bad[key][0], bad[key][1]) if key in bad else (number, first)
+    gaps, tokens = join_gaps(part.gaps for part in parts), [one for part in parts for one in part.tokens]
+    return CellRecords(_joined([part.rows for part in parts]), gaps, bad, tokens)
+
+
+def _packed(rows: Rows) -> Rows:
+    """The rows with a single value for each column that has only one."""
+    for name in rows.__struct_fields__:
+        column = getattr(rows, name)
+        if name != "place" and not isinstance(column, Words) and _is_constant(column):
+            setattr(rows, name, column[:1].reshape(()).copy())
+    return rows
+
+
+def _is_constant(column: Any) -> bool:
+    if not len(column):
+        return False
+    return bool((column == column[0]).all() or (column.dtype.kind == "f" and np.isnan(column).all()))
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts, those of the warm-up first. A column with one value takes no memory."""
+    sizes = [len(part.place) for part in parts]
+    measured = np.concatenate([np.broadcast_to(part.measured, size) for part, size in zip(parts, sizes, strict=True)])
+    warmup = int((~measured).sum())
+    order = slice(None) if not measured[:warmup].any() else np.argsort(measured, kind="stable")
+    columns: dict[str, Any] = {}
+    for name in Rows.__struct_fields__:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], Words):
+            columns[name] = _joined_words(values).where(order)
+        elif len(set(map(_constant_of, values))) == 1 and _constant_of(values[0]) is not None:
+            columns[name] = np.broadcast_to(values[0], sum(sizes))
+        else:
+            whole = np.concatenate([np.broadcast_to(one, size) for one, size in zip(values, sizes, strict=True)])
+            columns[name] = whole[order]
+        for part in parts:
+            setattr(part, name, None)
+    return Rows(**columns)
+
+
+def _constant_of(column: Any) -> bytes | None:
+    return column.tobytes() if column.ndim == 0 else None
+
+
+def _joined_words(parts: Sequence[Words]) -> Words:
+    known: dict[str | None, int] = {None: 0}
+    codes = []
+    for part in parts:
+        joined = np.array([known.setdefault(text, len(known)) for text in part.texts], dtype=np.int32)
+        codes.append(joined[part.codes])
+    return Words(np.concatenate(codes), list(known))

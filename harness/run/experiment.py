@@ -1,0 +1,374 @@
+"""Prepare a scenario to run: check it against the templates, the environment, its files and locustfiles."""
+
+import ast
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+from msgspec.structs import replace
+
+from harness.base.errors import HarnessError, Problem, ScenarioError, suggest_row
+from harness.base.files import DOCS, LOCUSTFILES, read_bytes, read_text
+from harness.base.redact import register_secrets
+from harness.base.summary import Reason
+from harness.scenario import (
+    SERVER_TOKENIZER,
+    USERS,
+    Baseline,
+    Scenario,
+    Server,
+    Sweep,
+    locustfile_of,
+    size_problem,
+)
+from harness.scenario.behaviour import Lengths
+from harness.scenario.check_syntax import check_problem, move_check
+from harness.scenario.file import drop_sweep_repeats, read_scenario
+from harness.scenario.plan import load_of_part, load_of_stage, mix_of
+from harness.scenario.workers import Workers, parse_workers
+from harness.serve.lifecycle import attach_to_server
+from harness.serve.lint import find_server_problems
+from harness.serve.security import find_open_secrets_in_text
+from harness.workload import local_words, pairs_of
+from harness.workload.job import read_api_key
+from harness.workload.prompt_file import read_rows
+from harness.workload.traces import cached_replay
+
+RUNNING_SERVER = "running"  # the name of the server given with --url
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A running server, from the command line."""
+
+    url: str
+    metrics_url: str | None = None
+
+
+class Experiment(msgspec.Struct, frozen=True):
+    """A scenario that is ready to run."""
+
+    path: Path
+    scenario: Scenario
+    target: Target | None = None
+    computed: dict[str, Reason] = {}  # how a value `auto` was computed, by its path in the scenario
+    workers: Workers | None = None  # on other machines
+    files: Path | None = None  # the folder of the scenario's files; None: the folder of `path`
+
+    @property
+    def folder(self) -> Path:
+        """The folder to which the scenario's paths are relative."""
+        return self.files or self.path.resolve().parent
+
+
+def prepare(
+    path: Path,
+    target: Target | None = None,
+    model: str | None = None,
+    repeats: int | None = None,
+    checks: Sequence[str] = (),
+) -> Experiment:
+    """Load a scenario and apply the options of the command line. Raises HarnessError with all problems found."""
+    read = read_scenario(path)
+    scenario, problems = read.scenario, read.problems
+    register_secrets({os.environ.get(scenario.api_key_env or "", ""): True})
+    if target is None and size_problem(len(scenario.servers), 0) is None:  # each takes a while
+        problems = problems + drop_sweep_repeats(find_server_problems(scenario, read.lines), scenario)
+    lines = {problem.line for problem in problems}
+    problems = problems + [secret for secret in find_open_secrets_in_text(read_text(path)) if secret.line not in lines]
+    if repeats is not None:
+        scenario = replace(scenario, repeats=repeats)
+        too_many = size_problem(len(scenario.servers), len(scenario.loads), repeats)
+        problems = [*problems, Problem("--repeats", too_many)] if too_many else problems
+    of_options = (
+        (f"--check '{text}'", partial(validate_checks, [text], scenario.servers, scenario.loads)) for text in checks
+    )
+    _raise_problems(path, problems, itertools.chain(_file_checks(scenario, path.parent), of_options), read.lines)
+    model = scenario.model if model is None else model
+    scenario = replace(scenario, model=model, checks=[*scenario.checks, *checks])
+    if target is not None:
+        scenario = _move_to_running_server(scenario)
+    return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target)
+
+
+def prepare_recorded(experiment: Experiment) -> Experiment:
+    """Check the files and the environment of an experiment that was prepared before. Raises HarnessError."""
+    register_secrets({os.environ.get(experiment.scenario.api_key_env or "", ""): True})
+    _raise_problems(experiment.path, [], _file_checks(experiment.scenario, experiment.folder), {})
+    return experiment
+
+
+def input_files(scenario: Scenario) -> list[str]:
+    """Return the files that a scenario names, other than locustfiles, as it writes them."""
+    prompts, loads = scenario.prompts, scenario.loads.values()
+    lengths = [prompts.tokens, *(load.output_tokens for load in loads)]
+    names = [prompts.file, *(each.file for each in lengths if isinstance(each, Lengths))]
+    names += [load.trace.file for load in loads if load.trace is not None]
+    names += [prompts.tokenizer] if prompts.tokenizer != SERVER_TOKENIZER else []
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield checks of the scenario's files and of the environment, each with its path in the scenario."""
+    if scenario.prompts.file:
+        yield "$.prompts.file", partial(read_rows, folder / scenario.prompts.file)
+    yield "$.prompts.tokens", partial(pairs_of, scenario.prompts.tokens, folder)
+    yield "$.prompts.tokenizer", partial(local_words, scenario.prompts, folder)
+    users: set[str] = set()
+    for row, load in scenario.loads.items():
+        name = load_of_part(row) or load_of_stage(row) or row  # as the file calls it
+        yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
+        if load.trace is not None:
+            yield f"$.loads.{name}.trace", partial(cached_replay, folder.resolve() / load.trace.file, load.trace)
+        if load.user not in USERS and load.user not in users:
+            users.add(load.user)
+            # A container has packages of its own, so an import on this host proves nothing.
+            try_import = scenario.generator == "process"
+            yield f"$.loads.{name}.user", partial(check_locustfile, locustfile_of(load, folder), try_import=try_import)
+    yield "$.api_key_env", partial(read_api_key, scenario.api_key_env)
+
+
+def _raise_problems(
+    path: Path, problems: list[Problem], checks: Iterator[tuple[str, Callable[[], object]]], lines: dict[str, int]
+) -> None:
+    """Raise a ScenarioError that lists the problems and the checks that fail, or the error of the only failed check.
+
+    A check is left out where its part of the scenario already has a problem.
+    """
+    failed: dict[str, tuple[str, HarnessError]] = {}  # by sentence: several loads may use one file
+    for place, check in checks:
+        try:
+            if not any(problem.path.startswith(place) for problem in problems):
+                check()
+        except HarnessError as error:
+            failed.setdefault(error.what, (place, error))
+    if len(failed) == 1 and not problems:
+        raise next(iter(failed.values()))[1]
+    for place, failure in failed.values():
+        text = "; ".join([failure.what.removeprefix(f"{place}: "), *failure.detail.splitlines()])
+        problems = [*problems, Problem(place, text).located(lines)]
+    if problems:
+        raise ScenarioError(str(path), problems)
+
+
+def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:
+    """Return the experiment with its load sent by other machines. Raises HarnessError where they cannot."""
+    workers = parse_workers(given, bind, experiment.scenario.loads)
+    if experiment.target is None:
+        raise HarnessError(
+            "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine "
+            "reaches it",
+            next_step="Start the server where it is to run (`harness compose` prints the file; its variable "
+            "`publish` is the address) and give its --url.",
+        )
+    workers.check_port()
+    return replace(experiment, workers=workers)
+
+
+def _with_trace_requests(scenario: Scenario, folder: Path) -> Scenario:
+    """Set `requests` of each load with a trace to the number of rows in its window. Raises HarnessError."""
+    loads = dict(scenario.loads)
+    for name, load in scenario.loads.items():
+        if load.trace is not None:
+            loads[name] = replace(load, requests=len(cached_replay(folder / load.trace.file, load.trace)))
+    return replace(scenario, loads=loads)
+
+
+def validate_checks(
+    checks: Sequence[str], servers: Collection[str] | None = None, loads: Collection[str] | None = None
+) -> None:
+    """Raise HarnessError for a mistake in a check of the command line. `servers`, `loads`: known names; None: any."""
+    for text in checks:
+        if (problem := check_problem(text, servers, loads)) is not None:
+            next_step = f"{DOCS}/scenarios.md says how checks are written."
+            raise HarnessError(f"--check '{text}': {problem}", next_step=next_step)
+
+
+def check_url(option: str, url: str) -> None:
+    """Raise HarnessError for a text that cannot be the address of a server."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
+    except ValueError:  # such as a port above 65535
+        usable = False
+    if usable and (parts.username or parts.password or parts.query):
+        # Not shown: it may be a secret.
+        raise HarnessError(
+            f"{option}: an address with a user, a password or a query is not taken, because it would be recorded",
+            next_step="Name the variable that holds the key in the scenario's api_key_env.",
+        )
+    if not usable or " " in url:
+        raise HarnessError(
+            f"{option}: '{url}' is not the address of a server", next_step="Write it like http://127.0.0.1:8000."
+        )
+
+
+def _move_to_running_server(scenario: Scenario) -> Scenario:
+    base, swept = scenario.baseline, scenario.swept
+    return replace(
+        scenario,
+        swept=Sweep(loads=swept.loads) if swept is not None and swept.loads else None,
+        servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
+        restart=False,
+        generator="process",
+        baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),
+        compare=[],  # comparisons name servers, and there is only one
+        checks=[move_check(check, RUNNING_SERVER) for check in scenario.checks],
+    )
+
+
+def server_name(experiment: Experiment, given: str | None) -> str:
+    """Return the name of the given server, or of the first. Raises HarnessError for an unknown name."""
+    return _choose_name(experiment, "server", given, list(experiment.scenario.servers))
+
+
+def load_name(experiment: Experiment, given: str | None) -> str:
+    """Return the name of the given load, or of the first. Raises HarnessError for an unknown name or a mix."""
+    mixes = experiment.scenario.mixes
+    mix = given if given in mixes else mix_of(given or "")
+    if mix in mixes:
+        raise HarnessError(
+            f"--load: '{mix}' is a mix, which `harness run` sends; here it is one load alone",
+            next_step=f"Give --load {' or --load '.join(mixes[mix])}, or use `harness run`.",
+        )
+    return _choose_name(experiment, "load", given, list(experiment.scenario.loads))
+
+
+def _choose_name(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
+    if given is not None and given not in known:
+        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {suggest_row(given, known)}")
+    return known[0] if given is None else given
+
+
+IMPORT_S = 60.0
+_TRY_LOCUSTFILE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
+
+
+def check_locustfile(path: Path, *, try_import: bool = True) -> None:
+    """Raise HarnessError for a mistake in a locustfile, before a server starts for ten minutes.
+
+    `try_import`: let Locust import it, in a process of its own.
+    """
+    try:
+        tree = ast.parse(read_bytes(path), str(path))
+    except (OSError, ValueError, SyntaxError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        what = f"{path}{line}: the locustfile cannot be read: {getattr(error, 'msg', error)}"
+        raise HarnessError(what, next_step=_TRY_LOCUSTFILE) from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("LoadTestShape") for base in node.bases):
+            # Locust would follow it, and the report would name the users of the scenario.
+            raise HarnessError(
+                f"{path}, line {node.lineno}: a LoadTestShape and the scenario both say how many users there are",
+                next_step=f"Remove it, and give the load 'stages'; {DOCS}/users.md.",
+            )
+    if try_import:
+        _import_locustfile(path)
+
+
+def locustfile_sources(path: Path) -> list[Path]:
+    """Return a locustfile and the files that it imports from its own folder or from that of the shipped locustfiles.
+
+    Raises SyntaxError, OSError.
+    """
+    sources, unread = {path}, [path]
+    while unread:
+        file = unread.pop()
+        for node in ast.walk(ast.parse(read_bytes(file), str(file))):
+            new = _imported_files(node, file, path.parent) - sources
+            sources |= new
+            unread += new
+    return sorted(sources)
+
+
+def _imported_files(node: ast.AST, file: Path, folder: Path) -> set[Path]:
+    """Return the local files that an import statement runs."""
+    if isinstance(node, ast.Import):
+        names, roots = [alias.name for alias in node.names], [folder]
+    elif isinstance(node, ast.ImportFrom):
+        names = [".".join(filter(None, [node.module, alias.name])) for alias in node.names]
+        roots = [file.parents[node.level - 1]] if node.level else [folder]
+    else:
+        return set()
+    imported = set()
+    for parts in (name.split(".") for name in names):
+        for root in [*roots, *([LOCUSTFILES.parent] if parts[0] == LOCUSTFILES.name else [])]:
+            for end in range(1, len(parts) + 1):
+                module = root.joinpath(*parts[:end])
+                imported |= {path for path in (module.with_suffix(".py"), module / "__init__.py") if path.is_file()}
+    return imported
+
+
+def _import_locustfile(path: Path) -> None:
+    # Only a file that uses the harness's user class knows the option --job.
+    command = [sys.executable, "-m", "locust", "-f", str(path), "--list", "--job", os.devnull]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=IMPORT_S
+        )
+    except subprocess.TimeoutExpired:
+        what = f"{path}: the locustfile was still being imported after {IMPORT_S:g} s"
+        raise HarnessError(what, next_step=_TRY_LOCUSTFILE) from None
+    output = (done.stdout + done.stderr).strip()
+    has_users = not done.stdout.rstrip().endswith("Available Users:")
+    if "unrecognized arguments: --job" in output or (done.returncode == 0 and not has_users):
+        raise HarnessError(
+            f"{path}: the locustfile has no user class of the harness",
+            next_step=f"Derive one from harness.load.user.LLMUser; {DOCS}/users.md shows how.",
+        )
+    if done.returncode:
+        lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)', output)
+        where = f"{path}, line {lines[-1]}" if lines else f"{path}"
+        reason = output.splitlines()[-1].strip() if output else f"exit code {done.returncode}"
+        raise HarnessError(f"{where}: the locustfile cannot be imported: {reason}", next_step=_TRY_LOCUSTFILE)
+
+
+# The loads and prompts of each user class for a capacity search without a scenario; docs/capacity.md lists them.
+DEFAULT_LOADS: dict[str, dict[str, Any]] = {
+    "chat": {"user": "chat", "turns": 4, "think_s": [2, 8], "output_tokens": 256, "output": "natural"},
+    "batch": {"user": "batch", "output_tokens": 128},
+    "agent": {"user": "agent", "output_tokens": 256, "output": "natural"},
+    "rag": {"user": "rag", "output_tokens": 256, "output": "natural"},
+}
+DEFAULT_PROMPTS = {"chat": {"tokens": 120, "system_tokens": 200}}
+
+
+@contextmanager
+def scenario_path(given: Path | None, user: str | None, target: Target | None, model: str | None) -> Iterator[Path]:
+    """Yield the path of the given scenario, or of a temporary one for a user class and a running server.
+
+    Raises HarnessError for options that contradict each other, ServerError when the server does not answer.
+    """
+    if given is not None and user is not None:
+        raise HarnessError("--user: the scenario has its own users", next_step="Choose one of its loads with --load.")
+    if given is not None:
+        yield given
+        return
+    if user is None or target is None:
+        example = 'harness capacity --url http://127.0.0.1:8000 --user chat --slo "ttft_p95<=2s"'
+        raise HarnessError(
+            "no scenario, and not both of --url and --user", next_step=f"Give a scenario file, or: {example}"
+        )
+    scenario = {
+        "version": 1,
+        "question": f"How many {user} users does this server hold?",
+        "model": model or attach_to_server(target.url, None).served_by.model or "unknown",
+        "servers": {RUNNING_SERVER: {"template": RUNNING_SERVER}},  # not started: --url replaces it
+        "loads": {user: {**DEFAULT_LOADS[user], "users": 1, "duration_s": 60}},
+        "prompts": DEFAULT_PROMPTS.get(user, {"tokens": 256}),
+        "repeats": 1,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"capacity-{user}.yaml"
+        path.write_text(yaml.safe_dump(scenario, sort_keys=False), encoding="utf-8")
+        yield path

@@ -1,0 +1,130 @@
+"""The public API: the functions and types that `harness` names, for notebooks and scripts."""
+
+import gzip
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import harness
+from harness import HarnessError, LoadedRun, compare, load_run, plan, summarize
+from harness.analysis.summarize import summarize as summarize_folder
+from harness.analysis.summarize import write_summary
+from harness.base.errors import RunError
+from harness.base.files import ROOT
+from harness.records.manifest import write_run
+from harness.report.export import record_columns
+
+BEFORE, AFTER = ROOT / "examples" / "before", ROOT / "examples" / "after"
+
+
+API = "from harness import compare, load_run, summarize"
+MODULES = "import harness.analysis.summarize, harness.analysis.compare, harness.api"
+
+
+@pytest.mark.parametrize("lines", [API, f"{MODULES}; {API}", f"{API}; {MODULES}; {API}"])
+def test_functions_stay_functions_whatever_is_imported_first(lines: str) -> None:
+    code = f"import harness, sys\nassert not [name for name in sys.modules if name.startswith('harness.')]\n{lines}\n"
+    code += "import types\nassert all(type(f) is types.FunctionType for f in (compare, load_run, summarize))"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT)
+
+
+def test_no_module_has_the_name_of_a_public_one() -> None:
+    assert {module.name for module in pkgutil.iter_modules(harness.__path__)} & set(harness.__all__) == set()
+    assert set(harness.__all__) <= set(dir(harness)) & set(dir(harness.api))
+    with pytest.raises(AttributeError, match="has no attribute 'load_runs'"):
+        _ = harness.load_runs
+
+
+def test_a_run_is_loaded_and_summarized() -> None:
+    run = load_run(str(BEFORE))
+    assert (type(run), run.id, run.manifest.status, run.path) == (LoadedRun, "before", "valid", BEFORE)
+    assert summarize(run) == summarize(BEFORE) == summarize_folder(BEFORE)
+    summary = summarize(run, checks=["error_rate == 0", "output_tok_s >= 0.8 * baseline"], baseline=BEFORE)
+    assert [check.status for check in summary.checks[-2:]] == ["passed", "passed"]
+
+
+def test_a_published_run_has_its_stored_summary(tmp_path: Path) -> None:
+    """A summary made without the records would say that nothing was sent."""
+    for name in ("run.json", "report.md"):
+        (tmp_path / name).write_bytes((BEFORE / name).read_bytes() if name == "run.json" else b"")
+    stored = summarize_folder(BEFORE)
+    write_summary(tmp_path, stored)
+    assert summarize(tmp_path) == stored
+    with pytest.raises(HarnessError, match="requests.jsonl is missing"):
+        summarize(tmp_path, checks=["error_rate == 0"])
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(HarnessError, match="requests.jsonl is missing"):
+        summarize(tmp_path)
+    (tmp_path / "requests.jsonl.gz").write_bytes(gzip.compress((BEFORE / "requests.jsonl").read_bytes()))
+    with pytest.raises(HarnessError, match="requests.jsonl is missing"):
+        summarize(tmp_path)
+
+
+@pytest.mark.parametrize("checks", ["error_rate == 0", ["speed < 3"], ["nosuch/load: error_rate == 0"]])
+def test_wrong_checks_are_refused(checks: list[str]) -> None:
+    with pytest.raises(HarnessError, match="check|not a server"):
+        summarize(BEFORE, checks=checks)
+    with pytest.raises(HarnessError, match="check|not a server"):
+        compare(BEFORE, AFTER, checks=checks)
+
+
+def test_checks_of_a_comparison_are_for_the_rows_of_the_other_runs(tmp_path: Path) -> None:
+    """They may name a server that the baseline does not have; then the runs are unlike, and not the check."""
+    manifest = load_run(AFTER).manifest
+    servers = {"renamed": manifest.scenario.servers["engine"]}
+    cells = [replace(cell, server="renamed") for cell in manifest.cells]
+    write_run(tmp_path, replace(manifest, scenario=replace(manifest.scenario, servers=servers), cells=cells))
+    with pytest.raises(HarnessError, match="'engine' is not a server"):
+        compare(BEFORE, tmp_path, checks=["engine/one-at-a-time: error_rate == 0"])
+    with pytest.raises(HarnessError) as raised:
+        compare(BEFORE, tmp_path, checks=["renamed/one-at-a-time: error_rate == 0"])
+    assert "is not a server" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("items", "amounts", "name"),
+    [(0, {}, "items"), (1.5, {}, "items"), (10, {"deadline_s": float("nan")}, "deadline_s"),
+     (10, {"price_per_kwh": -1.0}, "price_per_kwh")],
+)  # fmt: skip
+def test_items_deadline_and_price_must_be_possible(items: int, amounts: dict[str, float], name: str) -> None:
+    with pytest.raises(HarnessError, match=f"{name}: a .*number of at least"):
+        plan(BEFORE, items, **amounts)  # type: ignore[arg-type]
+
+
+def test_records_are_a_table(tmp_path: Path) -> None:
+    run = load_run(BEFORE)
+    table = run.to_arrow()
+    assert (table.num_rows, table.column_names) == (60, list(record_columns()))
+    assert [request.id for request in run.requests()] == table.column("id").to_pylist()
+    frame = pytest.importorskip("pandas") and run.to_pandas()
+    assert (frame.shape, frame.e2e_s.max()) == ((60, len(record_columns())), max(table.column("e2e_s").to_pylist()))
+    (tmp_path / "run.json").write_bytes((BEFORE / "run.json").read_bytes())
+    with pytest.raises(HarnessError):
+        load_run(tmp_path).to_arrow()
+    (tmp_path / "requests.jsonl").write_text("{torn\n")
+    with pytest.warns(UserWarning, match="1 lines left out"):
+        assert load_run(tmp_path).to_arrow().num_rows == 0
+
+
+def test_runs_are_compared() -> None:
+    comparison = compare(BEFORE, load_run(AFTER), about="arguments")
+    assert [(verdict.word, verdict.provisional) for verdict in comparison.verdicts] == [("no_difference", True)] * 2
+    assert comparison == compare([BEFORE], [AFTER], about="arguments")
+    with pytest.raises(HarnessError):
+        compare(BEFORE)
+
+
+def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="not a run directory") as raised:
+        summarize(tmp_path)
+    assert raised.value.__notes__ == [raised.value.next_step]
+    source = ROOT / "tests" / "runs" / "server-died"
+    for name in ("requests.jsonl", "processes.jsonl"):
+        (tmp_path / name).write_bytes(gzip.decompress((source / f"{name}.gz").read_bytes()))
+    (tmp_path / "run.json").write_bytes((source / "run.json").read_bytes())
+    with pytest.raises(RunError):
+        compare(BEFORE, tmp_path)

@@ -1,0 +1,158 @@
+"""A server that answers with a byte each half a second: each probe has an end, and no run waits for it."""
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import requests
+
+from harness.base.errors import HarnessError, ServerError
+from harness.base.trust import CA_VARIABLE, open_session
+from harness.load.client import ApiAddress
+from harness.load.process import first_model
+from harness.records.manifest import read_run
+from harness.records.records import read_requests
+from harness.records.samples import Scraper
+from harness.scenario import Load
+from harness.serve import probe
+from harness.serve.lemonade import Api
+from harness.serve.lifecycle import attach_to_server
+from tests.support.command import harness, only_run, write
+from tests.support.fake_server import DONE, FINISH, TOKEN, UNTIL_CLOSED, read_request, serving, whole
+from tests.support.faults import fault
+from tests.support.load_runs import make_job
+from tests.support.tls import sign
+
+MODELS = whole(b'{"data": [{"id": "m"}]}')
+STARTS = {
+    "status line": (b"", b"H"),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"x"),
+    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b" "),
+    "error": (b"HTTP/1.1 500 x\r\nContent-Length: 100000\r\n\r\n", b" "),
+    "chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n#\r\n"),
+    "open end": (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", b"#"),
+}
+
+
+def drip(connection: socket.socket, start: bytes, more: bytes) -> None:
+    connection.sendall(start)
+    for _ in range(7200):  # an hour
+        connection.sendall(more)
+        time.sleep(0.5)
+
+
+def dripping(start: bytes, more: bytes) -> Callable[[socket.socket, int], None]:
+    def handler(connection: socket.socket, _: int) -> None:
+        read_request(connection)
+        drip(connection, start, more)
+
+    return handler
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_probe_has_a_total_deadline(name: str) -> None:
+    with serving(dripping(*STARTS[name])) as url, open_session(None) as session:
+        with pytest.raises(requests.ReadTimeout):
+            session.get(url, timeout=1.2)
+        with pytest.raises(requests.ReadTimeout):
+            session.post(url, json={}, timeout=1.2)
+
+
+def test_the_end_of_one_probe_does_not_cut_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    shutdown = socket.socket.shutdown
+
+    def shut_down_and_linger(connection: socket.socket, how: int) -> None:
+        shutdown(connection, how)
+        time.sleep(0.3)  # the probe goes on meanwhile
+
+    def handler(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        if number == 0:
+            drip(connection, *STARTS["open end"])
+        time.sleep(1.0)
+        connection.sendall(whole(b"{}"))
+
+    with serving(handler) as url, open_session(None) as session:
+        with monkeypatch.context() as patch, pytest.raises(requests.ReadTimeout):
+            patch.setattr(socket.socket, "shutdown", shut_down_and_linger)
+            session.get(url, timeout=1.2)
+        assert session.post(url, json={}, timeout=60).content == b"{}"
+
+
+@pytest.mark.parametrize("name", ["headers", "body", "open end"])
+def test_a_probe_through_tls_has_a_total_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    signed = sign(tmp_path, "DNS:localhost")
+    monkeypatch.setenv(CA_VARIABLE, str(signed.ca))
+    with (
+        serving(dripping(*STARTS[name]), signed.context()) as url,
+        open_session(None) as session,
+        pytest.raises(requests.ReadTimeout),
+    ):
+        session.get(url, timeout=1.2)
+
+
+def test_an_answer_in_time_and_a_stream_are_not_cut() -> None:
+    def handler(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        for _ in range(8):
+            time.sleep(0.5)
+            connection.sendall(b"x\n")
+
+    with serving(handler) as url, open_session(None) as session:
+        assert session.get(url, timeout=60).content == b"x\n" * 8
+        with session.get(url, timeout=3, stream=True) as response:  # of silence, not of the whole
+            assert list(probe.iterate_lines(response)) == [b"x"] * 8
+
+
+def test_versions_models_and_tokenizers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PROBE_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
+    monkeypatch.setattr(probe, "TOKENIZE_TIMEOUT_S", 0.6)
+    with serving(dripping(*STARTS["body"])) as url, open_session(None) as session:
+        assert probe.get_version(url, session) is None
+        assert probe.find_metrics_url(url) is None
+        assert Api(url).read("/health", dict, 0.6) is None
+        with pytest.raises(ServerError):
+            attach_to_server(url, None)
+        with pytest.raises(ServerError):
+            probe.make_token_counter(url, "m")("a b")
+        with pytest.raises(HarnessError, match="no complete answer within"):
+            first_model(make_job(tmp_path, Load(user="batch", timeout_s=1.0)), ApiAddress.parse(url))
+        with Scraper(f"{url}/metrics", "c", tmp_path / "metrics.jsonl", 1.0) as scraper:
+            pass
+        assert scraper.last_failure is not None and "ReadTimeout" in scraper.last_failure
+
+
+@fault("network", "/metrics, /version and other paths of the server send a byte each half a second, for ever",
+       seen="Report: runs/", kept="all records")  # fmt: skip
+def test_a_run_ends_although_metrics_never_do(tmp_path: Path) -> None:
+    scrapes = 0
+
+    def handler(connection: socket.socket, _: int) -> None:
+        nonlocal scrapes
+        head = read_request(connection)
+        if head.startswith(b"POST"):
+            one = b'{"choices": [{"message": {"content": "yes"}}]}'
+            is_stream = b'"stream":true' in head
+            connection.sendall(UNTIL_CLOSED + TOKEN + FINISH + DONE if is_stream else whole(one))
+        elif head.startswith(b"GET /v1/models"):
+            connection.sendall(MODELS)
+        elif head.startswith(b"GET /metrics"):
+            scrapes += 1
+            if scrapes > 2:
+                drip(connection, *STARTS["body"])
+            connection.sendall(whole(b"vllm:num_requests_running 1.0\n", b"text/plain"))
+        else:
+            drip(connection, *STARTS["body"])
+
+    load = {"user": "batch", "batch_size": 1, "requests": 8, "output_tokens": 2}
+    path = write(tmp_path, loads={"one": load}, model="m", warmup={"requests": 0})
+    with serving(handler) as url:
+        done = harness("run", path.name, "--url", url, "--runs", "runs", cwd=tmp_path)
+    assert done.code in (0, 3), done
+    run = only_run(tmp_path / "runs")
+    assert len(list(read_requests(run / "requests.jsonl"))) == 8
+    assert read_run(run).status in ("valid", "invalid") and (run / "summary.json").is_file()

@@ -1,0 +1,134 @@
+"""The self-check: exact on made records, and with real load processes that are starved or well."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.analysis.limits import Limited, client_limits, limited_fields
+from harness.analysis.numbers import compute_numbers
+from harness.base.reasons import sentence
+from harness.base.summary import ClientLimit
+from harness.records.clock import Clock
+from harness.records.records import ProcessMark, Request, read_marks
+from harness.records.run_data import cell_data
+from harness.scenario import Load, Warmup
+from harness.simulated import spawned
+from tests.support.load_runs import end, log_of, make_job, records_of, start_job, wait_for_records
+from tests.support.made_runs import both_marks, request
+
+LOAD = Load(user="batch", users=2, requests=4, output_tokens=11)
+MORE = "use more 'processes' (1) or machines (--workers), or fewer streams at once"
+SHARED = [0.5, 0.6, 0.8, 0.8, *[0.9 + 0.1 * i for i in range(7)]]  # the third with the fourth
+FIRST_SHARED = [0.6, 0.6, 0.7, 0.8, *[0.9 + 0.1 * i for i in range(7)]]
+
+
+def limits_with_lags(records: Sequence[Request], load: Load = LOAD, **lags: float) -> list[Limited]:
+    started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
+    return limits_of([started, msgspec.structs.replace(ended, **lags)], records, load)
+
+
+def limits_of(marks: Sequence[ProcessMark], records: Sequence[Request], load: Load) -> list[Limited]:
+    cell = cell_data(records, Clock(marks))
+    return client_limits(load, cell, compute_numbers([cell]), marks)
+
+
+def four(**changes: Any) -> list[Request]:
+    return [request(index=i, **changes) for i in range(4)]
+
+
+TIMES = ["ttft_s", "ttfo_s", "tpot_s", "e2e_s", "chunk_gap_s"]
+RATES = ["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"]
+SHARED_READ = {"chunks_s": SHARED, "coalesced": 1, "coalesced_late": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lags", "what", "value", "allowed", "numbers"),
+    [
+        ({}, {}, None, 0, 0, []),
+        ({}, {"loop_lag_mean_s": 0.005, "loop_lag_p50_s": 0.005, "loop_lag_p99_s": 0.2, "core_wait": 0.5},
+         None, 0, 0, []),
+        # Chunks that were read late together with others; of an old run it is not known who put them together.
+        (SHARED_READ, {}, "shared_reads", 1 / 11, 0.01, ["chunk_gap_s"]),
+        (SHARED_READ | {"chunks_s": FIRST_SHARED}, {}, "shared_reads", 1.0, 0.01,
+         ["ttft_s", "ttfo_s", "tpot_s", "chunk_gap_s"]),
+        (SHARED_READ | {"coalesced_late": 0}, {}, None, 0, 0, []),
+        (SHARED_READ | {"coalesced_late": None}, {}, None, 0, 0, []),
+        # Where the loop was late most of the time, all shared reads count.
+        (SHARED_READ | {"coalesced_late": 0}, {"loop_lag_p50_s": 0.006}, "shared_reads", 1 / 11, 0.01, ["chunk_gap_s"]),
+        # A late loop spoils times that are those of the read.
+        ({"clock": "read"}, {"loop_lag_p99_s": 0.005}, None, 0, 0, []),
+        ({"clock": "read"}, {"loop_lag_p50_s": 0.005}, None, 0, 0, []),
+        ({"clock": "read"}, {"loop_lag_p50_s": 0.006}, "read_clock", 0.006, 0.005, TIMES),
+        ({"clock": "read"}, {"loop_lag_p99_s": 0.0123, "loop_lag_p50_s": 0.006}, "read_clock", 0.0123, 0.005, TIMES),
+        # And it slows requests that follow answers: 2 % of 1.5 s are allowed.
+        ({}, {"loop_lag_mean_s": 0.03}, None, 0, 0, []),
+        ({}, {"loop_lag_mean_s": 0.045}, "loop_lag", 0.045, 0.03, RATES),
+    ],
+)  # fmt: skip
+def test_a_limit(
+    changes: dict[str, Any], lags: dict[str, float], what: str | None, value: float, allowed: float, numbers: list[str]
+) -> None:
+    found = limits_with_lags(four(**changes), LOAD, **lags)
+    if what is None:
+        assert found == []
+        return
+    [(limit, why)] = found
+    assert (limit.what, limit.value, limit.allowed, limit.numbers) == (what, value, allowed, numbers)
+    assert (why.code, why.values["numbers"], limit.invalid) == (f"client_{what}", numbers, False)
+
+
+def test_a_limit_in_words() -> None:
+    [(_, why)] = limits_with_lags(four(**SHARED_READ | {"chunks_s": FIRST_SHARED}), LOAD, core_wait=0.25)
+    assert sentence(why) == (
+        "client-limited (TTFT, TTFO, TPOT and chunk gaps): 9.1% of the chunks and 100.0% of the first chunks were "
+        "fetched late, together with a later one: their times are upper bounds; at most 1% is allowed; other "
+        "processes used its core during 25% of the time: stop them, or send from another machine"
+    )
+    [(_, why)] = limits_with_lags(four(clock="read"), LOAD, loop_lag_p99_s=0.0123)
+    assert sentence(why).endswith(f"12.3 ms or more late; at most 5 ms is allowed; {MORE}")
+    one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot_s", "wall_s"])
+    assert limited_fields(["wall_s", "ttft_s", "tpot_s"], [one]) == ["wall_s", "tpot_s"]
+
+
+def test_the_remedy_of_a_late_process() -> None:
+    for changes, remedy in (
+        ({}, {"code": "remedy_processes", "values": {"processes": 1}}),
+        ({"core_wait": 0.3}, {"code": "remedy_free_core", "values": {"share": 0.3}}),
+    ):
+        [(_, why)] = limits_with_lags(four(), LOAD, **{"loop_lag_mean_s": 0.452} | changes)
+        assert why.values["remedy"] == remedy
+    started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
+    dead = msgspec.structs.replace(started, process=8)
+    [(_, why)] = limits_of([dead, started, msgspec.structs.replace(ended, loop_lag_mean_s=0.452)], four(), LOAD)
+    assert why.values["remedy"] == {"code": "remedy_run_again"}
+
+
+@pytest.mark.alone
+def test_a_load_process_that_shares_its_core_with_a_busy_one_is_limited(tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    load = Load(user="batch", batch_size=10, requests=20, output_tokens=50)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(busy.pid, {core})
+        with spawned("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.02") as server:
+            process = start_job(tmp_path, server.url, make_job(tmp_path, load, Warmup(requests=10)))
+            wait_for_records(tmp_path, 1)
+            os.sched_setaffinity(process.pid, {core})
+            os.setpriority(os.PRIO_PROCESS, process.pid, 15)
+            group = Path(f"/proc/{process.pid}/autogroup")  # such a kernel shares cores among sessions first
+            if group.exists() and os.getsid(process.pid) == process.pid:
+                group.write_text("15")
+            assert end(process) == 0, log_of(tmp_path)
+    finally:
+        busy.kill()
+        busy.wait()
+    marks = read_marks(tmp_path / "processes.jsonl")
+    found = limits_of(marks, records_of(tmp_path), load)
+    assert found, marks
+    assert all(reason.values["remedy"]["code"] == "remedy_free_core" for _, reason in found)

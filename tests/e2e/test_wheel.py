@@ -1,0 +1,69 @@
+"""The wheel, installed without the checkout, works from an empty directory."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from harness.base.files import COMPOSE, LOCUSTFILES, RESULTS, ROOT, SCENARIOS
+from tests.support.command import PATIENCE_S, write
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `harness` command of a new environment that has the wheel; its dependencies are those of the tests."""
+    at = tmp_path_factory.mktemp("wheel")
+    source = at / "source"
+    for name in ("harness", "scenarios", "compose", "locustfiles", "results/reference", "docs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    wheel: list[str | Path] = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", at, source]
+    subprocess.run([*pip, *wheel], check=True, capture_output=True, cwd=at)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", at / "venv"], check=True)
+    python = at / "venv" / "bin" / "python"
+    (built,) = at.glob("*.whl")
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", built], check=True, cwd=at)
+    (packages,) = (at / "venv" / "lib").glob("python*/site-packages")
+    # A .pth line adds the dependencies after the wheel, and does not run the .pth file of the editable install.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return python.with_name("harness")
+
+
+def run(installed: Path, *args: str, cwd: Path) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([installed, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_wheel_has_every_file_that_the_commands_read(installed: Path) -> None:
+    (package,) = (installed.parent.parent / "lib").glob("python*/site-packages/harness")
+    wanted = [path for folder in (SCENARIOS, COMPOSE, LOCUSTFILES, RESULTS) for path in folder.rglob("*")]
+    wanted += (ROOT / "docs").glob("*.md")
+    names = {str(path.relative_to(ROOT)) for path in wanted if path.is_file() and path.suffix != ".pyc"}
+    shipped = [path for path in package.glob("shipped/**/*.*") if path.suffix != ".pyc"]
+    assert names == {str(path.relative_to(package / "shipped")) for path in shipped}
+    own = {str(path.relative_to(ROOT)) for path in (ROOT / "harness").rglob("*.*") if path.suffix != ".pyc"}
+    assert own <= {str(path.relative_to(package.parent)) for path in package.rglob("*.*")}
+
+
+def test_scenarios_are_listed_and_found_by_each_name(installed: Path, tmp_path: Path) -> None:
+    lines = run(installed, "list", "scenarios", cwd=tmp_path).splitlines()
+    listed = [line for line in lines if line.startswith("scenarios/")]
+    assert listed == sorted(str(path.relative_to(ROOT)) for path in SCENARIOS.glob("*.yaml"))
+    for name in ("first-look", "first-look.yaml", "scenarios/first-look.yaml"):
+        assert "/site-packages/" in run(installed, "check", name, cwd=tmp_path).splitlines()[0]
+
+
+def test_a_run_and_its_report(installed: Path, tmp_path: Path) -> None:
+    small = write(tmp_path)
+    run(installed, "run", small.name, "--runs", "runs", cwd=tmp_path)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert "VALID" in run(installed, "report", str(folder), cwd=tmp_path)
+    assert (folder / "report.html").exists()

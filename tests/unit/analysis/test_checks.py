@@ -1,0 +1,531 @@
+"""Checks: grammar, and what they say about rows."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.analysis.checks import evaluate, requests_needed, undecidable_checks
+from harness.analysis.latencies import distribution
+from harness.analysis.slo_rule import LatencySample
+from harness.analysis.stats import samples_needed
+from harness.base.files import SCENARIOS
+from harness.base.reasons import evidence
+from harness.base.summary import (
+    CheckResult,
+    Comparison,
+    Distribution,
+    Numbers,
+    Reference,
+    Row,
+    SloAttainment,
+    Verdict,
+    because,
+)
+from harness.records.records import AT_LEAST, FAILED, OBSERVED, UNKNOWN
+from harness.scenario import Load, Scenario, Server
+from harness.scenario.check_syntax import (
+    OPERATORS,
+    SLO_METRICS,
+    UNITS,
+    Check,
+    Slo,
+    check_problem,
+    move_check,
+    parse_check,
+    slo_sets,
+)
+from harness.scenario.file import load_scenario
+
+TTFT_1S = Slo(text="ttft<=1s", latency="ttft", operator="<=", bound_s=1.0)
+TPOT_50MS = Slo(text="tpot<50ms", latency="tpot", operator="<", bound_s=0.05)
+SLOS = "ttft<=1s, tpot<50ms"
+
+
+def row(server: str = "a", load: str = "x", **changes: object) -> Row:
+    values: dict[str, Any] = {
+        "sent": 200, "succeeded": 200, "failed": 0, "unfinished": 0, "wall_s": 12.5, "output_tok_s": 150.0,
+        "requests_per_s": 3.0, "chunk_gap_s": Distribution(n=5000, mean=0.05),
+        "ttft_s": Distribution(n=200, mean=0.5, min=0.1, max=3.0, p50=0.4, p90=0.9, p95=1.5),
+    }  # fmt: skip
+    pooled = Numbers(**(values | changes))
+    return Row(server=server, load=load, cells=[], wall_s=[], output_tok_s=[], pooled=pooled)
+
+
+def against_a(side: str, ratio: float, low: float | None) -> Verdict:
+    return Verdict(
+        side=side, baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=None if low is None else 1.7, p=0.01,
+        n=(5, 5), word="faster",
+    )  # fmt: skip
+
+
+def comparison(*verdicts: Verdict) -> Comparison:
+    return Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=list(verdicts))
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("error_rate == 0", {"metric": "error_rate", "operator": "==", "bound": 0.0}),
+        ("error_rate<=2.5%", {"metric": "error_rate", "operator": "<=", "bound": 0.025}),
+        ("  ttft_p95 <= 2s ", {"metric": "ttft_p95", "operator": "<=", "bound": 2.0}),
+        ("tpot_mean < 50 ms", {"metric": "tpot_mean", "operator": "<", "bound": 0.05}),
+        ("vllm/five-at-a-time: speedup >= 1.5",
+         {"server": "vllm", "load": "five-at-a-time", "metric": "speedup", "operator": ">=", "bound": 1.5}),
+        ("goodput(ttft<=1s,tpot < 50 ms) >= 0.95",
+         {"metric": "attainment", "slos": (TTFT_1S, TPOT_50MS), "operator": ">=", "bound": 0.95}),
+        ("attainment(ttft<=1s) >= 95%", {"metric": "attainment", "slos": (TTFT_1S,), "operator": ">=", "bound": 0.95}),
+        ("goodput(ttft<=1s) > 2.5 req/s", {"metric": "goodput", "slos": (TTFT_1S,), "operator": ">", "bound": 2.5}),
+        ("a/x: output_tok_s >= 0.97*baseline",
+         {"server": "a", "load": "x", "metric": "output_tok_s", "operator": ">=", "bound": 0.97, "relative": True}),
+        ("ttft_p95 <= baseline", {"metric": "ttft_p95", "operator": "<=", "bound": 1.0, "relative": True}),
+        ("output_tok_s > 1e2", {"metric": "output_tok_s", "operator": ">", "bound": 100.0}),
+    ],
+)  # fmt: skip
+def test_the_grammar(text: str, fields: dict[str, Any]) -> None:
+    assert parse_check(text) == Check(text=text.strip(), **fields)
+
+
+NO_SLOS = "SLOs in parentheses belong to attainment and goodput: goodput(ttft<=1s, tpot<=50ms) >= 0.95"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("ttft_p96 <= 2s", "'ttft_p96' is not a metric; known: ttft_p50, ttft_p90, ttft_p95, ttft_p99, ttft_mean"),
+        ("errorrate == 0", "'errorrate' is not a metric; did you mean 'error_rate'?"),
+        ("error_rate = 0", "'=' is not a comparison; use one of <= >= == < >"),
+        ("wall < ten s", "'ten s' is neither a number nor a multiple such as '0.97 * baseline'"),
+        ("wall < 10", "nothing is not a unit of wall; use 's' or 'ms'"),
+        ("error_rate < 1 s", "'s' is not a unit of error_rate; use no unit or '%'"),
+        ("goodput >= 0.95", NO_SLOS),
+        ("goodput(ttft_p95<=1s) >= 1",
+         "'ttft_p95' is not a latency of a request; known: ttft, ttfo, tpot, e2e, ttft_sched, e2e_sched"),
+        ("goodput(ttft<=1s tpot<=1s) >= 1", "'s tpot<=1s' is not a unit of ttft; use 's' or 'ms'"),
+        ("goodput(ttft<=1s) >= 2",
+         "a share is at most 1; for requests a second write goodput with 'req/s'"),
+        ("wall < baseline * 2", "'baseline * 2' is neither a number nor a multiple such as '0.97 * baseline'"),
+        ("speedup >= 0.9 * baseline", "'speedup' is relative to the baseline already; use a plain number"),
+        ("a: wall < 1s", "'a' is not SERVER/LOAD"),
+        ("wall(ttft<=1s) < 3 s", NO_SLOS),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_check(text: str, error: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        parse_check(text)
+    assert str(raised.value) == f"check '{text}': {error}"
+
+
+@given(st.text(max_size=40))
+def test_no_text_breaks_the_parser(text: str) -> None:
+    try:
+        check = parse_check(text)
+    except ValueError:
+        return
+    assert check.metric in UNITS
+
+
+@given(
+    st.sampled_from(sorted(UNITS)), st.sampled_from(sorted(OPERATORS)), st.floats(0, 1),
+    st.sampled_from(["", " ", "  "]), st.sampled_from([None, ("a", "x"), ("no-limit", "5")]),
+)  # fmt: skip
+def test_every_metric_is_read_back(
+    metric: str, sign: str, number: float, blank: str, selection: tuple[str, str] | None
+) -> None:
+    slos = f"{blank}(ttft{blank}<=1{blank}s,{blank}tpot<50ms{blank}){blank}" if metric in SLO_METRICS else ""
+    head = f"{selection[0]}/{selection[1]}:{blank}" if selection else ""
+    for unit, per_one in UNITS[metric].items():
+        check = parse_check(f"{head}{metric}{slos}{blank}{sign}{blank}{number!r}{blank}{unit}")
+        share = metric == "goodput" and unit != "req/s"
+        assert (check.metric, check.operator) == ("attainment" if share else metric, sign)
+        assert (check.bound, check.relative) == (number / per_one, False)
+        assert (check.server, check.load) == (selection or (None, None))
+        assert check.slos == ((TTFT_1S, TPOT_50MS) if slos else ())
+    if metric != "speedup":
+        check = parse_check(f"{head}{metric}{slos}{sign}{blank}{number!r}{blank}*{blank}baseline{blank}")
+        assert (check.metric, check.operator, check.bound, check.relative) == (metric, sign, number, True)
+
+
+def result_of(text: str, *rows: Row, against: Comparison | None = None) -> CheckResult:
+    return evaluate([text], rows or (row(),), against)[0]
+
+
+def outcome(text: str, *rows: Row, against: Comparison | None = None) -> tuple[str, str | None, str]:
+    """Status, code and evidence."""
+    result = result_of(text, *rows, against=against)
+    return result.status, result.code, evidence(result.evidence)
+
+
+def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it() -> None:
+    slow, slower = row("b", wall_s=20.0), row("c", wall_s=25.0)
+    broken = result_of("wall <= 15s", row(), slow, slower)
+    assert evidence(broken.evidence) == "b / x: 20 s; c / x: 25 s"
+    assert (broken.status, broken.code, broken.row, broken.value, broken.bound) == (
+        "failed", "broken", "c / x", 25.0, 15.0,
+    )  # fmt: skip
+    met = result_of("wall <= 30s", row(), slow)
+    assert evidence(met.evidence) == "b / x: 20 s (worst of 2 rows)"
+    assert (met.status, met.code, met.row, met.value, met.bound) == ("passed", "met", "b / x", 20.0, 30.0)
+    assert outcome("a/x: wall <= 15s", row(), slow) == ("passed", "met", "a / x: 12.5 s")
+
+
+# p95 of 200 requests with its interval; of as many the interval of a p99 has no upper end.
+TTFT = Distribution(n=200, mean=0.5, p95=1.5, intervals={"p95": (1.2, 2.0), "p99": (1.9, None)})
+
+
+def test_a_percentile_is_decided_by_its_whole_interval() -> None:
+    known = row(ttft_s=TTFT)
+    passed = result_of("ttft_p95 <= 2s", known)
+    assert passed == CheckResult(
+        check="ttft_p95 <= 2s", status="passed", code="met", row="a / x", value=1.5, low=1.2, high=2.0, bound=2.0,
+        evidence=passed.evidence,
+    )  # fmt: skip
+    assert evidence(passed.evidence) == "a / x: 1.5 s, 95 % interval 1.2 s to 2 s"
+    undecided = result_of("ttft_p95 < 2s", known)
+    assert (undecided.status, undecided.code, undecided.bound) == ("inconclusive", "too_close", 2.0)
+    assert (undecided.value, undecided.low, undecided.high) == (1.5, 1.2, 2.0)
+    assert undecided.more_requests == 30  # 2 s is the 197th of 200 values, so 98.5 % are within it
+    assert evidence(undecided.evidence).endswith("1.2 s to 2 s; needs about 30 more requests to decide")
+    assert outcome("ttft_p95 <= 1.19s", known)[:2] == ("failed", "broken")
+    assert outcome("ttft_p95 > 1.19s", known)[:2] == ("passed", "met")
+    assert outcome("ttft_p95 >= 2.01s", known)[:2] == ("failed", "broken")
+    at_bound = result_of("ttft_p95 <= 1.5s", known)
+    assert (at_bound.status, at_bound.more_requests) == ("inconclusive", None)
+    assert "more than 100,000 requests would be needed to decide" in evidence(at_bound.evidence)
+    assert outcome("ttft_p95 == 1.5s", known) == ("passed", "met", "a / x: 1.5 s")
+
+
+def test_too_few_requests_for_a_percentile_can_break_a_bound_and_not_meet_it() -> None:
+    few = row(ttft_s=TTFT)
+    failed = result_of("ttft_p99 <= 1.8s", few)
+    assert (failed.status, failed.value, failed.low, failed.high) == ("failed", None, 1.9, None)
+    assert evidence(failed.evidence) == "a / x: above 1.9 s"
+    undecided = result_of("ttft_p99 <= 60s", few)
+    assert (undecided.status, undecided.code, undecided.more_requests) == ("inconclusive", "too_few_requests", 462)
+    meets = row(ttft_s=Distribution(n=100, intervals={"p95": (1.0, 1.2)}))
+    assert result_of("ttft_p95 <= 2s", meets).more_requests == 30
+
+
+def measured(*parts: tuple[int, float, int]) -> Row:
+    """A row of requests in random order: so many, their latency in seconds and their state."""
+    order = np.random.default_rng(1).permutation(sum(n for n, _, _ in parts))
+    values = np.concatenate([np.full(n, value_s) for n, value_s, _ in parts])[order]
+    states = np.concatenate([np.full(n, state, dtype=np.int8) for n, _, state in parts])[order]
+    failed, cut = (sum(n for n, _, state in parts if state == wanted) for wanted in (FAILED, AT_LEAST))
+    sample = LatencySample(np.arange(len(order), dtype=np.float64), values, states)
+    sent = len(order)
+    return row(sent=sent, succeeded=sent - failed - cut, failed=failed, unfinished=cut, ttft_s=distribution([sample]))
+
+
+def test_failed_requests_are_misses_of_a_percentile() -> None:
+    third = measured((160, 0.05, OBSERVED), (80, math.inf, FAILED))
+    for text in ("ttft_p95 <= 1s", "ttft_p90 <= 60s"):
+        found = result_of(text, third)
+        assert (found.status, found.code, found.value) == ("failed", "broken", None)
+        assert found.evidence[0].values["failed"] == 80 and found.evidence[0].values["requests"] == 240
+    assert third.pooled.ttft_s.p50 == 0.05, "the displayed percentile is that of the successful requests"
+    assert result_of("ttft_p50 <= 1s", third).status == "passed"
+    some = measured((980, 0.05, OBSERVED), (20, math.inf, FAILED))
+    assert (result_of("ttft_p95 <= 1s", some).status, result_of("ttft_p95 <= 1s", some).value) == ("passed", 0.05)
+    edge = result_of("ttft_p95 <= 1s", measured((570, 0.05, OBSERVED), (30, math.inf, FAILED)))
+    assert (edge.status, edge.code) == ("inconclusive", "too_close")
+    assert result_of("ttft_p95 <= 1s", measured((240, math.inf, FAILED))).status == "failed"
+    few = result_of("ttft_p95 <= 1s", measured((3, math.inf, FAILED)))
+    assert (few.status, few.more_requests) == ("inconclusive", 130)
+
+
+def test_failed_requests_are_misses_relative_to_a_baseline() -> None:
+    reference = Reference(run="base", rows=[measured((240, 0.05, OBSERVED))])
+    for failed, status in ((80, "failed"), (2, "passed")):
+        here = measured((480 - failed, 0.05, OBSERVED), (failed, math.inf, FAILED))
+        (found,) = evaluate(["ttft_p95 <= 2 * baseline"], [here], None, reference)
+        assert found.status == status
+
+
+def test_requests_cut_above_the_bound_are_misses_and_not_unknown() -> None:
+    cut = measured((66, 0.05, OBSERVED), (52, 13.7, AT_LEAST))
+    found = result_of("ttft_p50 <= 1s", cut)
+    assert (found.code, found.more_requests is not None) == ("too_close", True)
+    half = measured((59, 0.05, OBSERVED), (59, 13.7, AT_LEAST))
+    assert result_of("ttft_p50 <= 1s", half).code == "too_close"
+    assert result_of("ttft_p50 <= 20s", half).code == "unknown_requests"
+    assert result_of("ttft_p50 <= 20s", half).more_requests is None
+    broken = result_of("ttft_p95 <= 1s", half).evidence[0].values
+    assert broken["above"] == pytest.approx(13.7) and "interval" not in broken
+    mean = result_of("ttft_mean <= 1s", half)
+    assert mean.status == "failed" and "interval" not in mean.evidence[0].values
+
+
+def test_no_number_of_requests_settles_what_is_unknown_by_nature() -> None:
+    half = measured((120, 0.05, OBSERVED), (120, math.inf, UNKNOWN))
+    for text in ("ttft_p50 <= 1s", "ttft_p95 <= 1s", "ttft_p50 <= 1ms"):
+        found = result_of(text, half)
+        assert (found.code, found.more_requests) == ("unknown_requests", None)
+        assert found.evidence[0].values["unknown"] == 120
+        assert found.evidence[0].values.get("interval") != [None, None]
+    none = result_of("ttft_p95 <= 1s", measured((200, math.inf, UNKNOWN)))
+    assert (none.code, none.evidence[0].values["why"]["values"]["of"]) == ("no_value", 200)
+    assert outcome(f"attainment({SLOS}) >= 0.95", row_meeting(0, unknown=200))[1] == "unknown_requests"
+
+
+def test_failed_weighs_more_than_inconclusive_and_that_more_than_passed() -> None:
+    good = row("good", ttft_s=Distribution(n=200, p95=0.5, intervals={"p95": (0.4, 0.6)}))
+    bad = row("bad", ttft_s=Distribution(n=200, p95=5.0, intervals={"p95": (4.0, 6.0)}))
+    unsure, few = row("unsure", ttft_s=TTFT), row("few", ttft_s=Distribution(n=20, intervals={"p95": (0.1, None)}))
+    check = "ttft_p95 < 2s"
+    assert (result_of(check, good, unsure, bad).status, result_of(check, good, unsure, bad).row) == (
+        "failed",
+        "bad / x",
+    )
+    assert evidence(result_of(check, good, unsure, bad).evidence) == "bad / x: 5 s, 95 % interval 4 s to 6 s"
+    several = result_of(check, good, few, unsure)
+    assert (several.status, several.row, several.more_requests) == ("inconclusive", "few / x", 110)
+    assert evidence(several.evidence).startswith("few / x: needs 130 ")
+    assert "; unsure / x: 1.5 s" in evidence(several.evidence)
+    assert outcome(check, good, good)[2] == "good / x: 500 ms, 95 % interval 400 ms to 600 ms (worst of 2 rows)"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "evidence"),
+    [
+        ("ttft_p95 <= 1500ms", "met", "a / x: 1.5 s"),
+        ("ttft_p95 < 1.5s", "broken", "a / x: 1.5 s"),
+        ("ttft_p50 > 0.3 s", "met", "a / x: 400 ms"),
+        ("ttft_p50 >= 0.5 s", "broken", "a / x: 400 ms"),
+        ("ttft_p99 < 10s", "too_few_requests", "a / x: needs 662 successful requests that have ttft; there are 200"),
+        ("ttfo_mean < 10s", "no_value", "a / x: no successful request has ttfo; 1 needed: only"),
+        ("e2e_sched_p50 < 10s", "no_value", "a / x: no successful request has e2e_sched; 11 needed"),
+        ("gap_p99 < 1s", "too_few_requests", "a / x: needs 662 successful requests that have gap; there are 200"),
+        ("error_rate == 0", "met", "a / x: 0 %"),
+        ("output_tok_s >= 151", "broken", "a / x: 150"),
+        ("requests_per_s == 3", "met", "a / x: 3"),
+        ("b/x: wall < 1s", "no_row", "there is no row that it applies to"),
+        ("nonsense", "unreadable", "check 'nonsense': 'nonsense' is not a metric; known: "),
+    ],
+)  # fmt: skip
+def test_values_and_evidence(text: str, code: str, evidence: str) -> None:
+    status = {"met": "passed", "broken": "failed", "no_row": "failed", "unreadable": "failed"}.get(code, "inconclusive")
+    assert outcome(text)[:2] == (status, code) and outcome(text)[2].startswith(evidence)
+
+
+def test_speedup_is_that_of_the_comparison() -> None:
+    rows = (row(), row("b"))
+    known = comparison(against_a("b / x", 1.6, 1.5))
+    assert outcome("speedup >= 1.5", *rows, against=known) == ("passed", "met", "b / x: 1.6, 95 % interval 1.5 to 1.7")
+    assert outcome("speedup >= 1.8", *rows, against=known)[:2] == ("failed", "broken")
+    close = result_of("speedup >= 1.55", *rows, against=known)
+    assert (close.status, close.code, close.more_requests) == ("inconclusive", "too_close", None)
+    assert evidence(close.evidence).endswith("; more repeats make the interval narrower")
+    assert evidence(result_of("a/x: speedup >= 1", *rows, against=known).evidence) == "a / x: it is the baseline itself"
+    assert evidence(result_of("speedup >= 1", *rows).evidence).startswith("a / x: nothing was compared")
+    one_run = msgspec.structs.replace(against_a("b / x", 1.6, 1.5), provisional=True)
+    for bound, expected in (
+        (1.5, ("passed", "met")),
+        (1.8, ("inconclusive", "provisional")),
+        (2.2, ("failed", "broken")),
+    ):
+        assert outcome(f"speedup >= {bound}", *rows, against=comparison(one_run))[:2] == expected
+
+
+def row_meeting(
+    met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200, effect: float | None = 1.0
+) -> Row:
+    share = met / (sent - unknown) if sent > unknown else None
+    one_set = SloAttainment(met=met, unknown=unknown, attainment=share, goodput_req_s=goodput)
+    ttft, tpot = Distribution(n=sent, effect=effect), Distribution(n=sent, effect=effect and 1.0)
+    return row(sent=sent, succeeded=sent, slos={SLOS: one_set}, ttft_s=ttft, tpot_s=tpot)
+
+
+def test_attainment_and_goodput() -> None:
+    check = f"goodput({SLOS}) >= 0.95"
+    assert outcome(check, row_meeting(198)) == (
+        "passed", "met", "a / x: 99 %, 95 % interval 96.4 % to 99.9 %",
+    )  # fmt: skip
+    close = result_of(check, row_meeting(192))
+    assert (close.status, close.code, close.more_requests) == ("inconclusive", "too_close", 3243)
+    assert outcome(check, row_meeting(182))[:2] == ("failed", "broken")
+    few = result_of(check, row_meeting(129, sent=129))
+    assert (few.status, few.code, few.more_requests) == ("inconclusive", "too_few_requests", 1)
+    assert evidence(few.evidence) == "a / x: needs 130 requests; 129 were sent, of which 129 met every SLO"
+    assert outcome(check, row_meeting(10, sent=20)) == ("failed", "broken", "a / x: 95 % interval 27.2 % to 72.8 %")
+    assert outcome(check, row_meeting(150, unknown=2))[:2] == ("failed", "broken")
+    assert outcome(check, row_meeting(199, unknown=1))[:2] == ("passed", "met")
+    assert outcome(check, row_meeting(150, unknown=50)) == (
+        "inconclusive", "unknown_requests",
+        "a / x: 100 %, 95 % interval 68.4 % to 100 %, 50 unknown of 200 requests; "
+        "it is unknown whether enough requests are within the bound",
+    )  # fmt: skip
+    assert outcome(check, row_meeting(198, effect=3.0))[:2] == ("inconclusive", "too_close")
+    assert outcome(check, row_meeting(182, effect=None))[:2] == ("inconclusive", "too_close"), "an effect of 10"
+    assert outcome(f"attainment({SLOS}) == 1", row_meeting(199, unknown=1))[:2] == ("inconclusive", "no_value")
+    assert outcome(f"attainment({SLOS}) >= 1", row_meeting(199, unknown=1))[:2] == ("inconclusive", "unknown_requests")
+    assert evidence(result_of(check, row()).evidence).startswith(
+        "a / x: its summary does not say how many requests met"
+    )
+    rate = f"goodput({SLOS}) >= 2.4 req/s"
+    assert outcome(rate, row_meeting(1)) == ("passed", "met", "a / x: 2.5 req/s")
+    assert outcome(rate, row_meeting(1, goodput=None))[:2] == ("inconclusive", "no_value")
+
+
+def test_all_and_none_are_statements_on_the_requests_of_the_run() -> None:
+    for text, met, status in (
+        ("== 1", 200, "passed"), (">= 100%", 200, "passed"), (">= 1", 199, "failed"), ("<= 0", 0, "passed"),
+        ("== 0.5", 100, "passed"), ("== 0.5", 101, "failed"),
+    ):  # fmt: skip
+        result = result_of(f"attainment({SLOS}) {text}", row_meeting(met))
+        assert (result.status, result.low, result.high) == (status, None, None), text
+
+
+def test_a_share_needs_as_many_requests_as_the_percentile_that_it_bounds() -> None:
+    for share, permille in ((0.5, 500), (0.9, 900), (0.95, 950), (0.99, 990), (0.999, 999), (0.99999, 999)):
+        assert requests_needed(parse_check(f"attainment(e2e<1s) >= {share}")) == samples_needed(permille)
+    assert requests_needed(parse_check("attainment(e2e<1s) > 95%")) == 130
+    assert requests_needed(parse_check("attainment(e2e<1s) == 1")) == 1
+    assert requests_needed(parse_check("attainment(e2e<1s) >= 1")) == 1
+    assert requests_needed(parse_check("attainment(e2e<1s) < 0.5")) == 1
+
+
+def test_relative_to_the_row_that_the_scenario_compares_with() -> None:
+    rows = (row(output_tok_s=150.0), row("b", output_tok_s=147.0))
+    known = comparison(against_a("b / x", 1.0, 0.9))
+    assert outcome("output_tok_s >= 0.8 * baseline", *rows, against=known)[:2] == ("passed", "met")
+    close = result_of("output_tok_s >= 0.99 * baseline", *rows, against=known)
+    assert (close.status, close.code, close.value) == ("inconclusive", "too_close", 147.0)
+    half = 2.7764 * 0.04 * 2**0.5  # without repeats the spread is assumed
+    assert (close.low, close.high) == pytest.approx((147 * math.exp(-half), 147 * math.exp(half)), rel=1e-4)
+    assert (
+        evidence(result_of("a/x: wall <= baseline", *rows, against=known).evidence)
+        == "a / x: it is the baseline itself"
+    )
+    assert evidence(result_of("wall <= baseline", *rows).evidence).startswith("a / x: there is no baseline: ")
+
+
+def test_relative_to_another_run() -> None:
+    before = Reference(run="r1", rows=[row(), row("b", wall_s=None, ttft_s=Distribution(n=100))])
+    now = (row(wall_s=13.0, ttft_s=Distribution(n=200, p95=1.8)), row("b"), row("c"))
+
+    def against(text: str, reference: Reference = before) -> CheckResult:
+        return evaluate([text], now, None, reference)[0]
+
+    close = against("a/x: wall <= 1.05 * baseline")
+    assert (close.status, close.row, close.value, close.bound) == ("inconclusive", "a / x", 13.0, 13.125)
+    assert (close.low, close.high) == pytest.approx((11.111, 15.210), rel=1e-3), "equal runs vary by 4 %"
+    assert [against(f"a/x: wall <= {k} * baseline").code for k in (1.25, 0.7, 0.85)] == ["met", "broken", "provisional"]
+    assert against("a/x: requests_per_s >= 0.8 * baseline").status == "passed"
+    slower = against("a/x: ttft_p95 <= 1.1 * baseline")
+    half = 2.776 * 0.04 * math.sqrt(2)
+    assert (slower.status, slower.code) == ("inconclusive", "too_close")
+    assert (slower.low, slower.high) == pytest.approx((1.8 * math.exp(-half), 1.8 * math.exp(half)), rel=1e-3)
+    assert [against(f"a/x: ttft_p95 <= {k} * baseline").code for k in (1.5, 0.7, 1.0)] == [
+        "met",
+        "broken",
+        "provisional",
+    ]
+    assert evidence(against("a/x: error_rate <= baseline").evidence) == "a / x: 0 % against 0 % of r1"
+    missing = against("b/x: ttft_p95 <= baseline")
+    assert missing.code == "no_baseline" and "of the baseline r1: needs 130 " in evidence(missing.evidence)
+    assert evidence(against("c/x: wall <= baseline").evidence) == "c / x: the baseline r1 has no such row"
+    unlike = Reference(run="r1", refused=because("run_error", "they differ"))
+    assert evidence(against("a/x: wall <= baseline", unlike).evidence) == "a / x: not compared with r1: they differ"
+
+
+def test_a_check_of_two_runs_uses_the_verdict_on_them() -> None:
+    verdict = Verdict(
+        side="a / x", baseline="r1", metric="wall_s", ratio=0.917, low=0.775, high=1.073, p=0.3, n=(1, 1),
+        word="no_difference", provisional=True, basis="runs", unit="runs",
+    )  # fmt: skip
+    before = Reference(run="r1", rows=[row(wall_s=10.0)])
+    known = Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict])
+    texts = ["wall <= 1.05 * baseline", "speedup >= 0.9", "wall <= 1.3 * baseline", "speedup >= 0.7"]
+    results = evaluate(texts, [row(wall_s=10.9)], known, before)
+    assert [result.code for result in results] == ["too_close", "too_close", "met", "met"]
+    assert (results[0].low, results[0].high) == pytest.approx((10 / 1.073, 10 / 0.775))
+    assert (results[1].low, results[1].high) == (0.775, 1.073)
+
+
+def test_a_percentile_relative_to_another_run_has_the_interval_of_the_verdict_on_it() -> None:
+    verdict = Verdict(
+        side="a / x", baseline="r1", metric="ttft_p95", ratio=0.8, low=0.5, high=0.9, p=0.3, n=(1, 1),
+        word="slower", basis="runs", unit="runs",
+    )  # fmt: skip
+    before = Reference(run="r1", rows=[row(ttft_s=Distribution(n=200, p95=1.0))], ratios=[verdict])
+
+    def against(text: str, now: Distribution) -> CheckResult:
+        return evaluate([text], [row(ttft_s=now)], None, before)[0]
+
+    text, known = "ttft_p95 <= 1.5 * baseline", Distribution(n=200, p95=1.25)
+    close = against(text, known)
+    assert (close.status, close.code, close.value, close.bound) == ("inconclusive", "too_close", 1.25, 1.5)
+    assert (close.low, close.high) == pytest.approx((1 / 0.9, 2.0))
+    assert against("ttft_p95 <= 1.1 * baseline", known).status == "failed"
+    assert against("ttft_p95 <= 2 * baseline", known).status == "passed"
+    # Unknown requests count as met and as missed.
+    unknown = Distribution(n=200, p95=1.25, unknown=20, intervals={"p95": (1.05, None)})
+    assert (against(text, unknown).low, against(text, unknown).high) == (1.05, None)
+    assert against("ttft_p95 <= 1.01 * baseline", unknown).status == "failed"
+    assert against("ttft_p95 <= 9 * baseline", unknown).status == "inconclusive"
+
+
+def test_the_load_generators_delays_widen_the_interval_of_a_ratio() -> None:
+    late = {"ttft_p95": (0.1, 0.25)}
+    sample = Distribution(n=200, p95=1.0, intervals={"p95": (0.9, 1.2)})
+    before = Reference(run="r1", rows=[row(ttft_s=sample)])
+    plain, below, above = (
+        evaluate(["ttft_p95 <= 1.1 * baseline"], [now], None, base)[0]
+        for now, base in (
+            (row(ttft_s=sample), before),
+            (msgspec.structs.replace(row(ttft_s=sample), client_error=late), before),
+            (
+                row(ttft_s=sample),
+                Reference(run="r1", rows=[msgspec.structs.replace(row(ttft_s=sample), client_error=late)]),
+            ),
+        )
+    )
+    assert plain.low is not None and plain.high is not None
+    assert (below.low, below.high) == pytest.approx((plain.low * 0.9, plain.high * 1.25))
+    assert (above.low, above.high) == pytest.approx((plain.low / 1.25, plain.high / 0.9))
+
+
+def test_checks_that_the_planned_requests_cannot_decide() -> None:
+    def planned(*checks: str, repeats: int = 5, **load: Any) -> list[tuple[str, int, int]]:
+        loads = {"x": Load(user="batch", requests=20), "y": Load(user="batch", **(load or {"requests": 30}))}
+        made = Scenario(version=1, question="?", servers={"a": Server(template="simulated")}, model="m", loads=loads,
+                        checks=list(checks), repeats=repeats)  # fmt: skip
+        return [(one.row, one.planned, one.needed) for one in undecidable_checks(made)]
+
+    assert planned("ttft_p95 <= 1s", "error_rate == 0", "ttft_mean < 1s", "wall < 9s") == [("a / x", 100, 130)]
+    assert planned("ttft_p95 <= 1s", repeats=7) == []
+    assert planned("a/y: ttft_p95 <= 1.1 * baseline", "a/y: gap_p99 < 1s") == [("a / y", 150, 662)]
+    assert planned(f"goodput({SLOS}) >= 0.95", f"attainment({SLOS}) >= 1") == [("a / x", 100, 130)]
+    # With 25 in flight a block is 125 requests, so eight of them are 1,000: an assumed effect of 10 needs fewer.
+    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=700, in_flight=25) == [("a / y", 700, 720)]
+    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=720, in_flight=25) == []
+    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=159, in_flight=4) == [("a / y", 159, 160)]
+    assert planned("a/y: ttft_p95 <= 1s", duration_s=10.0) == []  # how many it sends is not known
+    for requests, certain in ((129, True), (130, False)):
+        load = {"x": Load(user="batch", requests=requests, in_flight=20)}
+        made = Scenario(version=1, question="?", servers={"a": Server(template="simulated")}, model="m", loads=load,
+                        checks=["ttft_p95 <= 1s"], repeats=1)  # fmt: skip
+        assert [one.certain for one in undecidable_checks(made)] == [certain]
+
+
+def test_what_the_command_line_makes_of_checks() -> None:
+    texts = [f"goodput({SLOS}) >= 0.95", "error_rate == 0", "nonsense", f"a/x: attainment( {SLOS} ) < 1"]
+    assert slo_sets(texts) == {SLOS: (TTFT_1S, TPOT_50MS)}
+    # The selection follows to another server.
+    assert move_check("vllm/x: wall < 1 s", "running") == "running/x: wall < 1 s"
+    assert move_check("goodput(ttft<=1s) > 1 req/s", "running") == "goodput(ttft<=1s) > 1 req/s"
+    # A check must be one that the scenario could have.
+    assert check_problem("b/x: wall < 1 s", ["a"], ["x"]) == "'b' is not a server; known: a"
+    assert check_problem("wall < 1", ["a"], ["x"]) is not None
+    assert check_problem("a/x: wall < 1 s", ["a"], ["x"]) is None
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_checks_of_shipped_scenarios_can_be_decided(path: Path) -> None:
+    assert list(undecidable_checks(load_scenario(path))) == []

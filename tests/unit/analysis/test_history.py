@@ -1,0 +1,285 @@
+"""The history of a scenario: change points, what changed in the manifests there, and the gate."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from harness.analysis.history import History, read_history
+from harness.analysis.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
+from harness.analysis.summarize import summarize, write_summary
+from harness.base.errors import ExitCode, RunError
+from harness.records.manifest import Machine, Run
+from harness.report.board import add_result
+from harness.report.charts import Figure
+from harness.report.history import _series_chart, history_page, left_out_sentences
+from harness.scenario import Scenario, Server
+from tests.support.command import harness
+from tests.support.made_runs import WALL_S, scenario, served_by, write_made_run
+from tests.support.nightly import draws, room
+
+RUN_SD = 0.02  # between runs
+STEP = 1 / 1.1
+
+
+def histories(seed: int, number: int, rows: int = 1, runs: int = GATES_PER_HISTORY) -> list[np.ndarray[Any, Any]]:
+    """Speeds of equal runs: for each history an array of rows by runs."""
+    dice = np.random.default_rng(seed)
+    return [np.exp(dice.normal(0, RUN_SD, (rows, runs))) for _ in range(number)]
+
+
+@pytest.mark.parametrize(("rows", "number"), [(1, draws(200)), (8, draws(40))])
+def test_gates_of_a_history_without_a_step_raise_few_false_alarms(rows: int, number: int) -> None:
+    """Each run of 60 is gated; `slower` and `faster` both count. At most 5 % of the histories may have one."""
+    alarms = 0
+    for history in histories(1, number, rows):
+        words = {find_shift(row[:n].tolist(), rows).word for n in range(2, GATES_PER_HISTORY + 1) for row in history}
+        alarms += bool(words & {"slower", "faster"})
+    assert alarms <= (0.05 + room(0.05, number)) * number
+
+
+@pytest.mark.parametrize(("rows", "number"), [(1, 1000), (8, 200)])
+def test_a_history_without_a_step_has_few_change_points(rows: int, number: int) -> None:
+    found = sum(
+        any(len(find_levels(row.tolist(), rows).starts) > 1 for row in history)
+        for history in histories(2, number, rows)
+    )
+    assert found <= 0.05 * number
+
+
+@pytest.mark.parametrize(("rows", "at"), [(1, 15), (8, 57)])
+def test_a_step_of_ten_percent_is_found_within_three_runs(rows: int, at: int) -> None:
+    gated = divided = 0
+    for (row,) in histories(3, 200):
+        row[at:] *= STEP
+        gated += any(find_shift(row[: at + after].tolist(), rows).word == "slower" for after in (1, 2, 3))
+        starts = find_levels(row[: at + 3].tolist(), rows).starts
+        divided += len(starts) == 2 and abs(starts[1] - at) <= 1
+    assert gated >= 0.9 * 200
+    assert divided >= 0.9 * 200
+
+
+def test_a_step_becomes_the_new_level() -> None:
+    """The gate reports it for three runs at most; then the history starts anew, and is too short for a while."""
+    ((row,),) = histories(4, 1, runs=40)
+    row[20:] *= 0.8
+    words = [find_shift(row[:n].tolist()).word for n in range(21, 41)]
+    assert words[:3] == ["slower"] * 3
+    assert words[3] == "inconclusive"
+    assert words[-1] == "no_shift"
+    assert find_shift(row.tolist()).history == list(range(20, 39))
+
+
+def test_one_outlier_does_not_divide_the_history() -> None:
+    ((row,),) = histories(5, 1, runs=40)
+    row[20] *= 0.7
+    assert find_levels(row.tolist()) == ([0], [20], [])
+    assert find_shift(row[:21].tolist()).word == "slower", "while it is the newest it may be a step"
+    assert find_levels(row[:21].tolist()).undecided == [20]
+    for end in (22, 23, 24, 40):
+        after = find_shift(row[:end].tolist())
+        assert after.word == "no_shift"
+        assert after.history == [place for place in range(end - 1) if place != 20]
+
+
+@pytest.mark.parametrize("runs", [0, MIN_HISTORY - 1, MIN_HISTORY])
+def test_a_short_history_is_inconclusive(runs: int) -> None:
+    """And says how many runs are needed."""
+    ((row,),) = histories(10, 1, runs=runs + 1)
+    found = find_shift(row.tolist())
+    assert len(found.history) == runs
+    if runs < MIN_HISTORY:
+        assert (found.word, found.low, found.needed) == ("inconclusive", None, MIN_HISTORY)
+        row[-1] /= 3
+        assert find_shift(row.tolist()).word == "inconclusive"
+    else:
+        assert found.needed is not None
+        assert (found.word == "no_shift") == (found.needed <= runs)
+        row[-1] /= 1.5
+        assert find_shift(row.tolist()).word == "slower", "five runs find what is large"
+
+
+def test_equal_values() -> None:
+    """Without variance the margin alone decides."""
+    assert find_levels([2.0] * 30) == ([0], [], [])
+    assert find_levels([2.0] * 15 + [1.9] * 15) == ([0, 15], [], [])
+    assert find_levels([2.0] * 15 + [1.98] * 15) == ([0], [], []), "one percent is within the margin"
+    assert find_shift([2.0] * 20 + [1.98]).word == "no_shift"
+    slower = find_shift([2.0] * 20 + [1.9])
+    assert (slower.word, slower.window) == ("slower", 1)
+    assert slower.ratio == pytest.approx(0.95)
+    assert find_shift([2.0] * 20 + [2.1]).word == "faster"
+    assert find_levels([]) == ([], [], [])
+
+
+ONE = scenario(servers={"a": Server(template="vllm-cpu")}, repeats=1)
+SPREAD = (1.0, 1.004, 0.996, 1.002, 0.998)
+
+
+def history_run(
+    folder: Path, number: int, wall_s: float, *, digest: str = "sha256:1111", made_of: Scenario = ONE, **manifest: Any
+) -> Run:
+    """Run `number` of a history, an hour after the one before it."""
+    path = folder / f"run-{number:02}"
+    run = write_made_run(
+        path, lambda cell: wall_s * SPREAD[number % 5], made_of=made_of,
+        served=lambda cell: served_by(image_digest=digest), **({"started_wall_s": WALL_S + 3600 * number} | manifest),
+    )  # fmt: skip
+    write_summary(path, summarize(path))
+    return run
+
+
+def history_of(folder: Path, number: int = 11) -> History:
+    return read_history(folder / "runs" / f"run-{number:02}", folder / "runs", folder / "results")
+
+
+@pytest.fixture
+def stepped(tmp_path: Path) -> Path:
+    """Eight runs, and four of an image that is 10 % slower."""
+    for number in range(12):
+        new = number >= 8
+        history_run(tmp_path / "runs", number, 11.0 if new else 10.0, digest="sha256:2222" if new else "sha256:1111")
+    return tmp_path
+
+
+def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> None:
+    found = history_of(stepped)
+    assert (found.machine, found.model, found.runs) == ("strix", "m", [f"run-{n:02}" for n in range(12)])
+    (series,) = found.series
+    assert (series.server, series.load, series.metric) == ("a", "x", "wall_s")
+    assert [(level.first, level.last, level.runs) for level in series.levels] == [
+        ("run-00", "run-07", 8),
+        ("run-08", "run-11", 4),
+    ]
+    (change,) = found.change_points
+    assert (change.before, change.after, change.sides) == ("run-07", "run-08", ("run-07", "run-08"))
+    assert change.moved[0].ratio == pytest.approx(1 / 1.1, abs=0.003)
+    assert [(one.key, one.values) for one in change.differences] == [
+        ("servers.a.image_digest", ["sha256:1111", "sha256:2222"])
+    ]
+    # Filed runs alone have the same history.
+    for number in range(12):
+        add_result(stepped / "runs" / f"run-{number:02}", stepped / "results")
+    filed = stepped / "results" / "strix" / "which" / "run-11"
+    assert read_history(filed, stepped / "nowhere", stepped / "results") == found
+
+
+def test_runs_are_read_from_their_stored_summaries(stepped: Path) -> None:
+    """Neither the earlier runs nor the run itself are summarised from their records again."""
+    expected = history_of(stepped)
+    for records in stepped.rglob("requests.jsonl"):
+        records.write_text("not read")
+    assert history_of(stepped) == expected
+    (stepped / "runs" / "run-03" / "summary.json").unlink()
+    found = history_of(stepped)
+    assert (found.left_out, len(found.runs)) == ({"unreadable": ["run-03"]}, 11)
+
+
+def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
+    """The first run of the slower image happens to be fast, so that the change point is one run late."""
+    for number in range(12):
+        new = number >= 7
+        history_run(
+            tmp_path / "runs", number, 11.0 if number >= 8 else 10.0, digest="sha256:2222" if new else "sha256:1111"
+        )
+    (change,) = history_of(tmp_path).change_points
+    assert (change.before, change.after, change.sides) == ("run-07", "run-08", ("run-06", "run-09"))
+    assert [one.key for one in change.differences] == ["servers.a.image_digest"]
+
+
+def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
+    runs, results = tmp_path / "runs", tmp_path / "results"
+    for number in range(3):
+        history_run(runs, number, 10.0)
+    add_result(runs / "run-01", results)
+    add_result(runs / "run-02", results)
+    history_run(runs, 3, 10.0, workload_sha256="cd" * 32)
+    history_run(runs, 4, 10.0, status="invalid")
+    history_run(runs, 5, 10.0, made_of=scenario(servers=ONE.servers, repeats=1, model="other"))
+    history_run(runs, 6, 10.0, machine=Machine(name="other"))
+    history_run(runs, 7, 10.0, scenario_name="another")
+    history_run(runs, 8, 10.0, made_of=scenario(servers={"a": Server(template="simulated")}, repeats=1))
+    history_run(runs, 9, 10.0)
+    (runs / "run-10").mkdir()
+    (runs / "run-10" / "run.json").write_text("{")
+    found = history_of(tmp_path, 9)
+    assert found.runs == ["run-00", "run-01", "run-02", "run-09"]
+    assert found.left_out == {
+        "unreadable": ["run-10"],
+        "not_valid": ["run-04"],
+        "workload": ["run-03"],
+        "model": ["run-05"],
+        "machine": ["run-06"],
+        "engine_kind": ["run-08"],
+    }
+    found = history_of(tmp_path, 2)
+    assert (len(found.runs), found.sides, found.left_out["later"]) == (3, ["run-01", "run-02"], ["run-09"])
+    with pytest.raises(RunError):
+        history_of(tmp_path, 4)
+
+
+def test_the_chart_of_one_run_has_a_range(tmp_path: Path) -> None:
+    def layouts() -> list[Figure]:
+        history = history_of(tmp_path, 0)
+        return [_series_chart("series", series, history).figure["layout"] for series in history.series]
+
+    history_run(tmp_path / "runs", 0, 10.0)
+    for layout in layouts():
+        low, high = layout["yaxis"]["range"]
+        assert high - low > 0.05 * high, "a dot in the middle and rounded ticks"
+        assert len(layout["xaxis"]["ticktext"]) == 1
+    left = replace(history_of(tmp_path, 0), left_out={"not_valid": ["a"]})
+    assert left_out_sentences(left) == ["left out: 1 run with a status other than VALID"]
+
+
+def test_rows_come_and_go(tmp_path: Path) -> None:
+    both = scenario(repeats=1)
+    for number in range(16):
+        history_run(
+            tmp_path / "runs", number, 11.0 if number >= 12 else 10.0, made_of=both if 4 <= number != 9 else ONE
+        )
+    a, b = history_of(tmp_path, 15).series
+    assert (a.server, len(a.points), a.left_out) == ("a", 16, {})
+    assert (b.server, len(b.points)) == ("b", 11)
+    assert b.left_out == {"no_row": ["run-00", "run-01", "run-02", "run-03", "run-09"]}
+    assert [level.first for level in b.levels] == ["run-04", "run-12"]
+    found = history_of(tmp_path, 12)
+    assert [(row.server, row.word, row.runs, row.since) for row in found.series] == [
+        ("a", "slower", 12, "run-00"),
+        ("b", "slower", 7, "run-04"),
+    ]
+
+
+def in_folder(folder: Path) -> Callable[..., tuple[int, Any]]:
+    def call(*args: str) -> tuple[int, Any]:
+        done = harness(*args, cwd=folder)
+        assert done.err == ""
+        return done.code, json.loads(done.out) if "json" in args else done.out
+
+    return call
+
+
+def test_the_command_line(stepped: Path) -> None:
+    call = in_folder(stepped)
+    code, found = call("compare", "--history", "run-11", "--format", "json")
+    assert (code, found["change_points"][0]["after"]) == (0, "run-08")
+    code, gated = call("compare", "--history", "run-08", "--format", "json")
+    (row,) = gated["series"]
+    assert (code, row["word"], row["runs"], row["window"]) == (ExitCode.FAILED, "slower", 8, 1)
+    assert [one["key"] for one in gated["differences"]] == ["servers.a.image_digest"]
+    assert [call("compare", "--history", f"run-{n:02}")[0] for n in (3, 9, 11)] == [0, 4, 0]
+    code, text = call("compare", "--history", "run-10", "--format", "markdown")
+    assert (code, "| servers.a.image\\_digest | sha256:1111 | sha256:2222 |" in text) == (4, True)
+    code, text = call("compare", "--history", "run-08", "--format", "junit")
+    assert (code, '<failure type="slower"' in text) == (4, True)
+    code, text = call("compare", "--history", "run-11")
+    assert (code, "Change point: run-07 -> run-08" in text) == (0, True)
+    code, page = call("compare", "--history", "run-11", "--format", "html")
+    assert (code, page) == (0, history_page(history_of(stepped)))
+    for wrong in ("--history nothing", "--history run-01 run-02", "run-01 run-02 --format html"):
+        done = harness("compare", *wrong.split(), cwd=stepped)
+        assert (done.code, done.out) == (1, "")

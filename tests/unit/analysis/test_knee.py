@@ -1,0 +1,202 @@
+"""The knee of throughput over concurrency: the fit, the search on made curves and on simulated servers."""
+
+import math
+import random
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from harness.analysis.knee import (
+    GRID_STEP,
+    KneeAnswer,
+    KneeBlock,
+    KneeProbe,
+    KneeSearch,
+    estimate_throughput,
+    fit_unimodal,
+)
+from tests.support.knee_servers import SERVERS, Truth, knee_server, searched, truth, truths
+from tests.support.nightly import NIGHTLY
+
+
+def run(
+    curve: Callable[[int], float], max_level: int = 256, noise: float = 0.02, until: int | None = None
+) -> KneeSearch:
+    """A search with one block a second of a throughput that is `curve` with seeded noise; `until`: probes."""
+    search, dice = KneeSearch(max_level), random.Random(5)
+    while (level := search.next_level()) is not None and (until is None or len(search.taken) < until):
+        probe = search.probe(level)
+        while probe.state == "open":
+            probe.add(KneeBlock(1.0, curve(level) * (1 + dice.gauss(0, noise))))
+        search.take(level, probe)
+    return search
+
+
+def corner(level: int) -> float:
+    return 100.0 * min(level, 20)
+
+
+def cliff(level: int) -> float:
+    return 100.0 * level if level <= 20 else 600.0
+
+
+def rising(level: int) -> float:
+    return 100.0 * level / (1 + level / 1000)
+
+
+def test_a_fit_that_rises_and_falls() -> None:
+    y = np.array([1.0, 3.0, 2.0, 5.0, 4.0, 4.5, 1.0])
+    assert fit_unimodal(y, np.ones(7)) == pytest.approx([1, 2.5, 2.5, 5, 4.25, 4.25, 1])
+
+
+def test_batch_means_count_what_one_block_hands_to_the_next() -> None:
+    dice = random.Random(1)
+    high, low = 110.0, 90.0
+    pairs = [value for _ in range(40) for value in [dice.choice([high, low])] * 5]
+    dependent = estimate_throughput([KneeBlock(1, value) for value in pairs])
+    dice.shuffle(pairs)
+    assert dependent.error > 1.4 * estimate_throughput([KneeBlock(1, value) for value in pairs]).error
+
+
+def test_a_probe_drops_what_it_measured_while_the_server_still_settled() -> None:
+    probe = KneeProbe(4, 0.03, 60, [])
+    dice = random.Random(2)
+    for number in range(60):
+        if probe.state == "open":
+            probe.add(KneeBlock(1, (50 if number < 6 else 100) * (1 + dice.gauss(0, 0.01))))
+    assert probe.state == "done" and probe.steady
+    assert estimate_throughput(probe.blocks).tok_s == pytest.approx(100, rel=0.02)
+    assert probe.seconds > len(probe.blocks)
+
+
+def test_a_probe_ends_at_its_limit_or_clearly_below_the_peak() -> None:
+    probe = KneeProbe(4, 0.001, 24, [])
+    for number in range(24):
+        probe.add(KneeBlock(1, 100 + 5 * number))
+    assert probe.state == "done" and not probe.steady
+    for best, state in ((100.0, "open"), (1000.0, "done")):
+        probe = KneeProbe(4, 0.03, 60, [], best=best)
+        for number in range(8):
+            probe.add(KneeBlock(1, 100 + (20 if number % 2 else -20)))
+        assert probe.state == state
+
+
+def test_a_corner() -> None:
+    answer = run(corner).answer()
+    assert answer.kind == "knee" and answer.level is not None and answer.low is not None and answer.high is not None
+    assert 16 <= answer.low <= answer.level <= answer.high <= 21
+    assert answer.low <= 18 <= answer.high
+    assert answer.hurts_from is None
+    assert answer.peak_tok_s == pytest.approx(2000, rel=0.02)
+    assert max(point.level for point in answer.points) < 256  # two rungs beyond were enough
+
+
+def test_a_cliff_is_where_it_hurts() -> None:
+    answer = run(cliff).answer()
+    assert answer.kind == "knee" and answer.low is not None and answer.high is not None
+    assert answer.low <= 18 <= answer.high
+    assert answer.hurts_from is not None and 21 <= answer.hurts_from <= 25
+    assert answer.peak_level <= 20
+
+
+@pytest.mark.parametrize("max_level", [1, 256])
+def test_no_knee_in_range(max_level: int) -> None:
+    answer = run(rising, max_level).answer()
+    assert (answer.kind, answer.level, answer.low, answer.high, answer.hurts_from) == ("none", None, None, None, None)
+    assert answer.peak_level == max_level
+
+
+def test_one_user_is_enough() -> None:
+    answer = run(lambda level: 100.0).answer()
+    assert (answer.kind, answer.level, answer.low) == ("knee", 1, 1)
+    assert answer.high is not None and answer.high <= 2  # one step of the grid
+
+
+def test_a_search_that_was_stopped_early_leaves_the_knee_open() -> None:
+    answer = run(corner, until=4).answer()
+    assert (answer.kind, answer.level, answer.high) == ("unclear", None, None)
+    assert answer.low is not None and answer.low >= 5
+
+
+def test_a_level_at_which_the_server_failed_ends_the_ladder() -> None:
+    search = run(rising, until=5)
+    assert search.next_level() == 32
+    search.fail(32)
+    assert search.next_level() is None
+    assert (search.answer().kind, search.answer().hurts_from) == ("unclear", 32)
+
+
+def test_a_server_that_failed_at_once_has_no_answer() -> None:
+    search = KneeSearch(8)
+    search.take(1, search.probe(1))
+    assert (search.next_level(), search.taken) == (1, []), "a probe that was stopped at once does not count"
+    search.fail(1)
+    assert search.next_level() is None and not search.measured
+
+
+# On 200 servers of the embedded engine in virtual time.
+
+
+class KneeTrial(msgspec.Struct, frozen=True):
+    """One search of a server whose truth is known."""
+
+    server: int
+    kind: str
+    truth: Truth
+    answer: KneeAnswer
+    seconds: float
+
+    @property
+    def within_a_step(self) -> bool:
+        true, level = self.truth.level, self.answer.level
+        if true is None:
+            return self.answer.kind == "none"
+        return level is not None and (abs(level - true) <= 1 or abs(math.log(level / true)) <= math.log(GRID_STEP))
+
+    @property
+    def covered(self) -> bool:
+        true, low, high = self.truth.level, self.answer.low, self.answer.high
+        if true is None:
+            return self.answer.kind != "knee"
+        return low is not None and low <= true and (high is None or true <= high)
+
+
+def tried(numbers: range) -> list[KneeTrial]:
+    known, trials = truths(), []
+    for number in numbers:
+        server = knee_server(number)
+        answer, seconds = searched(server, number)
+        trials.append(KneeTrial(number, server.kind, known[number], answer, seconds))
+    return trials
+
+
+def test_simulated_servers() -> None:
+    trials = tried(range(0, 20, 3))
+    assert sum(trial.within_a_step for trial in trials) >= 6
+    assert sum(trial.covered for trial in trials) >= 5
+    assert all(trial.answer.kind != "knee" for trial in trials if trial.truth.level is None)
+    assert sum(trial.seconds for trial in trials) <= 0.5 * sum(trial.truth.grid_s for trial in trials)
+
+
+@pytest.mark.nightly
+def test_proof_on_200_simulated_servers() -> None:
+    trials = tried(range(SERVERS))
+    with_knee = [trial for trial in trials if trial.truth.level is not None]
+    without = [trial for trial in trials if trial.truth.level is None]
+    assert len(without) >= 0.15 * SERVERS
+    assert np.mean([trial.within_a_step for trial in trials]) >= 0.95
+    assert 0.92 <= np.mean([trial.covered for trial in with_knee]) <= 0.98
+    assert np.mean([trial.answer.kind == "knee" for trial in without]) <= 0.02
+    assert np.mean([trial.seconds / trial.truth.grid_s for trial in trials]) <= 1 / 3
+    assert all(trial.answer.hurts_from is not None for trial in trials if trial.kind in ("cliff", "falling"))
+    assert not any(trial.answer.hurts_from for trial in trials if trial.kind not in ("cliff", "falling"))
+
+
+@pytest.mark.parametrize("number", [12] if not NIGHTLY else range(0, SERVERS, 10))
+def test_the_stored_truth_is_what_is_measured(number: int) -> None:
+    measured, stored = truth(knee_server(number)), truths()[number]
+    assert measured.level == stored.level, "python -m tests.support.knee_servers writes the truth of a changed engine"
+    assert measured.last_share == pytest.approx(stored.last_share, rel=1e-3)
+    assert measured.grid_s == pytest.approx(stored.grid_s, rel=1e-3)

@@ -1,0 +1,352 @@
+"""harness plan: what it predicts of made runs whose truth is known, of a real run, and what it refuses."""
+
+import heapq
+import json
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from harness import plan
+from harness.analysis.forecast import (
+    Blocks,
+    Forecast,
+    Prediction,
+    RowForecast,
+    cell_progress,
+    forecast,
+    rate_trend,
+)
+from harness.base.errors import RunError
+from harness.base.files import ROOT
+from harness.base.summary import because
+from harness.records.manifest import Run
+from harness.records.records import Request
+from harness.records.run_data import load
+from harness.records.samples import GpuSample, TelemetrySample
+from harness.report.terminal import deadline_sentence, forecast_headline, print_forecast
+from harness.scenario import Load, Server
+from harness.scenario.plan import Cell
+from tests.support.command import called
+from tests.support.made_runs import request, scenario, write_lines, write_made_run
+from tests.support.nightly import draws, room
+
+IN_FLIGHT = 8
+LOAD = Load(user="batch", in_flight=IN_FLIGHT, requests=600, output_tokens=11)
+
+
+class MadeServer:
+    """A server whose time per item is known: tokens cost time, and the speed wanders (autocorrelated) and trends.
+
+    `settles`: until so many requests it is slower, at first by a tenth.
+    """
+
+    def __init__(
+        self,
+        dice: random.Random,
+        *,
+        runs_sd: float = 0.01,
+        wander: float = 0.03,
+        trend: float = 0.0,
+        settles: int = 0,
+    ) -> None:
+        self.dice, self.runs_sd, self.wander, self.trend, self.settles = dice, runs_sd, wander, trend, settles
+
+    def lengths(self) -> tuple[int, int]:
+        return self.dice.randint(100, 1000), min(400, 1 + int(self.dice.expovariate(1 / 60)))
+
+    def run(
+        self, requests: int, lengths: Callable[[], tuple[int, int]] | None = None
+    ) -> list[tuple[float, float, int, int]]:
+        """A closed loop of IN_FLIGHT: sent, ended, prompt and output tokens of each request."""
+        speed, state = math.exp(self.dice.gauss(0, self.runs_sd)), self.dice.gauss(0, self.wander)
+        free, found = [0.0] * IN_FLIGHT, []
+        for number in range(requests):
+            at = heapq.heappop(free)
+            state = 0.95 * state + self.dice.gauss(0, self.wander * math.sqrt(1 - 0.95**2))
+            drift = 1 + self.trend * (number / requests - 0.5)
+            if number < self.settles:
+                drift -= 0.1 * (1 - number / self.settles)
+            prompt, output = (lengths or self.lengths)()
+            took = IN_FLIGHT * (0.02 + 2e-5 * prompt + 5e-4 * output) / (speed * math.exp(state) * drift)
+            heapq.heappush(free, at + took)
+            found.append((at, at + took, prompt, output))
+        return found
+
+
+def write_run_of(
+    folder: Path,
+    machine: MadeServer,
+    *,
+    repeats: int = 3,
+    load: Load = LOAD,
+    power_w: float | None = None,
+    lengths: Callable[[], tuple[int, int]] | None = None,
+    **manifest: Any,
+) -> Run:
+    """A run directory of one server and load, as `machine` serves it."""
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        made = []
+        for index, (sent, ended, prompt, output) in enumerate(machine.run(load.requests or 600, lengths)):
+            took, chunks = ended - sent, [(ended - sent) * share for share in (0.3, 1.0)]
+            made.append(
+                request(
+                    id=f"{cell.id}-{index}", cell=cell.id, load=cell.load, process=process, index=index,
+                    sent_s=start_s + sent, ended_s=took, chunks_s=chunks, first_visible_s=chunks[0],
+                    headers_s=took / 10, asked_tokens=None, fixed_length=False, prompt_tokens=int(prompt),
+                    output_tokens=int(output), finish="stop",
+                )
+            )  # fmt: skip
+        return made
+
+    chosen = scenario(servers={"a": Server(template="vllm-cpu")}, loads={"x": load}, repeats=repeats)
+    run = write_made_run(folder, made_of=chosen, requests=requests, **manifest)
+    if power_w:
+        gpus = {"renderD128": GpuSample(busy_percent=99.0, power_w=power_w)}
+        write_lines(
+            folder / "telemetry.jsonl",
+            [
+                TelemetrySample(wall_s=cell.started_wall_s + second, cell=cell.id, gpus=gpus)
+                for cell in run.cells
+                for second in range(int((cell.ended_wall_s or 0.0) - cell.started_wall_s) + 1)
+            ],
+        )
+    return run
+
+
+def server_of(run: int = 1, **changes: Any) -> MadeServer:
+    return MadeServer(random.Random(run), **changes)
+
+
+def only_row(forecast_of_run: Forecast) -> Any:
+    (row,) = forecast_of_run.rows
+    return row
+
+
+def test_the_interval_covers_the_time_of_a_job_of_another_day(tmp_path: Path) -> None:
+    seeds, covered, errors = draws(200), 0, []
+    for seed in range(seeds):
+        machine = MadeServer(random.Random(seed))
+        repeats = (3, 5)[seed % 2]
+        write_run_of(tmp_path / str(seed), machine, repeats=repeats)
+        try:
+            row = only_row(forecast(tmp_path / str(seed), 20_000))
+        except RunError:  # a chance trend above the bound: refused, so not covered
+            continue
+        truth = 3.5 + max(ended for _, ended, *_ in machine.run(20_000))
+        covered += row.time_s.low <= truth <= row.time_s.high
+        errors.append(abs(row.time_s.value / truth - 1))
+    errors.sort()
+    print(f"\ncovers {covered} of {seeds}; median error {errors[len(errors) // 2]:.2%}, largest {errors[-1]:.2%}")
+    assert covered / seeds >= 0.88 - room(0.88, seeds)
+    assert errors[len(errors) // 2] <= 0.05
+
+
+@pytest.mark.parametrize(("trend", "least", "most"), [(0.0, 0.0, 0.06), (0.05, 0.8, 1.0), (-0.3, 1.0, 1.0)])
+def test_a_trend_is_noticed(tmp_path: Path, trend: float, least: float, most: float) -> None:
+    noticed, seeds = 0, draws(100)
+    for seed in range(seeds):
+        write_run_of(tmp_path / str(seed), server_of(seed, trend=trend))
+        try:
+            row = only_row(forecast(tmp_path / str(seed), 20_000))
+            noticed += any(note.code == "plan_widened" for note in row.notes)
+        except RunError as error:
+            assert "no steady rate is known" in error.detail
+            noticed += 1
+    print(f"\ntrend {trend:+.0%}: noticed in {noticed} of {seeds}")
+    assert least - (room(least, seeds) if least < 1 else 0) <= noticed / seeds <= most + room(0.05, seeds)
+
+
+def test_the_time_in_which_a_server_settles_is_left_out(tmp_path: Path) -> None:
+    """As real vLLM does after a start: slower at first, so that its mean rate is not that of a long job."""
+    plain, found, seeds = [], [], draws(50)
+    for seed in range(seeds):
+        machine = server_of(seed, settles=150)
+        run = write_run_of(tmp_path / str(seed), machine)
+        try:
+            row = only_row(forecast(tmp_path / str(seed), 20_000))
+        except RunError:  # so much slower at first that it has a trend
+            continue
+        truth = 3.5 + max(ended for _, ended, *_ in machine.run(20_000))
+        found.append(math.log(row.time_s.value / truth))
+        loads, cells = run.scenario.loads, load(tmp_path / str(seed)).cells.values()
+        work = [one for cell in cells if (one := cell_progress(cell, loads["x"])) is not None]
+        plain.append(math.log(20_000 / fmean(one.rate for one in work) / truth))
+    print(f"\nsettling: {fmean(plain):+.2%} with all of the measured time, {fmean(found):+.2%} without its start")
+    assert abs(fmean(found)) <= 0.6 * abs(fmean(plain))
+
+
+@pytest.mark.parametrize(("slope", "change"), [(0.05, -0.049), (-3.0, 19.1)])
+def test_a_trend_is_a_change_of_the_rate(slope: float, change: float) -> None:
+    """Whatever the slope of the time per item: a rate falls by less than 100 %."""
+    places = np.linspace(-0.5, 0.5, 20)
+    noise = np.tile([0.001, -0.001], 10)
+    blocks = Blocks(places, slope * places + noise, np.empty((20, 0)), [False, False], 19)
+    assert rate_trend(blocks) == pytest.approx(change, abs=0.1 * abs(change))
+
+
+def test_items_that_become_longer_are_not_taken_for_a_server_that_settles(tmp_path: Path) -> None:
+    """The items of a file are sent in its order: short ones first here, and all of them are the job."""
+    numbers = count()
+    machine = server_of(runs_sd=0.0, wander=0.01)
+    write_run_of(
+        tmp_path / "run", machine, repeats=2, lengths=lambda: (200, 20 + next(numbers) % 600 // 30)
+    )  # 600 requests a repeat
+    row = only_row(forecast(tmp_path / "run", 6000))
+    again = count()
+    truth_s = max(ended for _, ended, *_ in machine.run(6000, lambda: (200, 20 + next(again) // 300)))
+    assert row.time_s.value == pytest.approx(3.5 + truth_s, rel=0.03)
+
+
+def test_other_lengths_are_scaled_by_the_cost_of_their_tokens(tmp_path: Path) -> None:
+    errors, covered, seeds = [], 0, draws(50)
+    for seed in range(seeds):
+        machine = server_of(seed)
+        write_run_of(tmp_path / str(seed), machine, repeats=5)
+        items = [(machine.dice.randint(600, 1000), machine.dice.randint(80, 160)) for _ in range(500)]
+        file = tmp_path / f"{seed}.csv"
+        file.write_text("prompt_tokens,output_tokens\n" + "".join(f"{p},{o}\n" for p, o in items))
+        row = only_row(forecast(tmp_path / str(seed), 10_000, lengths=file))
+        truth = 3.5 + max(ended for _, ended, *_ in machine.run(10_000, partial(machine.dice.choice, items)))
+        errors.append(abs(row.time_s.value / truth - 1))
+        covered += row.time_s.low <= truth <= row.time_s.high
+    errors.sort()
+    print(f"\nlengths: median error {errors[len(errors) // 2]:.2%}, covers {covered} of {seeds}")
+    assert errors[len(errors) // 2] <= 0.05
+    assert covered / seeds >= 0.88 - room(0.88, seeds)
+
+
+@pytest.mark.parametrize(
+    ("file", "load", "lengths", "why"),
+    [
+        ("500,60", LOAD, lambda: (500, 60), None),
+        ("500,90", LOAD, lambda: (500, 60), "the run measured 60 to 60"),
+        ("5000,60", LOAD, None, "5,000 prompt tokens on average"),
+        ("500,60", replace(LOAD, in_flight=None, batch_size=2), None, "a burst waits for its slowest answer"),
+        ("500,60", replace(LOAD, requests=30), None, "how an item's lengths change its time; each repeat needs"),
+    ],
+)
+def test_lengths_that_the_run_cannot_tell_are_refused(
+    tmp_path: Path, file: str, load: Load, lengths: Any, why: str | None
+) -> None:
+    write_run_of(tmp_path / "run", server_of(), load=load, lengths=lengths)
+    (tmp_path / "items.csv").write_text(f"prompt_tokens,output_tokens\n{file}\n")
+    if why is None:
+        own, given = (only_row(forecast(tmp_path / "run", 1000, lengths=at)) for at in (None, tmp_path / "items.csv"))
+        assert own.time_s == given.time_s
+        return
+    with pytest.raises(RunError) as error:
+        forecast(tmp_path / "run", 1000, lengths=tmp_path / "items.csv")
+    assert why in error.value.detail
+
+
+def test_one_repeat_assumes_the_variation_between_runs(tmp_path: Path) -> None:
+    write_run_of(tmp_path / "run", server_of(), repeats=1)
+    row = only_row(forecast(tmp_path / "run", 20_000))
+    assert "plan_runs_unknown" in [note.code for note in row.notes]
+    assert row.time_s.high / row.time_s.value > 1.1
+
+
+def test_energy_cost_and_machines_follow_from_power_price_and_deadline(tmp_path: Path) -> None:
+    write_run_of(tmp_path / "run", server_of(), power_w=100.0)
+    found = plan(tmp_path / "run", 100_000, deadline_s=3600.0, price_per_kwh=0.30)
+    row = only_row(found)
+    assert row.energy_kwh.value == pytest.approx(row.time_s.value * 100 / 3.6e6, rel=0.02)
+    assert row.cost.value == pytest.approx(0.30 * row.energy_kwh.value)
+    assert row.energy_kwh.low < row.energy_kwh.value < row.energy_kwh.high
+    assert row.start_s == 3.5
+    fixed = row.start_s + row.tail_s
+    assert row.machines == math.ceil((row.time_s.high - fixed) / (3600 - fixed))
+    assert row.deadline == "missed" and "such machines would meet it" in deadline_sentence(row, 3600)
+    assert only_row(plan(tmp_path / "run", 100_000, deadline_s=2.0)).machines is None
+    inside = only_row(plan(tmp_path / "run", 100_000, deadline_s=row.time_s.value))
+    assert (inside.deadline, inside.machines) == ("inconclusive", 2)
+    assert only_row(plan(tmp_path / "run", 100_000, deadline_s=row.time_s.high + 1)).deadline == "met"
+
+
+def test_a_note_of_all_rows_is_printed_once_and_no_number_has_an_exponent() -> None:
+    few, trend = because("plan_repeats_only", repeats=3), because("plan_trend", change=0.02)
+    time_s = Prediction(value=90.0, low=80.0, high=99.0)
+    small, large = (Prediction(value=kwh, low=kwh, high=kwh) for kwh in (0.00028, 1234.0))
+    start: dict[str, Any] = {"server": "a", "repeats": 3, "start_s": 1.0, "tail_s": 1.0, "time_s": time_s}
+    rows = [
+        RowForecast(load="x", items_per_s=1500.0, energy_kwh=small, notes=[few], **start),
+        RowForecast(load="y", items_per_s=7.0, energy_kwh=large, notes=[few, trend], **start),
+    ]
+    made = Forecast(
+        run="r", machine="m", simulated=False, items=9, deadline_s=None, price_per_kwh=None, rows=rows, refused=[],
+        assumptions=[],
+    )  # fmt: skip
+    console = Console(width=200)
+    with console.capture() as capture:
+        print_forecast(made, console)
+    energy, _, first, second, all_rows, one_row, _ = capture.get().splitlines()[1:]
+    assert energy == "Energy 0.00028 kWh (0.00028 to 0.00028 kWh)."
+    assert (first.split()[3], first.split()[-1]) == ("1,500", "0.00028")
+    assert (second.split()[3], second.split()[-1]) == ("7.00", "1,234")
+    assert all_rows.startswith("note: run-to-run variation") and one_row.startswith("note: a / y: ")
+
+
+def test_the_command_answers_first_and_ends_by_the_deadline(tmp_path: Path) -> None:
+    write_run_of(tmp_path / "runs" / "one", server_of(), power_w=100.0)
+    done = called("plan", "one", "--items", "500000", "--deadline", "8h", "--price", "0.30/kWh", cwd=tmp_path)
+    first, second, third = done.out.splitlines()[:3]
+    expected = forecast(tmp_path / "runs" / "one", 500_000)
+    assert first == forecast_headline(expected)
+    assert first.startswith("500,000 items take ") and first.endswith(" with a / x.")
+    assert (done.code, second.partition(";")[0]) == (4, "The deadline of 8.00 h is not met")
+    assert third.startswith("Energy ") and "; cost " in third
+    assert "- the items have the lengths of the run's requests" in done.out
+    for deadline, code in (("1h", 4), (f"{expected.rows[0].time_s.value:.3f}s", 5), ("90d", 0)):
+        done = called("plan", "one", "--items", "500000", "--deadline", deadline, "--json", cwd=tmp_path)
+        found = json.loads(done.out)["rows"][0]["deadline"]
+        assert (done.code, found) == (code, {4: "missed", 5: "inconclusive", 0: "met"}[code])
+
+
+def test_runs_that_show_no_rate_are_refused(tmp_path: Path) -> None:
+    write_run_of(tmp_path / "run", server_of(), status="interrupted")
+    with pytest.raises(RunError, match="its status is interrupted"):
+        forecast(tmp_path / "run", 100)
+    done = called("plan", str(ROOT / "docs" / "example"), "--items", "5", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "") and "requests.jsonl is missing" in done.err
+    short = replace(LOAD, requests=20)
+    write_run_of(tmp_path / "short", server_of(), load=short, repeats=2)
+    with pytest.raises(RunError) as error:
+        forecast(tmp_path / "short", 100)
+    assert "measured for too short a time" in error.value.detail
+    write_run_of(tmp_path / "three", server_of(), load=short, repeats=3)
+    assert "plan_no_blocks" in [note.code for note in only_row(forecast(tmp_path / "three", 100)).notes]
+    with pytest.raises(RunError) as error:
+        forecast(tmp_path / "three", IN_FLIGHT - 1)
+    assert "its rate is that of 8 items at once, and 7 are fewer" in error.value.detail
+
+
+def test_wrong_input_is_named(tmp_path: Path) -> None:
+    write_run_of(tmp_path / "runs" / "one", server_of(), repeats=1)
+    (tmp_path / "empty.csv").write_text("prompt_tokens,output_tokens\n")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "torn.jsonl").write_text('{"prompt_tokens": 1\n')
+    (tmp_path / "nan.csv").write_text("prompt_tokens,output_tokens\n1,2\nnan,3\n")
+    for options, said in (
+        (["0"], "--items: Input should be greater than or equal to 1 (got '0')"),
+        (["9", "--deadline", "soon"], "--deadline: a time above 0 with its unit is expected, got 'soon'"),
+        (["9", "--price", "-1/kWh"], "--price: a price per kWh is expected, got '-1/kWh'"),
+        (["9", "--lengths", "none.csv"], "--lengths: none.csv: it cannot be read (No such file or directory)"),
+        (["9", "--lengths", "empty.csv"], "--lengths: empty.csv has no rows"),
+        (["9", "--lengths", "other.csv"], "other.csv:2: Object missing required field `prompt_tokens`"),
+        (["9", "--lengths", "torn.jsonl"], "torn.jsonl:1: Input data was truncated"),
+        (["9", "--lengths", "nan.csv"], "nan.csv:3: Expected `float` >= 0.0 - at `$.prompt_tokens`"),
+    ):
+        done = called("plan", "one", "--items", *options, cwd=tmp_path)
+        assert (done.code, done.out) == (1, "")
+        assert said in done.err and "next: " in done.err

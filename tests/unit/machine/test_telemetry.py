@@ -1,0 +1,261 @@
+"""Telemetry on trees of files that change while they are sampled, the thread, and a whole run."""
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.summarize import read_summary
+from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_files
+from harness.records.manifest import ServedBy
+from harness.records.samples import (
+    ContainerSample,
+    GpuSample,
+    HostSample,
+    TelemetrySample,
+    machine_load,
+    read_telemetry,
+)
+from harness.serve.containers import ServerStatus
+from harness.serve.lifecycle import Endpoint, find_telemetry_source
+from tests.support import command
+from tests.support.fake_gpus import device, gpu, host, instinct_table
+from tests.support.machines import write
+
+
+def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:
+    now = read_files(root, paths or find_files(root))
+    reading = HostReading(now.wall_s, clock_s, 0.0, now.files)
+    gpus, machine, container = meter.sample(reading)
+    return TelemetrySample(wall_s=1000 + clock_s, cell="c", gpus=gpus, host=machine, container=container)
+
+
+def test_a_card_of_its_own(tmp_path: Path) -> None:
+    gpu(tmp_path, hwmon__hwmon3__power1_input="555000000\n")  # the average power comes before the momentary
+    assert sampled(Meter(), tmp_path, 0).gpus == {
+        "renderD128": GpuSample(
+            busy_percent=90.0, memory_busy_percent=40.0, vram_used_bytes=8 * 2**30, gtt_used_bytes=2**20, power_w=100.0,
+            temperatures_c={"edge": 61.0, "junction": 74.5, "mem": 80.0}, clock_mhz=2100.0, memory_clock_mhz=1249.0,
+        )
+    }  # fmt: skip
+
+
+def test_an_apu_has_less_and_its_power_is_that_of_the_package(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            f"{device()}/vendor": "0x1002\n",
+            f"{device()}/gpu_busy_percent": "97\n",
+            f"{device()}/mem_info_vram_used": "536870912\n",
+            f"{device()}/mem_info_gtt_used": f"{60 * 2**30}\n",
+            f"{device()}/hwmon/hwmon7/freq1_input": "1100000000\n",
+            f"{device()}/hwmon/hwmon7/power1_input": "118032000\n",
+            f"{device()}/hwmon/hwmon7/temp1_input": "71000\n",
+            f"{device()}/hwmon/hwmon7/temp1_label": "edge\n",
+        },
+    )
+    assert sampled(Meter(), tmp_path, 0).gpus == {
+        "renderD128": GpuSample(
+            busy_percent=97.0, vram_used_bytes=2**29, gtt_used_bytes=60 * 2**30, power_w=118.032, package=True,
+            temperatures_c={"edge": 71.0}, clock_mhz=1100.0,
+        )
+    }  # fmt: skip
+
+
+def test_what_a_driver_refuses_is_missing_and_never_0(tmp_path: Path) -> None:
+    gpu(tmp_path)
+    paths = find_files(tmp_path)
+    for name in ("gpu_busy_percent", "hwmon/hwmon3/power1_average", "mem_info_vram_used", "hwmon/hwmon3/temp2_input"):
+        path = tmp_path / device() / name
+        path.unlink()
+        path.mkdir()  # reading it fails, whoever reads
+    for name, content in (("mem_busy_percent", "unsupported\n"), ("mem_info_gtt_used", "-1\n")):
+        (tmp_path / device() / name).write_text(content)
+    (tmp_path / device() / "hwmon/hwmon3/freq2_input").write_text(f"{10**9}\n")
+    write(tmp_path, {f"{device(129)}/vendor": "0x10de\n", f"{device(129)}/gpu_busy_percent": "1\n"})
+    samples = sampled(Meter(), tmp_path, 0, paths).gpus
+    assert list(samples) == ["renderD128"], "only AMD's"
+    assert samples["renderD128"] == GpuSample(
+        temperatures_c={"edge": 61.0, "mem": 80.0}, clock_mhz=2100.0, memory_clock_mhz=1000.0
+    )
+    gpu(tmp_path / "b", gpu_busy_percent="65535\n", mem_info_vram_used=f"{2**51}\n")
+    for watts in ("-5000000\n", f"{10**20}\n"):
+        (tmp_path / "b" / device() / "hwmon/hwmon3/power1_average").write_text(watts)
+        sample = sampled(Meter(), tmp_path / "b", 0).gpus["renderD128"]
+        assert (sample.busy_percent, sample.vram_used_bytes, sample.power_w) == (None,) * 3, "what cannot be"
+
+
+def test_the_host(tmp_path: Path) -> None:
+    meter, hosts = Meter(), []
+    for clock_s, busy, idle in ((0, 100, 300), (1, 150, 350), (1.05, 151, 350), (2, 175, 425)):  # no rate in an instant
+        host(tmp_path, busy=busy, idle=idle)
+        hosts.append(sampled(meter, tmp_path, clock_s).host)
+    assert hosts == [
+        HostSample(cpu_busy=share, memory_available_bytes=4096 * 1024) for share in (None, 0.5, None, 0.25)
+    ]
+
+
+def test_a_container(tmp_path: Path) -> None:
+    name, meter = "f00d" * 16, Meter()
+    scope = f"system.slice/docker-{name}.scope"
+    folder = f"sys/fs/cgroup/{scope}"
+    cpu = f"{folder}/cpu.stat"
+    head = "TcpExt: SyncookiesSent ListenOverflows ListenDrops\n"
+    write(
+        tmp_path,
+        {
+            "proc/77/cgroup": f"0::/{scope}\n",
+            f"{folder}/memory.current": "5000\n",
+            f"{folder}/memory.stat": "anon 10\ninactive_file 1000\n",
+            cpu: "usage_usec 20000000\nuser_usec 5\n",
+            "proc/77/net/netstat": f"{head}TcpExt: 4 52 53\nIpExt: InNoRoutes\nIpExt: 7\n",
+            "proc/net/netstat": f"{head}TcpExt: 1 900 900\n",  # of the host, which does not count
+        },
+    )
+    paths = find_files(tmp_path, [*cgroup_files(tmp_path, 77, name), "proc/77/net/netstat"])
+    assert sampled(meter, tmp_path, 10, paths).container == ContainerSample(memory_bytes=4000, listen_overflows=52)
+    write(tmp_path, {cpu: "usage_usec 23000000\n"})
+    container = sampled(meter, tmp_path, 12, paths).container
+    assert container == ContainerSample(cpu_cores=1.5, memory_bytes=4000, listen_overflows=52)
+    assert cgroup_files(tmp_path, 77, "beef") == cgroup_files(tmp_path, 78, name) == [], "not ours"
+    assert sampled(Meter(), tmp_path, 0) == TelemetrySample(wall_s=1000.0, cell="c")
+
+
+def test_a_container_of_a_host_with_control_groups_of_version_1(tmp_path: Path) -> None:
+    name, meter = "f00d" * 16, Meter()
+    scope = f"docker/{name}"
+    cpu, memory = f"sys/fs/cgroup/cpuacct/{scope}/cpuacct.usage", f"sys/fs/cgroup/memory/{scope}"
+    write(
+        tmp_path,
+        {
+            "proc/77/cgroup": f"5:cpu,cpuacct:/{scope}\n4:memory:/{scope}\n0::/elsewhere\n",
+            f"{memory}/memory.usage_in_bytes": "5000\n",
+            f"{memory}/memory.stat": "inactive_file 3\ntotal_inactive_file 1000\n",
+            cpu: "20000000000\n",
+        },
+    )
+    paths = find_files(tmp_path, cgroup_files(tmp_path, 77, name))
+    assert sampled(meter, tmp_path, 10, paths).container == ContainerSample(memory_bytes=4000)
+    write(tmp_path, {cpu: "23000000000\n"})
+    assert sampled(meter, tmp_path, 12, paths).container == ContainerSample(cpu_cores=1.5, memory_bytes=4000)
+
+
+def test_overflows_of_the_measured_time() -> None:
+    def load(*counts: int | None) -> int | None:
+        samples = [
+            TelemetrySample(wall_s=float(at), cell="c", container=ContainerSample(listen_overflows=count))
+            for at, count in enumerate(counts)
+        ]
+        machine = machine_load(samples, (1.5, 3.5), None)
+        return None if machine is None else machine.listen_overflows
+
+    assert load(1, 3, 3, 10, 12, 50) == 9  # from the last sample before to the first one after
+    assert load(7, 7, 7, 7, 7) == 0
+    assert load(None, None, None, None, None) is None
+    assert load(9, 9, 0, 0, 0) is None  # another container
+
+
+def test_throttling_and_energy_of_a_sampled_gpu(tmp_path: Path) -> None:
+    meter = Meter()
+    gpu(tmp_path, gpu_metrics=instinct_table(1000, heat=0, energy_j=50))
+    first = sampled(meter, tmp_path, 0).gpus["renderD128"]
+    assert (first.held_back, first.energy_j) == (None, 50.0)
+    gpu(tmp_path, gpu_metrics=instinct_table(2000, heat=500, energy_j=150))
+    second = sampled(meter, tmp_path, 1).gpus["renderD128"]
+    assert (second.held_back, second.energy_j) == ({"heat": 0.5}, 150.0)
+    gpu(tmp_path, gpu_metrics=b"", hwmon__hwmon3__energy1_input="7500000\n")
+    third = sampled(meter, tmp_path, 2).gpus["renderD128"]
+    assert (third.held_back, third.energy_j) == (None, 7.5)
+
+
+# The thread
+
+
+def test_files_that_change_while_they_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", str(tmp_path / "root"))
+    gpu(tmp_path / "root", watts=1)
+    path = tmp_path / "telemetry.jsonl"
+    power = tmp_path / "root" / device() / "hwmon/hwmon3/power1_average"
+    with Sampler(local_source(interval_s=60), "c", path) as sampler:
+        pass
+    assert sampler.samples == 2, "one at the start and one at the end"
+    path.unlink()
+    with Sampler(local_source(interval_s=0.02), "c", path) as sampler:
+        for watts in range(1, 8):
+            (tmp_path / "new").write_text(f"{watts}000000\n")
+            os.replace(tmp_path / "new", power)
+            seen = sampler.samples
+            while sampler.samples < seen + 2:
+                time.sleep(0.005)
+    values = [sample.gpus["renderD128"].power_w for sample in read_telemetry(path)["c"]]
+    assert list(dict.fromkeys(values)) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert sampler.last_failure is None
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", str(tmp_path))
+    monkeypatch.setattr("harness.machine.telemetry.MAX_STOP_S", 0.1)
+    gpu(tmp_path)
+    hangs = tmp_path / device() / "gpu_busy_percent"
+    hangs.unlink()
+    os.mkfifo(hangs)  # reading it waits for a writer
+    with Sampler(local_source(), "c", tmp_path / "telemetry.jsonl") as sampler:
+        pass  # its end would wait for ever
+    assert sampler.samples == 0
+    with hangs.open("w"):  # the driver answers again, and has no second wait
+        hangs.unlink()
+        hangs.write_text("50\n")
+    for thread in threading.enumerate():
+        if thread.name == "telemetry of c":
+            thread.join(5)
+
+
+def test_a_torn_line_is_skipped_and_an_unwritable_file_a_gap(tmp_path: Path) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    path.write_bytes(b'{"wall_s":1.0,"cell":"c"}\n{"wall_s":2.0,"ce')
+    assert read_telemetry(path) == {"c": [TelemetrySample(wall_s=1.0, cell="c")]}
+    assert read_telemetry(tmp_path / "none") == {}
+    with Sampler(local_source(), "c", tmp_path / "missing" / "telemetry.jsonl") as sampler:
+        pass
+    assert sampler.last_failure is not None and "FileNotFoundError" in sampler.last_failure
+    with Sampler(None, "c", tmp_path / "new.jsonl") as sampler:
+        pass
+    assert (sampler.samples, (tmp_path / "new.jsonl").exists()) == (0, False)
+
+
+# The whole way, with the embedded engine
+
+
+def test_a_run_on_a_machine_with_a_busy_gpu(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    gpu(root, busy=95, watts=120)
+    host(root)
+    path = command.write(tmp_path, loads={"burst": {"user": "chat", "users": 2, "duration_s": 6, "output_tokens": 20}})
+    env = {"AMD_LLM_LOAD_TELEMETRY_ROOT": str(root)}
+    done = command.harness("run", path.name, "--runs", "runs", "--explain", cwd=tmp_path, env=env)
+    assert (done.code, done.err) == (0, "")
+    run = command.only_run(tmp_path / "runs")
+    summary = read_summary(run)
+    (cell,) = summary.cells
+    did = cell.machine_load
+    assert did is not None and cell.numbers.output_tok_s is not None
+    assert 2 <= did.samples <= 7
+    assert did.energy_j == pytest.approx(6 * 120)
+    assert did.energy_per_token_j == pytest.approx(120 / cell.numbers.output_tok_s)
+    assert (did.busy_mean_percent, did.temperature_max_c, did.memory_max_bytes) == (95.0, 80.0, 8 * 2**30 + 2**20)
+    page = (run / "report.html").read_text()
+    assert "Host metrics" in page and "Energy per output token" in page
+    assert "\nHost metrics\n" in done.out and "120 W, 120 W" in done.out
+
+
+def test_whose_telemetry_can_be_had() -> None:
+    def endpoint(url: str) -> Endpoint:
+        return Endpoint(url=url, started=ServedBy(url=url), read_status=lambda now: ServerStatus())
+
+    for url in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8", f"http://{socket.gethostname()}:80"):
+        assert find_telemetry_source(endpoint(url)) is not None
+    for url in ("http://gpu-box:8000", "https://10.0.0.7"):
+        assert find_telemetry_source(endpoint(url)) is None

@@ -1,0 +1,274 @@
+"""The terminal and Markdown reports, to the letter, on a small summary made by hand."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from harness.analysis.result import CapacityReport
+from harness.base.summary import (
+    NO_SAMPLE,
+    CellSummary,
+    CheckResult,
+    Comparison,
+    Distribution,
+    FailedRequests,
+    Numbers,
+    Reason,
+    Row,
+    ServerLoad,
+    Summary,
+    TimeSplit,
+    Verdict,
+    because,
+)
+from harness.records.manifest import CellRun, Machine, Run, ServedBy
+from harness.report import markdown, sentences, terminal
+from harness.report.capacity import print_capacity
+from harness.report.table import format_errors, table_columns, table_lines
+from harness.scenario import Load, Scenario, Server
+
+FEW = Distribution(n=5, mean=0.05, min=0.04, max=0.06)
+MANY = Distribution(n=200, mean=0.05, min=0.04, max=1.2, p50=0.0523, p90=0.0911, p95=1.0985)
+
+
+def run() -> Run:
+    scenario = Scenario(
+        version=1,
+        question="How much faster is the work in batches?",
+        model="m",
+        servers={"vllm": Server(template="simulated", container=False)},
+        loads={
+            "one": Load(user="batch", batch_size=1, requests=25, output_tokens=50),
+            "ten": Load(user="batch", batch_size=10, requests=25, output_tokens=50),
+        },
+    )
+    served_by = ServedBy(url="http://127.0.0.1:1", simulated=True)
+    cells = [
+        CellRun(
+            id=f"r1-vllm-{load}", server="vllm", load=load, repeat=1, started_wall_s=0, ended_wall_s=1,
+            served_by=served_by,
+        )
+        for load in ("one", "ten")
+    ]  # fmt: skip
+    return Run(
+        id="20260921-140000-first-look", status="valid", started_wall_s=0.0, scenario_name="first-look",
+        scenario=scenario, workload_sha256="ab", cells=cells, machine=Machine(name="m"),
+    )  # fmt: skip
+
+
+def numbers(wall_s: float, times: Distribution, failed: int = 0) -> Numbers:
+    return Numbers(
+        sent=25, succeeded=25 - failed, failed=failed, unfinished=0, output_tokens=1250, wall_s=wall_s,
+        output_tok_s=1250 / wall_s, requests_per_s=25 / wall_s, ttft_s=times, ttfo_s=times, tpot_s=FEW, e2e_s=times,
+    )  # fmt: skip
+
+
+def row(load: str, of: Numbers) -> Row:
+    return Row(
+        server="vllm", load=load, cells=[f"r1-vllm-{load}"], wall_s=[of.wall_s or 0.0],
+        output_tok_s=[of.output_tok_s or 0.0], pooled=of,
+    )  # fmt: skip
+
+
+def summary() -> Summary:
+    one, ten = numbers(13.07, MANY), numbers(4.18, MANY, failed=2)
+    verdict = Verdict(
+        side="vllm / ten", baseline="vllm / one", metric="wall_s", ratio=3.127, low=3.05, high=3.21, p=0.008,
+        n=(5, 5), word="faster",
+    )  # fmt: skip
+    cells = [
+        CellSummary(id=f"r1-vllm-{load}", server="vllm", load=load, repeat=1, numbers=of, server_load=ServerLoad())
+        for load, of in (("one", one), ("ten", ten))
+    ]
+    return Summary(
+        run="20260921-140000-first-look",
+        scenario="first-look",
+        question="How much faster is the work in batches?",
+        simulated=True,
+        valid=True,
+        reasons=[],
+        rows=[row("one", one), row("ten", ten)],
+        cells=cells,
+        comparison=Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict]),
+        checks=[CheckResult(check="error_rate == 0", status="failed", evidence=[because("run_error", "2 failed")])],
+    )
+
+
+def printed(of: Summary, width: int) -> str:
+    out = io.StringIO()
+    terminal.print_report(of, run(), Path("runs/x"), Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_a_wide_terminal_has_one_table() -> None:
+    assert printed(summary(), 170).splitlines() == [
+        "SIMULATED ENGINE: these numbers come from a model, not from hardware",
+        "How much faster is the work in batches?",
+        "ten is 3.13x faster than one by wall time (95 % interval 3.05x to 3.21x).",
+        "first-look, run 20260921-140000-first-look",
+        "",
+        "                 Wall  Completion  Aggregate                TTFT    TTFT            TPOT             TPOT"
+        "     E2E     E2E                     Speedup",
+        "Server  Load     time      tokens      tok/s  Requests/s  p50 ms  p95 ms          p50 ms           p95 ms"
+        "  p95 ms  max ms   Errors             (95 %)  Verdict",
+        "vllm    one   13.07 s       1,250       95.6        1.91    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
+        "   1,098   1,200        0       1 (baseline)  baseline",
+        "vllm    ten    4.18 s       1,250      299.0        5.98    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
+        "   1,098   1,200  2 of 25  3.13× (3.05–3.21)  faster",
+        "",
+        "- vllm / ten: 3.13x faster than vllm / one by wall time (95 % interval 3.05x to 3.21x, p = 0.008).",
+        "- By wall time; one comparison. Differences under 2\u00a0% are treated as noise.",
+        "",
+        "VALID: all conditions of a trustworthy measurement held",
+        "",
+        "- FAILED error_rate == 0: 2 failed",
+        "",
+        "Report: `harness report runs/x --format html > report.html` writes it",
+    ]
+
+
+def test_a_narrow_terminal_has_two_tables_or_a_block_for_each_row() -> None:
+    text = printed(summary(), 90).splitlines()
+    assert max(map(len, text)) <= 90
+    assert [" ".join(line.split()) for line in text if line.startswith("Server ")] == [
+        "Server Load time tokens tok/s Requests/s (95 %) Verdict",
+        "Server Load p50 ms p95 ms p50 ms p95 ms p95 ms max ms Errors",
+    ]
+    *text, page = printed(summary(), 40).splitlines()
+    assert max(len(line.rstrip()) for line in text) <= 40
+    begin = text.index("vllm / one")
+    assert text[begin : begin + 2] == ["vllm / one", "Wall time          13.07 s"]
+    assert "Errors             2 of 25" in text[text.index("vllm / ten") :]
+
+
+def test_a_detail_table_too_wide_for_the_terminal_is_a_list() -> None:
+    time = TimeSplit(connect_s=0.001, queue_s=0.02, prefill_s=0.3, decode_s=4.0, e2e_s=5.0)
+    timed = summary()
+    timed = replace(timed, rows=[replace(row, time=time) for row in timed.rows])
+    wide, narrow = printed(timed, 170).splitlines(), printed(timed, 50).splitlines()
+    title = "Where the time goes, mean of each request"
+    assert "Connect, ms  Queue, ms  Prefill, ms  Decode, ms  E2E, ms" in wide[wide.index(title) + 1]
+    assert narrow[narrow.index(title) + 1 :][:2] == [
+        "- vllm / one: Connect, ms 1.00; Queue, ms 20.0;",
+        "  Prefill, ms 300; Decode, ms 4,000; E2E, ms 5,000",
+    ]
+
+
+def test_a_probe_that_the_load_generator_limited_is_named() -> None:
+    report = CapacityReport(
+        run="r", load="people", unit="users", step=1.0, max_level=256, slos=[], shares=[], budget_s=60.0
+    )
+    one, ten = summary().rows
+    out = io.StringIO()
+    limited = replace(summary(), rows=[one, replace(ten, client_limited=["ttft_s"])])
+    print_capacity(report, limited, Console(file=out, width=200))
+    assert out.getvalue() == (
+        "note: the load generator, not the server, was the limit of vllm / ten; "
+        "`harness report r` says of which numbers\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("failed", "unfinished", "text"),
+    [(0, 0, "0"), (2, 0, "2 of 25"), (0, 7, "7 unfinished"), (2, 7, "2 of 25, 7 unfinished")],
+)
+def test_what_did_not_finish_is_no_error(failed: int, unfinished: int, text: str) -> None:
+    of = replace(numbers(1.0, MANY, failed), unfinished=unfinished, succeeded=25 - failed - unfinished)
+    assert (format_errors(of), of.error_rate) == (text, failed / 25)
+
+
+def test_a_cause_that_several_rows_have_is_reported_once() -> None:
+    def failed(load: str, count: int, kind: str, message: str, **known: str) -> FailedRequests:
+        return FailedRequests(server="vllm", load=load, kind=kind, count=count, message=message, **known)
+
+    long = {"id": "req.long", "fix": "ask for less"}
+    failures = [
+        failed("one", 3, "http", "status 400: 9000 tokens", cause="too long (9000 tokens)", **long),
+        failed("ten", 1, "http", "status 400: 9100 tokens", cause="too long (9100 tokens)", **long),
+        failed("ten", 1, "timeout", "no first byte"),
+    ]
+    assert sentences.failure_sentences(replace(summary(), failures=failures)) == [
+        "vllm / one: 3 requests, vllm / ten: 1 request (http): too long (9000 tokens); to solve it: ask for less; "
+        'said was "status 400: 9000 tokens"',
+        'vllm / ten: 1 request (timeout): nothing known of it; said was "no first byte"',
+    ]
+
+
+def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None:
+    reasons = [Reason("server_exit", values={"exit_code": code}, cell=f"r{code}-vllm-one") for code in range(1, 4)]
+    reasons.append(because("run_error", "[red]x[/red]\n[/] \x1b[31m[link=x]"))
+    broken = replace(summary(), valid=False, reasons=reasons, notes=[because("run_error", "vllm: [bold]warm")])
+    assert printed(broken, 170).splitlines()[13:17] == [
+        "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others",
+        "- r1-vllm-one: the server died with exit code 1 (likewise in 2 other cells)",
+        "- [red]x[/red] [/] \ufffd[31m[link=x]",
+        "- vllm: [bold]warm",
+    ]
+    assert markdown.escape("a|b <script> & [x](y)\n# *z* `q` ~~s~~") == (
+        r"a\|b &lt;script&gt; &amp; \[x\](y) # \*z\* \`q\` \~\~s\~\~"
+    )
+    assert markdown.inline_code("a `b`") == r"a \`b\`"
+
+
+def test_markdown() -> None:
+    text = markdown.render(summary(), run())
+    lines = text.split("<details>")[0].splitlines()
+    assert lines[:5:2] == [
+        "## How much faster is the work in batches?",
+        "**ten is 3.13x faster than one by wall time (95 % interval 3.05x to 3.21x).**",
+        "> **SIMULATED ENGINE: these numbers come from a model, not from hardware**",
+    ]  # fmt: skip
+    assert lines[7] == "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|"
+    assert lines[9] == (
+        "| vllm | ten | 4.18 s | 1,250 | 299.0 | 5.98 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 1,098 "
+        "| 1,200 | 2 of 25 | 3.13× (3.05–3.21) | faster |"
+    )
+    assert [line[:30] for line in lines[11:]] == [
+        "- vllm / ten: 3.13x faster tha", "- By wall time; one comparison", "", "**VALID: all conditions of a t", "",
+        "- **FAILED**: `error_rate == 0", "",
+    ]  # fmt: skip
+    assert "- `ten`: `batch user, bursts: requests 25, batch_size 10, output_tokens 50`\n" in text
+    assert "5 repeats of every row, interleaved, a fresh server for each; seed 42.\n" in text
+    assert "**UNFINISHED: " in markdown.render(summary(), replace(run(), status="running"))
+
+
+def test_verdicts_that_differ_only_in_their_side_are_one_sentence() -> None:
+    def verdict(side: str, metric: str, **values: Any) -> Verdict:
+        known: dict[str, Any] = {"ratio": 1.5, "low": None, "high": None, "p": None, "word": "inconclusive"}
+        return Verdict(side=side, baseline="a / x", metric=metric, n=(1, 1), unit="runs", **known | values)
+
+    unknown: dict[str, Any] = {"reason": "run_variation_unknown", "needed": 4}
+    refused: dict[str, Any] = {"reason": "refused", "refused": because("run_invalid"), "ratio": None}
+    texts = sentences.verdict_sentences([
+        verdict("b / x", "wall_s", **unknown),
+        verdict("b / z", "wall_s", word="faster", ratio=2.0, low=1.9, high=2.1, p=0.01),
+        verdict("c / x", "wall_s", **unknown),
+        verdict("c / y", "ttft_p50", **refused),
+        verdict("c / y", "e2e_p95", **refused),
+    ])  # fmt: skip
+    assert texts == [
+        (
+            "inconclusive",
+            "b / x, c / x: 1.50x faster than a / x by wall time (no interval); inconclusive: too few repeats.",
+        ),
+        ("faster", "b / z: 2.00x faster than a / x by wall time (95 % interval 1.90x to 2.10x, p = 0.010)."),
+        ("inconclusive", "c / y: inconclusive: this run is INVALID."),
+    ]
+
+
+def test_columns_without_a_value_are_left_out_or_have_a_dash() -> None:
+    timed = Load(user="chat", users=8, duration_s=60, output_tokens=128, output="natural", think_s=[1, 2.5])
+    one = replace(numbers(10.0, MANY), wall_s=None, window="timed", window_s=60.0, ttft_s=NO_SAMPLE, tpot_s=NO_SAMPLE)
+    scenario = replace(run().scenario, loads={"one": timed})
+    of = replace(summary(), rows=[replace(row("one", one), wall_s=[])], comparison=None, checks=[])
+    text = markdown.render(of, replace(run(), scenario=scenario))
+    assert "| vllm | one | 1,250 | 125 | 2.50 | – |" in text, "no wall time"
+    described = "chat user, closed loop: users 8, duration_s 60, think_s [1 2.5], output_tokens 128, output natural"
+    assert f"- `one`: `{described}`\n" in text
+    latencies = [column for column in table_columns(of) if column.group == "latency" and column.unit == "ms"]
+    (line,) = table_lines(of, run())
+    assert [column.show(line) for column in latencies] == [*["–"] * 4, "1,098", "1,200"], "no first token"

@@ -1,0 +1,84 @@
+"""What reports show of a machine that was looked at while it was measured."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.summarize import read_summary
+from harness.records.manifest import read_run
+from harness.records.samples import GpuSample
+from harness.report import export
+from harness.report.charts.data import machine_samples, read_chart_data
+from harness.report.charts.timeline import TimelineEvent, timeline_events, timeline_figure
+from harness.report.table import machine_table
+from tests.support.made_runs import telemetry_of, watch
+from tests.support.report_runs import write_run_directory
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watched")
+    write_run_directory(folder, repeats=1, requests=100)
+    watch(folder)
+    return folder
+
+
+def test_every_gpu_has_a_line_in_each_panel_and_one_entry_in_the_legend(watched: Path, tmp_path: Path) -> None:
+    line = read_chart_data(watched).timelines[0]
+    figure = timeline_figure(line, [TimelineEvent(0.0, "x")])
+    titles = [axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")]
+    assert titles == ["", "requests", "tok/s", "KV cache, %", "busy, %", "memory, GiB", "power, W", "°C", "clock, MHz"]
+    drawn = {trace["name"]: trace for trace in figure["data"]}
+    assert drawn["memory"]["y"][0] == 39.0 and not drawn["memory"]["showlegend"], "VRAM and GTT"
+    write_run_directory(tmp_path, repeats=1, requests=20)
+    watch(tmp_path, gpus=3)
+    figure = timeline_figure(read_chart_data(tmp_path).timelines[0], [TimelineEvent(0.0, "x")])
+    traces = [trace for trace in figure["data"] if trace["name"].startswith("renderD")]
+    assert len(traces) == 15
+    assert [trace["name"] for trace in traces if trace["showlegend"]] == ["renderD128", "renderD129", "renderD130"]
+
+
+def test_idle_gpus_are_not_drawn() -> None:
+    busy, idle = GpuSample(busy_percent=90.0), GpuSample(busy_percent=0.0)
+    samples = machine_samples([telemetry_of(float(t), renderD128=busy, renderD129=idle) for t in range(6)], 0.0)
+    assert {panel: list(lines) for panel, lines in samples.panels.items()} == {"busy": ["renderD128"]}
+
+
+def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
+    write_run_directory(tmp_path, repeats=1, requests=100, servers=("only",))
+    watch(tmp_path, hot=True)
+    summary = read_summary(tmp_path)
+    found = {cell.load: (cell.problems, cell.notes) for cell in summary.cells}
+    assert not summary.valid
+    (problem,) = found["batch-5"][0]
+    assert (problem.code, problem.cell, problem.values["gpu"]) == ("gpu_throttled", "r1-only-batch-5", "renderD128")
+    assert problem.values["heat_s"] == pytest.approx(2.0) and problem.values["invalid"]
+    assert found["sequential"][0] == []
+    assert any(note.code == "gpu_throttled" and not note.values["invalid"] for note in found["sequential"][1])
+    line = read_chart_data(tmp_path).timelines[0]
+    (event,) = [event for event in timeline_events(line, None, None) if event.label == "heat"]
+    assert (event.bad, event.text) == (True, "heat throttles the GPU renderD128, for 2.0 s in all")
+
+
+def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:
+    summary = read_summary(watched)
+    did = summary.cells[0].machine_load
+    assert summary.valid and did is not None  # a power limit is no reason
+    assert did.heat_s == 0.0 and did.limited_s == pytest.approx(summary.cells[0].numbers.window_s)
+    table = machine_table(summary)
+    texts = dict(zip([column.key for column in table.columns], table.rows[0].texts, strict=True))
+    assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
+    assert texts["container"] == "1.25 cores, 3.0 GiB"
+    samples = sum(cell.machine_load.samples for cell in summary.cells if cell.machine_load is not None)
+    assert table.note == f"{samples} samples in 6 cells, at most 0.5 s apart; reading one took 2.1 ms at most"
+
+
+def test_exports_for_programs(watched: Path) -> None:
+    summary, run = read_summary(watched), read_run(watched)
+    did = summary.rows[0].machine_load
+    assert did is not None
+    row = next(csv.DictReader(io.StringIO(export.csv_table(summary, run))))
+    assert float(row["energy_per_token_j"]) == did.energy_per_token_j
+    assert float(row["gpu_memory_max_bytes"]) == did.memory_max_bytes == 39 * 2**30

@@ -1,0 +1,118 @@
+"""harness init: a scenario from three answers; and what other programs use: --json, COLUMNS, completion."""
+
+import json
+import os
+import pty
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.run import draft
+from harness.run.experiment import prepare
+from tests.support.command import HARNESS, PATIENCE_S, harness
+
+
+@pytest.mark.parametrize("question", draft.QUESTIONS)
+def test_each_draft_is_a_valid_scenario(tmp_path: Path, question: str) -> None:
+    names = list(draft.draftable_servers())
+    several = draft.server_count(question)
+    for number in range(len(names)):
+        servers = (names[number:] + names)[:several]
+        if sum(draft.draftable_servers()[name].named_by_model for name in servers) > 1:
+            continue
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(draft.draft(question, servers, [], "radeon"), encoding="utf-8")
+        scenario = prepare(path).scenario
+        assert list(scenario.servers) == servers
+        assert len(scenario.compare) == several - 1
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"), [(None, "none"), ("gfx1151", "strix-halo"), ("gfx1201", "radeon"), ("gfx942", "instinct")]
+)
+def test_the_machine_is_known_by_its_gpu(target: str | None, kind: str) -> None:
+    gpus: list[dict[str, Any]] = [] if target is None else [{"target": None}, {"target": target}]
+    assert draft.machine_kind(gpus) == kind
+
+
+def test_without_a_terminal_all_answers_are_options(tmp_path: Path) -> None:
+    given = ("init", "mine.yaml", "--question", "compare", "--server", "vllm-rocm", "--server", "llamacpp")
+    done = harness(*given, "--model", "Qwen/Qwen3-4B", "--machine", "strix-halo", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "  harness check mine.yaml\n  harness run mine.yaml\n" in done.out
+    assert harness("check", "mine.yaml", cwd=tmp_path).code == 0
+    written = (tmp_path / "mine.yaml").read_text()
+    assert "model_path: Qwen/Qwen3-4B" in written
+    again = harness(*given, cwd=tmp_path)
+    assert (again.code, again.err.splitlines()[0]) == (1, "error: mine.yaml: this file is there already")
+    assert (tmp_path / "mine.yaml").read_text() == written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--question is missing"),
+        (("--question", "batchin"), "--question: 'batchin' is not known; did you mean 'batching'?"),
+        (("--question", "compare", "--server", "vllm-rocm"), "takes 2 different servers, got vllm-rocm"),
+        (("--question", "compare", "--server", "ollama", "--server", "simulated"), "by a name of their own"),
+        (("--question", "agents", "--server", "vlm-rocm"), "did you mean 'vllm-rocm'?"),
+        (("--question", "agents", "--server", "vllm-rocm", "--model", "a", "--model", "b"), "2 models for 1 server"),
+    ],
+)
+def test_wrong_answers_write_nothing(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = harness("init", *arguments, cwd=tmp_path)
+    assert done.code == 1
+    assert message in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_at_a_terminal_it_asks(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [HARNESS, "init", "mine.yaml"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=theirs, stdout=subprocess.PIPE, text=True) as child:
+        os.write(ours, b"nonsense\nclassifications\nsimulated\n")
+        out, _ = child.communicate(timeout=PATIENCE_S)
+    os.close(ours)
+    os.close(theirs)
+    assert child.returncode == 0
+    assert "'nonsense' is not one of them." in out
+    assert "harness plan RUN --items 500000" in out
+    assert list(prepare(tmp_path / "mine.yaml").scenario.servers) == ["simulated"]
+
+
+def test_lists_and_plans_as_json(tmp_path: Path) -> None:
+    scenarios = json.loads(harness("list", "scenarios", "--json", cwd=tmp_path).out)
+    assert "first-look" in [scenario["name"] for scenario in scenarios]
+    plan = json.loads(harness("check", "first-look", "--json", cwd=tmp_path).out)
+    assert (plan["repeats"], len(plan["order"]), plan["server_starts"]) == (5, 30, 30)
+    assert [row["baseline"] for row in plan["rows"]] == [True, *[False] * 5]
+    assert json.loads(harness("list", "runs", "--json", cwd=tmp_path).out) == []
+    assert json.loads(harness("list", "--json", cwd=tmp_path).out) == {"scenarios": scenarios, "runs": []}
+    (tmp_path / "runs" / "torn").mkdir(parents=True)
+    (tmp_path / "runs" / "torn" / "run.json").write_text("{")
+    (torn,) = json.loads(harness("list", "runs", "--json", cwd=tmp_path).out)
+    assert (torn["run"], torn["status"]) == ("torn", None)
+    assert torn["error"].startswith("run.json")
+
+
+def test_a_pipe_is_as_wide_as_columns_says(tmp_path: Path) -> None:
+    for columns, width in (("60", 60), ("x", 160)):
+        out = harness("check", "first-look", cwd=tmp_path, env={"COLUMNS": columns}).out
+        assert max(map(len, out.splitlines()[1:])) <= width
+        assert (max(map(len, out.splitlines()[1:])) > 60) == (width > 60)
+
+
+def test_the_shell_completes_commands_scenarios_and_runs(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "20261124-here").mkdir(parents=True)
+    (tmp_path / "runs" / "20261124-here" / "run.json").touch()
+
+    def completed(words: str, place: int) -> list[str]:
+        shell = {"_HARNESS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(place)}
+        return harness(cwd=tmp_path, env=shell).out.split()
+
+    assert completed("harness re", 1) == ["report", "results"]
+    assert completed("harness run first-l", 2) == ["first-look"]
+    assert completed("harness report 2026", 2) == ["20261124-here"]
+    assert harness("run", "-h", cwd=tmp_path) == harness("run", "--help", cwd=tmp_path)

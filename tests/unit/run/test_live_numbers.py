@@ -1,0 +1,226 @@
+"""The live numbers of a load: accumulators, their merge, and what the harness writes next to them."""
+
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.load.live_metrics import (
+    ALL,
+    Accumulator,
+    CounterDelta,
+    LiveNumbers,
+    Observed,
+    decode_delta,
+    percentiles,
+)
+from harness.records.records import ErrorKind, Request
+from harness.run.live import slos_of_row
+from harness.scenario import Load
+from harness.scenario.check_syntax import Slo, parse_check
+from tests.unit.analysis.test_summarize import one_cell
+
+
+class Worker:
+    """A load process, and of its recorder what a report asks for."""
+
+    def __init__(self, slos: Sequence[Slo] = ()) -> None:
+        self.slos = slos
+        self.counted = CounterDelta()
+        self.health = self
+        self.in_flight_of: dict[str, int] = {}
+        self.busy: float | None = None
+
+    def busy_share(self) -> float | None:
+        return self.busy
+
+    def add(self, request: Request) -> None:
+        self.counted.add(request)
+
+
+def delta(worker: Worker, in_flight_of: dict[str, int] | None = None, busy: float | None = None) -> CounterDelta:
+    """What the worker counted, as the master gets it."""
+    worker.in_flight_of, worker.busy = in_flight_of or {}, busy
+    worker.counted.close(worker, worker.slos)  # type: ignore[arg-type]
+    given = decode_delta(msgspec.msgpack.encode(worker.counted))
+    worker.counted = CounterDelta()
+    assert given is not None
+    return given
+
+
+def request(
+    ttft: float = 0.1, tpot: float = 0.02, tokens: int = 11, error: ErrorKind | None = None, **more: Any
+) -> Request:
+    ended = ttft + tpot * (tokens - 1)
+    given = {
+        "id": "x", "cell": "c", "load": "l", "user_class": "Chat", "index": 0, "user": 0, "process": 1,
+        "phase": "measured", "sent_s": 5.0, "ended_s": ended, "chunks_s": [] if error else [ttft, ended],
+        "output_tokens": None if error else tokens, "error": error, "message": f"it was {error}" if error else None,
+    }  # fmt: skip
+    return Request(**{**given, **more})
+
+
+def test_a_percentile_is_at_most_one_percent_off_and_processes_add_up() -> None:
+    rng = random.Random(4)
+    values = [math.exp(rng.gauss(-2, 1.5)) for _ in range(5000)]
+    whole = Accumulator()
+    for part in range(3):
+        mine = Accumulator()
+        mine.count([request(ttft=value, tpot=0.0) for value in values[part::3]], ())
+        whole.merge(mine)
+    values.sort()
+    shares = (0.5, 0.9, 0.95, 0.99)
+    for share, found in zip(shares, percentiles(whole.latencies["ttft"], shares), strict=True):
+        exact = values[math.ceil(share * len(values)) - 1]
+        assert found is not None and abs(found / exact - 1) <= 0.0101
+    assert percentiles({}, (0.5, 0.99)) == [None, None]
+    assert sum(whole.latencies["ttft"].values()) == 5000
+
+
+def test_live_numbers_have_the_definitions_of_a_report(tmp_path: Path) -> None:
+    """Requests a second and attainment of the same records, with failed, abandoned and unfinished ones."""
+    text = "ttft<=150ms"
+    slos = parse_check(f"attainment({text}) >= 0.5").slos
+    kinds: list[ErrorKind | None] = [*[None] * 7, "http", "timeout", "unfinished"]
+    changes: list[dict[str, Any]] = [{"error": kind} for kind in kinds]
+    # In time, too late; and one whose first token had come in time.
+    changes += [{"error": "abandoned", "chunks_s": [], "ended_s": ended_s} for ended_s in (0.1, 0.5)]
+    changes.append({"error": "abandoned", "chunks_s": [0.1]})
+    changes[0] |= {"ttft": 0.2}
+    records = [request(index=i, id=str(i), cell="r1-a-x", load="x", **change) for i, change in enumerate(changes)]
+    records = [msgspec.structs.replace(record, message=None, sent_s=float(i)) for i, record in enumerate(records)]
+    live = Accumulator()
+    live.count(records, slos)
+    load = Load(user="chat", users=1, requests=len(records))
+    report = one_cell(tmp_path / "run", records, load, checks=[f"attainment({text}) >= 0.1"]).rows[0].pooled
+    assert report.window_s is not None and report.requests_per_s is not None
+    numbers = live.numbers(report.window_s, with_slos=True)
+    assert numbers["req_s"] == pytest.approx(report.requests_per_s, rel=1e-3)
+    assert report.requests_per_s * report.window_s == pytest.approx(7)
+    assert numbers["attainment"] == pytest.approx(report.slos[text].attainment, rel=1e-3)
+    assert (live.met, live.cut_met, live.cut_unknown, live.failed, live.cut) == (6, 1, 1, 2, 4)
+    assert numbers["failed_s"] == pytest.approx(2 / report.window_s, rel=1e-3)
+
+
+def test_a_slow_rate_is_not_rounded_to_zero() -> None:
+    live = Accumulator()
+    live.count([request()], ())
+    assert live.numbers(30_000.0, with_slos=False)["req_s"] == pytest.approx(1 / 30_000, rel=1e-3)
+
+
+def test_a_counter_reports_everything_once() -> None:
+    slos = (
+        Slo(text="ttft<=150ms", latency="ttft", operator="<=", bound_s=0.15),
+        Slo(text="tpot<=30ms", latency="tpot", operator="<=", bound_s=0.03),
+    )
+    counter = Worker(slos)
+    for one in (
+        request(),
+        request(ttft=0.2),
+        request(tpot=0.04),
+        request(error="http"),
+        request(error="http", message="the last"),
+        request(error="timeout"),
+        request(error="abandoned"),
+        request(error="unfinished"),
+        request(phase="warmup"),
+        request(user_class="Agent", tokens=5),
+    ):
+        counter.add(one)
+    given = delta(counter, {"Chat": 2, "Agent": 1, "Gone": 0})
+    assert (given.in_flight_of, given.warmup) == ({"Chat": 2, "Agent": 1}, 1)
+    assert given.messages == {"http": "the last", "timeout": "it was timeout"}
+    numbers = LiveNumbers()
+    numbers.add_delta("a", given)
+    assert numbers.failures() == {"http": 2, "timeout": 1}
+    chat = [by_class["Chat"] for by_class in given.seconds.values() if "Chat" in by_class]
+    assert (sum(one.ended for one in chat), sum(one.failed for one in chat), sum(one.met for one in chat)) == (8, 3, 1)
+    assert sum(one.tokens for one in chat) == 33
+    assert all(int(given.now) - second in (0, 1) for second in given.seconds)
+    assert (empty := delta(counter)) == CounterDelta(now=empty.now)
+    # An answer that came in one read has no TPOT here either: its chunks' times say when the read was.
+    for one in (request(chunks_s=[0.3, 0.3, 0.3], coalesced=2, coalesced_late=0), request()):
+        counter.add(one)
+    (by_class,) = delta(counter).seconds.values()
+    assert [sum((values or {}).values()) for values in map(by_class["Chat"].latencies.get, ("ttft", "tpot"))] == [2, 1]
+    # What no worker of ours sent is left out.
+    assert [decode_delta(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
+
+
+def test_the_slos_are_those_of_the_row() -> None:
+    checks = ["error_rate == 0", "a/bulk: goodput(e2e<=9s) >= 1 req/s", "attainment(ttft<=1s, tpot<=50ms) >= 90%"]
+    assert slos_of_row(checks, "a", "bulk") == "e2e<=9s"
+    assert slos_of_row(checks, "b", "bulk") == "ttft<=1s, tpot<=50ms"
+    assert slos_of_row(checks[:2], "b", "bulk") == ""
+
+
+def test_the_numbers_add_up_workers_and_classes(clock: list[float]) -> None:
+    clock[0] = 1000.5
+    numbers = LiveNumbers(lag_s=4, slos="ttft<=150ms")
+    workers = {name: Worker((Slo(text="", latency="ttft", operator="<=", bound_s=0.15),)) for name in "ab"}
+    for second in range(30):
+        clock[0] = 1000.5 + second
+        for name, counter in workers.items():
+            for _ in range(5):
+                counter.add(request())
+            counter.add(request(user_class="Agent", error="http"))
+            if second % 3 == "ab".index(name):
+                numbers.add_delta(name, delta(counter, {"Chat": 6, "Agent": 1}))
+        numbers.tick(12, Observed(None))
+    recent = numbers.recent()
+    assert list(recent) == [ALL, "Agent", "Chat"]
+    assert (recent[ALL]["ended"], recent["Chat"]["ended"], recent["Agent"]["failed"]) == (120, 100, 20)  # of 10 s
+    assert (recent[ALL]["req_s"], recent["Chat"]["tok_s"], recent["Chat"]["goodput_req_s"]) == (10.0, 110.0, 10.0)
+    assert (recent["Chat"]["attainment"], recent["Agent"]["attainment"]) == (1.0, 0.0)
+    assert recent["Chat"]["ttft_p99_s"] == pytest.approx(0.1, rel=0.0101)
+    assert recent["Agent"]["ttft_p50_s"] is None
+    assert (numbers.in_flight(), numbers.in_flight_of()) == (14, {"Chat": 12, "Agent": 2})
+    assert numbers.client_limited() is None
+    numbers.add_delta("a", delta(workers["a"], {"Chat": 6, "Agent": 1}, busy=0.96))
+    assert numbers.client_limited() == 0.96
+    clock[0] += 60
+    assert (numbers.in_flight(), numbers.in_flight_of()) == (0, {})  # workers that are silent hold nothing
+    assert [point["t"] for point in numbers.points] == [float(t) for t in range(0, 30, 2)]
+    # From the first request sent until the last one that ended, however long the page is open.
+    assert numbers.whole_test()[ALL]["ended"] == 354
+    assert numbers.whole_test()[ALL]["req_s"] == pytest.approx(295 / (29.0 + 0.3), rel=1e-3)
+    numbers.reset()
+    assert (numbers.whole_test()[ALL]["ended"], numbers.whole_test()[ALL]["req_s"]) == (0, None)
+
+
+def test_the_time_series_is_thinned_and_not_cut(clock: list[float]) -> None:
+    clock[0] = 0.0
+    numbers, first = LiveNumbers(), None
+    for second in range(6000):
+        clock[0] = float(second)
+        numbers.tick(1, Observed(None))
+        first = first or numbers.series_id
+    assert 600 <= len(numbers.points) <= 1200
+    assert numbers.points[0]["t"] == 0.0 and numbers.points[-1]["t"] >= 5990.0
+    assert (numbers.step_s, numbers.series_id - (first or 0)) == (8, 2)
+
+
+def test_the_newest_samples_of_server_and_machine(tmp_path: Path) -> None:
+    observed = Observed(tmp_path)
+    now = time.time()
+    lines = [
+        {"wall_s": now - 2, "cell": "c", "values": {"running": 3.0, "waiting": 1.0, "generated_tokens": 100.0}},
+        {"wall_s": now, "cell": "c", "values": {"running": 4.0, "kv_usage": 0.5, "generated_tokens": 160.0}},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{torn")
+    gpus = {"renderD128": {"busy_percent": 90.0, "temperatures_c": {"edge": 60.0}, "power_w": 50.5}}
+    (tmp_path / "telemetry.jsonl").write_text(json.dumps({"wall_s": now, "cell": "c", "gpus": gpus}) + "\n")
+    observed.update()
+    assert observed.values["server"] == {"running": 4.0, "kv_usage": 0.5, "tok_s": pytest.approx(30.0, rel=0.01)}
+    assert observed.values["gpus"] == {"renderD128": {"busy_percent": 90.0, "power_w": 50.5}}
+    (tmp_path / "metrics.jsonl").write_text("")
+    late = Observed(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**lines[0], "wall_s": now - 60}) + "\n")
+    late.update()
+    assert (late.values["server"], late.values["gpus"]) == (None, None)  # what is old says nothing of now

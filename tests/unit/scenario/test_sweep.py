@@ -1,0 +1,193 @@
+"""Sweeps: `vary` and `where` become named rows when the scenario is read; their order, and what the preview shows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.base.errors import ScenarioError
+from harness.run import experiment as experiments
+from harness.scenario import Scenario
+from harness.scenario.file import load_scenario
+from harness.scenario.plan import count_server_starts, plan
+from tests.support.command import called
+
+HEAD = """
+version: 1
+question: Which setting?
+model: m
+prompts: {tokens: 20}
+warmup: {requests: 0}
+"""
+SERVER = "servers: {s: {template: simulated, container: false, variables: {port: 8000}, VARY}}\n"
+LOAD = "loads: {l: {user: batch, requests: 4, output_tokens: 4, VARY}}\n"
+SEQS = "vary: {max_num_seqs: [1, 2, 4]}"
+SIZES = "vary: {batch_size: {from: 1, to: 9, factor: 2}}"
+
+
+def text(server: str = "", load: str = "", more: str = "") -> str:
+    return (HEAD + SERVER + more).replace(", VARY", f", {server}" if server else "") + LOAD.replace(
+        ", VARY", f", {load}" if load else ""
+    )
+
+
+def read(tmp_path: Path, text: str) -> Scenario:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    return load_scenario(path)
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    with pytest.raises(ScenarioError) as caught:
+        read(tmp_path, text)
+    return [problem.replace("(line 7)", "(s)").replace("(line 8)", "(l)") for problem in caught.value.problems]
+
+
+def test_a_sweep_becomes_ordinary_servers_and_loads(tmp_path: Path) -> None:
+    scenario = read(tmp_path, text(SEQS, SIZES))
+    assert {name: one.variables for name, one in scenario.servers.items()} == {
+        "s-max-num-seqs-1": {"port": 8000, "max_num_seqs": 1},
+        "s-max-num-seqs-2": {"port": 8000, "max_num_seqs": 2},
+        "s-max-num-seqs-4": {"port": 8000, "max_num_seqs": 4},
+    }
+    loads = {name: (one.batch_size, one.vary) for name, one in scenario.loads.items()}
+    assert loads == {f"l-batch-size-{size}": (size, {}) for size in (1, 2, 4, 8)}
+    assert scenario.swept is not None
+    assert scenario.swept.settings("s-max-num-seqs-2", "l-batch-size-8") == {"max_num_seqs": 2, "batch_size": 8}
+    assert not scenario.restart, "one server start serves all loads"
+    assert read(tmp_path, text(SEQS, SIZES, "restart: true\n")).restart, "the file has the last word"
+    assert read(tmp_path, text()).restart
+    assert read(tmp_path, text()).swept is None
+
+
+def test_engine_flags_and_several_settings(tmp_path: Path) -> None:
+    vary = "vary: {max_num_seqs: [1, 2], --jitter: [0, 0.05], --enable-prefix-caching: [true, false]}"
+    servers = read(tmp_path, text(vary)).servers
+    assert list(servers)[:3] == ["s-mns1-j0-epcon", "s-mns1-j0-epcoff", "s-mns1-j0p05-epcon"]
+    assert servers["s-mns1-j0p05-epcon"].variables["extra_args"] == ["--jitter", "0.05", "--enable-prefix-caching"]
+    assert servers["s-mns1-j0-epcoff"].variables["extra_args"] == ["--jitter", "0"]
+    lists = read(tmp_path, text("vary: {extra_args: [[], [--jitter, '0.1']]}")).servers
+    assert [one.variables["extra_args"] for one in lists.values()] == [[], ["--jitter", "0.1"]]
+    assert list(lists) == ["s-extra-args-1", "s-extra-args-2"]
+
+
+def test_nested_keys_of_a_load(tmp_path: Path) -> None:
+    loads = read(tmp_path, text(load="vary: {arrivals.rate: {from: 0.05, to: 0.15, step: 0.05}}")).loads
+    rates = [(name, one.arrivals and one.arrivals.rate) for name, one in loads.items()]
+    assert rates == [("l-rate-0p05", 0.05), ("l-rate-0p1", 0.1), ("l-rate-0p15", 0.15)]
+
+
+@pytest.mark.parametrize(
+    ("condition", "left"),
+    [
+        ("max_num_batched_tokens >= max_num_seqs", ["s-mns8-mnbt8", "s-mns8-mnbt64", "s-mns64-mnbt64"]),
+        ("max_num_batched_tokens / 2 == 4 * max_num_seqs", ["s-mns8-mnbt64"]),
+        ("8 < max_num_seqs <= 64 and max_num_batched_tokens != 8", ["s-mns64-mnbt64"]),
+        ("max_num_seqs * max_num_batched_tokens > port", []),
+    ],
+)
+def test_conditions(tmp_path: Path, condition: str, left: list[str]) -> None:
+    vary = f"vary: {{max_num_seqs: [8, 64], --max-num-batched-tokens: [8, 64]}}, where: ['{condition}']"
+    if left:
+        assert list(read(tmp_path, text(vary)).servers) == left
+    else:
+        assert problems(tmp_path, text(vary)) == ["$.servers.s.where (s): it leaves out every combination"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "problem"),
+    [
+        ("max_num_seq > 1", "'max_num_seq' is neither varied nor set here; did you mean 'max_num_seqs'?"),
+        ("max_num_seqs", "'max_num_seqs' compares nothing; write such as max_num_batched_tokens >= max_num_seqs"),
+        ("port > \"a\"", "'port > \"a\"': '>' not supported between instances of 'int' and 'str'"),
+        ("port / 0 > 1", "'port / 0 > 1': division by zero"),
+        ("'a' * 999999999 > 1", "''a' * 999999999 > 1': 'a' * 999999999 is not computed here"),
+        ("'a'.center(999999999) > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("().__class__ > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("port.__class__ > 1", "'port.__class__ > 1': '__class__' is not set here"),
+        ("port ** port > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("[port for port in 'a'] > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("9999999999 * 9999999999 * 9999999999 > 1", "99999999980000000001 * 9999999999 is not computed here"),
+        ("(" * 95 + "1" + ")" * 95 + " > 1", "it leaves out every combination"),
+        ("-" * 190 + "1 > 1", "it leaves out every combination"),
+        ("1" + " + 1" * 48, "compares nothing; write such as max_num_batched_tokens >= max_num_seqs"),
+    ],
+)  # fmt: skip
+def test_invalid_conditions(tmp_path: Path, condition: str, problem: str) -> None:
+    quoted = condition.replace('"', '\\"')
+    (text_of_problem,) = problems(tmp_path, text(f'{SEQS}, where: ["{quoted}"]'))
+    assert text_of_problem.split("(s): ")[1].endswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("server", "load", "problem"),
+    [
+        ("vary: {max_num_seqs: []}", "", "$.servers.s.vary.max_num_seqs (s): it is empty; list values, or write "),
+        ("vary: {max_num_seqs: {from: 1, to: 4}}", "", "$.servers.s.vary.max_num_seqs (s): give exactly one of 'step'"),
+        ("vary: {max_num_seqs: {from: 0, to: 4, factor: 2}}", "", "$.servers.s.vary.max_num_seqs (s): expected: "),
+        ("vary: {max_num_seqs: {from: 1, to: 9999999, step: 1}}", "", "$.servers.s.vary.max_num_seqs (s): it has "
+         "9,999,999 values; at most 1,000 are read"),
+        ("vary: {max_num_seqs: {from: 1, to: 300, step: 1}, port: {from: 1, to: 300, step: 1}}", "",
+         "$.servers.s.vary (s): it has 90,000 combinations; at most 10,000 are read"),
+        ("vary: {preset: [a.b, a-b]}", "", "$.servers.s.vary (s): two servers would have this name; rename one, or "
+         "change its values (of row 's-preset-a-b')"),
+        ("where: ['port > 1']", "", "$.servers.s.where (s): belongs to 'vary'"),
+        ("vary: {no-name: [1]}", "", "$.servers.s.vary.no-name (s): a variable of the template is expected"),
+        ("", "vary: {userz: [1, 2]}", "$.loads.l.vary (l): userz: unknown key; did you mean 'user'? (of row "
+         "'l-userz-1')"),
+        ("", "vary: {stages: [1]}", "$.loads.l.vary.stages (l): cannot be varied"),
+        ("", "vary: {users.x: [1]}", "$.loads.l.vary (l): users.x: 'users' has no keys of its own here"),
+        ("", "vary: {abandon.a-very-long-key-that-does-not-fit-into-a-name: [1]}",
+         "$.loads.l.vary (l): the name 'l-a-very-long-key-that-does-not-fit-into-a-name-1' has 49 characters"),
+        # What only follows from a value is the problem of its row.
+        ("", "processes: 4, vary: {users: [2, 8]}", "$.loads.l-users-2.processes (l): 4 load processes for 2 users; "
+         "use at most one per user"),
+    ],
+)  # fmt: skip
+def test_invalid_sweeps(tmp_path: Path, server: str, load: str, problem: str) -> None:
+    (text_of_problem,) = problems(tmp_path, text(server, load))
+    assert text_of_problem.startswith(problem)
+
+
+def test_an_unknown_variable_is_reported_once(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text("vary: {max_num_seqz: [1, 2, 4]}"))
+    with pytest.raises(ScenarioError) as caught:
+        experiments.prepare(path)
+    (problem,) = caught.value.problems
+    assert all(part in problem for part in ("max_num_seqz", "did you mean 'max_num_seqs'?", "(line 7)"))
+
+
+def test_a_server_restarts_only_when_one_of_its_settings_changes(tmp_path: Path) -> None:
+    scenario = read(tmp_path, text(SEQS.replace(", 4]", "]"), "vary: {batch_size: [1, 2]}", "repeats: 2\n"))
+    order = [(cell.repeat, cell.server[-1], cell.load[-1], cell.again is not None) for cell in plan(scenario)]
+    assert order == [
+        (1, "1", "1", False), (1, "1", "2", False), (1, "1", "1", True),
+        (1, "2", "1", False), (1, "2", "2", False), (1, "2", "1", True),
+        (2, "2", "2", False), (2, "2", "1", False), (2, "2", "2", True),
+        (2, "1", "2", False), (2, "1", "1", False), (2, "1", "2", True),
+    ]  # fmt: skip
+    assert plan(scenario)[2].id == "r1-s-max-num-seqs-1-l-batch-size-1_again"
+    assert count_server_starts(scenario) == 4, "servers x repeats"
+    scenario = read(tmp_path, text(SEQS, more="repeats: 1\n"))
+    assert [cell.again for cell in plan(scenario)] == [None] * 3  # without a second load nothing is repeated
+    again = read(tmp_path, text(SEQS, SIZES, "repeats: 1\nrestart: true\n"))
+    assert (len(plan(again)), count_server_starts(again)) == (12, 12)
+
+
+def test_the_preview_shows_cells_starts_and_minutes(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text(SEQS, SIZES))
+    done = called("check", path.name, cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    lines = [line.rstrip() for line in done.out.splitlines()]
+    assert "sweep of the server 's', 3 rows: max_num_seqs 1, 2, 4" in lines
+    assert "sweep of the load 'l', 4 rows: batch_size 1, 2, 4, 8" in lines
+    assert (
+        "75 cells (15 of them repeat the first of a server start at its end, to show drift): 5 repeats, interleaved; "
+        "15 server starts: one per server and repeat (warm)" in lines
+    )
+    assert any(line.startswith("estimated time: ") for line in lines)
+    plan = json.loads(called("check", path.name, "--json", cwd=tmp_path).out)
+    assert (plan["server_starts"], len(plan["order"]), len(plan["rows"])) == (15, 75, 12)
+    assert plan["rows"][5]["settings"] == {"max_num_seqs": 2, "batch_size": 2}

@@ -1,0 +1,215 @@
+"""What `harness compose` prints for Docker Compose: the server, Locust next to it, and how to use them."""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from harness.base.errors import HarnessError
+from harness.run.experiment import Experiment, prepare
+from harness.run.live import compose_file
+from harness.scenario import Gateway, Load, Scenario, Server, Warmup
+from harness.serve import template
+from harness.workload.job import Job, decode_job
+from tests.support.command import write
+from tests.support.load_runs import composed
+
+
+def scenario(server: Server, **loads: Load) -> Scenario:
+    return Scenario(
+        version=1, question="q", model="org/model", servers={"s": server}, loads=loads or {"l": Load(user="chat")}
+    )
+
+
+BASE: dict[str, Any] = {"user": "batch", "requests": 10}
+STAGES: dict[str, Any] = {"user": "chat", "stages": [{"users": 2, "for_s": 3}, {"users": 4, "for_s": 5}]}
+OWN = """
+from locust import task
+from harness.load.user import LLMUser
+import beside
+
+class Own(LLMUser):
+    @task
+    def one(self) -> None:
+        self.ask(self.take()[0])
+"""
+
+
+def job_in(text: str) -> Job:
+    command = yaml.safe_load(text)["services"]["locust"]["command"]
+    return decode_job(command[command.index("--job") + 1].replace("$$", "$"))
+
+
+def prepared(folder: Path, loads: dict[str, Any], **more: Any) -> Experiment:
+    (folder / "own.py").write_text(OWN)
+    (folder / "beside.py").write_text("")
+    (folder / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "Costs $HOME?"}\n')
+    return prepare(write(folder, servers={"one": {"template": "simulated"}}, loads=loads, **more))
+
+
+@pytest.mark.parametrize(
+    ("load", "mounted"),
+    [
+        (BASE | {"users": 4, "processes": 2, "in_flight": 7}, None),
+        (STAGES, None),
+        ({"user": "own.py", "requests": 4}, ""),  # the folder: the locustfile may import from it, and open its files
+        ({"user": "batch", "users": 4, "trace": {"file": "trace.csv", "speed": 2}}, "trace.csv"),
+    ],
+)
+def test_the_file_carries_the_load_of_a_run(load: dict[str, Any], mounted: str | None, tmp_path: Path) -> None:
+    experiment = prepared(tmp_path, {"l": load}, seed=7, warmup={"requests": 3})
+    text = compose_file(experiment, headless=True, records=tmp_path)
+    job = job_in(text)
+    rows = {stage.load_name: stage.users for stage in job.stages} or {job.load_name: job.load.users}
+    assert rows == {name: each.users for name, each in experiment.scenario.loads.items()}
+    assert job.load == next(iter(experiment.scenario.loads.values()))
+    assert (job.seed, job.model, job.prompts, job.simulated) == (7, "tiny", experiment.scenario.prompts, True)
+    assert job.warmup == Warmup(requests=3)
+    locust = yaml.safe_load(text)["services"]["locust"]
+    assert ("--processes" in locust["command"]) is ("processes" in load)
+    assert [volume["source"] for volume in locust["volumes"] if volume.get("read_only")] == (
+        [] if mounted is None else [str(tmp_path / mounted)]
+    )
+
+
+def test_the_file_carries_the_prompts_of_a_run(tmp_path: Path) -> None:
+    experiment = prepared(tmp_path, {"l": BASE}, prompts={"kind": "file", "file": "prompts.jsonl", "salt": False})
+    text = compose_file(experiment)
+    job = job_in(text)
+    file = str(tmp_path / "prompts.jsonl")
+    assert (job.prompts, job.salt, job.prompt_file) == (experiment.scenario.prompts, None, file)
+    expected = {"type": "bind", "source": file, "target": file, "read_only": True}
+    assert yaml.safe_load(text)["services"]["locust"]["volumes"] == [expected]
+
+
+def test_in_the_web_ui_a_person_starts_and_ends_the_load(tmp_path: Path) -> None:
+    found = prepared(
+        tmp_path, {"l": {"user": "chat", "requests": 10, "ramp_s": 2, "users": 8}}, checks=["goodput(ttft<=1s) >= 0.5"]
+    )
+    text = compose_file(found)
+    job = job_in(text)
+    assert job.load == msgspec.structs.replace(found.scenario.loads["l"], requests=None)
+    assert job.slos == "ttft<=1s"
+    command = yaml.safe_load(text)["services"]["locust"]["command"]
+    options = dict(itertools.pairwise(command))
+    assert (options["--users"], options["--spawn-rate"], "--headless" in command) == ("8", "4", False)
+    assert "`requests` and `duration_s` do not apply" in text
+
+
+@pytest.mark.parametrize(
+    ("loads", "more", "given", "said"),
+    [
+        ({"a": BASE, "b": BASE}, {}, {}, ["--load: required, because the scenario has 2 loads", "--load a or --load"]),
+        ({"a": BASE}, {}, {"load": "b"}, ["--load:", "has no load 'b'; known: a"]),
+        ({"a": STAGES}, {}, {},
+         ["loads.a.stages: the web UI has one number of users", "--load a@2 or --load a@4, or --headless"]),
+        ({"a": {"user": "batch", "duration_s": 9}, "b": {"user": "batch", "duration_s": 9}},
+         {"mixes": {"both": ["a", "b"]}}, {"load": "both"}, ["--load: 'both' is a mix", "--load a or --load b"]),
+        ({"a": BASE}, {"prompts": {"tokenizer": "server"}}, {}, ["prompts.tokenizer: 'server' needs the running"]),
+        ({"a": BASE}, {}, {"headless": True}, ["--headless: needs --records"]),
+        ({"a": BASE}, {}, {"headless": True, "records": Path("/proc"), "workers": 2}, ["--workers: goes with the web"]),
+        ({"a": BASE}, {}, {"records": Path("nowhere")}, ["--records: nowhere is not a folder"]),
+    ],
+)  # fmt: skip
+def test_what_the_file_cannot_express_is_refused_by_name(
+    loads: dict[str, Any], more: dict[str, Any], given: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(HarnessError) as caught:
+        compose_file(prepared(tmp_path, loads, **more), **given)
+    assert all(text in f"{caught.value.what} {caught.value.next_step}" for text in said), caught.value
+
+
+def test_one_stage_alone_can_be_loaded_from_the_web_ui(tmp_path: Path) -> None:
+    job = job_in(compose_file(prepared(tmp_path, {"a": STAGES}), load="a@4"))
+    assert (job.load_name, job.load.users, job.stages) == ("a@4", 4, [])
+
+
+@pytest.mark.parametrize("container", [True, False])
+def test_the_document_is_the_same_at_every_call(container: bool) -> None:
+    given = scenario(Server(template="simulated", container=container))
+    text = composed(given)
+    assert text == composed(given)
+    raw = yaml.safe_load(text)
+    assert raw["services"]["server"]["ports"] == ["127.0.0.1:8000:8000"]
+    assert raw["services"]["locust"]["command"][3:5] == ["--host", "http://server:8000"]
+    assert raw["x-amd-llm-load"]["port"] == 8000
+    head = text.splitlines()[:6]
+    assert head[:2] == [
+        "# The server 's' and the load 'l' of scenario.yaml, printed by `harness compose`.",
+        "# Save it as compose.yaml, then: docker compose up",
+    ]
+    assert head[4:] == ["# Locust: http://127.0.0.1:8089", "# server: http://127.0.0.1:8000"]
+
+
+def test_the_load_generator_has_no_more_rights_than_it_needs(tmp_path: Path) -> None:
+    for options in ({}, {"workers": 2}, {"headless": True, "records": tmp_path}):
+        services = yaml.safe_load(composed(scenario(Server(template="simulated")), **options))["services"]
+        for name in services.keys() - {"server"}:
+            service = services[name]
+            assert (service["read_only"], service["tmpfs"], service["cap_drop"]) == (True, ["/tmp"], ["ALL"])
+            assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_headless_there_is_no_port_and_the_records_are_a_folder_of_the_host(tmp_path: Path) -> None:
+    text = composed(scenario(Server(template="simulated")), headless=True, records=tmp_path)
+    locust = yaml.safe_load(text)["services"]["locust"]
+    assert "ports" not in locust and "--headless" in locust["command"]
+    assert locust["volumes"] == [{"type": "bind", "source": str(tmp_path), "target": "/records"}]
+    assert locust["user"] == f"{os.getuid()}:{os.getgid()}"
+    assert job_in(text).requests_path == "/records/requests.jsonl"
+    assert "# Save it as compose.yaml, then: docker compose up --exit-code-from locust; docker compose down\n" in text
+    lemonade = composed(scenario(Server(template="lemonade")), headless=True, records=tmp_path)
+    assert "docker compose run --rm locust; docker compose down\n" in lemonade
+
+
+def test_the_ports_of_the_document_are_those_asked_for() -> None:
+    given = scenario(Server(template="simulated", variables={"port": 9000, "host_port": 9001}, container=False))
+    text = composed(given, ui_port=9099)
+    services = yaml.safe_load(text)["services"]
+    assert services["locust"]["ports"] == ["127.0.0.1:9099:8089"]
+    assert services["server"]["ports"] == ["127.0.0.1:9001:9000"]
+    assert 'AMD_LLM_LOAD_UI_ADDRESS": "127.0.0.1:9099"' in text
+    assert "# Locust: http://127.0.0.1:9099\n" in text and "server: http://127.0.0.1:9001\n" in text
+
+
+def test_the_document_has_workers_beside_the_web_ui() -> None:
+    given = scenario(Server(template="simulated"))
+    raw = yaml.safe_load(composed(given, workers=2))
+    assert list(raw["services"]) == ["server", "locust", "worker"]
+    master, worker = raw["services"]["locust"], raw["services"]["worker"]
+    assert master["command"][-1] == "--master"
+    assert worker["command"][:3] == master["command"][:3]
+    assert worker["command"][3:5] == master["command"][5:7]  # the job
+    assert worker["command"][5:] == ["--worker", "--master-host", "locust"]
+    assert worker["deploy"] == {"replicas": 2}
+    # One counter for all of them: each request of the sequence is sent once.
+    assert (master["ipc"], worker["ipc"]) == ("shareable", "service:locust")
+    assert job_in(composed(given, workers=2)).counter_path.startswith("/dev/shm/")
+    assert "ports" not in worker
+    assert "--master" not in yaml.safe_load(composed(given))["services"]["locust"]["command"]
+
+
+def test_with_a_gateway_the_load_generator_waits_for_it_and_the_head_names_both() -> None:
+    server = Server(template="vllm-cpu", gateway=Gateway(template="litellm"))
+    text = composed(scenario(server))
+    raw = yaml.safe_load(text)
+    assert raw["services"]["locust"]["depends_on"] == {"gateway": {"condition": "service_healthy"}}
+    assert raw["services"]["locust"]["command"][3:5] == ["--host", "http://gateway:4000"]
+    head = ["# Locust: http://127.0.0.1:8089", "# gateway: http://127.0.0.1:4000", "# server: http://127.0.0.1:8000"]
+    assert text.splitlines()[4:7] == head
+
+
+def test_the_document_tells_that_no_group_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = "# group_add is empty: there is no /dev/kfd"
+    for groups, template_name, expected in (
+        ([], "vllm-rocm", True),
+        ([], "simulated", False),
+        ([44], "vllm-rocm", False),
+    ):
+        monkeypatch.setattr(template, "find_device_groups", lambda groups=groups: groups)
+        assert (note in composed(scenario(Server(template=template_name)))) is expected

@@ -1,0 +1,144 @@
+"""The import table: arrows go one way, and only the load room knows Locust and gevent."""
+
+import ast
+import re
+from collections import Counter
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mutations import misplaced
+from harness.base.engines import engines
+from harness.base.files import ROOT
+from harness.serve.template import GATEWAYS, templates
+
+# Which other packages a package may import, besides base: the whole table, in the order of the arrows.
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"analysis", "api"},
+    "__version__": set(),
+    "base": set(),
+    "simulated": set(),
+    "scenario": set(),
+    "failures": set(),
+    "records": {"failures", "scenario"},
+    "workload": {"records", "scenario"},
+    "machine": {"records"},
+    "analysis": {"failures", "records", "scenario"},
+    "report": {"analysis", "failures", "records", "scenario"},
+    "imports": {"__version__", "analysis", "records", "scenario"},
+    "load": {
+        "__version__", "analysis.derive", "failures.explain", "failures.unexpected_response", "records.records",
+        "records.table", "scenario", "workload",
+    },
+    "serve": {"failures", "machine", "records", "scenario", "workload"},
+    "run": {
+        "__version__", "analysis", "failures", "load.live_metrics", "machine", "records", "report", "scenario", "serve",
+        "simulated", "workload",
+    },
+    "api": {"analysis", "records", "report", "scenario"},
+    "cli": {
+        "__version__", "analysis", "failures", "imports", "machine", "records", "report", "run", "scenario", "serve",
+    },
+    "__main__": {"cli"},
+}  # fmt: skip
+
+
+def modules() -> list[Path]:
+    return sorted((ROOT / "harness").rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT / "harness").with_suffix("").parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_table(path: Path) -> None:
+    names = imports(path)
+    here = room(path)
+    if here != "load":
+        assert not {name for name in names if name.split(".")[0] in ("locust", "gevent")}
+    own = {tuple(name.split(".")[1:3]) for name in names if name.startswith("harness.")}
+    assert {".".join(name) for name in own if not {name[0], ".".join(name)} & (ALLOWED[here] | {"base", here})} == set()
+
+
+def test_the_arrows_go_one_way() -> None:
+    TopologicalSorter(
+        {here: {name.split(".")[0] for name in others} | ({"base"} - {here}) for here, others in ALLOWED.items()}
+    ).prepare()
+
+
+def test_a_newcomer_can_name_the_parts() -> None:
+    assert len(ALLOWED) - 1 <= 18  # `__version__` is in `__init__`
+    assert {room(path) for path in modules()} == set(ALLOWED) - {"__version__"}
+
+
+def test_the_locustfiles_see_the_load_room_and_what_it_sees() -> None:
+    for path in (ROOT / "locustfiles").glob("*.py"):
+        own = {name for name in imports(path) if name.startswith("harness")}
+        assert all(name.split(".")[1] in ALLOWED["load"] | {"base", "load", "analysis"} for name in own), path
+
+
+def test_the_load_room_names_all_its_modules() -> None:
+    here = ROOT / "harness" / "load"
+    named = re.findall(r"^([a-z_]+\.py)\b", (here / "__init__.py").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in here.glob("*.py") if path.name != "__init__.py")
+
+
+def test_class_names_are_unique() -> None:
+    paths = [*modules(), *(ROOT / "locustfiles").glob("*.py")]
+    trees = [ast.walk(ast.parse(path.read_text())) for path in paths]
+    names = Counter(node.name for tree in trees for node in tree if isinstance(node, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+# Where a server type may be named in the program's own texts and names, and why.
+NAMED_IN = {
+    "base/engines": "the facts of each",
+    "serve/lemonade.py": "what only Lemonade needs",
+    "serve/lint.py": "flags of vLLM, also behind Lemonade, and their checks",
+    "machine/memory.py": "what vLLM makes of a GPU's memory",
+    "machine/model.py": "the same",
+    "machine/doctor.py": "the same",
+    "run/machine_fit.py": "the same",
+    "cli/tools.py": "the same",
+    "failures/table.py": "flags that vLLM removed",
+    "imports": "formats of other tools",
+    "simulated": "the embedded engine answers as vLLM does",
+}
+SERVERS = re.compile("vllm|llama|lemonade|ollama|local-?ai|litellm|sglang", re.IGNORECASE)
+
+
+def texts_of(path: Path) -> list[str]:
+    """The texts of a module that the program uses: no docstrings, no names of modules."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def test_a_server_type_is_named_in_its_file_and_nowhere_else() -> None:
+    named = {str(path.relative_to(ROOT / "harness")) for path in modules() if any(map(SERVERS.search, texts_of(path)))}
+    allowed = {path: next((at for at in NAMED_IN if path == at or path.startswith(f"{at}/")), None) for path in named}
+    assert [path for path, at in allowed.items() if at is None] == []
+    assert set(allowed.values()) == set(NAMED_IN) - {"base/engines"}, "an exception that nothing needs"
+
+
+def test_each_template_belongs_to_one_server_type() -> None:
+    owned = [template for engine in engines() for template in engine.templates]
+    assert sorted(owned) == sorted([*templates(), *GATEWAYS])
+    assert len({engine.name for engine in engines()}) == len({engine.place for engine in engines()}) == len(engines())
+
+
+def test_every_seeded_defect_has_its_place() -> None:
+    assert list(misplaced()) == []
