@@ -61,7 +61,7 @@ def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import subprocess, time; from harness import process\n"
+            "import subprocess, time; from harness.base import process\n"
             f"c = process.start({SLEEP!r}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
             "print(c.pid, flush=True); time.sleep(3600)",
         ],
@@ -85,7 +85,7 @@ def test_a_group_that_handles_no_signal_does_not_outlive_a_killed_parent(tmp_pat
         [
             sys.executable,
             "-c",
-            "import subprocess, sys, time; from harness import process\n"
+            "import subprocess, sys, time; from harness.base import process\n"
             f"c = process.start([sys.executable, '-c', {deaf!r}], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n"
             "print(c.pid, c.stdout.readline().decode(), flush=True); time.sleep(600)",
         ],

@@ -47,7 +47,7 @@ def test_an_owner_in_another_pid_namespace_counts_as_alive() -> None:
     if "CI" not in os.environ and subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make a pid namespace")
     mine = engine.make_labels("r", "c")
-    code = "from harness import process; import json; print(process.owner_is_gone(json.loads(input())))"
+    code = "from harness.base import process; import json; print(process.owner_is_gone(json.loads(input())))"
     answer = subprocess.run(
         [*inside, sys.executable, "-c", code], input=json.dumps(mine), capture_output=True, text=True, check=True
     )
