@@ -70,9 +70,7 @@ _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
 DRIFT_LIMIT = 0.05  # smaller drift is not reported
 WARMUP_BLOCKS = 2  # a warm-up takes about as long as this many blocks
-TYPICAL_BLOCKS = (
-    15  # of a probe, in the mean (passed: 19 to 29, failed: mostly 3; test_capacity_proof.py)
-)
+TYPICAL_BLOCKS = 15  # of a probe, in the mean (passed: 19 to 29, failed: mostly 3; test_capacity_proof.py)
 MAX_IDLE_WAIT_S = 60.0  # for requests of the last probe that the server still works on
 
 
