@@ -23,7 +23,7 @@ from tests.support.faults import fault
 from tests.support.load_runs import composed
 from tests.support.made_runs import server_problems_of
 
-DOUBLE = str(ROOT / "tests" / "doubles")
+DOUBLE = str(ROOT / "tests" / "support" / "doubles")
 
 
 def offline(**variables: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from harness.serve.lifecycle import serve
 from tests.docker.conftest import BASE, remains
 from tests.support.command import PATIENCE_S
 
-DOUBLE = str(ROOT / "tests" / "doubles")
+DOUBLE = str(ROOT / "tests" / "support" / "doubles")
 NONE: dict[str, dict[str, Any]] = {
     "ollama": {"ollama_cache": None},
     "localai": {"localai_models": None, "localai_backends": None},

@@ -69,7 +69,7 @@ def test_what_stood_in_front_is_recorded_and_the_metrics_are_the_servers(ran: Ra
     assert by_cell["r1-direct-one-at-a-time"].gateway is None
     front = by_cell["r1-through-one-at-a-time"].gateway
     assert front is not None
-    lock = (ROOT / "tests" / "engines" / "litellm.lock").read_text().splitlines()
+    lock = (ROOT / "tests" / "support" / "engines" / "litellm.lock").read_text().splitlines()
     pinned = next(line for line in lock if line.startswith("litellm=="))
     assert (front.template, f"litellm=={front.version}", front.model) == ("litellm", pinned, "my/model")
     assert [phase.name for phase in front.phases] == ["pull", "create", "port open", "health", "first answer"]
