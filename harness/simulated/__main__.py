@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.simulated.answer import parse_fault
+from harness.simulated.answer import FAULTS, parse_fault
 from harness.simulated.engine import DEFAULT_PRESET, PRESETS, EngineConfig
 from harness.simulated.server import ServerConfig, SimulatedServer, log
 
@@ -35,7 +35,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m harness.simulated",
         description="An OpenAI-compatible server that models continuous batching. It computes no model. Flags are "
         "named as vLLM's where vLLM has them; each overrides one parameter of the preset.",
-    )
+        epilog="Faults, with the default of the parameter:\n"
+        + "\n".join(f"  {kind + ('' if default is None else f':{default}'):16} {text}"
+                    for kind, (default, text) in FAULTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), default=DEFAULT_PRESET)
     add("--host", default="127.0.0.1")
@@ -52,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
             add(flag, type=field.type, metavar="S" if field.name.endswith("_s") else "N")
     add("--natural-output-tokens", type=int, default=120, metavar="N", help="mean length of an answer left to itself")
     add("--send-log", type=Path, metavar="FILE", help="append the true send time of every chunk, as JSON lines")
-    add("--fault", action="append", default=[], metavar="KIND[:N][@NTH]", help="see docs/simulated.md")
+    add("--fault", action="append", default=[], metavar="KIND[:N][@NTH]", help="of each NTH request; see below")
     add("--startup-s", type=float, default=0.0, metavar="S", help="seconds before the port is opened")
     add("--fail-start", metavar="TEXT", help="log this instead of becoming ready, and exit")
     add("--exit-code", type=int, default=1, metavar="N", help="status of --fail-start")

@@ -1,4 +1,4 @@
-"""Write the answer to a completion request, with its faults (listed in docs/simulated.md), and the send log.
+"""Write the answer to a completion request, with its faults, and the send log.
 
 The send log has the times at which the engine sent each chunk. Tests compare a client's times with it. It has JSON
 lines: first the clock, {"format", "clock", "anchor_monotonic_s", "anchor_realtime_s"}, then one line per completion
@@ -16,12 +16,28 @@ import msgspec
 from harness.simulated import wire
 from harness.simulated.wire import HttpRequest
 
-_DEFAULTS: dict[str, float | None] = {
-    "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "hang": 3, "error-event": 3,
-    "lemonade-error": 0, "malformed": 3, "coalesce": 3, "no-usage": None, "reasoning": 4, "tool-call": None,
-    "stop-string": 2, "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
-}  # fmt: skip
-KINDS = tuple(_DEFAULTS)
+FAULTS: dict[str, tuple[float | None, str]] = {  # kind: default parameter, and what happens
+    "delay": (1, "seconds without an answer and without computing"),
+    "429": (1, "that status; the parameter is Retry-After in seconds"),
+    "503": (1, "that status; the parameter is Retry-After in seconds"),
+    "500-html": (None, "status 500 with an HTML page, as a proxy answers"),
+    "html": (None, "status 200 with an HTML page"),
+    "cut": (3, "the connection is closed after so many events with text"),
+    "hang": (3, "after so many events with text the stream stays open and silent"),
+    "error-event": (3, "after so many events with text an error object, [DONE], end, as vLLM does"),
+    "lemonade-error": (0, "after so many events with text an error object, no [DONE], as Lemonade does"),
+    "malformed": (3, "the event after so many is half of its JSON"),
+    "coalesce": (3, "so many events per write"),
+    "no-usage": (None, "no usage in the answer"),
+    "reasoning": (4, "so many first tokens are reasoning"),
+    "tool-call": (None, "the answer is a call of the first tool"),
+    "stop-string": (2, "a natural answer ends with so many tokens without text"),
+    "empty": (None, "one token without text; of embeddings an empty vector"),
+    "wrong": (None, "a structured answer has another choice than the right one"),
+    "invalid": (None, "a structured answer has not the form that was asked for"),
+    "exit": (10, "command line only: the process ends with status 1 after so many requests"),
+    "never-ready": (None, "command line only: /health answers 503 forever"),
+}
 PROCESS_KINDS = ("exit", "never-ready")
 
 Active = dict[str, float]
@@ -38,9 +54,9 @@ def parse_fault(text: str) -> InjectedFault:
     """Parse `kind[:parameter][@every_nth]`. Raises ValueError."""
     rest, _, every = text.strip().partition("@")
     kind, colon, parameter = rest.partition(":")
-    if kind not in _DEFAULTS:
-        raise ValueError(f"unknown fault {kind!r}; known: {', '.join(KINDS)}")
-    default = _DEFAULTS[kind]
+    if kind not in FAULTS:
+        raise ValueError(f"unknown fault {kind!r}; known: {', '.join(FAULTS)}")
+    default = FAULTS[kind][0]
     if colon and default is None:
         raise ValueError(f"fault {kind!r} takes no parameter, got {parameter!r}")
     try:

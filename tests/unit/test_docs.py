@@ -124,13 +124,6 @@ def test_the_table_of_the_readme_is_that_of_the_example_run() -> None:
     assert example.scenario == msgspec.structs.replace(now, servers=servers)
 
 
-def test_every_option_of_a_locustfile_is_documented() -> None:
-    source = page("harness/load/options.py")
-    given = set(re.findall(r'"(--[a-z-]+)"', source))
-    assert len(given) > 5
-    assert given <= code(page("docs/users.md"))
-
-
 def test_the_locustfile_of_the_page_works(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", page("docs/users.md"), re.DOTALL)
     (tmp_path / "mine.py").write_text(block)
