@@ -92,7 +92,7 @@ def draft(question: str, servers: list[str], models: list[str], machine: str) ->
         first, second = (f"{name}/{concurrency}-at-a-time" for name in servers)
         scenario["compare"] = [{"row": second, "against": first}]
     text = yaml.safe_dump(scenario, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
-    return f"# Made by `harness init`; all keys: docs/scenarios.md\n{text}"
+    return f"# Made by `harness init`; all keys: docs/scenario-keys.md\n{text}"
 
 
 def _draft_server(template: str, server: Draft, model: str, concurrency: int) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def machine_notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
             )
         if lacking := find_unsupported_targets(service.image, targets):
             fact = f"is known to have no code for {' and '.join(lacking)} ({read_gfx_table().checked})"
-            notes.append(f"server '{name}': its image {service.image} {fact}; {DOCS}/doctor.md has the table")
+            notes.append(f"server '{name}': its image {service.image} {fact}; {DOCS}/findings.md has the table")
     notes += [*_dtype_notes(experiment, root)]
     notes += [f"{error.what}\n  next: {error.next_step}" for error in memory_errors(experiment, root)]
     return [f"note: {note}" for note in notes]

@@ -63,8 +63,8 @@ USERS = tuple(sorted(path.stem for path in LOCUSTFILES.glob("*.py")))  # the use
 class Gateway(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A proxy between the users and a server, such as LiteLLM."""
 
-    template: Line
-    variables: dict[str, Any] = {}
+    template: Line  # of a gateway: `litellm`
+    variables: dict[str, Any] = {}  # values for the template's variables
 
 
 # Access to the machine that a server's containers get only with the user's consent; harness.serve.security has reasons.
@@ -74,42 +74,45 @@ Consent = Literal["docker-socket", "host-files", "host-devices", "host-ipc", "op
 class Span(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A range of values of a varied setting. Each value is `step` above the previous one, or `factor` times it."""
 
-    first: float = field(name="from")
+    first: float = field(name="from")  # the first value
     to: float  # the last value is at most this
-    step: float | None = None
-    factor: float | None = None
+    step: float | None = None  # each value is this much above the previous one, or ...
+    factor: float | None = None  # ... this many times the previous one
 
 
 class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A server to start: a Compose template of compose/ and values for its variables."""
 
-    template: Line
-    variables: dict[str, Any] = {}
+    template: Line  # a template of `compose/` ([servers](servers.md))
+    variables: dict[str, Any] = {}  # values for the template's variables
     container: bool = True  # false: the embedded engine as a process (template `simulated` only)
-    startup_timeout_s: Positive = 1800.0  # a first start downloads, and compiles FP8 for 12 minutes on gfx1151
-    allow: list[Consent] = []
+    # seconds until the model must answer; a first start downloads, and compiles FP8 for 12 minutes on gfx1151
+    startup_timeout_s: Positive = 1800.0
+    allow: list[Consent] = []  # access of its containers to this machine ([consent](servers.md))
     gateway: Gateway | None = None  # takes the load and passes it on to the server; the metrics are the server's
-    vary: dict[str, list[Any] | Span] = {}  # by variable, or argument of the engine; harness.scenario.sweep
-    where: Annotated[list[str], Meta(max_length=20)] = []  # conditions that leave out combinations
+    # a [sweep](sweeps.md): values for a variable of the template, or for an argument of the engine (`--flag`)
+    vary: dict[str, list[Any] | Span] = {}
+    # conditions that a combination must meet, such as `max_num_batched_tokens >= max_num_seqs`
+    where: Annotated[list[str], Meta(max_length=20)] = []
 
 
 class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A rate that follows a sine, such as over a day. It starts at its minimum."""
 
-    min: NotNegative
-    max: Positive
-    period_s: Annotated[float, Meta(ge=0.001, le=1e7)]
+    min: NotNegative  # arrivals a second
+    max: Positive  # arrivals a second
+    period_s: Annotated[float, Meta(ge=0.001, le=1e7)]  # from one minimum to the next
 
 
 class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Open loop: users arrive by a schedule, whether or not the server keeps up. Exactly one of the first three."""
 
     rate: Positive | None = None  # arrivals a second
-    # [second, rate], ascending; the last rate stays until the end
+    # `[[0, 1], [60, 4]]`: 1 a second from second 0, 4 a second from second 60; the last rate stays until the end
     points: Annotated[list[Annotated[list[NotNegative], _POINT]], Meta(min_length=1, max_length=10_000)] | None = None
-    wave: Wave | None = None
+    wave: Wave | None = None  # a rate that follows a sine, such as over a day
     between: Literal["steps", "ramps"] = "steps"  # how the rate goes from one point to the next
-    spacing: Literal["poisson", "even", "gamma"] = "poisson"
+    spacing: Literal["poisson", "even", "gamma"] = "poisson"  # random, constant intervals, random with `burstiness`
     burstiness: Annotated[float, Meta(ge=0.001, le=100)] = 1.0  # gamma: its shape; 1 is poisson, below 1 is burstier
 
 
@@ -117,67 +120,73 @@ class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Open loop by a trace of real traffic: a row has a time, a prompt length and an answer length; docs/traces.md."""
 
     file: Line  # relative to the scenario
-    format: Literal["burstgpt", "mooncake", "azure", "requests"] | None = None  # None: detected by the first line
+    # `requests` is our own requests.jsonl; default: detected by the first line
+    format: Literal["burstgpt", "mooncake", "azure", "requests"] | None = None
     speed: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0  # 2: twice as many requests a second as the trace had
-    from_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # window: seconds of the trace after its first row
-    to_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # exclusive; None: until the last row
+    from_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # start of the window, in seconds after the first row
+    to_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # end of the window; default: the last row
     max_requests: Count | None = None  # at most this many rows of the window
     block_tokens: Tokens = 512  # format mooncake: tokens of one hash_id
     cell: Line | None = None  # format requests: the cell to replay, where the file has several
 
 
 class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    users: Users
-    for_s: Positive
+    """A number of users for a time."""
+
+    users: Users  # virtual users
+    for_s: Positive  # seconds
 
 
 class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
-    user: Line  # one of USERS, or the path of a locustfile of your own, relative to the scenario
-    users: Users = 1
-    stages: Annotated[
-        list[Stage], Meta(max_length=MAX_STAGES)
-    ] = []  # instead of `users`: a number that changes while the load runs; each is a row LOAD@USERS
-    processes: Annotated[int, Meta(ge=1, le=1024)] = 1  # Locust load processes
-    requests: Count | None = None  # a fixed amount of work, in requests ...
-    duration_s: Positive | None = None  # ... or a fixed time; exactly one of the two
-    arrivals: Arrivals | None = None  # open loop, with at most `users` at once; None: closed loop
-    trace: Trace | None = None  # open loop by a trace, which also says how many requests; likewise
-    batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: requests of a burst; then wait for all
-    turns: Count | None = None  # chat: turns of a conversation before a new one starts
-    think_s: Annotated[list[NotNegative], PAIR] | None = None  # chat: [min, max], uniform; batch: pause between bursts
+    # `agent`, `batch`, `chat`, `rag` ([what they do](users.md)), or the path of your own locustfile
+    user: Line
+    users: Users = 1  # virtual users or agents; in an open loop the maximum at once
+    # `[{users: 5, for_s: 60}, {users: 20, for_s: 60}]`, in place of `users` and `duration_s`: each is a row LOAD@USERS
+    stages: Annotated[list[Stage], Meta(max_length=MAX_STAGES)] = []
+    processes: Annotated[int, Meta(ge=1, le=1024)] = 1  # Locust load processes, of each machine that sends
+    requests: Count | None = None  # a fixed amount of work, or ...
+    duration_s: Positive | None = None  # ... a fixed time; exactly one of the two
+    arrivals: Arrivals | None = None  # open loop; default: closed loop
+    trace: Trace | None = None  # open loop by a trace, in place of `requests`, `duration_s` and `arrivals`
+    batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: requests sent at once; then wait for all
+    # batch: requests that each user keeps in flight: the next one is sent as soon as one has ended
+    in_flight: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    turns: Count | None = None  # chat: turns of a conversation before a new one starts; default: 4
+    # chat, rag: [min, max] of the think time, uniform; batch: pause between bursts; agent: between tasks
+    think_s: Annotated[list[NotNegative], PAIR] | None = None
     think: Pause | None = None  # the same by another distribution
-    abandon: Abandon | None = None  # chat: a share of the users leaves before the answer is complete
+    abandon: Abandon | None = None  # chat: users that leave before the answer is complete
     regenerate: Share = 0.0  # chat: share of the questions that are asked again, word for word
-    in_flight: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: constant concurrency, instead of bursts
     agent: Agent | None = None  # agent: its steps and tools
     rag: Rag | None = None  # rag: the documents
+    # length of an answer (`max_tokens`); the length of a row of a batch file is used first
     output_tokens: Tokens | Lengths = 128
-    output: Literal["fixed", "natural"] = (
-        "fixed"  # fixed: ignore_eos, to compare engines; natural: stop at end-of-sequence
-    )
-    stream: bool = True
-    omit: list[Literal["stream_options", "temperature", "tool_choice"]] = []  # fields that requests do not have
+    # fixed: exactly this length (`ignore_eos`), to compare engines; natural: at most, stop at end-of-sequence
+    output: Literal["fixed", "natural"] = "fixed"
+    stream: bool = True  # streaming answers; without, there is no TTFT
+    # fields that this server refuses; without `stream_options` tokens may be unknown, without `temperature` it is not 0
+    omit: list[Literal["stream_options", "temperature", "tool_choice"]] = []
+    # completions: the messages as one text; see [endpoints](scenarios.md#endpoints)
     endpoint: Literal["chat", "completions", "embeddings"] = "chat"
     answer: Structured | None = None  # the form that answers must have; the share of valid answers is reported
-    ramp_s: NotNegative = 0.0  # all users are spawned within this time
+    ramp_s: NotNegative = 0.0  # all users are spawned within this time; the warm-up lasts at least as long
     drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish
-    timeout_s: Annotated[float, Meta(ge=0.001, le=1e7)] = (
-        300.0  # a request has failed when nothing arrives for this time
-    )
-    vary: dict[str, list[Any] | Span] = {}  # by key of the load, such as users or arrivals.rate
-    where: Annotated[list[str], Meta(max_length=20)] = []
+    # a request has failed when for this time no data arrives and the server takes none; pings are no data
+    timeout_s: Annotated[float, Meta(ge=0.001, le=1e7)] = 300.0
+    vary: dict[str, list[Any] | Span] = {}  # a [sweep](sweeps.md): values by key, such as users or arrivals.rate
+    where: Annotated[list[str], Meta(max_length=20)] = []  # conditions, as of a server
 
 
 class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the prompts come from. The sequence is a function of the scenario's seed."""
 
-    kind: Literal["synthetic", "file", "classification"] = "synthetic"
+    kind: Literal["synthetic", "file", "classification"] = "synthetic"  # classification: a few hundred that ship
     tokens: Tokens | Lengths = 256  # synthetic: length of each prompt, in words of about one token
-    # synthetic: a local tokenizer.json, or `server`: the server's own. None: a word counts as a token
+    # synthetic: [exact lengths](scenarios.md#exact-prompt-lengths), by a local tokenizer.json or by `server`, its own
     tokenizer: Line | None = None
-    file: Line | None = None  # file: JSONL, a line {"prompt": "..."} or {"messages": [...]}, relative to the scenario
+    file: Line | None = None  # file: [your prompts](scenarios.md#prompt-files), relative to the scenario
     system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # length of a system prompt that all requests share
     salt: bool = True  # start each prompt with words of the cell, so that no prefix cache of an earlier cell helps
 
@@ -185,9 +194,10 @@ class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Warmup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Work sent before the measurement, at its concurrency; recorded with a mark. Exactly one of the first three."""
 
+    # rounded up, so that no burst or conversation is cut; 0: no warm-up
     requests: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
-    duration_s: NotNegative | None = None
-    until: Literal["steady"] | None = None  # until the rule of harness.scenario.plan.Steadiness holds
+    duration_s: NotNegative | None = None  # seconds
+    until: Literal["steady"] | None = None  # until the server [is steady](method.md#until-the-server-is-steady)
     within: Annotated[float, Meta(gt=0, le=1)] = 0.05  # steady: how far windows may differ
     max_s: Positive = 600.0  # steady: the measurement starts after this time in any case ...
     max_requests: Count | None = None  # ... or after this many requests
@@ -196,15 +206,15 @@ class Warmup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Baseline(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The cell that all others are compared with."""
 
-    server: str
-    load: str
+    server: str  # its name
+    load: str  # its name
 
 
 class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Two rows to compare in addition to the baseline's, each as SERVER/LOAD."""
 
-    row: str
-    against: str
+    row: str  # SERVER/LOAD
+    against: str  # SERVER/LOAD
 
 
 class SweepRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -228,25 +238,28 @@ class Sweep(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A question about LLM servers and the experiment that answers it."""
 
-    version: Literal[1]
+    version: Literal[1]  # format of this file
+    # what the scenario finds out; the title of the report
     question: Annotated[str, Meta(max_length=10_000, description="a text of at most 10,000 characters is expected")]
     model: Line  # as the server knows it
-    servers: dict[Name, Server]
-    loads: dict[LoadName, Load]
-    mixes: dict[Name, list[str]] = {}  # loads that run at once: MIX: [LOAD, LOAD]; each is a row MIX.LOAD
-    prompts: Prompts = Prompts()
+    servers: dict[Name, Server]  # by name
+    loads: dict[LoadName, Load]  # by name
+    mixes: dict[Name, list[str]] = {}  # [concurrent](users.md#mixed) loads, `MIX: [LOAD, LOAD]`: each a row MIX.LOAD
+    prompts: Prompts = Prompts()  # where the prompts come from
+    # two are enough for a large difference, one is provisional; see [method](method.md#repeats-and-verdicts)
     repeats: Annotated[int, Meta(ge=1, le=1000)] = 5
-    seed: Annotated[int, Meta(ge=0)] = 42
-    restart: bool = True  # a fresh server for each cell (cold); false: one per repeat and server (warm)
-    warmup: Warmup | None = None  # None: one wave of requests, see `wave_size`
+    seed: Annotated[int, Meta(ge=0)] = 42  # prompts, lengths and think times follow from it
+    # a fresh server for each cell (cold); false: one start per repeat and server (warm), the default of a sweep
+    restart: bool = True
+    warmup: Warmup | None = None  # default: one wave, as many requests as will be in flight at once
     baseline: Baseline | None = None  # default: the first server with the first load
-    compare: Annotated[
-        list[Pair], Meta(max_length=200)
-    ] = []  # more comparisons; each makes all a little harder to decide
-    checks: Annotated[list[str], Meta(max_length=1000)] = []  # such as "error_rate == 0" or "ttft_p95 <= 2s"
+    # more comparisons; all comparisons of a run are corrected for their number
+    compare: Annotated[list[Pair], Meta(max_length=200)] = []
+    # such as `error_rate == 0` or `vllm/five-at-a-time: speedup >= 1.5` ([checks](scenarios.md#checks))
+    checks: Annotated[list[str], Meta(max_length=1000)] = []
     max_error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0  # a run with more is INVALID
-    metrics_interval_s: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0
-    generator: Literal["process", "container"] = "process"
+    metrics_interval_s: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0  # how often the server's metrics are read
+    generator: Literal["process", "container"] = "process"  # of the load: on this host, or the project's Dockerfile
     api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
     swept: Sweep | None = None  # made from `vary` when the file is read; None: nothing is varied
 

@@ -36,18 +36,18 @@ _LENGTH_FILE_FORMAT = "Each line is one length, or two: `prompt output`, in toke
 class Lognormal(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Many short lengths and a long tail, as in human texts. Exactly one of p95 and sigma."""
 
-    median: Positive
-    p95: Positive | None = None
-    sigma: Annotated[float, Meta(ge=0, le=5)] | None = None  # of the logarithm
+    median: Positive  # half of the lengths are at most this
+    p95: Positive | None = None  # 95 of 100 lengths are at most this, or ...
+    sigma: Annotated[float, Meta(ge=0, le=5)] | None = None  # ... standard deviation of the logarithm
     max: Tokens  # longer ones are cut to it
 
 
 class Lengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A distribution of lengths in tokens. Exactly one of its keys."""
 
-    fixed: Tokens | None = None
+    fixed: Tokens | None = None  # the same for all
     uniform: Annotated[list[Tokens], PAIR] | None = None  # [min, max], both included
-    lognormal: Lognormal | None = None
+    lognormal: Lognormal | None = None  # many short, and a long tail
     file: str | None = None  # measured lengths: a line is `prompt output`, or one number for both
 
 
@@ -132,33 +132,37 @@ _MAX_PAUSE_MEANS = 10.0  # of a pause, in means, by default
 class Pause(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A pause that is drawn for each request."""
 
-    mean_s: NotNegative
-    distribution: Literal["fixed", "exponential", "lognormal"] = "lognormal"
+    mean_s: NotNegative  # seconds
+    distribution: Literal["fixed", "exponential", "lognormal"] = "lognormal"  # of the pauses
     sigma: Annotated[float, Meta(gt=0, le=5)] = 1.0  # lognormal: standard deviation of its logarithm
-    max_s: NotNegative | None = None  # a longer pause is cut to it; None: ten times the mean
+    max_s: NotNegative | None = None  # a longer pause is cut to it; default: ten means
 
 
 class Abandon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A share of the users leaves before the answer is complete. Exactly one of the last two."""
 
-    share: Share
-    after_s: Positive | None = None  # after the request was sent
-    after_tokens: _Count | None = None  # after this many chunks have arrived
+    share: Share  # of the requests; their connection is closed ([how they count](method.md#load))
+    after_s: Positive | None = None  # seconds after the request was sent, or ...
+    after_tokens: _Count | None = None  # ... after this many chunks, which needs `stream`
 
 
 class Agent(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The tasks of an agent."""
+
     steps: _Few = 6  # max model calls of a task
     done: Share = 0.0  # share of the steps that end the task earlier
     tools: Annotated[int, Meta(ge=1, le=64)] = 4  # definitions sent with each request
-    choice: Literal["auto", "required", "none"] = "auto"  # tool_choice
+    choice: Literal["auto", "required", "none"] = "auto"  # `tool_choice`; vLLM needs a tool parser for `required`
     result_tokens: Tokens = 200  # length of a tool's result
-    tool_time: Pause = Pause(mean_s=1.0)
+    tool_time: Pause = Pause(mean_s=1.0)  # how long a tool works
     sub_agents: Annotated[int, Meta(ge=0, le=1000)] = 0  # started together by the first step of each task
 
 
 class Rag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    documents: _Count = 20
-    document_tokens: Tokens = 2000
+    """The documents of a rag load."""
+
+    documents: _Count = 20  # that the questions are about
+    document_tokens: Tokens = 2000  # length of each
     skew: Annotated[float, Meta(ge=0, le=10)] = 1.0  # Zipf: the k-th is chosen 1 / k^skew as often as the first
 
 
@@ -227,14 +231,18 @@ _MAX_CHECKED_CHARS = 1_000_000  # of an answer; a longer one is not valid
 _MAX_STEPS = 100_000  # of the check of one answer
 
 
+_CHOICE = Meta(description="'auto' or a list of texts is expected")
+
+
 class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The form that an answer must have. Exactly one of the first two."""
 
+    # answers are one of these texts; auto: the labels of `kind: classification`
     choice: Annotated[Literal["auto"] | list[str], Meta(description="'auto' or a list of texts is expected")] | None = (
         None
     )
-    json_schema: dict[str, Any] | None = None
-    # The field of the request: OpenAI's, which vLLM and llama.cpp know; vLLM's own; llama.cpp's own; none.
+    json_schema: dict[str, Any] | None = None  # answers are JSON of this schema
+    # the field of the request: OpenAI's (vLLM, llama.cpp), vLLM's own, llama.cpp's own, none
     send: Literal["response_format", "structured_outputs", "grammar", "nothing"] = "response_format"
 
 

@@ -24,6 +24,7 @@ from harness.records.manifest import read_run
 from harness.report import markdown
 from harness.serve.template import GATEWAYS, HARNESS_VARIABLES, Variable, format_limits, read_variables, templates
 from tests.support.reasons_in_source import reasons_in_source
+from tests.support.scenario_keys import keys_tables
 
 LOCUST = "Not a server: what `harness compose` puts in front of one, Locust's web UI."
 COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"
@@ -223,10 +224,10 @@ def commands_sections() -> str:
 MADE = {
     "README.md": {"table": example_table, "servers": server_names},
     "docs/commands.md": {"commands": commands_sections},
-    "docs/scenarios.md": {"metrics": metrics_table},
+    "docs/scenario-keys.md": {"keys": keys_tables, "metrics": metrics_table},
     "docs/servers.md": {"pages": server_pages, "servers": servers_tables},
     "docs/failures.md": {"failures": failures_tables},
-    "docs/doctor.md": {"targets": targets_table, "findings": findings_tables},
+    "docs/findings.md": {"targets": targets_table, "findings": findings_tables},
     "docs/run-directory.md": {"reasons": reasons_table},
 }
 

@@ -2,7 +2,6 @@
 
 import re
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,6 @@ from harness.cli.actions import check
 from harness.cli.common import COMMANDS as ORDER
 from harness.records.manifest import Status, read_run
 from harness.records.records import ErrorKind, Request
-from harness.scenario import Scenario
 from harness.scenario.file import load_scenario
 from tests.support import faults
 from tests.support.command import called, harness, write
@@ -34,37 +32,6 @@ def page(name: str) -> str:
 def code(text: str) -> set[str]:
     """Everything between backticks, also when it stands in a code block of commands."""
     return set(re.findall(r"`([^`\n]+)`", text))
-
-
-def keys(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The paths of a struct's leaves; NAME stands for the key of a mapping."""
-    hints = typing.get_type_hints(struct)
-    for field in msgspec.structs.fields(struct):
-        if field.name == "swept":  # made by the harness
-            continue
-        hint, path = hints[field.name], f"{prefix}{field.encode_name}"
-        if typing.get_origin(hint) is dict and (each := _struct(typing.get_args(hint)[1])):
-            if list in _plain(typing.get_args(hint)[1]):  # a plain value, or a mapping that says more
-                yield path
-            yield from keys(each, f"{path}.NAME.")
-        elif inner := _struct(hint):
-            if {int, float, str} & _plain(hint):  # a plain value, or a mapping that says more
-                yield path
-            yield from keys(inner, f"{path}.")
-        else:
-            yield path
-
-
-def _plain(hint: object) -> set[object]:
-    """The other members of a union with a struct."""
-    return {getattr(one, "__origin__", one) for one in typing.get_args(hint)}
-
-
-def _struct(hint: object) -> type[msgspec.Struct] | None:
-    for one in (hint, *typing.get_args(hint)):
-        if isinstance(one, type) and issubclass(one, msgspec.Struct):
-            return one
-    return None
 
 
 def test_the_version_is_that_of_the_newest_changes() -> None:
@@ -92,12 +59,6 @@ def test_every_exit_code_is_in_the_readme_and_in_help(tmp_path: Path) -> None:
     shown = " ".join(called("--help", cwd=tmp_path).out.split())
     said = shown.partition("Exit codes: ")[2].partition(".")[0].split("; ")
     assert [int(one.split()[0]) for one in said] == [code.value for code in ExitCode]
-
-
-def test_every_scenario_key_is_documented_and_no_other() -> None:
-    rows = re.findall(r"^\| (`.+?) \|", page("docs/scenarios.md").split("## Keys")[1].split("\n## ")[0], re.MULTILINE)
-    documented = {key for row in rows for key in code(row)}
-    assert documented == set(keys(Scenario))
 
 
 def test_every_field_of_a_record_is_documented() -> None:

@@ -340,7 +340,7 @@ def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> No
     assert machine_notes(experiment, machines.radeon(tmp_path / "7900", 110000, 24)) == []
     assert machine_notes(experiment, machines.radeon(tmp_path / "7600", 110002, 16)) == [
         f"note: server 'vllm': its image {image} is known to have no code for gfx1102 ({read_gfx_table().checked}); "
-        "docs/doctor.md has the table"
+        "docs/findings.md has the table"
     ]
     assert find_unsupported_targets("kyuz0/vllm-therock-gfx1151:stable", ["gfx1151"]) == [], "nothing is known of it"
     image = str(read_variables("sglang-rocm")["image"].default)
