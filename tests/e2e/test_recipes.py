@@ -12,6 +12,7 @@ from tests.support.load_runs import end, log_of, start
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 RECIPES = dict(re.findall(r"^## (\d+)\. .+\n```\n((?:.+\n)+?)```$", PAGE, re.MULTILINE))
+MORE = dict(re.findall(r"^\| (\w+) .+? \| `(.+?)` \| \[", PAGE, re.MULTILINE))  # by the first word of the task
 RUN = re.compile(r"\b\d{8}-\d{6}-[a-z0-9-]+-[0-9a-f]{4}\b")
 LOG = """\
 ValueError: Free memory on device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU memory utilization \
@@ -20,9 +21,9 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """
 
 
-def commands(number: int) -> list[list[str]]:
+def commands(name: str) -> list[list[str]]:
     """The words of each command of a recipe."""
-    return [shlex.split(line, comments=True) for line in RECIPES[str(number)].splitlines()]
+    return [shlex.split(line, comments=True) for line in (RECIPES | MORE)[name].splitlines()]
 
 
 def write_scenarios(folder: Path) -> None:
@@ -36,11 +37,6 @@ def write_scenarios(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def test_there_are_ten_recipes_and_each_starts_with_a_command() -> None:
-    assert list(RECIPES) == [str(number) for number in range(1, 11)]
-    assert {words[0] for number in range(1, 11) for words in commands(number)} == {"harness", "locust", "curl"}
-
-
 def test_the_recipes_work(tmp_path: Path, slow_engine: str) -> None:
     write_scenarios(tmp_path)
     results = (ROOT / "tests" / "data" / "imports" / "vllm-chat.json").read_text()
@@ -48,9 +44,9 @@ def test_the_recipes_work(tmp_path: Path, slow_engine: str) -> None:
     (tmp_path / "tuesday.json").write_text(json.dumps(json.loads(results) | {"date": "20261122-125836"}))
     (tmp_path / "server.log").write_text(LOG)
 
-    def cook(number: int, *more: str, codes: tuple[int, ...] = (0,), **names: str) -> str:
+    def cook(recipe: str, *more: str, codes: tuple[int, ...] = (0,), **names: str) -> str:
         out = ""
-        for words in commands(number):
+        for words in commands(recipe):
             given = [names.get(word, word.replace("http://127.0.0.1:8000", slow_engine)) for word in words]
             assert given[0] == "harness"
             done = harness(*given[1:], *more, cwd=tmp_path)
@@ -58,29 +54,26 @@ def test_the_recipes_work(tmp_path: Path, slow_engine: str) -> None:
             out += done.out + done.err
         return out
 
-    assert "\nReport: runs/" in cook(1, "--repeats", "1", simulated="m")
-    assert "\nnew     job" in cook(2, "--repeats", "1")
-    cook(3, "--max-users", "2", "--budget", "8s", codes=(0, 5))
-    judged = cook(5, codes=(0, 5))
-    assert "passed error_rate == 0" in judged and (tmp_path / "junit.xml").read_text().count("<testcase") == 4
-    run = RUN.findall(judged)[0]
-    assert "500,000 items take" in cook(4, codes=(0, 4), RUN=run)
-    imported, *_ = commands(7)
+    assert "\nReport: runs/" in cook("1", "--repeats", "1", simulated="m")
+    assert "\nnew     job" in cook("2", "--repeats", "1")
+    imported, *_ = commands("3")
     monday, tuesday = harness(*imported[1:], cwd=tmp_path).out.split()
     compared = harness("compare", monday, tuesday, cwd=tmp_path)
     assert (compared.code, compared.err) == (0, "") and "no difference seen" in compared.out
-    assert "to 0.78 or less" in cook(8)
+    cook("find", "--max-users", "2", "--budget", "8s", codes=(0, 5), NAME="m")
+    judged = cook("fail", codes=(0, 5))
+    assert "passed error_rate == 0" in judged and (tmp_path / "junit.xml").read_text().count("<testcase") == 4
+    run = RUN.findall(judged)[0]
+    assert "500,000 items take" in cook("plan", codes=(0, 4), RUN=run)
+    assert "to 0.78 or less" in cook("explain")
     (tmp_path / "runs" / run / "processes.jsonl").write_bytes(b"")
-    assert "0 of 8 cells are complete" in cook(9, codes=(0, 5), RUN=run)
-    published = cook(10, RUN=run)
-    assert f"/small/{run}: run.json" in published and "Ranked by wall time" in published
+    assert "0 of 8 cells are complete" in cook("resume", codes=(0, 5), RUN=run)
+    assert f"/small/{run}: run.json" in cook("file", RUN=run)
 
 
 def test_the_options_of_stock_locust_work(tmp_path: Path, engine: str) -> None:
-    (locust, curl) = commands(6)
-    port = str(free_port())
-    assert curl[0] == "curl" and f":{locust[locust.index('--metrics-port') + 1]}/metrics" in curl[1]
-    given = {"10m": "2s", "9646": port}
+    (locust,) = commands("watch")
+    given = {"10m": "2s", "9646": str(free_port())}
     options = [given.get(word, word) for word in locust[locust.index("--headless") :]]
     assert end(start(tmp_path, engine, "chat", *options)) == 0, log_of(tmp_path)
     assert "LLM metrics" in log_of(tmp_path) and "ignores this option" not in log_of(tmp_path)
