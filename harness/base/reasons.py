@@ -106,7 +106,7 @@ def _format_number(amount: float, unit: str, **_: Any) -> str:
     return f"{round(amount):,}" if unit == "users" else figures(amount)
 
 
-# Sentences that no template can make. The docstring is the entry in docs/run-directory.md.
+# Sentences that no template can make. The docstring is the entry in docs/fields.md.
 
 
 def _tokens_differ(server: float, min_tokens: int, max_tokens: int | None, max_share: float) -> str:

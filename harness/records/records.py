@@ -115,16 +115,16 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     sent_s: Duration  # just before the first byte is written, the first time; monotonic clock of `process`
     ended_s: After  # end of the response, or the moment of the error
     clock: Literal["kernel", "read"] = "read"  # chunk times: kernel's receive stamps, or time of the read
-    conversation: Whole | None = None
-    turn: Count | None = None
-    batch: Whole | None = None
+    conversation: Whole | None = None  # index of its first request: those of one conversation follow each other
+    turn: Count | None = None  # place in the conversation
+    batch: Whole | None = None  # index of the first request of its burst
     again: bool = False  # the question before, asked once more: the user wants another answer
     scheduled_s: Seconds | None = None  # when the plan wanted it sent (negative: sent late); None in a closed loop
     resent: bool = False  # the server was closing the kept connection: sent again on a new one, within this record
     connect_s: Duration | None = None  # duration of opening the connection, before sent_s (resent: after); None: reused
     # SYNs sent again until it was open, the first after 1 s; None: reused, unknown
     connect_retries: Count | None = None
-    headers_s: After | None = None
+    headers_s: After | None = None  # the response headers were read
     chunks_s: list[After] = []  # one per data event that carries generated tokens of any channel
     # Events that announce a token without text, such as the end token, before the first of chunks_s or after the last.
     # Role-only events, and a last event that reports the finish reason "length", are not counted.
@@ -137,10 +137,10 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     asked_tokens: Count | None = None  # max_tokens of the request
     fixed_length: bool = False  # ignore_eos was asked, so output must equal asked_tokens
     asked_prompt_tokens: Count | None = None  # planned length of the prompt, without a chat template; None: not planned
-    prompt_tokens: int | None = None  # the following four as the server's usage reports them
-    output_tokens: int | None = None
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
+    prompt_tokens: int | None = None  # as the server's usage reports it
+    output_tokens: int | None = None  # likewise
+    cached_tokens: int | None = None  # likewise, of the prompt
+    reasoning_tokens: int | None = None  # likewise, of the output
     reasoning_chunks: Count = 0  # of chunks_s, those with nothing but reasoning
     tool_chunks: Count = 0  # and those with nothing but tool calls
     tool_calls: Count | None = None  # in the answer; None: no tools were sent
@@ -149,13 +149,13 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     vectors: Count | None = None  # of an answer to embeddings
     answer_valid: bool | None = None  # whether it has the form that was asked for; None: none was, or it failed
     answer_right: bool | None = None  # whether it is the label that is known to be right
-    finish: str | None = None
+    finish: str | None = None  # finish reason
     model: str | None = None  # that the text of the answer is of, as the server says; "A then B" if it changed
     status: Annotated[int, msgspec.Meta(ge=0, le=999)] | None = None  # three digits, whatever they are
     # The wait before this user's next request that the server asked for (Retry-After of 429 and 503), at most 60 s; in
     # none of the times above. None: it asked for none, or for none that is valid.
     retry_after_s: Duration | None = None
-    error: ErrorKind | None = None
+    error: ErrorKind | None = None  # the kind of failure
     message: str | None = None  # what the error was, shortened; never the model's output
 
 

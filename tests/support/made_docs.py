@@ -23,6 +23,7 @@ from harness.machine.gpus import STANDING_LABELS, read_gfx_table, support_column
 from harness.records.manifest import read_run
 from harness.report import markdown
 from harness.serve.template import GATEWAYS, HARNESS_VARIABLES, Variable, format_limits, read_variables, templates
+from tests.support.field_docs import error_kinds_table, fields_tables
 from tests.support.reasons_in_source import reasons_in_source
 from tests.support.scenario_keys import keys_tables
 
@@ -228,7 +229,7 @@ MADE = {
     "docs/servers.md": {"pages": server_pages, "servers": servers_tables},
     "docs/failures.md": {"failures": failures_tables},
     "docs/findings.md": {"targets": targets_table, "findings": findings_tables},
-    "docs/run-directory.md": {"reasons": reasons_table},
+    "docs/fields.md": {"errors": error_kinds_table, "fields": fields_tables, "reasons": reasons_table},
 }
 
 
