@@ -89,8 +89,8 @@ def _comments(source: str) -> tuple[dict[int, str], set[int]]:
 def _type(annotation: ast.expr) -> str:
     """A type in words; a field that may be None is left out or null."""
     if "Literal" in ast.unparse(annotation):
-        values = [f"`{one.value}`" for one in ast.walk(annotation) if isinstance(one, ast.Constant) and one.value]
-        return ", ".join(values)
+        constants = [one.value for one in ast.walk(annotation) if isinstance(one, ast.Constant)]
+        return ", ".join(f"`{value}`" for value in constants if isinstance(value, str))
     text = re.sub(r"Annotated\[(\w+),.*?\](?= \||$)", r"\1", ast.unparse(annotation)).replace(" | None", "")
     for pattern, word in _TYPES.items():
         text = re.sub(pattern, word, text)
