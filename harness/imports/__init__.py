@@ -113,7 +113,7 @@ class Format(Struct, frozen=True):
         return isinstance(first, dict) and all(first.get(key) is not None for key in self.keys)
 
 
-def read_source(path: Path, read_text: Callable[[Path, str], list[Any]] = lambda *_: []) -> Source:
+def read_source(path: Path, read_text: Callable[[str], list[Any]] = lambda _: []) -> Source:
     """Read JSON or JSON Lines. `read_text` returns the documents of a file that is neither, or none.
 
     Raises HarnessError for a file that cannot be read or decoded.
@@ -128,7 +128,7 @@ def read_source(path: Path, read_text: Callable[[Path, str], list[Any]] = lambda
     try:
         return Source(path, digest, _decode(raw))
     except UNDECODABLE as error:
-        documents = read_text(path, raw.decode(errors="replace"))
+        documents = read_text(raw.decode(errors="replace"))
         return Source(path, digest, documents or _decode_lines(path, raw, error))
 
 
@@ -160,7 +160,7 @@ def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
                 mistake = f"neither JSON nor JSON Lines ({describe_decode_error(as_json)})"
             raise HarnessError(
                 f"{path}: {mistake}",
-                next_step="Nothing was written. The file was cut or damaged, or is something else.",
+                next_step=f"Nothing was written. {DOCS}/imports.md lists the formats; of llama-bench use `-o json`.",
             ) from None
     return documents
 

@@ -7,13 +7,11 @@ repetition is a repeat. A Markdown table has only the mean and the standard devi
 import re
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from msgspec import Struct
 
-from harness.base.errors import HarnessError
 from harness.base.redact import printable
 from harness.base.summary import Distribution, Numbers, because
 from harness.base.units import significant
@@ -50,11 +48,6 @@ _SPEED = re.compile(rf"(?P<mean>{_NUMBER}) *(?:±|\+-|\+/-) *(?P<deviation>{_NUM
 _RULE = re.compile(r":?-+:?")  # a cell of the line below a table's head
 _DEVIATION = re.compile(r"±|\+-|\+/-")
 _BUILD = re.compile(r"build: (?P<commit>[0-9a-f]{4,40}) \((?P<number>\d{1,9})\)")
-_OTHER_FORMS = {
-    "CSV": re.compile(r'^"?build_commit"?,.*avg_ts', re.MULTILINE),
-    "SQL": re.compile(r"^(?:INSERT INTO|CREATE TABLE IF NOT EXISTS) \"?(?:llama_bench|test)\"? ?\(", re.MULTILINE),
-}
-_ERROR = re.compile(r"^(?:[\w.-]{1,40}: )?error: [^\n]{1,200}", re.MULTILINE | re.IGNORECASE)
 MAX_DIFFERENCE = 0.01  # between a mean and that of its samples
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _MAX_ROWS, _MAX_ROW = 5, 300  # unread rows that a note names, and characters of each
@@ -94,11 +87,10 @@ class LlamaBenchTest(Struct, frozen=True, kw_only=True):
         return "-".join([*parts, *([f"d{self.n_depth}"] if self.n_depth else [])])
 
 
-def read_tables(path: Path, text: str) -> list[dict[str, Any]]:
+def read_tables(text: str) -> list[dict[str, Any]]:
     """Return the tests of all Markdown tables of llama-bench in a text, in the form of its JSON.
 
     A row without a speed is a test without one, and the first test has the rows that cannot be read.
-    `path`: for messages. Raises HarnessError for llama-bench's CSV and SQL, and for an error message of a tool.
     """
     build = _BUILD.search(text)
     about = {} if build is None else {"build_commit": build["commit"], "build_number": int(build["number"])}
@@ -117,7 +109,6 @@ def read_tables(path: Path, text: str) -> list[dict[str, Any]]:
             else:
                 tests.append(row | about)
     if not any(_DEVIATION.search(test["table_speed"]) for test in tests):
-        _refuse_other_forms(path, text)
         return []
     tests[0]["unread"] = unread
     return tests
@@ -137,20 +128,6 @@ def _table_row(row: dict[str, str]) -> dict[str, Any] | None:
         **{name: float(speed[part].replace(",", ".")) for name, part in names.items() if speed is not None},
         "table_speed": row["t/s"],
     }
-
-
-def _refuse_other_forms(path: Path, text: str) -> None:
-    for form, pattern in _OTHER_FORMS.items():
-        if pattern.search(text):
-            raise HarnessError(
-                f"{path}: {form} of llama-bench is not read",
-                next_step="Run llama-bench with `-o json`.",
-            )
-    if (message := _ERROR.search(text)) is not None:
-        raise HarnessError(
-            f"{path}: it has no results, but an error message: {printable(message[0])}",
-            next_step="Solve it, and run the tool again (llama-bench with `-o json`).",
-        )
 
 
 def read(source: Source) -> Imported:

@@ -1,10 +1,9 @@
 """`vllm bench serve --save-result`, with and without --save-detailed. Read against vLLM 0.32.
 
 Files of --append-result and of `vllm bench sweep serve` have several results. Files of benchmark_serving.py before
-vLLM 0.10 have no `endpoint_type` and no `failed`, files before January 2026 no `start_times`.
+vLLM 0.10 have no `endpoint_type` and no `failed`.
 """
 
-from array import array
 from collections import Counter
 from itertools import accumulate
 from math import isclose
@@ -13,7 +12,6 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.analysis.latencies import distribution_of
 from harness.base.errors import HarnessError
 from harness.base.summary import NO_SAMPLE, Distribution, Numbers, because
 from harness.imports import (
@@ -52,11 +50,8 @@ AGGREGATE = {
 _WORK = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
 _RATE_TOLERANCE = 0.01  # of a rate and its count / duration, which is rounded in some files
 _NO_PERCENTILE = "the file has no such percentile (--metric-percentiles 50,90,95,99 writes them)"
-_NO_RECORDS = {  # by what a result does not have
-    "lists": "the file was saved without --save-detailed, so it has no entry for each request",
-    "start_times": "the file has no start_times (vLLM writes them since January 2026), so no request has a start",
-    "latencies": "a request has a TTFT or ITL that cannot be, so when it ended is not known",
-}
+_NO_RECORDS = "the file has no usable entry for each request (vLLM since January 2026 writes them with --save-detailed)"
+_BAD_LATENCY = "a request has a TTFT or ITL that cannot be, so when it ended is not known"
 _DATE = "%Y%m%d-%H%M%S"
 
 
@@ -77,13 +72,16 @@ class VllmResult(Struct, frozen=True, kw_only=True):
 
 
 class VllmDetail(Struct, frozen=True, kw_only=True):
-    """The lists of --save-detailed, with one entry for each request, in seconds. 0.0: a failed request has no value."""
+    """The lists of --save-detailed, with one entry for each request, in seconds. 0.0: a failed request has no value.
+
+    Before January 2026 there were no `start_times`: such lists are not used.
+    """
 
     ttfts: list[Duration]
     itls: list[list[Duration]]
     input_lens: list[Count]
     output_lens: list[Count]
-    start_times: list[float] | None = None  # since January 2026
+    start_times: list[float]
     errors: list[str]
 
 
@@ -113,7 +111,7 @@ def read(source: Source) -> Imported:
         parts=_number_repeats(parts),
         work=works[0] if len(works) == 1 else works,
         definitions=DEFINITIONS if with_records else DEFINITIONS | AGGREGATE,
-        missing=dict.fromkeys(("chunk_gap_s", "tokens_per_chunk"), why) if (why := _why_no_records(documents)) else {},
+        missing={} if with_records else dict.fromkeys(("chunk_gap_s", "tokens_per_chunk"), _NO_RECORDS),
         notes=notes,
     )
 
@@ -124,14 +122,15 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
     if value.get("output_throughput") is None and value.get("total_output_tokens") is None:
         raise HarnessError(f"{source.path}: {place}: a benchmark of embeddings has no generated tokens to measure")
     result = source.read(VllmResult, value, place)
-    value = _without_bad_latencies(value)
-    detail = source.read(VllmDetail, value, place) if value.get("ttfts") is not None else None
+    is_bad = _has_bad_latency(value)
+    has_lists = value.get("ttfts") is not None and value.get("start_times") is not None
+    detail = source.read(VllmDetail, value, place) if has_lists and not is_bad else None
     if detail is not None:
         _refuse_unequal_lists(source, place, detail)
     _refuse_contradictions(source, place, result, detail)
-    records = [] if detail is None or detail.start_times is None else _records(detail, detail.start_times)
-    missing: dict[str, str] = {}
-    numbers = None if records else _summary_numbers(source, value, place, result, detail, missing)
+    records = [] if detail is None else _records(detail)
+    missing = dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), _BAD_LATENCY) if is_bad else {}
+    numbers = None if records else _summary_numbers(source, value, place, result, missing)
     date_s = unix_time(result.date, _DATE)  # written at the end
     ended = source.written_s() if date_s is None else date_s
     rate = result.request_rate if isinstance(result.request_rate, float) else None
@@ -148,47 +147,17 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
     )
 
 
-def _why_no_records(documents: list[dict[str, Any]]) -> str | None:
-    """Why the first result without records has none; None: all have records."""
-    for value in documents:
-        if value.get("ttfts") is None:
-            return _NO_RECORDS["lists"]
-        if value.get("start_times") is None:
-            return _NO_RECORDS["start_times"]
-        if _without_bad_latencies(value)["start_times"] is None:
-            return _NO_RECORDS["latencies"]
-    return None
-
-
 def _load_name(rate: float | None, concurrency: int | None, default: str) -> str:
     names = [] if rate is None else [f"rate-{rate:g}"]
     names += [] if concurrency is None else [f"concurrency-{concurrency}"]
     return "-".join(names) or default
 
 
-def _without_bad_latencies(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a result in which a request with a missing or negative latency has none.
-
-    When such a request ended is not known, so the result has no records: its `start_times` are left out.
-    """
-    ttfts, itls = value.get("ttfts"), value.get("itls")
-    if not isinstance(ttfts, list) or not isinstance(itls, list) or len(ttfts) != len(itls):
-        return value
-    bad = {
-        index
-        for index, (ttft, gaps) in enumerate(zip(ttfts, itls, strict=True))
-        if any(
-            one is None or (isinstance(one, int | float) and one < 0)
-            for one in (ttft, *(gaps if type(gaps) is list else ()))
-        )
-    }
-    if not bad:
-        return value
-    return value | {
-        "ttfts": [0.0 if index in bad else one for index, one in enumerate(ttfts)],
-        "itls": [[] if index in bad else one for index, one in enumerate(itls)],
-        "start_times": None,
-    }
+def _has_bad_latency(value: dict[str, Any]) -> bool:
+    """Whether a request has a missing or negative latency: when it ended is not known."""
+    itls = value["itls"] if isinstance(value.get("itls"), list) else []
+    lists = [latencies for latencies in (value.get("ttfts"), *itls) if isinstance(latencies, list)]
+    return any(one is None or (isinstance(one, int | float) and one < 0) for latencies in lists for one in latencies)
 
 
 def _swept(value: dict[str, Any]) -> list[str]:
@@ -208,29 +177,18 @@ def _number_repeats(parts: list[ImportedPart]) -> list[ImportedPart]:
     return numbered
 
 
-def _failed(detail: VllmDetail, completed: int) -> list[bool]:
-    """Which requests failed. Old versions wrote no error for some of them, and neither a TTFT nor tokens."""
-    failed = [bool(error) for error in detail.errors]
-    if failed.count(False) == completed:
-        return failed
-    return [
-        error or (ttft == 0 and tokens == 0)
-        for error, ttft, tokens in zip(failed, detail.ttfts, detail.output_lens, strict=True)
-    ]
-
-
 def _refuse_unequal_lists(source: Source, place: str, detail: VllmDetail) -> None:
     lists = {name: getattr(detail, name) for name in detail.__struct_fields__}
-    lengths = {name: len(values) for name, values in lists.items() if values is not None}
+    lengths = {name: len(values) for name, values in lists.items()}
     if len(set(lengths.values())) != 1:
         sizes = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise HarnessError(f"{source.path}: {place}: the lists are not equally long: {sizes}")
 
 
-def _records(detail: VllmDetail, start_times: list[float]) -> list[Request]:
-    zero = min(start_times, default=0.0)
+def _records(detail: VllmDetail) -> list[Request]:
+    zero = min(detail.start_times, default=0.0)
     records = []
-    for index, (start, error, ttft) in enumerate(zip(start_times, detail.errors, detail.ttfts, strict=True)):
+    for index, (start, error, ttft) in enumerate(zip(detail.start_times, detail.errors, detail.ttfts, strict=True)):
         chunks = list(accumulate(detail.itls[index], initial=ttft)) if ttft > 0 else []
         # Old versions counted an answer without any token as a success with a TTFT of 0.
         empty = not error and not chunks
@@ -264,8 +222,7 @@ def _last_line(text: str) -> str | None:
 def _refuse_contradictions(source: Source, place: str, result: VllmResult, detail: VllmDetail | None) -> None:
     """Raise HarnessError where the file's totals are not those of its own list, or not of each other."""
     if detail is not None:
-        failed = _failed(detail, result.completed)
-        good = [tokens for tokens, lost in zip(detail.output_lens, failed, strict=True) if not lost]
+        good = [tokens for tokens, error in zip(detail.output_lens, detail.errors, strict=True) if not error]
         _require_equal(
             source, f"{place}.completed", result.completed, len(good), "requests listed without an error are"
         )
@@ -287,18 +244,14 @@ def _require_equal(source: Source, place: str, stated: int, counted: int, what: 
         )
 
 
-def _summary_numbers(
-    source: Source, value: Any, place: str, result: VllmResult, detail: VllmDetail | None, missing: dict[str, str]
-) -> Numbers:
+def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult, missing: dict[str, str]) -> Numbers:
     """The numbers of a result without a record for each request. `missing` receives why a number is not known."""
     lost = result.num_prompts - result.completed if result.failed is None else result.failed
-    if detail is not None:
-        samples: dict[str, Any] = dict(_listed_distributions(detail, result.completed, missing))
-    else:
-        samples = {
-            f"{ours}_s": _distribution(source, value, place, ours, name, result.completed, missing)
-            for ours, name in (("ttft", "ttft"), ("tpot", "tpot"), ("e2e", "e2el"))
-        }
+    samples: dict[str, Any] = {
+        f"{ours}_s": _distribution(source, value, place, ours, name, result.completed, missing)
+        for ours, name in (("ttft", "ttft"), ("tpot", "tpot"), ("e2e", "e2el"))
+        if f"{ours}_s" not in missing
+    }
 
     def positive(field: str, name: str, number: Any) -> Any:
         """A number that cannot be 0 where requests succeeded, and says nothing of a duration of 0 s."""
@@ -336,27 +289,6 @@ def _summary_numbers(
         requests_per_s=rate("requests_per_s", "request_throughput", result.request_throughput, result.completed),
         **samples,
     )
-
-
-def _listed_distributions(detail: VllmDetail, completed: int, missing: dict[str, str]) -> dict[str, Distribution]:
-    """The latencies of --save-detailed before January 2026, when the file had no `start_times`."""
-    ttft, tpot, e2e, without = array("d"), array("d"), array("d"), 0
-    failed = _failed(detail, completed)
-    for first, gaps, tokens, lost in zip(detail.ttfts, detail.itls, detail.output_lens, failed, strict=True):
-        if lost:
-            continue
-        if first <= 0:
-            without += 1
-            continue
-        ttft.append(first)
-        e2e.append(first + sum(gaps))
-        if tokens > 1 and gaps:
-            tpot.append(sum(gaps) / (tokens - 1))
-    if without:
-        why = f"{without} successful requests have no token, or a TTFT or ITL that cannot be"
-        missing |= dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), why)
-        return {}
-    return {"ttft_s": distribution_of(ttft), "tpot_s": distribution_of(tpot), "e2e_s": distribution_of(e2e)}
 
 
 def _distribution(
