@@ -112,10 +112,6 @@ def concurrent_parts(load: str, mixes: Mapping[str, list[str]]) -> list[str]:
     return [part for part in parts if part != load]
 
 
-def mix_names(scenario: Scenario) -> list[str]:
-    return [f"{mix}.{load}" for mix, loads in scenario.mixes.items() for load in loads]
-
-
 def stage_names(name: str, stages: Sequence[Stage]) -> list[str]:
     """Return the names of a load's stages. A repeated number of users is numbered: people@5, people@20, people@5-2."""
     seen: Counter[int] = Counter()
@@ -174,17 +170,6 @@ def _mix_problem(mix: str, loads: list[str], decoded: Mapping[str, Load], known:
     if len({(part.duration_s, part.ramp_s) for part in parts}) > 1:
         return "'duration_s' and 'ramp_s' must be the same for all parts, so that all are measured at the same time"
     return None
-
-
-def stage_problems(load: Load) -> Iterator[Problem]:
-    """Check the stages of a load. Paths start below it."""
-    if len(load.stages) == 1:
-        yield Problem("stages", "two or more are expected; else give 'users' and 'duration_s'")
-    for key in ("requests", "duration_s", "arrivals", "trace") if load.stages else ():
-        if getattr(load, key) is not None:
-            yield Problem(key, "does not go with 'stages'; remove it")
-    if load.stages and load.users != 1:
-        yield Problem("users", "each of the stages has its own; remove it")
 
 
 # When a server is steady: the rule of the warm-up `until: steady`, see docs/method.md. It uses two numbers of each

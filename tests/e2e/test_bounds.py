@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "nan as a variable": (scenario().replace("preset: instant", "preset: .nan"), "a finite number is expected"),
     "an endless range": (scenario(", vary: {x: {from: -1e308, to: 1e308, step: 1e307}}"), "values; at most 1,000"),
     "many rows": (scenario(", vary: {x: {from: 1, to: 1.79e308, factor: 10}}"), "it has 309 servers; at most 200"),
-    "a long condition": (scenario(f"{LARGE}, where: ['a{'+a' * 90} > 1']"), "its conditions take 3,650,000 steps"),
+    "a long condition": (scenario(f"{LARGE}, where: ['{'a' * 50_000} > 1']"), "is neither varied nor set here"),
     "many conditions": (scenario(f"{LARGE}, where: [{'a > b, ' * 21}]"), "it has 21 items; at most 20 are read"),
     "a name with a line end": (scenario().replace("{s:", '{"s\\n":'), "a key has no line ends"),
     "a name with a control character": (scenario().replace("{l:", '{"l\\e[31m":'), "no control characters"),

@@ -81,9 +81,8 @@ def test_nested_keys_of_a_load(tmp_path: Path) -> None:
     ("condition", "left"),
     [
         ("max_num_batched_tokens >= max_num_seqs", ["s-mns8-mnbt8", "s-mns8-mnbt64", "s-mns64-mnbt64"]),
-        ("max_num_batched_tokens / 2 == 4 * max_num_seqs", ["s-mns8-mnbt64"]),
-        ("8 < max_num_seqs <= 64 and max_num_batched_tokens != 8", ["s-mns64-mnbt64"]),
-        ("max_num_seqs * max_num_batched_tokens > port", []),
+        ("max_num_batched_tokens == 8", ["s-mns8-mnbt8", "s-mns64-mnbt8"]),
+        ("max_num_seqs > port", []),
     ],
 )
 def test_conditions(tmp_path: Path, condition: str, left: list[str]) -> None:
@@ -98,24 +97,14 @@ def test_conditions(tmp_path: Path, condition: str, left: list[str]) -> None:
     ("condition", "problem"),
     [
         ("max_num_seq > 1", "'max_num_seq' is neither varied nor set here; did you mean 'max_num_seqs'?"),
-        ("max_num_seqs", "'max_num_seqs' compares nothing; write such as max_num_batched_tokens >= max_num_seqs"),
-        ("port > \"a\"", "'port > \"a\"': '>' not supported between instances of 'int' and 'str'"),
-        ("port / 0 > 1", "'port / 0 > 1': division by zero"),
-        ("'a' * 999999999 > 1", "''a' * 999999999 > 1': 'a' * 999999999 is not computed here"),
-        ("'a'.center(999999999) > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("preset > 1", "'preset' is not a number here"),
+        ("max_num_seqs", "'max_num_seqs' is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("port / 0 > 1", "'port / 0 > 1' is not a condition such as max_num_batched_tokens >= max_num_seqs"),
         ("().__class__ > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
-        ("port.__class__ > 1", "'port.__class__ > 1': '__class__' is not set here"),
-        ("port ** port > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
-        ("[port for port in 'a'] > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
-        ("9999999999 * 9999999999 * 9999999999 > 1", "99999999980000000001 * 9999999999 is not computed here"),
-        ("(" * 95 + "1" + ")" * 95 + " > 1", "it leaves out every combination"),
-        ("-" * 190 + "1 > 1", "it leaves out every combination"),
-        ("1" + " + 1" * 48, "compares nothing; write such as max_num_batched_tokens >= max_num_seqs"),
     ],
 )  # fmt: skip
 def test_invalid_conditions(tmp_path: Path, condition: str, problem: str) -> None:
-    quoted = condition.replace('"', '\\"')
-    (text_of_problem,) = problems(tmp_path, text(f'{SEQS}, where: ["{quoted}"]'))
+    (text_of_problem,) = problems(tmp_path, text(f'{SEQS}, where: ["{condition}"]').replace("8000", "8000, preset: a"))
     assert text_of_problem.split("(s): ")[1].endswith(problem)
 
 
