@@ -118,20 +118,12 @@ def plan(
     *,
     deadline_s: float | None = None,
     price_per_kwh: float | None = None,
-    lengths: str | os.PathLike[str] | None = None,
 ) -> Forecast:
     """Predict time, energy and cost of `items` on the machine of a finished run, each with a 90 % interval.
 
-    `lengths`: a CSV or JSONL file with the tokens of the real items. Raises HarnessError for a run or a file that
-    cannot be read, and RunError for a run that allows no prediction.
+    Raises HarnessError for a run that cannot be read, and RunError for one that allows no prediction.
     """
-    return forecast(
-        _loaded(run).path,
-        items,
-        deadline_s=deadline_s,
-        price_per_kwh=price_per_kwh,
-        lengths=None if lengths is None else Path(lengths),
-    )
+    return forecast(_loaded(run).path, items, deadline_s=deadline_s, price_per_kwh=price_per_kwh)
 
 
 def _refuse_wrong(checks: Sequence[str], manifest: Run) -> None:

@@ -363,7 +363,6 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "percent": _format_percent,
     "share": percent,
     "part": lambda share: "half" if share == 0.5 else f"{share * 100:g} %",
-    "changed": lambda change: f"{'rose' if change > 0 else 'fell'} by {_format_percent(abs(change))}",
     "faster": lambda ratio: f"{_format_percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}",
     "factor": _format_ratio,
     "longer": lambda ratio: f"{_format_percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}",

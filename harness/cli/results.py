@@ -202,9 +202,6 @@ def plan(
     items: Annotated[int, cli.option("N", "How many items; one request is one item.", min=1, max=10**12)],
     deadline: Annotated[str | None, cli.option("TIME", "Until when it must be done, such as 8h or 90min.")] = None,
     price: Annotated[str | None, cli.option("PRICE", "Price of energy, such as 0.30/kWh: adds the cost.")] = None,
-    lengths: Annotated[
-        Path | None, cli.option("FILE", "CSV or JSONL with prompt_tokens and output_tokens of the real items.")
-    ] = None,
     as_json: cli.JsonOpt = False,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
@@ -221,7 +218,6 @@ def plan(
         items,
         deadline_s=None if deadline is None else read_duration("--deadline", deadline),
         price_per_kwh=None if price is None else read_price(price),
-        lengths=lengths,
     )
     if as_json:
         cli.print_json(predicted)

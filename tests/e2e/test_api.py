@@ -92,7 +92,7 @@ def test_checks_of_a_comparison_are_for_the_rows_of_the_other_runs(tmp_path: Pat
 )  # fmt: skip
 def test_items_deadline_and_price_must_be_possible(items: int, amounts: dict[str, float], name: str) -> None:
     with pytest.raises(HarnessError, match=f"{name}: a .*number of at least"):
-        plan(BEFORE, items, **amounts)  # type: ignore[arg-type]
+        plan(BEFORE, items, **amounts)
 
 
 def test_records_are_a_table(tmp_path: Path) -> None:
