@@ -53,12 +53,6 @@ def run(
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
-    ui: Annotated[
-        bool, cli.flag("--ui", "Serve Locust's web UI instead of measuring; same as `harness live`.")
-    ] = False,
-    ui_port: Annotated[
-        int | None, cli.option("PORT", "With --ui: port of the web UI on 127.0.0.1 (default: 8089).", min=1, max=65535)
-    ] = None,
     explain: Annotated[bool, cli.flag("--explain", "Explain the columns below the table.")] = False,
 ) -> None:
     """Start the scenario's servers, load them, tear them down, and report.
@@ -77,9 +71,6 @@ def run(
     from harness.run.progress import Progress
     from harness.serve.lint import removed_notes
 
-    if ui and scenario is not None:
-        live(scenario, url=url, ca=ca, model=model, port=ui_port or UI_PORT, runs=runs)
-        return
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
     base = None if baseline is None else cli.find_baseline(baseline, runs)

@@ -27,16 +27,12 @@ COMMANDS = {  # in the order of use
 }
 # By parameter: the option that it needs, and those that it excludes. A command may have only some of them.
 NEEDS = {
-    "metrics_url": "url", "ca": "url", "bind": "workers", "about": "baseline", "ui_port": "ui",
+    "metrics_url": "url", "ca": "url", "bind": "workers", "about": "baseline",
     "every": "times",
     "max_model_len": "model", "max_num_seqs": "model", "free": "total", "total": "free",
 }  # fmt: skip
 EXCLUDES = {
-    "ui": (
-        "metrics_url", "repeats", "checks", "baseline", "about", "junit", "workers", "bind", "results", "explain",
-        "budget", "times",
-    ),
-    "resume": ("model", "repeats", "checks", "workers", "bind", "ui", "times"),
+    "resume": ("model", "repeats", "checks", "workers", "bind", "times"),
     "times": ("junit",),
     "across": ("against", "about"),
     "history": ("against", "about", "across", "checks"),

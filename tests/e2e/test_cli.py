@@ -52,8 +52,8 @@ def test_version_and_help(tmp_path: Path) -> None:
         (["run", "S", "--bind", "1.2.3.4"], "--bind needs --workers"),
         (["report", "some", "--about", "image"], "--about needs --baseline"),
         (
-            ["run", "S", "--ui", "--repeats", "3", "--check", "x"],
-            "--ui does not go with --repeats, --check\nnext: Leave",
+            ["run", "--resume", "x", "--repeats", "3", "--check", "x"],
+            "--resume does not go with --repeats, --check\nnext: Leave",
         ),
         (["run", "S", "--workers", ""], "--workers: "),
         (["run", "S", "--workers", "1", "--bind", "1/2"], "--bind: '1/2' is not an address"),
@@ -228,9 +228,9 @@ def test_a_terminal_that_is_not_in_utf_8_gets_the_table(folder_with_run: Path) -
     assert in_ascii == harness("report", run, cwd=folder_with_run).out.encode("ascii", "backslashreplace").decode()
 
 
-def test_run_with_the_web_ui_is_a_live_load(tmp_path: Path) -> None:
+def test_a_live_load_ends_with_ctrl_c(tmp_path: Path) -> None:
     path, port = write(tmp_path), free_port()
-    with going("run", path.name, "--ui", "--ui-port", str(port), "--runs", "runs", cwd=tmp_path) as live:
+    with going("live", path.name, "--port", str(port), "--runs", "runs", cwd=tmp_path) as live:
 
         def page() -> str:
             try:

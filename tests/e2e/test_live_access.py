@@ -173,8 +173,6 @@ def test_the_class_picker_works_and_many_starts_at_once_are_one_load(engine: str
     ("options", "env", "sentence"),
     [
         (["--headless", "--users", "99999999"], {}, USERS),
-        (["--spawn-rate", "1e9"], {}, RATE),
-        (["--headless", "--run-time", "99999999999"], {}, RUN),
         (["--web-host", "0.0.0.0"], {"AMD_LLM_LOAD_UI_TOKEN": "short"}, "AMD_LLM_LOAD_UI_TOKEN: cannot be a token"),
         (["--web-host", "0.0.0.0"], {"AMD_LLM_LOAD_UI_ADDRESS": "http://x"}, "AMD_LLM_LOAD_UI_ADDRESS: must be HOST"),
     ],

@@ -98,9 +98,9 @@ def test_workers_that_are_quiet_by_schedule_go_on(
 ) -> None:
     """The master hears of it: what the workers wait for is on their machines only."""
     monkeypatch.setattr(subprocess, "Popen", prefork.Popen)  # on a busy machine a start takes longer than is waited
-    monkeypatch.setattr(driving, "MAX_SILENCE_S", 12.0)
+    monkeypatch.setattr(driving, "MAX_SILENCE_S", 9.0)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
-    load = Load(user="batch", users=2, requests=4, output_tokens=5, timeout_s=5.0, think_s=[20.0, 20.0])
+    load = Load(user="batch", users=2, requests=4, output_tokens=5, timeout_s=1.0, think_s=[15.0, 15.0])
     workers = Workers(machines=2, bind="127.0.0.1", port=free_port())
     job = make_job(tmp_path, load, workers=workers, model="simulated")
     write_job(job, tmp_path / "job.json")

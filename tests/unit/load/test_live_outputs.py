@@ -1,0 +1,112 @@
+"""The live numbers as tables, files of stock Locust, and metrics of Prometheus."""
+
+import csv
+import io
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from harness.load.live_metrics import ALL, LiveNumbers, Observed
+from harness.load.live_outputs import (
+    LATENCIES,
+    PRINT_S,
+    LoadSnapshot,
+    StockOutput,
+    html_section,
+    insert_html_section,
+    text_table,
+    whole_csv,
+)
+from harness.scenario.check_syntax import parse_check
+from tests.unit.run.test_live_numbers import Worker, delta, request
+
+SLOS = "ttft<=150ms, tpot<=30ms"
+
+
+def numbers_of(*requests: Any, slos: str = SLOS) -> LiveNumbers:
+    """Live numbers of a load that has ended."""
+    counter = Worker(parse_check(f"attainment({slos}) >= 0").slos if slos else ())
+    for one in requests:
+        counter.add(one)
+    numbers = LiveNumbers(slos=slos)
+    numbers.add_delta("a", delta(counter, {"Chat": 2}))
+    numbers.tick(3, Observed(None))
+    return numbers
+
+
+def samples_of(text: str) -> dict[tuple[str, ...], float]:
+    """The samples of an exposition: by name and the values of labels."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+REQUESTS = (
+    request(prompt_tokens=16), request(ttft=0.2, prompt_tokens=17), request(error="timeout"),
+    request(error="abandoned"), request(user_class="<Agent>", prompt_tokens=1, tokens=5),
+)  # fmt: skip
+
+
+def test_table_csv_and_report_have_the_same_numbers_and_escape_names() -> None:
+    lines = text_table(numbers_of(*REQUESTS), final=True)
+    rows = [line.split()[:4] for line in lines[1:4]]
+    assert rows == [["<Agent>", "1", "0", "0"], ["Chat", "4", "1", "2"], [ALL, "5", "1", "2"]]
+    assert lines[4].startswith(f"Goodput: requests that met {SLOS} (40.0% of the requests that ended, ")
+    assert len(text_table(numbers_of(*REQUESTS))) == 6  # the last seconds as well
+    assert "no request has ended yet" in text_table(numbers_of())[-1]
+    numbers = numbers_of(*REQUESTS)
+    by_class = {row["user_class"]: row for row in csv.DictReader(io.StringIO(whole_csv(numbers)))}
+    assert {name: (row["ended"], row["failed"], row["tokens"]) for name, row in by_class.items()} == {
+        ALL: ("5", "1", "27"), "<Agent>": ("1", "0", "5"), "Chat": ("4", "1", "22"),
+    }  # fmt: skip
+    assert by_class["Chat"]["attainment"] == "0.25" and by_class["Chat"]["slos"] == SLOS
+    section = html_section(numbers)
+    assert "<td>&lt;Agent&gt;</td>" in section and "<Agent>" not in section
+    assert insert_html_section('<body><div id="root"></div></body>', numbers).startswith("<body><section")
+
+
+def test_prometheus_gets_exact_counts_and_sums() -> None:
+    samples = samples_of(generate_latest(LoadSnapshot(numbers_of(*REQUESTS), 3, True, None, 0)).decode())
+    prefix, ttft = "amd_llm_load_live", LATENCIES["ttft"][0]
+    outcomes = {name: samples[f"{prefix}_requests_total", name, "Chat"] for name in ("succeeded", "failed", "cut")}
+    assert outcomes == {"succeeded": 2, "failed": 1, "cut": 1}
+    assert samples[f"{prefix}_errors_total", "timeout"] == 1
+    assert samples[f"{prefix}_slo_met_requests_total", "Chat"] == 1
+    assert (samples[f"{prefix}_users",], samples[f"{prefix}_running",]) == (3, 1)
+    assert samples[f"{prefix}_requests_in_flight", "Chat"] == 2
+    assert [samples[f"{ttft}_bucket", bound, "Chat"] for bound in ("0.08", "0.25", "+Inf")] == [0, 2, 2]
+    assert samples[f"{ttft}_count", "Chat"] == 2 and samples[f"{ttft}_sum", "Chat"] == pytest.approx(0.3)
+    usage = "gen_ai_client_token_usage"
+    assert samples[f"{usage}_sum", "input", "Chat"] == 33 and samples[f"{usage}_sum", "output", "Chat"] == 22
+    assert samples[f"{usage}_count", "input", "Chat"] == 2
+    assert (f"{prefix}_workers",) not in samples  # a single process
+    without_slos = generate_latest(LoadSnapshot(numbers_of(*REQUESTS, slos=""), 3, True, None, 0)).decode()
+    assert not [name for name, *_ in samples_of(without_slos) if "slo_met" in name]
+
+
+def test_the_table_is_printed_every_few_seconds_of_a_load(tmp_path: Path) -> None:
+    options = Namespace(
+        headless=True, print_stats=False, only_summary=False, csv_prefix=str(tmp_path / "a/x"), html_file=None
+    )
+    output, numbers = StockOutput(options), numbers_of(*REQUESTS)
+    log, printed = logging.getLogger("locust.stats_logger"), io.StringIO()
+    log.addHandler(handler := logging.StreamHandler(printed))
+    level, log.level = log.level, logging.INFO
+    try:
+        for _ in range(2 * PRINT_S):
+            output.update(numbers)
+        assert printed.getvalue().count("LLM metrics") == 2 == printed.getvalue().count("last 10 s")
+        output.finish(numbers)
+    finally:
+        log.removeHandler(handler)
+        log.level = level
+    history = list(csv.DictReader((tmp_path / "a/x_llm_history.csv").read_text().splitlines()))
+    assert [row["user_class"] for row in history] == [ALL, "<Agent>", "Chat"]  # of the one point: no line comes twice
+    assert len((tmp_path / "a/x_llm.csv").read_text().splitlines()) == 4
