@@ -69,10 +69,6 @@ def server_names() -> str:
     return f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md)).\n"
 
 
-def server_pages() -> str:
-    return f"{', '.join(engine.page for engine in engines() if engine.page is not None)},\n"
-
-
 def documented_reasons() -> dict[str, str]:
     """By code its texts in the source, its template without formats, or what its function says."""
     plain = {
@@ -226,7 +222,7 @@ MADE = {
     "README.md": {"table": example_table, "servers": server_names},
     "docs/commands.md": {"commands": commands_sections},
     "docs/scenario-keys.md": {"keys": keys_tables, "metrics": metrics_table},
-    "docs/servers.md": {"pages": server_pages, "servers": servers_tables},
+    "docs/servers.md": {"servers": servers_tables},
     "docs/failures.md": {"failures": failures_tables},
     "docs/findings.md": {"targets": targets_table, "findings": findings_tables},
     "docs/fields.md": {"errors": error_kinds_table, "fields": fields_tables, "reasons": reasons_table},

@@ -136,7 +136,6 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     place: int  # its position in lists
     name: str  # in run.json
     title: str  # in sentences
-    page: str | None = None  # link in docs/, such as `[vLLM](vllm.md)`
     templates: dict[str, Template] = {}
     gateway: bool = False
     command: Command = Command()
