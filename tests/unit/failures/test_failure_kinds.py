@@ -33,45 +33,6 @@ def test_a_ring_timeout_names_ring_and_process(stamp: str, driver: str, ring: st
         assert "lockup_timeout" in failure.fix
 
 
-@pytest.mark.parametrize("driver", [*DRIVER[:2], "[drm:amdgpu_device_x [amdgpu]] *ERROR* "])
-@pytest.mark.parametrize(
-    ("line", "row"),
-    [
-        ("ring gfx_0.0.0 timeout, but soft recovered", "kernel.ring_timeout"),
-        ("[gfxhub] page fault (src_id:0 ring:153 vmid:8 pasid:32770)", "kernel.page_fault"),
-        ("[mmhub0] no-retry page fault (src_id:0 ring:24 vmid:3 pasid:32769, for process x pid 7 thread x pid 7)",
-         "kernel.page_fault"),
-        ("[gfxhub0] retry page fault (src_id:0 ring:0 vmid:3 pasid:32769)", "kernel.page_fault"),
-        ("VM_L2_PROTECTION_FAULT_STATUS:0x00301031", "kernel.page_fault"),
-        ("MES failed to respond to msg=SUSPEND", "kernel.scheduler"),
-        ("MES(1) failed to respond to msg=REMOVE_QUEUE", "kernel.scheduler"),
-        ("MES failed to response msg=3", "kernel.scheduler"),
-        ("failed to suspend gangs from MES", "kernel.scheduler"),
-        ("failed to remove hardware queue from MES, doorbell=0x1002", "kernel.scheduler"),
-        ("MES might be in unrecoverable state, issue a GPU reset", "kernel.scheduler"),
-        ("qcm fence wait loop timeout expired", "kernel.scheduler"),
-        ("Failed to evict queue 3", "kernel.scheduler"),
-        ("GPU reset begin!", "kernel.reset"),
-        ("GPU reset begin!. Source:  1", "kernel.reset"),
-        ("Starting comp_1.1.0 ring reset", "kernel.reset"),
-        ("[drm] device wedged, but recovered through reset", "kernel.reset"),
-        ("[drm] device wedged, needs recovery", "kernel.reset_failed"),
-        ("GPU reset end with ret = -62", "kernel.reset_failed"),
-        ("VRAM is lost due to GPU reset!", "kernel.vram_lost"),
-        ("device lost from bus!", "kernel.bus_lost"),
-        ("2 uncorrectable hardware errors detected in umc block", "kernel.ras"),
-        ("RAS event of type ERREVENT_ATHUB_INTERRUPT detected!", "kernel.ras"),
-        ("ERROR: GPU over temperature range(SW CTF) detected!", "kernel.overheated"),
-        ("SMU: I'm not done with your previous command: SMN_C2PMSG_66:0x00000006", "kernel.power_controller"),
-        ("Not enough memory for command submission!", "kernel.gpu_memory"),
-        ("SVM mapping failed, exceeds resident system memory limit", "kernel.gpu_memory"),
-    ],
-)  # fmt: skip
-def test_faults_of_an_amd_gpu_in_the_kernel_s_log(driver: str, line: str, row: str) -> None:
-    failure = explain(f"[  1.0] Linux version 7.0.13\n[  812.3] {driver}{line}\n")
-    assert failure is not None and (failure.id, failure.number) == (row, 2)
-
-
 def test_a_page_fault_is_the_cause_of_the_hang_and_the_reset_after_it() -> None:
     before = "[  327.80] amdgpu 0000:c6:00.0: amdgpu: "
     lines = [
@@ -135,47 +96,6 @@ def test_the_exit_code_of_a_crash_that_the_table_does_not_know(tmp_path: Path) -
     (tmp_path / "some.log").write_text(READY["vLLM"] + "ERROR 11-21 10:00:00 [x.py:1] the sprocket is gone\n")
     done = harness("explain", "some.log", cwd=tmp_path)
     assert done.code == 4 and "the sprocket is gone" in done.out
-
-
-@pytest.mark.parametrize(
-    ("line", "row"),
-    [
-        ("HIP error: an illegal memory access was encountered", "gpu.illegal_access"),
-        ("CUDA error: an illegal memory access was encountered", "gpu.illegal_access"),
-        ("hipErrorIllegalAddress: an address", "gpu.illegal_access"),
-        ("HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION: The agent attempted", "gpu.illegal_access"),
-        ("ROCm error: unspecified launch failure", "gpu.fault"),
-        ("HW Exception by GPU node-1 (Agent handle: 0x1) reason :GPU Hang", "gpu.fault"),
-        ("ROCm error: invalid device function", "gpu.arch"),
-        ("ROCm error: device kernel image is invalid", "gpu.arch"),
-        ("HSA_STATUS_ERROR_INVALID_ISA: The instruction set architecture is invalid.", "gpu.arch"),
-        ("Triton Error [HIP]:  Code: 209, Messsage: no kernel image is available", "gpu.arch"),
-        ("ROCm error: no ROCm-capable device is detected", "gpu.not_detected"),
-        ("HIP error: invalid device ordinal", "gpu.not_detected"),
-        ("ROCm error: out of memory", "mem.hip_oom"),
-        ("HIP error: out of memory", "mem.hip_oom"),
-        ("hipErrorMemoryAllocation", "mem.hip_oom"),
-        ("vk::Device::allocateMemory: ErrorOutOfDeviceMemory", "mem.llamacpp_no_room"),
-        ("vk::Queue::submit: ErrorDeviceLost", "gpu.vulkan_lost"),
-        ("VK_ERROR_DEVICE_LOST", "gpu.vulkan_lost"),
-        ("vk::PhysicalDevice::createDevice: ErrorExtensionNotPresent", "gpu.vulkan_error"),
-        ("ROCm error: the sprocket is gone", "gpu.hip_error"),
-        ("HIP error: the sprocket is gone", "gpu.hip_error"),
-        ("hipErrorSprocket", "gpu.hip_error"),
-        ("Triton Error [HIP]:  Code: 1, Messsage: invalid argument", "gpu.hip_error"),
-        ("HSA_STATUS_ERROR_SPROCKET: x", "gpu.hsa_status"),
-        ("HSA_STATUS_ERROR: A generic error has occurred.", "gpu.hsa_status"),
-        ("CUDA error: HIPBLAS_STATUS_INTERNAL_ERROR when calling `hipblasGemmEx`", "gpu.library"),
-        ("NCCL error: unhandled cuda error", "gpu.rccl"),
-        ("RCCL error in: /src/ProcessGroupNCCL.cpp:94, internal error", "gpu.rccl"),
-        ("ncclSystemError: System call (e.g. socket, malloc) or external library call failed", "gpu.rccl"),
-        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=X)", "gpu.collective_timeout"),
-    ],
-)  # fmt: skip
-def test_faults_of_the_gpu_in_an_engine_s_log(line: str, row: str) -> None:
-    for before in ("", "RuntimeError: ", "(EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1] RuntimeError: "):
-        failure = explain(f"{before}{line}\n")
-        assert failure is not None and (failure.id, failure.number) == (row, 1), line
 
 
 def test_an_error_of_rocm_is_the_evidence_and_names_its_function() -> None:
@@ -345,31 +265,6 @@ def test_a_server_that_logs_at_debug_already_is_not_told_to() -> None:
     assert scan_text(WAIT.format(1)).detailed and not scan_text("vLLM starts\n").detailed
 
 
-@pytest.mark.parametrize(
-    ("line", "row"),
-    [
-        ('level=ERROR msg="amdgpu devices detected but permission problems block access" error="open /dev/kfd: '
-         'permission denied"', "gpu.kfd_denied"),
-        ("MESA: error: failed to open /dev/dri/renderD128: Permission denied", "gpu.kfd_denied"),
-        ("runc: open /dev/kfd: operation not permitted", "gpu.kfd_denied"),
-        ("open /dev/kfd: no such file or directory", "gpu.not_detected"),
-        ("docker: Error response from daemon: CDI device injection failed: unresolvable CDI devices amd.com/gpu=all",
-         "gpu.no_cdi"),
-        ("Error: setting up CDI devices: unresolvable CDI devices amd.com/gpu=0", "gpu.no_cdi"),
-        ("error modifying OCI spec: failed to inject CDI devices: unresolvable CDI devices amd.com/gpu=all: unknown.",
-         "gpu.no_cdi"),
-        ('could not select device driver "cdi" with capabilities: [].', "gpu.no_cdi"),
-        ("ollama.service: Failed with result 'oom-kill'.", "host.oom_kill"),
-        ("[ 12.3] Killed process 4242 (llama-server) total-vm:123456kB", "host.oom_kill"),
-        ("Tokenizer class TokenizersBackend does not exist or is not currently imported.", "model.tokenizer"),
-        ("AssertionError: One of GPU archs of ['gfx1201'] is invalid or not supported", "gpu.aiter"),
-    ],
-)  # fmt: skip
-def test_a_known_failure_in_other_words(line: str, row: str) -> None:
-    failure = explain(f"{line}\n")
-    assert failure is not None and failure.id == row
-
-
 # What is no failure of the GPU or of the server.
 
 
@@ -389,19 +284,11 @@ def test_a_fault_of_another_device_is_none_of_the_gpu(line: str) -> None:
     assert scan_text(f"[    1.0] amdgpu 0000:c5:00.0: amdgpu: SMU is initialized\n[  812.3] {line}\n").findings == []
 
 
-@pytest.mark.parametrize(
-    ("line", "row"),
-    [
-        ("PCIe Bus Error: severity=Uncorrectable (Fatal), type=Transaction Layer", "kernel.bus_lost"),
-        ("amdgpu: PCI error: detected callback!!", "kernel.bus_lost"),
-        ("Unable to change power state from D3cold to D0, device inaccessible", "kernel.bus_lost"),
-        ("AMD-Vi: Event logged [IO_PAGE_FAULT domain=0x0021 address=0x7f1200 flags=0x0020]", "kernel.iommu"),
-    ],
-)
-def test_a_fault_of_the_gpu_on_its_bus(line: str, row: str) -> None:
-    failure = explain(f"[  812.3] amdgpu 0000:c5:00.0: {line}\n")
-    assert failure is not None and failure.id == row
-    assert row != "kernel.bus_lost" or failure.cause.endswith(" 0000:c5:00.0")
+def test_a_fault_of_the_gpu_on_its_bus_names_its_address() -> None:
+    failure = explain(
+        "[  812.3] amdgpu 0000:c5:00.0: Unable to change power state from D3cold to D0, device inaccessible"
+    )
+    assert failure is not None and failure.cause.endswith(" 0000:c5:00.0")
 
 
 KILLS = {
@@ -502,23 +389,6 @@ def test_ollama_that_works_on_the_processor_is_told_by_its_search_for_a_gpu() ->
     assert found(DISCOVERY + COMPUTE.format("Vulkan"))["cause"] is None, "it found the GPU by another library"
 
 
-@pytest.mark.parametrize(
-    ("error", "row"),
-    [
-        ("timed out waiting for llama runner to start - progress 0.00 - ", "ollama.start_timeout"),
-        ("model requires more system memory (5.3 GiB) than is available (3.3 GiB)", "ollama.memory"),
-        ("llama runner process has terminated: exit status 2", "ollama.runner"),
-        ("llama runner process has terminated: signal: killed", "ollama.runner_crashed"),
-        ("no sprocket", "ollama.load_failed"),
-    ],
-)
-def test_a_failed_load_that_ollama_logs_at_info(error: str, row: str) -> None:
-    failure = explain(
-        f'time=2026-10-01T10:05:00.000Z level=INFO source=sched.go:470 msg="Load failed" error="{error}"\n'
-    )
-    assert failure is not None and failure.id == row
-
-
 def test_the_signal_of_ollama_s_runner_says_more_than_the_request_it_broke_off() -> None:
     before = "time=2026-10-01T10:00:20.000Z level=ERROR source=server.go:1 msg="
     post = before + r'"post predict" error="Post \"http://127.0.0.1:39121/completion\": EOF"' + "\n"
@@ -527,18 +397,6 @@ def test_the_signal_of_ollama_s_runner_says_more_than_the_request_it_broke_off()
     assert (data["cause"]["id"], data["cause"]["number"]) == ("ollama.runner_crashed", 2)
     assert data["cause"]["cause"].endswith(": aborted (core dumped)")
     assert found(post)["cause"]["cause"].endswith(': Post "http://127.0.0.1:39121/completion": EOF')
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "2026-11-26 19:50:10.100 [Error] (Process) [XRT] ERROR: ert_cmd_state: ERT_CMD_STATE_TIMEOUT",
-        "DRM_IOCTL_AMDXDNA_CREATE_HWCTX IOCTL failed (err=-22): Invalid argument",
-    ],
-)
-def test_a_failure_of_the_npu(line: str) -> None:
-    failure = explain(f"{line}\n")
-    assert failure is not None and failure.id == "npu.failed"
 
 
 def test_a_refused_request_is_no_cause_of_a_server_that_was_ready() -> None:
