@@ -8,7 +8,7 @@ from functools import partial
 from locust import task
 
 from harness.load.openai_api import Tools, tool_call_message, tool_result_message
-from harness.load.process import Work
+from harness.load.sequencer import Work
 from harness.load.user import LLMUser
 from harness.scenario.behaviour import Agent, chance, pause_s
 from harness.workload import Message

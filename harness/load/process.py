@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -21,15 +21,15 @@ from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Abandoned, Exchange, Failure
-from harness.load.openai_api import PATHS, Answer, Tools, encode_request
+from harness.load.openai_api import PATHS, Answer, encode_request
 from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
-from harness.load.sequencer import Quota, Sequencer, Shard, Slot, StageTime, WarmupSample
+from harness.load.sequencer import Quota, Sequencer, Shard, Work
 from harness.records.records import ErrorKind, Request
 from harness.scenario import Arrivals, Load, connections_per_process, requests_per_task
-from harness.scenario.behaviour import Abandon, AnswerCheck, answer_fields, check_answer
+from harness.scenario.behaviour import AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
-from harness.workload import Message, Workload
+from harness.workload import Workload
 from harness.workload.job import Job, loads_of, read_api_key, rows_of, secrets_of_server, workload_of
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay, cached_replay
@@ -37,53 +37,6 @@ from harness.workload.traces import Replay, cached_replay
 _QUIET_SIGN_S = 1.0
 
 logger = logging.getLogger(__name__)
-
-
-class Work(msgspec.Struct, frozen=True):
-    """A request of a user: its slot in the sequence and its messages. What follows is set when it is sent."""
-
-    slot: Slot
-    messages: Sequence[Message]
-    changed: bool = False  # the messages differ from the plan
-    asked_index: int | None = None  # the index of a repeated question; None: `index`
-    user_class: str = ""
-    user: int = 0
-    conversation: int | None = None
-    turn: int | None = None
-    batch: int | None = None
-    again: bool = False
-    follows: bool = False  # it follows an earlier request of its group and has no due time of its own
-    tools: Tools | None = None
-    leave: Abandon | None = None  # when the user leaves
-
-    @property
-    def index(self) -> int:
-        """The place in the sequence: 0, 1, 2 ..., and -1, -2 ... in the warm-up."""
-        return self.slot.index
-
-    @property
-    def question_index(self) -> int:
-        """The index of the question, which determines the length of the answer and the right answer."""
-        return self.index if self.asked_index is None else self.asked_index
-
-    def moved_to(self, other: "Work") -> "Work":
-        """Return this request in the slot of another one: a question that is asked again."""
-        return msgspec.structs.replace(self, slot=other.slot, asked_index=self.question_index)
-
-    def with_messages(self, messages: Sequence[Message]) -> "Work":
-        return msgspec.structs.replace(self, messages=messages, changed=True)
-
-    def about(self, text: str) -> "Work":
-        """Return the request with a text for the model: after the salt and the system prompt, before the question."""
-        first, *others = self.messages
-        if first["role"] != "system":
-            return self.with_messages([{"role": "system", "content": text}, first, *others])
-        return self.with_messages([{"role": "system", "content": f"{first['content']}\n\n{text}"}, *others])
-
-    def without_system(self) -> "Work":
-        """Return the request without the system prompt, which the history of a later turn already has."""
-        messages = [message for message in self.messages if message["role"] != "system"]
-        return msgspec.structs.replace(self, messages=messages)
 
 
 # Fields that a record copies.
@@ -210,8 +163,8 @@ class LoadProcess:
         timeout_s = self.loads[load].load.timeout_s
         return Client(self._dialer, self._reader, timeout_s=timeout_s, headers=key_header(self._secret))
 
-    def planned_work(self, slot: Slot) -> Work:
-        return Work(slot, self._workloads[slot.load].messages(slot.index))
+    def with_messages(self, work: Work) -> Work:
+        return msgspec.structs.replace(work, messages=self._workloads[work.load_number].messages(work.index))
 
     def model(self) -> str:
         """Return the model of the job, or the first one of the server. Raises HarnessError.
@@ -237,12 +190,12 @@ class LoadProcess:
         the next request of this user does not wait for it.
         """
         exchange = Exchange(
-            id=self._request_id(work.slot),
-            embeddings=self._load(work.slot).endpoint == "embeddings",
+            id=self._request_id(work),
+            embeddings=self._load(work).endpoint == "embeddings",
             abandon_after_chunks=None if work.leave is None else work.leave.after_tokens,
         )
         answer, is_cut = Answer(), False
-        self.recorder.note_sending(work.slot)
+        self.recorder.note_sending(work)
         self._in_flight[id(exchange)] = exchange, work
         try:
             self._exchange(client, work, exchange)
@@ -264,9 +217,9 @@ class LoadProcess:
 
     def _exchange(self, client: Client, work: Work, exchange: Exchange) -> None:
         """Send the request and collect the response, until it ends or the user leaves."""
-        path, body = PATHS[self._load(work.slot).endpoint], partial(self._encode_body, work)
+        path, body = PATHS[self._load(work).endpoint], partial(self._encode_body, work)
         if not exchange.embeddings:
-            exchange.max_tokens = self._workloads[work.slot.load].output_tokens(work.question_index)
+            exchange.max_tokens = self._workloads[work.load_number].output_tokens(work.question_index)
         if work.leave is None:
             client.send(path, body, exchange)
             return
@@ -288,10 +241,10 @@ class LoadProcess:
                 record = self._create_record(exchange, answer, work)
             except Exception as error:
                 record = self._create_record(exchange, _defect_answer(error, answer.ended_s), work)
-            self.recorder.add(record, work.slot.cell_number)
+            self.recorder.add(record, work.cell_number)
         finally:
             # In any case: the end of the load waits for it.
-            self.sequencer.settle(sample=_warmup_sample(exchange, work, answer), slot=work.slot)
+            self.sequencer.settle(sample=_warmup_sample(exchange, work, answer), work=work)
         if on_record is not None:
             on_record(answer)
 
@@ -304,19 +257,16 @@ class LoadProcess:
                 old.append(self._create_record(exchange, answer, work))
         return old
 
-    def _load(self, slot: Slot) -> Load:
-        return self.loads[slot.load].load
+    def _load(self, work: Work) -> Load:
+        return self.loads[work.load_number].load
 
-    def _cell(self, slot: Slot) -> str:
-        return self._rows[slot.cell_number][0]
-
-    def _request_id(self, slot: Slot) -> str:
+    def _request_id(self, work: Work) -> str:
         """Return the id of a request, unique among all runs: servers write it into their logs."""
-        place = str(slot.index) if slot.index >= 0 else f"w{-slot.index}"
-        return "-".join(part for part in (self.job.run, self._cell(slot), place) if part)
+        place = str(work.index) if work.index >= 0 else f"w{-work.index}"
+        return "-".join(part for part in (self.job.run, self._rows[work.cell_number][0], place) if part)
 
     def _encode_body(self, work: Work) -> bytes:
-        load, index, workload = self._load(work.slot), work.question_index, self._workloads[work.slot.load]
+        load, index, workload = self._load(work), work.question_index, self._workloads[work.load_number]
         more = {} if load.answer is None else answer_fields(load.answer, workload.choices(index))
         more |= {} if work.tools is None else work.tools.fields()
         return encode_request(load, self.model(), work.messages, workload.output_tokens(index), more)
@@ -324,16 +274,16 @@ class LoadProcess:
     def _finish_answer(self, work: Work, exchange: Exchange) -> Answer:
         try:
             answer = exchange.finish_answer()
-            max_tokens = self._workloads[work.slot.load].output_tokens(work.question_index)
+            max_tokens = self._workloads[work.load_number].output_tokens(work.question_index)
             answer.drop_impossible_counts(max_tokens, exchange.request_bytes)
             return answer
         except Exception as error:
             return _defect_answer(error)
 
     def _create_record(self, exchange: Exchange, answer: Answer, work: Work) -> Request:
-        load, tools, slot, index = self._load(work.slot), work.tools, work.slot, work.question_index
-        workload, check, sent_s = self._workloads[slot.load], AnswerCheck(), exchange.start_ns / 1e9
-        cell, load_name = self._rows[slot.cell_number]
+        load, tools, index = self._load(work), work.tools, work.question_index
+        workload, check, sent_s = self._workloads[work.load_number], AnswerCheck(), exchange.start_ns / 1e9
+        cell, load_name = self._rows[work.cell_number]
         if load.answer is not None and answer.error is None:
             check = check_answer(load.answer, workload.choices(index), workload.label(index), answer.text)
         is_planned = (work.turn or 1) == 1 and not work.changed  # later turns contain answers
@@ -341,11 +291,9 @@ class LoadProcess:
             id=exchange.id,
             cell=cell,
             load=load_name,
-            index=slot.index,
             process=self.recorder.process,
-            phase=slot.phase,
             sent_s=sent_s,
-            scheduled_s=None if slot.due_s is None or work.follows else slot.due_s - sent_s,
+            scheduled_s=None if work.due_s is None or work.follows else work.due_s - sent_s,
             resent=exchange.resent,
             connect_retries=exchange.connect_retries,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
@@ -369,11 +317,12 @@ def _defect_answer(error: Exception, ended_s: float = 0.0) -> Answer:
     return Answer("client", f"{type(error).__name__}: {error}", ended_s=ended_s)
 
 
-def _warmup_sample(exchange: Exchange, work: Work, answer: Answer) -> WarmupSample | None:
-    if work.slot.phase != "warmup" or answer.error is not None:
+def _warmup_sample(exchange: Exchange, work: Work, answer: Answer) -> tuple[float, float, float] | None:
+    """Return the numbers of an answer of the warm-up for `Sequencer.settle`; None if it tells nothing."""
+    if work.phase != "warmup" or answer.error is not None:
         return None
     ttft_s, e2e_s = (answer.chunks_s[0], answer.chunks_s[-1]) if answer.chunks_s else (math.nan, answer.ended_s)
-    return WarmupSample(exchange.start_ns / 1e9, ttft_s, e2e_s / (answer.output_tokens or 1))
+    return exchange.start_ns / 1e9, ttft_s, e2e_s / (answer.output_tokens or 1)
 
 
 def _cut_error(error: BaseException) -> tuple[ErrorKind, str]:
@@ -399,8 +348,7 @@ def quota_of(job: Job) -> Quota:
 
 
 def create_sequencer(job: Job) -> Sequencer:
-    stages = [StageTime(stage.users, stage.duration_s) for stage in job.stages]
-    return Sequencer(job.counter_path, *map(quota_of, loads_of(job)), stages=stages)
+    return Sequencer(job.counter_path, *map(quota_of, loads_of(job)), stages=job.stages)
 
 
 def _steadiness(job: Job) -> Steadiness | None:

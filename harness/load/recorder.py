@@ -21,7 +21,7 @@ from harness.base.files import UNDECODABLE, open_file
 from harness.base.process import has_orphaned_us
 from harness.base.redact import masked
 from harness.load.reader import IdleQueue
-from harness.load.sequencer import Slot
+from harness.load.sequencer import Work
 from harness.records.records import KNOWN_FINISHES, ProcessMark, Request
 from harness.scenario.workers import MACHINE
 from harness.workload.job import Job, in_flight_file, loads_of, rows_of
@@ -208,13 +208,13 @@ class Recorder:
         """The number of requests in flight. The records of ended requests may still wait in the idle queue."""
         return self.in_flight_of.total()
 
-    def note_sending(self, slot: Slot) -> None:
+    def note_sending(self, work: Work) -> None:
         self.sent += 1
-        self._sent_of[slot.cell_number] += 1
-        if slot.phase == "measured":
-            if slot.stage > self._stage:
+        self._sent_of[work.cell_number] += 1
+        if work.phase == "measured":
+            if work.stage > self._stage:
                 self._health_by_stage[self._stage] = self.health.end_mark_fields()
-                self.health, self._stage = Health(), slot.stage
+                self.health, self._stage = Health(), work.stage
             self.health.begin()
 
     def add(self, request: Request, cell_number: int = 0) -> None:

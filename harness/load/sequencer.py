@@ -23,13 +23,17 @@ from typing import Literal, NamedTuple
 import gevent
 import msgspec
 
+from harness.load.openai_api import Tools
+from harness.scenario.behaviour import Abandon
 from harness.scenario.plan import Due, Steadiness
+from harness.workload import Message
+from harness.workload.job import JobStage
 
 Phase = Literal["warmup", "measured"]
 POLL_S = 0.05
 _LOAD_BYTES = 400  # of the line, which is padded, so that a write never leaves a part of a longer one ...
 _STAGE_BYTES = 40  # ... with as many for each load and each stage
-_SAMPLE = struct.Struct("<qdd")  # number of the load, and the two numbers of WarmupSample
+_SAMPLE = struct.Struct("<qdd")  # number of the load, TTFT (NaN: unknown), and time per token, of an answer
 _MAX_AHEAD_S = 0.5  # a slot of a scheduled warm-up is handed out at most so long before it is due
 
 logger = logging.getLogger(__name__)
@@ -65,27 +69,57 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-class Slot(msgspec.Struct, frozen=True):
-    """The place of one request in the sequence: the right to send it."""
+class Work(msgspec.Struct, frozen=True):
+    """One request of the sequence: its place, which is the right to send it, and what its user sends."""
 
     phase: Phase
     index: int  # measured: 0, 1, 2 ...; warm-up: -1, -2, -3 ..., so that its prompts are never measured
     due_s: float | None = None  # open loop: when to send it, on the monotonic clock
     stage: int = 0  # number of the stage in which it was taken
-    load: int = 0  # number of the load, of a mix
+    load_number: int = 0  # of a mix
+    messages: Sequence[Message] = ()
+    changed: bool = False  # the messages differ from the plan
+    asked_index: int | None = None  # the index of a repeated question; None: `index`
+    user_class: str = ""
+    user: int = 0
+    conversation: int | None = None
+    turn: int | None = None
+    batch: int | None = None
+    again: bool = False
+    follows: bool = False  # it follows an earlier request of its group and has no due time of its own
+    tools: Tools | None = None
+    leave: Abandon | None = None  # when the user leaves
 
     @property
     def cell_number(self) -> int:
         """The number of the cell among those of the load generator: a mix has no stages."""
-        return self.stage + self.load
+        return self.stage + self.load_number
 
+    @property
+    def question_index(self) -> int:
+        """The index of the question, which determines the length of the answer and the right answer."""
+        return self.index if self.asked_index is None else self.asked_index
 
-class WarmupSample(NamedTuple):
-    """The numbers of an answer that decide whether the server is steady."""
+    def moved_to(self, other: "Work") -> "Work":
+        """Return this request in the place of another one: a question that is asked again."""
+        return msgspec.structs.replace(
+            other, messages=self.messages, changed=self.changed, asked_index=self.question_index
+        )
 
-    sent_s: float  # monotonic clock
-    ttft_s: float  # NaN: unknown
-    per_token_s: float  # end-to-end latency / output tokens; the latency if the number of tokens is unknown
+    def with_messages(self, messages: Sequence[Message]) -> "Work":
+        return msgspec.structs.replace(self, messages=messages, changed=True)
+
+    def about(self, text: str) -> "Work":
+        """Return the request with a text for the model: after the salt and the system prompt, before the question."""
+        first, *others = self.messages
+        if first["role"] != "system":
+            return self.with_messages([{"role": "system", "content": text}, first, *others])
+        return self.with_messages([{"role": "system", "content": f"{first['content']}\n\n{text}"}, *others])
+
+    def without_system(self) -> "Work":
+        """Return the request without the system prompt, which the history of a later turn already has."""
+        messages = [message for message in self.messages if message["role"] != "system"]
+        return msgspec.structs.replace(self, messages=messages)
 
 
 class Quota(NamedTuple):
@@ -100,13 +134,6 @@ class Quota(NamedTuple):
     schedule: Due | None = None  # open loop: when each burst or conversation starts
     warmup_schedule: Due | None = None  # the same for the warm-up
     shard: Shard = WHOLE  # this machine's share of all requests
-
-
-class StageTime(NamedTuple):
-    """A stage of a load with stages."""
-
-    users: int
-    duration_s: float  # measured
 
 
 class LoadCounts(msgspec.Struct, array_like=True):
@@ -143,7 +170,7 @@ class Counts(msgspec.Struct, array_like=True):
 class Sequencer:
     """The counter file in one process. Create it after the fork: forked copies of an open file share its lock."""
 
-    def __init__(self, path: str, *quotas: Quota, stages: Sequence[StageTime] = ()) -> None:
+    def __init__(self, path: str, *quotas: Quota, stages: Sequence[JobStage] = ()) -> None:
         """`quotas`: of the load, or of the loads of a mix. `stages`: of a load with stages, which replace its time."""
         self.early = [False] * len(quotas)  # by load: `take` returned no slot because it is too early
         self.has_stages = bool(stages)  # the number of users changes
@@ -175,7 +202,7 @@ class Sequencer:
             counts.loads[load].users += 1
             return self._quotas[load].shard.global_number(counts.loads[load].users - 1)
 
-    def take(self, max_slots: int = 1, load: int = 0) -> list[Slot]:
+    def take(self, max_slots: int = 1, load: int = 0) -> list[Work]:
         """Return the next `max_slots` slots, of one phase and in order: one burst, or one conversation.
 
         Return none if no slot is left, or if it is too early for the next (see `early`). Groups of the warm-up are
@@ -201,7 +228,7 @@ class Sequencer:
                 counts.measured_s = max([now_s, *(each.warmup_due_s or now_s for each in counts.loads)])
             return self._take_measured(counts, now_s, max_slots, load)
 
-    def _take_measured(self, counts: Counts, now_s: float, max_slots: int, load: int) -> list[Slot]:
+    def _take_measured(self, counts: Counts, now_s: float, max_slots: int, load: int) -> list[Work]:
         quota, own, duration_s = self._quotas[load], counts.loads[load], self._durations_s[counts.stage]
         assert counts.measured_s is not None
         if duration_s is not None and now_s >= counts.measured_s + duration_s:
@@ -217,9 +244,9 @@ class Sequencer:
             due_s = counts.measured_s + after_s
             own.arrived += 1
         own.measured_taken += number
-        return [Slot("measured", quota.shard.index_at(first + i), due_s, counts.stage, load) for i in range(number)]
+        return [Work("measured", quota.shard.index_at(first + i), due_s, counts.stage, load) for i in range(number)]
 
-    def _take_warmup(self, counts: Counts, now_s: float, max_slots: int, load: int) -> list[Slot]:
+    def _take_warmup(self, counts: Counts, now_s: float, max_slots: int, load: int) -> list[Work]:
         quota, own, due_s = self._quotas[load], counts.loads[load], None
         if quota.warmup_schedule is not None and counts.started_s is not None:
             after_s = quota.warmup_schedule.at(quota.shard.global_number(own.warmup_arrived))
@@ -232,7 +259,7 @@ class Sequencer:
         first = own.warmup_taken
         own.warmup_taken += max_slots
         return [
-            Slot("warmup", -1 - quota.shard.index_at(first + i), due_s, counts.stage, load) for i in range(max_slots)
+            Work("warmup", -1 - quota.shard.index_at(first + i), due_s, counts.stage, load) for i in range(max_slots)
         ]
 
     def _is_before_begin(self, counts: Counts, now_s: float, load: int) -> bool:
@@ -245,47 +272,46 @@ class Sequencer:
         after_s = quota.warmup_schedule.at(quota.shard.global_number(own.warmup_arrived))
         return after_s is not None and counts.started_s + after_s < self.begin_s
 
-    def slot_when_sent(self, slot: Slot) -> Slot:
-        """Return the slot of a request that is sent now: a warm-up slot may have become a measured one.
+    def when_sent(self, work: Work) -> Work:
+        """Return a request as it is sent now: one of the warm-up may have become a measured one.
 
         A closed loop of fixed time also measures the later turns of conversations that started in the warm-up:
         otherwise it would begin with first turns only. Such a turn may also start the measured time.
         """
-        duration_s = self._durations_s[slot.stage]
-        if duration_s is None or self._quotas[slot.load].schedule is not None or slot.phase == "measured":
-            return slot
+        duration_s = self._durations_s[work.stage]
+        if duration_s is None or self._quotas[work.load_number].schedule is not None or work.phase == "measured":
+            return work
         now_s = time.monotonic()
         with self._locked_counts() as counts:
-            if counts.stage == slot.stage and counts.measured_s is None:
-                own = counts.loads[slot.load]
-                is_unanswered = own.settled - own.early < self._warmup_requests[slot.load]
-                must_wait = self._is_scheduled and self._quotas[slot.load].shard.machines > 1  # for the others
+            if counts.stage == work.stage and counts.measured_s is None:
+                own = counts.loads[work.load_number]
+                is_unanswered = own.settled - own.early < self._warmup_requests[work.load_number]
+                must_wait = self._is_scheduled and self._quotas[work.load_number].shard.machines > 1  # for the others
                 if is_unanswered or must_wait or self._is_warming_up(counts, now_s):
-                    return slot
+                    return work
                 counts.measured_s = now_s
-        return msgspec.structs.replace(slot, phase="measured")
+        return msgspec.structs.replace(work, phase="measured")
 
-    def settle(self, count: int = 1, sample: WarmupSample | None = None, slot: Slot | None = None) -> None:
-        """Count `count` slots as settled, however their requests ended. `sample` is of an answer of the warm-up.
+    def settle(
+        self, count: int = 1, sample: tuple[float, float, float] | None = None, work: Work | None = None
+    ) -> None:
+        """Count `count` requests as settled, however they ended.
 
-        `slot`: one of them; None: of the first load and stage.
+        `sample`: of an answer of the warm-up, when it was sent (monotonic), its TTFT (NaN: unknown), and its end-to-end
+        latency / output tokens, in s. `work`: one of them; None: of the first load and stage.
         """
-        load, stage = (0, 0) if slot is None else (slot.load, slot.stage)
+        load, stage = (0, 0) if work is None else (work.load_number, work.stage)
         with self._locked_counts() as counts:
             counts.loads[load].settled += count
             if sample is not None and counts.stage == stage and counts.measured_s is None:
                 self._note_sample(sample, counts, load)
 
-    def _note_sample(self, sample: WarmupSample, counts: Counts, load: int) -> None:
-        own, rule, users_complete_s = (
-            counts.loads[load],
-            self._quotas[load].steady,
-            self._users_complete_s(counts, load),
-        )
-        if rule is None or own.steady or users_complete_s is None or sample.sent_s < users_complete_s:
+    def _note_sample(self, sample: tuple[float, float, float], counts: Counts, load: int) -> None:
+        own, rule, complete_s = counts.loads[load], self._quotas[load].steady, self._users_complete_s(counts, load)
+        sent_s, *numbers = sample
+        if rule is None or own.steady or complete_s is None or sent_s < complete_s:
             return  # sent before the full concurrency
-        numbers = _SAMPLE.pack(load, sample.ttft_s, sample.per_token_s)
-        os.pwrite(self._file, numbers, self._line_bytes + counts.samples * _SAMPLE.size)
+        os.pwrite(self._file, _SAMPLE.pack(load, *numbers), self._line_bytes + counts.samples * _SAMPLE.size)
         counts.samples += 1
         own.sample_count += 1
         if rule.is_check_due(own.sample_count):

@@ -37,8 +37,7 @@ from harness.base.redact import printable
 from harness.load.client import Client
 from harness.load.locust_plugin import generator_of
 from harness.load.openai_api import Answer, Tools
-from harness.load.process import Work
-from harness.load.sequencer import Slot
+from harness.load.sequencer import Work
 from harness.records.records import CUT
 from harness.scenario import Load, behaviour
 from harness.scenario.behaviour import Abandon
@@ -48,7 +47,6 @@ T = TypeVar("T")
 
 _POLL_S = 0.2
 _NO_PAUSE = [0.0, 0.0]
-_NO_SLOTS: frozenset[Slot] = frozenset()  # one object for all users
 _PROMPT_AHEAD_S = 0.2  # open loop: a prompt, which takes some ms, is made so long before it is due
 _NO_ANSWER_PAUSE_S = 0.5  # users of a dead or rejecting server must not spin
 
@@ -74,11 +72,11 @@ class LLMUser(User):
         super().__init__(environment)
         self._process = generator_of(environment).sending_process()
         self._idle_clients: list[Client] = []
-        self._unsent: list[Slot] = []  # taken, but neither sent nor given up
+        self._unsent: dict[int, Work] = {}  # taken, but neither sent nor given up, by index
         self._group_started = False  # a request of the last taken group was sent
-        self._burst = _NO_SLOTS  # slots that share the due time of the first
+        self._burst: frozenset[int] = frozenset()  # indices of requests that share the due time of the first
         self._background: list[gevent.Greenlet[[], Any]] = []  # requests sent by `begin`
-        self._stage = 0  # of the last taken slots
+        self._stage = 0  # of the last taken requests
         self._wake = Event()  # ends a pause
         self._last_index = 0  # of the last request sent
         self.number = self._process.sequencer.add_user(self.load_number)
@@ -130,15 +128,15 @@ class LLMUser(User):
             raise StopUser from None
         max_slots = 1 if self.load.trace is not None else max_slots  # each row of a trace has its own due time
         while self._state != LOCUST_STATE_STOPPING:
-            slots = self._process.sequencer.take(max_slots, self.load_number)
-            if slots:
-                self._unsent.extend(slots)
-                self._stage = slots[0].stage
-                self._group_started, self._burst = False, _NO_SLOTS
-                self._wait_until(slots[0].due_s, _PROMPT_AHEAD_S)
-                works = [self._process.planned_work(slot) for slot in slots]
-                self._wait_until(slots[0].due_s)
-                if slots[0].due_s is not None and self._state == LOCUST_STATE_STOPPING:
+            taken = self._process.sequencer.take(max_slots, self.load_number)
+            if taken:
+                self._unsent = {work.index: work for work in taken}
+                self._stage, due_s = taken[0].stage, taken[0].due_s
+                self._group_started, self._burst = False, frozenset()
+                self._wait_until(due_s, _PROMPT_AHEAD_S)
+                works = [self._process.with_messages(work) for work in taken]
+                self._wait_until(due_s)
+                if due_s is not None and self._state == LOCUST_STATE_STOPPING:
                     break
                 return works
             if self._process.sequencer.early[self.load_number]:
@@ -184,21 +182,18 @@ class LLMUser(User):
 
     def _give_up_unsent(self) -> None:
         if self._unsent:
-            self._process.sequencer.settle(len(self._unsent), slot=self._unsent[0])
+            self._process.sequencer.settle(len(self._unsent), work=next(iter(self._unsent.values())))
             self._unsent.clear()
 
     def _prepare(self, work: Work, **fields: Any) -> Work:
         """Return the request as it is sent now, with these fields. Raises ValueError if it was sent before."""
-        if work.slot not in self._unsent:
-            raise ValueError(f"request {work.slot.index} was sent already; take() another one")
-        self._unsent.remove(work.slot)
-        self._last_index = work.slot.index
-        follows = self._group_started and work.slot not in self._burst
+        if self._unsent.pop(work.index, None) is None:
+            raise ValueError(f"request {work.index} was sent already; take() another one")
+        self._last_index = work.index
+        follows = self._group_started and work.index not in self._burst
         self._group_started = True
-        slot = self._process.sequencer.slot_when_sent(work.slot)
-        user_class = self.user_class or type(self).__name__
-        own = {"slot": slot, "user_class": user_class, "user": self.number, "follows": follows}
-        return msgspec.structs.replace(work, **own, **fields)
+        own = {"user_class": self.user_class or type(self).__name__, "user": self.number, "follows": follows}
+        return msgspec.structs.replace(self._process.sequencer.when_sent(work), **own, **fields)
 
     def _send(self, work: Work) -> Answer:
         client = self._idle_clients.pop() if self._idle_clients else self._process.create_client(self.load_number)
@@ -212,15 +207,15 @@ class LLMUser(User):
         unanswered = answer.error in ("connect", "rejected") or (answer.error == "disconnect" and answer.status is None)
         # In an open loop the next arrival is another user, which does not wait: only the rest of a conversation or
         # burst does.
-        if unanswered and (work.slot.due_s is None or self._unsent):
+        if unanswered and (work.due_s is None or self._unsent):
             self.pause(max(_NO_ANSWER_PAUSE_S, answer.retry_after_s or 0.0))
         return answer
 
     def ask_all(self, works: Sequence[Work]) -> list[Answer]:
         """Send all requests at once and wait for the last answer."""
-        batch = works[0].slot.index
+        batch = works[0].index
         if not self._group_started:
-            self._burst = frozenset(work.slot for work in works)
+            self._burst = frozenset(work.index for work in works)
         return self.at_once([partial(self.ask, work, batch=batch) for work in works])
 
     def at_once(self, functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -269,7 +264,7 @@ class LLMUser(User):
         return greenlet
 
     def on_stop(self) -> None:
-        if self._unsent and self._process.sequencer.has_stages:  # a surplus user: its stage does not wait for the slots
+        if self._unsent and self._process.sequencer.has_stages:  # a surplus user: its stage does not wait for them
             self._give_up_unsent()
         try:
             if sys.exc_info()[0] is StopUser:  # it stops by itself and is not cut

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.load.recorder import Health, Recorder, _CpuSample, this_host
-from harness.load.sequencer import Quota, Sequencer, Slot
+from harness.load.sequencer import Quota, Sequencer, Work
 from harness.records.records import Request, read_marks, read_requests
 from harness.scenario import Load
 from tests.support.command import PATIENCE_S
@@ -32,7 +32,7 @@ def recorder(folder: Path) -> Recorder:
 def test_records_come_back_as_they_went(tmp_path: Path) -> None:
     one = recorder(tmp_path)
     for number in range(3):
-        one.note_sending(Slot("measured", 0))
+        one.note_sending(Work("measured", 0))
         one.add(request(number))
     one.close()
     one.close()
@@ -72,7 +72,7 @@ def test_what_a_full_disk_took_half_of_is_completed_later(tmp_path: Path, monkey
 
 def test_the_end_mark_counts_what_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, real = recorder(tmp_path), os.write
-    one.note_sending(Slot("measured", 0))
+    one.note_sending(Work("measured", 0))
     one.add(request(0))
     one.flush()
 
@@ -81,7 +81,7 @@ def test_the_end_mark_counts_what_is_in_the_file(tmp_path: Path, monkeypatch: py
             raise OSError(28, "No space left on device")
         return real(file, data)
 
-    one.note_sending(Slot("measured", 0))
+    one.note_sending(Work("measured", 0))
     one.add(request(1))
     monkeypatch.setattr(os, "write", full_for_records)
     one.close()
@@ -93,10 +93,10 @@ def test_the_end_mark_counts_what_is_in_the_file(tmp_path: Path, monkeypatch: py
 WRITER = """
 import sys
 from pathlib import Path
-from tests.e2e.test_recorder import Slot, recorder, request
+from tests.e2e.test_recorder import Work, recorder, request
 one = recorder(Path(sys.argv[1]))
 for number in range(400):
-    one.note_sending(Slot("measured", 0))
+    one.note_sending(Work("measured", 0))
     one.add(request(number, int(sys.argv[2]), chunks=300))
     if number % 7 == 0:
         one.flush()

@@ -168,7 +168,7 @@ class Mine(LLMUser):
 LATER = """
 def ask(user):
     work = user.take()[0]
-    if work.slot.index == 3:
+    if work.index == 3:
         raise ValueError('boom')
     user.ask(work)
 """

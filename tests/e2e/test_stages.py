@@ -11,7 +11,7 @@ import pytest
 
 from harness.analysis.numbers import compute_numbers
 from harness.base.errors import HarnessError
-from harness.load.sequencer import Quota, Sequencer, Slot, StageTime
+from harness.load.sequencer import Quota, Sequencer, Work
 from harness.records.clock import Clock
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_marks, read_requests
@@ -23,6 +23,7 @@ from harness.scenario.file import load_scenario
 from harness.scenario.plan import load_of_stage, plan, stage_names
 from harness.scenario.workers import parse_workers
 from harness.workload import workload_sha256
+from harness.workload.job import JobStage
 from tests.support.command import called, going, harness, only_run, until
 from tests.support.made_runs import cells_in, request, write_lines
 from tests.unit.scenario.test_scenario import problems_of, write
@@ -97,19 +98,19 @@ def test_the_users_of_each_stage_must_divide_among_the_workers() -> None:
 
 def course(folder: Path, *durations_s: float, **more: Any) -> Sequencer:
     folder.mkdir(exist_ok=True)
-    stages = [StageTime(number + 1, duration_s) for number, duration_s in enumerate(durations_s)]
+    stages = [JobStage("c", "l", number + 1, duration_s) for number, duration_s in enumerate(durations_s)]
     return Sequencer(str(folder / "t"), Quota(warmup_requests=2)._replace(**more), stages=stages)
 
 
 def test_a_stage_is_measured_once_all_its_users_have_started(tmp_path: Path, clock: list[float]) -> None:
     one, other = course(tmp_path, 0.2, 60.0), course(tmp_path, 0.2, 60.0)  # of two processes
-    assert [one.take()[0] for _ in range(5)] == [Slot("warmup", -1 - n) for n in range(5)]
+    assert [one.take()[0] for _ in range(5)] == [Work("warmup", -1 - n) for n in range(5)]
     one.set_users_complete()
-    assert [other.take()[0] for _ in range(3)] == [Slot("warmup", -6), Slot("warmup", -7), Slot("measured", 0)]
+    assert [other.take()[0] for _ in range(3)] == [Work("warmup", -6), Work("warmup", -7), Work("measured", 0)]
     assert (one.user_count(), one.left_s(), one.is_over(0)) == (1, None, False)
     clock[0] += 0.25
     assert one.is_over(0)
-    assert one.take(2) == [Slot("warmup", -8, stage=1), Slot("warmup", -9, stage=1)]  # the sequence goes on
+    assert one.take(2) == [Work("warmup", -8, stage=1), Work("warmup", -9, stage=1)]  # the sequence goes on
     assert (one.user_count(), other.user_count()) == (2, 2)
     other.set_users_complete()
     assert [one.take()[0].phase for _ in range(3)] == ["warmup", "warmup", "measured"]

@@ -126,10 +126,10 @@ class Careless(LLMUser):
     @task
     def work(self) -> None:
         work = self.take()[0]
-        if work.slot.index % 2:
+        if work.index % 2:
             raise KeyError("a mistake in the locustfile")
         self.ask(work)
-        if work.slot.index == 4:
+        if work.index == 4:
             self.ask(work)
         self.think()
 """

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.load.sequencer import Quota, Sequencer, Slot
+from harness.load.sequencer import Quota, Sequencer, Work
 from harness.scenario import Arrivals, Load, Wave
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.plan import Schedule, arrival_times, steady_arrivals
@@ -95,7 +95,7 @@ def test_a_warm_up_has_the_arrivals_of_the_load(tmp_path: Path, clock: list[floa
     while clock[0] < begin_s + 0.2:
         assert all(slot.index == -3 for slot in sequencer.take())
         clock[0] += 1 / 64
-    found: list[Slot] = []
+    found: list[Work] = []
     while len(found) < 3 and clock[0] < begin_s + 5:
         found += sequencer.take()
         clock[0] += 1 / 64

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Exchange
 from harness.load.openai_api import Answer
-from harness.load.process import LoadProcess, Work
+from harness.load.process import LoadProcess
 from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
-from harness.load.sequencer import Slot
+from harness.load.sequencer import Work
 from harness.records.records import Request, read_requests
 from harness.scenario import Load, Prompts
 from tests.support.load_runs import make_job
@@ -179,7 +179,7 @@ def load_process(folder: Path, url: str, api_key_env: str | None = None, **load:
 
 
 def work(index: int = 0) -> Work:
-    return Work(Slot("measured", index), [{"role": "user", "content": "hi"}], user_class="Tester")
+    return Work("measured", index, messages=[{"role": "user", "content": "hi"}], user_class="Tester")
 
 
 def one_record(folder: Path, handler: Handler, **load: Any) -> Request:

@@ -16,7 +16,7 @@ from harness.analysis.summarize import read_summary
 from harness.analysis.validity import summarize_warmup
 from harness.base.summary import WarmupResult
 from harness.load.process import quota_of
-from harness.load.sequencer import Quota, Sequencer, Shard, Slot, WarmupSample
+from harness.load.sequencer import Quota, Sequencer, Shard, Work
 from harness.records.records import ProcessMark
 from harness.records.run_data import cell_data
 from harness.scenario import Arrivals, Load, Trace, Warmup
@@ -38,7 +38,7 @@ def test_all_parts_are_the_whole_sequence_each_request_once() -> None:
             assert {index // block % of for index in indices} <= {number}
 
 
-def taken(sequencer: Sequencer, maximum: int) -> list[list[Slot]]:
+def taken(sequencer: Sequencer, maximum: int) -> list[list[Work]]:
     return list(iter(lambda: sequencer.take(maximum), []))
 
 
@@ -96,22 +96,22 @@ def test_the_loads_of_a_mix_have_one_measured_time(tmp_path: Path, clock: list[f
     quotas = [Quota(duration_s=8.0, warmup_requests=number) for number in (1, 3)]
     one, other = (Sequencer(str(tmp_path / "t"), *quotas) for _ in range(2))  # of two processes
     assert [one.take(1, load)[0] for load in (0, 0, 1, 1)] == [
-        Slot("warmup", -1), Slot("warmup", -2), Slot("warmup", -1, load=1), Slot("warmup", -2, load=1),
+        Work("warmup", -1), Work("warmup", -2), Work("warmup", -1, load_number=1), Work("warmup", -2, load_number=1),
     ]  # fmt: skip
     assert not one.is_warmed_up()
-    assert other.take(1, 1) == [Slot("warmup", -3, load=1)]
+    assert other.take(1, 1) == [Work("warmup", -3, load_number=1)]
     assert one.is_warmed_up()
     clock[0] += 1.0
-    assert one.take(1, 0) == [Slot("measured", 0)]
+    assert one.take(1, 0) == [Work("measured", 0)]
     clock[0] += 3.0
-    assert other.take(2, 1) == [Slot("measured", 0, load=1), Slot("measured", 1, load=1)]
+    assert other.take(2, 1) == [Work("measured", 0, load_number=1), Work("measured", 1, load_number=1)]
     assert (one.left_s(), other.left_s()) == (5.0, 5.0)
     assert [other.add_user(load) for load in (0, 1, 1)] == [0, 0, 1]
     clock[0] += 5.0
     assert one.take(1, 0) == one.take(1, 1) == []
     assert not one.is_finished()
     one.settle(3)
-    other.settle(5, slot=Slot("measured", 0, load=1))
+    other.settle(5, work=Work("measured", 0, load_number=1))
     assert one.is_finished()
 
 
@@ -196,7 +196,7 @@ def steady_plan(**changes: Any) -> Quota:
 def answer(sequencer: Sequencer, per_token_s: float = 0.01) -> str:
     """One request; whether it was warm-up."""
     (slot,) = sequencer.take()
-    sequencer.settle(sample=WarmupSample(10**9, 0.1, per_token_s) if slot.phase == "warmup" else None)
+    sequencer.settle(sample=(10**9, 0.1, per_token_s) if slot.phase == "warmup" else None)
     return slot.phase
 
 
@@ -228,7 +228,7 @@ def test_max_s_counts_from_the_end_of_the_ramp(tmp_path: Path) -> None:
     sequencer.take()
     assert not sequencer.is_warmed_up()
     for _ in range(50):
-        sequencer.settle(sample=WarmupSample(0.0, 0.1, 0.01))  # sent before all users were there
+        sequencer.settle(sample=(0.0, 0.1, 0.01))  # sent before all users were there
     assert sequencer.steady() is None
     assert json.loads((tmp_path / "t").read_bytes().partition(b"\n")[0])[0][0][9] == 0
 
