@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
 from harness.base.errors import BadLines, HarnessError
-from harness.base.files import DOCS, UNDECODABLE, open_file
-from harness.records.records import read_marks
+from harness.base.files import DOCS, open_file
+from harness.records.clock import Clock
+from harness.records.records import Block, Lines, read_marks
+from harness.records.table import read_block
 from harness.scenario import Trace
 
 MAX_TOKENS = 10_000_000  # of one prompt or answer; more is a mistake
-_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # the range of an array's item
 
 
 class TraceRow(NamedTuple):
@@ -30,15 +31,6 @@ class TraceRow(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     extra: int = -1  # mooncake: the offset of the line with its hash_ids; requests: its conversation; -1: none
-
-
-class BadLine(Exception):
-    """A line that cannot be used: its number, and what is wrong."""
-
-    def __init__(self, line: int, problem: str) -> None:
-        super().__init__(problem)
-        self.line = line
-        self.problem = problem
 
 
 class CsvFormat(NamedTuple):
@@ -74,10 +66,11 @@ def _has_columns(csv: CsvFormat, first: bytes) -> bool:
 
 
 def _csv_rows(csv: CsvFormat, file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[TraceRow]:
-    """Yield the rows in the order of the file. Lines that cannot be used go to `bad`. Raises BadLine for the header."""
+    """Yield the rows in the order of the file. Lines that cannot be used go to `bad`."""
     header = [name.decode(errors="replace") for name in _split_cells(file.readline())]
     if missing := [name for name in csv.columns if name not in header]:
-        raise BadLine(1, f"the columns {', '.join(missing)} are missing; there are {', '.join(header)[:200]}")
+        bad.add(1, f"the columns {', '.join(missing)} are missing; there are {', '.join(header)[:200]}")
+        return
     time_at, prompt_at, output_at = [header.index(name) for name in csv.columns]
     parse_time, columns = csv.parse_time, ", ".join(csv.columns)
     for number, line in enumerate(file, start=2):
@@ -124,76 +117,44 @@ def _mooncake_rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Trac
         offset += len(raw)
 
 
-class RecordLine(msgspec.Struct, frozen=True):
-    """The fields of a line of requests.jsonl that are needed to send a request again."""
-
-    cell: str
-    phase: str
-    process: int
-    sent_s: float
-    prompt_tokens: _Number | None = None
-    output_tokens: _Number | None = None
-    asked_tokens: _Number | None = None
-    fixed_length: bool = False
-    conversation: _Number | None = None
-
-    @property
-    def length(self) -> int:
-        """The length of the answer: as requested if it was fixed, else the actual one; 0: unknown."""
-        lengths = (self.asked_tokens, self.output_tokens)
-        return next(filter(None, lengths if self.fixed_length else lengths[::-1]), 0)
-
-
 def _record_rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[TraceRow]:
     """Yield the measured requests of one cell in the order of sending; the file has them in the order of their ends.
 
-    Requests whose prompt length is unknown, such as failed ones, become rows without tokens. Lines that cannot be used
-    go to `bad`. Raises BadLine if the file has several cells and none is chosen, or not the chosen one.
+    Requests without a prompt length or an answer, such as failed ones, become rows without tokens. Lines that cannot be
+    used go to `bad`, and so does a file with several cells of which none, or an unknown one, is chosen.
     """
-    offsets_s = _clock_offsets_s(Path(file.name).resolve().with_name("processes.jsonl"))
-    decode = msgspec.json.Decoder(RecordLine).decode
-    rows, cells = list[TraceRow](), set[str]()
-    for number, raw in enumerate(file, start=1):
-        try:
-            line = decode(raw)
-        except UNDECODABLE as error:
-            if raw.strip():
-                bad.add(number, str(error))
-            continue
-        cells.add(line.cell)
-        if line.phase == "measured" and trace.cell in (None, line.cell):
-            at_s = line.sent_s + offsets_s.get((line.cell, line.process), 0.0)
-            conversation = -1 if line.conversation is None else line.conversation
-            rows.append(TraceRow(number, at_s, line.prompt_tokens or 0, line.length, conversation))
-    if trace.cell not in cells and (trace.cell is not None or len(cells) > 1):
-        raise BadLine(1, f"set trace.cell to one of {', '.join(sorted(cells)[:8])} (got {trace.cell})")
+    path = Path(file.name)
+    marks, clocks, lines = read_marks(path.resolve().with_name("processes.jsonl")), dict[str, Clock](), Lines()
+    rows = list[TraceRow]()
+    for _, request in read_block(Block(str(path), 0, path.stat().st_size), lines):
+        cell = request.cell
+        if cell not in clocks:
+            clocks[cell] = Clock(mark for mark in marks if mark.cell == cell)
+        if request.phase == "measured" and trace.cell in (None, cell):
+            lengths = (request.asked_tokens, request.output_tokens)
+            output = next(filter(None, lengths if request.fixed_length else lengths[::-1]), 0)
+            conversation = -1 if request.conversation is None else request.conversation
+            at_s = request.sent_s + clocks[cell].offset_s(request.process)
+            rows.append(TraceRow(lines.count, at_s, request.prompt_tokens or 0, output, conversation))
+    for number in lines.damaged:
+        bad.add(number, "not a record of a request")
+    if trace.cell not in clocks and (trace.cell is not None or len(clocks) > 1):
+        bad.add(1, f"set trace.cell to one of {', '.join(sorted(clocks)[:8])} (got {trace.cell})")
+        return
     yield from sorted(rows, key=lambda row: row.at_s)
-
-
-def _clock_offsets_s(marks: Path) -> dict[tuple[str, int], float]:
-    """Return Unix time minus the clock of each (cell, load process); nothing if all ran on one machine."""
-    starts = [mark for mark in read_marks(marks) if mark.event == "start"]
-    if len({mark.host for mark in starts}) < 2:
-        return {}
-    return {(mark.cell, mark.process): mark.wall_s - mark.monotonic_s for mark in starts}
 
 
 def _is_json_with(keys: Sequence[bytes], first: bytes) -> bool:
     return first.lstrip().startswith(b"{") and all(b'"%b"' % key in first for key in keys)
 
 
-class TraceFormat(NamedTuple):
-    """A test of the first line of a file, and the reader of its rows."""
-
-    matches: Callable[[bytes], bool]
-    rows: Callable[[BinaryIO, Trace, BadLines], Iterator[TraceRow]]
-
-
-FORMATS = {
-    "burstgpt": TraceFormat(partial(_has_columns, _BURSTGPT), partial(_csv_rows, _BURSTGPT)),
-    "mooncake": TraceFormat(partial(_is_json_with, (b"input_length", b"timestamp")), _mooncake_rows),
-    "azure": TraceFormat(partial(_has_columns, _AZURE), partial(_csv_rows, _AZURE)),
-    "requests": TraceFormat(partial(_is_json_with, (b"sent_s", b"cell")), _record_rows),
+_Matches = Callable[[bytes], bool]  # whether a first line is of the format
+_Rows = Callable[[BinaryIO, Trace, BadLines], Iterator[TraceRow]]
+FORMATS: dict[str, tuple[_Matches, _Rows]] = {
+    "burstgpt": (partial(_has_columns, _BURSTGPT), partial(_csv_rows, _BURSTGPT)),
+    "mooncake": (partial(_is_json_with, (b"input_length", b"timestamp")), _mooncake_rows),
+    "azure": (partial(_has_columns, _AZURE), partial(_csv_rows, _AZURE)),
+    "requests": (partial(_is_json_with, (b"sent_s", b"cell")), _record_rows),
 }
 
 
@@ -210,14 +171,11 @@ class Replay:
         self._extra = array("q")  # see TraceRow
         self.without_tokens = 0  # rows left out, because they have no prompt or no answer
         bad = BadLines(path, f"{DOCS}/traces.md says what each format holds.")
-        try:
-            with open_file(path) as file:
-                if file.read(len(BOM_UTF8)) != BOM_UTF8:
-                    file.seek(0)
-                self.format = trace.format or _detect_format(path, file)
-                self._read_rows(file, bad)
-        except BadLine as error:
-            bad.add(error.line, error.problem)
+        with open_file(path) as file:
+            if file.read(len(BOM_UTF8)) != BOM_UTF8:
+                file.seek(0)
+            self.format = trace.format or _detect_format(path, file)
+            self._read_rows(file, bad)
         bad.raise_errors()
         if not self.at_s:
             raise self._empty_error()
@@ -245,7 +203,7 @@ class Replay:
         trace = self.trace
         first_s: float | None = None
         previous_s = -math.inf
-        for line, at_s, prompt_tokens, output_tokens, extra in FORMATS[self.format].rows(file, trace, bad):
+        for line, at_s, prompt_tokens, output_tokens, extra in FORMATS[self.format][1](file, trace, bad):
             if not math.isfinite(at_s):
                 bad.add(line, f"{at_s} is not a time")
                 continue
@@ -308,8 +266,8 @@ def _detect_format(path: Path, file: BinaryIO) -> str:
     start = file.tell()
     first = file.readline(1_000_000)
     file.seek(start)
-    for name, format_ in FORMATS.items():
-        if format_.matches(first):
+    for name, (matches, _) in FORMATS.items():
+        if matches(first):
             return name
     shown = first[:100].decode("utf-8", errors="replace").strip()
     raise HarnessError(

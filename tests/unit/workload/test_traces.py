@@ -100,7 +100,7 @@ def test_the_window_is_of_the_trace_and_begins_the_load(tmp_path: Path) -> None:
         (MOONCAKE, {}, ":1: 60 tokens in blocks of 512 need 1 hash_ids, and there are 4; say with trace.block_tokens"),
         (MOONCAKE + '{"timestamp": 2000,', {"block_tokens": 16}, ":5: Input data was truncated"),
         (MOONCAKE + '{"timestamp": 2000, "x": ' + "[" * 20_000, {"block_tokens": 16}, ":5: maximum recursion depth"),
-        (REQUESTS % ("10" * 20, 1), {}, ":1: Expected `int` <= 9223372036854775807 - at `$.prompt_tokens`"),
+        (REQUESTS % ("10" * 20, 1), {}, ":1: not a record of a request"),
         ("", {}, ":1: the format of the trace is not known: ''"),
         ("time,in,out\n1,2,3\n", {}, ":1: the format of the trace is not known: 'time,in,out'"),
     ],
