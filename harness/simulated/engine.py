@@ -139,21 +139,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return None
 
 
-class Compiler:
-    """Counts the steps of each shape, of which the first ones take longer."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
-        self._steps: Counter[tuple[int, int]] = Counter()  # by shape
-
-    def extra_s(self, sequences: int, prefill: int) -> float:
-        if not self._config.compile_s:
-            return 0.0
-        shape = (sequences - 1).bit_length(), max(0, prefill - 1).bit_length()
-        self._steps[shape] += 1
-        return self._config.compile_s * (self._steps[shape] <= self._config.compile_steps)
-
-
 class Sequence:
     """One request in the engine. `tokens` are the prompt and the answer so far; `computed` of them are in the cache."""
 
@@ -200,7 +185,7 @@ class SimulatedEngine:
         self.prefix_hits = 0
         self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._random = random.Random(config.seed)
-        self._compiler = Compiler(config)
+        self._shapes: Counter[tuple[int, int]] = Counter()  # steps of each shape
 
     @property
     def idle(self) -> bool:
@@ -327,8 +312,16 @@ class SimulatedEngine:
         duration = config.step_s(len(work), context, prefill, preempted)
         if config.jitter:
             duration *= 1 + config.jitter * max(-3.0, min(3.0, self._random.gauss(0, 1)))
-        duration += self._compiler.extra_s(len(work), prefill)
+        duration += self._compile_s(len(work), prefill)
         return Step(duration, work, prefill, preempted)
+
+    def _compile_s(self, sequences: int, prefill: int) -> float:
+        """Return the extra time of a step, one of the first of its shape."""
+        if not self.config.compile_s:
+            return 0.0
+        shape = (sequences - 1).bit_length(), max(0, prefill - 1).bit_length()
+        self._shapes[shape] += 1
+        return self.config.compile_s * (self._shapes[shape] <= self.config.compile_steps)
 
 
 DEFAULT_PRESET = "strix-halo-qwen3.5-0.8b"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,7 @@ from harness.base.errors import HarnessError
 from harness.base.files import read_text
 from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, requests_per_task
 from harness.scenario.behaviour import Lengths, Pairs, length_at, read_length_file
+from harness.workload.prompt_file import Message as Message
 from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Replay, cached_replay, sha256_of
 
@@ -61,11 +62,6 @@ def _shuffled(seed: int) -> tuple[Item, ...]:
 _SYSTEM_PLACE = "system"  # place of the shared system prompt in the seeded sequence
 
 
-class Message(TypedDict):
-    role: str
-    content: str
-
-
 class Workload(NamedTuple):
     """Defines each request of a load by its index in the sequence. The indices of the warm-up are below 0."""
 
@@ -110,7 +106,7 @@ class Workload(NamedTuple):
         row = self.rows[index % len(self.rows)]
         if row.prompt is not None:
             return _user_message(row.prompt)
-        return [{"role": message.role, "content": message.content} for message in row.messages or []]
+        return list(row.messages or [])
 
     def prompt_tokens(self, index: int) -> int | None:
         """Return the planned tokens of `messages`, without those of a chat template; None: not planned."""

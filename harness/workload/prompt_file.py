@@ -6,7 +6,7 @@ The keys of a line show its format: `prompt` or `messages`, `conversations`, `bo
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 import msgspec
 
@@ -19,8 +19,8 @@ _ADVICE = (
 )
 
 
-class PromptMessage(msgspec.Struct, frozen=True):
-    role: Literal["system", "user", "assistant"]
+class Message(TypedDict):
+    role: str
     content: str
 
 
@@ -28,7 +28,7 @@ class PromptRow(msgspec.Struct, frozen=True):
     """A prompt of a file: either `prompt` or `messages`."""
 
     prompt: str | None = None
-    messages: list[PromptMessage] | None = None
+    messages: list[Message] | None = None
     max_tokens: int | None = None  # of the answer, if the file limits it
 
 
@@ -42,7 +42,7 @@ class _ContentPart(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-class _BodyMessage(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_ContentPart]
 
@@ -50,7 +50,7 @@ class _BodyMessage(msgspec.Struct, frozen=True):
 class _Body(msgspec.Struct, frozen=True):
     """The request in a line of a batch file, for any endpoint. Other keys are ignored: the load sets them."""
 
-    messages: list[_BodyMessage] | None = None
+    messages: list[_Message] | None = None
     prompt: str | None = None
     input: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -59,7 +59,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 class _Line(msgspec.Struct, frozen=True):
     prompt: str | None = None
-    messages: list[PromptMessage] | None = None
+    messages: list[_Message] | None = None
     conversations: list[_ShareGptMessage] | None = None
     body: _Body | None = None
 
@@ -111,38 +111,37 @@ def _prompt_row(line: _Line) -> PromptRow | None:
         return _batch_row(line.body)
     if (line.prompt is None) == (line.messages is None):
         raise ValueError("exactly one of 'prompt' and 'messages' is expected")
-    if line.prompt == "" or line.messages == []:
-        raise ValueError("the prompt is empty")
-    return PromptRow(line.prompt, line.messages)
+    return _made_row(line.prompt, line.messages)
 
 
 def _first_question(conversation: list[_ShareGptMessage]) -> PromptRow | None:
     """Return the first human message after system messages. Later turns depend on the answers of another model."""
-    system: list[PromptMessage] = []
+    system: list[Message] = []
     for message in conversation:
         if message.by == "system" and message.value.strip():
-            system.append(PromptMessage("system", message.value))
+            system.append({"role": "system", "content": message.value})
         elif message.by in ("human", "user") and message.value.strip():
-            return PromptRow(messages=[*system, PromptMessage("user", message.value)])
+            return PromptRow(messages=[*system, {"role": "user", "content": message.value}])
     return None
 
 
 def _batch_row(body: _Body) -> PromptRow:
-    prompts = [prompt for prompt in (body.messages, body.prompt, body.input) if prompt is not None]
-    if len(prompts) != 1:
+    if sum(prompt is not None for prompt in (body.messages, body.prompt, body.input)) != 1:
         raise ValueError("exactly one of 'messages', 'prompt' and 'input' is expected in the body")
-    if not prompts[0]:
-        raise ValueError("the prompt is empty")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if body.messages is None:
-        return PromptRow(prompt=body.prompt or body.input, max_tokens=max_tokens)
-    return PromptRow(messages=[_text_message(message) for message in body.messages], max_tokens=max_tokens)
+    return _made_row(body.input if body.prompt is None else body.prompt, body.messages, max_tokens)
 
 
-def _text_message(message: _BodyMessage) -> PromptMessage:
+def _made_row(prompt: str | None, messages: list[_Message] | None, max_tokens: int | None = None) -> PromptRow:
+    if not (prompt or messages):
+        raise ValueError("the prompt is empty")
+    return PromptRow(prompt, None if messages is None else list(map(_text_message, messages)), max_tokens)
+
+
+def _text_message(message: _Message) -> Message:
     content = message.content
     if isinstance(content, list):
         if any(part.type != "text" for part in content):
             raise ValueError("only parts of type 'text' can be sent")
         content = "\n".join(part.text for part in content)
-    return PromptMessage("system" if message.role == "developer" else message.role, content)
+    return {"role": "system" if message.role == "developer" else message.role, "content": content}

@@ -146,15 +146,10 @@ def test_an_own_locustfile_with_mistakes(tmp_path: Path, engine: str) -> None:
     assert "ValueError: request 4 was sent already; take() another one" in log_of(tmp_path)
 
 
-def test_importing_a_locustfile_is_quick() -> None:
-    """What a load process costs before it does anything; most of it is Locust's own."""
-    code = "import time; t = time.process_time(); import locust; l = time.process_time(); import harness.load.user; "
-    code += "import sys; print(l - t, time.process_time() - l, *sorted({'docker', 'rich', 'scipy'} & set(sys.modules)))"
+def test_a_load_process_imports_no_heavy_package() -> None:
+    code = "import sys, harness.load.user; print(*sorted({'docker', 'rich', 'scipy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    locust_s, ours_s, *heavy = done.stdout.split()
-    print(f"locust {locust_s} s, ours {ours_s} s")
-    assert float(ours_s) < float(locust_s)
-    assert heavy == [], "numpy is there for the live numbers, which are those of the report"
+    assert done.stdout.split() == []
 
 
 # Users of documents: the same long texts again and again.

@@ -204,7 +204,7 @@ class LeapingEngine(SimulatedEngine):
         took = self._leap_s(steps, sum(request.computed for request in self.running))
         if self.config.jitter:
             took *= 1 + self.config.jitter / math.sqrt(steps) * max(-3.0, min(3.0, self._random.gauss(0, 1)))
-        took += self._compiler.extra_s(len(self.running), 0)
+        took += self._compile_s(len(self.running), 0)
         for request in self.running:
             request.computed += steps
             request.output_tokens += steps

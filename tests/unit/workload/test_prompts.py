@@ -26,7 +26,7 @@ from harness.workload import (
     words_of_tokenizer,
     workload_sha256,
 )
-from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
+from harness.workload.prompt_file import PromptRow, read_rows
 from tests.support.command import write
 from tests.support.engines.paths import QWEN3_100M
 
@@ -187,8 +187,8 @@ SHARE = [
     {"id": "c", "conversations": [{"from": "gpt", "value": "Hello"}, {"from": "user", "value": "Three?"}]},
 ]  # fmt: skip
 OF_SHARE = [
-    PromptRow(messages=[PromptMessage("system", "Be brief."), PromptMessage("user", "One?")]),
-    PromptRow(messages=[PromptMessage("user", "Three?")]),
+    PromptRow(messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"}]),
+    PromptRow(messages=[{"role": "user", "content": "Three?"}]),
 ]
 
 
@@ -218,7 +218,7 @@ def test_a_batch_file_is_read_with_the_length_of_each_answer(tmp_path: Path) -> 
     )
     rows = read_rows(path)
     assert rows == [
-        PromptRow(messages=[PromptMessage("system", "s"), PromptMessage("user", "u")], max_tokens=7),
+        PromptRow(messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], max_tokens=7),
         PromptRow(prompt="p", max_tokens=9),
         PromptRow(prompt="e"),
     ]

@@ -10,7 +10,7 @@ from harness.base.errors import HarnessError
 from harness.base.files import PACKAGE
 from harness.scenario import Load, Prompts, Scenario, Server
 from harness.workload import Workload, salt_words, text, workload_sha256
-from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
+from harness.workload.prompt_file import PromptRow, read_rows
 
 DATA = PACKAGE / "data"
 LOAD = Load(user="batch")
@@ -54,7 +54,10 @@ def test_each_cell_has_its_own_salt() -> None:
 @pytest.mark.parametrize("salt", [None, "one two three four"])
 def test_no_prompt_of_the_warmup_comes_back(kind: Literal["file", "classification", "synthetic"], salt: str) -> None:
     """Only what all requests share is the same: the salt and the system prompt."""
-    rows = [PromptRow(prompt="a"), PromptRow(messages=[PromptMessage("system", "s"), PromptMessage("user", "b")])]
+    rows = [
+        PromptRow(prompt="a"),
+        PromptRow(messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]),
+    ]
     prompts = Prompts(kind=kind, tokens=8, system_tokens=3)
     work = Workload(prompts, LOAD, 1, salt, rows)
     warmup, measured = ([work.messages(i) for i in span] for span in (range(-6, 0), range(300)))
