@@ -564,7 +564,6 @@ def session_notes(run: Run) -> Iterator[Reason]:
             times=len(run.resumed),
             at=[resumption.wall_s for resumption in run.resumed],
             again=len({cell for resumption in run.resumed for cell in resumption.again}),
-            attempts=[resumption.attempts for resumption in run.resumed if resumption.attempts],
         )
     cells = sorted(run.ran.values(), key=lambda cell: cell.started_wall_s)
     pauses_s = [

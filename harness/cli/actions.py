@@ -81,9 +81,11 @@ def run(
         _report_run(folder, provisional=provisional, junit=junit, explain=explain)
 
     if resume is not None:
+        if scenario is not None:
+            raise HarnessError("--resume: the run has a copy of its scenario", next_step="Leave the scenario out.")
         folder = cli.find_run(resume, runs)
         with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-            resuming.resume(folder, Progress(cli.console()), scenario, target, budget_s, against)
+            resuming.resume(folder, Progress(cli.console()), target, budget_s, against)
         report(folder)
         return
     if scenario is None:

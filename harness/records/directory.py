@@ -1,4 +1,4 @@
-"""A run directory during its run: its lock, the space reserved for its end, and attempts that are set aside."""
+"""A run directory during its run: its lock, the space reserved for its end, and the cells that a resumed run drops."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,6 @@ from harness.base.files import UNDECODABLE, open_file
 from harness.records.records import ProcessMark, Request
 from harness.records.samples import MetricsSample, TelemetrySample
 
-ATTEMPTS = "attempts"
 RESERVED = ("reference",)  # folders of the results that do not belong to a machine
 PACKED = "requests.jsonl.gz"  # as `harness results add --records` files them
 RESERVE = "reserve"  # a file in the run directory during the run
@@ -76,55 +75,27 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def set_aside(folder: Path, keep: Collection[str], cells: Collection[str]) -> str | None:
-    """Move all cells but `keep` out of the files of a run. Return the new folder; None if there was nothing to move.
+def drop_cells(folder: Path, keep: Collection[str], cells: Collection[str]) -> None:
+    """Remove all cells but `keep` from the files of a run, with damaged lines, such as one torn by a power loss.
 
-    `cells`: all planned cells. Damaged lines, such as one torn by a power loss, are moved as well. Each line is on the
-    disk in its new place before it leaves the old one, so an interrupted call can be repeated. Raises OSError, for
-    example on a full disk.
+    `cells`: all planned cells. Raises OSError, for example on a full disk.
     """
-    number = 1 + max((int(path.name) for path in (folder / ATTEMPTS).glob("*") if path.name.isdigit()), default=0)
-    aside = folder / ATTEMPTS / str(number)
-    aside.mkdir(parents=True)
-    moved = [_move_lines(folder / name, aside / name, kind, keep) for name, kind in LINES.items()]
-    for part in ("logs", "jobs"):
-        for path in sorted((folder / part).glob("*")):
-            # The name of a cell can be the start of another's: r1-a-b and r1-a-b.c.
-            cell = max((cell for cell in cells if path.name.startswith(f"{cell}.")), key=len, default=None)
-            if cell is not None and cell not in keep:
-                (aside / part).mkdir(exist_ok=True)
-                os.replace(path, aside / part / path.name)
-                moved.append(True)
-    if any(moved):
-        return f"{ATTEMPTS}/{number}"
-    aside.rmdir()
-    with contextlib.suppress(OSError):  # not empty: earlier attempts
-        aside.parent.rmdir()
-    return None
-
-
-def _move_lines(path: Path, aside: Path, kind: type[Any], keep: Collection[str]) -> bool:
-    """Move the lines of other cells, and unreadable ones, to `aside`. Return whether there were any."""
-    decode = msgspec.json.Decoder(kind).decode
-    moved, remaining = False, path.with_name(f"{path.name}.new")
-    with open_file(path) as lines, remaining.open("wb") as kept_file, aside.open("wb") as aside_file:
-        for line in lines:
-            whole = line.endswith(b"\n")
-            try:
-                kept = whole and decode(line).cell in keep
-            except UNDECODABLE:
-                kept = False
-            (kept_file if kept else aside_file).write(line if whole else line + b"\n")
-            moved = moved or not kept
-        for file in (aside_file, kept_file):
-            file.flush()
-            os.fsync(file.fileno())
-    if moved:
+    for name, kind in LINES.items():
+        path, decode = folder / name, msgspec.json.Decoder(kind).decode
+        remaining = path.with_name(f"{name}.new")
+        with open_file(path) as lines, remaining.open("wb") as kept_file:
+            for line in lines:
+                with contextlib.suppress(*UNDECODABLE):
+                    if line.endswith(b"\n") and decode(line).cell in keep:
+                        kept_file.write(line)
+            kept_file.flush()
+            os.fsync(kept_file.fileno())
         os.replace(remaining, path)
-    else:
-        remaining.unlink()
-        aside.unlink()
-    return moved
+    for path in [path for part in ("logs", "jobs") for path in (folder / part).glob("*")]:
+        # The name of a cell can be the start of another's: r1-a-b and r1-a-b.c.
+        cell = max((cell for cell in cells if path.name.startswith(f"{cell}.")), key=len, default=None)
+        if cell is not None and cell not in keep:
+            path.unlink()
 
 
 def no_records_error(folder: Path) -> HarnessError:

@@ -227,7 +227,6 @@ class Resumption(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stopped_wall_s: WallSeconds | None = None  # the end of the last cell that was kept; None: no cell was
     kept: Whole  # complete and valid cells
     again: list[str] = []  # cells whose earlier attempt was incomplete or not valid
-    attempts: str | None = None  # the folder with the records of these attempts; None: they had none
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

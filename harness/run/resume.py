@@ -17,7 +17,7 @@ from harness.base.files import read_json
 from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
 from harness.base.units import count
-from harness.records.directory import lock_folder, prepare_folder, set_aside
+from harness.records.directory import drop_cells, lock_folder, prepare_folder
 from harness.records.manifest import Resumption, Run, read_run, write_run
 from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, prepare_recorded
@@ -35,7 +35,6 @@ from harness.run.running import (
     manifest_of,
     needs_docker,
 )
-from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
 from harness.serve.engine import connect, remove_leftovers
 
@@ -46,23 +45,21 @@ ORPHANS_S = ORPHAN_GRACE_S + 5.0  # for load processes of a killed harness to wr
 def resume(
     folder: Path,
     progress: Progress,
-    scenario: Path | None = None,
     target: Target | None = None,
     budget_s: float | None = None,
     make_reference: MakeReference | None = None,
 ) -> Path:
     """Run the cells of a run that are not complete and valid; return its directory.
 
-    `scenario`: the unchanged scenario file; None: its copy in the run directory. `target`: another address of the
-    running server. `budget_s`: a time limit. Raises HarnessError when the run cannot be resumed, or when a resumed
-    measurement would differ; else as `harness.run.orchestrator.run`.
+    `target`: another address of the running server. `budget_s`: a time limit. Raises HarnessError when the run cannot
+    be resumed, or when a resumed measurement would differ; else as `harness.run.orchestrator.run`.
     """
     with lock_folder(folder):
         run = read_run(folder)
         cells = _planned_cells(run, folder)
         inputs = _read_inputs(folder)
-        experiment = _recorded_experiment(run, folder, inputs, scenario, target)
-        if changes := list(list_changes(run, experiment, inputs, scenario)):
+        experiment = _recorded_experiment(run, folder, inputs, target)
+        if changes := list(list_changes(run, experiment, inputs)):
             more = [f"and {len(changes) - MAX_CHANGES:,} more"] if len(changes) > MAX_CHANGES else []
             raise HarnessError(
                 f"{folder}: the run cannot be resumed: {changes[0]}",
@@ -112,9 +109,7 @@ def _planned_cells(run: Run, folder: Path) -> list[Cell]:
     return [planned[name] for name in run.order]
 
 
-def _recorded_experiment(
-    run: Run, folder: Path, inputs: Inputs, scenario: Path | None, target: Target | None
-) -> Experiment:
+def _recorded_experiment(run: Run, folder: Path, inputs: Inputs, target: Target | None) -> Experiment:
     """Return the experiment as it was prepared at the first start. Raises HarnessError."""
     if HIDDEN in msgspec.json.encode(run.scenario).decode():
         raise HarnessError(
@@ -125,16 +120,12 @@ def _recorded_experiment(
         raise HarnessError("--url: the run started its servers itself", next_step="Leave --url out.")
     if target is None and inputs.url is not None:
         target = Target(inputs.url, inputs.metrics_url)
-    files = (Path(inputs.scenario) if scenario is None else scenario.resolve()).parent
-    path = folder / "scenario.yaml"
+    path, files = folder / "scenario.yaml", Path(inputs.scenario).parent
     return prepare_recorded(Experiment(path, run.scenario, target, run.computed, run.workers, files=files))
 
 
-def list_changes(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | None = None) -> Iterator[str]:
+def list_changes(run: Run, experiment: Experiment, inputs: Inputs) -> Iterator[str]:
     """Yield the differences between a resumed measurement and that of the kept cells, in words."""
-    if scenario is not None:
-        before, after = (msgspec.to_builtins(read_scenario(path).scenario) for path in (experiment.path, scenario))
-        yield from _differences("scenario", before, after)
     now = manifest_of(experiment, [], run.id, run.scenario_name, run.started_wall_s)
     if now.workload_sha256 != run.workload_sha256:
         changed = []
@@ -191,23 +182,20 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
         kept=len(kept),
         again=[cell.id for cell in cells if cell.id in known - kept],
     )
-    earlier, owner = run.resumed, owner_labels()
     run = replace(
         run,
         status="running",
         reasons=[],
-        owner=owner,
+        owner=owner_labels(),
         ended_wall_s=None,
         cells=kept_runs,
-        resumed=[*earlier, resumption],
+        resumed=[*run.resumed, resumption],
     )
     write_run(folder, run)
     prepare_folder(folder, len(cells))
     for name in ("summary.json", "report.html"):  # of the earlier results
         (folder / name).unlink(missing_ok=True)
-    attempts = set_aside(folder, kept, [cell.id for cell in cells])
-    run = replace(run, resumed=[*earlier, replace(resumption, attempts=attempts)])
-    write_run(folder, run)
+    drop_cells(folder, kept, [cell.id for cell in cells])
     return run
 
 
