@@ -1,14 +1,12 @@
 """Make text from outside safe for a log, a page or a terminal: no secrets, no control characters, no formulas.
 
-`mask_secrets` and `mask_forms` are pure functions on text, in time linear in its length. `masked` applies them to any
-value with the secrets that this process knows (`register_secrets`).
-
-A text may be cut before it is masked: each piece of PIECE_CHARS of a secret is masked, so a cut leaves fewer.
+`masked` removes the secrets that this process knows (`register_secrets`): plain, escaped as in JSON, HTML or URLs, in
+base64 or hex, in any case, and each piece of PIECE_CHARS, so a text may be cut before. Its time is linear in the text.
 """
 
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -68,16 +66,11 @@ _SKIPPED = re.compile(rf"{_INVISIBLE}|\\")
 # Backslashes of a run belong to one match: its time would be quadratic.
 _ESCAPED = re.compile(
     r"(?:(?<!\\)\\++(?:u00|x)|%(?:25)*)1b\[[0-9;]{0,20}[a-z]"  # a colour, escaped
-    r"|%(?:25)*(?P<url>[0-9a-f]{2})"
-    r"|(?<!\\)\\++(?:u(?P<json>[0-9a-f]{4})|u\{0{0,8}(?P<code>[0-9a-f]{1,6})\}|x(?P<byte>[0-9a-f]{2})"
-    r"|(?P<octal>[0-3][0-7]{2})|[nrtbfv0])?"
+    r"|%(?:25)*(?P<url>[0-9a-f]{2})|(?<!\\)\\++(?:u(?P<json>[0-9a-f]{4})|x(?P<byte>[0-9a-f]{2})|[nrtbfv0])?"
     r"|&\#x0{0,8}(?P<hex>[0-9a-f]{1,6});|&\#0{0,8}(?P<number>[0-9]{1,7});|&(?P<name>amp|lt|gt|quot|apos);"
     rf"|(?:{_INVISIBLE})++",
     re.IGNORECASE,
 )
-_SPACED = re.compile(rf"{_ESCAPED.pattern}|[\s,;:=_-]+|(?<![0-9a-z])(?:0x|U\+(?:00)?)(?=[0-9a-f]{{2}})", re.IGNORECASE)
-_NUMBERS = re.compile(r"(?<!\w)0{0,8}(?P<number>[0-9]{1,3})(?!\w)|[^\w]+")
-_HAS_NUMBERS = re.compile(r"(?:[0-9]{1,9}[^\w]{1,8}){7}[0-9]")
 _ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
 _URL_SAFE = str.maketrans("+/", "-_")
 _WORDS = re.compile(r"[-_./~: ]*(?:(?:[A-Z]?[a-z]+|[A-Z]+)(?:[-_./~: ]+|$))*")
@@ -94,32 +87,7 @@ def find_secret_form(text: str) -> str | None:
     return None if match is None else match[0]
 
 
-def mask_secrets(text: str, secrets: Secrets, *, names: bool = False) -> str:
-    """Return `text` without the secrets, and without their pieces of PIECE_CHARS or more.
-
-    They are found in any case: plain, in base64 or hex, URL-encoded, escaped as in JSON or HTML, as numbers of bytes,
-    and with line ends, invisible characters or separators between their characters.
-
-    A secret of fewer characters is masked as a whole word. A text that is not surely a secret is masked literally and
-    as a whole. `names`: words stay, because the text may be a name: short secrets, and pieces that consist of words.
-    """
-    needles = _needles(secrets, names)
-    if not any(needles):
-        return text
-    spans = []
-    for layer in _layers(text):
-        for start, end in _find(layer, needles):
-            spans.append((layer.starts[start], layer.ends[end - 1]))
-    parts: list[str] = []
-    done = 0
-    for start, end in sorted(spans):
-        if start > done or not parts:  # else it overlaps or follows the previous span
-            parts += [text[done:start], HIDDEN]
-        done = max(done, end)
-    return "".join([*parts, text[done:]])
-
-
-def mask_forms(text: str) -> str:
+def _mask_forms(text: str) -> str:
     """Return `text` without what has the form of a secret or follows the name of one."""
     parts, end = [], 0
     for match in _ASSIGNMENT.finditer(text):
@@ -164,7 +132,7 @@ def masked(value: T, which: Literal["all", "known", "sure"] = "all") -> T:
 
     def mask(text: str) -> str:
         text = _mask(text, secrets, which == "sure")
-        return mask_forms(text) if which == "all" else text
+        return _mask_forms(text) if which == "all" else text
 
     def mask_key(key: Any) -> Any:
         return _mask(key, secrets, True) if isinstance(key, str) else key
@@ -173,14 +141,33 @@ def masked(value: T, which: Literal["all", "known", "sure"] = "all") -> T:
 
 
 def _mask(text: str, secrets: Secrets, names: bool) -> str:
-    if len(text) > _MAX_CACHED_CHARS:
-        return mask_secrets(text, secrets, names=names)
-    return _mask_cached(text, secrets, names)
+    # A manifest that is written repeatedly, and a failing server, repeat the same texts.
+    return (_mask_secrets if len(text) > _MAX_CACHED_CHARS else _mask_cached)(text, secrets, names)
 
 
-@lru_cache(512)  # a manifest that is written repeatedly, and a failing server, repeat the same texts
-def _mask_cached(text: str, secrets: Secrets, names: bool) -> str:
-    return mask_secrets(text, secrets, names=names)
+def _mask_secrets(text: str, secrets: Secrets, names: bool) -> str:
+    """Return `text` without the secrets.
+
+    A secret of fewer characters than a piece is masked as a whole word, and a text that is not surely a secret
+    literally and as a whole. `names`: words stay, because the text may be a name: short secrets, and pieces of words.
+    """
+    needles = _needles(secrets, names)
+    if not any(needles):
+        return text
+    spans = list(_find(text, needles))
+    if not text.isalnum() and _ESCAPED.search(text):
+        decoded, starts, ends = _decode(text)
+        spans += [(starts[start], ends[end - 1]) for start, end in _find(decoded, needles)]
+    parts: list[str] = []
+    done = 0
+    for start, end in sorted(spans):
+        if start > done or not parts:  # else it overlaps or follows the previous span
+            parts += [text[done:start], HIDDEN]
+        done = max(done, end)
+    return "".join([*parts, text[done:]])
+
+
+_mask_cached = lru_cache(512)(_mask_secrets)
 
 
 def _walk(
@@ -213,15 +200,6 @@ class _Needles(NamedTuple):
     literals: tuple[str, ...]
 
 
-class _Layer(NamedTuple):
-    """A text, plain or decoded, and where each of its characters starts and ends in the original text."""
-
-    text: str
-    starts: Sequence[int]
-    ends: Sequence[int]
-    joined: bool = False  # without what separates words, so only pieces of sure secrets are searched for
-
-
 @lru_cache(8)
 def _needles(secrets: Secrets, names: bool) -> _Needles:
     grams: dict[int, set[str]] = {}
@@ -235,15 +213,13 @@ def _needles(secrets: Secrets, names: bool) -> _Needles:
 
     for secret, sure in secrets:
         # As it is, with the plus of an address for a blank, and decoded.
-        plain = (secret, secret.replace(" ", "+"), _decode(secret, _ESCAPED).text)
+        plain = (secret, secret.replace(" ", "+"), _decode(secret)[0])
         forms = {form for text in plain for form in (text, *_misread(text)) if form}
         if not sure:
             literals |= set() if names else forms
             continue
         if names and _may_be_name(secret):
             continue
-        for text in {_decode(form, _SPACED).text for form in forms} - forms:
-            add(text, PIECE_CHARS, _WORDS)  # words that a sentence may have
         for form in forms:
             if len(form) < PIECE_CHARS:
                 words |= set() if names else {_lower(form)}
@@ -285,17 +261,13 @@ def _encodings(secret: str) -> Iterator[str]:
             yield from {text, text.translate(_URL_SAFE)}
 
 
-def _find(layer: _Layer, needles: _Needles) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each needle in the text of `layer`."""
-    text, low = layer.text, _lower(layer.text)
+def _find(text: str, needles: _Needles) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each needle in `text`."""
+    low = _lower(text)
     for size, pieces in needles.grams:
-        if layer.joined and size < PIECE_CHARS:
-            continue
         for start in range(len(low) - size + 1):
             if low[start : start + size] in pieces:
                 yield start, start + size
-    if layer.joined:
-        return
     for word in needles.words:
         for start, end in _find_all(low, word):
             if not (low[start - 1 : start].isalnum() or low[end : end + 1].isalnum()):
@@ -311,25 +283,13 @@ def _find_all(text: str, part: str) -> Iterator[tuple[int, int]]:
         start = text.find(part, start + len(part))
 
 
-def _layers(text: str) -> Iterator[_Layer]:
-    yield _Layer(text, range(len(text)), range(1, len(text) + 1))
-    if text.isalnum():
-        return
-    if _ESCAPED.search(text):
-        yield _decode(text, _ESCAPED)
-    if _SPACED.search(text):
-        yield _decode(text, _SPACED)._replace(joined=True)
-    if _HAS_NUMBERS.search(text):
-        yield _decode(text, _NUMBERS)._replace(joined=True)
-
-
-def _decode(text: str, pattern: re.Pattern[str]) -> _Layer:
-    """Return `text` with what matches `pattern` decoded, or dropped if it is no character."""
+def _decode(text: str) -> tuple[str, list[int], list[int]]:
+    """Return `text` with its escapes decoded, or dropped if they are no character; and where each character was."""
     chars: list[str] = []
     starts: list[int] = []
     ends: list[int] = []
     done = 0
-    for match in [*pattern.finditer(text), None]:
+    for match in [*_ESCAPED.finditer(text), None]:
         start = len(text) if match is None else match.start()
         chars.append(text[done:start])
         starts += range(done, start)
@@ -340,13 +300,13 @@ def _decode(text: str, pattern: re.Pattern[str]) -> _Layer:
                 chars.append(char)
                 starts.append(start)
                 ends.append(done)
-    return _Layer("".join(chars), starts, ends)
+    return "".join(chars), starts, ends
 
 
 def _decode_char(form: str, digits: str) -> str:
     if form == "name":
         return _ENTITIES[digits.lower()]
-    code = int(digits, {"number": 10, "octal": 8}.get(form, 16))
+    code = int(digits, 10 if form == "number" else 16)
     char = chr(code) if code <= 0x10FFFF else ""
     return "" if _SKIPPED.match(char) else char
 
