@@ -11,15 +11,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.analysis import slo_rule, stats
+from harness.analysis.check_values import (
+    REQUESTS_UNKNOWN,
+    VALUES_BY_CHECK,
+    CheckValue,
+    check_fields,
+    missing_value,
+    not_compared,
+    requests_needed,
+    row_value,
+    uncompared_reason,
+    value_text,
+    verdict_by_row,
+)
 from harness.analysis.slo_rule import Draws, LatencySample
-from harness.analysis.stats import Estimate
 from harness.analysis.verdicts import invalid_row_reason, is_paced, row_rooms, work_metric
-from harness.base.columns import RATES, VALUES, WORK
+from harness.base.columns import RATES, WORK
 from harness.base.errors import HarnessError
+from harness.base.reasons import sentence
 from harness.base.summary import (
     LARGE,
     NEEDED,
@@ -27,68 +39,34 @@ from harness.base.summary import (
     CheckResult,
     Comparison,
     Distribution,
-    Numbers,
     Reason,
     Reference,
     Row,
     Verdict,
     because,
 )
+from harness.base.units import count, figures
 from harness.records.manifest import definition_conflict
 from harness.scenario import Load, Scenario, is_open_loop, max_concurrency
 from harness.scenario.check_syntax import (
-    ANSWER_SHARES,
     LATENCIES,
     OPERATORS,
-    SLO_METRICS,
-    STATISTICS,
     UNITS,
     Check,
     parse_check,
-    slos_key,
 )
 
 Samples = Callable[[Row, str], Sequence[LatencySample]]  # of a row and a field of Numbers: one a repeat
 Interval = tuple[float | None, float | None]
 
-_VALUES = {column.check: column for column in VALUES}
 _RATES_AND_TIMES = ("wall", "output_tok_s", "input_tok_s", "requests_per_s", "goodput")  # of a row
 _SHOWN_EFFECT = 1.5  # smaller design effects are not shown
-_MAX_PERMILLE = 999  # shares closer to 1 need as many requests as p99.9
-
-
-class _Value(Struct, frozen=True, kw_only=True):
-    """The value of one row. Without a value `missing` says why."""
-
-    value: float | None = None
-    missing: Reason | None = None
-    above: float | None = None  # the value is not known, but larger than this
-    interval: tuple[float | None, float | None] | None = None  # None: the value is compared as it is
-    n: int = 0  # requests that the value comes from
-    needed: int = 0  # requests that the value needs
-    provisional: bool = False  # of a verdict that is provisional
-    censored: int = 0  # requests that were cut before the latency ended
-    unknown: int = 0  # requests of which it is not known whether they meet the bound
-    met: int | None = None  # requests that met every SLO
-    failed: int = 0  # requests without a latency: they miss every bound
-    youngest: float | None = None  # age of the youngest cut request: a bound up to it is missed by all of them
-    all_miss: bool = False  # so many requests failed that no bound is met
-    effect: float = 1.0  # so many dependent requests count as one
-    unit: Literal["repeats", "runs"] | None = None  # what the interval is from; None: requests
-
-    @property
-    def known(self) -> float | None:
-        return self.above if self.value is None else self.value
-
-    @property
-    def requests(self) -> int:
-        return self.n + self.unknown + self.failed
-
-    def estimate(self) -> Estimate:
-        """A value without an interval counts as exact. With failed requests the value is at least the lower end."""
-        assert self.known is not None
-        low, high = self.interval or (self.known, self.known)
-        return Estimate(max(self.known, low or 0.0), low, high)
+_NO_ROW = because("check_no_row", "there is no row that it applies to")
+_MORE_REPEATS = because("more_repeats", "more repeats make the interval narrower")
+_MORE_RUNS = because(
+    "more_runs",
+    "the interval allows for the variation between runs; `harness run SCENARIO --times 5` measures it",
+)
 
 
 class Undecidable(NamedTuple):
@@ -119,7 +97,7 @@ def evaluate(
         try:
             results.append(_evaluate_check(parse_check(text), rows, comparison, reference, samples))
         except ValueError as error:
-            why = because("check_unreadable", error=str(error))
+            why = because("check_unreadable", str(error))
             results.append(CheckResult(check=text, status="failed", code="unreadable", evidence=[why]))
     return results
 
@@ -215,7 +193,7 @@ def _evaluate_check(
         if comparison is not None and (check.metric == "speedup" or (check.relative and reference is None)):
             # Only rows that are compared with the run's baseline row.
             base = comparison.verdicts[0].baseline if comparison.verdicts else None
-            sides = {side for side, verdict in _verdict_by_row(comparison).items() if verdict.baseline == base}
+            sides = {side for side, verdict in verdict_by_row(comparison).items() if verdict.baseline == base}
             chosen = [row for row in chosen if row.name in sides]
         # Rows without streamed answers, for example, have no TTFT.
         column = LATENCIES.get(check.metric.rpartition("_")[0])
@@ -223,7 +201,12 @@ def _evaluate_check(
             has_latency = [row for row in chosen if not row.pooled.succeeded or getattr(row.pooled, column.field).known]
             chosen = has_latency or chosen
     if not chosen:
-        return CheckResult(check=check.text, status="failed", code="no_row", evidence=[because("check_no_row")])
+        return CheckResult(
+            check=check.text,
+            status="failed",
+            code="no_row",
+            evidence=[because("check_no_row", "there is no row that it applies to")],
+        )
     results = [_evaluate_row(check, row, rows, comparison, reference, samples) for row in chosen]
     if failed := [result for result in results if result.status == "failed"]:
         worst = max(failed, key=_relative_distance)
@@ -233,8 +216,9 @@ def _evaluate_check(
         return replace(worst, evidence=[reason for result in inconclusive for reason in result.evidence])
     worst = min(results, key=_relative_distance)
     (evidence,) = worst.evidence
-    row_count = {"rows": len(results)} if len(results) > 1 else {}
-    return replace(worst, evidence=[replace(evidence, values=evidence.values | row_count)])
+    if len(results) > 1:
+        evidence = replace(evidence, text=f"{evidence.text} (worst of {len(results)} rows)")
+    return replace(worst, evidence=[evidence])
 
 
 def _relative_distance(result: CheckResult) -> float:
@@ -253,7 +237,7 @@ def _evaluate_row(
     reference: Reference | None,
     samples: Samples | None,
 ) -> CheckResult:
-    value, bound, baseline = _row_value(check, row, comparison), check.bound, None
+    value, bound, baseline = row_value(check, row, comparison), check.bound, None
     result = CheckResult(check=check.text, row=row.name)
     if check.relative and (value.known is not None or value.all_miss):
         base, name = _baseline_value(check, row, rows, comparison, reference)
@@ -279,7 +263,7 @@ def _evaluate_row(
     unit = "req/s" if check.metric == "goodput" else "s" if "s" in units else "%" if "%" in units else ""
     shown: dict[str, Any] = {"row": row.name, "unit": unit}
     if value.value is not None:
-        limited = bool(set(_number_fields(check)) & set(row.client_limited)) or None
+        limited = bool(set(check_fields(check)) & set(row.client_limited)) or None
         shown |= {"value": value.value, "against": baseline, "limited": limited}
     elif value.above is not None or (high is None and low is not None and not check.relative):
         shown |= {"above": low if value.above is None else value.above, "against": baseline}
@@ -295,15 +279,15 @@ def _evaluate_row(
         if all(met):
             result = replace(result, status="passed", code="met")
         elif value.provisional and not _is_far(low, high, bound):
-            shown["decision"] = because("provisional")
+            shown["decision"] = because("provisional", "one run, not repeated; would fail with --provisional")
             result = replace(result, code="provisional")
         else:
             result = replace(result, status="failed", code="broken")
     else:
         shown["decision"] = decision
         result = replace(result, code="unknown_requests" if is_unknown else "too_close", more_requests=more)
-    evidence = because("check_value", **{key: value for key, value in shown.items() if value is not None})
-    return replace(result, evidence=[evidence])
+    shown = {key: value for key, value in shown.items() if value is not None}
+    return replace(result, evidence=[because("check_value", value_text(**shown), **shown)])
 
 
 def _is_far(low: float | None, high: float | None, bound: float) -> bool:
@@ -311,11 +295,12 @@ def _is_far(low: float | None, high: float | None, bound: float) -> bool:
     return (high is not None and high * (1 + LARGE) < bound) or (low is not None and low > bound * (1 + LARGE))
 
 
-def _missing_evidence(row: Row, value: _Value) -> list[Reason]:
-    return [because("check_missing", row=row.name, why=value.missing)]
+def _missing_evidence(row: Row, value: CheckValue) -> list[Reason]:
+    assert value.missing is not None
+    return [because("check_missing", f"{row.name}: {sentence(value.missing)}", row=row.name, why=value.missing)]
 
 
-def _without_value(result: CheckResult, row: Row, value: _Value) -> CheckResult:
+def _without_value(result: CheckResult, row: Row, value: CheckValue) -> CheckResult:
     """An inconclusive result: too few requests for the value, or requests that do not give it."""
     too_few = value.n < value.needed and (value.n > 0 or not row.pooled.succeeded)
     return replace(
@@ -328,7 +313,7 @@ def _without_value(result: CheckResult, row: Row, value: _Value) -> CheckResult:
 
 def metric_of(check: Check) -> str:
     """The metric of verdicts that a check is of."""
-    return _VALUES[check.metric].field if check.metric in _VALUES else check.metric
+    return VALUES_BY_CHECK[check.metric].field if check.metric in VALUES_BY_CHECK else check.metric
 
 
 def compared_metrics(texts: Sequence[str]) -> list[str]:
@@ -347,12 +332,12 @@ def compared_metrics(texts: Sequence[str]) -> list[str]:
 
 def _with_ratio_interval(
     check: Check,
-    side: tuple[Row, _Value],
-    base: tuple[Row, _Value],
+    side: tuple[Row, CheckValue],
+    base: tuple[Row, CheckValue],
     comparison: Comparison | None,
     reference: Reference | None,
     samples: Samples | None,
-) -> _Value:
+) -> CheckValue:
     """A value with the interval of its ratio to the baseline's, times the baseline's value.
 
     Runs are compared by the variation between equal ones, repeats of work by Welch's interval, and percentiles of one
@@ -403,12 +388,12 @@ def _verdict_of(comparison: Comparison | None, reference: Reference | None, row:
         known = [*reference.ratios, *(comparison.verdicts if comparison is not None else [])]
         known = [verdict for verdict in known if verdict.unit == "runs" and verdict.side == row.name]
     else:
-        first = None if comparison is None else _verdict_by_row(comparison).get(row.name)
+        first = None if comparison is None else verdict_by_row(comparison).get(row.name)
         known = [] if first is None or metric not in WORK else [first]
     return next((verdict for verdict in known if verdict.metric == metric), None)
 
 
-def _draws(check: Check, row: Row, value: _Value, samples: Samples | None) -> Draws | None:
+def _draws(check: Check, row: Row, value: CheckValue, samples: Samples | None) -> Draws | None:
     """The resampled values of a row; None for values of rows instead of requests, or without samples."""
     latency, _, statistic = check.metric.rpartition("_")
     if check.metric == "attainment":
@@ -422,7 +407,7 @@ def _draws(check: Check, row: Row, value: _Value, samples: Samples | None) -> Dr
     return slo_rule.percentile_draws(found, int(statistic[1:]) * 10, sample.effect)
 
 
-def _widest_ratio(value: _Value, base: _Value) -> Interval:
+def _widest_ratio(value: CheckValue, base: CheckValue) -> Interval:
     """The ratios that the intervals of two values allow together."""
     (_, low, high), (_, base_low, base_high) = value.estimate(), base.estimate()
     return low / base_high if low and base_high else None, high / base_low if high is not None and base_low else None
@@ -435,34 +420,37 @@ def _widen(interval: Interval, row: Row, base_row: Row, metric: str) -> Interval
     return None if low is None else low * math.exp(-lower), None if high is None else high * math.exp(higher)
 
 
-def _requests_to_decide(check: Check, value: _Value, bound: float) -> tuple[int | None, Reason]:
+def _requests_to_decide(check: Check, value: CheckValue, bound: float) -> tuple[int | None, Reason]:
     """How many more requests decide a check whose interval contains the bound, if value and spread stay the same."""
     if value.unit is not None:
-        return None, because("more_repeats") if value.unit == "repeats" else because("more_runs")
+        return None, _MORE_REPEATS if value.unit == "repeats" else _MORE_RUNS
     statistic = check.metric.rpartition("_")[2]
     share = bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else None
     if share is None or value.interval is None:
-        return None, because("requests_unknown")
+        return None, REQUESTS_UNKNOWN
     requests = value.requests
-    effect = {} if value.effect < _SHOWN_EFFECT else {"effect": value.effect}
+    dependent = "" if value.effect < _SHOWN_EFFECT else f"; {figures(value.effect)} dependent requests count as one"
     if check.relative:
         if value.known is None or value.unknown >= (1 - share) * requests > 0:
-            return None, because("requests_unknown")
+            return None, REQUESTS_UNKNOWN
         times = stats.growth_to_decide(value.estimate(), bound)
         more = None if times is None or times * requests > slo_rule.MAX_REQUESTS else math.ceil((times - 1) * requests)
     else:
         met, unknown = _shares_at(check, value, bound, share)
         if unknown > 0 and met - 1e-9 <= share <= met + unknown + 1e-9:
-            return None, because("requests_unknown")
+            return None, REQUESTS_UNKNOWN
         needed = slo_rule.requests_to_decide(share, met if met > share else met + unknown, value.effect)
         more = None if needed is None else max(1, needed - requests)
     if more is None:
-        return None, because("too_close", max_requests=slo_rule.MAX_REQUESTS, **effect)
-    both = {"baseline_factor": 1 + more / requests} if check.relative else {}
-    return more, because("more_requests", more=more, **both, **effect)
+        text = f"too close to the bound: more than {slo_rule.MAX_REQUESTS:,} requests would be needed to decide"
+        return None, because("too_close", text + dependent)
+    text = f"needs about {count(more, 'more request')} to decide"
+    if check.relative:
+        text += f"; of the baseline {figures(1 + more / requests)} times as many as now"
+    return more, because("more_requests", text + dependent, more=more)
 
 
-def _shares_at(check: Check, value: _Value, bound: float, share: float) -> tuple[float, float]:
+def _shares_at(check: Check, value: CheckValue, bound: float, share: float) -> tuple[float, float]:
     """The shares of all requests that met the bound, and of which it is unknown whether they did.
 
     That of a percentile lies between three points: the percentile, and the ends of its interval.
@@ -494,198 +482,31 @@ def _shares_at(check: Check, value: _Value, bound: float, share: float) -> tuple
 
 def _baseline_value(
     check: Check, row: Row, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
-) -> tuple[_Value, str]:
+) -> tuple[CheckValue, str]:
     """The baseline's value and the name of its run or row."""
     if reference is not None:
         name = reference.run
         if reference.refused is not None:
-            return _missing_value("not_compared_with", name=name, why=reference.refused), name
+            return not_compared(name, reference.refused), name
         base = next((base_row for base_row in reference.rows if base_row.name == row.name), None)
         if base is None:
-            return _missing_value("baseline_without_row", name=name), name
+            return missing_value("baseline_without_row", f"the baseline {name} has no such row"), name
     elif comparison is None:
-        return _missing_value("no_baseline"), ""
+        text = "there is no baseline: the run is not VALID, or has one row only; give one with --baseline RUN"
+        return missing_value("no_baseline", text), ""
     else:
-        verdict = _verdict_by_row(comparison).get(row.name)
+        verdict = verdict_by_row(comparison).get(row.name)
         if verdict is None:
-            return _Value(missing=_uncompared_reason(row, comparison)), ""
+            return CheckValue(missing=uncompared_reason(row, comparison)), ""
         name = verdict.baseline
         base = next(base_row for base_row in rows if base_row.name == name)
-    refusal = invalid_row_reason(row, base) or definition_conflict(row, base, _number_fields(check))
+    refusal = invalid_row_reason(row, base) or definition_conflict(row, base, check_fields(check))
     if refusal is not None:
-        return _missing_value("not_compared_with", name=name, why=refusal), name
-    value = _row_value(check, base, None)
-    if value.value is None and value.failed:
-        value = replace(value, missing=because("too_many_failed", failed=value.failed, requests=value.requests))
+        return not_compared(name, refusal), name
+    value = row_value(check, base, None)
     if value.value is None:
-        return _missing_value("baseline_without_value", name=name, why=value.missing), name
+        assert value.missing is not None
+        failed = f"{value.failed:,} of {count(value.requests, 'request')} failed"
+        why = failed if value.failed else sentence(value.missing)
+        return missing_value("baseline_without_value", f"of the baseline {name}: {why}", name=name), name
     return value, name
-
-
-def _missing_value(code: str, **values: Any) -> _Value:
-    return _Value(missing=because(code, **values))
-
-
-def _number_fields(check: Check) -> list[str]:
-    """The fields of Numbers with a definition that a check's value is computed from."""
-    latency, _, statistic = check.metric.rpartition("_")
-    if latency in LATENCIES:
-        return [LATENCIES[latency].field, *(["percentiles"] if statistic in NEEDED else [])]
-    if check.metric in SLO_METRICS:
-        return list(dict.fromkeys(LATENCIES[slo.latency].field for slo in check.slos))
-    column = _VALUES.get(check.metric)
-    return [column.field] if column is not None and column.definition else []
-
-
-def _row_value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
-    """A row's value, or why it has none."""
-    metric = check.metric
-    latency, _, statistic = metric.rpartition("_")
-    if latency in LATENCIES and statistic in STATISTICS:
-        return _latency_value(row, latency, statistic)
-    if metric in SLO_METRICS:
-        return _slo_value(check, row)
-    if metric == "speedup":
-        return _speedup_value(row, comparison)
-    if metric in ANSWER_SHARES and row.pooled.answers is None:
-        return _missing_value("no_answer_checked")
-    missing = _tool_unknown(row, _VALUES[metric].field) or because(_VALUES[metric].missing)
-    return _Value(value=_VALUES[metric].value_of(row.pooled), missing=missing)
-
-
-def _tool_unknown(row: Row, *names: str) -> Reason | None:
-    """Why an imported file has no such number; None if the file is not the reason."""
-    why = next((row.missing[name] for name in names if name in row.missing), None)
-    return None if why is None else because("tool_unknown", why=why)
-
-
-def _latency_value(row: Row, latency: str, statistic: str) -> _Value:
-    column = LATENCIES[latency]
-    sample: Distribution = getattr(row.pooled, column.field)
-    only = {"only": column.only} if not sample.n and column.only else {}
-    succeeded = {"of": row.pooled.succeeded} if not sample.n and row.pooled.succeeded else {}
-    unknown = _tool_unknown(row, f"{column.name}_{statistic}", column.field)
-    counts: dict[str, Any] = {
-        "n": min(sample.n, row.pooled.succeeded) if latency == "gap" else sample.known,
-        "interval": sample.intervals.get(statistic),
-        "censored": sample.censored,
-        "unknown": sample.unknown,
-        "youngest": sample.intervals.get("cut", (None, None))[0],
-    }
-    if statistic == "mean":
-        few = because("latency_missing", latency=latency, needed=1, **only, **succeeded)
-        if "mean" not in sample.intervals:  # all are known
-            return _Value(value=sample.mean, missing=unknown or few)
-        return _Value(above=sample.intervals["mean"][0], missing=unknown or few, **counts)
-    needed, value = NEEDED[statistic], getattr(sample, statistic)
-    above = sample.above if value is None and sample.known >= needed else None
-    failed, effect = _failed_requests(row.pooled, sample), sample.effect or 1.0
-    all_miss = False
-    if failed and not sample.n:
-        effect = sample.effect or slo_rule.ASSUMED_EFFECT
-        counts["interval"] = counts["interval"] or (None, None)
-    if failed:
-        requests, low = sample.known + sample.unknown + failed, (counts["interval"] or (None, None))[0]
-        all_miss = slo_rule.failures_decide(failed, requests, int(statistic[1:]) / 100, effect)
-        high = (counts["interval"] or (None, None))[1]
-        if all_miss or (high is None and low is not None and value is not None and value < low):
-            value, above = None, low  # the percentile of the successful requests says nothing about all
-    return _Value(
-        value=value,
-        above=above,
-        missing=unknown
-        or because("latency_missing", latency=latency, needed=needed, there=counts["n"], **only, **succeeded),
-        needed=needed,
-        effect=effect,
-        failed=failed,
-        all_miss=all_miss,
-        **counts,
-    )
-
-
-def _failed_requests(numbers: Numbers, sample: Distribution) -> int:
-    """Requests that failed without this latency. 0 where another tool computed it or the latency is no request's own.
-
-    Where no request has the latency, only a run in which all of them failed says so.
-    """
-    if not sample.known:
-        return numbers.sent if 0 < numbers.sent == numbers.failed else 0
-    if not sample.intervals:
-        return 0
-    return max(0, min(numbers.failed, numbers.sent - sample.known - sample.unknown))
-
-
-def _slo_value(check: Check, row: Row) -> _Value:
-    slos, sent = slos_key(check.slos), row.pooled.sent
-    attained = row.pooled.slos.get(slos)
-    if attained is None:
-        return _missing_value("slos_uncounted", slos=slos)
-    if check.metric == "goodput":
-        unknown = because("slos_unknown", unknown=attained.unknown, requests=sent, slos=slos)
-        return _Value(value=attained.goodput_req_s, missing=unknown if attained.unknown else because("none_measured"))
-    needed, known = requests_needed(check), sent - attained.unknown
-    effect = _slos_effect(check, row)
-    interval = None
-    if sent and (check.relative or 0 < check.bound < 1):
-        interval = (
-            slo_rule.share_interval(attained.met, sent, effect)[0],
-            slo_rule.share_interval(attained.met + attained.unknown, sent, effect)[1],
-        )
-    elif attained.unknown:  # bounds of 0 and 1 are about these requests only
-        interval = attained.met / sent, (attained.met + attained.unknown) / sent
-    few = because("slos_too_few", needed=needed, sent=sent, met=attained.met)
-    is_open = check.operator == "==" and attained.unknown > 0 and attained.attainment == check.bound
-    return _Value(
-        value=attained.attainment if sent >= needed and not is_open else None,
-        missing=because("none_sent") if not sent else few if sent < needed else because("requests_unknown"),
-        interval=interval,
-        n=known,
-        needed=needed,
-        unknown=attained.unknown,
-        met=attained.met,
-        effect=effect,
-    )
-
-
-def _slos_effect(check: Check, row: Row) -> float:
-    """The largest design effect of the latencies that the SLOs bound."""
-    samples = [getattr(row.pooled, LATENCIES[slo.latency].field) for slo in check.slos]
-    return max((sample.effect for sample in samples if sample.effect is not None), default=slo_rule.ASSUMED_EFFECT)
-
-
-def requests_needed(check: Check) -> int:
-    """How many requests a share needs. "At least 95 % within a bound" needs as many as "p95 within the bound"."""
-    if check.relative or check.operator not in (">", ">=") or not 0 < check.bound < 1:
-        return 1
-    return stats.samples_needed(min(int(round(check.bound * 1000, 6)), _MAX_PERMILLE))
-
-
-def _speedup_value(row: Row, comparison: Comparison | None) -> _Value:
-    if comparison is None:
-        return _missing_value("nothing_compared")
-    verdict = _verdict_by_row(comparison).get(row.name)
-    if verdict is None:
-        return _Value(missing=_uncompared_reason(row, comparison))
-    if verdict.metric not in WORK:
-        return _missing_value("paced_users")
-    if verdict.ratio is None:
-        return _missing_value("no_verdict", verdict=verdict)
-    interval = verdict.low, verdict.high
-    return _Value(value=verdict.ratio, interval=interval, provisional=verdict.provisional, unit=verdict.unit)
-
-
-def _uncompared_reason(row: Row, comparison: Comparison) -> Reason:
-    if comparison.verdicts and comparison.verdicts[0].baseline != row.name:
-        return because("no_comparison")
-    return because("is_baseline")
-
-
-def _verdict_by_row(comparison: Comparison) -> dict[str, Verdict]:
-    """The verdict of each row except the baseline, by its name.
-
-    It is the row's first verdict, since the other pairs that the scenario compares come last.
-    """
-    verdicts = {verdict.side: verdict for verdict in reversed(comparison.verdicts)}
-    if comparison.verdicts:
-        verdicts.pop(comparison.verdicts[0].baseline, None)
-    return verdicts

@@ -239,7 +239,7 @@ def answer_difference(
 
 
 def group_by_machine(folders: Sequence[Path]) -> list[list[Path]]:
-    """Run directories group_failures by machine, in the given order. Raises HarnessError for a single machine."""
+    """Run directories grouped by machine, in the given order. Raises HarnessError for a single machine."""
     groups: dict[str, list[Path]] = {}
     for folder in folders:
         groups.setdefault(read_run(folder).machine.name, []).append(folder)

@@ -139,7 +139,7 @@ def with_checks(
     """The same with the scenario's checks and `extra_checks` evaluated against `reference`, their baseline."""
     summary, cells = made.summary, made.data.cells
     if reference is not None and summary.reasons:
-        reference = replace(reference, refused=because("run_invalid"))
+        reference = replace(reference, refused=because("run_invalid", "this run is INVALID"))
     results = checks.evaluate(
         [*run.scenario.checks, *extra_checks],
         [row for row in summary.rows if row.failed is None],

@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from harness.analysis import stats
 from harness.analysis.stats import Effect
-from harness.base.columns import RATES, WORK
+from harness.base.columns import METRIC_WORDS, RATES, WORK
+from harness.base.reasons import sentence
 from harness.base.summary import (
     ALPHA,
     MARGIN,
@@ -26,10 +27,12 @@ from harness.base.summary import (
     Verdict,
     because,
 )
+from harness.base.units import count, ratio_text, short_percent
 from harness.records.manifest import definition_conflict
 from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.plan import load_of_part, mix_of
 
+_OTHER_WORK = because("other_work", "one makes text and the other embeddings, which have no output tokens")
 _TAILS = ("p99", "p95", "p90")
 _NO_REQUESTS = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
 CONFIRMING_REPEATS = 5  # where nothing shows how far repeats differ: so many find 15 % at 4 % noise, and 10 % at 2 %
@@ -176,11 +179,13 @@ def pair_by_metric(
         speeds = [[to_speeds(metric, [v for v in run if v is not None]) for run in runs] for runs in values]
         refused = (
             invalid_row_reason(*side.rows, *base.rows)
-            or (because("other_work") if is_other_work else None)
+            or (_OTHER_WORK if is_other_work else None)
             or _definition_reason(side, base, metric)
         )
         if refused is None and any(value is None for runs in values for run in runs for value in run):
-            refused = because("too_few_requests", metric=metric, needed=NEEDED[metric.rpartition("_")[2]])
+            needed = NEEDED[metric.rpartition("_")[2]]
+            text = f"a {METRIC_WORDS[metric]} needs {needed} successful requests in each repeat"
+            refused = because("too_few_requests", text, metric=metric, needed=needed)
         yield ComparedSides(
             side=side.name,
             baseline=base.name,
@@ -312,7 +317,8 @@ def _definition_reason(side: Measured, base: Measured, metric: str) -> Reason | 
     for measured in (side, base):
         for row in measured.rows:
             if metric in row.missing and not getattr(row, metric):
-                return because("number_unknown", row=measured.name, metric=metric, why=row.missing[metric])
+                text = f"the {METRIC_WORDS[metric]} of {measured.name} is not known: {row.missing[metric]}"
+                return because("number_unknown", text, row=measured.name, metric=metric)
     return definition_difference(side, base, metric)
 
 
@@ -330,7 +336,10 @@ def number_fields(metric: str) -> list[str]:
 def invalid_row_reason(*rows: Row) -> Reason | None:
     """Why rows have no ratio: one of them has an invalid cell."""
     row = next((row for row in rows if row.invalid is not None), None)
-    return None if row is None else because("row_not_valid", row=row.name, why=row.invalid)
+    if row is None or row.invalid is None:
+        return None
+    text = f"{row.name} has a cell that is not valid ({sentence(row.invalid)})"
+    return because("row_not_valid", text, row=row.name, why=row.invalid)
 
 
 def is_client_limited(row: Row, metric: str) -> bool:
@@ -346,7 +355,9 @@ def _client_limit_reason(side: Measured, base: Measured, metric: str) -> Reason 
         for number, row in enumerate(measured.rows, 1)
         if number_fields(metric)[0] in row.client_limited and metric not in row.client_error
     ]
-    return because("client_limited", metric=metric, names=names) if names else None
+    text = f"client-side bottleneck: the load generator limited the {METRIC_WORDS[metric]} of one side or both, and by "
+    text += "how much is not known; the validity of the run lists the rows, the cause and the remedy"
+    return because("client_limited", text, metric=metric, names=names) if names else None
 
 
 def without_concurrency(load: Load) -> bytes:
@@ -400,7 +411,7 @@ def decide_verdicts(pairs: Sequence[ComparedSides], source: Sequence[Reason] = (
     p_values = [_p_value(pair, one.effect) for pair, one in zip(pairs, found, strict=True) if one is not None]
     corrected = iter(stats.holm(p_values))
     verdicts = [
-        _make_verdict(pair, "refused" if pair.refused else "no_values", len(p_values))
+        _make_verdict(pair, "refused", len(p_values), refused=pair.refused or _no_values(pair))
         if one is None
         else _decide(pair, one, next(corrected), len(p_values))
         for pair, one in zip(pairs, found, strict=True)
@@ -413,6 +424,14 @@ def decide_verdicts(pairs: Sequence[ComparedSides], source: Sequence[Reason] = (
         noise_source=list(source),
         verdicts=verdicts,
     )
+
+
+def _no_values(pair: ComparedSides) -> Reason:
+    """Why two sides have no ratio: one of them has no value of the metric."""
+    sides = zip((pair.side, pair.baseline), _independent_values(pair), strict=True)
+    empty = " and ".join(name for name, values in sides if not values)
+    why = "no valid repeat has one" if pair.metric == "wall_s" else "no valid repeat reports it"
+    return because("no_values", f"there is no {METRIC_WORDS[pair.metric]} of {empty}; {why}", metric=pair.metric)
 
 
 def to_speeds(metric: str, values: Sequence[float]) -> list[float]:
@@ -546,7 +565,6 @@ def _make_verdict(pair: ComparedSides, result: str, comparisons: int, **numbers:
         n=(len(side), len(base)),
         word=result if is_decided else "inconclusive",
         reason=None if is_decided else result,  # type: ignore[arg-type]
-        refused=pair.refused,
         unit="repeats" if pair.within_run else "runs",
         comparisons=comparisons,
     )
@@ -586,8 +604,18 @@ def drift_notes(cells: Sequence[CellSummary], scenario: Scenario) -> list[Reason
     if effect is None:
         return []
     low, high = effect.interval()
-    values = {"starts": len(pairs), "ratio": effect.ratio, "low": low, "high": high}
-    return [because("drift" if is_drift(effect) else "no_drift", **values)]
+    change = f"{short_percent(abs(effect.ratio - 1))} {'faster' if effect.ratio >= 1 else 'slower'}"
+    text = (
+        f"the first cell of a server start was {change} (95 % interval {ratio_text(low)} to {ratio_text(high)} times "
+    )
+    text += f"as fast, {count(len(pairs), 'start')}) when it was repeated at its end"
+    code = "no_drift"
+    if is_drift(effect):
+        code = "drift"
+        text += ". Rows that were measured early and late in a start differ by more than their settings; look at heat, "
+        text += "and at other programs"
+    text = f"{code.replace('_', ' ')}: {text}"
+    return [because(code, text, starts=len(pairs), ratio=effect.ratio, low=low, high=high)]
 
 
 def _cell_speed(cell: CellSummary, scenario: Scenario) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from harness.base.summary import NEEDED, Numbers
+from harness.base.summary import NEEDED, Numbers, Reason, because
 
 
 class MetricColumn(Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class ValueColumn(MetricColumn, frozen=True, kw_only=True):
     """A single number of a row."""
 
     unit: Literal["seconds", "ratio", ""] = ""
-    missing: str  # code of the reason why a row has none
+    missing: Reason  # why a row has none
     verdict: Literal["less", "more", ""] = ""  # which is better, where rows are compared by it
     formula: str = ""  # of its column in the main table; empty: it has none of this plain kind
 
@@ -116,38 +116,45 @@ LATENCIES = (
 VALUES = (
     ValueColumn(
         field="error_rate", check="error_rate", title="error rate", about="Failed requests / sent",
-        unit="ratio", missing="none_sent",
+        unit="ratio", missing=because("none_sent", "no request was sent; 1 is needed"),
     ),
     ValueColumn(
         field="wall_s", check="wall", title="wall time", words="wall time",
         about="Wall time of the work, median over repeats", definition="first sent to last ended",
-        unit="seconds", missing="no_wall_time", verdict="less",
+        unit="seconds",
+        missing=because("no_wall_time", "a load without a fixed number of requests has no wall time"),
+        verdict="less",
     ),
     ValueColumn(
         field="output_tok_s", check="output_tok_s", title="output tok/s", words="tok/s",
         about="Output tokens / s, median over repeats",
         definition="output tokens as the server's usage says, generated inside the window / window",
-        missing="no_tokens", verdict="more",
+        missing=because("no_tokens", "not known: the server has to report the tokens of every answer"),
+        verdict="more",
     ),
     ValueColumn(
         field="input_tok_s", check="input_tok_s", title="prompt tok/s", words="prompt tok/s",
         about="Prompt tokens / s, median over repeats",
         definition="prompt tokens as the server's usage says, of requests that ended inside the window / window",
-        missing="no_prompt_tokens", verdict="more",
+        missing=because("no_prompt_tokens", "not known: the server has to report the prompt tokens of every answer"),
+        verdict="more",
     ),
     ValueColumn(
         field="answers.valid_share", check="valid_share", title="valid answers", about="Valid answers / all",
-        unit="ratio", missing="labels_unknown",
+        unit="ratio",
+        missing=because("labels_unknown", "the right answers are not known; 'prompts.kind: classification' has labels"),
     ),
     ValueColumn(
         field="answers.right_share", check="right_share", title="right answers", about="Right answers / all",
-        unit="ratio", missing="labels_unknown",
+        unit="ratio",
+        missing=because("labels_unknown", "the right answers are not known; 'prompts.kind: classification' has labels"),
     ),
     ValueColumn(
         field="requests_per_s", check="requests_per_s", title="requests/s", words="requests/s",
         about="Successful requests / s, median",
         definition="successful requests that ended inside the window / window",
-        missing="none_measured", formula="successful requests that ended inside the window ÷ window",
+        missing=because("none_measured", "not known: no request was measured"),
+        formula="successful requests that ended inside the window ÷ window",
     ),
 )  # fmt: skip
 COLUMNS: tuple[MetricColumn, ...] = (*VALUES, *LATENCIES)

@@ -352,8 +352,7 @@ class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 Inconclusive = Literal[
-    "refused",  # the two sides have no ratio, such as numbers of other definitions
-    "no_values",
+    "refused",  # the two sides have no ratio; `refused` says why
     "in_margin",  # the difference is within the margin, but its interval is not
     "includes_one",  # the interval includes 1
     "not_beyond",  # the interval excludes 1, but not the margin

@@ -48,6 +48,19 @@ def figures(value: float, number: int = 3) -> str:
     return f"{value:.{number}g}" if abs(value) < 10 ** (number - 1) else f"{value:,.0f}"
 
 
+def ratio_text(value: float) -> str:
+    """A ratio with as many digits as its distance from 1 needs."""
+    distance = abs(value - 1)
+    if value < 0.95:
+        return figures(value) if value > 0 else "0"
+    return f"{value:.4f}" if distance < 0.005 else f"{value:.3f}" if distance < 0.05 else f"{value:.2f}"
+
+
+def short_percent(share: float) -> str:
+    """A share with three significant figures at most: "12.5 %"."""
+    return f"{figures(100 * share)} %"
+
+
 def seconds(value: float | None) -> str:
     """A duration: "13.07 s", "308.7 s", "1,204 s"."""
     if value is None:

@@ -9,7 +9,6 @@ from harness.analysis.history import ChangePoint, History, LeftOut, Moved, Serie
 from harness.analysis.stats import DETECTED, MIN_HISTORY
 from harness.base import units
 from harness.base.columns import METRIC_WORDS, RATES
-from harness.base.reasons import format_speedup
 from harness.base.summary import MARGIN, MAX_REPEATS
 from harness.base.units import format_date
 from harness.report import words
@@ -17,6 +16,7 @@ from harness.report.charts import Chart, Figure, escape_markup, scatter
 from harness.report.html import chart_page
 from harness.report.markdown import EQUAL, differences_markdown, escape, grid
 from harness.report.terminal import STYLES, print_differences, simple_table
+from harness.report.verdict_text import format_speedup
 
 LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
     "unreadable": "that cannot be read",

@@ -19,11 +19,12 @@ from msgspec.structs import replace
 from harness.analysis.history import History
 from harness.base.columns import METRIC_WORDS
 from harness.base.errors import HarnessError
-from harness.base.reasons import evidence, sentence, verdict_sentence
+from harness.base.reasons import evidence, sentence
 from harness.base.summary import CheckResult, Comparison, Difference, Summary, Verdict
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.history import history_title, outcome_sentence
+from harness.report.verdict_text import verdict_sentence
 
 NAME = "amd-llm-load"
 # Characters that XML 1.0 does not allow at all, not even escaped.

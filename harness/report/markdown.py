@@ -5,11 +5,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 from harness.base import units
 from harness.base.columns import METRIC_WORDS
-from harness.base.reasons import evidence, sentence, verdict_word
+from harness.base.reasons import evidence, sentence
 from harness.base.summary import CheckResult, Comparison, Difference, Summary, Verdict
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.table import schedule_table, table_columns, table_lines, time_table
+from harness.report.verdict_text import verdict_word
 
 
 def render(summary: Summary, run: Run) -> str:

@@ -16,20 +16,13 @@ from harness.analysis.verdicts import number_fields, without_concurrency
 from harness.base import units
 from harness.base.columns import METRIC_WORDS, RATES, WORK
 from harness.base.errors import HarnessError
-from harness.base.reasons import (
-    describe_ratio,
-    evidence,
-    format_speedup,
-    number_names,
-    sentence,
-    verdict_sentence,
-    verdict_word,
-)
+from harness.base.reasons import evidence, number_names, sentence
 from harness.base.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
 from harness.base.units import count
 from harness.records.manifest import Run
 from harness.report import words
 from harness.report.table import LIMITED
+from harness.report.verdict_text import describe_ratio, format_speedup, verdict_sentence, verdict_word
 from harness.scenario.check_syntax import LATENCIES, SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
 

@@ -7,10 +7,11 @@ from msgspec import Struct
 
 from harness.base import units
 from harness.base.columns import LATENCIES, METRIC_WORDS, VALUES, WORK, LatencyColumn, ValueColumn
-from harness.base.reasons import LIMIT_WORDS, verdict_word
+from harness.base.reasons import LIMIT_WORDS
 from harness.base.summary import MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
+from harness.report.verdict_text import verdict_word
 from harness.scenario.plan import baseline_of
 
 LIMITED = "‡"  # after a number that the load generator limited in one of the row's cells

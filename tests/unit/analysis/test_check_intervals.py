@@ -122,7 +122,7 @@ def ratio_check(
     ]  # fmt: skip
     verdict = Verdict(
         side="b / x", baseline="a / x", metric="wall_s", ratio=None, low=None, high=None, p=None, n=(0, 0),
-        word="inconclusive", reason="no_values",
+        word="inconclusive", reason="refused",
     )  # fmt: skip
     compared = Comparison(metric="wall_s", comparisons=0, noise_floor=0.02, noise_source=[], verdicts=[verdict])
     return evaluate([f"b/x: {text}"], rows, compared, None, lambda row, _: samples[row.server])[0]

@@ -16,7 +16,6 @@ from harness.analysis.compare import compare_runs
 from harness.analysis.numbers import compute_numbers
 from harness.analysis.verdicts import ComparedSides, compare_rows, decide_verdicts, work_metric
 from harness.base.errors import ExitCode, HarnessError, RunError
-from harness.base.reasons import verdict_sentence
 from harness.base.summary import (
     CellSummary,
     Comparison,
@@ -30,6 +29,7 @@ from harness.base.summary import (
 from harness.records.manifest import Machine, Origin, ServedBy, UnlikeError, write_run
 from harness.records.records import read_requests
 from harness.report.sentences import comparison_answer
+from harness.report.verdict_text import verdict_sentence
 from harness.scenario import Arrivals, Load, Scenario, Server
 from harness.scenario import Pair as Wanted
 from harness.scenario.behaviour import Lengths, Structured
@@ -90,7 +90,7 @@ ONE = {"basis": "one_run", "provisional": True}
         ([1.18], [1.0], 1, ONE | {"word": "inconclusive", "needed": 5},
          "±2 %; provisional: confirm it with --repeats 5."),
         ([1.5], TIGHT, 4, ONE | {"word": "faster"}, ""),
-        ([], TIGHT, 1, {"ratio": None, "p": None, "n": (0, 5), "reason": "no_values"}, ""),
+        ([], TIGHT, 1, {"ratio": None, "p": None, "n": (0, 5), "reason": "refused"}, ""),
         # Servers without any spread.
         ([2.0] * 5, [1.0] * 5, 0, {"word": "faster"}, ""),
         ([0.1] * 5, [0.3 - 0.2] * 5, 0, {"word": "same"}, ""),

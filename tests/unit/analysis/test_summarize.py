@@ -13,11 +13,12 @@ from harness.analysis.slo_rule import observed
 from harness.analysis.summarize import summarize, write_summary
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json
-from harness.base.reasons import evidence, sentence, sentences, verdict_sentence
+from harness.base.reasons import evidence, sentence, sentences
 from harness.base.summary import NO_SAMPLE, Distribution, Numbers, Reason, Summary, because
 from harness.records.manifest import write_run
 from harness.records.records import Request, read_requests
 from harness.records.samples import MetricsSample
+from harness.report.verdict_text import verdict_sentence
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from tests.support.made_runs import MONOTONIC_S, both_marks, request, scenario, write_lines, write_made_run

@@ -13,7 +13,7 @@ from harness.analysis.compare import compare_runs
 from harness.analysis.summarize import summarize
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT
-from harness.base.reasons import evidence, verdict_sentence
+from harness.base.reasons import evidence
 from harness.base.summary import Numbers, Summary
 from harness.imports import Source, lemonade, llama_bench, vllm
 from harness.imports.write import FORMATS, import_file, read_file
@@ -22,6 +22,7 @@ from harness.records.records import Request, read_requests
 from harness.report import junit, markdown
 from harness.report import sentences as of_report
 from harness.report.charts import figures
+from harness.report.verdict_text import verdict_sentence
 from tests.support.command import called
 
 DATA = ROOT / "tests" / "data" / "imports"

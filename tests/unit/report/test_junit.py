@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize
 from harness.base.errors import ServerError
-from harness.base.reasons import verdict_sentence
 from harness.base.summary import Comparison, Summary, Verdict, because
 from harness.records.manifest import read_run
 from harness.report import junit
+from harness.report.verdict_text import verdict_sentence
 from harness.scenario.plan import Cell
 from tests.support.command import called, harness, server, write
 from tests.support.made_runs import scenario, served_by, write_made_run

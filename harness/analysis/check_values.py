@@ -1,0 +1,302 @@
+"""The value of a row that a check bounds, or why it has none; and its evidence as a sentence."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from harness.analysis import slo_rule, stats
+from harness.analysis.stats import Estimate
+from harness.base.columns import VALUES, WORK
+from harness.base.reasons import sentence
+from harness.base.summary import (
+    NEEDED,
+    Comparison,
+    Distribution,
+    Numbers,
+    Reason,
+    Row,
+    Verdict,
+    because,
+)
+from harness.base.units import count, figures, ratio_text
+from harness.scenario.check_syntax import ANSWER_SHARES, LATENCIES, SLO_METRICS, STATISTICS, Check, slos_key
+
+VALUES_BY_CHECK = {column.check: column for column in VALUES}
+REQUESTS_UNKNOWN = because("requests_unknown", "it is unknown whether enough requests are within the bound")
+_MAX_PERMILLE = 999  # shares closer to 1 need as many requests as p99.9
+
+
+class CheckValue(Struct, frozen=True, kw_only=True):
+    """The value of one row. Without a value `missing` says why."""
+
+    value: float | None = None
+    missing: Reason | None = None
+    above: float | None = None  # the value is not known, but larger than this
+    interval: tuple[float | None, float | None] | None = None  # None: the value is compared as it is
+    n: int = 0  # requests that the value comes from
+    needed: int = 0  # requests that the value needs
+    provisional: bool = False  # of a verdict that is provisional
+    censored: int = 0  # requests that were cut before the latency ended
+    unknown: int = 0  # requests of which it is not known whether they meet the bound
+    met: int | None = None  # requests that met every SLO
+    failed: int = 0  # requests without a latency: they miss every bound
+    youngest: float | None = None  # age of the youngest cut request: a bound up to it is missed by all of them
+    all_miss: bool = False  # so many requests failed that no bound is met
+    effect: float = 1.0  # so many dependent requests count as one
+    unit: Literal["repeats", "runs"] | None = None  # what the interval is from; None: requests
+
+    @property
+    def known(self) -> float | None:
+        return self.above if self.value is None else self.value
+
+    @property
+    def requests(self) -> int:
+        return self.n + self.unknown + self.failed
+
+    def estimate(self) -> Estimate:
+        """A value without an interval counts as exact. With failed requests the value is at least the lower end."""
+        assert self.known is not None
+        low, high = self.interval or (self.known, self.known)
+        return Estimate(max(self.known, low or 0.0), low, high)
+
+
+def missing_value(code: str, text: str, /, **values: Any) -> CheckValue:
+    return CheckValue(missing=because(code, text, **values))
+
+
+def not_compared(name: str, why: Reason) -> CheckValue:
+    return missing_value("not_compared_with", f"not compared with {name}: {sentence(why)}", name=name, why=why)
+
+
+def check_fields(check: Check) -> list[str]:
+    """The fields of Numbers with a definition that a check's value is computed from."""
+    latency, _, statistic = check.metric.rpartition("_")
+    if latency in LATENCIES:
+        return [LATENCIES[latency].field, *(["percentiles"] if statistic in NEEDED else [])]
+    if check.metric in SLO_METRICS:
+        return list(dict.fromkeys(LATENCIES[slo.latency].field for slo in check.slos))
+    column = VALUES_BY_CHECK.get(check.metric)
+    return [column.field] if column is not None and column.definition else []
+
+
+def row_value(check: Check, row: Row, comparison: Comparison | None) -> CheckValue:
+    """A row's value, or why it has none."""
+    metric = check.metric
+    latency, _, statistic = metric.rpartition("_")
+    if latency in LATENCIES and statistic in STATISTICS:
+        return _latency_value(row, latency, statistic)
+    if metric in SLO_METRICS:
+        return _slo_value(check, row)
+    if metric == "speedup":
+        return _speedup_value(row, comparison)
+    if metric in ANSWER_SHARES and row.pooled.answers is None:
+        text = "no answer was checked; the load needs an 'answer', and requests that succeed"
+        return missing_value("no_answer_checked", text)
+    missing = _tool_unknown(row, VALUES_BY_CHECK[metric].field) or VALUES_BY_CHECK[metric].missing
+    return CheckValue(value=VALUES_BY_CHECK[metric].value_of(row.pooled), missing=missing)
+
+
+def _tool_unknown(row: Row, *names: str) -> Reason | None:
+    """Why an imported file has no such number; None if the file is not the reason."""
+    why = next((row.missing[name] for name in names if name in row.missing), None)
+    return None if why is None else because("tool_unknown", f"not known: {why}", why=why)
+
+
+def _latency_value(row: Row, latency: str, statistic: str) -> CheckValue:
+    column = LATENCIES[latency]
+    sample: Distribution = getattr(row.pooled, column.field)
+    unknown = _tool_unknown(row, f"{column.name}_{statistic}", column.field)
+    counts: dict[str, Any] = {
+        "n": min(sample.n, row.pooled.succeeded) if latency == "gap" else sample.known,
+        "interval": sample.intervals.get(statistic),
+        "censored": sample.censored,
+        "unknown": sample.unknown,
+        "youngest": sample.intervals.get("cut", (None, None))[0],
+    }
+    if statistic == "mean":
+        few = _latency_missing(row, latency, 1, 0)
+        if "mean" not in sample.intervals:  # all are known
+            return CheckValue(value=sample.mean, missing=unknown or few)
+        return CheckValue(above=sample.intervals["mean"][0], missing=unknown or few, **counts)
+    needed, value = NEEDED[statistic], getattr(sample, statistic)
+    above = sample.above if value is None and sample.known >= needed else None
+    failed, effect = _failed_requests(row.pooled, sample), sample.effect or 1.0
+    all_miss = False
+    if failed and not sample.n:
+        effect = sample.effect or slo_rule.ASSUMED_EFFECT
+        counts["interval"] = counts["interval"] or (None, None)
+    if failed:
+        requests, low = sample.known + sample.unknown + failed, (counts["interval"] or (None, None))[0]
+        all_miss = slo_rule.failures_decide(failed, requests, int(statistic[1:]) / 100, effect)
+        high = (counts["interval"] or (None, None))[1]
+        if all_miss or (high is None and low is not None and value is not None and value < low):
+            value, above = None, low  # the percentile of the successful requests says nothing about all
+    return CheckValue(
+        value=value,
+        above=above,
+        missing=unknown or _latency_missing(row, latency, needed, counts["n"]),
+        needed=needed,
+        effect=effect,
+        failed=failed,
+        all_miss=all_miss,
+        **counts,
+    )
+
+
+def _latency_missing(row: Row, latency: str, needed: int, there: int) -> Reason:
+    column, of = LATENCIES[latency], row.pooled.succeeded
+    if there:
+        text = f"needs {needed:,} successful requests that have {latency}; there are {there:,}"
+    else:
+        text = f"no successful request has {latency}; {needed:,} needed"
+    if not getattr(row.pooled, column.field).n:
+        text += (f": only {column.only} have one" if column.only else "") + (f" ({of:,} have none)" if of else "")
+    return because("latency_missing", text, latency=latency, needed=needed, there=there, of=of)
+
+
+def _failed_requests(numbers: Numbers, sample: Distribution) -> int:
+    """Requests that failed without this latency. 0 where another tool computed it or the latency is no request's own.
+
+    Where no request has the latency, only a run in which all of them failed says so.
+    """
+    if not sample.known:
+        return numbers.sent if 0 < numbers.sent == numbers.failed else 0
+    if not sample.intervals:
+        return 0
+    return max(0, min(numbers.failed, numbers.sent - sample.known - sample.unknown))
+
+
+def _slo_value(check: Check, row: Row) -> CheckValue:
+    slos, sent = slos_key(check.slos), row.pooled.sent
+    attained = row.pooled.slos.get(slos)
+    if attained is None:
+        text = f"its summary does not say how many requests met {slos}; its records are needed"
+        return missing_value("slos_uncounted", text)
+    if check.metric == "goodput":
+        text = f"it is unknown whether {attained.unknown:,} of {sent:,} requests met {slos}: answers must end, be "
+        text += "streamed, and have their tokens reported"
+        missing = because("slos_unknown", text) if attained.unknown else VALUES_BY_CHECK["requests_per_s"].missing
+        return CheckValue(value=attained.goodput_req_s, missing=missing)
+    needed, known = requests_needed(check), sent - attained.unknown
+    effect = _slos_effect(check, row)
+    interval = None
+    if sent and (check.relative or 0 < check.bound < 1):
+        interval = (
+            slo_rule.share_interval(attained.met, sent, effect)[0],
+            slo_rule.share_interval(attained.met + attained.unknown, sent, effect)[1],
+        )
+    elif attained.unknown:  # bounds of 0 and 1 are about these requests only
+        interval = attained.met / sent, (attained.met + attained.unknown) / sent
+    text = f"needs {needed:,} requests; {sent:,} were sent, of which {attained.met:,} met every SLO"
+    few = because("slos_too_few", text, needed=needed, sent=sent, met=attained.met)
+    is_open = check.operator == "==" and attained.unknown > 0 and attained.attainment == check.bound
+    return CheckValue(
+        value=attained.attainment if sent >= needed and not is_open else None,
+        missing=VALUES_BY_CHECK["error_rate"].missing if not sent else few if sent < needed else REQUESTS_UNKNOWN,
+        interval=interval,
+        n=known,
+        needed=needed,
+        unknown=attained.unknown,
+        met=attained.met,
+        effect=effect,
+    )
+
+
+def _slos_effect(check: Check, row: Row) -> float:
+    """The largest design effect of the latencies that the SLOs bound."""
+    samples = [getattr(row.pooled, LATENCIES[slo.latency].field) for slo in check.slos]
+    return max((sample.effect for sample in samples if sample.effect is not None), default=slo_rule.ASSUMED_EFFECT)
+
+
+def requests_needed(check: Check) -> int:
+    """How many requests a share needs. "At least 95 % within a bound" needs as many as "p95 within the bound"."""
+    if check.relative or check.operator not in (">", ">=") or not 0 < check.bound < 1:
+        return 1
+    return stats.samples_needed(min(int(round(check.bound * 1000, 6)), _MAX_PERMILLE))
+
+
+def _speedup_value(row: Row, comparison: Comparison | None) -> CheckValue:
+    if comparison is None:
+        text = (
+            "nothing was compared within the run: it is not VALID, or has one row only (the speedup between runs is in "
+        )
+        return missing_value("nothing_compared", f"{text}the verdicts of `harness compare`)")
+    verdict = verdict_by_row(comparison).get(row.name)
+    if verdict is None:
+        return CheckValue(missing=uncompared_reason(row, comparison))
+    if verdict.metric not in WORK:
+        text = "users who think or follow a schedule are compared by latency; check one, relative to the baseline"
+        return missing_value("paced_users", text)
+    if verdict.refused is not None:
+        return missing_value("no_verdict", f"inconclusive: {sentence(verdict.refused)}", why=verdict.refused)
+    interval = verdict.low, verdict.high
+    return CheckValue(value=verdict.ratio, interval=interval, provisional=verdict.provisional, unit=verdict.unit)
+
+
+def uncompared_reason(row: Row, comparison: Comparison) -> Reason:
+    if comparison.verdicts and comparison.verdicts[0].baseline != row.name:
+        return because("no_comparison", "its work is not the baseline's, and it is compared with nothing")
+    return because("is_baseline", "it is the baseline itself")
+
+
+def verdict_by_row(comparison: Comparison) -> dict[str, Verdict]:
+    """The verdict of each row except the baseline, by its name.
+
+    It is the row's first verdict, since the other pairs that the scenario compares come last.
+    """
+    verdicts = {verdict.side: verdict for verdict in reversed(comparison.verdicts)}
+    if comparison.verdicts:
+        verdicts.pop(comparison.verdicts[0].baseline, None)
+    return verdicts
+
+
+def value_text(
+    row: str,
+    unit: str,
+    value: float | None = None,
+    limited: bool = False,
+    against: Mapping[str, Any] | None = None,
+    interval: Sequence[float | None] | None = None,
+    above: float | None = None,
+    requests: int = 0,
+    censored: int = 0,
+    unknown: int = 0,
+    failed: int = 0,
+    decision: Reason | None = None,
+) -> str:
+    """The value of a row, with its 95 % interval, the baseline's value and what would decide."""
+    parts, multiple = [], False
+    shown = above if value is None else value
+    if shown is not None:
+        text = ("above " if value is None else "") + _format_check_value(shown, unit)
+        text += " (client-limited)" if limited else ""
+        if against is not None:
+            base = against["value"]
+            multiple = bool(base) and value is not None
+            factor = f", {ratio_text(shown / base)} times as much" if multiple else ""
+            text += f" against {_format_check_value(base, unit)} of {against['name']}{factor}"
+        parts.append(text)
+    if interval is not None:
+        low, high = (
+            None
+            if bound is None
+            else f"{ratio_text(bound / against['value'])}"
+            if multiple and against is not None
+            else _format_check_value(bound, unit)
+            for bound in interval
+        )
+        bounds = f"up to {high}" if low is None else f"from {low}" if high is None else f"{low} to {high}"
+        parts.append(f"95 % interval {bounds}{' times' if multiple else ''}")
+    known = [f"{censored:,} cut before it ended"] if censored else []
+    known += [f"{unknown:,} unknown"] if unknown else []
+    known += [f"{failed:,} failed (within no bound)"] if failed else []
+    if known:
+        parts.append(f"{' and '.join(known)} of {count(requests, 'request')}")
+    return f"{row}: {', '.join(parts)}" + ("" if decision is None else f"; {sentence(decision)}")
+
+
+def _format_check_value(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{figures(value, 4)} s" if value >= 1 else f"{figures(value * 1000, 4)} ms"
+    return f"{figures(value * 100)} %" if unit == "%" else f"{figures(value, 4)} {unit}".rstrip()
