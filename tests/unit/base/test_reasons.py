@@ -26,7 +26,3 @@ def test_a_reason_becomes_a_sentence_with_its_cell() -> None:
     assert spent[1].startswith("its budget of 60 s, shared by 2 servers, was spent before")
     assert sentence(Reason("not_run", cell="r1-a-x")) == "r1-a-x: it has not run"
     assert sentence(because("of_a_newer_harness", n=1)) == 'of_a_newer_harness {"n":1}'
-    inner = {"code": "not_run", "cell": "r1-a-x"}
-    assert sentence(because("row_not_valid", row="a / x", why=inner)) == (
-        "a / x has a cell that is not valid (r1-a-x: it has not run)"
-    )
