@@ -201,12 +201,7 @@ def _evaluate_check(
             has_latency = [row for row in chosen if not row.pooled.succeeded or getattr(row.pooled, column.field).known]
             chosen = has_latency or chosen
     if not chosen:
-        return CheckResult(
-            check=check.text,
-            status="failed",
-            code="no_row",
-            evidence=[because("check_no_row", "there is no row that it applies to")],
-        )
+        return CheckResult(check=check.text, status="failed", code="no_row", evidence=[_NO_ROW])
     results = [_evaluate_row(check, row, rows, comparison, reference, samples) for row in chosen]
     if failed := [result for result in results if result.status == "failed"]:
         worst = max(failed, key=_relative_distance)
