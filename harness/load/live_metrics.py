@@ -43,23 +43,16 @@ Numbers = dict[str, float | int | None]
 
 
 def percentiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float | None]:
-    """Return percentiles in seconds, at most 1 % off; None for an empty histogram. `shares` are ascending.
+    """Return percentiles in seconds, at most 1 % off; None for an empty histogram.
 
     A percentile is the middle of the bucket with the ceil(share * n)-th of n values.
     """
-    total = sum(histogram.values())
-    if not total:
+    if not histogram:
         return [None] * len(shares)
-    values_s: list[float | None] = []
-    buckets = iter(sorted(histogram))
-    bucket, counted = 0, 0
-    for share in shares:
-        rank = max(1, math.ceil(share * total - 1e-9))
-        while counted < rank:
-            bucket = next(buckets)
-            counted += histogram[bucket]
-        values_s.append(bucket_middle_s(bucket))
-    return values_s
+    buckets = sorted(histogram)
+    counted = np.cumsum([histogram[bucket] for bucket in buckets])
+    ranks = np.maximum(1, np.ceil(np.array(shares) * counted[-1] - 1e-9))
+    return [bucket_middle_s(buckets[place]) for place in np.searchsorted(counted, ranks)]
 
 
 def bucket_middle_s(bucket: int) -> float:
@@ -71,7 +64,6 @@ class Accumulator(msgspec.Struct, array_like=True):
 
     ended: int = 0
     failures: dict[ErrorKind, int] = {}
-    tokens: int = 0  # output tokens of requests that succeeded, as the server counted them
     met: int = 0  # requests that succeeded and met every SLO
     unknown: int = 0  # requests that succeeded, but lack a number for an SLO
     latencies: dict[str, Histogram] = msgspec.field(default_factory=lambda: {column.name: {} for column in LIVE})
@@ -79,6 +71,7 @@ class Accumulator(msgspec.Struct, array_like=True):
     cut_met: int = 0  # of these, those that had met every SLO
     cut_unknown: int = 0  # and those that had neither met nor missed them
     sums_s: dict[str, float] = msgspec.field(default_factory=lambda: {column.name: 0.0 for column in LIVE})
+    # Tokens of requests that succeeded, as the server counted them.
     token_sums: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))
     token_counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))  # of requests
 
@@ -89,6 +82,11 @@ class Accumulator(msgspec.Struct, array_like=True):
     @property
     def failed(self) -> int:
         return sum(self.failures.values())
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens."""
+        return self.token_sums["output"]
 
     def count(self, requests: Sequence[Request], slos: Sequence[Slo]) -> None:
         """Add measured requests, by the formulas of a report."""
@@ -101,19 +99,17 @@ class Accumulator(msgspec.Struct, array_like=True):
             self.cut_unknown += int((cut & (met == OPEN)).sum())
             self.met += int((good & (met == MET)).sum())
             self.unknown += int((good & (met == OPEN)).sum())
-        for kind, count in rows.error.where(~cut).counts().items():
-            self.failures[kind] = self.failures.get(kind, 0) + count  # type: ignore[index,call-overload]
+        self.failures = _sum(self.failures, rows.error.where(~cut).counts())
         answers = rows.where(good)
-        self.tokens += int(np.nansum(answers.output_tokens))
         for name, tokens in zip(TOKEN_TYPES, (answers.prompt_tokens, answers.output_tokens), strict=True):
             self.token_sums[name] += int(np.nansum(tokens))
             self.token_counts[name] += int((~np.isnan(tokens)).sum())
         for column in LIVE:
             values_s = derive.latency_s(answers, column.field)
             values_s = values_s[~np.isnan(values_s)]
-            histogram = self.latencies[column.name]
-            for bucket in np.floor(np.log(np.maximum(values_s, _MIN_S)) / _BUCKET).astype(np.int64).tolist():
-                histogram[bucket] = histogram.get(bucket, 0) + 1
+            buckets = np.floor(np.log(np.maximum(values_s, _MIN_S)) / _BUCKET).astype(np.int64)
+            counts = zip(*(array.tolist() for array in np.unique(buckets, return_counts=True)), strict=True)
+            self.latencies[column.name] = _sum(self.latencies[column.name], dict(counts))
             self.sums_s[column.name] += float(values_s.sum())
 
     def merge(self, other: "Accumulator") -> None:
@@ -287,11 +283,10 @@ class LiveNumbers:
         now = time.monotonic()
         return (delta for came_s, delta in self._newest_by_process.values() if now - came_s < _SILENT_WORKER_S)
 
-    def in_flight(self) -> int:
-        return sum(self.in_flight_of().values())
-
-    def in_flight_of(self) -> dict[str, int]:
-        return dict(sum((Counter(delta.in_flight_of) for delta in self._newest_deltas()), Counter()))
+    def in_flight(self) -> dict[str, int]:
+        """Return the requests sent and not ended, of each user class and of all."""
+        by_class = sum((Counter(delta.in_flight_of) for delta in self._newest_deltas()), Counter[str]())
+        return {ALL: by_class.total(), **by_class}
 
     def client_limited(self) -> float | None:
         """Return the busy share of the busiest load process if it is a client-side bottleneck, else None."""
@@ -308,7 +303,7 @@ class LiveNumbers:
             "t": round(now - self._start_s, 1),
             "wall_s": round(self._start_wall_s + now - self._start_s, 1),
             "users": users,
-            "in_flight": self.in_flight(),
+            "in_flight": self.in_flight()[ALL],
             "classes": self.recent(),
             **observed.values,
         }

@@ -8,13 +8,12 @@ import html
 import io
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gevent.pywsgi import WSGIServer
-from prometheus_client import make_wsgi_app
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -49,7 +48,7 @@ def table_rows(live: LiveNumbers, *, with_recent: bool = False) -> list[dict[str
 
     `with_recent`: also the last seconds. Numbers have three digits; "–" is an unknown one.
     """
-    whole, in_flight = live.whole_test(), {**live.in_flight_of(), ALL: live.in_flight()}
+    whole, in_flight = live.whole_test(), live.in_flight()
     names = [name for name in whole if name != ALL]
     names += [] if len(names) == 1 else [ALL]
     lines: list[tuple[str, Numbers, int]] = [(name, whole[name], in_flight.get(name, 0)) for name in names]
@@ -221,61 +220,55 @@ LATENCIES = {  # by the name of the column
 }
 
 
-@dataclass(frozen=True)
-class LoadSnapshot(Collector):
-    """The numbers and the state of Locust's runner, for /metrics."""
-
-    numbers: LiveNumbers
-    users: int
-    running: bool
-    workers: int | None  # None: a single process
-    missing: int  # workers
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the test since its start. A new test resets the counters."""
-        numbers, total = self.numbers, self.numbers.total
-        outcomes: dict[tuple[str, ...], float] = {}
-        for name, sums in total.items():
-            outcomes[name, "succeeded"] = sums.succeeded
-            outcomes[name, "failed"], outcomes[name, "cut"] = sums.failed, sums.cut
-        met = {(name,): sums.met for name, sums in total.items() if numbers.slos and not sums.unknown}
-        errors = {(kind,): count for kind, count in numbers.failures().items()}
-        in_flight = {(name,): count for name, count in (dict.fromkeys(total, 0) | numbers.in_flight_of()).items()}
-        limited, missing = numbers.client_limited() is not None, self.missing if self.workers else None
-        counter, gauge = CounterMetricFamily, GaugeMetricFamily
-        for family, name, about, labels, values in (
-            (counter, "requests", "Measured requests that ended, by how", [LABEL, "outcome"], outcomes),
-            (counter, "slo_met_requests", "Requests that met every SLO (goodput)", [LABEL], met),
-            (counter, "errors", "Failed requests by kind", ["error_type"], errors),
-            (counter, "warmup_requests", "Warm-up requests that ended; counted nowhere else", [], {(): numbers.warmup}),
-            (gauge, "requests_in_flight", "Requests sent and not ended", [LABEL], in_flight),
-            (gauge, "users", "Virtual users", [], {(): self.users}),
-            (gauge, "running", "1: a load runs", [], {(): self.running}),
-            (gauge, "client_limited", "1: a load process has no CPU time left: times are too long", [], {(): limited}),
-            (gauge, "workers", "Load processes that send requests", [], {(): self.workers}),
-            (gauge, "workers_missing", "Load processes that give no sign of life", [], {(): missing}),
-        ):
-            metric: Any = family(f"{PREFIX}_{name}", about, labels=labels)
-            for key, value in values.items():
-                if value is not None:
-                    metric.add_metric(key, float(value))
-            yield metric
-        for column, (name, about, bounds) in LATENCIES.items():
-            latency = HistogramMetricFamily(name, about, labels=[LABEL])
-            for user_class, sums in total.items():
-                # The values of a bucket of the histogram count as its middle: at most 1 % off.
-                middles = {live_metrics.bucket_middle_s(bucket): n for bucket, n in sums.latencies[column].items()}
-                latency.add_metric([user_class], _buckets(middles, bounds), sums.sums_s[column])
-            yield latency
-        usage = HistogramMetricFamily(
-            "gen_ai_client_token_usage",
-            "Tokens of successful requests, as the server counted them",
-            labels=[LABEL, "gen_ai_token_type"],
-        )
+def metrics_of(
+    numbers: LiveNumbers, *, users: int, running: bool, workers: int | None, missing: int | None
+) -> Iterator[Metric]:
+    """Yield the metrics of the test since its start, which a new test resets. `workers`: None for a single process."""
+    total = numbers.total
+    outcomes: dict[tuple[str, ...], float] = {}
+    for name, sums in total.items():
+        outcomes[name, "succeeded"] = sums.succeeded
+        outcomes[name, "failed"], outcomes[name, "cut"] = sums.failed, sums.cut
+    met = {(name,): sums.met for name, sums in total.items() if numbers.slos and not sums.unknown}
+    errors = {(kind,): count for kind, count in numbers.failures().items()}
+    in_flight = {
+        (name,): count for name, count in (dict.fromkeys(total, 0) | numbers.in_flight()).items() if name != ALL
+    }
+    limited = numbers.client_limited() is not None
+    counter, gauge = CounterMetricFamily, GaugeMetricFamily
+    for family, name, about, labels, values in (
+        (counter, "requests", "Measured requests that ended, by how", [LABEL, "outcome"], outcomes),
+        (counter, "slo_met_requests", "Requests that met every SLO (goodput)", [LABEL], met),
+        (counter, "errors", "Failed requests by kind", ["error_type"], errors),
+        (counter, "warmup_requests", "Warm-up requests that ended; counted nowhere else", [], {(): numbers.warmup}),
+        (gauge, "requests_in_flight", "Requests sent and not ended", [LABEL], in_flight),
+        (gauge, "users", "Virtual users", [], {(): users}),
+        (gauge, "running", "1: a load runs", [], {(): running}),
+        (gauge, "client_limited", "1: a load process has no CPU time left: times are too long", [], {(): limited}),
+        (gauge, "workers", "Load processes that send requests", [], {(): workers}),
+        (gauge, "workers_missing", "Load processes that give no sign of life", [], {(): missing}),
+    ):
+        metric: Any = family(f"{PREFIX}_{name}", about, labels=labels)
+        for key, value in values.items():
+            if value is not None:
+                metric.add_metric(key, float(value))
+        yield metric
+    for column, (name, about, bounds) in LATENCIES.items():
+        latency = HistogramMetricFamily(name, about, labels=[LABEL])
         for user_class, sums in total.items():
-            for name in TOKEN_TYPES:
-                usage.add_metric([user_class, name], [("+Inf", sums.token_counts[name])], sums.token_sums[name])
-        yield usage
+            # The values of a bucket of the histogram count as its middle: at most 1 % off.
+            middles = {live_metrics.bucket_middle_s(bucket): n for bucket, n in sums.latencies[column].items()}
+            latency.add_metric([user_class], _buckets(middles, bounds), sums.sums_s[column])
+        yield latency
+    usage = HistogramMetricFamily(
+        "gen_ai_client_token_usage",
+        "Tokens of successful requests, as the server counted them",
+        labels=[LABEL, "gen_ai_token_type"],
+    )
+    for user_class, sums in total.items():
+        for name in TOKEN_TYPES:
+            usage.add_metric([user_class, name], [("+Inf", sums.token_counts[name])], sums.token_sums[name])
+    yield usage
 
 
 def _buckets(counts: dict[float, int], bounds: Sequence[float]) -> list[tuple[str, float]]:
@@ -284,13 +277,20 @@ def _buckets(counts: dict[float, int], bounds: Sequence[float]) -> list[tuple[st
     return [*buckets, ("+Inf", float(sum(counts.values())))]
 
 
-def serve_metrics(options: Namespace, state: Callable[[], LoadSnapshot]) -> WSGIServer | None:
+def metrics_app(live: Collector) -> Any:
+    """Return the WSGI application of /metrics, also for a scrape that names its metrics (`?name[]=`)."""
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(live)
+    return make_wsgi_app(registry)
+
+
+def serve_metrics(options: Namespace, live: Collector) -> WSGIServer | None:
     """Serve /metrics at --metrics-host and --metrics-port; return None without a port. Raises HarnessError."""
     if not options.metrics_port:
         return None
     host, port = options.metrics_host or "127.0.0.1", options.metrics_port
     try:
-        server = WSGIServer((host, int(port)), lambda *request: make_wsgi_app(state())(*request), log=None)
+        server = WSGIServer((host, int(port)), metrics_app(live), log=None)
         server.start()
     except (OSError, OverflowError, ValueError) as error:
         raise HarnessError(

@@ -5,7 +5,7 @@ Model output never gets here. Error messages, which may quote a server, are sent
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from flask import Blueprint, Response, jsonify, request
 from locust.env import Environment
 from locust.runners import STATE_CLEANUP, STATE_STOPPING, MasterRunner, WorkerRunner
 from locust.web import WebUI
-from prometheus_client import make_wsgi_app
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from harness.base.columns import LIVE
 from harness.base.errors import HarnessError, sentence
 from harness.load import live_outputs
-from harness.load.live_metrics import RESOLUTION, WINDOW_S, CounterDelta, LiveNumbers, Observed, decode_delta
+from harness.load.live_metrics import ALL, RESOLUTION, WINDOW_S, CounterDelta, LiveNumbers, Observed, decode_delta
 from harness.load.options import OPTIONS, RUNNING_STATES, check_amounts, field_name, options_of, slos_of, unused_fields
 from harness.load.recorder import Recorder
 from harness.load.web_access import base_path
@@ -56,6 +57,7 @@ def add_routes(web_ui: WebUI, live: "Live") -> None:
     )
     blueprint = Blueprint(KEY, __name__, url_prefix=f"{base}/{KEY}")
     guarded: Any = web_ui.auth_required_if_enabled  # which has no types
+    metrics_app = live_outputs.metrics_app(live)
 
     def live_json() -> Response:
         return _response(msgspec.json.encode(live.state(request.args)), "application/json")
@@ -64,7 +66,7 @@ def add_routes(web_ui: WebUI, live: "Live") -> None:
         return _response(live_outputs.history_csv(live.numbers), "text/csv")
 
     def metrics() -> Any:
-        return Response.from_app(make_wsgi_app(live.snapshot()), request.environ)
+        return Response.from_app(metrics_app, request.environ)
 
     app.add_url_rule(f"{base}/metrics", "llm_metrics", guarded(metrics))
     blueprint.add_url_rule("", "page", guarded(lambda: _asset("page.html")))
@@ -170,7 +172,7 @@ def _refuse_form(message: str, host: str | None, status: int = 400) -> Response:
     return response
 
 
-class Live:
+class Live(Collector):
     """The live numbers of a process: a worker counts, a master merges, a local runner does both.
 
     Create it once in each process, when the process has its role.
@@ -199,7 +201,7 @@ class Live:
             add_routes(environment.web_ui, self)
             add_form_checks(environment.web_ui, check)
             hide_unused_fields(environment.web_ui)
-        self._server = live_outputs.serve_metrics(self._options, self.snapshot)
+        self._server = live_outputs.serve_metrics(self._options, self)
         self._output = live_outputs.StockOutput(self._options) if job is None else None
         self._updater = gevent.spawn(self._update_regularly)
 
@@ -221,7 +223,8 @@ class Live:
 
         If the query has the `series` of the current test, it gets only the points after the time `after`.
         """
-        load, numbers = self.snapshot(), self.numbers
+        numbers, (workers, missing) = self.numbers, self._workers()
+        in_flight = numbers.in_flight()
         is_same_series = query.get("series") == str(numbers.series_id)
         after = float(query.get("after") or -1) if is_same_series else -1.0
         return {
@@ -231,15 +234,15 @@ class Live:
             "slos": numbers.slos,
             "latencies": [(column.name, column.title) for column in LIVE],
             "state": self._runner.state,
-            "users": load.users,
-            "workers": load.workers,
-            "missing": load.missing,
+            "users": self._runner.user_count,
+            "workers": workers,
+            "missing": missing or 0,
             "given_up": self.error,
             "watched": self._observed.watched,
             "simulated": self._job is not None and self._job.simulated,
             **self._observed.values,
-            "in_flight": numbers.in_flight(),
-            "in_flight_of": numbers.in_flight_of(),
+            "in_flight": in_flight.pop(ALL),
+            "in_flight_of": in_flight,
             "client_limited": numbers.client_limited(),
             "warmup": numbers.warmup,
             "now": numbers.recent(),
@@ -251,16 +254,17 @@ class Live:
             "points": [point for point in numbers.points if point["t"] > after],
         }
 
-    def snapshot(self) -> live_outputs.LoadSnapshot:
-        """Return the current numbers and state, for /metrics."""
+    def _workers(self) -> tuple[int | None, int | None]:
+        """Return the number of load processes and of missing ones; None for a single process."""
         runner = self._runner
-        master = runner if isinstance(runner, MasterRunner) else None
-        return live_outputs.LoadSnapshot(
-            self.numbers,
-            runner.user_count,
-            runner.state in RUNNING_STATES,
-            None if master is None else master.worker_count,
-            0 if master is None else len(master.clients.missing),
+        return (runner.worker_count, len(runner.clients.missing)) if isinstance(runner, MasterRunner) else (None, None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current numbers and state, for /metrics."""
+        runner, (workers, missing) = self._runner, self._workers()
+        running = runner.state in RUNNING_STATES
+        return live_outputs.metrics_of(
+            self.numbers, users=runner.user_count, running=running, workers=workers, missing=missing
         )
 
     def finish(self) -> None:

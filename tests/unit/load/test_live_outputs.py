@@ -4,21 +4,25 @@ import csv
 import io
 import logging
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from harness.load.live_metrics import ALL, LiveNumbers, Observed
 from harness.load.live_outputs import (
     LATENCIES,
     PRINT_S,
-    LoadSnapshot,
     StockOutput,
     html_section,
     insert_html_section,
+    metrics_app,
+    metrics_of,
     text_table,
     whole_csv,
 )
@@ -72,8 +76,27 @@ def test_table_csv_and_report_have_the_same_numbers_and_escape_names() -> None:
     assert insert_html_section('<body><div id="root"></div></body>', numbers).startswith("<body><section")
 
 
+class Scraped(Collector):
+    def __init__(self, numbers: LiveNumbers) -> None:
+        self.numbers = numbers
+
+    def collect(self) -> Iterator[Metric]:
+        return metrics_of(self.numbers, users=3, running=True, workers=None, missing=None)
+
+
+def scraped(numbers: LiveNumbers) -> dict[tuple[str, ...], float]:
+    return samples_of(generate_latest(Scraped(numbers)).decode())
+
+
+def test_a_scrape_may_name_its_metrics() -> None:
+    statuses: list[str] = []
+    asked = {"REQUEST_METHOD": "GET", "PATH_INFO": "/metrics", "QUERY_STRING": "name[]=amd_llm_load_live_users"}
+    body = metrics_app(Scraped(numbers_of()))(asked, lambda status, _headers: statuses.append(status))
+    assert (statuses, samples_of(b"".join(body).decode())) == (["200 OK"], {("amd_llm_load_live_users",): 3})
+
+
 def test_prometheus_gets_exact_counts_and_sums() -> None:
-    samples = samples_of(generate_latest(LoadSnapshot(numbers_of(*REQUESTS), 3, True, None, 0)).decode())
+    samples = scraped(numbers_of(*REQUESTS))
     prefix, ttft = "amd_llm_load_live", LATENCIES["ttft"][0]
     outcomes = {name: samples[f"{prefix}_requests_total", name, "Chat"] for name in ("succeeded", "failed", "cut")}
     assert outcomes == {"succeeded": 2, "failed": 1, "cut": 1}
@@ -87,8 +110,8 @@ def test_prometheus_gets_exact_counts_and_sums() -> None:
     assert samples[f"{usage}_sum", "input", "Chat"] == 33 and samples[f"{usage}_sum", "output", "Chat"] == 22
     assert samples[f"{usage}_count", "input", "Chat"] == 2
     assert (f"{prefix}_workers",) not in samples  # a single process
-    without_slos = generate_latest(LoadSnapshot(numbers_of(*REQUESTS, slos=""), 3, True, None, 0)).decode()
-    assert not [name for name, *_ in samples_of(without_slos) if "slo_met" in name]
+    without_slos = scraped(numbers_of(*REQUESTS, slos=""))
+    assert not [name for name, *_ in without_slos if "slo_met" in name]
 
 
 def test_the_table_is_printed_every_few_seconds_of_a_load(tmp_path: Path) -> None:

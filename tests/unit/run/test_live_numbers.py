@@ -180,12 +180,12 @@ def test_the_numbers_add_up_workers_and_classes(clock: list[float]) -> None:
     assert (recent["Chat"]["attainment"], recent["Agent"]["attainment"]) == (1.0, 0.0)
     assert recent["Chat"]["ttft_p99_s"] == pytest.approx(0.1, rel=0.0101)
     assert recent["Agent"]["ttft_p50_s"] is None
-    assert (numbers.in_flight(), numbers.in_flight_of()) == (14, {"Chat": 12, "Agent": 2})
+    assert numbers.in_flight() == {ALL: 14, "Chat": 12, "Agent": 2}
     assert numbers.client_limited() is None
     numbers.add_delta("a", delta(workers["a"], {"Chat": 6, "Agent": 1}, busy=0.96))
     assert numbers.client_limited() == 0.96
     clock[0] += 60
-    assert (numbers.in_flight(), numbers.in_flight_of()) == (0, {})  # workers that are silent hold nothing
+    assert numbers.in_flight() == {ALL: 0}  # workers that are silent hold nothing
     assert [point["t"] for point in numbers.points] == [float(t) for t in range(0, 30, 2)]
     # From the first request sent until the last one that ended, however long the page is open.
     assert numbers.whole_test()[ALL]["ended"] == 354
