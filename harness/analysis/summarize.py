@@ -392,9 +392,7 @@ def _summarize_rows(
             load=load,
             cells=[cell.id for cell in row_cells],
             **values,
-            pooled=compute_numbers(
-                [data.cells[cell.id] for cell in row_cells], [cell.numbers for cell in row_cells], slos
-            ),
+            pooled=_pool_numbers(data, row_cells, slos),
             machine_load=median_load([cell.machine_load for cell in row_cells]),
             kind="" if run.origin else load_kind(run.scenario.loads[load]),
             client_limited=limited_fields(list(NUMBER_WORDS), [limit for cell in row_cells for limit in cell.limits]),
@@ -406,7 +404,14 @@ def _summarize_rows(
         )
         if run.origin is not None:
             origin = run.origin.of_row(server, load)
-            numbers = [cell.numbers for cell in row_cells]
-            row = replace(row, pooled=pool_numbers(numbers), definitions=origin.definitions, missing=origin.missing)
+            row = replace(row, definitions=origin.definitions, missing=origin.missing)
         rows.append(row)
     return rows
+
+
+def _pool_numbers(data: RunData, cells: Sequence[CellSummary], slos: SloSets) -> Numbers:
+    """The numbers of a row. Those of an import are pooled without records; those of a single cell are its own."""
+    numbers = [cell.numbers for cell in cells]
+    if data.run.origin is not None or len(cells) == 1:
+        return pool_numbers(numbers)
+    return compute_numbers([data.cells[cell.id] for cell in cells], numbers, slos)
