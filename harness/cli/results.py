@@ -4,17 +4,13 @@ import datetime
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
 import typer
 from rich.table import Table
 
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
-
-if TYPE_CHECKING:
-    from harness.base.summary import Reason
 
 MAX_CHARS = 100  # of the reason why a run cannot be read
 
@@ -285,58 +281,54 @@ def import_(
         raise typer.Exit(ExitCode.USAGE)
 
 
-class RunLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in the list. `error`: why its run.json cannot be read; then the other fields are None."""
+def _list_runs(runs: Path) -> list[dict[str, Any]]:
+    """The runs in a folder for people and programs. `error`: why a run.json cannot be read; then there is no more.
 
-    run: str
-    error: str | None = None
-    started_wall_s: float | None = None
-    scenario: str | None = None
-    cells: int | None = None
-    planned: int | None = None
-    status: str | None = None  # as in run.json; `killed`: it says `running`, and its process is gone
-    client_limited: bool | None = None
-    simulated: bool | None = None
-    reasons: "list[Reason]" = []
-
-    def table_cells(self) -> tuple[str, ...]:
-        from harness.base.reasons import sentence
-
-        if self.started_wall_s is None:
-            return self.run, "", "", f"unreadable: {self.error}"[:MAX_CHARS]
-        started = datetime.datetime.fromtimestamp(self.started_wall_s).strftime("%Y-%m-%d %H:%M")
-        reason = f": {sentence(self.reasons[0])}" if self.reasons else ""
-        simulated = " (simulated)" if self.simulated else ""
-        limited = ", CLIENT-LIMITED" if self.client_limited else ""
-        status = f"{self.status}{limited}{simulated}{reason}"
-        return self.run, started, f"{self.cells}/{self.planned}", status
-
-
-def _run_line(folder: Path) -> RunLine:
+    `status` is as in run.json, or `killed`: it says `running`, and its process is gone.
+    """
     from harness.analysis.summarize import read_summary
     from harness.base.process import owner_is_gone
     from harness.records.manifest import read_run
 
-    try:
-        run = read_run(folder)
-    except HarnessError as error:
-        return RunLine(run=folder.name, error=error.what.removeprefix(f"{folder}/"))
-    try:
-        limited = any(row.client_limited for row in read_summary(folder).rows)
-    except HarnessError:  # it has no summary yet
-        limited = False
-    killed = run.status == "running" and run.owner and owner_is_gone(run.owner)
-    return RunLine(
-        run=folder.name,
-        started_wall_s=run.started_wall_s,
-        scenario=run.scenario_name,
-        cells=len(run.ran),
-        planned=len(run.order),
-        status="killed" if killed else run.status,
-        client_limited=limited,
-        simulated=run.simulated,
-        reasons=run.reasons,
-    )
+    if runs.exists() and not runs.is_dir():
+        raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
+    listed: list[dict[str, Any]] = []
+    for folder in (path.parent for path in sorted(runs.glob("*/run.json"))):
+        try:
+            run = read_run(folder)
+        except HarnessError as error:
+            listed.append({"run": folder.name, "status": None, "error": error.what.removeprefix(f"{folder}/")})
+            continue
+        try:
+            limited = any(row.client_limited for row in read_summary(folder).rows)
+        except HarnessError:  # it has no summary yet
+            limited = False
+        killed = run.status == "running" and run.owner and owner_is_gone(run.owner)
+        listed.append({
+            "run": folder.name, "status": "killed" if killed else run.status, "started_wall_s": run.started_wall_s,
+            "scenario": run.scenario_name, "cells": len(run.ran), "planned": len(run.order),
+            "client_limited": limited, "simulated": run.simulated, "reasons": run.reasons,
+        })  # fmt: skip
+    return listed
+
+
+def _runs_table(listed: list[dict[str, Any]]) -> Table:
+    from harness.base.reasons import sentence
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "started", "cells", "status"):  # the run's id has the scenario's name
+        table.add_column(column, no_wrap=column in ("started", "cells"), overflow="fold")
+    table.columns[0].min_width = min(26, max(len(run["run"]) for run in listed))
+    for run in listed:
+        if "error" in run:
+            table.add_row(run["run"], "", "", f"unreadable: {run['error']}"[:MAX_CHARS])
+            continue
+        limited, simulated = ", CLIENT-LIMITED" * run["client_limited"], " (simulated)" * run["simulated"]
+        reason = "".join(f": {sentence(reason)}" for reason in run["reasons"][:1])
+        status = f"{run['status']}{limited}{simulated}{reason}"
+        started = datetime.datetime.fromtimestamp(run["started_wall_s"]).strftime("%Y-%m-%d %H:%M")
+        table.add_row(run["run"], started, f"{run['cells']}/{run['planned']}", status)
+    return table
 
 
 @cli.command("list", short_help="List the scenarios that ship and the runs.")
@@ -352,7 +344,7 @@ def list_(
     if what != "runs":
         lists["scenarios"] = _shipped_scenarios()
     if what != "scenarios":
-        lists["runs"] = _run_lines(runs)
+        lists["runs"] = _list_runs(runs)
     if as_json:
         cli.print_json(lists if what is None else lists[what])
         return
@@ -362,13 +354,7 @@ def list_(
     if what is None:
         console.print()
     if lists.get("runs"):
-        table = Table(box=None, pad_edge=False)
-        for column in ("run", "started", "cells", "status"):  # the run's id has the scenario's name
-            table.add_column(column, no_wrap=column in ("started", "cells"), overflow="fold")
-        table.columns[0].min_width = min(26, max(len(line.run) for line in lists["runs"]))
-        for line in lists["runs"]:
-            table.add_row(*line.table_cells())
-        console.print(table)
+        console.print(_runs_table(lists["runs"]))
     elif "runs" in lists:
         console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
 
@@ -379,12 +365,6 @@ def _shipped_scenarios() -> list[dict[str, str]]:
 
     shipped = [(path, " ".join(load_scenario(path).question.split())) for path in sorted(SCENARIOS.glob("*.yaml"))]
     return [{"name": path.stem, "path": str(path.relative_to(ROOT)), "question": text} for path, text in shipped]
-
-
-def _run_lines(runs: Path) -> list[RunLine]:
-    if runs.exists() and not runs.is_dir():
-        raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
-    return [_run_line(path.parent) for path in sorted(runs.glob("*/run.json"))]
 
 
 @cli.command(short_help="Rank the results of machines, or file runs as results.")

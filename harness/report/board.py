@@ -25,7 +25,7 @@ from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_file, pretty_json, read_text, replace_file
 from harness.base.summary import Row, Summary
 from harness.base.units import format_date
-from harness.records.directory import RESERVED, folder_name
+from harness.records.directory import filed_runs, folder_name
 from harness.records.manifest import Run, ServedBy, read_run
 from harness.report import words
 from harness.report.html import page_template, read_asset
@@ -174,9 +174,7 @@ def collect_board(results: Path, shipped: Path) -> Board:
     """
     runs: list[tuple[Run, Summary]] = []
     unreadable = []
-    for path in sorted(results.glob("*/*/*/run.json")):
-        if path.relative_to(results).parts[0] in RESERVED:
-            continue
+    for path in sorted(filed_runs(results)):
         try:
             runs.append((read_run(path.parent), read_summary(path.parent)))
         except HarnessError as error:

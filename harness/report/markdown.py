@@ -22,7 +22,7 @@ def render(summary: Summary, run: Run) -> str:
     details = [details for details in (schedule_table(summary, run), time_table(summary)) if details.rows]
     for detail in details:
         head = ["Row", *(column.title for column in detail.columns)]
-        body = [[line.name, *line.texts] for line in detail.rows]
+        body = [[name, *texts] for name, texts in detail.rows.items()]
         parts += [f"**{detail.title}**", grid(head, body, [True, *(column.is_text for column in detail.columns)])]
     if summary.comparison is not None:
         parts += _verdict_parts(summary.comparison)

@@ -289,23 +289,12 @@ def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
 # Detail tables: how open loops kept their schedule, where the time of requests went, and the host metrics.
 
 
-class DetailLine(Struct, frozen=True):
-    """A row of a detail table."""
-
-    row: Row
-    texts: list[str]
-
-    @property
-    def name(self) -> str:
-        return self.row.name
-
-
 class DetailTable(Struct, frozen=True):
     """A smaller table. Columns without a known value are left out."""
 
     title: str
     columns: list[TableColumn] = []
-    rows: list[DetailLine] = []
+    rows: dict[str, list[str]] = {}  # the texts of each row by its name
     note: str = ""
 
 
@@ -314,8 +303,8 @@ def _detail_table(
 ) -> DetailTable:
     """The table of rows, each with the value that the columns are about."""
     shown = [column for column in columns if any(column.text(value) is not None for _, value in values)]
-    lines = [DetailLine(row, [column.show(value) for column in shown]) for row, value in values if shown]
-    return DetailTable(title, shown, lines, note)
+    rows = {row.name: [column.show(value) for column in shown] for row, value in values if shown}
+    return DetailTable(title, shown, rows, note)
 
 
 def schedule_table(summary: Summary, run: Run) -> DetailTable:

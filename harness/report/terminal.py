@@ -144,15 +144,15 @@ def _print_details(details: DetailTable, console: Console, *, explain: bool) -> 
     console.print()
     console.print(Text(details.title, "bold"))
     titles = [column.title for column in details.columns]
-    table = simple_table(["", *titles], ([line.name, *line.texts] for line in details.rows))
+    table = simple_table(["", *titles], ([name, *texts] for name, texts in details.rows.items()))
     for shown, column in zip(table.columns[1:], details.columns, strict=True):
         shown.justify = "left" if column.is_text else "right"
     if _fits(table, console.width):
         _print_trimmed(console, table)
     else:
-        for line in details.rows:
-            values = "; ".join(f"{title} {text}" for title, text in zip(titles, line.texts, strict=True))
-            _print_item(console, Text(f"{line.name}: ", "bold") + Text(words.one_line(values)))
+        for name, texts in details.rows.items():
+            values = "; ".join(f"{title} {text}" for title, text in zip(titles, texts, strict=True))
+            _print_item(console, Text(f"{name}: ", "bold") + Text(words.one_line(values)))
     if explain and details.note:
         _print_item(console, Text(details.note))
     for column in details.columns if explain else ():
