@@ -11,10 +11,8 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from threading import Event
 from types import TracebackType
 from typing import NamedTuple
 
@@ -82,16 +80,6 @@ def cgroup_files(root: Path, pid: int, container_id: str) -> list[str]:
         paths = [f"sys/fs/cgroup{folder}{path}/{name}" for folder in folders for name in CGROUP_FILES]
         found |= {Path(path).name: path for path in paths if (root / path).exists()}
     return list(found.values())
-
-
-def _read_periodically(read: Callable[[], HostReading], interval_s: float, stop: Event) -> Iterator[HostReading]:
-    """Yield a reading now, at each interval, and once more after `stop` is set."""
-    due = time.monotonic()
-    is_last = False
-    while not is_last:
-        is_last = stop.wait(max(0.0, due - time.monotonic()))
-        yield read()
-        due = max(due + interval_s, time.monotonic())  # do not catch up after a slow reading
 
 
 def read_files(root: Path, paths: list[str]) -> HostReading:
@@ -373,34 +361,32 @@ ROOT_VARIABLE = "AMD_LLM_LOAD_TELEMETRY_ROOT"  # instead of /, for tests on tree
 INTERVAL_S = 1.0
 MAX_STOP_S = 3.0  # a hanging driver must not delay the run
 
-Source = Callable[[threading.Event], Iterator[HostReading]]  # yields readings until the event is set
-
 
 def telemetry_root() -> Path:
     """Return the folder that has /sys and /proc."""
     return Path(os.environ.get(ROOT_VARIABLE) or "/")
 
 
-def local_source(container_files: list[str] | None = None, interval_s: float = INTERVAL_S) -> Source:
-    """Return a source of this machine's files and of `container_files`, those of the server's control group."""
-    root = telemetry_root()
-    return partial(_read_periodically, partial(read_files, root, find_files(root, container_files)), interval_s)
-
-
 class Sampler:
-    """Appends samples to a file between enter and exit. Without a source it appends nothing; a failure leaves a gap."""
+    """Appends a sample to a file at enter, at each interval, and at exit. A failure leaves a gap.
 
-    def __init__(self, source: Source | None, cell: str, path: Path) -> None:
+    `container_files`: those of the server's control group, next to this machine's; None: there is nothing to sample.
+    """
+
+    def __init__(
+        self, container_files: list[str] | None, cell: str, path: Path, *, interval_s: float = INTERVAL_S
+    ) -> None:
         self.samples = 0
         self.last_failure: str | None = None
-        self._source = source
+        self._container_files = container_files
+        self._interval_s = interval_s
         self.cell = cell
         self._path = path
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_sampling, name=f"telemetry of {cell}", daemon=True)
 
     def __enter__(self) -> "Sampler":
-        if self._source is not None:
+        if self._container_files is not None:
             self._thread.start()
         return self
 
@@ -412,10 +398,15 @@ class Sampler:
             self._thread.join(MAX_STOP_S)
 
     def _keep_sampling(self) -> None:
-        assert self._source is not None
         meter = Meter()
         try:
-            for reading in self._source(self._stop):
+            root = telemetry_root()
+            files = find_files(root, self._container_files)
+            due = time.monotonic()
+            is_last = False
+            while True:
+                reading = read_files(root, files)
+                due = max(due + self._interval_s, time.monotonic())  # do not catch up after a slow reading
                 gpus, host, container = meter.sample(reading)
                 took_s = round(reading.took_s, 6)
                 sample = TelemetrySample(
@@ -423,5 +414,8 @@ class Sampler:
                 )
                 append_sample(self._path, sample)
                 self.samples += 1
+                if is_last:
+                    return
+                is_last = self._stop.wait(max(0.0, due - time.monotonic()))
         except Exception as failure:  # the measurement goes on without telemetry
             self.last_failure = f"{type(failure).__name__}: {failure}"

@@ -32,7 +32,7 @@ from harness.run.running import FailedSettings, MakeReference, RunFile, Running,
 from harness.scenario import SERVER_TOKENIZER, Warmup, connections_per_process, locustfile_of, warmup_of, wave_size
 from harness.scenario.plan import Cell, grouped, plan, server_start_of
 from harness.serve.generator import ContainerChild, find_path_in_image
-from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_source, serve
+from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_files, serve
 from harness.serve.lint import context_problem
 from harness.serve.offline import OfflineOutcome, run_offline
 from harness.serve.probe import make_token_counter
@@ -294,7 +294,7 @@ def watch_server(running: Running, job: Job, endpoint: Endpoint, interval_s: flo
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
-        Sampler(find_telemetry_source(endpoint), job.cell, folder / "telemetry.jsonl") as sampler,
+        Sampler(find_telemetry_files(endpoint), job.cell, folder / "telemetry.jsonl") as sampler,
     ):
         yield scraper, sampler
 

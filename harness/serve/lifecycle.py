@@ -28,7 +28,7 @@ from harness.base.summary import Reason
 from harness.base.trust import open_session
 from harness.failures.explain import ExitState, explain
 from harness.failures.unexpected_response import error_message
-from harness.machine.telemetry import Source, cgroup_files, local_source, telemetry_root
+from harness.machine.telemetry import cgroup_files, telemetry_root
 from harness.records.manifest import ServedBy, ServerDeath
 from harness.scenario import Scenario, Server
 from harness.serve import compose_file, containers, probe
@@ -110,21 +110,16 @@ def is_this_machine(host: str) -> bool:
         return False
 
 
-def find_telemetry_source(endpoint: Endpoint) -> Source | None:
-    """Return the source of a server's telemetry: the files of this machine, or its container.
-
-    None for a server on another machine.
-    """
+def find_telemetry_files(endpoint: Endpoint) -> list[str] | None:
+    """Return the files of a server's container to sample next to this machine's; None: it is on another machine."""
     container = endpoint.container
     if container is None:
-        return local_source() if is_this_machine(urlsplit(endpoint.url).hostname or "") else None
+        return [] if is_this_machine(urlsplit(endpoint.url).hostname or "") else None
     pid = int(container.attrs["State"].get("Pid") or 0)
     files = cgroup_files(telemetry_root(), pid, str(container.id))
-    if files:
-        if container.attrs["HostConfig"].get("NetworkMode") != "host":  # else it counts for all programs
-            files.append(f"proc/{pid}/net/netstat")
-        return local_source(files)
-    return local_source()  # its processes are not to be seen here, as where the harness itself is in a container
+    if files and container.attrs["HostConfig"].get("NetworkMode") != "host":  # else it counts for all programs
+        files.append(f"proc/{pid}/net/netstat")
+    return files
 
 
 class ServerStart(Struct, frozen=True):

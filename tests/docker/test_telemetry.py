@@ -13,7 +13,7 @@ from harness.records.manifest import ServedBy
 from harness.records.samples import TelemetrySample, read_telemetry
 from harness.serve.containers import ServerStatus
 from harness.serve.engine import make_labels
-from harness.serve.lifecycle import Endpoint, find_telemetry_source
+from harness.serve.lifecycle import Endpoint, find_telemetry_files
 from tests.docker.conftest import Served
 from tests.support.command import until
 from tests.support.fake_gpus import apu_table, gpu, host
@@ -61,7 +61,7 @@ def test_a_container_on_this_machine_is_measured_by_its_control_group(container:
 def local(container: Container, tmp_path: Path) -> list[TelemetrySample]:
     path = tmp_path / "telemetry.jsonl"
     path.unlink(missing_ok=True)
-    with Sampler(find_telemetry_source(endpoint(container)), "c", path) as sampler:
+    with Sampler(find_telemetry_files(endpoint(container)), "c", path) as sampler:
         until(lambda: sampler.samples >= 3)
     return read_telemetry(path)["c"]
 
@@ -69,7 +69,7 @@ def local(container: Container, tmp_path: Path) -> list[TelemetrySample]:
 def test_a_server_of_ours_has_its_container(served: Served, tmp_path: Path) -> None:
     with served() as endpoint:
         assert endpoint.container is not None
-        with Sampler(find_telemetry_source(endpoint), "c", tmp_path / "telemetry.jsonl") as sampler:
+        with Sampler(find_telemetry_files(endpoint), "c", tmp_path / "telemetry.jsonl") as sampler:
             until(lambda: sampler.samples >= 2)
     last = read_telemetry(tmp_path / "telemetry.jsonl")["c"][-1]
     assert last.container is not None and last.container.memory_bytes is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.summarize import read_summary
-from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_files
+from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, read_files
 from harness.records.manifest import ServedBy
 from harness.records.samples import (
     ContainerSample,
@@ -20,7 +20,7 @@ from harness.records.samples import (
     read_telemetry,
 )
 from harness.serve.containers import ServerStatus
-from harness.serve.lifecycle import Endpoint, find_telemetry_source
+from harness.serve.lifecycle import Endpoint, find_telemetry_files
 from tests.support import command
 from tests.support.fake_gpus import device, gpu, host, instinct_table
 from tests.support.machines import write
@@ -179,11 +179,11 @@ def test_files_that_change_while_they_are_sampled(tmp_path: Path, monkeypatch: p
     gpu(tmp_path / "root", watts=1)
     path = tmp_path / "telemetry.jsonl"
     power = tmp_path / "root" / device() / "hwmon/hwmon3/power1_average"
-    with Sampler(local_source(interval_s=60), "c", path) as sampler:
+    with Sampler([], "c", path, interval_s=60) as sampler:
         pass
     assert sampler.samples == 2, "one at the start and one at the end"
     path.unlink()
-    with Sampler(local_source(interval_s=0.02), "c", path) as sampler:
+    with Sampler([], "c", path, interval_s=0.02) as sampler:
         for watts in range(1, 8):
             (tmp_path / "new").write_text(f"{watts}000000\n")
             os.replace(tmp_path / "new", power)
@@ -202,7 +202,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_run(tmp_path: Path, monkeypatc
     hangs = tmp_path / device() / "gpu_busy_percent"
     hangs.unlink()
     os.mkfifo(hangs)  # reading it waits for a writer
-    with Sampler(local_source(), "c", tmp_path / "telemetry.jsonl") as sampler:
+    with Sampler([], "c", tmp_path / "telemetry.jsonl") as sampler:
         pass  # its end would wait for ever
     assert sampler.samples == 0
     with hangs.open("w"):  # the driver answers again, and has no second wait
@@ -218,7 +218,7 @@ def test_a_torn_line_is_skipped_and_an_unwritable_file_a_gap(tmp_path: Path) -> 
     path.write_bytes(b'{"wall_s":1.0,"cell":"c"}\n{"wall_s":2.0,"ce')
     assert read_telemetry(path) == {"c": [TelemetrySample(wall_s=1.0, cell="c")]}
     assert read_telemetry(tmp_path / "none") == {}
-    with Sampler(local_source(), "c", tmp_path / "missing" / "telemetry.jsonl") as sampler:
+    with Sampler([], "c", tmp_path / "missing" / "telemetry.jsonl") as sampler:
         pass
     assert sampler.last_failure is not None and "FileNotFoundError" in sampler.last_failure
     with Sampler(None, "c", tmp_path / "new.jsonl") as sampler:
@@ -256,6 +256,6 @@ def test_whose_telemetry_can_be_had() -> None:
         return Endpoint(url=url, started=ServedBy(url=url), read_status=lambda now: ServerStatus())
 
     for url in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8", f"http://{socket.gethostname()}:80"):
-        assert find_telemetry_source(endpoint(url)) is not None
+        assert find_telemetry_files(endpoint(url)) is not None
     for url in ("http://gpu-box:8000", "https://10.0.0.7"):
-        assert find_telemetry_source(endpoint(url)) is None
+        assert find_telemetry_files(endpoint(url)) is None
