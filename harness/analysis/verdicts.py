@@ -183,8 +183,8 @@ def pair_by_metric(
             or _definition_reason(side, base, metric)
         )
         if refused is None and any(value is None for runs in values for run in runs for value in run):
-            needed = NEEDED[metric.rpartition("_")[2]]
-            text = f"a {METRIC_WORDS[metric]} needs {needed} successful requests in each repeat"
+            needed = NEEDED.get(metric.rpartition("_")[2], 1)
+            text = f"a {METRIC_WORDS[metric]} needs {count(needed, 'successful request')} in each repeat"
             refused = because("too_few_requests", text, metric=metric, needed=needed)
         yield ComparedSides(
             side=side.name,

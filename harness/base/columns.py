@@ -169,5 +169,5 @@ METRIC_WORDS = {column.field: column.title for column in VALUES if column.verdic
     for column in LATENCIES
     if column.verdict
     for first, *rest in [column.title.split()]
-    for at in NEEDED
+    for at in (*NEEDED, "mean")
 }

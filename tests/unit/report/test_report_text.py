@@ -242,7 +242,11 @@ def test_verdicts_that_differ_only_in_their_side_are_one_sentence() -> None:
         return Verdict(side=side, baseline="a / x", metric=metric, n=(1, 1), unit="runs", **known | values)
 
     unknown: dict[str, Any] = {"reason": "run_variation_unknown", "needed": 4}
-    refused: dict[str, Any] = {"reason": "refused", "refused": because("run_invalid", "this run is INVALID"), "ratio": None}
+    refused: dict[str, Any] = {
+        "reason": "refused",
+        "refused": because("run_invalid", "this run is INVALID"),
+        "ratio": None,
+    }
     texts = sentences.verdict_sentences([
         verdict("b / x", "wall_s", **unknown),
         verdict("b / z", "wall_s", word="faster", ratio=2.0, low=1.9, high=2.1, p=0.01),
