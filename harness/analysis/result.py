@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from harness.analysis.knee import KneeAnswer
 from harness.analysis.levels import CapacityUnit
 from harness.analysis.search import MASS, SloCapacity
+from harness.analysis.slo import LoadBlock
+from harness.analysis.stats import welch_effect
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.summary import Reason
 
@@ -22,6 +24,7 @@ Purpose = Literal["slo", "knee", "drift"]
 CrossingKind = Literal["from", "until", "always", "never", "cannot_tell"]
 Floats = NDArray[np.float64]
 _DRAWS = 2000
+DRIFT_LIMIT = 0.05  # smaller drift is not reported
 
 
 class MeasuredProbe(Struct, frozen=True, kw_only=True):
@@ -151,6 +154,16 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
     @property
     def fixed(self) -> list[MixMember]:
         return [member for member in self.members if member.amount is not None]
+
+
+def drift_of(level: int, before: list[LoadBlock], after: list[LoadBlock]) -> CapacityDrift | None:
+    """Return how much longer answers take than in an earlier probe of the level; None with fewer than two blocks."""
+    change = welch_effect(*([block.e2e_s for block in blocks if block.e2e_s] for blocks in (after, before)))
+    if change is None:
+        return None
+    low, high = change.interval()
+    drifted = abs(change.log_ratio) > max(change.half_width(), DRIFT_LIMIT)
+    return CapacityDrift(level=level, ratio=change.ratio, low=low, high=high, drifted=drifted)
 
 
 def find_crossovers(servers: Sequence[ServerCapacity]) -> list[Crossover]:

@@ -142,7 +142,6 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "up": lambda value: f"{math.ceil(value):,}",
     "users_up": lambda value: count(math.ceil(value), "user"),
     "duration": duration,
-    "duration_up": lambda s: duration(math.ceil(s)) if s >= 10 else f"{math.ceil(100 * s) / 100:g} s",
     "counts": lambda numbers: ", ".join(f"{name} {number:,}" for name, number in numbers.items()),
     "gib": gib,
     "gib_number": lambda size: f"{size / GIB:.1f}",

@@ -88,6 +88,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def duration_up(seconds: float) -> str:
+    """Seconds as of `duration`, rounded up."""
+    return duration(math.ceil(seconds)) if seconds >= 10 else f"{math.ceil(100 * seconds) / 100:g} s"
+
+
 def _short(value: float) -> str:
     """Two significant digits without trailing zeros: "0.023", "1.6", "3"."""
     text = f"{value:.{max(1 - math.floor(math.log10(value)), 0)}f}"

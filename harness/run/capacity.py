@@ -28,16 +28,16 @@ from harness.analysis.result import (
     MixMember,
     Purpose,
     ServerCapacity,
+    drift_of,
     find_crossovers,
     write_capacity,
 )
 from harness.analysis.search import SloSearch, probe_limit
 from harness.analysis.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
-from harness.analysis.stats import welch_effect
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.process import pause, refuse_too_few_files
 from harness.base.summary import Reason, because
-from harness.base.units import count, duration
+from harness.base.units import count, duration, duration_up
 from harness.records.manifest import CellRun
 from harness.records.records import CUT
 from harness.records.samples import fetch_metrics
@@ -68,7 +68,6 @@ STEADY_WITHIN = 0.1
 MAX_RESTARTS = 2  # of a server that died under a probe
 _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
-DRIFT_LIMIT = 0.05  # smaller drift is not reported
 WARMUP_BLOCKS = 2  # a warm-up takes about as long as this many blocks
 TYPICAL_BLOCKS = 15  # of a probe, in the mean (passed: 19 to 29, failed: mostly 3; test_capacity_proof.py)
 MAX_IDLE_WAIT_S = 60.0  # for requests of the last probe that the server still works on
@@ -214,10 +213,6 @@ def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
     return text
 
 
-def is_failure(request: Any) -> bool:
-    return request.error is not None and request.error not in CUT
-
-
 def are_missed(rows: Rows, slos: Sequence[CapacitySlo]) -> Bools:
     """Whether each request failed, or missed one of the SLOs that count for it."""
     missed = rows.error.known & ~rows.error.is_in(*CUT)
@@ -273,7 +268,8 @@ class Probe:
 
     def add_records(self, requests: list[Any]) -> None:
         with self._lock:
-            self.failure = self.failure or next((one.message for one in requests if is_failure(one)), None)
+            messages = (each.message for each in requests if each.error not in (None, *CUT))
+            self.failure = self.failure or next(messages, None)
             rows = rows_of(requests)
             missed = rows.where(rows.measured & are_missed(rows, self._slos))
             self.missed += len(missed)
@@ -414,7 +410,9 @@ class ServerSearch:
                             break
             except ServerError as error:
                 failure = error.known.get("failure") if isinstance(error, StartError) else None
-                self.reasons.append(because("capacity_not_started", error=error.what, failure=failure))
+                self.reasons.append(
+                    because("capacity_not_started", f"not measured: {error.what}", error=error.what, failure=failure)
+                )
                 self.whole.progress.line(f"{self.name}: {error.what}. {error.next_step}".strip())
                 return
             if self.probes[-1].state != "died":
@@ -473,19 +471,23 @@ class ServerSearch:
         loads = self.whole.report.loads_at(probe.level)
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
-        death = because("capacity_died", loads=loads) if died else None
-        yield from (replace(cell_run, failed=death) for cell_run in cell_runs)
+        at = format_loads(self.whole.report, probe.level)
+        death = because("capacity_died", f"the server died at {at}, which counts as not held", loads=loads)
+        yield from (replace(cell_run, failed=death if died else None) for cell_run in cell_runs)
         is_short = not probe.decided and (probe.hopeless or time.monotonic() > self.deadline_s)
         starts_low = is_short and probe.hopeless and is_first and _may_start_low(probe.purpose, probe.level)
         can_go_on = not problems and (starts_low or not is_short)
         self._record(cell_runs, probe, probe.end(died=died, late=is_short))
         if starts_low and not problems and self.slo is not None:
             self.slo.climbs = True
-            values = {"answer_s": probe.cutter.typical_s, "budget_s": self.whole.question.budget_s}
-            self.reasons.append(because("capacity_starts_low", loads=loads, **values))
+            answer_s, budget_s = probe.cutter.typical_s or 0.0, self.whole.question.budget_s
+            text = f"an answer takes {duration(answer_s)} at {at}, too long for a search of all levels within the "
+            text += f"budget of {duration(budget_s)}: it starts at the lowest one instead"
+            values = {"answer_s": answer_s, "budget_s": budget_s}
+            self.reasons.append(because("capacity_starts_low", text, loads=loads, **values))
         elif died or can_go_on:
             self._update_search(probe, died)
-        self.reasons += problems if death is None else [death]
+        self.reasons += [death] if died else problems
         if not can_go_on and not problems and probe.purpose != "drift":
             self.reasons.append(self._budget_reason(probe))
         self.whole.write(self.running.folder, self.result())
@@ -522,12 +524,19 @@ class ServerSearch:
         budget_s, servers = self.whole.question.budget_s, len(self.whole.question.slos)
         probe_s, search_s = self._search_s(probe.cutter) or (None, None)
         needed_s = None if search_s is None else search_s * servers
-        if probe.hopeless:
-            loads, answer_s = self.whole.report.loads_at(probe.level), probe.cutter.typical_s
+        if probe.hopeless and probe_s is not None and needed_s is not None:
+            loads, answer_s = self.whole.report.loads_at(probe.level), probe.cutter.typical_s or 0.0
+            text = f"an answer takes {duration(answer_s)} at {format_loads(self.whole.report, probe.level)}, so one "
+            text += f"probe takes {duration_up(probe_s)} or more, and the budget of {duration(budget_s)} is too short "
+            text += f"for it; a whole search takes about {duration_up(needed_s)} (--budget), less with a smaller "
+            text += "--max-users"
             times = {"answer_s": answer_s, "probe_s": probe_s, "search_s": needed_s}
-            return because("capacity_hopeless", loads=loads, budget_s=budget_s, **times)
-        shared_by = servers if servers > 1 else None
-        return because("capacity_budget", budget_s=budget_s, servers=shared_by, search_s=needed_s)
+            return because("capacity_hopeless", text, loads=loads, budget_s=budget_s, **times)
+        shared = f", shared by {servers} servers," if servers > 1 else ""
+        needed = "" if needed_s is None else f" (about {duration_up(needed_s)} in all)"
+        text = f"its budget of {duration(budget_s)}{shared} was spent before the answer was known; a longer --budget"
+        text += f"{needed} can find it, or --max-users where the first probes have too many"
+        return because("capacity_budget", text, budget_s=budget_s, servers=servers, search_s=needed_s)
 
     def _update_search(self, probe: Probe, died: bool) -> None:
         level, evidence = probe.level, probe.evidence
@@ -608,7 +617,11 @@ class ServerSearch:
         max_s = max(0.0, min(MAX_IDLE_WAIT_S, self.deadline_s - time.monotonic()))
         left = wait_until_idle(partial(in_flight, endpoint, self.running.api_key), max_s, self.whole.progress.stage)
         if left:
-            self.reasons.append(because("capacity_not_idle", requests=round(left), seconds=max_s))
+            text = (
+                f"{max_s:.0f} s after a probe the server still worked on {round(left):,} requests: of other users, or "
+            )
+            text += "those that the probe left; later probes did not wait for them"
+            self.reasons.append(because("capacity_not_idle", text, requests=round(left), seconds=max_s))
             self._waits = False
 
     def _record(self, cell_runs: list[CellRun], probe: Probe, state: Any) -> None:
@@ -637,11 +650,17 @@ class ServerSearch:
             loads, at_lowest = self.whole.report.loads_at(level), level == 1
             self._failures_decide |= any(failed > (1 - slo.share) * measured.answers for slo in self.slos)
             values = {"loads": loads, "failed": failed, "answers": measured.answers}
+            text, at = f"{failed:,} of {measured.answers:,} requests failed", format_loads(self.whole.report, level)
             if not at_lowest:
-                self.reasons.append(because("capacity_failures", **values))
+                text = f"at {at} {text}, and a failed request meets no SLO (`harness report` has the causes)"
+                self.reasons.append(because("capacity_failures", text, **values))
             elif not any(reason.code == "capacity_failures_always" for reason in self.reasons):
                 message = last_line(probe.failure) if probe.failure else None
-                self.reasons.append(because("capacity_failures_always", **values, message=message))
+                text += (
+                    f" at {at}, the lowest load: these failures do not depend on the load, so the answer is no limit "
+                )
+                text += "of users" + (f". The first: {message}" if message else "")
+                self.reasons.append(because("capacity_failures_always", text, **values, message=message))
         self._blocks.append(blocks)
         text = format_loads(self.whole.report, level) + (" once more" if purpose == "drift" else "")
         for slo, share in zip(self.slos, measured.met, strict=True):
@@ -676,13 +695,3 @@ def wait_until_idle(read: Callable[[], float | None], max_s: float, say: Callabl
         say(f"waiting for {count(round(number), 'request')} of the last probe to end")
         pause(POLL_S)
     return number
-
-
-def drift_of(level: int, before: list[LoadBlock], after: list[LoadBlock]) -> CapacityDrift | None:
-    """Return how much longer answers take than in an earlier probe of the level; None with fewer than two blocks."""
-    change = welch_effect(*([block.e2e_s for block in blocks if block.e2e_s] for blocks in (after, before)))
-    if change is None:
-        return None
-    low, high = change.interval()
-    drifted = abs(change.log_ratio) > max(change.half_width(), DRIFT_LIMIT)
-    return CapacityDrift(level=level, ratio=change.ratio, low=low, high=high, drifted=drifted)

@@ -15,6 +15,7 @@ from harness.analysis.result import (
     CapacityReport,
     MeasuredProbe,
     ServerCapacity,
+    drift_of,
     find_crossovers,
     read_capacity,
 )
@@ -29,7 +30,6 @@ from harness.run.capacity import (
     Probe,
     ServerSearch,
     define_search,
-    drift_of,
     in_flight,
     wait_until_idle,
 )

@@ -21,8 +21,5 @@ def test_a_reason_becomes_a_sentence_with_its_cell() -> None:
     counts = {"server": 200.0, "min_tokens": 190, "max_share": 0.01}
     tokens = [sentence(because("tokens_differ", max_tokens=high, **counts)) for high in (190, 195, None)]
     assert [text.split(" client ")[1].split(",")[0] for text in tokens] == ["190", "190 to 195", "at least 190"]
-    spent = [sentence(because("capacity_budget", budget_s=60.0, servers=servers)) for servers in (None, 2)]
-    assert spent[0].startswith("its budget of 60 s was spent before")
-    assert spent[1].startswith("its budget of 60 s, shared by 2 servers, was spent before")
     assert sentence(Reason("not_run", cell="r1-a-x")) == "r1-a-x: it has not run"
     assert sentence(because("of_a_newer_harness", n=1)) == 'of_a_newer_harness {"n":1}'
