@@ -86,7 +86,8 @@ def test_json_of_servers_that_do_not_start_are_too_slow_or_fail(tmp_path: Path) 
         "broken": server("--fail-start", "no memory left for it"), "one": server(), "busy": server("--fault", "503@2"),
     }  # fmt: skip
     done = capacity(tmp_path, "--slo", HARD, "--max-users", "1", "--json", servers=servers)
-    assert done.code == 2, done.out + done.err
+    late = {reason.code for reason in read_run(only_run(tmp_path / "runs")).reasons}  # on a busy machine
+    assert late <= {"client_error"} and done.code == (3 if late else 2), done.out + done.err
     broken, one, busy = json.loads(done.out)["servers"]
     assert not broken["started"] and broken["reasons"][0]["code"] == "capacity_not_started"
     assert (one["slo"]["kind"], one["slo"]["broken"], one["reasons"]) == ("none", HARD, [])

@@ -86,7 +86,9 @@ def command_of(**variables: Any) -> list[str]:
 
 def test_the_template_gives_flags_that_it_knows() -> None:
     """Those of `python3 -m sglang.launch_server --help` of 0.5.23."""
-    known = set(json.loads((LOG.parents[2] / "support" / "doubles" / "sglang" / "flags.json").read_text(encoding="utf-8")))
+    known = set(
+        json.loads((LOG.parents[2] / "support" / "doubles" / "sglang" / "flags.json").read_text(encoding="utf-8"))
+    )
     words = command_of(
         max_queued_requests=4, quantization="fp8", attention_backend="triton", enable_prefix_caching=False
     )
