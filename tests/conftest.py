@@ -63,12 +63,10 @@ def _no_lemonade() -> str | None:
 
 
 TIERS = {"docker": _no_docker, "real": _no_engines, "lemonade": _no_lemonade, "browser": _no_browser}
-LONGEST = (
-    "test_mixes",
-    "test_workers",
-    "test_worker_command",
-    "test_by_hand",
-)  # of the tests without containers: started first, so that the end does not wait for them
+LONGEST = {  # of the tests without containers: started first, so that the end does not wait for them
+    "test_by_hand", "test_capacity_command", "test_capacity_proof", "test_mixes", "test_recipes", "test_resume",
+    "test_worker_command", "test_workers",
+}  # fmt: skip
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]

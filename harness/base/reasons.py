@@ -1,7 +1,4 @@
-"""Reasons, notes, evidence and verdicts as sentences: the only module that makes text of them.
-
-data/reasons.yaml has the sentence of each code of a Reason. The functions below make those that no template can make.
-"""
+"""Reasons as sentences. A reason has its own text, or its code has a template in reasons.yaml."""
 
 import math
 import re
@@ -15,7 +12,7 @@ import msgspec
 from harness.base.columns import METRIC_WORDS, NUMBER_WORDS
 from harness.base.files import PACKAGE, read_bytes
 from harness.base.summary import LimitedBy, Reason
-from harness.base.units import GIB, count, date_time, duration, figures, gib, percent, ratio_text, short_percent
+from harness.base.units import GIB, count, date_time, duration, figures, gib, percent, short_percent
 
 LIMIT_WORDS: dict[LimitedBy, str] = {
     "client": "load generator", "kv_cache": "KV cache", "queue": "queueing", "api": "API process", "prefill": "prefill",
@@ -134,10 +131,8 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "metric": METRIC_WORDS.__getitem__,
     "bound": lambda code: "least" if code == "below" else "most",
     "figures": figures,
-    "percent": short_percent,
     "share": percent,
     "part": lambda share: "half" if share == 0.5 else f"{share * 100:g} %",
-    "factor": ratio_text,
     "longer": lambda ratio: f"{short_percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}",
     "up": lambda value: f"{math.ceil(value):,}",
     "users_up": lambda value: count(math.ceil(value), "user"),

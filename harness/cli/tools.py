@@ -113,6 +113,6 @@ def worker(
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.
     """
-    from harness.scenario.workers import run_worker
+    from harness.run.worker import run_worker
 
     run_worker(master, processes, once=once)

@@ -1,4 +1,4 @@
-"""A run directory during its run: its lock, the space reserved for its end, and the cells that a resumed run drops."""
+"""A run directory during its run: its lock, the space reserved for its end, and what a resumed run puts aside."""
 
 import contextlib
 import fcntl
@@ -16,6 +16,7 @@ from harness.base.files import UNDECODABLE, open_file
 from harness.records.records import ProcessMark, Request
 from harness.records.samples import MetricsSample, TelemetrySample
 
+DROPPED = "dropped"  # a folder of the run directory, which no number is computed from
 RESERVED = ("reference",)  # folders of the results that do not belong to a machine
 PACKED = "requests.jsonl.gz"  # as `harness results add --records` files them
 RESERVE = "reserve"  # a file in the run directory during the run
@@ -76,26 +77,32 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def drop_cells(folder: Path, keep: Collection[str], cells: Collection[str]) -> None:
-    """Remove all cells but `keep` from the files of a run, with damaged lines, such as one torn by a power loss.
+    """Move all cells but `keep` from the files of a run to `dropped/`, with damaged lines, such as one torn by a crash.
 
-    `cells`: all planned cells. Raises OSError, for example on a full disk.
+    `cells`: all planned cells. A line is on the disk there before it leaves its file. Raises OSError, for example on a
+    full disk.
     """
+    aside = folder / DROPPED
+    for part in ("logs", "jobs"):
+        (aside / part).mkdir(parents=True, exist_ok=True)
     for name, kind in LINES.items():
         path, decode = folder / name, msgspec.json.Decoder(kind).decode
         remaining = path.with_name(f"{name}.new")
-        with open_file(path) as lines, remaining.open("wb") as kept_file:
+        with open_file(path) as lines, remaining.open("wb") as kept_file, (aside / name).open("ab") as dropped_file:
             for line in lines:
+                is_kept, is_whole = False, line.endswith(b"\n")
                 with contextlib.suppress(*UNDECODABLE):
-                    if line.endswith(b"\n") and decode(line).cell in keep:
-                        kept_file.write(line)
-            kept_file.flush()
-            os.fsync(kept_file.fileno())
+                    is_kept = is_whole and decode(line).cell in keep
+                (kept_file if is_kept else dropped_file).write(line if is_whole else line + b"\n")
+            for file in (dropped_file, kept_file):
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(remaining, path)
     for path in [path for part in ("logs", "jobs") for path in (folder / part).glob("*")]:
         # The name of a cell can be the start of another's: r1-a-b and r1-a-b.c.
         cell = max((cell for cell in cells if path.name.startswith(f"{cell}.")), key=len, default=None)
         if cell is not None and cell not in keep:
-            path.unlink()
+            os.replace(path, aside / path.parent.name / path.name)
 
 
 def no_records_error(folder: Path) -> HarnessError:

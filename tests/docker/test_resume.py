@@ -17,7 +17,7 @@ from tests.support.faults import fault
     "`harness run --resume` after a kill -9 that left containers",
     seen="which the run left",
     code=0,
-    kept="the complete and valid cells",
+    kept="all records: those of cells that were cut are in `dropped/`",
 )
 @one_at_a_time("leftovers")
 def test_orphans_of_the_run_are_removed_and_the_rest_is_measured(

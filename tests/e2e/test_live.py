@@ -145,7 +145,7 @@ def is_given_up(live: UI, message: str) -> bool:
     return str(live.state()["given_up"]).startswith(message)
 
 
-@fault("web", "a load process stands still (SIGSTOP)", seen="the page says which gives no sign of life")
+@fault("web", "a load process is stopped (SIGSTOP)", seen="the page says which gives no sign of life")
 def test_a_load_process_that_gives_no_sign_of_life_is_reported(engine: str, tmp_path: Path) -> None:
     options = ["--output-tokens", "5", "--think", "0.1", "--processes", "2"]
     with ui(tmp_path, engine, *options, locustfile="batch") as live:

@@ -75,7 +75,7 @@ def resume(run: Path, *options: str) -> Done:
 
 @fault("harness", "kill -9, then `harness run --resume RUN`",
        seen="1 of 4 cells are complete and valid and stay; 3 cells to run", code=0,
-       kept="the complete and valid cells")  # fmt: skip
+       kept="all records: those of cells that were cut are in `dropped/`")  # fmt: skip
 def test_complete_cells_stay_and_the_others_run_again(tmp_path: Path) -> None:
     run = killed_after_a_cell(write(tmp_path, servers=TWO, repeats=2))
     before, manifest = records_of(run), read_run(run)
@@ -84,10 +84,13 @@ def test_complete_cells_stay_and_the_others_run_again(tmp_path: Path) -> None:
     write_run(run, replace(manifest, cells=[cell for cell in manifest.cells if cell.id == first]))
     with (run / "requests.jsonl").open("ab") as file:
         file.write(b'{"id":"torn","cell":"')
+    lines = (run / "requests.jsonl").read_bytes().splitlines()
     done = resume(run)
     assert (done.code, done.err) == (0, "")
     assert_whole(run)
     assert records_of(run)[first] == before[first]
+    there = [(folder / "requests.jsonl").read_bytes().splitlines() for folder in (run, run / "dropped")]
+    assert set(lines) <= {line for each in there for line in each}, "no measurement is lost"
     (resumed,) = read_run(run).resumed
     assert resumed.kept == 1
     (note,) = [note for note in read_summary(run).notes if note.code == "resumed"]
@@ -162,7 +165,7 @@ def test_changes_are_named(tmp_path: Path) -> None:
     assert "so the run cannot be resumed" in refusal()
 
 
-def test_other_cells_and_damaged_lines_are_dropped(tmp_path: Path) -> None:
+def test_other_cells_and_damaged_lines_are_put_aside(tmp_path: Path) -> None:
     for name in LINES:
         (tmp_path / name).write_bytes(b"")
     for part in ("logs", "jobs"):
@@ -174,7 +177,10 @@ def test_other_cells_and_damaged_lines_are_dropped(tmp_path: Path) -> None:
         drop_cells(tmp_path, {"a", "r1-s-l"}, ["a", "b", "r1-s-l", "r1-s-l.x"])
         assert (tmp_path / "telemetry.jsonl").read_bytes() == b'{"wall_s":1.0,"cell":"a"}\n'
         assert [path.name for path in (tmp_path / "logs").iterdir()] == ["r1-s-l.server.log"]
-        assert {path.name for path in tmp_path.iterdir()} == {*LINES, "logs", "jobs"}
+        assert {path.name for path in tmp_path.iterdir()} == {*LINES, "logs", "jobs", "dropped"}
+        aside = tmp_path / "dropped"
+        assert (aside / "telemetry.jsonl").read_bytes() == b'{"wall_s":1.0,"cell":"b"}\n\0\0\0\n{"wall\n'
+        assert [path.name for path in (aside / "logs").iterdir()] == ["r1-s-l.x.server.log"]
 
 
 def test_sessions_and_rows_that_are_apart() -> None:
@@ -227,7 +233,7 @@ def test_a_drift_between_sessions_makes_no_false_alarms() -> None:
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """No valid cell is measured again, no process is left, and in the end it is the same set of cells."""
-    kills, repeats = (50, 10) if NIGHTLY else (3, 2)
+    kills, repeats = (50, 10) if NIGHTLY else (2, 2)
     loads: dict[str, Any] = {
         name: {"user": "batch", "batch_size": 2, "requests": 6, "output_tokens": tokens}
         for name, tokens in (("short", 3), ("middle", 5), ("long", 8))

@@ -7,8 +7,8 @@ NIGHTLY = bool(os.environ.get("NIGHTLY"))
 
 
 def draws(full: int) -> int:
-    """The number of draws of a simulation: a fifth of them for each commit."""
-    return full if NIGHTLY else full // 5
+    """The number of draws of a simulation: a tenth of them for each commit."""
+    return full if NIGHTLY else full // 10
 
 
 def scatter(share: float, trials: int, errors: float = 3.5) -> float:

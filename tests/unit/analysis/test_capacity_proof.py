@@ -29,7 +29,7 @@ from tests.support.virtual_probes import (
     truths,
 )
 
-SEEDS = range(SERVERS) if NIGHTLY else range(0, SERVERS, 10)
+SEEDS = range(SERVERS) if NIGHTLY else range(0, SERVERS, 20)
 
 
 class Proof(NamedTuple):
