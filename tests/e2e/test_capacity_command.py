@@ -83,8 +83,10 @@ def test_the_maximum_is_an_answer_and_its_run_is_valid(tmp_path: Path) -> None:
 
 def test_json_of_servers_that_do_not_start_are_too_slow_or_fail(tmp_path: Path) -> None:
     servers = {
-        "broken": server("--fail-start", "no memory left for it"), "one": server(), "busy": server("--fault", "503@2"),
-    }  # fmt: skip
+        "broken": server("--fail-start", "no memory left for it"),
+        "one": server(),
+        "busy": server("--fault", "500-html@2"),  # unlike 503, no user waits after it
+    }
     done = capacity(tmp_path, "--slo", HARD, "--max-users", "1", "--json", servers=servers)
     late = came_late(read_run(only_run(tmp_path / "runs")))
     assert done.code == (3 if late else 2), done.out + done.err

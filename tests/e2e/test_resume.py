@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from harness.analysis.summarize import read_summary
@@ -28,7 +29,7 @@ from harness.simulated import spawned
 from tests.support.command import Done, Going, called, going, harness, only_run, slow_server, until, write
 from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by
-from tests.support.nightly import NIGHTLY, draws
+from tests.support.nightly import draws
 
 TWO = {"one": slow_server(), "two": slow_server()}
 
@@ -231,9 +232,10 @@ def test_a_drift_between_sessions_makes_no_false_alarms() -> None:
     assert false_alarms(20, (0, 5), 0.1) == 0  # else it would be 1
 
 
+@pytest.mark.nightly
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """No valid cell is measured again, no process is left, and in the end it is the same set of cells."""
-    kills, repeats = (50, 10) if NIGHTLY else (2, 2)
+    kills, repeats = 50, 10
     loads: dict[str, Any] = {
         name: {"user": "batch", "batch_size": 2, "requests": 6, "output_tokens": tokens}
         for name, tokens in (("short", 3), ("middle", 5), ("long", 8))
@@ -246,7 +248,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         with going(*arguments, "--runs", "runs", cwd=tmp_path) as command:
             until(lambda: bool(list(tmp_path.glob("runs/*/run.json"))))
             run = only_run(tmp_path / "runs")
-            time.sleep(dice.uniform(0.0, 2.5 if NIGHTLY else 4.0))
+            time.sleep(dice.uniform(0.0, 2.5))
             if command.process.poll() is None:
                 kill(command)
         arguments = ("run", "--resume", run.name)
