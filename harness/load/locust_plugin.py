@@ -27,7 +27,7 @@ from harness.base.errors import HarnessError, sentence
 from harness.base.redact import masked
 from harness.load import options as load_options
 from harness.load import web_access
-from harness.load.master import Master, ignore_foreign_messages
+from harness.load.master import Master, harden_master
 from harness.load.options import RUNNING_STATES, host_of, options_of
 from harness.load.process import LoadProcess, create_sequencer
 from harness.load.recorder import Anchor, Recorder
@@ -87,7 +87,7 @@ class Generator:
         if self.job is not None and self.job.others:
             set_mix_users(environment, self.job)
         if isinstance(runner, MasterRunner):
-            ignore_foreign_messages(runner)
+            harden_master(runner)
             if self.job is not None and self.job.workers is not None:
                 self.master = Master(environment, runner, self.job, self.job.workers)
         if self.job is None and not isinstance(runner, WorkerRunner):

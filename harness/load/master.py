@@ -15,6 +15,7 @@ from typing import Any
 
 import gevent
 import msgspec
+from locust import runners
 from locust.env import Environment
 from locust.exception import RPCError
 from locust.rpc.protocol import Message
@@ -30,6 +31,7 @@ from harness.load.sequencer import POLL_S, wait_until
 from harness.scenario.workers import Workers
 from harness.workload.job import Job, WaitsForWorkers, idle_file, loads_of, report_status, secrets_of_server
 
+MAX_SILENCE_S = 10.0  # between a master and a worker; Locust's master allows 3 s, which a busy machine exceeds
 _MAX_RECONNECT_S = 10.0
 _MAX_READY_S = 120.0  # for reading prompts and asking the server for its model
 _MAX_STALL_S = 15.0  # at the end, without a new record from workers that still have some ...
@@ -43,8 +45,9 @@ _MAX_LOGGED = 3  # invalid messages that are logged
 logger = logging.getLogger(__name__)
 
 
-def ignore_foreign_messages(runner: MasterRunner) -> None:
-    """Ignore messages that are not from a worker: they would end the listener of Locust's master."""
+def harden_master(runner: MasterRunner) -> None:
+    """Wait MAX_SILENCE_S for each worker, and ignore messages of others: they would end the listener of the master."""
+    runners.HEARTBEAT_LIVENESS = round(MAX_SILENCE_S) - 1  # heartbeats, one a second; the next one is too late
     receive: Any = Server.recv_from_client  # it has no types
     handle, ignored = runner.handle_message, 0
 

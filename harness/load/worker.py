@@ -29,6 +29,7 @@ from locust.runners import WorkerRunner
 from harness import __version__
 from harness.base.errors import HarnessError, sentence
 from harness.base.files import UNDECODABLE
+from harness.load.master import MAX_SILENCE_S
 from harness.load.process import LoadProcess
 from harness.load.recorder import FILES, Anchor, RecordSender
 from harness.load.sequencer import Sequencer, wait_until
@@ -38,7 +39,6 @@ _HELLO_S = 1.0
 _DELIVER_S = 0.2
 _RESEND_S = 3.0  # before a piece without confirmation is sent again
 _REJECTED_S = 10.0  # before a rejected worker reconnects
-_MAX_SILENCE_S = 10.0  # Locust's master answers a heartbeat each second; Locust itself waits for 60 s of the wall clock
 
 logger = logging.getLogger(__name__)
 
@@ -221,9 +221,9 @@ class Worker:
         """Stop the load if the master is gone."""
         while True:
             gevent.sleep(1.0)
-            if self._master_seen_s is not None and time.monotonic() - self._master_seen_s > _MAX_SILENCE_S:
+            if self._master_seen_s is not None and time.monotonic() - self._master_seen_s > MAX_SILENCE_S:
                 break
-        logger.error("no message from the master for %g s: this load ends", _MAX_SILENCE_S)
+        logger.error("no message from the master for %g s: this load ends", MAX_SILENCE_S)
         self._delivering = False
         self._environment.stop_timeout = 0
         self._environment.process_exit_code = 1

@@ -23,7 +23,7 @@ from harness.scenario import Load, Server
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import expand_mixes, load_of_part, mix_of, plan
 from harness.workload import workload_sha256
-from tests.support.command import came_late, harness, only_run
+from tests.support.command import harness, only_run, reasons_but_slowness
 from tests.support.made_runs import MONOTONIC_S, WALL_S, both_marks, scenario, write_lines, write_made_run
 from tests.support.made_runs import request as made_request
 
@@ -165,7 +165,7 @@ def test_the_measurement_starts_when_the_last_load_is_warm(tmp_path: Path) -> No
         warm_s[cell] = sorted(one.sent_s for one in warm)[minimum - 3]
     assert min(begun.values()) >= max(warm_s.values())
     summary = json.loads((run / "summary.json").read_bytes())
-    came_late(read_run(run))
+    assert reasons_but_slowness(run) == []
     windows = [row["pooled"]["window_s"] for row in summary["rows"] if row["load"].startswith("both.")]
     assert windows[0] == windows[1] > 1.5
 

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -104,6 +105,22 @@ def test_a_killed_worker_makes_the_run_invalid(tmp_path: Path, engine_process: S
     (reason,) = [reason for reason in sentences(manifest.reasons) if "load process" in reason]
     assert "was killed or lost: what was sent and not yet recorded is not known" in reason
     assert len({one.process for one in records(tmp_path)}) == 2
+
+
+def test_a_worker_that_is_held_up_for_seconds_is_not_lost(tmp_path: Path, engine_process: Spawned) -> None:
+    """As on a busy machine while it imports, when it has no time to say that it lives."""
+    load = {"user": "chat", "users": 4, "duration_s": 12, "output_tokens": 5, "think_s": [0.05, 0.05]}
+    with run_with_workers(tmp_path, engine_process, load) as (run, workers):
+        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2)
+        held_up = workers[0].others("locust")
+        for process in held_up:
+            process.suspend()
+        time.sleep(6)
+        for process in held_up:
+            process.resume()
+        done = run.end()
+        assert [worker.end().code for worker in workers] == [0, 0], done.out + done.err
+    assert done.code in (0, 3) and reasons_but_slowness(only_run(tmp_path)) == [], done.out + done.err
 
 
 @fault("worker", "the master is killed", seen="no message from the master for 10 s: this load ends",

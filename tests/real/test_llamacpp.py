@@ -6,7 +6,7 @@ from itertools import pairwise
 from harness.records.records import Request
 from tests.real.conftest import Say, Timed
 from tests.real.parts import left_behind
-from tests.support.command import came_late
+from tests.support.command import reasons_but_slowness
 
 
 def of_load(timed: Timed, load: str) -> list[Request]:
@@ -17,7 +17,7 @@ def test_the_run_is_valid_and_leaves_nothing_running(chatting: Timed, say: Say) 
     ran = chatting.ran
     say(ran.said)
     assert ran.error == ""
-    assert (ran.code, ran.manifest.status) == ((3, "invalid") if came_late(ran.manifest) else (0, "valid"))
+    assert ran.code in (0, 3) and reasons_but_slowness(ran.folder) == []
     assert {cell.served_by.model for cell in ran.manifest.cells} == {"tiny"}
     assert left_behind(ran.folder) == []
 

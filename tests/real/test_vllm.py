@@ -10,7 +10,7 @@ from harness.records.records import Request, read_marks
 from harness.records.samples import MetricsSample, read_metrics
 from tests.real.conftest import BATCHES, LIMIT_GIB, SEQUENCES, SHARE, TOKENS, Say, Timed
 from tests.real.parts import DTYPE, MAX_MODEL_LEN, Ran, left_behind, predicted
-from tests.support.command import came_late
+from tests.support.command import reasons_but_slowness
 from tests.support.engines.paths import QWEN3_100M
 
 CELLS = {f"r1-vllm-{load}": sizes for load, sizes in BATCHES.items()}  # size of a batch, measured requests
@@ -48,7 +48,7 @@ def test_the_run_is_valid_and_says_so(on_vllm: Timed, say: Say) -> None:
     ran = on_vllm.ran
     say(ran.said)
     assert ran.error == ""
-    assert (ran.code, ran.manifest.status) == ((3, "invalid") if came_late(ran.manifest) else (0, "valid"))
+    assert ran.code in (0, 3) and reasons_but_slowness(ran.folder) == []
     assert [cell.id for cell in ran.manifest.cells] == [f"r1-vllm-{load}" for load in ran.manifest.scenario.loads]
     assert not ran.summary.simulated
     assert {cell.served_by.model for cell in ran.manifest.cells} == {"qwen3-100m"}

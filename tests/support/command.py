@@ -18,7 +18,7 @@ import yaml
 from harness import cli
 from harness.base.process import free_port
 from harness.base.summary import Reason
-from harness.records.manifest import Run, read_run
+from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests
 from harness.simulated import Spawned
 from tests.support import prefork
@@ -43,13 +43,6 @@ class Done(NamedTuple):
     code: int
     out: str
     err: str
-
-
-def came_late(run: Run) -> bool:
-    """Whether the load generator was late, as beside busy processes. Nothing else may make the run INVALID."""
-    codes = {reason.code for reason in run.reasons}
-    assert codes <= {"client_error"}, run.reasons
-    return bool(codes)
 
 
 ENDED: list[Done] = []  # the commands of this test: see tests/support/faults.py
