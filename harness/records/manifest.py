@@ -73,6 +73,23 @@ class Contents(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, om
     environment: dict[str, str] = {}  # its variables for GPU, engine and libraries; secrets masked
 
 
+class ModelSize(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What a token reads of a model and computes with it. Bytes and parameters; None: not known."""
+
+    name: str
+    weights_bytes: float  # all weights, which have to fit into memory
+    read_bytes: float  # of the weights that a token of one user reads
+    params: float | None = None  # that a token multiplies, output head included; as of the following
+    head_params: float = 0  # of them: the output head, which a prompt needs once
+    routed_bytes: float = 0  # of weights_bytes: experts among which a router chooses
+    routed_share: float = 1  # of the routed experts: those that one token uses
+    kv_token_bytes: float | None = None  # KV cache of a token in layers that keep all tokens
+    sliding_token_bytes: float = 0  # likewise in layers that keep the last `window` tokens
+    window: int | None = None
+    number_bits: Literal[4, 8, 16] | None = None  # of the numbers that matrix units multiply
+    doubts: list[str] = []  # what is estimated
+
+
 _MAX_LOG_CHARS = 300  # of a log line in a sentence
 
 
@@ -141,6 +158,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     startup: Startup | None = None
     effective: dict[str, Any] = {}  # the settings that it reports; secrets masked
     contents: Contents | None = None  # of its image
+    model_size: ModelSize | None = None  # from the model's files; None: they are not on this machine
     max_parallel: int | None = None  # requests that it serves at once; others wait before it, not before the engine
     notes: list[Reason] = []  # on its start, for reports
     restarts: int = 0

@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "workload": {"records", "scenario"},
     "machine": {"records"},
     "analysis": {"failures", "records", "scenario"},
-    "report": {"analysis", "failures", "records", "scenario"},
+    "advice": {"analysis", "machine", "records"},
+    "report": {"advice", "analysis", "failures", "records", "scenario"},
     "imports": {"__version__", "analysis", "records", "scenario"},
     "load": {
         "__version__", "analysis.derive", "failures.explain", "failures.unexpected_response", "records.records",
@@ -33,12 +34,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "serve": {"failures", "machine", "records", "scenario", "workload"},
     "run": {
-        "__version__", "analysis", "failures", "load.live_metrics", "machine", "records", "report", "scenario", "serve",
-        "simulated", "workload",
+        "__version__", "advice", "analysis", "failures", "load.live_metrics", "machine", "records", "report",
+        "scenario", "serve", "simulated", "workload",
     },
     "api": {"analysis", "records", "report", "scenario"},
     "cli": {
-        "__version__", "analysis", "failures", "imports", "machine", "records", "report", "run", "scenario", "serve",
+        "__version__", "advice", "analysis", "failures", "imports", "machine", "records", "report", "run", "scenario",
+        "serve",
     },
     "__main__": {"cli"},
 }  # fmt: skip

@@ -1,0 +1,178 @@
+"""What the hardware allows: bounds of decode and prefill, and how near a measured speed is to them.
+
+Each token of a user reads all active weights and the KV cache of its context once, so the memory bandwidth bounds the
+tokens a second; compute bounds many users and long prompts. docs/expect.md has the formulas.
+"""
+
+import re
+from typing import Any, Literal
+
+import numpy as np
+from msgspec import Struct
+
+from harness.advice.hardware import GpuSpec, identify_gpu
+from harness.analysis.derive import latency_s
+from harness.base.engines import find_template
+from harness.base.units import GIB, figures
+from harness.machine.gpus import select_serving_gpus
+from harness.records.manifest import CellRun, ModelSize, Run
+from harness.records.run_data import CellData, RunData
+
+Word = Literal["at-limit", "normal", "slow"]
+AT_LIMIT, NORMAL = 0.75, 0.45  # smallest shares of the bound for these words
+SMALL_MODEL_TOK_S, SMALL_NORMAL = 100.0, 0.35  # above this bound the overhead of each step counts, and less is normal
+TYPICAL_DECODE = (0.60, 0.90)  # of the bandwidth, with one user
+TYPICAL_PREFILL = (0.20, 0.60)  # of the compute
+MAX_SHARE = 1.02  # above it only speculation explains a speed; clocks and counts differ by less
+
+
+class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How near a measured speed is to what the hardware allows."""
+
+    share: float  # measured / bound; above 1 with speculation
+    word: Word | None  # None: above the bound, or no word is defined
+    bound_tok_s: float
+    measured_tok_s: float
+    sentence: str
+
+
+def classify(share: float, bound_tok_s: float) -> Word | None:
+    """Return the word for a share of the bound of one user; None above the bound, which only speculation reaches."""
+    if share > MAX_SHARE:
+        return None
+    if share >= AT_LIMIT:
+        return "at-limit"
+    lowest = SMALL_NORMAL if bound_tok_s > SMALL_MODEL_TOK_S else NORMAL
+    return "normal" if share >= lowest else "slow"
+
+
+def kv_bytes(size: ModelSize, context: float) -> float:
+    """Return the bytes of the KV cache that a token reads after `context` tokens; 0 where it is not known."""
+    kept = min(context, size.window) if size.window is not None else context
+    return (size.kv_token_bytes or 0) * context + size.sliding_token_bytes * kept
+
+
+def decode_bound(size: ModelSize, gpu: GpuSpec, *, users: float = 1, context: float = 0, gpus: int = 1) -> float:
+    """Return the most output tokens a second of all users together.
+
+    The weights are read once a step, the KV cache of each user once. For mixtures of experts it counts the experts of
+    one user, so that it stays a bound.
+    """
+    step_bytes = size.read_bytes + users * kv_bytes(size, context)
+    step_s = step_bytes / (gpu.bandwidth_gb_s * 1e9 * gpus)
+    if size.params is not None:
+        step_s = max(step_s, users * 2 * size.params / (compute_flops(size, gpu) * gpus))
+    return users / step_s
+
+
+def compute_flops(size: ModelSize, gpu: GpuSpec) -> float:
+    """Return the operations a second for the model's type of numbers."""
+    fast = gpu.fp8_tflops if size.number_bits in (4, 8) else None
+    return (fast or gpu.fp16_tflops) * 1e12
+
+
+def share(data: RunData, cell: CellData) -> Share | None:
+    """Return how near the decode speed of a cell is to what its GPU allows.
+
+    None where model, GPU or speed is not known.
+    """
+    name = next((name for name, one in data.cells.items() if one is cell), None)
+    ran = None if name is None else data.run.ran.get(name)
+    if ran is None:
+        return None
+    size, (gpu, gpus) = run_model(ran), run_gpu(data.run, ran)
+    speed = decode_speed(cell)
+    if size is None or gpu is None or speed is None:
+        return None
+    tok_s, users, context = speed
+    bound = decode_bound(size, gpu, users=users, context=context, gpus=gpus)
+    one_user = users < 1.5
+    result = tok_s / bound
+    dense = size.routed_share == 1
+    word = classify(result, bound / users) if one_user or dense else None
+    return Share(
+        share=result,
+        word=word,
+        bound_tok_s=bound,
+        measured_tok_s=tok_s,
+        sentence=_share_sentence(result, tok_s, bound, users, gpu, gpus),
+    )
+
+
+def _share_sentence(share: float, tok_s: float, bound: float, users: float, gpu: GpuSpec, gpus: int) -> str:
+    whom = "one user" if users < 1.5 else f"{users:.0f} users at once"
+    gpu_name = gpu.name if gpus == 1 else f"{gpus} x {gpu.name}"
+    numbers = (
+        f"{figures(tok_s)} of at most {figures(bound)} tok/s; {gpu_name}, {figures(gpu.bandwidth_gb_s * gpus)} GB/s"
+    )
+    if share > MAX_SHARE:
+        return f"{figures(share)} times what this GPU allows for {whom} without speculation ({numbers})"
+    return f"{100 * share:.0f} % of what this GPU allows for {whom} ({numbers})"
+
+
+def decode_speed(cell: CellData) -> tuple[float, float, float] | None:
+    """Return tokens a second of all users in decode, the mean number of users that decode, and their mean context.
+
+    None where no answer was streamed with known tokens.
+    """
+    rows = cell.counted.where(cell.counted.good)
+    tpot_s = latency_s(rows, "tpot_s")
+    known = tpot_s > 0
+    if not known.any():
+        return None
+    decode_s = float((rows.last_chunk_s - rows.first_chunk_s)[known].sum())
+    if cell.window_s is not None:
+        window_s = cell.window_s[1] - cell.window_s[0]
+    else:
+        window_s = float((rows.sent_s + rows.ended_s).max() - rows.sent_s.min())
+    users = max(1.0, decode_s / window_s) if window_s > 0 else 1.0
+    lengths = np.nan_to_num(rows.prompt_tokens[known]) + np.nan_to_num(rows.output_tokens[known]) / 2
+    return users / float(np.median(tpot_s[known])), users, float(lengths.mean())
+
+
+_ACTIVE = re.compile(r"(\d+(?:\.\d+)?)b-a(\d+(?:\.\d+)?)b", re.IGNORECASE)  # of a name such as Qwen3-30B-A3B
+_EXPERTS = re.compile(r"moe|mixtral|gptoss|gpt-oss|deepseek|-\d+e\b|glm4|minimax|kimi|ernie4|jamba", re.IGNORECASE)
+
+
+def run_model(ran: CellRun) -> ModelSize | None:
+    """Return the size of a cell's model: from its files, else from what the server reported at its start.
+
+    None where it is not known, and for experts of which the active share is not known.
+    """
+    served = ran.served_by
+    if served.model_size is not None:
+        return served.model_size
+    startup = served.startup
+    if startup is None or not startup.weights_gib:
+        return None
+    weights = startup.weights_gib * GIB * _ranks(served.effective)  # each rank reports its own
+    name = served.model or ""
+    active = _ACTIVE.search(name)
+    if active is None and _EXPERTS.search(f"{startup.architecture} {name}"):
+        return None
+    share = float(active[2]) / float(active[1]) if active is not None and float(active[1]) else 1.0
+    return ModelSize(
+        name=name,
+        weights_bytes=weights,
+        read_bytes=weights * share,
+        routed_share=share,
+        doubts=["the input embedding, which a token does not read, is included"],
+    )
+
+
+def _ranks(effective: dict[str, Any]) -> int:
+    ranks = effective.get("tensor_parallel_size")
+    return ranks if isinstance(ranks, int) and 1 <= ranks <= 1024 else 1
+
+
+def run_gpu(run: Run, ran: CellRun) -> tuple[GpuSpec | None, int]:
+    """Return the GPU that a cell's server used, and how many; None where it used none, or one of another machine."""
+    served = ran.served_by
+    template = None if served.template is None else find_template(served.template)
+    is_local = served.template is not None or re.match(r"https?://(?:127\.|localhost|\[::1\])", served.url) is not None
+    layers = served.startup.offloaded_layers if served.startup is not None else None
+    on_cpu = (template is not None and template.utilization == "host") or (layers or "").startswith("0/")
+    cards = select_serving_gpus(run.machine.gpus)
+    if not is_local or on_cpu or not cards:
+        return None, 1
+    return identify_gpu(cards[0]), _ranks(served.effective)

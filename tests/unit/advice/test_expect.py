@@ -1,0 +1,172 @@
+"""What the hardware allows: bounds, words, and the share that a run reached."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.advice.expect import classify, decode_bound, share
+from harness.advice.hardware import find_gpu, gpu_specs, identify_gpu
+from harness.base.errors import HarnessError
+from harness.records.manifest import Machine, ModelSize, Startup
+from harness.records.run_data import load
+from harness.scenario import Load, Server
+from harness.scenario.plan import Cell
+from tests.support.made_runs import request, scenario, served_by, write_made_run
+
+STRIX_HALO = find_gpu("Strix Halo")
+
+
+def size(read_gb: float, **more: Any) -> ModelSize:
+    return ModelSize(name="m", weights_bytes=read_gb * 1e9, read_bytes=read_gb * 1e9, **more)
+
+
+# Public measurements on Strix Halo with one user: GB that a token reads, tok/s, bound, share in percent, word.
+PUBLIC = {
+    "Qwen2.5-14B FP16, vLLM": (28.0, 6.4, 9.1, 70, "normal"),
+    "14B Q4_K_M, llama.cpp": (8.5, 24, 30.1, 80, "at-limit"),
+    "Qwen3.6-27B BF16, vLLM": (54, 4.35, 4.7, 92, "at-limit"),
+    "Qwen3.6-27B AWQ4, vLLM 0.20, eager": (16, 5.6, 16.0, 35, "slow"),
+    "Qwen3.6-27B AWQ4, DFlash speculation": (16, 18.5, 16.0, 116, None),
+    "Qwen3.5-0.8B FP16, Lemonade with vLLM": (1.7, 95.6, 150.6, 63, "normal"),
+    "gpt-oss-120b MXFP4, llama.cpp": (3.0, 51, 85.3, 60, "normal"),
+    "gpt-oss-120b MXFP4, vLLM (vllm#34579)": (3.0, 7.75, 85.3, 9, "slow"),
+    "Qwen3-0.6B FP16, rocm/vllm 7.14": (1.2, 143, 213.3, 67, "normal"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_word_is_right_on_public_measurements(name: str) -> None:
+    read_gb, tok_s, expected, percent, word = PUBLIC[name]
+    bound = decode_bound(size(read_gb), STRIX_HALO)
+    assert (round(bound, 1), round(100 * tok_s / bound), classify(tok_s / bound, bound)) == (expected, percent, word)
+
+
+@pytest.mark.parametrize(
+    ("share_", "bound", "word"),
+    [
+        (0.75, 50, "at-limit"), (0.7499, 50, "normal"), (0.45, 50, "normal"), (0.4499, 50, "slow"),
+        (0.4499, 101, "normal"), (0.35, 101, "normal"), (0.3499, 101, "slow"), (0.4499, 100, "slow"),
+        (1.02, 50, "at-limit"), (1.03, 50, None),
+    ],
+)  # fmt: skip
+def test_the_words_have_exact_borders(share_: float, bound: float, word: str | None) -> None:
+    assert classify(share_, bound) == word
+
+
+def test_the_cache_of_each_user_is_read_and_the_weights_once() -> None:
+    model = size(10, kv_token_bytes=100_000.0)
+    assert decode_bound(model, STRIX_HALO) == pytest.approx(25.6)
+    assert decode_bound(model, STRIX_HALO, users=8, context=8192) == pytest.approx(8 * 256e9 / (10e9 + 8 * 8192e5))
+    assert decode_bound(model, STRIX_HALO, gpus=2) == pytest.approx(51.2)
+
+
+def test_a_window_bounds_the_cache_that_is_read() -> None:
+    model = size(10, kv_token_bytes=0.0, sliding_token_bytes=100_000.0, window=1024)
+    assert decode_bound(model, STRIX_HALO, context=1024) == decode_bound(model, STRIX_HALO, context=100_000)
+
+
+def test_compute_bounds_many_users() -> None:
+    model = size(28, params=14e9)
+    assert decode_bound(model, STRIX_HALO, users=1000) == pytest.approx(59.4e12 / 28e9)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("7900 XTX", "Radeon RX 7900 XTX"), ("RX 7900 XTX", "Radeon RX 7900 XTX"), ("rx7900xt", "Radeon RX 7900 XT"),
+        ("AMD Radeon(TM) RX 7900 XTX", "Radeon RX 7900 XTX"), ("Strix Halo", "Radeon 8060S"),
+        ("strix-halo", "Radeon 8060S"), ("8060S", "Radeon 8060S"), ("Radeon 8060S Graphics", "Radeon 8060S"),
+        ("gfx1151", "Radeon 8060S"), ("GFX942", "Instinct MI300X"), ("MI325X", "Instinct MI325X"),
+        ("W7900", "Radeon PRO W7900"), ("R9700", "Radeon AI PRO R9700"), ("mi300x", "Instinct MI300X"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_found_by_any_usual_name(given: str, name: str) -> None:
+    assert find_gpu(given).name == name
+
+
+@pytest.mark.parametrize("given", ["", "7900", "RTX 4090", "gfx", "x" * 10_000])
+def test_an_unknown_gpu_is_an_error_that_names_the_other_way(given: str) -> None:
+    with pytest.raises(HarnessError, match="--gpu") as caught:
+        find_gpu(given)
+    assert "--bandwidth" in caught.value.next_step
+
+
+def test_each_target_has_one_default() -> None:
+    targets = [spec.target for spec in gpu_specs() if spec.default]
+    assert sorted(targets) == sorted({spec.target for spec in gpu_specs()})
+
+
+@pytest.mark.parametrize(
+    ("target", "units", "gib", "name"),
+    [
+        ("gfx1100", 96, 24, "Radeon RX 7900 XTX"), ("gfx1100", 96, 48, "Radeon PRO W7900"),
+        ("gfx1100", 84, 20, "Radeon RX 7900 XT"), ("gfx942", 304, 256, "Instinct MI325X"),
+        ("gfx942", None, None, "Instinct MI300X"), ("gfx1151", 40, 1, "Radeon 8060S"), ("gfx900", 64, 16, None),
+    ],
+)  # fmt: skip
+def test_a_card_is_told_from_others_of_its_target(
+    target: str, units: int | None, gib: int | None, name: str | None
+) -> None:
+    card = {"target": target, "compute_units": units, "vram_bytes": None if gib is None else gib << 30}
+    found = identify_gpu(card)
+    assert (None if found is None else found.name) == name
+
+
+def made_run(folder: Path, *, tok_s: float = 6.4, gpu: str = "gfx1151", **served: Any) -> Any:
+    """The share of a run of one user, whose tokens come at `tok_s`."""
+    values: dict[str, Any] = {"template": "vllm-rocm", "startup": Startup(weights_gib=28e9 / (1 << 30))} | served
+
+    def records(cell: Cell, process: int, start_s: float) -> Any:
+        chunks = [0.5 + i / tok_s for i in range(11)]
+        for number in range(4):
+            sent_s = start_s + number * (chunks[-1] + 0.1)
+            yield request(
+                id=f"{number}", index=number, cell=cell.id, load=cell.load, process=process, sent_s=sent_s,
+                ended_s=chunks[-1], chunks_s=chunks, first_visible_s=0.5,
+            )  # fmt: skip
+
+    write_made_run(
+        folder,
+        made_of=scenario(
+            servers={"a": Server(template="vllm-rocm")},
+            loads={"x": Load(user="chat", users=1, requests=4, output_tokens=11)},
+            repeats=1,
+        ),
+        requests=lambda *known: list(records(*known)),
+        served=lambda cell: served_by(**values),
+        machine=Machine(name="strix", gpus=[{"target": gpu, "compute_units": 40, "integrated": True}]),
+    )
+    data = load(folder)
+    return share(data, next(iter(data.cells.values())))
+
+
+def test_a_run_has_its_share_of_the_bound(tmp_path: Path) -> None:
+    found = made_run(tmp_path / "run")
+    assert (round(found.share, 3), found.word, round(found.bound_tok_s, 2)) == (0.7, "normal", 9.14)
+    assert found.measured_tok_s == pytest.approx(6.4)
+    assert found.sentence.startswith("70 % of what this GPU allows for one user (")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"startup": None}, {"gpu": "gfx900"}, {"template": "vllm-cpu"}, {"template": None, "url": "http://10.0.0.1:80"},
+        {"template": "llamacpp", "startup": Startup(weights_gib=8.0, offloaded_layers="0/25")},
+        {"startup": Startup(weights_gib=60.0, architecture="Qwen3MoeForCausalLM")},
+    ],
+)  # fmt: skip
+def test_a_run_without_a_known_model_or_gpu_has_none(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert made_run(tmp_path / "run", **changes) is None
+
+
+def test_active_parameters_are_read_from_the_name(tmp_path: Path) -> None:
+    startup = Startup(weights_gib=60e9 / (1 << 30), architecture="Qwen3MoeForCausalLM")
+    found = made_run(tmp_path / "run", tok_s=30, model="Qwen/Qwen3-30B-A3B", startup=startup)
+    assert round(found.bound_tok_s, 1) == 42.7
+
+
+def test_the_bandwidth_of_several_gpus_adds_up(tmp_path: Path) -> None:
+    startup = Startup(weights_gib=14e9 / (1 << 30))  # of each rank
+    found = made_run(tmp_path / "run", startup=startup, effective={"tensor_parallel_size": 2})
+    assert round(found.bound_tok_s, 2) == 18.29
