@@ -133,9 +133,9 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
         """The amount of a level, in the unit."""
         return level * self.step
 
-    def loads_at(self, level: int) -> list[dict[str, Any]]:
-        """The amount and unit of each load in a probe of this level; in a mix also its name."""
-        if not self.members:
+    def loads_at(self, level: int, *, fixed: bool = False) -> list[dict[str, Any]]:
+        """The amount and unit of each load in a probe of this level; in a mix also its name. `fixed`: only these."""
+        if not self.members and not fixed:
             return [{"amount": self.amount(level), "unit": self.unit}]
         return [
             {
@@ -143,7 +143,7 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
                 "unit": member.unit,
                 "load": member.load,
             }
-            for member in self.members
+            for member in (self.fixed if fixed else self.members)
         ]
 
     @property

@@ -1,6 +1,5 @@
 """Reasons as sentences. A reason has its own text, or its code has a template in reasons.yaml."""
 
-import math
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ import msgspec
 from harness.base.columns import METRIC_WORDS, NUMBER_WORDS
 from harness.base.files import PACKAGE, read_bytes
 from harness.base.summary import LimitedBy, Reason
-from harness.base.units import GIB, count, date_time, duration, figures, gib, percent, short_percent
+from harness.base.units import GIB, count, date_time, duration, figures, gib, percent
 
 LIMIT_WORDS: dict[LimitedBy, str] = {
     "client": "load generator", "kv_cache": "KV cache", "queue": "queueing", "api": "API process", "prefill": "prefill",
@@ -86,23 +85,6 @@ def _client_limited(fields: Sequence[str]) -> str:
     return f"client-limited ({number_names(fields)}): " if fields else "client-limited: "
 
 
-def format_amount(amount: float, unit: str, load: str | None = None) -> str:
-    """A number of users, requests/s, or times a trace; with the name of the load if it is one of a mix."""
-    if unit == "users":
-        return count(round(amount), "user" if load is None else f"{load} user")
-    return f"{figures(amount)} {unit}" + ("" if load is None else f" of {load}")
-
-
-def format_amounts(loads: Iterable[Mapping[str, Any]]) -> str:
-    """The amounts of several loads: "20 chat users and 3 job users"."""
-    return " and ".join(format_amount(**load) for load in loads)
-
-
-def _format_number(amount: float, unit: str, **_: Any) -> str:
-    """An amount without its unit."""
-    return f"{round(amount):,}" if unit == "users" else figures(amount)
-
-
 # Sentences that no template can make. The docstring is the entry in docs/fields.md.
 
 
@@ -133,19 +115,10 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "figures": figures,
     "share": percent,
     "part": lambda share: "half" if share == 0.5 else f"{share * 100:g} %",
-    "longer": lambda ratio: f"{short_percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}",
-    "up": lambda value: f"{math.ceil(value):,}",
-    "users_up": lambda value: count(math.ceil(value), "user"),
     "duration": duration,
     "counts": lambda numbers: ", ".join(f"{name} {number:,}" for name, number in numbers.items()),
     "gib": gib,
     "gib_number": lambda size: f"{size / GIB:.1f}",
-    "amount": lambda load: format_amount(**load),
-    "amounts": format_amounts,
-    "known": lambda levels: "; ".join(
-        f"{format_amounts(each['loads'])}: {each['met']:,} of {each['total']:,} met {each['slo']}" for each in levels
-    ),
-    "number": lambda load: _format_number(**load),
     "list": lambda values: ", ".join(map(str, values)),
     "last_time": lambda times: date_time(times[-1]),
     "ms": lambda seconds: f"{figures(1000 * seconds)} ms",

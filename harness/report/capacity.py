@@ -1,15 +1,18 @@
 """The result of a capacity search as sentences and a table."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from harness.analysis.knee import KneeAnswer
 from harness.analysis.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
-from harness.base.reasons import format_amounts, sentence
+from harness.analysis.search import SloCapacity
+from harness.base.reasons import sentence
 from harness.base.summary import Reason, Summary, because
-from harness.base.units import NOTHING, duration, figures, significant
+from harness.base.units import NOTHING, count, duration, figures, short_percent, significant
 
 PURPOSES = {"slo": "", "knee": "knee", "drift": "drift check"}
 STATES = {
@@ -54,49 +57,103 @@ def capacity_lines(report: CapacityReport) -> list[str]:
 
 def crossover_reason(crossover: Crossover) -> Reason:
     """The number of users from which on one server has more throughput than another."""
-    answer = crossover.answer
+    answer, base, side = crossover.answer, crossover.base, crossover.side
     levels = {"first": min(answer.levels, default=None), "last": max(answer.levels, default=None)}
-    bounds = {"level": answer.level, "low": answer.low, "high": answer.high}
-    return because(f"crossing_{answer.kind}", base=crossover.base, side=crossover.side, **bounds, **levels)
+    values = {"base": base, "side": side, "level": answer.level, "low": answer.low, "high": answer.high, **levels}
+    if answer.kind in ("from", "until") and answer.level and answer.low and answer.high:
+        at = count(math.ceil(answer.level), "user")
+        interval = f"95 % interval {math.ceil(answer.low):,} to {math.ceil(answer.high):,}"
+        if answer.kind == "from":
+            text = f"{side} gives more tok/s than {base} from {at}, {interval}; with fewer, {base} does"
+            return because("crossing_from", text, **values)
+        text = f"{side} gives more tok/s than {base} below {at}, {interval}; from there on {base} does"
+        return because("crossing_until", text, **values)
+    measured = f"at all levels measured, {levels['first']} to {levels['last']} users"
+    if answer.kind == "always":
+        return because("crossing_always", f"{side} gives more tok/s than {base} {measured}", **values)
+    if answer.kind == "never":
+        return because("crossing_never", f"{base} gives more tok/s than {side} {measured}", **values)
+    text = f"whether {side} or {base} gives more tok/s is inconclusive at the levels measured"
+    return because("crossing_cannot_tell", text, **values)
 
 
 def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reason]:
     """The answers about one server."""
     if not server.started:
         return server.reasons[:1]
-    answers = []
-    if (slo := server.slo) is not None:
-        load = {"load": report.varied} if report.members else {}
+    slo = [] if server.slo is None else [slo_reason(report, server.slo, server.probes)]
+    return slo if server.knee is None else [*slo, knee_reason(server.knee, report.max_level)]
 
-        def amount(level: int | None) -> dict[str, Any] | None:
-            return None if level is None else {"amount": report.amount(level), "unit": report.unit, **load}
 
-        levels = {"level": slo.level, "low": slo.low, "high": slo.high, "above": slo.above}
-        levels |= {"max": report.max_level, "one": 1}
-        if slo.kind == "unresolved" and slo.low is not None and slo.low == slo.high:  # known, but not confirmed
-            levels |= {"likely": slo.low, "low": None, "high": None}
-        probes = [probe for probe in server.probes if probe.purpose == "slo"]
-        known = known_levels(report, probes) if slo.kind == "unresolved" else []
-        answers.append(
-            because(
-                f"capacity_{slo.kind}",
-                known=known,
-                missed=sum(probe.missed for probe in probes),
-                queued=sum(probe.queued for probe in probes),
-                **{name: amount(level) for name, level in levels.items()},
-                broken="an SLO" if slo.kind == "found" and slo.broken is None else slo.broken,
-                next_to=[{"amount": fixed.amount, "unit": fixed.unit, "load": fixed.load} for fixed in report.fixed],
-                complete=slo.complete,
-                unconfirmed=[amount(level) for level in slo.unconfirmed],
-            )
-        )
-    if (knee := server.knee) is not None:
-        names = ("level", "low", "high", "peak_level", "peak_tok_s", "hurts_from", "complete")
-        values = {name: getattr(knee, name) for name in names}
-        if knee.kind == "unclear":  # `peak_tok_s` is of the fitted curve
-            values["peak_tok_s"] = next(point.tok_s for point in knee.points if point.level == knee.peak_level)
-        answers.append(because(f"capacity_knee_{knee.kind}", max=report.max_level, **values))
-    return answers
+def slo_reason(report: CapacityReport, slo: SloCapacity, all_probes: Sequence[MeasuredProbe]) -> Reason:
+    """The largest load that meets the SLOs."""
+    probes = [probe for probe in all_probes if probe.purpose == "slo"]
+    unit, load = report.unit, report.varied if report.members else None
+
+    def amount(level: int | None) -> str:
+        return format_amount(report.amount(level or 0), unit, load)
+
+    def number(level: int | None) -> str:
+        return format_level(report, level or 0)
+
+    next_to = f" next to {format_amounts(report.loads_at(1, fixed=True))}" if report.fixed else ""
+    unconfirmed = " and ".join(map(amount, slo.unconfirmed))
+    more = f"; no probe was left to confirm {unconfirmed}" if unconfirmed else ""
+    missed, queued = sum(probe.missed for probe in probes), sum(probe.queued for probe in probes)
+    waited = f"; {queued:,} of {missed:,} misses waited in the server's listen queue" if queued else ""
+    known = known_levels(report, probes) if slo.kind == "unresolved" else []
+    values: dict[str, Any] = {
+        "unit": unit, "load": load, "missed": missed, "queued": queued, "complete": slo.complete, "known": known,
+        "next_to": report.loads_at(1, fixed=True), "unconfirmed": [report.amount(level) for level in slo.unconfirmed],
+    }  # fmt: skip
+    levels = {"level": slo.level, "low": slo.low, "high": slo.high, "above": slo.above, "max": report.max_level}
+    values |= {name: None if level is None else report.amount(level) for name, level in levels.items()}
+    if slo.kind == "found":
+        broken = slo.broken or "an SLO"
+        text = f"holds {amount(slo.level)}{next_to}, 95 % interval {number(slo.low)} to {number(slo.high)}"
+        text += f"; at {number(slo.above)} {broken} is broken" if slo.above else ""
+        return because("capacity_found", text + more + waited, broken=broken, **values)
+    if slo.kind == "more_than":
+        text = f"holds more than {amount(report.max_level)}{next_to}, the maximum asked for (--max-users raises it)"
+        return because("capacity_more_than", text + more, **values)
+    if slo.kind == "none":
+        why = f"{slo.broken} is broken" if slo.broken else "the server died, or no answer came"
+        text = f"does not hold even {amount(1)}{next_to}: {why}"
+        return because("capacity_none", text + more + waited, broken=slo.broken, **values)
+    text = f"unresolved{next_to}: "
+    if slo.low is not None and slo.low == slo.high:  # known, but not confirmed
+        text += f"likely {amount(slo.low)}; "
+    else:
+        text += f"at least {amount(slo.low)}; " if slo.low else ""
+        text += f"at most {amount(slo.high)}; " if slo.high else ""
+    text += (
+        "all probes were made, and the levels in between are too close to the SLOs"
+        if slo.complete
+        else "the search was stopped early"
+    )
+    for each in known:
+        text += f"; {format_amounts(each['loads'])}: {each['met']:,} of {each['total']:,} met {each['slo']}"
+    return because("capacity_unresolved", text + waited, **values)
+
+
+def knee_reason(knee: KneeAnswer, max_level: int) -> Reason:
+    """The number of users from which on more of them stop paying."""
+    names = ("level", "low", "high", "peak_level", "peak_tok_s", "hurts_from", "complete")
+    values = {name: getattr(knee, name) for name in names} | {"max": max_level}
+    if knee.kind == "knee":
+        text = f"more concurrency stops paying at {knee.level:,} users, 95 % interval {knee.low:,} to {knee.high:,} "
+        text += f"(90 % of the best, an estimated {figures(knee.peak_tok_s)} tok/s)"
+        text += f"; from {knee.hurts_from:,} users on more users make it slower" if knee.hurts_from else ""
+        return because("capacity_knee_knee", text, **values)
+    if knee.kind == "none":
+        text = f"no knee in range: throughput still rises at {max_level:,} users, the maximum asked for"
+        return because("capacity_knee_none", text, **values)
+    measured = next(point.tok_s for point in knee.points if point.level == knee.peak_level)  # not of the fitted curve
+    text = "where more concurrency stops paying is unresolved: "
+    text += f"not below {knee.low:,} users, and " if knee.low else ""
+    text += f"the best measured level is {knee.peak_level:,} users with {figures(measured)} tok/s; "
+    text += "all probes were made" if knee.complete else "the search was stopped early"
+    return because("capacity_knee_unclear", text, **values | {"peak_tok_s": measured})
 
 
 def known_levels(report: CapacityReport, probes: Sequence[MeasuredProbe]) -> list[dict[str, Any]]:
@@ -114,9 +171,11 @@ def known_levels(report: CapacityReport, probes: Sequence[MeasuredProbe]) -> lis
 def note_reasons(server: ServerCapacity) -> list[Reason]:
     """What limits the answers about one server."""
     notes = server.reasons if server.started else server.reasons[1:]
-    if server.drift is not None and server.drift.drifted:
-        drift = server.drift
-        notes = [*notes, because("capacity_drift", ratio=drift.ratio, low=drift.low, high=drift.high)]
+    if (drift := server.drift) is not None and drift.drifted:
+        change = f"{short_percent(abs(drift.ratio - 1))} {'longer' if drift.ratio > 1 else 'shorter'}"
+        text = f"answers of the first level took {change} at the end than at the start (95 % interval of the ratio "
+        text += f"{drift.low:.2f} to {drift.high:.2f}): the machine drifted, so the answer mixes both states"
+        notes = [*notes, because("capacity_drift", text, ratio=drift.ratio, low=drift.low, high=drift.high)]
     return notes
 
 
@@ -151,3 +210,15 @@ def format_level(report: CapacityReport, level: int) -> str:
 def format_loads(report: CapacityReport, level: int) -> str:
     """All loads of a probe with their amounts: "20 chat users and 3 job users"."""
     return format_amounts(report.loads_at(level))
+
+
+def format_amount(amount: float, unit: str, load: str | None = None) -> str:
+    """A number of users, requests/s, or times a trace; with the name of the load if it is one of a mix."""
+    if unit == "users":
+        return count(round(amount), "user" if load is None else f"{load} user")
+    return f"{figures(amount)} {unit}" + ("" if load is None else f" of {load}")
+
+
+def format_amounts(loads: Iterable[Mapping[str, Any]]) -> str:
+    """The amounts of several loads: "20 chat users and 3 job users"."""
+    return " and ".join(format_amount(**load) for load in loads)
