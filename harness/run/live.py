@@ -4,26 +4,28 @@ import os
 from pathlib import Path
 
 from msgspec.structs import replace
-from rich.console import Console
 
 from harness.base.errors import HarnessError, RunError, ServerError
 from harness.base.process import is_port_free, pause
 from harness.base.reasons import sentence
 from harness.base.summary import because
 from harness.records.directory import disk_is_full
-from harness.records.manifest import Machine, Run
+from harness.records.manifest import ServedBy
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
 from harness.run.experiment import Experiment, load_name, server_name
 from harness.run.machine_fit import preflight
-from harness.run.orchestrator import endpoint_of, group_job, make_job, prepare_generator, watch_server
+from harness.run.orchestrator import endpoint_of, make_job, prepare_generator, prepare_job, watch_server
 from harness.run.progress import Progress
-from harness.run.running import RunFile, Running, create_run
+from harness.run.running import create_run
 from harness.scenario import SERVER_TOKENIZER, Scenario, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import load_of_stage, mix_of, plan
-from harness.serve.document import GRAFANA_PORT, METRICS_PORT, Upstream, compose_document, find_upstream
+from harness.serve.document import GRAFANA_PORT, METRICS_PORT, compose_document, prepare_upstream
 from harness.serve.generator import IMAGE, find_path_in_image, list_needed_files
+from harness.serve.lemonade import vllm_model_name
+from harness.serve.template import PreparedServer
+from harness.workload import local_words
 from harness.workload.job import Job, encode_job
 
 UI_HOST = "127.0.0.1"
@@ -52,7 +54,7 @@ def live(
     running = create_run(experiment, [cell], runs, progress)
     try:
         with progress.live(), endpoint_of(running, cell) as endpoint:
-            job = replace(make_job(running, cell, endpoint), slos=slos)
+            job = replace(prepare_job(running, [cell], endpoint), slos=slos)
             start = prepare_generator(running, job, endpoint, (UI_HOST, port))
             # The page reads the files of the watchers.
             with watch_server(running, job, endpoint, INTERVAL_S):
@@ -124,13 +126,16 @@ def compose_file(
     scenario = experiment.scenario
     name, rows = server_name(experiment, server), _load_rows(experiment, load, headless=headless)
     _check_compose_options(scenario, workers, records, headless=headless)
-    upstream = find_upstream(scenario, name)
+    upstream = prepare_upstream(scenario, name)
     single = _single_server(experiment, name, rows, endless=not headless)
     job = _compose_job(single, upstream, slos_of_row(scenario.checks, name, rows[0]), has_records=records is not None)
     locustfile = locustfile_of(job.load, experiment.folder)
     text, file = _job_argument(job), find_path_in_image(locustfile)
     local = replace(job, load=replace(job.load, processes=1)) if workers else job  # the workers have the processes
-    command = ["locust", *locust_arguments(local, text, file, upstream.url, None if headless else ("0.0.0.0", 8089))]
+    command = [
+        "locust",
+        *locust_arguments(local, text, file, upstream.network_url, None if headless else ("0.0.0.0", 8089)),
+    ]
     command += [*(["--master"] if workers else []), *(_METRICS if grafana else [])]
     worker_command = ["locust", "-f", str(file), "--job", text, "--worker", "--master-host", "locust"]
     files, key = list_needed_files(job, locustfile), scenario.api_key_env
@@ -145,12 +150,12 @@ def compose_file(
         "user": f"{os.getuid()}:{os.getgid()}" if files or records else None,
         "ui_port": None if headless else ui_port,
         "workers": workers,
-        "waits_for": upstream.service,
+        "waits_for": upstream.front,
     }
     printed_load = load_of_stage(rows[0]) or rows[0]
     head = [
         f"The server '{name}' and the load '{printed_load}' of {experiment.path.name}, printed by `harness compose`.",
-        *_usage_lines(headless, upstream.prepared),
+        *_usage_lines(headless, bool(upstream.file.preparations)),
         f"The image {IMAGE} is made by `make image`. ${{NAME}} is taken from your shell.",
     ]
     head += [f"Records are appended to {records.resolve()}/requests.jsonl"] if records else []
@@ -178,19 +183,16 @@ def _check_compose_options(scenario: Scenario, workers: int, records: Path | Non
         raise HarnessError(f"--records: {records} is not a folder", next_step="Create it first.")
 
 
-def _compose_job(experiment: Experiment, upstream: Upstream, slos: str, *, has_records: bool) -> Job:
+def _compose_job(experiment: Experiment, upstream: PreparedServer, slos: str, *, has_records: bool) -> Job:
     """Return the job of the experiment's only load, or of its stages, with paths in the container."""
-    manifest = Run(  # never written
-        id="compose", status="running", started_wall_s=0.0, scenario_name="", scenario=experiment.scenario,
-        workload_sha256="", machine=Machine(name=""),
-    )  # fmt: skip
-    running = Running(RunFile(Path(_RECORDS), manifest), experiment, Progress(Console()))
-    job = group_job(running, plan(experiment.scenario), None)
+    scenario, serving = experiment.scenario, upstream.file.serving
+    model = scenario.model if serving.lemonade is None else vllm_model_name(serving.lemonade.model)
+    served = ServedBy(url=upstream.network_url, model=model, simulated=serving.simulated)
+    words = local_words(scenario.prompts, experiment.folder)
+    job = make_job(experiment, plan(scenario), served, "compose", Path(_RECORDS), words)
     return replace(
         job,
         run="",
-        model=upstream.model,
-        simulated=upstream.simulated,
         slos=slos,
         requests_path=f"{_RECORDS}/requests.jsonl" if has_records else os.devnull,
         processes_path=f"{_RECORDS}/processes.jsonl" if has_records else os.devnull,

@@ -246,7 +246,7 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
     `watch`: stops the load once enough is measured.
     """
     report_after_s = None if watch is None else watch.report_after_s
-    job = replace(group_job(running, cells, endpoint), report_after_s=report_after_s)
+    job = replace(prepare_job(running, cells, endpoint), report_after_s=report_after_s)
     start = prepare_generator(running, job, endpoint)
     monitor, before = Monitor(job, watch), endpoint.state()
     for cell, each in zip(cells, loads_of(job), strict=False):
@@ -319,50 +319,66 @@ def prepare_generator(
     return lambda: LocalChild(command, log_path)
 
 
-def group_job(running: Running, cells: Sequence[Cell], endpoint: Endpoint | None) -> Job:
-    """Return the job of a load, of the stages of a load, or of the loads of a mix; see `make_job`."""
-    first, *others = (make_job(running, cell, endpoint) for cell in cells)
+def prepare_job(running: Running, cells: Sequence[Cell], endpoint: Endpoint | None) -> Job:
+    """Return the job of cells. `endpoint`: None for a cell without a server. Raises HarnessError, ServerError."""
+    served = ServedBy(url="") if endpoint is None else endpoint.served_by
+    words = single_token_words(running, cells[0].server, endpoint)
+    resumed = len(running.file.manifest.resumed)
+    return make_job(running.experiment, cells, served, running.id, running.folder, words, resumed=resumed)
+
+
+def make_job(
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    served: ServedBy,
+    run_id: str,
+    run_folder: Path,
+    words: Sequence[str],
+    *,
+    resumed: int = 0,
+) -> Job:
+    """Return the job of a load, of the stages of a load, or of the loads of a mix.
+
+    `words`: those of one token each, where tokens are counted. `resumed`: how often the run was resumed. Each time its
+    prompts get another salt, because a server may cache the earlier ones. Raises HarnessError.
+    """
+    scenario, folder, run_folder = experiment.scenario, experiment.folder, run_folder.resolve()
+    jobs = []
+    for cell in cells:
+        load, prompts = scenario.loads[cell.load], scenario.prompts
+        trace = None if load.trace is None else (folder / load.trace.file).resolve()
+        marks = None if trace is None else trace.with_name("processes.jsonl")
+        salt_source = f"{cell.id}/{resumed}" if resumed else cell.id
+        job = Job(
+            run=run_id[-4:],  # the random part
+            cell=cell.id,
+            load_name=cell.load,
+            load=load,
+            model=served.model or scenario.model,
+            prompts=prompts,
+            prompt_file=str(folder / prompts.file) if prompts.file else None,
+            trace_file=None if trace is None else str(trace),
+            trace_marks=str(marks) if marks is not None and marks.is_file() else None,
+            prompt_lengths=list(pairs_of(prompts.tokens, folder)),
+            output_lengths=list(pairs_of(load.output_tokens, folder)),
+            words=list(words),
+            seed=scenario.seed,
+            salt=salt_words(run_id, salt_source, words) if prompts.salt else None,
+            warmup=warmup_of(scenario, load),
+            api_key_env=scenario.api_key_env,
+            simulated=served.simulated,
+            requests_path=str(run_folder / "requests.jsonl"),
+            processes_path=str(run_folder / "processes.jsonl"),
+            counter_path=str(run_folder / "jobs" / f"{cell.id}.counter"),
+            workers=experiment.workers,
+            locustfile=locustfile_of(load, folder).name,
+        )
+        jobs.append(job)
+    first, *others = jobs
     if cells[0].mix is not None:
         return replace(first, others=others)
-    stages = [
-        JobStage(each.cell, each.load_name, each.load.users, each.load.duration_s or 0.0) for each in [first, *others]
-    ]
+    stages = [JobStage(each.cell, each.load_name, each.load.users, each.load.duration_s or 0.0) for each in jobs]
     return replace(first, stages=stages if others else [])
-
-
-def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
-    """Return the job of a cell. `endpoint`: None for one without a server. Raises HarnessError, ServerError."""
-    scenario, folder = running.scenario, running.experiment.folder
-    served = None if endpoint is None else endpoint.served_by
-    words = single_token_words(running, cell.server, endpoint)
-    load, prompts = scenario.loads[cell.load], scenario.prompts
-    trace = None if load.trace is None else (folder / load.trace.file).resolve()
-    marks = None if trace is None else trace.with_name("processes.jsonl")
-    run_folder = running.folder.resolve()
-    return Job(
-        run=running.id[-4:],  # the random part
-        cell=cell.id,
-        load_name=cell.load,
-        load=load,
-        model=(served and served.model) or scenario.model,
-        prompts=prompts,
-        prompt_file=str(folder / prompts.file) if prompts.file else None,
-        trace_file=None if trace is None else str(trace),
-        trace_marks=str(marks) if marks is not None and marks.is_file() else None,
-        prompt_lengths=list(pairs_of(prompts.tokens, folder)),
-        output_lengths=list(pairs_of(load.output_tokens, folder)),
-        words=list(words),
-        seed=scenario.seed,
-        salt=salt_words(running.id, running.salt_source(cell.id), words) if prompts.salt else None,
-        warmup=warmup_of(scenario, load),
-        api_key_env=scenario.api_key_env,
-        simulated=served is not None and served.simulated,
-        requests_path=str(run_folder / "requests.jsonl"),
-        processes_path=str(run_folder / "processes.jsonl"),
-        counter_path=running.counter_path(cell.id),
-        workers=running.experiment.workers,
-        locustfile=locustfile_of(load, folder).name,
-    )
 
 
 OFFLINE_PROCESS = 1  # the process id of an offline job in its container
@@ -373,7 +389,7 @@ def _run_offline(running: Running, cell: Cell) -> CellRun:
 
     Raises ServerError, RunError.
     """
-    job = make_job(running, cell, None)
+    job = prepare_job(running, [cell], None)
     if job.warmup.until is not None:  # an offline job has no steady state
         job = replace(job, warmup=Warmup(requests=wave_size(job.load)))
     write_job(job, running.job_path(job.cell))

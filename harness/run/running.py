@@ -153,16 +153,8 @@ class Running(msgspec.Struct, frozen=True):
     def job_path(self, cell: str) -> Path:
         return self.folder.resolve() / "jobs" / f"{cell}.json"
 
-    def counter_path(self, cell: str) -> str:
-        return str(self.folder.resolve() / "jobs" / f"{cell}.counter")
-
     def log_path(self, cell: str) -> Path:
         return self.folder / "logs" / f"{cell}.locust.log"
-
-    def salt_source(self, cell: str) -> str:
-        """Return the source of the prompts' salt. It differs after a resume: a server may cache the earlier prompts."""
-        resumed = len(self.file.manifest.resumed)
-        return f"{cell}/{resumed}" if resumed else cell
 
 
 def create_run(

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -11,10 +12,16 @@ from harness.base.engines import engines
 from harness.base.errors import HarnessError
 from harness.base.files import COMPOSE, read_text
 from harness.scenario import Scenario
-from harness.serve.compose_file import GATEWAY, SERVER, make_url, parse_compose, parse_port
+from harness.serve.compose_file import SERVER, make_url, parse_compose, parse_port
 from harness.serve.engine import get_local_digests
-from harness.serve.lemonade import vllm_model_name
-from harness.serve.template import add_services, find_server, get_container_port, prepare_server, render_server
+from harness.serve.template import (
+    PreparedServer,
+    add_services,
+    find_server,
+    get_container_port,
+    prepare_server,
+    render_server,
+)
 
 _NO_GROUPS_NOTE = [
     "group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. Put in what",
@@ -28,32 +35,15 @@ def server_document(scenario: Scenario, server_name: str) -> str:
     return render_server(server, scenario.model, port=get_container_port(server))
 
 
-class Upstream(NamedTuple):
-    """The target of a load generator in the server's network."""
-
-    service: str  # the gateway if there is one, else the server
-    url: str
-    model: str  # as requests name it
-    simulated: bool
-    prepared: bool  # whether other services must end before the server starts
-
-
-def find_upstream(scenario: Scenario, server_name: str) -> Upstream:
-    """Return the target of a server's load in its Compose network. Raises HarnessError for an offline job."""
-    server, compose = find_server(scenario, server_name), prepare_server(scenario, server_name).file
-    serving = compose.serving
-    if serving.offline:
+def prepare_upstream(scenario: Scenario, server_name: str) -> PreparedServer:
+    """Return a server that a load generator of its Compose file can load. Raises HarnessError for an offline job."""
+    prepared = prepare_server(scenario, server_name)
+    if prepared.file.serving.offline:
         raise HarnessError(
             f"the server '{server_name}' is an offline job, which `harness run` gives its requests",
             next_step="Choose another of the scenario's servers with --server.",
         )
-    service, port = (
-        (SERVER, get_container_port(server))
-        if server.gateway is None
-        else (GATEWAY, get_container_port(server.gateway))
-    )
-    model = scenario.model if serving.lemonade is None else vllm_model_name(serving.lemonade.model)
-    return Upstream(service, f"http://{service}:{port}", model, serving.simulated, bool(compose.preparations))
+    return prepared
 
 
 def compose_document(
@@ -69,8 +59,8 @@ def compose_document(
     compose = parse_compose(server_document(scenario, server_name))
     if grafana:
         path = compose.serving.metrics
-        target = None if path is None else MonitoringTarget(f"{SERVER}:{get_container_port(server)}", path)
-        text = add_services(text, make_monitoring(target))
+        url = None if path is None else f"http://{SERVER}:{get_container_port(server)}{path}"
+        text = add_services(text, make_monitoring(url))
     ports = {name: parse_port(service.ports[0]) for name, service in compose.services.items() if service.ports}
     head = head + [f"{name}: {make_url(port.address, port.host)}" for name, port in sorted(ports.items())]
     images = [locust["image"], *(service.image for service in compose.services.values())]
@@ -82,13 +72,6 @@ def compose_document(
 
 METRICS_PORT = 9646  # of the load generator, in the network of the Compose file only
 GRAFANA_PORT = 3000
-
-
-class MonitoringTarget(NamedTuple):
-    """A server whose metrics Prometheus reads."""
-
-    address: str  # HOST:PORT in the network of the Compose file
-    path: str
 
 
 @cache
@@ -139,20 +122,20 @@ def make_dashboard() -> dict[str, Any]:
     return {**_read_monitoring()["files"]["grafana-dashboard"], "panels": found}
 
 
-def make_prometheus_config(generator: str, server: MonitoringTarget | None) -> dict[str, Any]:
-    """Return the configuration of Prometheus. `generator`: HOST:PORT of the load generator's metrics."""
-    jobs = [{"job_name": "load", "static_configs": [{"targets": [generator]}]}]
-    if server is not None:
-        jobs.append(
-            {"job_name": "server", "metrics_path": server.path, "static_configs": [{"targets": [server.address]}]}
-        )
+def make_prometheus_config(load_url: str, server_url: str | None) -> dict[str, Any]:
+    """Return the configuration of Prometheus, with the addresses of the metrics of load generator and server."""
+    urls = {"load": urlsplit(load_url)} | ({} if server_url is None else {"server": urlsplit(server_url)})
+    jobs = [
+        {"job_name": name, "metrics_path": url.path, "static_configs": [{"targets": [url.netloc]}]}
+        for name, url in urls.items()
+    ]
     return {"global": {"scrape_interval": "2s", "scrape_timeout": "2s"}, "scrape_configs": jobs}
 
 
-def make_monitoring(server: MonitoringTarget | None) -> dict[str, Any]:
-    """Return the services and configs to add to a Compose file."""
+def make_monitoring(server_url: str | None) -> dict[str, Any]:
+    """Return the services and configs to add to a Compose file. `server_url`: of the server's metrics."""
     files = _read_monitoring()["files"] | {
-        "prometheus": make_prometheus_config(f"locust:{METRICS_PORT}", server),
+        "prometheus": make_prometheus_config(f"http://locust:{METRICS_PORT}/metrics", server_url),
         "grafana-dashboard": make_dashboard(),
     }
     # JSON is YAML as well. Compose replaces $NAME in contents; `$$` is a literal `$`.

@@ -7,6 +7,7 @@ The facts come from Lemonade's sources and from a server built from them; docs/l
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ from harness.base.summary import Reason, because
 from harness.base.trust import open_session
 from harness.base.units import count
 from harness.failures.unexpected_response import decode_json, error_message, parse_model_ids
+from harness.records.manifest import ServedBy
 from harness.serve import probe
 from harness.serve.compose_file import LemonadeSettings
 from harness.serve.containers import FETCH_S, Shell, advise_on_message, make_load_error
@@ -183,14 +185,6 @@ class ListedModel(Struct, frozen=True):
     downloaded: bool | None = False
 
 
-class _ListedName(Struct, frozen=True):
-    id: str
-
-
-class _ModelList(Struct, frozen=True):
-    data: list[_ListedName] = []
-
-
 def find_model(api: Api, model: str) -> ListedModel | ServerError:
     """Return a model by its name, or the error that Lemonade does not have it, with the most similar name."""
     refusal = ""
@@ -204,8 +198,10 @@ def find_model(api: Api, model: str) -> ListedModel | ServerError:
         except UNDECODABLE:
             pass
         refusal = refusal or error_message(response.content)
-    known = api.read(f"{API_PREFIX}/models?show_all=true", _ModelList) or _ModelList()
-    close = closest_name(bare_name(model), [entry.id for entry in known.data[:MAX_LISTED_MODELS]])
+    known = []
+    with suppress(requests.RequestException, ValueError):
+        known = parse_model_ids(api.get(f"{API_PREFIX}/models?show_all=true").content)
+    close = closest_name(bare_name(model), known[:MAX_LISTED_MODELS])
     hint = f" Did you mean '{close}'?" if close else ""
     return ServerError(f"Lemonade does not have '{model}': {refusal}", next_step=f"{advise_on_message(refusal)}{hint}")
 
@@ -221,17 +217,9 @@ def find_canonical_name(api: Api, model: str) -> str:
     return next((name for name in candidates if api.read(f"{API_PREFIX}/models/{name}", object) is not None), model)
 
 
-class LoadedModel(Struct, frozen=True):
-    """A model that is loaded."""
-
-    model: str  # id to send: vLLM knows no other name
-    version: str  # of Lemonade, with the backend's name; only the backend knows its own version
-    max_parallel: int | None  # requests that Lemonade serves at once
-
-
 def bring_up_model(
     api: Api, settings: LemonadeSettings, watch: StartupWatch, deadline: float, timer: PhaseTimer
-) -> LoadedModel:
+) -> ServedBy:
     """Install the backend, download the model and load it. `deadline` is on the monotonic clock.
 
     A load may end after the deadline, as Lemonade itself allows. `timer` gets the phases "install" and "download" if
@@ -300,16 +288,11 @@ def _choose_backend(system: LemonadeSystem, recipe: str, wanted: str | None) -> 
     return (choices[0], states[choices[0]]) if choices else (None, "")
 
 
-class _Installed(Struct, frozen=True):
-    action: str | None = None
-
-
 def _find_install_error(answer: requests.Response, name: str) -> ServerError | None:
     """Return why the backend is not installed. A kernel without the fix gives status 200 with an `action`."""
-    try:
-        action = msgspec.json.decode(answer.content, type=_Installed).action
-    except UNDECODABLE:
-        action = None
+    action = None
+    with suppress(ValueError, LookupError, TypeError):
+        action = str(decode_json(answer.content)["action"] or "")
     if answer.status_code == 200 and not action:
         return None
     detail = action or error_message(answer.content)
@@ -320,8 +303,12 @@ def _find_install_error(answer: requests.Response, name: str) -> ServerError | N
     )
 
 
-def describe_loaded_model(api: Api, model: str, running: RunningModel, version: str | None) -> LoadedModel:
-    """Return the facts of a loaded model, whichever client loaded it. `version` is Lemonade's."""
+def describe_loaded_model(api: Api, model: str, running: RunningModel, version: str | None) -> ServedBy:
+    """Return the facts of a loaded model, whichever client loaded it. `version` is Lemonade's.
+
+    `model` of the result is the name to send: vLLM knows no other. `version` also names the backend, without the
+    backend's own version. `max_parallel` is the number of requests that Lemonade serves at once.
+    """
     system = get_system_info(api)
     threads = system.devices.cpu.threads
     backend = running.recipe_options.get(f"{running.recipe}_backend")  # unless the load used Lemonade's default
@@ -330,7 +317,8 @@ def describe_loaded_model(api: Api, model: str, running: RunningModel, version: 
     names = f"Lemonade {version or '(unknown version)'}, {':'.join(filter(None, (running.recipe, backend)))}"
     if running.recipe == "vllm":  # knows one name only; llama-server answers to any
         model = running.get_option("--served-model-name") or vllm_model_name(find_canonical_name(api, model))
-    return LoadedModel(model, names, None if threads is None else count_server_threads(threads))
+    max_parallel = None if threads is None else count_server_threads(threads)
+    return ServedBy(url=api.url, model=model, version=names, max_parallel=max_parallel)
 
 
 def _post_or_raise(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> requests.Response:
@@ -399,7 +387,7 @@ def _describe_progress(data: bytes) -> str:
     return f"downloading {event.file[:200] or 'the model'}: {event.percent:.0f} % of {event.bytes_total / 1e9:.1f} GB"
 
 
-def find_running_model(url: str, model: str | None, key: str | None) -> LoadedModel | None:
+def find_running_model(url: str, model: str | None, key: str | None) -> ServedBy | None:
     """Return `model` at a running Lemonade, or the only loaded model; None if the server is not Lemonade.
 
     A model that is not loaded yet is loaded with the options that its owner saved, because loading is never part of a

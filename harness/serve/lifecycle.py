@@ -50,7 +50,6 @@ MAX_MISSES, _RETRY_INTERVAL_S = 3, 0.3  # a full listen queue can refuse one con
 class Endpoint(Struct, frozen=True, kw_only=True):
     """A server that answers."""
 
-    url: str  # as this host reaches it, without a slash at the end
     started: ServedBy  # as it was when it became ready
     read_status: StatusReader
     metrics_url: str | None = None
@@ -58,6 +57,11 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     network: str | None = None  # Docker network of the server's container
     network_url: str | None = None  # as a container in that network reaches it
     container: Container | None = None  # of the server itself; None: a process, or a server that already ran
+
+    @property
+    def url(self) -> str:
+        """The server's address as this host reaches it, without a slash at the end."""
+        return self.started.url
 
     @property
     def served_by(self) -> ServedBy:
@@ -126,13 +130,14 @@ class ServerStart(Struct, frozen=True):
     """Everything that is needed to start a server, or the gateway in front of it."""
 
     server: Server
-    compose: ComposeFile
+    compose: ComposeFile  # in which secrets are only names
     model: str
-    name: str  # of the service
-    log_path: Path
+    log: LogFile
+    labels: dict[str, str]  # of its containers
     api_key: str | None
     key_name: str | None  # the environment variable that has the API key
     on_progress: Callable[[str], None]
+    name: str = SERVER  # of the service
 
     @property
     def service(self) -> Service:
@@ -150,23 +155,27 @@ class ServerStart(Struct, frozen=True):
         self, served: ServedBy, container: Container | None = None, monitor: LemonadeMonitor | None = None
     ) -> ServedBy:
         """Return `served` with the settings that the server reports."""
-        metrics_url, api_key = self.metrics_url(served.url), self.api_key
         return record_facts(
-            served, self.log_path, metrics_url=metrics_url, api_key=api_key, container=container, monitor=monitor
+            served,
+            self.log.path,
+            metrics_url=self.metrics_url(served.url),
+            api_key=self.api_key,
+            container=container,
+            monitor=monitor,
         )
 
 
 def prepare_start(
-    scenario: Scenario, server_name: str, cell_id: str, run_folder: Path, on_progress: Callable[[str], None]
+    scenario: Scenario, server_name: str, run_id: str, cell_id: str, run_folder: Path, say: Callable[[str], None]
 ) -> ServerStart:
     """Write the server's Compose file into the run directory, and register its secrets."""
     prepared = write_compose_file(scenario, server_name, run_folder)
-    log_path = run_folder / "logs" / f"{cell_id}.server.log"
-    key_name = scenario.api_key_env
-    api_key = read_api_key(key_name)
+    log = LogFile(run_folder / "logs" / f"{cell_id}.server.log")
     # A server may repeat what it got from the environment, in its log or in an error.
     redact.register_secrets(collect_secrets(msgspec.to_builtins(prepared.file), os.environ))
-    return ServerStart(prepared.server, prepared.file, scenario.model, SERVER, log_path, api_key, key_name, on_progress)
+    labels, key_name = make_labels(run_id, cell_id), scenario.api_key_env
+    key = read_api_key(key_name)
+    return ServerStart(prepared.server, prepared.file, scenario.model, log, labels, key, key_name, say)
 
 
 @contextlib.contextmanager
@@ -184,10 +193,10 @@ def serve(
     Writes compose/SERVER.yaml and logs/CELL.server.log into the run directory. SIGTERM and SIGHUP act like Ctrl-C.
     Raises ServerError if the server does not become ready, HarnessError for an unusable template or variable.
     """
-    start = prepare_start(scenario, server_name, cell_id, run_folder, on_progress)
+    start = prepare_start(scenario, server_name, run_id, cell_id, run_folder, on_progress)
     if start.serving.offline:
         raise HarnessError(f"the server '{server_name}' is an offline job: only `harness run` can use it")
-    running = _serve_container(start, run_id, cell_id) if start.server.container else _serve_process(start)
+    running = _serve_container(start) if start.server.container else _serve_process(start)
     with signals_interrupt(), running as endpoint:
         yield endpoint
 
@@ -210,7 +219,7 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
     for flag in ("--host", "--port"):
         at = arguments.index(flag)
         del arguments[at : at + 2]
-    log = LogFile(start.log_path)
+    log = start.log
     environment = {**os.environ, **service.environment}
     try:
         child = process.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
@@ -225,51 +234,43 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
         return ServerStatus() if code is None else containers.status_at_end(ExitState(exit_code=code), log)
 
     try:
-        ready = _wait_until_ready(start, url, read_status, log)
+        ready = _wait_until_ready(start, url, read_status)
         served = replace(ready, template=start.server.template, simulated=True, arguments=arguments)
         metrics_url = start.metrics_url(url)
-        yield Endpoint(url=url, started=start.record_facts(served), read_status=read_status, metrics_url=metrics_url)
+        yield Endpoint(started=start.record_facts(served), read_status=read_status, metrics_url=metrics_url)
     finally:
         process.stop(child)
         log.wait_for_end()
         child.stdout.close()
 
 
-class CellContainers(Struct, frozen=True):
-    """The Docker Engine and what the containers of a cell have in common."""
-
-    client: docker.DockerClient
-    compose: ComposeFile  # with its variables filled in, so it holds secrets: only the engine may get it
-    labels: dict[str, str]
-    logs: list[LogFile]
-
-
 @contextlib.contextmanager
-def cell_containers(start: ServerStart, filled: ComposeFile, run_id: str, cell_id: str) -> Iterator[CellContainers]:
+def cell_engine(start: ServerStart, logs: list[LogFile]) -> Iterator[docker.DockerClient]:
     """Connect to the Docker Engine, and remove the cell's containers at the end. Raises HarnessError."""
     require_consent(start.server, start.compose)
-    cell = CellContainers(connect(), filled, make_labels(run_id, cell_id), [])
-    with containers.removed_at_exit(cell.client, start.compose, cell.labels, cell.logs, start.on_progress):
-        yield cell
+    client = connect()
+    with containers.removed_at_exit(client, start.compose, start.labels, logs, start.on_progress):
+        yield client
 
 
-def start_service(start: ServerStart, cell: CellContainers, log: LogFile) -> Endpoint:
-    """Pull the image and start the container of a service; `log` follows it. Its address is not known yet.
+def start_service(
+    start: ServerStart, client: docker.DockerClient, filled: ComposeFile
+) -> tuple[Container, ServedBy, StatusReader]:
+    """Pull the image and start the container of a service. Return it with the facts that are known of it yet.
 
-    Raises ServerError.
+    `filled` has its variables filled in, so it holds secrets: only the engine may get it. Raises ServerError.
     """
-    cell.logs.append(log)
-    names = [start.name, *(cell.compose.preparations if start.name == SERVER else [])]
+    names = [start.name, *(filled.preparations if start.name == SERVER else [])]
     timer = PhaseTimer()
-    images = [ensure_image(cell.client, cell.compose.services[name].image, start.on_progress) for name in names]
+    images = [ensure_image(client, filled.services[name].image, start.on_progress) for name in names]
     timer.finish("pull")
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
-        containers.create_network_and_volumes(cell.client, cell.compose, cell.labels)
-    container = containers.start_container(cell.client, cell.compose, start.name, cell.labels)
+        containers.create_network_and_volumes(client, filled, start.labels)
+    container = containers.start_container(client, filled, start.name, start.labels)
     timer.finish("create")
-    containers.follow_log(container, log)
-    service = start.service  # in which secrets are only names
+    containers.follow_log(container, start.log)
+    service = start.service
     served = ServedBy(
         url="",
         template=start.serving.template,
@@ -281,57 +282,54 @@ def start_service(start: ServerStart, cell: CellContainers, log: LogFile) -> End
         notes=make_access_notes(start.compose) if start.name == SERVER else [],
         phases=timer.phases,
     )
-    read_status = containers.make_status_reader(container, log)
-    return Endpoint(url="", started=served, read_status=read_status, container=container)
+    return container, served, containers.make_status_reader(container, start.log)
 
 
 @contextlib.contextmanager
-def _serve_container(start: ServerStart, run_id: str, cell_id: str) -> Iterator[Endpoint]:
+def _serve_container(start: ServerStart) -> Iterator[Endpoint]:
     filled = compose_file.fill_variables(start.compose, os.environ)  # a missing variable is an error before a long pull
-    with cell_containers(start, filled, run_id, cell_id) as cell:
-        server = _start_and_wait(start, cell)
+    logs = [start.log]
+    with cell_engine(start, logs) as client:
+        server = _start_and_wait(start, client, filled)
         if start.compose.serving.gateway is None:
             yield server
         else:
-            log_path = start.log_path.with_suffix("").with_suffix(".gateway.log")
-            gateway = _start_and_wait(replace(start, name=GATEWAY, log_path=log_path), cell)
+            logs.append(LogFile(start.log.path.with_suffix("").with_suffix(".gateway.log")))
+            gateway = _start_and_wait(replace(start, name=GATEWAY, log=logs[-1]), client, filled)
             yield _join_gateway(gateway, server)
 
 
-def _start_and_wait(start: ServerStart, cell: CellContainers) -> Endpoint:
+def _start_and_wait(start: ServerStart, client: docker.DockerClient, filled: ComposeFile) -> Endpoint:
     """Start the server or its gateway, and wait until it is ready. Raises ServerError."""
-    port = compose_file.parse_port(cell.compose.services[start.name].ports[0])
-    log = LogFile(start.log_path)
-    service = start_service(start, cell, log)
-    container, read_status = service.container, service.read_status
-    assert container is not None
+    container, created, read_status = start_service(start, client, filled)
+    port = compose_file.parse_port(filled.services[start.name].ports[0])
     host_port = containers.find_host_port(container, port)
     if host_port is None:
-        raise containers.make_death_error(read_status(True), log)
+        raise containers.make_death_error(read_status(True), start.log)
     url = compose_file.make_url(port.address, host_port)
-    filled_start = replace(start, compose=replace(start.compose, serving=cell.compose.serving))
-    ready = _wait_until_ready(filled_start, url, read_status, log)
+    filled_start = replace(start, compose=replace(start.compose, serving=filled.serving))
+    ready = _wait_until_ready(filled_start, url, read_status)
     monitor = None
     if start.serving.lemonade is not None:
         assert ready.model is not None
         monitor = LemonadeMonitor(Api(url, start.api_key), ready.model, container)
     container.reload()
     served = replace(
-        service.started,
+        created,
         url=url,
         version=ready.version,
         model=ready.model,
         max_parallel=ready.max_parallel,
-        phases=service.started.phases + ready.phases,
+        phases=created.phases + ready.phases,
     )
-    return replace(
-        service,
-        url=url,
+    return Endpoint(
         started=_mark_simulated(start.record_facts(served, container, monitor)),
+        read_status=read_status,
         metrics_url=start.metrics_url(url) if monitor is None else None,
         monitor=monitor,
-        network=containers.network_name(cell.labels),
+        network=containers.network_name(start.labels),
         network_url=f"http://{start.name}:{port.container}",
+        container=container,
     )
 
 
@@ -349,9 +347,8 @@ def _join_gateway(gateway: Endpoint, server: Endpoint) -> Endpoint:
         death = gateway.read_status(now).death
         return status if death is None else ServerStatus(replace(death, of_gateway=True))
 
-    url, network_url, front = gateway.url, gateway.network_url, gateway.started
-    started = replace(server.started, url=url, model=front.model, gateway=front)
-    return replace(server, url=url, network_url=network_url, started=started, read_status=read_status)
+    started = replace(server.started, url=gateway.url, model=gateway.started.model, gateway=gateway.started)
+    return replace(server, network_url=gateway.network_url, started=started, read_status=read_status)
 
 
 @contextlib.contextmanager
@@ -409,18 +406,19 @@ def attach_to_server(
         if loaded is None:
             monitor, metrics_url = None, own_metrics_url
         else:
-            monitor = LemonadeMonitor(Api(served.url, api_key), loaded.model, None)
+            assert served.model is not None
+            monitor = LemonadeMonitor(Api(served.url, api_key), served.model, None)
             served = replace(served, version=loaded.version, max_parallel=loaded.max_parallel)
         served = _mark_simulated(record_facts(served, metrics_url=own_metrics_url, api_key=api_key, monitor=monitor))
-    return Endpoint(url=served.url, started=served, read_status=read_status, metrics_url=metrics_url, monitor=monitor)
+    return Endpoint(started=served, read_status=read_status, metrics_url=metrics_url, monitor=monitor)
 
 
-def _wait_until_ready(start: ServerStart, url: str, read_status: StatusReader, log: LogFile) -> ServedBy:
+def _wait_until_ready(start: ServerStart, url: str, read_status: StatusReader) -> ServedBy:
     def find_death() -> ServerError | None:
         status = read_status(False)
-        return None if status.death is None else containers.make_death_error(status, log)
+        return None if status.death is None else containers.make_death_error(status, start.log)
 
-    watch = StartupWatch(find_death, log, start.server.startup_timeout_s, start.on_progress)
+    watch = StartupWatch(find_death, start.log, start.server.startup_timeout_s, start.on_progress)
     return wait_ready(url, start.serving, start.model, watch, api_key=start.api_key, key_name=start.key_name)
 
 
@@ -447,21 +445,19 @@ def wait_ready(
         timer.finish("port open")
         _wait_for_http(session, url + serving.health, deadline, watch, key_name, healthy=True)
         timer.finish("health")
-        loaded = None
+        served = ServedBy(url=url, model=model)
         if serving.lemonade is not None:
-            loaded = bring_up_model(Api(url, api_key), serving.lemonade, watch, deadline, timer)
-            model = loaded.model
+            served = bring_up_model(Api(url, api_key), serving.lemonade, watch, deadline, timer)
         if serving.load is not None:
             _load_model(url, serving.load, model, post, watch, timer)
         try:
-            model, version = probe.request_first_answer(url, model, session, post, key_name)
+            model, version = probe.request_first_answer(url, served.model, session, post, key_name)
         except ServerError as error:
             refused = StartError(error.what, next_step=error.next_step, detail=error.detail)
             raise watch.find_death() or refused from None
         timer.finish("first answer")
-        version = loaded.version if loaded is not None else probe.get_version(url, session, serving.version) or version
-        max_parallel = None if loaded is None else loaded.max_parallel
-        return ServedBy(url=url, model=model, version=version, phases=timer.phases, max_parallel=max_parallel)
+        version = served.version or probe.get_version(url, session, serving.version) or version
+        return replace(served, model=model, version=version, phases=timer.phases)
 
 
 def _load_model(url: str, load: LoadCall, model: str, post: Post, watch: StartupWatch, timer: PhaseTimer) -> None:

@@ -16,8 +16,9 @@ from harness.records.manifest import Phase, ServedBy
 from harness.scenario import Scenario
 from harness.serve import containers
 from harness.serve.compose_file import SERVER, ComposeFile, Config, ConfigMount, fill_variables
+from harness.serve.containers import StatusReader
 from harness.serve.engine import DOCKER_ERRORS, make_docker_error
-from harness.serve.lifecycle import Endpoint, cell_containers, prepare_start, start_service
+from harness.serve.lifecycle import ServerStart, cell_engine, prepare_start, start_service
 
 SCRIPT, REQUESTS, ANSWERS = "/opt/offline/job.py", "/opt/offline/requests.jsonl", "/tmp/answers.jsonl"
 STATUS_INTERVAL_S = 0.5
@@ -69,18 +70,16 @@ def run_offline(
 
     Writes compose/SERVER.yaml and logs/CELL.server.log. Raises ServerError when the job fails.
     """
-    start = prepare_start(scenario, server_name, cell_id, run_folder, on_progress)
+    start = prepare_start(scenario, server_name, run_id, cell_id, run_folder, on_progress)
     filled = _add_files(fill_variables(start.compose, os.environ), requests)
-    with signals_interrupt(), cell_containers(start, filled, run_id, cell_id) as cell:
-        log = containers.LogFile(start.log_path)
-        job = start_service(start, cell, log)
-        assert job.container is not None
-        _wait_until_ended(job, log, start.server.startup_timeout_s, on_progress)
-        head, results = _read_answers(job.container)
-        phases = [*job.started.phases, Phase(name="load", seconds=head.loaded_s - head.monotonic_s)]
-        served = replace(job.started, url="none: offline", version=head.version, model=start.model, phases=phases)
-        job.container.reload()
-        return OfflineOutcome(served_by=start.record_facts(served, job.container), head=head, results=results)
+    with signals_interrupt(), cell_engine(start, [start.log]) as client:
+        container, created, read_status = start_service(start, client, filled)
+        _wait_until_ended(read_status, start)
+        head, results = _read_answers(container)
+        phases = [*created.phases, Phase(name="load", seconds=head.loaded_s - head.monotonic_s)]
+        served = replace(created, url="none: offline", version=head.version, model=start.model, phases=phases)
+        container.reload()
+        return OfflineOutcome(served_by=start.record_facts(served, container), head=head, results=results)
 
 
 def _add_files(filled: ComposeFile, requests: bytes) -> ComposeFile:
@@ -92,13 +91,12 @@ def _add_files(filled: ComposeFile, requests: bytes) -> ComposeFile:
     return replace(filled, services=filled.services | {SERVER: service}, configs=configs)
 
 
-def _wait_until_ended(
-    job: Endpoint, log: containers.LogFile, max_load_s: float, on_progress: Callable[[str], None]
-) -> None:
+def _wait_until_ended(read_status: StatusReader, start: ServerStart) -> None:
     """Wait until the job has ended well. Only the time until its model is loaded is limited. Raises ServerError."""
+    log, max_load_s = start.log, start.server.startup_timeout_s
     deadline = time.monotonic() + max_load_s
     is_loaded = False
-    while (status := job.read_status(False)).death is None:
+    while (status := read_status(False)).death is None:
         is_loaded = is_loaded or LOADED_MARK in log.text(65_536)
         if not is_loaded and time.monotonic() > deadline:
             raise StartError(
@@ -106,7 +104,7 @@ def _wait_until_ended(
                 next_step="Look at its last lines; if it only needs longer, raise startup_timeout_s in the scenario.",
                 detail=log.tail(),
             )
-        on_progress(f"offline: {log.last_line()}")
+        start.on_progress(f"offline: {log.last_line()}")
         pause(STATUS_INTERVAL_S)
     if status.death.exit_code != 0 or status.oom_killed:
         log.wait_for_end()

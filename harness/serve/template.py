@@ -302,6 +302,16 @@ class PreparedServer(Struct, frozen=True, kw_only=True):
         return list(self.service.command or [])
 
     @property
+    def front(self) -> str:
+        """The service that takes the load: the gateway if there is one, else the server."""
+        return SERVER if self.server.gateway is None else GATEWAY
+
+    @property
+    def network_url(self) -> str:
+        """The address for the load in the server's Compose network."""
+        return f"http://{self.front}:{get_container_port(self.server.gateway or self.server)}"
+
+    @property
     def gives_gpus(self) -> bool:
         """Whether the container gets the devices of GPUs."""
         devices = map(compose_file.parse_device, self.service.devices)

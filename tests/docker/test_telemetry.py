@@ -46,7 +46,7 @@ def container(client: docker.DockerClient, image: str, tmp_path: Path) -> Iterat
 
 def endpoint(container: Container) -> Endpoint:
     url = "http://gpu-box:8000"
-    return Endpoint(url=url, started=ServedBy(url=url), read_status=lambda now: ServerStatus(), container=container)
+    return Endpoint(started=ServedBy(url=url), read_status=lambda now: ServerStatus(), container=container)
 
 
 def test_a_container_on_this_machine_is_measured_by_its_control_group(container: Container, tmp_path: Path) -> None:

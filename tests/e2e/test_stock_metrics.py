@@ -21,7 +21,7 @@ from harness.base.process import free_port
 from harness.imports.write import import_file
 from harness.load.live_metrics import ALL
 from harness.load.live_outputs import LATENCIES
-from harness.serve.document import MonitoringTarget, list_panels, make_prometheus_config
+from harness.serve.document import list_panels, make_prometheus_config
 from tests.support.command import PATIENCE_S, Done, called, until
 from tests.support.load_runs import by_hand, end, log_of, start
 from tests.unit.load.test_live_outputs import samples_of
@@ -126,8 +126,7 @@ def test_a_real_prometheus_reads_them(tmp_path: Path, engine: str) -> None:
         reason = "Prometheus is not installed (apt install prometheus)"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
     with loaded(tmp_path, engine) as url:
-        target = url.removeprefix("http://").removesuffix("/metrics")
-        config = make_prometheus_config(target, MonitoringTarget(engine.removeprefix("http://"), "/metrics"))
+        config = make_prometheus_config(url, f"{engine}/metrics")
         (tmp_path / "prometheus.yml").write_text(json.dumps(config))
         port = free_port()
         command = [program, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/tsdb"]

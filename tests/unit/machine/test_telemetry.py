@@ -253,7 +253,7 @@ def test_a_run_on_a_machine_with_a_busy_gpu(tmp_path: Path) -> None:
 
 def test_whose_telemetry_can_be_had() -> None:
     def endpoint(url: str) -> Endpoint:
-        return Endpoint(url=url, started=ServedBy(url=url), read_status=lambda now: ServerStatus())
+        return Endpoint(started=ServedBy(url=url), read_status=lambda now: ServerStatus())
 
     for url in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8", f"http://{socket.gethostname()}:80"):
         assert find_telemetry_files(endpoint(url)) is not None
