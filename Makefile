@@ -9,18 +9,13 @@ IMAGE := amd-llm-load:local
 BASE ?= python:3.11-slim
 TEST_PROCESSES ?= 4
 WITHOUT_TIERS := --ignore tests/docker --ignore tests/real --ignore tests/lemonade --ignore tests/browser
-# First the tests that must run alone, then the others, several at once.
-PYTEST := $(BIN)/python -m pytest
-tests = $(PYTEST) $(1) $(PYTEST_ARGS) || status=$$?
-all = status=0; set -x; $(call tests,$(1) -m alone); \
-	$(call tests,$(1) -m "not alone" --dist loadfile --no-loadscope-reorder --numprocesses $(TEST_PROCESSES)); \
-	exit $$status
+PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS) --dist loadfile --no-loadscope-reorder
 
 # Where it is set, each of the many processes of the tests compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install dev test test-fast test-nightly engines lint format image lock sbom clean
+.PHONY: help demo install dev test test-all test-fast test-nightly lint format image lock sbom clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -32,17 +27,18 @@ install: $(VENV)/installed ## Install into a virtual environment (.venv)
 
 dev: $(VENV)/installed-dev ## Install what the tests need, too
 
-test: lint engines ## Run every tier of tests that this machine supports; report the others, with the reason
-	@$(call all)
+test: lint test-all ## Run every tier of tests that this machine supports; report the others, with the reason
+
+test-all: dev # The engines are set up while the tests run that need none; the others wait for them.
+	@tests/support/engines/setup-for-tests & \
+	HARNESS_TEST_SETUP=$$! $(PYTEST) -m "not alone" --numprocesses $(TEST_PROCESSES); status=$$?; wait; exit $$status
 
 test-fast: dev ## Run the tests that need neither Docker nor real engines nor a browser
-	@$(call all,$(WITHOUT_TIERS))
+	$(PYTEST) -m "not alone" $(WITHOUT_TIERS) --numprocesses $(TEST_PROCESSES)
 
 test-nightly: ## Run `make test` with the slow tests and all draws of the simulations (CONTRIBUTING.md lists them)
 	NIGHTLY=1 $(MAKE) test
-
-engines: # What the tests with containers and real engines need, where this machine supports them
-	tests/support/engines/setup-for-tests
+	NIGHTLY=1 $(PYTEST) -m alone
 
 lint: dev ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

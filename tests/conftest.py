@@ -1,12 +1,16 @@
 """Tiers: what a machine cannot carry is skipped with the reason there, and fails where CI promises to carry it."""
 
+import functools
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling  # type: ignore[import-untyped]
 
@@ -78,10 +82,12 @@ class _ByFile(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def _place(item: pytest.Item) -> int:
-    """Where in the queue: first what takes longest, then what waits most, while others use the cores."""
-    if item.path.parent.name in ("real", "lemonade", "docker"):
-        return 1 if item.path.parent.name == "docker" else 0
-    return 2 if item.path.stem in LONGEST else 3
+    """Where in the queue: first what takes longest; containers when their engines are likely to be set up."""
+    if item.path.parent.name in ("real", "lemonade"):
+        return 0
+    if item.path.stem in LONGEST:
+        return 1
+    return 2 if item.path.parent.name == "docker" else 3
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
@@ -90,24 +96,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    absent: dict[str, str | None] = {}
     if not NIGHTLY:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     items.sort(key=_place)
-    for item in items:
-        tier = item.path.relative_to(HERE).parts[0]
-        if tier not in TIERS:
-            continue
-        if tier not in absent:
-            absent[tier] = TIERS[tier]()
-        reason = absent[tier]
-        # Debian sid changes each day, and its package may be broken: nothing else may leave out a tier of CI.
-        is_excused = tier == "lemonade" and LEMONADE_ABSENT.exists()
-        if reason is not None and os.environ.get("CI") and not is_excused:
-            pytest.exit(f"CI must carry the tier tests/{tier}, but {reason}", returncode=1)
-        if reason is not None:
-            item.add_marker(pytest.mark.skip(reason=f"tests/{tier}: {reason}"))
+
+
+@functools.cache
+def _absent(tier: str) -> str | None:
+    """Why this machine cannot run a tier. `make test` sets the engines up meanwhile: this waits for the end of that."""
+    setup = int(os.environ.get("HARNESS_TEST_SETUP", 0))
+    with suppress(psutil.NoSuchProcess):
+        while setup and tier != "browser" and psutil.Process(setup).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.5)
+    return TIERS[tier]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    tier = item.path.relative_to(HERE).parts[0]
+    reason = _absent(tier) if tier in TIERS else None
+    if reason is None:
+        return
+    # Debian sid changes each day, and its package may be broken: nothing else may leave out a tier of CI.
+    if os.environ.get("CI") and not (tier == "lemonade" and LEMONADE_ABSENT.exists()):
+        pytest.fail(f"CI must carry the tier tests/{tier}, but {reason}", pytrace=False)
+    pytest.skip(f"tests/{tier}: {reason}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
