@@ -74,11 +74,12 @@ LONGEST = {  # of the tests without containers: started first, so that the end d
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """One process runs all tests of a file, so that what they share is made once; and all those with real engines."""
+    """One process runs all tests of a file, so that what they share is made once; and all of a tier with engines."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "real" if path.split("/")[-2] in ("real", "lemonade") else path
+        folder = path.split("/")[-2]
+        return folder if folder in ("real", "lemonade") else path
 
 
 def _place(item: pytest.Item) -> int:
@@ -129,7 +130,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         versions = (LEMONADE / "versions").read_text().splitlines()
         terminalreporter.write_line(f"tests/lemonade: tested with {', '.join(versions)} of Debian sid")
     reports = terminalreporter.stats.get("skipped", [])
-    reasons = {report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)}
+    reasons = {report.longrepr[2].removeprefix("Skipped: ") for report in reports if isinstance(report.longrepr, tuple)}
     for reason in sorted(reasons):
         terminalreporter.write_line(f"NOT RUN on this machine: {reason}", red=True)
 

@@ -91,6 +91,7 @@ def test_an_unknown_flag_is_named(on_vllm: Lemond) -> None:
     assert cause is not None and cause.id == "cli.unknown_flag" and "--no-such-flag" in cause.cause
 
 
+@pytest.mark.nightly  # a start of vLLM for Lemonade's own words
 def test_an_argument_that_lemonade_sets_is_refused(on_vllm: Lemond) -> None:
     body = {"model_name": "user.Tiny", "vllm_args": "--enable-prefix-caching"}
     answer = requests.post(on_vllm.url + "/api/v1/load", json=body, timeout=PATIENCE_S)

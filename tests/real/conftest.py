@@ -12,7 +12,7 @@ from tests.support.engines.paths import QWEN3_100M
 Say = Callable[[str], None]
 LIMIT_GIB, SHARE = 8, 0.4  # the memory of vLLM's container, and vLLM's share of it
 SEQUENCES = 4  # at once in vLLM: ten at a time must queue
-BATCHES = {"one-at-a-time": (1, 6), "four-at-a-time": (4, 12), "ten-at-a-time": (10, 20)}  # size, requests
+BATCHES = {"one-at-a-time": (1, 3), "four-at-a-time": (4, 8), "ten-at-a-time": (10, 20)}  # size, requests
 TOKENS = 16  # of every answer of these
 WORK: dict[str, Any] = {"user": "batch", "batch_size": 4, "requests": 12}
 CHOICES = ("response_format", "structured_outputs")  # ways to send them

@@ -20,6 +20,7 @@ from tests.real.parts import (
     left_behind,
     llamacpp,
     outcome,
+    predicted,
     run,
     run_folder,
     running,
@@ -27,6 +28,7 @@ from tests.real.parts import (
     write_scenario,
 )
 from tests.support.command import PATIENCE_S, until
+from tests.support.engines.paths import QWEN3_4M
 
 LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 16}}
 LONG = {
@@ -110,6 +112,9 @@ def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Pat
     say(f"{ran.said}\n{ran.error}\nnoticed and ended after {noticed:.1f} s, over after {took:.1f} s")
     assert (ran.code, ran.manifest.status) == (ExitCode.INVALID, "invalid")
     assert first.served_by.exit_code is not None and not first.served_by.oom_killed
+    known = first.served_by.startup
+    assert known is not None
+    assert (known.kv_cache_gib, known.kv_cache_tokens, known.max_concurrency) == (1.0, *predicted(QWEN3_4M, 1))
     died = "r1-s-bursts: the server died during the load: it ended with exit code "
     (reason,) = [reason for reason in sentences(ran.manifest.reasons) if reason.startswith(died)]
     assert reason.endswith(": vLLM's engine process was killed or crashed without a word, since its log says no reason")

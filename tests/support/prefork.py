@@ -2,7 +2,8 @@
 
 Two servers fork: one has imported the command line and the embedded engine, the other Locust. A fork is a process of
 its own as a started script is: own session, folder, environment, file limit, command line, output and exit code.
-Where the requesting process dies, its forks get SIGTERM, as `harness.base.process.start` asks of the kernel.
+Where the requesting process dies, its forks get SIGTERM, and their groups SIGKILL later, which
+`harness.base.process.start` asks of the kernel and of a shell that guards the program: a fork has no such shell.
 `Popen` takes the place of `subprocess.Popen`: in the tests' own process, and in every fork.
 """
 
@@ -51,6 +52,7 @@ _COMMANDS = (
 PRELOADED = {"harness": _COMMANDS, "locust": ("harness.analysis.derive",)}
 KINDS = tuple(PRELOADED)
 ANSWER_BYTES = 20
+ORPHAN_GRACE_S = 10  # as in harness.base.process
 MAINS = {"harness": "harness.__main__", "harness.simulated": "harness.simulated.__main__", "locust": "locust.main"}
 
 
@@ -94,12 +96,17 @@ def _program(command: object, env: Mapping[str, str], preexec_fn: object) -> tup
         return None
     if any(_ENVIRONMENT.get(key) != env.get(key) for key in {*_ENVIRONMENT, *env} if _read_at_start(key)):
         return None
-    words = [str(word) for word in command]
+    words = _unguarded(command)
     if words[0] == SCRIPT:
         return None if env.get("PYTHONPATH") != _ENVIRONMENT.get("PYTHONPATH") else ("harness", words)
     if words[0] == sys.executable and words[1] == "-m" and words[2] in MAINS:
         return words[2], words[2:]
     return None
+
+
+def _unguarded(command: list[Any]) -> list[str]:
+    """The words of a command without the shell that `harness.base.process.start` puts before it."""
+    return [str(word) for word in (command[4:] if command[:2] == ["sh", "-c"] else command)]
 
 
 def _read_at_start(key: str) -> bool:
@@ -121,7 +128,7 @@ class Popen(subprocess.Popen[Any]):
         request = {
             "module": module,
             "argv": argv,
-            "shown": [str(word) for word in args],
+            "shown": _unguarded(args),
             "cwd": str(cwd or os.getcwd()),
             "env": environment,
             "parent": os.getpid(),
@@ -171,9 +178,14 @@ def _attend(request: dict[str, Any], out: int, err: int, answers: int, *servers:
     poll, ended = _poll(), os.pidfd_open(pid)
     poll.register(ended, select.POLLIN)
     with contextlib.suppress(ProcessLookupError):
-        poll.register(os.pidfd_open(request["parent"]), select.POLLIN)
+        poll.register(parent := os.pidfd_open(request["parent"]), select.POLLIN)
     if ended not in [fd for fd, _ in poll.poll()]:
         os.kill(pid, signal.SIGTERM)  # the requesting process died
+        poll.unregister(parent)
+        poll.poll(ORPHAN_GRACE_S * 1000)
+        _select([], [], [], 2)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(_waitpid(pid, 0)[1])
     with contextlib.suppress(BrokenPipeError):
         os.write(answers, f"{code:{ANSWER_BYTES}}".encode())
