@@ -52,23 +52,47 @@ def kv_bytes(size: ModelSize, context: float) -> float:
     return (size.kv_token_bytes or 0) * context + size.sliding_token_bytes * kept
 
 
-def decode_bound(size: ModelSize, gpu: GpuSpec, *, users: float = 1, context: float = 0, gpus: int = 1) -> float:
+def decode_bound(
+    size: ModelSize, gpu: GpuSpec, *, users: float = 1, context: float = 0, gpus: int = 1, spread: bool = False
+) -> float:
     """Return the most output tokens a second of all users together.
 
     The weights are read once a step, the KV cache of each user once. For mixtures of experts it counts the experts of
-    one user, so that it stays a bound.
+    one user, so that it stays a bound; with `spread` it estimates those of all, which routers choose independently.
     """
     step_bytes = size.read_bytes + users * kv_bytes(size, context)
+    if spread and size.routed_bytes:
+        step_bytes += size.routed_bytes * (1 - (1 - size.routed_share) ** users - size.routed_share)
     step_s = step_bytes / (gpu.bandwidth_gb_s * 1e9 * gpus)
-    if size.params is not None:
-        step_s = max(step_s, users * 2 * size.params / (compute_flops(size, gpu) * gpus))
+    flops = compute_flops(size, gpu)
+    if size.params is not None and flops is not None:
+        step_s = max(step_s, users * 2 * size.params / (flops * gpus))
     return users / step_s
 
 
-def compute_flops(size: ModelSize, gpu: GpuSpec) -> float:
-    """Return the operations a second for the model's type of numbers."""
-    fast = gpu.fp8_tflops if size.number_bits in (4, 8) else None
-    return (fast or gpu.fp16_tflops) * 1e12
+def typical_decode(bound_tok_s: float) -> tuple[float, float]:
+    """Return the range of tok/s of one user that engines usually reach."""
+    low, high = TYPICAL_DECODE
+    return (SMALL_NORMAL if bound_tok_s > SMALL_MODEL_TOK_S else low) * bound_tok_s, high * bound_tok_s
+
+
+def ttft_floor(size: ModelSize, gpu: GpuSpec, tokens: float, gpus: int = 1) -> tuple[float, float | None]:
+    """Return the least seconds to the first token after `tokens` uncached prompt tokens: by bandwidth, by compute.
+
+    Attention, which grows with the square of the length, is not counted, so it stays a floor.
+    """
+    read_s = size.read_bytes / (gpu.bandwidth_gb_s * 1e9 * gpus)
+    flops = compute_flops(size, gpu)
+    if size.params is None or flops is None:
+        return read_s, None
+    return read_s, 2 * (size.params - size.head_params) * tokens / (flops * gpus)
+
+
+def compute_flops(size: ModelSize, gpu: GpuSpec) -> float | None:
+    """Return the operations a second for the model's type of numbers; None where they are not known."""
+    by_bits = {4: gpu.fp4_tflops or gpu.fp8_tflops, 8: gpu.fp8_tflops}
+    tflops = by_bits.get(size.number_bits or 16) or gpu.fp16_tflops
+    return None if tflops is None else tflops * 1e12
 
 
 def share(data: RunData, cell: CellData) -> Share | None:
@@ -155,6 +179,7 @@ def run_model(ran: CellRun) -> ModelSize | None:
         name=name,
         weights_bytes=weights,
         read_bytes=weights * share,
+        routed_bytes=weights if share < 1 else 0,
         routed_share=share,
         doubts=["the input embedding, which a token does not read, is included"],
     )

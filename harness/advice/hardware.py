@@ -9,8 +9,11 @@ from typing import Any
 import msgspec
 import yaml
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.base.errors import HarnessError, did_you_mean
+from harness.base.files import read_bytes
+from harness.base.units import GIB
 
 
 class GpuSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,8 +27,9 @@ class GpuSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     bus_bits: int | None = None  # of an APU, as of `memory`
     memory: str | None = None
     bandwidth_gb_s: float  # 1e9 bytes a second
-    fp16_tflops: float  # dense; also of bfloat16
-    fp8_tflops: float | None = None  # None: no faster than FP16
+    fp16_tflops: float | None  # dense; also of bfloat16; None: not known
+    fp8_tflops: float | None = None  # also of INT8; None: no faster than FP16
+    fp4_tflops: float | None = None
     source: str | None = None
 
     @property
@@ -73,16 +77,45 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def identify_gpu(card: Mapping[str, Any]) -> GpuSpec | None:
-    """Return the GPU of a machine, as `list_gpus` yields it: of its target, the one with the nearest size.
+    """Return the GPU of a machine, as `list_gpus` yields it: of its target, the one with the nearest sizes.
 
     None for a target that is not in the table.
     """
     of_target = [spec for spec in gpu_specs() if spec.target == card.get("target")]
     units, vram = card.get("compute_units"), card.get("vram_bytes")
 
-    def distance(spec: GpuSpec) -> tuple[float, float, bool]:
-        by_units = abs(spec.compute_units - units) if spec.compute_units and units else 0
-        by_memory = abs(spec.memory_gib - vram / (1 << 30)) if spec.memory_gib and vram else 0
-        return by_units, by_memory, not spec.default
+    def distance(spec: GpuSpec) -> tuple[int, float, bool]:
+        by_units = abs(spec.compute_units / units - 1) if spec.compute_units and units else 0
+        by_memory = abs(spec.memory_gib * GIB / vram - 1) if spec.memory_gib and vram else 0
+        return (by_units > 0) + (by_memory > 0.05), by_units + by_memory, not spec.default
 
     return min(of_target, key=distance, default=None)
+
+
+_MEMORY_DEVICE = 17  # of the SMBIOS specification (DSP0134), section 7.18
+
+
+def fitted_memory(spec: GpuSpec, root: Path = Path("/")) -> tuple[GpuSpec, str] | None:
+    """Return an APU with the bandwidth of the memory that is fitted, and its description.
+
+    None for a card with memory of its own, and where the kernel does not show the memory, which needs root.
+    """
+    if spec.bus_bits is None:
+        return None
+    bits, speed_mt_s = 0, 0
+    for path in sorted((root / "sys/firmware/dmi/entries").glob(f"{_MEMORY_DEVICE}-*/raw"))[:64]:
+        try:
+            raw = read_bytes(path)
+        except OSError:
+            return None
+        if len(raw) < 0x22:
+            continue
+        width, size, speed = (int.from_bytes(raw[at : at + 2], "little") for at in (0x0A, 0x0C, 0x20))
+        if size and 0 < width < 0xFFFF and 0 < speed < 0xFFFF:
+            bits += width
+            speed_mt_s = max(speed_mt_s, speed)
+    if not speed_mt_s:
+        return None
+    bits = min(bits, spec.bus_bits)
+    fitted = replace(spec, bandwidth_gb_s=speed_mt_s * bits / 8 / 1000)
+    return fitted, f"the fitted memory, {bits} bit at {speed_mt_s:,} MT/s"

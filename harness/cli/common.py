@@ -20,7 +20,7 @@ from harness.base.files import pretty_json
 from harness.base.redact import printable
 
 COMMANDS = {  # in the order of use
-    "Before a run": ("init", "list", "check", "doctor", "memory"),
+    "Before a run": ("init", "list", "check", "doctor", "expect"),
     "Measure": ("run", "capacity", "live", "compose", "worker"),
     "After a run": ("report", "compare", "plan", "results", "export", "import"),
     "When something is wrong": ("explain", "clean"),
@@ -29,13 +29,15 @@ COMMANDS = {  # in the order of use
 NEEDS = {
     "metrics_url": "url", "ca": "url", "bind": "workers", "about": "baseline",
     "every": "times",
-    "max_model_len": "model", "max_num_seqs": "model", "free": "total", "total": "free",
+    "free": "total", "total": "free", "active_params": "params", "bits": "params", "image": "measure",
 }  # fmt: skip
 EXCLUDES = {
     "resume": ("model", "repeats", "checks", "workers", "bind", "times"),
     "times": ("junit",),
     "across": ("against", "about"),
     "history": ("against", "about", "across", "checks"),
+    "params": ("model",),
+    "measure": ("gpu", "bandwidth", "root"),
 }  # fmt: skip
 _JUNIT_CASES = {  # group and name of the case in the JUnit output of a command that failed
     "report": ("validity", "the run is VALID"),

@@ -1,4 +1,4 @@
-"""Commands without a run of their own: explain a log, estimate memory, run load workers."""
+"""Commands without a run of their own: explain a log, say what the hardware allows, run load workers."""
 
 import sys
 from collections.abc import Iterator
@@ -61,45 +61,78 @@ def _open_log(log: str) -> Iterator[BinaryIO]:
         yield file
 
 
-@cli.command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
-def memory(
+@cli.command(short_help="What the hardware allows: what fits, how fast it can be, whether a speed is normal.")
+def expect(
     model: Annotated[
-        str | None, cli.option("MODEL", "A model's folder, or a hub id in this machine's Hugging Face cache.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="A model's folder, a hub id in this machine's cache, or a GGUF file."),
     ] = None,
-    max_model_len: Annotated[
-        int | None, cli.option("N", "Longest request in tokens (default: the model's).", min=1)
+    params: Annotated[str | None, cli.option("N", "Instead of a model: its parameters, such as 14B.")] = None,
+    bits: Annotated[str, cli.option("TYPE", "With --params: 16, 8 or 4 bit, or FP8, AWQ, Q4_K_M, Q8_0, MXFP4.")] = "16",
+    active_params: Annotated[str | None, cli.option("N", "With --params: those of one token, such as 3B.")] = None,
+    gpu: Annotated[str | None, cli.option("NAME", "Another GPU: 7900 XTX, Strix Halo, MI300X, gfx1151.")] = None,
+    bandwidth: Annotated[
+        float | None, cli.option("GB/S", "Another memory bandwidth.", min=0.1, max=1e6, callback=cli.check_finite)
     ] = None,
-    max_num_seqs: Annotated[int | None, cli.option("N", "Requests that are to run at once.", min=1)] = None,
-    tensor_parallel: Annotated[int, cli.option("N", "GPUs that share the model.", min=1)] = 1,
+    tensor_parallel: Annotated[int, cli.option("N", "GPUs that share the model.", min=1, max=1024)] = 1,
+    context: Annotated[
+        int | None, cli.option("N", "Tokens of a request, prompt and answer.", min=1, max=100_000_000)
+    ] = None,
+    users: Annotated[int, cli.option("N", "Requests that run at once.", min=1, max=1_000_000)] = 1,
+    measured: Annotated[
+        float | None, cli.option("TOK/S", "A speed, of all users together: is it normal?", min=0.001, max=1e9)
+    ] = None,
+    measure: Annotated[bool, cli.flag("--measure", "Measure this machine's read bandwidth, and keep it.")] = False,
+    image: Annotated[
+        str | None, cli.option("NAME", "With --measure: an image with torch (default: the pinned one of vLLM).")
+    ] = None,
     kv_cache_dtype: Annotated[str, cli.option("TYPE", "As vLLM's: auto, bfloat16, float16, fp8.")] = "auto",
     free: Annotated[
         float | None,
-        cli.option("GIB", "Instead of this machine's: as vLLM's log has it.", min=0, callback=cli.check_finite),
+        cli.option("GIB", "Instead of this machine's memory: as vLLM's log has it.", min=0, callback=cli.check_finite),
     ] = None,
     total: Annotated[float | None, cli.option("GIB", "Belongs to --free.", min=0, callback=cli.check_finite)] = None,
     as_json: cli.JsonOpt = False,
     root: Annotated[Path, cli.option("DIR", "Where /proc and /sys are.", callback=cli.check_root)] = Path("/"),
 ) -> None:
-    """The largest gpu_memory_utilization with which vLLM starts now, how it was computed, and what is left for a model.
+    """What fits into this machine's memory, how fast a model can be at most, and whether a measured speed is normal.
 
-    Exit code 4 when the model does not fit, or when nothing is left.
+    Nothing is started or downloaded. Exit code 4 when the model does not fit, or when no memory is left.
     """
-    from harness.machine.memory import ServerSettings, estimate_memory, format_estimate
+    from harness.advice.answer import Question, answer, format_answer
 
-    wish = ServerSettings(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        tensor_parallel=tensor_parallel,
+    question = Question(
+        model=model,
+        params=params,
+        active_params=active_params,
+        bits=bits,
+        gpu=gpu,
+        bandwidth_gb_s=bandwidth,
+        gpus=tensor_parallel,
+        context=context,
+        users=users,
+        measured_tok_s=measured,
         kv_cache_dtype=kv_cache_dtype,
+        memory_gib=None if free is None or total is None else (free, total),
     )
-    given = None if free is None or total is None else (free, total)
-    answer = estimate_memory(wish, model, given, root)
+    found = answer(question, root, _measure_bandwidth(image) if measure else None)
     if as_json:
-        cli.print_json(answer)
+        cli.print_json(found)
     else:
-        cli.console().print("\n".join(format_estimate(answer)), soft_wrap=True)
-    if answer.fits is False:
+        cli.console().print("\n".join(format_answer(found)), soft_wrap=True)
+    if found.fits is False:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _measure_bandwidth(image: str | None) -> float:
+    from harness.advice.bandwidth import measure_cpu, store_measured
+    from harness.machine.gpus import list_gpus
+    from harness.serve.bandwidth import measure_gpu
+    from harness.serve.template import find_pin
+
+    gb_s = measure_gpu(image or find_pin("vllm-rocm").image) if any(list_gpus()) else measure_cpu()
+    store_measured(gb_s)
+    return gb_s
 
 
 @cli.command(short_help="Run load workers for a remote master.")

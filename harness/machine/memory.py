@@ -1,7 +1,7 @@
-"""Estimate the safe share of GPU memory for vLLM, and whether a model fits."""
+"""The memory that GPUs allocate from, and the share of it that is safe for vLLM."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Literal
@@ -14,18 +14,6 @@ from harness.base.reasons import sentence
 from harness.base.summary import Reason, because
 from harness.base.units import GIB, gib
 from harness.machine.gpus import Gpu, list_gpus, read_meminfo, read_number, select_serving_gpus
-from harness.machine.model import (
-    DTYPE_BYTES,
-    Capacity,
-    Layout,
-    ModelShape,
-    compute_capacity,
-    find_model,
-    make_layout,
-    measure_weights,
-    read_model,
-    require_known_dtype,
-)
 
 PAGE_BYTES = 4096  # of x86-64, as every APU
 
@@ -100,14 +88,11 @@ def _read_pool(root: Path, gpu: Gpu, limit: int | None, available: int | None) -
     )
 
 
-# Memory of vLLM besides weights and KV cache: the peak of activations, graphs, the runtime. Observed on Radeon and
-# Strix Halo at common settings; only vLLM's own profiling at its start knows the value.
-OTHER_BYTES = (int(1.1 * GIB), int(2.6 * GIB))
 CONTEXT_BYTES = GIB  # of the HIP runtime, allocated before vLLM checks the free memory
 
 Source = Literal["driver", "given"]
 NO_GPU = "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
-COMPUTE_ELSEWHERE = "`harness memory --free GIB --total GIB` computes it from the two numbers that vLLM's log tells."
+COMPUTE_ELSEWHERE = "`harness expect --free GIB --total GIB` computes it from the two numbers that vLLM's log tells."
 
 
 class SafeShare(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -130,76 +115,18 @@ class SafeShare(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return 0 if self.utilization is None else int(self.total_bytes * self.utilization)
 
 
-class ModelFit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a model fits into the memory of each GPU. Ranges are a pessimistic and an optimistic estimate."""
-
-    model: str
-    gpus: int
-    max_model_len: int
-    max_num_seqs: int | None = None
-    weights_bytes: int | None = None
-    token_bytes: int | None = None
-    request_bytes: int | None = None  # of one request of maximum length
-    kv_bytes: tuple[int, int] | None = None  # None without a share or without known weights
-    capacity: tuple[Capacity, Capacity] | None = None
-    fits: bool | None = None  # whether vLLM will start; None: unknown
-    unknown: list[str] = []
-    advice: list[str] = []
-
-
-class MemoryEstimate(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The output of `harness memory --json`."""
-
-    pools: list[Pool] = []
-    share: SafeShare | None = None
-    room: ModelFit | None = None
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether memory is left and the model, if there is one, fits; None: unknown."""
-        if self.share is not None and self.share.utilization is None:
-            return False
-        return None if self.room is None else self.room.fits
-
-
-class ServerSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The wanted settings of the server."""
-
-    max_model_len: int | None = None  # None: the model's own
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 8192
-    tensor_parallel: int = 1
-    kv_cache_dtype: str = "auto"
-
-
 MAX_GIB = 1 << 20  # no machine has more, and a float of more is not exact to the byte
 
 
-def estimate_memory(
-    wish: ServerSettings, model: str | None = None, given: tuple[float, float] | None = None, root: Path = Path("/")
-) -> MemoryEstimate:
-    """The share of the GPU memory that vLLM may use, and what it leaves for `model` (a folder, or a hub id).
-
-    `given`: free and total memory in GiB, instead of this machine's. Raises HarnessError for a model that cannot be
-    read, and without a GPU unless there is a model, whose memory is known without one.
-    """
-    require_known_dtype(wish.kv_cache_dtype)
-    read = None if model is None else read_model(find_model(model), model)
-    gpus = wish.tensor_parallel
-    pools: list[Pool] = []
-    if given is None:
-        pools = list_pools(root)
-        share = compute_share(pools, tensor_parallel=gpus) if pools or read is None else None
-    else:
-        free, total = given
-        if not (math.isfinite(free) and math.isfinite(total) and free <= MAX_GIB and 0 < total <= MAX_GIB):
-            raise HarnessError(
-                f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96",
-                next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
-            )
-        sizes = [int(Decimal(str(size)) * GIB) for size in given]
-        share = compute_pool_share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
-    return MemoryEstimate(pools=pools, share=share, room=None if read is None else estimate_fit(read, share, wish))
+def compute_given_share(free_gib: float, total_gib: float, gpus: int = 1) -> SafeShare:
+    """Return the share for two sizes in GiB, as vLLM prints them. Raises HarnessError for impossible ones."""
+    if not (math.isfinite(free_gib) and math.isfinite(total_gib) and free_gib <= MAX_GIB and 0 < total_gib <= MAX_GIB):
+        raise HarnessError(
+            f"--free {free_gib:g} --total {total_gib:g}: two sizes in GiB are expected, as in 76.45 and 96",
+            next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
+        )
+    free, total = (int(Decimal(str(size)) * GIB) for size in (free_gib, total_gib))
+    return compute_pool_share(free, max(1, total), source="given", gpus=gpus)
 
 
 def compute_share(pools: list[Pool], *, tensor_parallel: int = 1) -> SafeShare:
@@ -269,101 +196,12 @@ def _explain_share(free: int, total: int, reserve: int, host: int | None, utiliz
     return because("memory_share", text, free_bytes=free, reserve_bytes=reserve, **values)
 
 
-def estimate_fit(
-    model: ModelShape,
-    share: SafeShare | None,
-    settings: ServerSettings = ServerSettings(),  # noqa: B008 - a frozen value
-) -> ModelFit:
-    """Return how the model fits into the share. Raises HarnessError if the maximum length is unknown."""
-    length = settings.max_model_len or model.longest
-    if length is None:
-        raise HarnessError(
-            f"{model.name}: its config.json does not tell the greatest length of a request",
-            next_step="Give it: --max-model-len N.",
-        )
-    unknown = list(model.unknown)
-    weights = measure_weights(model.folder)
-    if weights is None:
-        unknown.append("the size of the weights: there are no safetensors of it on this machine")
-    else:
-        weights = -(-weights // settings.tensor_parallel)
-    if model.longest is not None and length > model.longest:
-        unknown.append(f"whether vLLM takes {length:,} tokens: the model's own limit is {model.longest:,}")
-    layout = _choose_layout(model, settings, unknown)
-    kv_bytes: tuple[int, int] | None = None
-    capacity: tuple[Capacity, Capacity] | None = None
-    fits: bool | None = None
-    if share is not None and weights is not None:
-        rest = share.budget_bytes - weights
-        kv_bytes = (rest - OTHER_BYTES[1], rest - OTHER_BYTES[0])
-        if layout is not None:
-            pessimistic, optimistic = (compute_capacity(layout, size, length) for size in kv_bytes)
-            capacity = (pessimistic, optimistic)
-            fits = True if pessimistic.fits else None if optimistic.fits else False
-        if kv_bytes[1] <= 0:
-            fits = False
-    fit = ModelFit(
-        model=model.name,
-        gpus=settings.tensor_parallel,
-        max_model_len=length,
-        max_num_seqs=settings.max_num_seqs,
-        weights_bytes=weights,
-        token_bytes=None if layout is None else layout.token_bytes,
-        request_bytes=None if layout is None else layout.request_bytes(length),
-        kv_bytes=kv_bytes,
-        capacity=capacity,
-        fits=fits,
-        unknown=unknown,
-    )
-    return structs.replace(fit, advice=_list_advice(fit, model.longest or length))
-
-
-def _choose_layout(model: ModelShape, settings: ServerSettings, unknown: list[str]) -> Layout | None:
-    """Return the layout of the KV cache; None, with the reason in `unknown`, if it is not known."""
-    if settings.kv_cache_dtype not in DTYPE_BYTES:
-        unknown.append(f"the size of a number as {settings.kv_cache_dtype} in the KV cache")
-        return None
-    number_bytes = DTYPE_BYTES[settings.kv_cache_dtype] or model.kv_bytes
-    if model.geometry is None or number_bytes is None:
-        return None
-    if model.geometry.latent and number_bytes == 1:
-        unknown.append("the KV cache per token: a latent as fp8 also has scales, in a layout of its own")
-        return None
-    return make_layout(
-        model.geometry,
-        number_bytes,
-        tensor_parallel=settings.tensor_parallel,
-        in_flight=2 * settings.max_num_batched_tokens,  # one batch is computed while the next is prepared
-    )
-
-
-def _list_advice(fit: ModelFit, longest: int) -> list[str]:
-    """Return what to do if the model, or the wanted number of concurrent requests, does not fit."""
-    capacity = fit.capacity[0] if fit.capacity is not None else None
-    if fit.kv_bytes is not None and (fit.kv_bytes[0] <= 0 or (capacity is not None and not capacity.fits)):
-        choices = ["a smaller or quantised model", "more GPUs (--tensor-parallel-size)", "--kv-cache-dtype fp8"]
-        if capacity is not None and capacity.longest:
-            choices.append(f"a shorter --max-model-len (at most {min(capacity.longest, longest)})")
-        return [f"take {', '.join(choices)}, or free memory"]
-    if capacity is not None and fit.max_num_seqs is not None and capacity.concurrency < fit.max_num_seqs:
-        count = int(capacity.concurrency)
-        fact = f"{count} requests of {fit.max_model_len:,} tokens fit at once, and the others wait"
-        return [f"{fact}: --max-num-seqs {count} makes that certain"]
-    return []
-
-
-def format_estimate(estimate: MemoryEstimate) -> list[str]:
-    """Return the whole estimate, in lines."""
-    lines = [format_pool(pool) for pool in estimate.pools]
-    lines += [NO_GPU] if estimate.share is None else format_share(estimate.share)
-    return lines + (format_fit(estimate.room) if estimate.room is not None else [])
-
-
 def format_pool(pool: Pool) -> str:
     """Return one line on a GPU's memory."""
     kind = "memory" if pool.kind is None else "pages of the host (GTT)" if pool.unified else "VRAM"
-    text = f"{pool.render_node or 'GPU'} {pool.target}: {_gib(pool.free_bytes)} of {_gib(pool.total_bytes)} {kind} free"
-    return text + (f"; {_gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
+    sizes = f"{known_gib(pool.free_bytes)} of {known_gib(pool.total_bytes)}"
+    text = f"{pool.render_node or 'GPU'} {pool.target}: {sizes} {kind} free"
+    return text + (f"; {known_gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
 
 
 def format_share(share: SafeShare) -> list[str]:
@@ -373,40 +211,10 @@ def format_share(share: SafeShare) -> list[str]:
     if share.utilization is None:
         head = "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
     else:
-        head = f"--gpu-memory-utilization {share.utilization} ({_gib(share.budget_bytes)}{several})"
+        head = f"--gpu-memory-utilization {share.utilization} ({known_gib(share.budget_bytes)}{several})"
     doubts = [f"  doubt: {text}" for text in share.doubts]
     return [head, f"  {sentence(share.formula)}", *doubts]
 
 
-def format_fit(fit: ModelFit) -> list[str]:
-    """Return how the model fits, in lines."""
-    lines = [f"{fit.model}{', on each GPU' if fit.gpus > 1 else ''}:", f"  weights: {_gib(fit.weights_bytes)}"]
-    if fit.request_bytes is not None:
-        each = f"{fit.token_bytes:,} bytes a token, " if fit.token_bytes is not None else ""
-        lines.append(f"  KV cache: {each}{_gib(fit.request_bytes)} for a request of {fit.max_model_len:,} tokens")
-    if fit.kv_bytes is not None:
-        lines.append(
-            f"  left for the KV cache: {_format_range(_gib(max(0, size)) for size in fit.kv_bytes)} "
-            f"(an estimate: activations and graphs take {OTHER_BYTES[0] / GIB:.1f} to {OTHER_BYTES[1] / GIB:.1f} GiB, "
-            "which vLLM finds out at start)"
-        )
-    if fit.capacity is not None:
-        tokens = _format_range(f"{capacity.tokens:,}" for capacity in fit.capacity)
-        concurrency = _format_range(f"{capacity.concurrency:.2f}x" for capacity in fit.capacity)
-        lines.append(f"  KV cache size: {tokens} tokens")
-        lines.append(f"  concurrency for {fit.max_model_len:,} tokens per request: {concurrency}")
-    if fit.fits is not None:
-        lines.append(f"  {'it fits' if fit.fits else 'it does NOT fit'}")
-    elif fit.capacity is not None:
-        lines.append("  whether it fits is decided by what vLLM needs besides")
-    lines += [f"  unknown: {text}" for text in fit.unknown]
-    return lines + [f"  to do: {text}" for text in fit.advice]
-
-
-def _gib(size: int | None) -> str:
+def known_gib(size: int | None) -> str:
     return "unknown" if size is None else gib(size, 2)
-
-
-def _format_range(values: Iterable[str]) -> str:
-    first, last = values
-    return first if first == last else f"{first} to {last}"

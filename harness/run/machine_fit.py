@@ -12,6 +12,8 @@ from typing import Any
 
 from msgspec import structs
 
+from harness.advice.fit import ServerSettings, estimate_fit, format_fit
+from harness.advice.model import find_model, read_model
 from harness.base.engines import find_template, vllm_accepts
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import DOCS
@@ -30,8 +32,7 @@ from harness.machine.gpus import (
     read_gfx_table,
     select_container_gpus,
 )
-from harness.machine.memory import SafeShare, ServerSettings, compute_share, estimate_fit, format_fit, list_pools
-from harness.machine.model import find_model, read_model
+from harness.machine.memory import SafeShare, compute_share, list_pools
 from harness.run.experiment import Experiment
 from harness.scenario import Server
 from harness.serve.compose_file import Service, parse_device

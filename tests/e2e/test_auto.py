@@ -12,7 +12,7 @@ from harness.run.machine_fit import resolve_auto
 from tests.support.command import harness, write
 from tests.support.load_runs import composed
 from tests.support.machines import gpu, host, strix_halo_carve_out
-from tests.unit.machine.test_memory import qwen3
+from tests.unit.advice.test_fit import qwen3
 
 
 def rocm(**variables: Any) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_without_a_gpu_auto_is_refused(tmp_path: Path) -> None:
         "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
     )
     assert caught.value.next_step.startswith(
-        "Set gpu_memory_utilization to a number such as 0.75. `harness memory --free"
+        "Set gpu_memory_utilization to a number such as 0.75. `harness expect --free"
     )
     root = gpu(tmp_path / "root", 110501, vram_gib=96, gtt_gib=15, vram_used_gib=95)
     with pytest.raises(HarnessError, match="is auto, and no memory is left for vLLM"):

@@ -170,3 +170,30 @@ def test_the_bandwidth_of_several_gpus_adds_up(tmp_path: Path) -> None:
     startup = Startup(weights_gib=14e9 / (1 << 30))  # of each rank
     found = made_run(tmp_path / "run", startup=startup, effective={"tensor_parallel_size": 2})
     assert round(found.bound_tok_s, 2) == 18.29
+
+
+# Compute units, GHz, FP16 operations of a unit and clock; bits of the bus, GT/s of the memory.
+DATA_SHEETS = {
+    "Radeon 8060S": (40, 2.9, 512, 256, 8), "Radeon 8050S": (32, 2.8, 512, 256, 8),
+    "Radeon 890M": (16, 2.9, 512, 128, 7.5), "Radeon 780M": (12, 2.7, 512, 128, 7.5),
+    "Radeon RX 7900 XTX": (96, 2.5, 512, 384, 20), "Radeon RX 7900 XT": (84, 2.4, 512, 320, 20),
+    "Radeon PRO W7900": (96, 2.495, 512, 384, 18), "Radeon RX 7800 XT": (60, 2.43, 512, 256, 19.5),
+    "Radeon RX 7700 XT": (54, 2.544, 512, 192, 18), "Radeon RX 7600": (32, 2.655, 512, 128, 18),
+    "Radeon RX 9070 XT": (64, 2.97, 1024, 256, 20), "Radeon RX 9070": (56, 2.52, 1024, 256, 20),
+    "Radeon AI PRO R9700": (64, 2.92, 1024, 256, 20), "Radeon RX 9060 XT": (32, 3.13, 1024, 128, 20),
+    "Instinct MI210": (104, 1.7, 1024, 4096, 3.2), "Instinct MI250X (one die)": (110, 1.7, 1024, 4096, 3.2),
+    "Instinct MI300X": (304, 2.1, 2048, 8192, 5.2), "Instinct MI300A": (228, 2.1, 2048, 8192, 5.2),
+    "Instinct MI325X": (304, 2.1, 2048, 8192, 5.86), "Instinct MI350X": (256, 2.2, 4096, 8192, 7.8),
+    "Instinct MI355X": (256, 2.4, 4096, 8192, 7.8),
+}  # fmt: skip
+
+
+def test_the_table_agrees_with_units_clocks_and_buses() -> None:
+    assert [spec.name for spec in gpu_specs()] == [*DATA_SHEETS]
+    for spec in gpu_specs():
+        units, ghz, operations, bits, rate = DATA_SHEETS[spec.name]
+        assert spec.compute_units == units
+        assert spec.fp16_tflops == pytest.approx(units * ghz * operations / 1000, rel=0.005), spec.name
+        assert spec.bandwidth_gb_s == pytest.approx(bits / 8 * rate, rel=0.01), spec.name
+        if spec.fp8_tflops is not None and spec.fp16_tflops is not None:
+            assert spec.fp8_tflops == pytest.approx(2 * spec.fp16_tflops, rel=0.01), spec.name

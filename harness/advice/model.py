@@ -1,7 +1,7 @@
-"""A model's configuration, and the sizes of its weights and of its KV cache.
+"""A model by its files: the sizes of its weights and of its KV cache, and what a token reads of them.
 
-Source: vllm/v1/core/kv_cache_utils.py. A block holds `block` tokens of a group of layers. Layers that keep all tokens
-and layers with a sliding window are put into groups of equal size, which share one pool of blocks.
+Source of the KV cache: vllm/v1/core/kv_cache_utils.py. A block holds `block` tokens of a group of layers. Layers that
+keep all tokens and layers with a sliding window are put into groups of equal size, which share one pool of blocks.
 """
 
 import json
@@ -9,10 +9,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from harness.advice.weights import (
+    BYTES_PER_PARAM,
+    MAX_HEADER_BYTES,
+    list_safetensors,
+    read_gguf,
+    read_safetensors,
+    sum_parts,
+    sum_tensors,
+)
 from harness.base.errors import HarnessError, did_you_mean, reason_of
 from harness.base.files import read_text
+from harness.records.manifest import ModelSize
 
 # Their default head size is hidden_size / heads. Other architectures have defaults in their code.
 _DERIVED_HEAD_SIZE = {
@@ -53,17 +63,23 @@ class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     geometry: Geometry | None = None
     longest: int | None = None  # max_position_embeddings
     kv_bytes: int | None = None  # of a number in the KV cache, where --kv-cache-dtype is auto
+    weights_bytes: int | None = None  # of the files; None: they are not on this machine
+    size: ModelSize | None = None
     unknown: list[str] = []  # why something above is None
 
 
 def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
-    """Return the folder of a model: a path, or a hub id in this machine's Hugging Face cache. Nothing is downloaded.
+    """Return the folder of a model, or its GGUF file: a path, or a hub id in this machine's Hugging Face cache.
 
-    Raises HarnessError with the places that were searched.
+    Nothing is downloaded. Raises HarnessError with the places that were searched.
     """
     path = Path(os.path.expanduser(name))  # unchanged without ~
     if path.name == "config.json":
         path = path.parent
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise HarnessError(f"{path}: there is no such file", next_step="Give the GGUF file; nothing is downloaded.")
+        return path
     cache = hub_cache(environment)
     repository = cache / f"models--{name.replace('/', '--')}"
     try:
@@ -74,8 +90,8 @@ def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
         if (folder / "config.json").is_file():
             return folder
     raise HarnessError(
-        f"--model: there is no config.json of '{name}', neither as a folder nor in {cache}",
-        next_step="Give the model's folder, or download its config.json there first; nothing is downloaded here.",
+        f"there is no config.json of '{name}', neither as a folder nor in {cache}",
+        next_step="Give the model's folder, a GGUF file, or `--params 14B --bits 16`; nothing is downloaded here.",
     )
 
 
@@ -88,9 +104,11 @@ def hub_cache(environment: dict[str, str] | None = None) -> Path:
     return Path(home) / "hub"
 
 
-def read_model(folder: Path, name: str | None = None) -> ModelShape:
-    """Return a model by its folder. Raises HarnessError if its config.json cannot be read."""
-    config = _read_json(folder / "config.json")
+def read_model(path: Path, name: str | None = None) -> ModelShape:
+    """Return a model by its folder or GGUF file. Raises HarnessError if its configuration cannot be read."""
+    if path.suffix == ".gguf":
+        return _read_gguf_model(path, name)
+    config = _read_json(path / "config.json")
     nested = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), None)
     text: dict[str, Any] = nested or config
     unknown: list[str] = []
@@ -99,19 +117,195 @@ def read_model(folder: Path, name: str | None = None) -> ModelShape:
     except _UnknownError as error:
         geometry = None
         unknown.append(f"the KV cache per token: {error}")
-    quantization = config.get("quantization_config") or text.get("quantization_config") or {}
+    given = config.get("quantization_config") or text.get("quantization_config")
+    quantization: dict[str, Any] = given if isinstance(given, dict) else {}
     kv_bytes: int | None = 2  # 16 bit; vLLM converts 32 bit to 16
-    if (folder / "hf_quant_config.json").is_file() or quantization.get("kv_cache_scheme"):
+    if (path / "hf_quant_config.json").is_file() or quantization.get("kv_cache_scheme"):
         kv_bytes = None
         unknown.append("the KV cache's data type: the checkpoint may bring one of its own; give --kv-cache-dtype")
     longest = text.get("max_position_embeddings")
+    weights_bytes = measure_weights(path)
+    size = _folder_size(name or path.name, path, text, quantization, weights_bytes)
     return ModelShape(
-        name=name or folder.name,
-        folder=folder,
+        name=name or path.name,
+        folder=path,
         geometry=geometry,
         longest=longest if isinstance(longest, int) else None,
         kv_bytes=kv_bytes,
+        weights_bytes=weights_bytes,
+        size=None if size is None else with_cache(size, geometry, kv_bytes or 2),
         unknown=unknown,
+    )
+
+
+def with_cache(size: ModelSize, geometry: Geometry | None, number_bytes: int) -> ModelSize:
+    """Return the size with the KV cache that a token reads."""
+    if geometry is None:
+        return size
+    layer_bytes = geometry.kv_heads * geometry.head_size * number_bytes * (1 if geometry.latent else 2)
+    return structs.replace(
+        size,
+        kv_token_bytes=geometry.full_layers * layer_bytes,
+        sliding_token_bytes=geometry.sliding_layers * layer_bytes,
+        window=geometry.window,
+    )
+
+
+def _folder_size(
+    name: str, folder: Path, text: dict[str, Any], quantization: dict[str, Any], weights_bytes: int | None
+) -> ModelSize | None:
+    """Return what a token reads, by the headers of the files; without files by the configuration."""
+    share = _routed_share(text)
+    doubts: list[str] = []
+    if weights_bytes is not None:
+        files = list_safetensors(folder, _read_index(folder))
+        layers = text.get("num_hidden_layers")
+        bits = quantization.get("bits")
+        try:
+            return sum_tensors(
+                name,
+                read_safetensors(files, packed_bits=bits if isinstance(bits, int) and 1 <= bits <= 16 else 4),
+                layers=layers if isinstance(layers, int) else None,
+                routed_share=share,
+                weights_bytes=weights_bytes,
+            )
+        except HarnessError:
+            doubts.append("the headers of its files cannot be read: all of their bytes count")
+            return ModelSize(name=name, weights_bytes=weights_bytes, read_bytes=weights_bytes, doubts=doubts)
+    try:
+        parts = _count_parameters(text)
+    except _UnknownError:
+        return None
+    per_param, bits = _bytes_per_param(quantization)
+    doubts.append("its files are not on this machine: parameters are counted by its config.json")
+    sizes = {
+        part: (params * (2.0 if part in ("embedding", "head") else per_param), params) for part, params in parts.items()
+    }
+    return sum_parts(name, sizes, routed_share=share, number_bits=bits, doubts=doubts)
+
+
+def _routed_share(text: dict[str, Any]) -> float | None:
+    """Return the share of the routed experts that one token uses; None where config.json does not tell."""
+    used = next((text[key] for key in ("num_experts_per_tok", "moe_k", "top_k_experts") if key in text), None)
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    known = next((text[key] for key in keys if text.get(key) is not None), None)
+    if type(used) is not int or type(known) is not int or not 1 <= used <= known:
+        return None
+    return used / known
+
+
+def _bytes_per_param(quantization: dict[str, Any]) -> tuple[float, int]:
+    """Return bytes of a parameter in the layers, and the width in which it is multiplied."""
+    described = json.dumps(quantization).lower()[:100_000]
+    method = str(quantization.get("quant_method", "")).lower()
+    if not quantization:
+        return BYTES_PER_PARAM["FP16"], 16
+    if method == "mxfp4":
+        return BYTES_PER_PARAM["MXFP4"], 4
+    if method in ("fp8", "fbgemm_fp8") or '"num_bits": 8' in described or quantization.get("load_in_8bit"):
+        return BYTES_PER_PARAM["FP8"], 8
+    bits = quantization.get("bits")
+    return (bits / 8 * 1.1 if isinstance(bits, int) and 1 <= bits <= 16 else BYTES_PER_PARAM["AWQ"]), 16
+
+
+def _count_parameters(text: dict[str, Any]) -> dict[str, float]:
+    """Return the parameters of each part of a decoder with gated layers. Raises _UnknownError."""
+    hidden, layers = _parse_positive(text, "hidden_size"), _parse_positive(text, "num_hidden_layers")
+    vocabulary, heads = _parse_positive(text, "vocab_size"), _parse_positive(text, "num_attention_heads")
+    if text.get("kv_lora_rank") is not None:
+        rank, rope = _parse_positive(text, "kv_lora_rank"), _parse_positive(text, "qk_rope_head_dim")
+        key, value = _parse_positive(text, "qk_nope_head_dim"), _parse_positive(text, "v_head_dim")
+        query = text.get("q_lora_rank") or 0
+        queries = heads * (key + rope)
+        attention = hidden * query + query * queries if query else hidden * queries
+        attention += hidden * (rank + rope) + rank * heads * (key + value) + heads * value * hidden
+    else:
+        shape = parse_geometry(text | {"layer_types": None, "sliding_window": None})
+        attention = hidden * shape.head_size * (2 * heads + 2 * shape.kv_heads)
+    if (share := _routed_share(text)) is None:
+        dense = 3 * hidden * _parse_positive(text, "intermediate_size")
+        parts: dict[str, float] = {"body": layers * (attention + dense), "routed": 0.0}
+    else:
+        inner = text.get("moe_intermediate_size") or text.get("intermediate_size")
+        used = _parse_positive(text, "num_experts_per_tok")
+        experts = round(used / share)
+        first = text.get("first_k_dense_replace") or 0
+        each = 3 * hidden * _parse_positive({"moe_intermediate_size": inner}, "moe_intermediate_size")
+        shared = each * int(text.get("n_shared_experts") or 0)
+        dense = first * 3 * hidden * int(text.get("intermediate_size") or 0)
+        sparse = layers - first
+        parts = {
+            "body": layers * attention + dense + sparse * (shared + hidden * experts),
+            "routed": float(sparse * experts * each),
+        }
+    tied = text.get("tie_word_embeddings", False) is True
+    return {**parts, "embedding": vocabulary * hidden, "head": 0 if tied else vocabulary * hidden}
+
+
+_SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}  # of so many layers one keeps all tokens; in llama.cpp's code
+
+
+def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
+    keys, tensors = read_gguf(path)
+    kind = str(keys.get("general.architecture"))[:100]
+    text = {key.removeprefix(f"{kind}."): value for key, value in keys.items() if key.startswith(f"{kind}.")}
+    unknown: list[str] = []
+    try:
+        geometry = _gguf_geometry(kind, text)
+    except _UnknownError as error:
+        geometry = None
+        unknown.append(f"the KV cache per token: {error}")
+    experts, used, layers = text.get("expert_count"), text.get("expert_used_count"), text.get("block_count")
+    known = type(experts) is int and type(used) is int and 1 <= used <= experts
+    nextn = text.get("nextn_predict_layers")
+    size = sum_tensors(
+        name or path.name,
+        tensors,
+        layers=layers - (nextn if type(nextn) is int else 0) if type(layers) is int else None,
+        routed_share=used / experts if known and used is not None and experts is not None else None,
+    )
+    longest = text.get("context_length")
+    return ModelShape(
+        name=name or path.name,
+        folder=path.parent,
+        geometry=geometry,
+        longest=longest if isinstance(longest, int) else None,
+        kv_bytes=2,
+        weights_bytes=int(size.weights_bytes),
+        size=with_cache(size, geometry, 2),
+        unknown=unknown,
+    )
+
+
+def _gguf_geometry(kind: str, text: dict[str, Any]) -> Geometry:
+    """Return the geometry of the keys of a GGUF file. Raises _UnknownError."""
+    if unsupported := [key for key in text if key.startswith(("ssm.", "wkv.", "shortconv."))]:
+        raise _UnknownError(f"layers of another form ({unsupported[0]})")
+    layers, heads = _parse_positive(text, "block_count"), text.get("attention.head_count_kv")
+    if isinstance(heads, list):
+        if len(set(heads)) != 1:
+            raise _UnknownError("the number of key heads differs between layers")
+        heads = heads[0]
+    if heads is None:
+        heads = text.get("attention.head_count")
+    if text.get("attention.kv_lora_rank") is not None and heads == 1:
+        size = _parse_positive(text, "attention.key_length")
+        return Geometry(full_layers=layers, kv_heads=1, head_size=size, latent=True)
+    head_size = text.get("attention.key_length")
+    if head_size is None:
+        head_size = _parse_positive(text, "embedding_length") // _parse_positive(text, "attention.head_count")
+    found = {"heads": heads, "size": head_size}
+    window, sliding = text.get("attention.sliding_window"), 0
+    if window:
+        if kind not in _SLIDING_EVERY:
+            raise _UnknownError(f"'{kind}' has a sliding window, and the file does not tell in which layers")
+        sliding = layers - layers // _SLIDING_EVERY[kind]
+    return Geometry(
+        full_layers=layers - sliding,
+        sliding_layers=sliding,
+        window=_parse_positive(text, "attention.sliding_window") if sliding else None,
+        kv_heads=_parse_positive(found, "heads"),
+        head_size=_parse_positive(found, "size"),
     )
 
 
@@ -184,7 +378,7 @@ def _parse_positive(config: dict[str, Any], key: str) -> int:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(read_text(path))
+        config = json.loads(read_text(path, max_bytes=MAX_HEADER_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise HarnessError(f"{path}: cannot be read ({reason_of(error)})", next_step="Download it again.") from None
     if not isinstance(config, dict):
@@ -193,18 +387,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def measure_weights(folder: Path) -> int | None:
-    """Return the bytes of the safetensors; None if they are not on this machine.
+    """Return the bytes of the safetensors; None if they are not on this machine."""
+    files = list_safetensors(folder, _read_index(folder))
+    return sum(path.stat().st_size for path in files) if files else None
 
-    If a folder has an index, only its files count: repositories may also have the same weights in other forms.
-    """
+
+def _read_index(folder: Path) -> dict[str, Any] | None:
     index = folder / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        files = [folder / name for name in set(weight_map.values())] if isinstance(weight_map, dict) else []
-    if files and all(path.is_file() for path in files):
-        return sum(path.stat().st_size for path in files)
-    return None
+    return _read_json(index) if index.is_file() else None
 
 
 GPU_BLOCK = 16  # vLLM's default on a GPU

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.base.errors import HarnessError
-from harness.base.units import GIB
-from harness.machine.model import (
+from harness.advice.model import (
     Geometry,
     compute_capacity,
     find_model,
@@ -18,6 +16,8 @@ from harness.machine.model import (
     measure_weights,
     read_model,
 )
+from harness.base.errors import HarnessError
+from harness.base.units import GIB
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,

@@ -1,0 +1,463 @@
+"""The answer of `harness expect`: what fits, how fast it can be, and whether a measured speed is normal."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from harness.advice.bandwidth import read_measured
+from harness.advice.expect import (
+    TYPICAL_PREFILL,
+    Word,
+    classify,
+    decode_bound,
+    kv_bytes,
+    ttft_floor,
+    typical_decode,
+)
+from harness.advice.fit import ModelFit, ServerSettings, estimate_fit, format_fit
+from harness.advice.hardware import GpuSpec, find_gpu, fitted_memory, identify_gpu
+from harness.advice.model import ModelShape, find_model, read_model, require_known_dtype
+from harness.advice.weights import BYTES_PER_PARAM
+from harness.base.errors import HarnessError, did_you_mean
+from harness.base.units import GIB, NOTHING, figures
+from harness.machine.gpus import list_gpus, select_serving_gpus
+from harness.machine.memory import (
+    NO_GPU,
+    Pool,
+    SafeShare,
+    compute_given_share,
+    compute_pool_share,
+    compute_share,
+    format_pool,
+    format_share,
+    list_pools,
+)
+from harness.records.manifest import ModelSize
+
+CONTEXTS, USERS, PROMPTS = (512, 4096, 16384, 65536), (1, 4, 16, 64), (512, 2048, 8192)
+_WORDS: dict[Word | None, str] = {
+    "at-limit": "at the limit of the hardware",
+    "normal": "normal",
+    "slow": "slow: something is wrong",
+    None: "above what this hardware allows without speculation",
+}
+
+
+class Question(Struct, frozen=True, kw_only=True):
+    """What `harness expect` is asked."""
+
+    model: str | None = None
+    params: str | None = None  # such as 14B, as of `active_params`
+    active_params: str | None = None
+    bits: str = "16"  # or the name of a type of weights
+    gpu: str | None = None
+    bandwidth_gb_s: float | None = None
+    gpus: int = 1
+    context: int | None = None
+    users: int = 1
+    measured_tok_s: float | None = None  # of all users together
+    kv_cache_dtype: str = "auto"
+    memory_gib: tuple[float, float] | None = None  # free and total, instead of this machine's
+
+
+class ContextBound(Struct, frozen=True, kw_only=True):
+    """One user after a context of so many tokens."""
+
+    context: int
+    max_tok_s: float
+    typical_tok_s: tuple[float, float]
+
+
+class UsersBound(Struct, frozen=True, kw_only=True):
+    """Users at once, all of them together."""
+
+    users: int
+    max_tok_s: float
+    spread_max_tok_s: float | None = None  # estimate for experts that all users touch
+
+
+class PromptFloor(Struct, frozen=True, kw_only=True):
+    """The time to the first token after a prompt without a cached part."""
+
+    tokens: int
+    min_ttft_s: float
+    typical_ttft_s: tuple[float, float] | None = None  # None: the compute is not known
+
+
+class OtherWeights(Struct, frozen=True, kw_only=True):
+    """The same model in another type of weights, one user, short context."""
+
+    name: str
+    read_bytes: float
+    max_tok_s: float
+    typical_tok_s: tuple[float, float]
+    fits: bool | None  # weights, and the cache of all users; None: unknown
+
+
+class Expectation(Struct, frozen=True, kw_only=True):
+    """The output of `harness expect --json`. Missing is null."""
+
+    sentence: str
+    model: ModelSize | None = None
+    gpu: str | None = None
+    gpus: int = 1
+    bandwidth_gb_s: float | None = None  # of each GPU
+    bandwidth_source: str | None = None
+    fp16_tflops: float | None = None
+    measured_bandwidth_gb_s: float | None = None  # by `--measure` on this machine
+    context: int = 0
+    users: int = 1
+    one_user_max_tok_s: float | None = None  # after `context` tokens, as of the following
+    one_user_typical_tok_s: tuple[float, float] | None = None
+    users_max_tok_s: float | None = None
+    measured_tok_s: float | None = None
+    share: float | None = None  # measured / bound
+    word: Word | None = None
+    share_of_measured: float | None = None  # the same with the measured bandwidth
+    contexts: list[ContextBound] = []
+    many_users: list[UsersBound] = []
+    prompts: list[PromptFloor] = []
+    weights: list[OtherWeights] = []
+    pools: list[Pool] = []
+    memory: SafeShare | None = None
+    fit: ModelFit | None = None
+    doubts: list[str] = []
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether memory is left and the model, if there is one, fits; None: unknown."""
+        if self.memory is not None and self.memory.utilization is None:
+            return False
+        return None if self.fit is None else self.fit.fits
+
+
+def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | None = None) -> Expectation:
+    """Return what the hardware allows. `measured_gb_s`: read bandwidth of this machine, measured just now.
+
+    Raises HarnessError for an unknown GPU, for a model that cannot be read, and where neither is known.
+    """
+    require_known_dtype(question.kv_cache_dtype)
+    shape = _read_shape(question)
+    gpu, source, is_local = _choose_gpu(question, root, measured_gb_s)
+    pools = list_pools(root) if is_local and question.memory_gib is None else []
+    memory = _choose_memory(question, gpu, is_local, pools)
+    if shape is None and memory is None and gpu is None:
+        raise HarnessError(NO_GPU, next_step="Give --gpu NAME or --bandwidth GB/S, and a model; or measure: --measure.")
+    fit = None
+    if shape is not None and (question.context or shape.longest):
+        settings = ServerSettings(
+            max_model_len=question.context,
+            max_num_seqs=question.users if question.users > 1 else None,
+            tensor_parallel=question.gpus,
+            kv_cache_dtype=question.kv_cache_dtype,
+        )
+        fit = estimate_fit(shape, memory, settings)
+    size = None if shape is None else shape.size
+    known = Expectation(
+        sentence="",
+        model=size,
+        gpus=question.gpus,
+        context=question.context or 0,
+        users=question.users,
+        pools=pools,
+        memory=memory,
+        fit=fit,
+        doubts=[] if size is None else list(size.doubts),
+    )
+    if gpu is None:
+        speed = "" if shape is None else "No GPU of the table: its speed is not known. Give --gpu or --bandwidth."
+        return replace(known, sentence=speed)
+    if measured_gb_s is None and is_local:
+        measured_gb_s = read_measured(root)
+    known = replace(
+        known,
+        gpu=gpu.name,
+        bandwidth_gb_s=gpu.bandwidth_gb_s,
+        bandwidth_source=source,
+        fp16_tflops=gpu.fp16_tflops,
+        measured_bandwidth_gb_s=measured_gb_s,
+    )
+    if size is None or shape is None:
+        return replace(
+            known, sentence=f"{gpu.name} reads {figures(gpu.bandwidth_gb_s)} GB/s. Give a model for its speed."
+        )
+    return _with_speed(known, size, gpu, shape.longest, question.measured_tok_s)
+
+
+def _read_shape(question: Question) -> ModelShape | None:
+    if question.model is not None:
+        path = find_model(question.model)
+        return read_model(path, None if Path(question.model).expanduser().exists() else question.model)
+    if question.params is None:
+        return None
+    params = parse_params("--params", question.params)
+    active = params if question.active_params is None else parse_params("--active-params", question.active_params)
+    if active > params:
+        raise HarnessError(
+            f"--active-params: {active:.4g} are more than all ({params:.4g})", next_step="Give those of one token."
+        )
+    per_param, number_bits = parse_bits(question.bits)
+    name = f"{question.params} at {question.bits}{' bit' if question.bits.isdigit() else ''}"
+    size = ModelSize(
+        name=name,
+        weights_bytes=params * per_param,
+        read_bytes=active * per_param,
+        params=active,
+        routed_bytes=params * per_param if active < params else 0,
+        routed_share=active / params,
+        number_bits=number_bits,
+        doubts=["without the model's files the KV cache is not counted, and the input embedding is"],
+    )
+    return ModelShape(name=name, folder=Path(), weights_bytes=int(size.weights_bytes), size=size)
+
+
+def parse_params(option: str, text: str) -> float:
+    """Return a number of parameters such as 14B or 0.6b. Raises HarnessError."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([bmt]?)", text.lower())
+    params = float(match[1]) * {"b": 1e9, "m": 1e6, "t": 1e12, "": 1.0}[match[2]] if match else 0.0
+    if not 1e3 <= params <= 1e14:
+        raise HarnessError(
+            f"{option}: a number of parameters is expected (got '{text[:50]}')", next_step="Write 14B, 0.6B or 500M."
+        )
+    return params
+
+
+def parse_bits(text: str) -> tuple[float, Any]:
+    """Return bytes of a parameter and the width in which it is multiplied, for 4 or Q4_K_M. Raises HarnessError."""
+    wanted = {"16": "FP16", "BF16": "FP16", "8": "FP8", "INT8": "FP8", "4": "AWQ", "GPTQ": "AWQ"}.get(
+        text.upper(), text.upper()
+    )
+    if wanted in BYTES_PER_PARAM:
+        return BYTES_PER_PARAM[wanted], {"FP8": 8, "Q8_0": 8, "Q4_K_M": 8, "MXFP4": 4}.get(wanted, 16)
+    raise HarnessError(
+        f"--bits: '{text[:50]}' is no type of weights; {did_you_mean(wanted[:50], BYTES_PER_PARAM)}",
+        next_step="Give 16, 8 or 4, or one of these names.",
+    )
+
+
+def _choose_gpu(question: Question, root: Path, measured_gb_s: float | None) -> tuple[GpuSpec | None, str | None, bool]:
+    """Return the GPU, the source of its bandwidth, and whether it is that of this machine."""
+    if question.bandwidth_gb_s is not None:
+        by_hand = f"{figures(question.bandwidth_gb_s)} GB/s"
+        gpu = GpuSpec(names=[by_hand], target="", bandwidth_gb_s=question.bandwidth_gb_s, fp16_tflops=None)
+        if question.gpu is not None:
+            gpu = replace(find_gpu(question.gpu), bandwidth_gb_s=question.bandwidth_gb_s)
+        return gpu, "--bandwidth", False
+    if question.gpu is not None:
+        gpu = find_gpu(question.gpu)
+        source = f"data sheet, for {gpu.memory}" if gpu.memory else "data sheet"
+        if question.gpu.lower().startswith("gfx"):
+            source += f"; {question.gpu.lower()} is taken for {gpu.name}"
+        return gpu, source, False
+    cards = select_serving_gpus(list(list_gpus(root)))
+    if cards:
+        found = identify_gpu(cards[0])
+        if found is None:
+            return None, None, True
+        fitted = fitted_memory(found, root)
+        return (*fitted, True) if fitted is not None else (
+            found, f"data sheet, for {found.memory}" if found.memory else "data sheet", True
+        )  # fmt: skip
+    gb_s = measured_gb_s or read_measured(root)
+    if gb_s is None:
+        return None, None, True
+    cpu = GpuSpec(names=["this machine's CPU"], target="", bandwidth_gb_s=gb_s, fp16_tflops=None)
+    return cpu, "measured", True
+
+
+def _choose_memory(question: Question, gpu: GpuSpec | None, is_local: bool, pools: list[Pool]) -> SafeShare | None:
+    if question.memory_gib is not None:
+        return compute_given_share(*question.memory_gib, question.gpus)
+    if pools:
+        return compute_share(pools, tensor_parallel=question.gpus)
+    if is_local or gpu is None or gpu.memory_gib is None:
+        return None
+    total = gpu.memory_gib * GIB
+    return compute_pool_share(total, total, source="given", gpus=question.gpus)
+
+
+def _with_speed(
+    known: Expectation, size: ModelSize, gpu: GpuSpec, longest: int | None, measured_tok_s: float | None
+) -> Expectation:
+    context, gpus = known.context, known.gpus
+    bound = decode_bound(size, gpu, context=context, gpus=gpus)
+    total = decode_bound(size, gpu, users=known.users, context=context, gpus=gpus)
+    likely = decode_bound(size, gpu, users=known.users, context=context, gpus=gpus, spread=True)
+    counts = sorted({*USERS, known.users})
+    lengths = sorted({length for length in CONTEXTS if longest is None or length <= longest} | {context} - {0})
+    if size.kv_token_bytes is None:
+        lengths = []
+    prompts = [length for length in PROMPTS if longest is None or length <= longest]
+    found = replace(
+        known,
+        one_user_max_tok_s=bound,
+        one_user_typical_tok_s=typical_decode(bound),
+        users_max_tok_s=total,
+        contexts=[_context_bound(size, gpu, length, gpus) for length in lengths]
+        if size.kv_token_bytes is not None
+        else [],
+        many_users=[_users_bound(size, gpu, users, context or min(4096, longest or 4096), gpus) for users in counts],
+        prompts=[_prompt_floor(size, gpu, tokens, gpus) for tokens in prompts],
+        weights=list(_other_weights(size, gpu, known)),
+    )
+    if measured_tok_s is not None:
+        share = measured_tok_s / total
+        # Of experts, all users together read more than those of one.
+        word = classify(measured_tok_s / min(total, likely), bound)
+        found = replace(found, measured_tok_s=measured_tok_s, share=share, word=word)
+        if known.measured_bandwidth_gb_s:
+            own = replace(gpu, bandwidth_gb_s=known.measured_bandwidth_gb_s)
+            by_measured = decode_bound(size, own, users=known.users, context=context, gpus=gpus)
+            found = replace(found, share_of_measured=measured_tok_s / by_measured)
+    return replace(found, sentence=_sentence(found, gpu))
+
+
+def _context_bound(size: ModelSize, gpu: GpuSpec, context: int, gpus: int) -> ContextBound:
+    bound = decode_bound(size, gpu, context=context, gpus=gpus)
+    return ContextBound(context=context, max_tok_s=bound, typical_tok_s=typical_decode(bound))
+
+
+def _users_bound(size: ModelSize, gpu: GpuSpec, users: int, context: int, gpus: int) -> UsersBound:
+    bound = decode_bound(size, gpu, users=users, context=context, gpus=gpus)
+    likely = (
+        decode_bound(size, gpu, users=users, context=context, gpus=gpus, spread=True) if size.routed_bytes else None
+    )
+    return UsersBound(users=users, max_tok_s=bound, spread_max_tok_s=likely)
+
+
+def _prompt_floor(size: ModelSize, gpu: GpuSpec, tokens: int, gpus: int) -> PromptFloor:
+    read_s, compute_s = ttft_floor(size, gpu, tokens, gpus)
+    if compute_s is None:
+        return PromptFloor(tokens=tokens, min_ttft_s=read_s)
+    low, high = TYPICAL_PREFILL
+    typical = (max(read_s, compute_s / high), max(read_s / 0.6, compute_s / low))
+    return PromptFloor(tokens=tokens, min_ttft_s=max(read_s, compute_s), typical_ttft_s=typical)
+
+
+def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterable[OtherWeights]:
+    """Yield the model in the usual types of weights. vLLM keeps the output head at 16 bit, llama.cpp does not."""
+    if size.params is None:
+        return
+    total = size.weights_bytes / size.read_bytes * size.params  # parameters of all experts
+    for name, per_param in BYTES_PER_PARAM.items():
+        if name == "MXFP4":
+            continue  # a model comes with it or not
+        head = per_param if name.startswith("Q") else BYTES_PER_PARAM["FP16"]
+        change = (head - per_param) * size.head_params
+        read_bytes = per_param * size.params + change
+        weights_bytes = per_param * max(total, size.params) + change
+        other = replace(size, read_bytes=read_bytes, routed_bytes=0, number_bits=16)
+        bound = decode_bound(other, gpu, context=known.context, gpus=known.gpus)
+        fits = None
+        if known.memory is not None:
+            cache = known.users * kv_bytes(size, known.context)
+            fits = weights_bytes + cache < known.memory.budget_bytes * known.gpus
+        yield OtherWeights(
+            name=name, read_bytes=read_bytes, max_tok_s=bound, typical_tok_s=typical_decode(bound), fits=fits
+        )
+
+
+def _sentence(found: Expectation, gpu: GpuSpec) -> str:
+    model = found.model.name if found.model is not None else "the model"
+    whom = "one user" if found.users == 1 else f"{found.users} users at once"
+    after = f" after {found.context:,} tokens" if found.context else ""
+    name = gpu.name if found.gpus == 1 else f"{found.gpus} x {gpu.name}"
+    bandwidth = f"{figures(gpu.bandwidth_gb_s * found.gpus)} GB/s"
+    where, bound = f"{model} on {name}", f"at most {figures(found.users_max_tok_s or 0)} tok/s"
+    given = f"({whom}{after}, {bandwidth})"
+    if found.measured_tok_s is not None and found.share is not None:
+        speed = f"{figures(found.measured_tok_s)} tok/s is {_WORDS[found.word]}"
+        return f"{speed}, for {where}: {100 * found.share:.0f} % of {bound} {given}."
+    typical = f"; {_range(found.one_user_typical_tok_s)} is typical" if found.users == 1 else ""
+    return f"{where}: {bound} {given}{typical}."
+
+
+def _range(values: tuple[float, float] | None) -> str:
+    return NOTHING if values is None else f"{figures(values[0], 2)} to {figures(values[1], 2)}"
+
+
+def format_answer(found: Expectation) -> list[str]:
+    """Return the answer in lines, the sentence first."""
+    lines = [found.sentence] if found.sentence else []
+    if found.share_of_measured is not None and found.measured_bandwidth_gb_s is not None:
+        note = ": the measured bandwidth is too low" if found.share_of_measured > 1 else ""
+        share = f"{100 * found.share_of_measured:.0f} %"
+        lines.append(f"It is {share} of the {figures(found.measured_bandwidth_gb_s)} GB/s measured here{note}.")
+    if found.bandwidth_source is not None and found.bandwidth_source != "--bandwidth":
+        lines.append(f"Bandwidth: {figures(found.bandwidth_gb_s or 0)} GB/s ({found.bandwidth_source}).")
+    if found.one_user_max_tok_s is not None:
+        lines += ["", *_speed_lines(found)]
+    lines += _memory_lines(found)
+    return lines + [f"Estimated: {doubt}." for doubt in found.doubts]
+
+
+def _speed_lines(found: Expectation) -> list[str]:
+    lines = []
+    if found.contexts:
+        lines += _table(
+            [
+                ["One user, context of", *(f"{each.context:,}" for each in found.contexts), "tokens"],
+                ["  tok/s at most", *(figures(each.max_tok_s) for each in found.contexts)],
+                ["  typical", *(_range(each.typical_tok_s) for each in found.contexts)],
+            ]
+        )
+    rows = [
+        ["Users at once", *(f"{each.users:,}" for each in found.many_users)],
+        ["  tok/s of all at most", *(figures(each.max_tok_s) for each in found.many_users)],
+    ]
+    if any(each.spread_max_tok_s is not None for each in found.many_users):
+        rows.append(
+            ["  if each has other experts", *(figures(each.spread_max_tok_s or 0) for each in found.many_users)]
+        )
+    lines += _table(rows)
+    if found.prompts and found.prompts[0].typical_ttft_s is not None:
+        lines += _table(
+            [
+                ["Prompt of", *(f"{each.tokens:,}" for each in found.prompts), "tokens, none cached"],
+                ["  TTFT at least", *(_time(each.min_ttft_s) for each in found.prompts)],
+                ["  typical", *(_time_range(each.typical_ttft_s) for each in found.prompts)],
+            ]
+        )
+    if found.weights:
+        names = {True: "yes", False: "NO", None: NOTHING}
+        heads = ["Other weights", *(each.name for each in found.weights)]
+        lines += _table(
+            [
+                heads,
+                ["  GB a token reads", *(figures(each.read_bytes / 1e9) for each in found.weights)],
+                ["  tok/s at most", *(figures(each.max_tok_s) for each in found.weights)],
+                ["  typical", *(_range(each.typical_tok_s) for each in found.weights)],
+                ["  fits", *(names[each.fits] for each in found.weights)],
+            ][: 5 if any(each.fits is not None for each in found.weights) else 4]
+        )
+        lines.append("The bound moves with fewer bytes a token, and with speculation (x accepted tokens a step).")
+    return lines
+
+
+def _time(value_s: float) -> str:
+    return f"{figures(value_s, 2)} s" if value_s >= 1 else f"{figures(1000 * value_s, 2)} ms"
+
+
+def _time_range(values: tuple[float, float] | None) -> str:
+    if values is None:
+        return NOTHING
+    low, high = _time(values[0]), _time(values[1])
+    return f"{low.split()[0] if low.split()[1] == high.split()[1] else low} to {high}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    width = max(len(cell) for row in rows for cell in row[1:])
+    return [f"{row[0]:<26}" + "".join(f"  {cell:>{min(width, 14)}}" for cell in row[1:]) for row in rows]
+
+
+def _memory_lines(found: Expectation) -> list[str]:
+    lines = [format_pool(pool) for pool in found.pools]
+    if found.memory is not None:
+        lines += format_share(found.memory)
+    if found.fit is not None:
+        lines += format_fit(found.fit)
+    return ["", *lines] if lines and found.gpu is not None and found.model is not None else lines

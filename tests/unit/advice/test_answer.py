@@ -1,0 +1,218 @@
+"""The command `harness expect`: what fits, how fast it can be, and whether a speed is normal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.advice.answer import Expectation, Question, answer, format_answer, parse_bits, parse_params
+from harness.advice.bandwidth import cache_file, measure_cpu, read_measured, store_measured
+from harness.advice.hardware import find_gpu, fitted_memory
+from harness.base.errors import HarnessError
+from tests.support.command import harness
+from tests.support.machines import radeon, strix_halo_carve_out, write
+from tests.unit.advice.test_fit import qwen3
+from tests.unit.advice.test_model import QWEN3, model
+
+QWEN25_14B: dict[str, Any] = {
+    "model_type": "qwen2", "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
+    "hidden_size": 5120, "intermediate_size": 13824, "vocab_size": 152064, "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_the_question_of_the_strix_halo_owner(tmp_path: Path) -> None:
+    """6.4 tok/s with a 14B model in FP16: normal, and AWQ is what moves the bound."""
+    model(tmp_path / "m", QWEN25_14B)
+    found = answer(Question(model=str(tmp_path / "m"), gpu="Strix Halo", measured_tok_s=6.4), tmp_path)
+    assert found.one_user_max_tok_s == pytest.approx(9.15, abs=0.02)
+    assert found.one_user_typical_tok_s == pytest.approx((5.49, 8.23), abs=0.02)
+    assert (round(found.share or 0, 2), found.word) == (0.70, "normal")
+    bounds = {each.name: round(each.max_tok_s) for each in found.weights}
+    assert bounds == {"FP16": 9, "FP8": 17, "AWQ": 29, "Q8_0": 17, "Q4_K_M": 30}
+    assert [(each.context, round(each.max_tok_s, 2)) for each in found.contexts][:2] == [(512, 9.12), (4096, 8.89)]
+    assert [round(each.max_tok_s) for each in found.many_users] == [9, 33, 100, 206]
+    assert round(found.prompts[1].min_ttft_s, 2) == 0.91
+    assert len(format_answer(found)) <= 25
+
+
+@pytest.mark.parametrize(
+    ("bits", "tok_s", "word"),
+    [("16", 6.4, "normal"), ("Q4_K_M", 24, "at-limit"), ("4", 5.6, "slow"), ("fp8", 19.5, None)],
+)
+def test_a_model_by_hand(tmp_path: Path, bits: str, tok_s: float, word: str | None) -> None:
+    found = answer(Question(params="14B", bits=bits, gpu="gfx1151", measured_tok_s=tok_s), tmp_path)
+    assert (found.word, found.gpu) == (word, "Radeon 8060S")
+    assert "gfx1151 is taken for Radeon 8060S" in (found.bandwidth_source or "")
+
+
+def test_experts_of_many_users(tmp_path: Path) -> None:
+    found = answer(Question(params="30B", active_params="3B", bits="8", gpu="Strix Halo", users=64), tmp_path)
+    assert found.one_user_max_tok_s == pytest.approx(256 / 3)
+    last = found.many_users[-1]
+    assert last.max_tok_s == pytest.approx(64 * 256 / 3)
+    assert last.spread_max_tok_s == pytest.approx(64 * 256 / (30 * (1 - 0.9**64)), rel=0.001)
+
+
+def test_the_bandwidth_by_hand_has_no_compute(tmp_path: Path) -> None:
+    found = answer(Question(params="1B", bits="8", bandwidth_gb_s=100.0), tmp_path)
+    assert (found.one_user_max_tok_s, found.fp16_tflops, found.prompts[0].typical_ttft_s) == (100.0, None, None)
+    both = answer(Question(params="1B", bits="8", gpu="MI300X", bandwidth_gb_s=100.0), tmp_path)
+    assert (both.one_user_max_tok_s, both.fp16_tflops) == (100.0, 1307)
+
+
+def test_what_fits_into_a_card_of_the_table(tmp_path: Path) -> None:
+    fits = {
+        each.name: each.fits for each in answer(Question(params="14B", gpu="RX 7900 XT", users=1), tmp_path).weights
+    }
+    assert fits == {"FP16": False, "FP8": True, "AWQ": True, "Q8_0": True, "Q4_K_M": True}
+
+
+def test_this_machines_gpu_and_its_memory(tmp_path: Path) -> None:
+    root = strix_halo_carve_out(tmp_path / "root")
+    qwen3(tmp_path / "m")
+    found = answer(Question(model=str(tmp_path / "m"), context=8192), root)
+    assert (found.gpu, found.bandwidth_gb_s, found.fits) == ("Radeon 8060S", 256, True)
+    assert found.bandwidth_source == "data sheet, for LPDDR5X-8000"
+    card = answer(Question(params="8B"), radeon(tmp_path / "card", 110000, 24))
+    assert (card.gpu, card.memory is not None) == ("Radeon RX 7900 XTX", True)
+
+
+def memory_device(speed: int, width: int, size: int = 0x4000) -> bytes:
+    raw = bytearray(0x30)
+    raw[0x0A:0x0C], raw[0x0C:0x0E] = width.to_bytes(2, "little"), size.to_bytes(2, "little")
+    raw[0x20:0x22] = speed.to_bytes(2, "little")
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("devices", "gb_s"),
+    [
+        ([(8000, 32)] * 8, 256.0), ([(8533, 32)] * 8, 273.056), ([(5600, 64)] * 2, 89.6), ([(5600, 64)], 44.8),
+        ([(8000, 64)] * 8, 256.0), ([], None), ([(0, 64)], None), ([(0xFFFF, 0xFFFF)], None),
+    ],
+)  # fmt: skip
+def test_an_apu_has_the_bandwidth_of_its_memory(tmp_path: Path, devices: Any, gb_s: float | None) -> None:
+    for number, (speed, width) in enumerate(devices):
+        path = tmp_path / f"sys/firmware/dmi/entries/17-{number}/raw"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(memory_device(speed, width))
+    found = fitted_memory(find_gpu("Strix Halo"), tmp_path)
+    assert (None if found is None else found[0].bandwidth_gb_s) == gb_s
+    assert fitted_memory(find_gpu("MI300X"), tmp_path) is None
+
+
+def test_a_measurement_is_kept_with_the_machine() -> None:
+    assert read_measured() is None
+    store_measured(37.5)
+    assert read_measured() == 37.5
+    found = json.loads(cache_file().read_text())
+    cache_file().write_text(json.dumps(found | {"machine": "another"}))
+    assert read_measured() is None
+    cache_file().write_text("{")
+    assert read_measured() is None
+
+
+def test_the_share_of_the_measured_bandwidth(tmp_path: Path) -> None:
+    root = strix_halo_carve_out(tmp_path / "root")
+    found = answer(Question(params="14B", measured_tok_s=6.4), root, measured_gb_s=202.0)
+    assert (round(found.share or 0, 2), round(found.share_of_measured or 0, 2)) == (0.70, 0.89)
+    low = answer(Question(params="14B", measured_tok_s=6.4), root, measured_gb_s=150.0)
+    assert any("the measured bandwidth is too low" in line for line in format_answer(low))
+
+
+def test_the_cpu_is_measured_where_there_is_no_gpu(tmp_path: Path) -> None:
+    gb_s = measure_cpu()
+    assert 0.5 < gb_s < 5000
+    found = answer(Question(params="1B", bits="8"), tmp_path, measured_gb_s=gb_s)
+    assert found.one_user_max_tok_s == pytest.approx(gb_s)
+    assert found.bandwidth_source == "measured"
+
+
+@pytest.mark.parametrize(
+    ("given", "params"), [("14B", 14e9), ("0.6b", 0.6e9), ("500M", 5e8), ("1e9", 1e9), ("1T", 1e12)]
+)
+def test_parameters(given: str, params: float) -> None:
+    assert parse_params("--params", given) == params
+
+
+@pytest.mark.parametrize("given", ["", "B", "-1B", "14G", "nan", "infB", "1e99", "0", "x" * 9999, "1_0B", "١B"])
+def test_no_parameters(given: str) -> None:
+    with pytest.raises(HarnessError, match="--params: "):
+        parse_params("--params", given)
+
+
+@pytest.mark.parametrize(
+    ("given", "per_param"), [("16", 2.0), ("bf16", 2.0), ("4", 0.55), ("q4_k_m", 0.6), ("GPTQ", 0.55)]
+)
+def test_types_of_weights(given: str, per_param: float) -> None:
+    assert parse_bits(given)[0] == per_param
+
+
+def test_the_command(tmp_path: Path) -> None:
+    root = strix_halo_carve_out(tmp_path / "root")
+    qwen3(tmp_path / "m")
+    qwen3(tmp_path / "large", gib=80)
+
+    def expect(*given: str) -> tuple[int, list[str]]:
+        done = harness("expect", *given, cwd=tmp_path)
+        return done.code, (done.out or done.err).splitlines()
+
+    assert "--gpu-memory-utilization 0.78 (74.88 GiB)" in expect("--free", "76.45", "--total", "96.0")[1]
+    code, lines = expect("m", "--root", str(root), "--context", "8192", "--measured", "80", "--json")
+    page = json.loads("\n".join(lines))
+    assert (code, [each["target"] for each in page["pools"]]) == (0, ["gfx1151"])
+    assert (page["memory"]["utilization"], page["fit"]["token_bytes"], page["fit"]["fits"]) == ("0.92", 114688, True)
+    assert (page["word"], page["one_user_max_tok_s"] > page["one_user_typical_tok_s"][1]) == ("at-limit", True)
+    assert Expectation.__struct_fields__ == tuple(page)
+    code, lines = expect("--root", str(tmp_path))
+    assert (code, lines[0]) == (1, "error: no AMD GPU is known to this machine's kernel (/sys/class/kfd)")
+    # The exit code says that it does not fit.
+    assert expect("large", "--free", "76.45", "--total", "96")[0] == 4
+    code, lines = expect("--free", "1", "--total", "96")
+    assert (code, "nothing is left for vLLM" in lines[0]) == (4, True)
+
+
+FREE, TOTAL = ["--free", "76.45"], ["--total", "96"]
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (["--free", "1", "--total", "0"], "two sizes in GiB are expected"),
+        (["--free", "1", "--total", "inf"], "--total': a finite number is expected, got inf"),
+        ([*FREE, *TOTAL, "--kv-cache-dtype", "fp9"], "--kv-cache-dtype: 'fp9' is not known here; did you mean 'fp8'?"),
+        (FREE, "--free needs --total"),
+        (["m", "--params", "1B"], "--params does not go with"),
+        (["--bits", "4"], "--bits needs --params"),
+        (["--params", "1B", "--bits", "5"], "--bits: '5' is no type of weights"),
+        (["--params", "1B", "--active-params", "2B"], "--active-params: "),
+        (["--params", "1B", "--gpu", "RTX 4090"], "--gpu: 'RTX 4090' is not in the table"),
+        (["--params", "1B", "--gpu", "MI300X", "--measure"], "--measure does not go with"),
+        (["absent.gguf"], "absent.gguf: there is no such file"),
+        (["absent/model"], "there is no config.json of 'absent/model'"),
+        (["--params", "1B", "--gpu", "MI300X", "--measured", "nan"], "--measured"),
+        (["--params", "1B", "--bandwidth", "0"], "--bandwidth"),
+    ],
+)
+def test_questions_that_cannot_be_meant(tmp_path: Path, given: list[str], what: str) -> None:
+    done = harness("expect", *given, cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert what in done.err.splitlines()[0]
+
+
+def test_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:
+    configs: list[dict[str, Any]] = [QWEN3 | {"num_hidden_layers": "x"}, {"model_type": 5}, {"text_config": {}}, {}]
+    for config in configs:
+        shape = model(tmp_path, config)
+        found = answer(Question(model=str(shape), gpu="MI300X", context=10), tmp_path)
+        assert found.one_user_max_tok_s is None and found.model is None
+    write(tmp_path, {"config.json": "[]"})
+    with pytest.raises(HarnessError, match="is not the configuration"):
+        answer(Question(model=str(tmp_path), gpu="MI300X"), tmp_path)
