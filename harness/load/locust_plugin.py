@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +76,6 @@ class Generator:
         environment, runner, options = self.environment, self.runner, self.options
         if environment.web_ui is not None:
             web_access.add_checks(environment.web_ui)
-        if not isinstance(runner, WorkerRunner):
-            load_options.check_amounts(
-                users=options.num_users, spawn_rate=options.spawn_rate, run_time=options.run_time
-            )
         self.job = load_options.read_job_option(options)
         if self.job is not None and environment.shape_class is not None:  # `harness check` may have missed it
             raise HarnessError("the locustfile brings a LoadTestShape, and the scenario says how many users there are")
@@ -91,20 +86,17 @@ class Generator:
             if self.job is not None and self.job.workers is not None:
                 self.master = Master(environment, runner, self.job, self.job.workers)
         if self.job is None and not isinstance(runner, WorkerRunner):
-            load_options.check_start_options(environment)
+            load_options.check_start(environment, None)
             for warning in load_options.ignored_option_warnings(environment):
                 logger.warning(warning)
         if not isinstance(runner, MasterRunner):
             job = self.job or load_options.job_of_options(environment, None)
-            load_options.check_writable(job)
             self.recorder = Recorder(job)
             atexit.register(self.recorder.close)  # for any end of this process
             if options.headless:
                 self.process = LoadProcess(job, host_of(environment, environment.host), self.recorder)
         if not options.headless or self.job is None or options.metrics_port:
-            self.live = Live(
-                environment, self.recorder, self.job, partial(load_options.check_form, environment, self.job)
-            )
+            self.live = Live(environment, self.recorder, self.job)
         self._listen()
 
     def set_up_remote(self) -> None:
@@ -152,7 +144,8 @@ class Generator:
         if self.job is not None and self.job.load.trace is not None and not (headless or is_worker):
             Path(self.job.counter_path).unlink(missing_ok=True)  # a trace starts again
         if self.recorder is None and (self.job is None or not headless):
-            load_options.check_server(self.environment, self.job)  # otherwise only the workers would see the problem
+            # Otherwise only the workers would see the problem.
+            load_options.check_start(self.environment, self.job, ask_server=True)
         if not headless and self.recorder is not None:
             try:
                 self._use_form(self.recorder)

@@ -29,7 +29,7 @@ from harness.scenario.contradictions import contradictions
 from harness.scenario.shape import decode, load_yaml
 from harness.scenario.workers import FROM_MASTER
 from harness.workload import pairs_of, salt_words
-from harness.workload.job import Job, decode_job, read_api_key, read_job
+from harness.workload.job import Job, decode_job, read_job
 
 RUNNING_STATES = (STATE_SPAWNING, STATE_RUNNING)
 _MAX_RUN_TIME_S = 10_000_000  # as the longest load of a scenario
@@ -315,30 +315,34 @@ def job_of_options(environment: Environment, planned: Job | None, options: Names
     return job
 
 
-def check_form(environment: Environment, planned: Job | None, options: Namespace) -> None:
-    """Raise HarnessError if these options of the web form, which are not in force yet, cannot be used."""
-    current = options_of(environment)
-    if options.host != current.host and current.host and (planned is not None or current.api_key_env):
+def check_start(
+    environment: Environment, planned: Job | None, options: Namespace | None = None, *, ask_server: bool = False
+) -> None:
+    """Raise HarnessError if a load cannot start: its options, files, API key or, with `ask_server`, its server.
+
+    `options`: of the web form, which are not in force yet. Without this check, the master of `--processes` would wait
+    for its load processes, or report success without a load. A model that is not named is asked for with `ask_server`.
+    """
+    current, runner = options_of(environment), environment.runner
+    given = options or current
+    if given.host != current.host and current.host and (planned is not None or current.api_key_env):
         raise HarnessError(
-            f"--host: cannot be changed after the start (got {options.host!r})",  # it would get the API key
+            f"--host: cannot be changed after the start (got {given.host!r})",  # it would get the API key
             next_step="Stop Locust and start it for the other host.",
         )
-    job, runner = job_of_options(environment, planned, options), environment.runner
-    if not _has_remote_workers(environment) and (runner is None or runner.state not in RUNNING_STATES):
-        load_inputs(job, host_of(environment, options.host))
-
-
-def check_start_options(environment: Environment) -> None:
-    """Raise HarnessError if the options of a start with stock Locust cannot be used.
-
-    Without this check, the master of `--processes` would wait for its load processes, or report success without a load.
-    """
-    job = job_of_options(environment, None)
-    if _has_remote_workers(environment):
-        return
-    check_writable(job)
-    if options_of(environment).headless:
-        load_inputs(job, host_of(environment, environment.host))
+    if options is None and planned is None:  # the names of these fields of the form are Locust's own
+        check_amounts(users=given.num_users, spawn_rate=given.spawn_rate, run_time=given.run_time)
+    job = job_of_options(environment, planned, given)
+    if isinstance(runner, MasterRunner) and not current.processes:
+        return  # the load processes may be on other machines, with other files and another network
+    if planned is None:
+        check_writable(job)
+    host = host_of(environment, environment.host if options is None else given.host)
+    is_running = runner is not None and runner.state in RUNNING_STATES
+    if (current.headless or ask_server or options is not None) and not is_running:
+        load_inputs(job, host)
+    if ask_server and not job.model:
+        first_model(job, ApiAddress.parse(host))
 
 
 def check_writable(job: Job) -> None:
@@ -352,15 +356,6 @@ def check_writable(job: Job) -> None:
             ) from None
 
 
-def check_server(environment: Environment, planned: Job | None) -> None:
-    """Check in a master what its load processes need: the options, the API key, a model. Raises HarnessError."""
-    job = job_of_options(environment, planned)
-    if not _has_remote_workers(environment):
-        read_api_key(job.api_key_env)
-        if not job.model:
-            first_model(job, ApiAddress.parse(host_of(environment, environment.host)))
-
-
 def host_of(environment: Environment, given: str | None) -> str:
     return given or next((user.host for user in environment.user_classes if user.host), "") or ""
 
@@ -369,8 +364,3 @@ def options_of(environment: Environment) -> Namespace:
     assert environment.parsed_options is not None, "only a program that embeds Locust has none"
     options: Namespace = environment.parsed_options
     return options
-
-
-def _has_remote_workers(environment: Environment) -> bool:
-    """Whether the load processes may be on other machines, with other files and another network."""
-    return isinstance(environment.runner, MasterRunner) and not options_of(environment).processes

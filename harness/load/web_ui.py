@@ -5,7 +5,7 @@ Model output never gets here. Error messages, which may quote a server, are sent
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,16 @@ from harness.base.columns import LIVE
 from harness.base.errors import HarnessError, sentence
 from harness.load import live_outputs
 from harness.load.live_metrics import ALL, RESOLUTION, WINDOW_S, CounterDelta, LiveNumbers, Observed, decode_delta
-from harness.load.options import OPTIONS, RUNNING_STATES, check_amounts, field_name, options_of, slos_of, unused_fields
+from harness.load.options import (
+    OPTIONS,
+    RUNNING_STATES,
+    check_amounts,
+    check_start,
+    field_name,
+    options_of,
+    slos_of,
+    unused_fields,
+)
 from harness.load.recorder import Recorder
 from harness.load.web_access import base_path
 from harness.workload.job import Job
@@ -105,11 +114,8 @@ def _response(body: bytes | str, mimetype: str) -> Response:
     return response
 
 
-def add_form_checks(web_ui: WebUI, check: Callable[[Namespace], None]) -> None:
-    """Validate the start form before Locust, which accepts any value.
-
-    An invalid form gets HTTP 4xx and changes no value. `check` raises HarnessError for options that cannot be used.
-    """
+def add_form_checks(web_ui: WebUI, job: Job | None) -> None:
+    """Validate the start form before Locust, which accepts any value. An invalid form gets 4xx and changes no value."""
     app, environment = web_ui.app, web_ui.environment
     assert app is not None and environment.parsed_options is not None
     options, locust_swarm = vars(environment.parsed_options), app.view_functions["locust.swarm"]
@@ -123,7 +129,7 @@ def add_form_checks(web_ui: WebUI, check: Callable[[Namespace], None]) -> None:
             values = {key: text for key, text in request.form.items() if key in _option_fields(web_ui)}
             # As Locust reads the host.
             host = request.form["host"].replace("<", "").replace(">", "") if "host" in request.form else options["host"]
-            check(Namespace(**{**options, **values, "host": host}))
+            check_start(environment, job, Namespace(**{**options, **values, "host": host}))
             return locust_swarm()
         except HarnessError as error:
             message = sentence(error)
@@ -178,10 +184,7 @@ class Live(Collector):
     Create it once in each process, when the process has its role.
     """
 
-    def __init__(
-        self, environment: Environment, recorder: Recorder | None, job: Job | None, check: Callable[[Namespace], None]
-    ) -> None:
-        """`check` raises HarnessError for options of the form that cannot be used."""
+    def __init__(self, environment: Environment, recorder: Recorder | None, job: Job | None) -> None:
         assert environment.runner is not None
         self._options = options_of(environment)
         self._runner = environment.runner
@@ -199,7 +202,7 @@ class Live(Collector):
         hooks.reset_stats.add_listener(lambda **_: self.numbers.reset())
         if environment.web_ui is not None:
             add_routes(environment.web_ui, self)
-            add_form_checks(environment.web_ui, check)
+            add_form_checks(environment.web_ui, job)
             hide_unused_fields(environment.web_ui)
         self._server = live_outputs.serve_metrics(self._options, self)
         self._output = live_outputs.StockOutput(self._options) if job is None else None

@@ -171,7 +171,7 @@ import msgspec
 from locust.argument_parser import get_parser
 from locust.env import Environment
 from harness.base.errors import HarnessError
-from harness.load.options import apply_options, check_start_options
+from harness.load.options import apply_options, check_start
 from harness.workload.job import read_job
 from locustfiles.chat import ChatUser
 
@@ -185,7 +185,7 @@ for filled_in in ("1 5", ""):
 for wrong in msgspec.json.decode(sys.argv[2]):
     environment = Environment(user_classes=[ChatUser], parsed_options=parse("--headless", *wrong), host="http://x")
     try:
-        check_start_options(environment)
+        check_start(environment, None)
     except HarnessError as error:
         print(error.what)
 # What the scenario has and the form has no other value for stays.
