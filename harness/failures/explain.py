@@ -6,12 +6,12 @@ level INFO or below, except for rules that are logged there.
 """
 
 import io
+import itertools
 import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
@@ -70,17 +70,14 @@ _EXCEPTION = re.compile(r"(?P<what>(?:(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*|[A-Z]\w*)(
 _HARMLESS_EXCEPTIONS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit", "CancelledError", "StopIteration")
 
 
-def _log_words(key: str, *uvicorn: bytes) -> tuple[bytes, ...]:
-    """Return uvicorn's words and those under a key of every engine's `log`."""
-    return (*uvicorn, *(text.encode() for engine in engines() for text in getattr(engine.log, key)))
-
-
-_READY_WORDS = _log_words("ready", b"Application startup complete")
-_FETCHED_WORDS = _log_words("fetched")
-_STARTING_WORDS = _log_words("starting")
-_LOADING_WORDS = _log_words("loading")
-_STOPPING_WORDS = _log_words("stopping", b":     Shutting down")
-_UNLOADING_WORDS = _log_words("unloading")
+# By the key of `log` in an engine's facts. uvicorn's words are those of several engines.
+_UVICORN_WORDS = {"ready": b"Application startup complete", "stopping": b":     Shutting down"}
+_LOG_WORDS = {
+    key: tuple(
+        filter(None, [_UVICORN_WORDS.get(key), *(text.encode() for e in engines() for text in getattr(e.log, key))])
+    )
+    for key in ("starting", "fetched", "loading", "ready", "stopping", "unloading")
+}
 _SERVER_WORDS = tuple(  # servers that run another engine come last, since their logs have its words, too
     (word.encode(), engine.title)
     for engine in sorted(engines(), key=lambda engine: not engine.log.wraps)
@@ -91,10 +88,9 @@ _SERVER_WORDS = tuple(  # servers that run another engine come last, since their
 @cache
 def _trigger_words() -> dict[bytes, set[bytes]]:
     """Return the words of lines that must be examined, by their shape: with zeros in place of digits."""
-    words = [pattern.needle.encode() for pattern in table.patterns()]
-    words += [*_READY_WORDS, *_FETCHED_WORDS, *_STARTING_WORDS, *_STOPPING_WORDS, *_UNLOADING_WORDS, *_LOADING_WORDS]
+    needles = [pattern.needle.encode() for pattern in table.patterns()]
     by_shape: dict[bytes, set[bytes]] = {}
-    for word in (*words, *_EXCEPTION_WORDS):
+    for word in (*needles, *itertools.chain(*_LOG_WORDS.values()), *_EXCEPTION_WORDS):
         by_shape.setdefault(word.translate(_ZERO_DIGITS), set()).add(word)
     return by_shape
 
@@ -248,13 +244,6 @@ def _is_bad_end(raw: bytes) -> bool:
     return line.level == "error" or _BAD_END.search(line.text) is not None
 
 
-class _Incomplete(NamedTuple):
-    """A finding that one of the next lines may complete."""
-
-    key: tuple[str, str]
-    end: int  # the last of those lines
-
-
 class _LogSearch:
     """A search that continues from block to block."""
 
@@ -262,7 +251,8 @@ class _LogSearch:
         self._findings: dict[tuple[str, str], Diagnosis] = {}  # by rule and cause, without its numbers
         self._counts: Counter[tuple[str, str]] = Counter()
         self._groups: dict[tuple[str, str], dict[str, str | None]] = {}  # of the line of each finding
-        self._incomplete: _Incomplete | None = None
+        # A finding that one of the next lines may complete, and the number of the last such line.
+        self._incomplete: tuple[tuple[str, str], int] | None = None
         self._is_detailed = False
         self._loads_again = False  # a load failed, and a later one has begun
         # A shape is a line with zeros in place of its digits: those without a trigger word, and of frequent findings.
@@ -295,8 +285,9 @@ class _LogSearch:
                 if self._traceback_line is not None or shape in triggering:
                     previous = lines[place - 1] if place else self._previous_line
                     self._examine(raw, shape, previous, number, candidates)
-        last = list(islice(((place, line) for place, line in _from_the_end(lines) if line.strip()), LAST_LINES))
-        self._last_lines.extend((self._line_count + place + 1, line[:MAX_LINE_CHARS]) for place, line in reversed(last))
+        from_the_end = (place for place in range(len(lines) - 1, -1, -1) if lines[place].strip())
+        for place in reversed(list(itertools.islice(from_the_end, LAST_LINES))):
+            self._last_lines.append((self._line_count + place + 1, lines[place][:MAX_LINE_CHARS]))
         self._line_count += len(lines)
         self._previous_line = lines[-1]
 
@@ -384,19 +375,20 @@ class _LogSearch:
 
     def _track_state(self, raw: bytes, number: int) -> None:
         """Note when the server's model is complete, when it is ready and when it stops."""
-        if any(word in raw for word in _STARTING_WORDS):
+        reported = {key for key, words in _LOG_WORDS.items() if any(word in raw for word in words)}
+        if "starting" in reported:
             self._stop_line, self._is_stopping = None, False
-        elif (unloads := any(word in raw for word in _UNLOADING_WORDS)) or any(word in raw for word in _STOPPING_WORDS):
-            if self._stop_line is None and not unloads and b"(Process)" not in raw:
+        elif reported & {"stopping", "unloading"}:
+            if self._stop_line is None and "unloading" not in reported and b"(Process)" not in raw:
                 self._stop_line = number
             self._is_stopping = True
-        is_ready = any(word in raw for word in _READY_WORDS)
-        if any(word in raw for word in _LOADING_WORDS):
+        is_ready = "ready" in reported
+        if "loading" in reported:
             failed = (finding for finding in self._findings.values() if not finding.recovered)
             self._loads_again = any((finding.phase, finding.severity) == ("start", "wrapper") for finding in failed)
         if is_ready:
             self._ready_line, self._loads_again = number, False
-        if is_ready or any(word in raw for word in _FETCHED_WORDS):
+        if reported & {"ready", "fetched"}:
             for key, finding in self._findings.items():
                 if is_ready or table.rules_by_id()[finding.id].fetching:
                     self._findings[key] = structs.replace(finding, recovered=True)
@@ -430,13 +422,9 @@ class _LogSearch:
         if known is None or known.recovered or is_start_wrapper or (known.hint and not finding.hint):
             self._findings[key], self._groups[key] = finding, groups
             if table.next_line_regex(finding.id) is not None:
-                self._incomplete = _Incomplete(key, (finding.number or 0) + NEXT_LINES)
+                self._incomplete = key, (finding.number or 0) + NEXT_LINES
         self._counts[key] += 1
         return key
-
-
-def _from_the_end(lines: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
-    return ((place, lines[place]) for place in range(len(lines) - 1, -1, -1))
 
 
 def _unknown_exception(line: str, number: int) -> tuple[Diagnosis, dict[str, str | None]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.base.engines import engines, find_engine, find_template
+from harness.base.engines import Context, engines, find_engine, find_template
 from harness.base.errors import Problem
 from harness.base.reasons import sentence
 from harness.base.units import count
@@ -353,8 +353,8 @@ def _note_slots(server: Server, load: Load, model: str) -> str | None:
     )
 
 
-def context_limit(server: Server) -> tuple[int, str] | None:
-    """Return the tokens that the server's variables leave one request, and the variable; None if that is not known."""
+def context_limit(server: Server) -> tuple[int, Context] | None:
+    """Return the tokens that the server's variables leave one request, and the facts of that limit; None: not known."""
     template = find_template(server.template)
     context = None if template is None else template.context
     size = None if context is None else get_variable(server, context.size)
@@ -367,25 +367,25 @@ def context_limit(server: Server) -> tuple[int, str] | None:
         words = arguments.split() if isinstance(arguments, str) else []
         given = get_option(words, "--parallel", "-np") or ""
         slots, unified = (int(given) if given.isdigit() else None), "--kv-unified" in words or "-kvu" in words
-    return size // max(1, slots) if slots and not unified else size, context.size
+    return size // max(1, slots) if slots and not unified else size, context
 
 
 def _note_length(server: Server, load: Load, prompts: Prompts) -> str | None:
     """Return a note for a load whose first request already exceeds the server's context, if both are known."""
     tokens, limit = request_tokens(load, prompts), context_limit(server)
-    template = find_template(server.template)
-    if tokens is None or limit is None or template is None or template.context is None:
+    if tokens is None or limit is None:
         return None
-    (size, variable), needed = limit, tokens.prompt_max + tokens.output_max
-    fit = tokens.fit(size, output_counts=template.context.output_counts)
+    size, context = limit
+    needed = tokens.prompt_max + tokens.output_max
+    fit = tokens.fit(size, output_counts=context.output_counts)
     if fit == "all":
         return None
     if fit == "none":
         return (
             f"no request fits: each has {tokens.prompt_min:,} prompt tokens or more and asks for {tokens.output_min:,} "
-            f"or more, and {variable} leaves it {size:,}: `harness run` refuses such a load"
+            f"or more, and {context.size} leaves it {size:,}: `harness run` refuses such a load"
         )
-    return f"a request has up to {needed:,} tokens, and {variable} leaves it {size:,}: {template.context.too_long}"
+    return f"a request has up to {needed:,} tokens, and {context.size} leaves it {size:,}: {context.too_long}"
 
 
 def context_problem(
@@ -397,19 +397,13 @@ def context_problem(
     `attached`: the server was not started by this scenario.
     """
     tokens = request_tokens(scenario.loads[load], scenario.prompts)
-    known, limit, counts = scenario.servers[server], None, False
+    limit, contexts = None, list[Context | None]()
     if startup is not None:
-        limit = startup.max_model_len
-        contexts = [
-            each.context for engine in engines() if engine.name == startup.engine for each in engine.templates.values()
-        ]
-        counts = any(context is not None and context.output_counts for context in contexts)
-    elif not attached and (given := context_limit(known)) is not None:
-        template = find_template(known.template)
-        limit, counts = (
-            given[0],
-            template is not None and template.context is not None and template.context.output_counts,
-        )
+        limit, engine = startup.max_model_len, next((each for each in engines() if each.name == startup.engine), None)
+        contexts = [] if engine is None else [template.context for template in engine.templates.values()]
+    elif not attached and (known := context_limit(scenario.servers[server])) is not None:
+        limit, contexts = known[0], [known[1]]
+    counts = any(context is not None and context.output_counts for context in contexts)
     if tokens is None or limit is None or tokens.fit(limit, output_counts=counts) != "none":
         return None
     asked = f" and asks for {tokens.output_min:,} or more" if counts else ""
