@@ -148,8 +148,12 @@ def test_the_theme_follows_the_system_and_the_button(browser: webdriver.Chrome, 
     assert dark == ("rgb(16, 18, 20)", "rgb(23, 25, 28)")
     browser.find_element(By.ID, "theme").click()
     assert background(browser) == ("rgb(247, 247, 245)", "rgb(255, 255, 255)")
-    show(browser, page, scheme="dark")
-    assert background(browser)[0] == "rgb(247, 247, 245)", "the choice is remembered"
+
+    def remembered(_: webdriver.Chrome) -> bool:
+        show(browser, page, scheme="dark")
+        return background(browser)[0] == "rgb(247, 247, 245)"
+
+    WebDriverWait(browser, 60).until(remembered)  # Chromium stores the choice a moment later
     browser.find_element(By.ID, "theme").click()
     assert background(browser) == dark
     script(browser, "localStorage.clear()")
