@@ -1,23 +1,18 @@
-"""Finds what limited a cell: the load generator (the self-check of docs/method.md), or a stage of the server.
-
-Where the load generator was late, `client_errors` bounds by how much it made the numbers wrong.
-
-The server's counters give the time that requests waited, were prefilled and decoded; the client's clock gives the time
-that they took. The difference was spent around the engine: in the API process, the network and the client.
-"""
+"""The self-check of docs/method.md: where the load generator limited a cell, and how wrong its numbers may be."""
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from harness.analysis.latencies import PERMILLES, latency_sample
 from harness.analysis.numbers import carried_per_answer
 from harness.analysis.stats import Array, percentile
-from harness.base.summary import ClientLimit, LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
+from harness.base.columns import METRIC_WORDS, WORK, number_names
+from harness.base.summary import LARGE, CellSummary, ClientLimit, Numbers, Reason, because
 from harness.records.records import MAX_CPU, SLACK_S, ProcessMark
 from harness.records.run_data import CellData
 from harness.records.table import Bools, Rows
@@ -29,23 +24,16 @@ MAX_SHARED = 0.01  # of the chunks, or of the first chunks
 MAX_LOOP_LAG_S = 0.005
 MAX_LOST = 0.02  # of a request's time, between its answer and the next request: the assumed noise floor
 MAX_CORE_WAIT = 0.05  # of the time, waiting for a free core
-MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; outside, they are not the same
-KV_FULL = 0.95  # of the KV cache, while requests wait or are preempted
-MAX_OTHERS = 0.02  # of the requests: so many may be on one side only, the server's or the client's
-SHARE = 0.20  # of a number or a request's time: from this share on, client, queueing or API process is the limit
 
 _CHUNKS = ["chunk_gap_s"]
 _FIRST_CHUNK = ["ttft_s", "ttfo_s", "tpot_s", "ttft_sched_s"]
 _RATES = ["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"]
 _TIMES = [*_FIRST_CHUNK, "e2e_s", "e2e_sched_s", *_CHUNKS]
 _FROM_SCHEDULE = ["ttft_sched_s", "e2e_sched_s"]
+_RUN_AGAIN = "a load process was killed: run again"
 
 
-class Limited(NamedTuple):
-    """A limit of the load generator, and the reason or note that reports it."""
-
-    limit: ClientLimit
-    reason: Reason
+Limited = tuple[ClientLimit, Reason]  # a limit of the load generator, and the note that reports it
 
 
 def client_limits(
@@ -59,7 +47,7 @@ def client_limits(
         _read_clock_limit(load, cell, numbers, marks),
         _loop_lag_limit(load, numbers, marks),
     ]
-    return [limit for limit in limits if limit is not None]
+    return [limited for limited in limits if limited is not None]
 
 
 def process_name(process: int, marks: Sequence[ProcessMark], workers: Workers | None) -> str:
@@ -81,15 +69,22 @@ def limited_fields(fields: Sequence[str], limits: Sequence[ClientLimit]) -> list
     return [name for name in fields if any(name in limit.numbers for limit in limits)]
 
 
-def _limited(
-    what: Any, value: float, allowed: float, numbers: Numbers, affected: list[str], code: str, **values: Any
-) -> Limited:
-    """A limit on the affected fields that the cell has values of, and its reason."""
+def _limit(
+    what: Literal["cpu", "send_lag", "shared_reads", "read_clock", "loop_lag"],
+    value: float,
+    allowed: float,
+    numbers: Numbers,
+    affected: list[str],
+) -> ClientLimit:
+    """A limit on the affected fields that the cell has values of."""
     found = {name: getattr(numbers, name) for name in affected}
     fields = [name for name, number in found.items() if number is not None and getattr(number, "n", 1) > 0]
-    unit: Any = "ratio" if what in ("cpu", "shared_reads") else "s"
-    limit = ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=fields)
-    return Limited(limit, because(code, numbers=fields, **values))
+    unit: Literal["s", "ratio"] = "ratio" if what in ("cpu", "shared_reads") else "s"
+    return ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=fields)
+
+
+def _of_numbers(limit: ClientLimit) -> str:
+    return f" ({number_names(limit.numbers)})" if limit.numbers else ""
 
 
 def _cpu_limits(
@@ -105,9 +100,12 @@ def _cpu_limits(
         lived_s = mark.monotonic_s - starts[mark.process]
         share = mark.cpu_max if mark.cpu_max is not None else mark.cpu_s / lived_s if lived_s > 0 else 0.0
         if share > MAX_CPU:
-            values = {"share": share, "max_share": MAX_CPU, "remedy": _remedy(load, [mark])}
+            limit, remedy = _limit("cpu", share, MAX_CPU, numbers, affected), _remedy(load, [mark])
             name = process_name(mark.process, marks, workers)
-            yield _limited("cpu", share, MAX_CPU, numbers, affected, "client_cpu", process=name, **values)
+            text = f"client-limited{_of_numbers(limit)}: load process {name} used {share:.0%} of a core, more than "
+            text += f"{MAX_CPU:.0%}; {remedy.text}"
+            values = {"numbers": limit.numbers, "process": name, "share": share, "max_share": MAX_CPU, "remedy": remedy}
+            yield limit, because("client_cpu", text, **values)
 
 
 def _send_lag_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
@@ -115,8 +113,11 @@ def _send_lag_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequenc
     lag_s = float(np.median(lags_s)) if len(lags_s) else 0.0  # of all, however few: it is about the load generator
     if lag_s <= MAX_SEND_LAG_S:
         return None
-    values = {"lag_s": lag_s, "max_s": MAX_SEND_LAG_S, "remedy": users_remedy(load, marks)}
-    return _limited("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _FROM_SCHEDULE, "client_send_lag", **values)
+    limit, remedy = _limit("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _FROM_SCHEDULE), users_remedy(load, marks)
+    text = f"client-limited{_of_numbers(limit)}: half of the requests were sent {_ms(lag_s)} or more behind schedule; "
+    text += f"at most {MAX_SEND_LAG_S * 1000:.0f} ms is allowed; {remedy.text}"
+    values = {"numbers": limit.numbers, "lag_s": lag_s, "max_s": MAX_SEND_LAG_S, "remedy": remedy}
+    return limit, because("client_send_lag", text, **values)
 
 
 def _shared_read_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
@@ -136,9 +137,14 @@ def _shared_read_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequ
     affected = (_FIRST_CHUNK if first_share > MAX_SHARED else []) + (_CHUNKS if share > MAX_SHARED else [])
     if not affected:
         return None
-    values = {"chunks": share, "first_chunks": first_share, "max_share": MAX_SHARED, "remedy": _remedy(load, marks)}
-    worst = max(share, first_share)
-    return _limited("shared_reads", worst, MAX_SHARED, numbers, affected, "client_shared_reads", **values)
+    limit = _limit("shared_reads", max(share, first_share), MAX_SHARED, numbers, affected)
+    remedy = _remedy(load, marks)
+    text = f"client-limited{_of_numbers(limit)}: {share:.1%} of the chunks and {first_share:.1%} of the first chunks "
+    text += f"were fetched late, together with a later one: their times are upper bounds; at most {MAX_SHARED:.0%} is "
+    text += "allowed; "
+    text += remedy.text
+    shares = {"chunks": share, "first_chunks": first_share, "max_share": MAX_SHARED}
+    return limit, because("client_shared_reads", text, numbers=limit.numbers, **shares, remedy=remedy)
 
 
 def _read_clock_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
@@ -148,8 +154,12 @@ def _read_clock_limit(load: Load, cell: CellData, numbers: Numbers, marks: Seque
         share, lag_s = 0.5, _max_known(marks, "loop_lag_p50_s")
     if not read_clock_answers(cell) or lag_s is None or lag_s <= MAX_LOOP_LAG_S:
         return None
-    values = {"share": share, "lag_s": lag_s, "max_s": MAX_LOOP_LAG_S, "remedy": _remedy(load, marks)}
-    return _limited("read_clock", lag_s, MAX_LOOP_LAG_S, numbers, _TIMES, "client_read_clock", **values)
+    limit, remedy = _limit("read_clock", lag_s, MAX_LOOP_LAG_S, numbers, _TIMES), _remedy(load, marks)
+    text = f"client-limited{_of_numbers(limit)}: chunk times are those of the read, and "
+    text += f"{'half' if share == 0.5 else f'{share:.0%}'} of the timers of a load process fired {_ms(lag_s)} or more "
+    text += f"late; at most {MAX_LOOP_LAG_S * 1000:.0f} ms is allowed; {remedy.text}"
+    values = {"numbers": limit.numbers, "share": share, "lag_s": lag_s, "max_s": MAX_LOOP_LAG_S, "remedy": remedy}
+    return limit, because("client_read_clock", text, **values)
 
 
 def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
@@ -160,8 +170,15 @@ def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) 
     allowed_s = max(MAX_LOOP_LAG_S, MAX_LOST * e2e_s)
     if lag_s <= allowed_s:
         return None
-    values = {"lag_s": lag_s, "share": lag_s / e2e_s, "max_s": allowed_s, "remedy": _remedy(load, marks)}
-    return _limited("loop_lag", lag_s, allowed_s, numbers, _RATES, "client_loop_lag", **values)
+    limit, remedy = _limit("loop_lag", lag_s, allowed_s, numbers, _RATES), _remedy(load, marks)
+    text = f"client-limited{_of_numbers(limit)}: timers of a load process fired {_ms(lag_s)} late on average, "
+    text += f"{lag_s / e2e_s:.1%} of the time of a request; at most {_ms(allowed_s)} is allowed; {remedy.text}"
+    times = {"lag_s": lag_s, "share": lag_s / e2e_s, "max_s": allowed_s}
+    return limit, because("client_loop_lag", text, numbers=limit.numbers, **times, remedy=remedy)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
 
 
 def client_errors(
@@ -202,6 +219,41 @@ def client_errors(
                 below_s += max(0.0, percentile(lags_s, permille))
             errors[f"{latency}_{name}"] = (min(1.0, below_s / value_s), above_s / value_s)
     return errors
+
+
+def with_client_errors(
+    cells: Sequence[CellSummary], is_judged: Callable[[str, CellSummary], bool]
+) -> list[CellSummary]:
+    """The cells of a row, with a problem where the load generator's delays are too large a part of what decides.
+
+    The value is that of the row, so the mean error of its cells counts. `is_judged`: whether a verdict or a check needs
+    the metric of a cell more exactly.
+    """
+    metrics = dict.fromkeys(metric for cell in cells for metric in cell.client_error)
+    shares = {
+        metric: statistics.fmean(max(cell.client_error.get(metric, (0.0,))) for cell in cells) for metric in metrics
+    }
+    found = []
+    for cell in cells:
+        too_large = [
+            metric
+            for metric, error in cell.client_error.items()
+            if min(shares[metric], max(error)) > LARGE and is_judged(metric, cell)
+        ]
+        if too_large:
+            worst = max(too_large, key=lambda metric: max(cell.client_error[metric]))
+            share = max(cell.client_error[worst])
+            text = f"delays of the load generator may be {share:.0%} of the {METRIC_WORDS[worst]}; at most {LARGE:.0%} "
+            text += "is allowed"
+            reason = because("client_error", text, metric=worst, share=share, max_share=LARGE)
+            fields = {metric if metric in WORK else f"{metric.rpartition('_')[0]}_s" for metric in too_large}
+            cell = replace(
+                cell,
+                problems=[*cell.problems, replace(reason, cell=cell.id)],
+                limits=[replace(limit, invalid=not fields.isdisjoint(limit.numbers)) for limit in cell.limits],
+            )
+        found.append(cell)
+    return found
 
 
 def _rate_errors(
@@ -287,102 +339,17 @@ def _max_known(marks: Sequence[ProcessMark], name: str) -> float | None:
 def users_remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
     """What the user should do if all users of an open loop were busy."""
     if killed_processes(marks):
-        return because("remedy_run_again")
-    return because("remedy_users", users=load.users, processes=load.processes)
+        return because("remedy_run_again", _RUN_AGAIN)
+    text = f"raise 'users' ({load.users:,}), the maximum number in flight, or 'processes' ({load.processes})"
+    return because("remedy_users", text, users=load.users, processes=load.processes)
 
 
 def _remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
     """What the user should do about a load generator that is too slow."""
     if killed_processes(marks):
-        return because("remedy_run_again")
+        return because("remedy_run_again", _RUN_AGAIN)
     if (waited := _max_known(marks, "core_wait") or 0.0) > MAX_CORE_WAIT:
-        return because("remedy_free_core", share=waited)
-    return because("remedy_processes", processes=load.processes)
-
-
-def timed_others(numbers: Numbers, load: ServerLoad) -> Reason | None:
-    """Return why the server's times and the client's are not of the same requests; None if they are, or are not known.
-
-    The client's mean is over the requests that succeeded. A server also times requests whose users left, up to then.
-    """
-    others = numbers.sent - numbers.succeeded
-    if all(total is None for total in (load.queue_s, load.prefill_s, load.decode_s)):
-        return None
-    # llama.cpp does not count the requests of its totals.
-    counted = numbers.sent if load.timed_requests is None else load.timed_requests
-    if not others or abs(counted - numbers.succeeded) <= MAX_OTHERS * numbers.succeeded:
-        return None
-    return because(
-        "timed_others",
-        counted=None if load.timed_requests is None else round(counted),
-        succeeded=numbers.succeeded,
-        abandoned=numbers.abandoned,
-        others=others - numbers.abandoned,
-    )
-
-
-def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> TimeSplit | None:
-    """Return the mean seconds of a request by stage; None where the server reports none of them, or of other requests.
-
-    `mixed`: other loads used the server at the same time, and its counters do not distinguish them.
-    """
-    e2e_s, counted = numbers.e2e_s.mean, numbers.sent if load.timed_requests is None else load.timed_requests
-    totals = (load.queue_s, load.prefill_s, load.decode_s)
-    same_requests = MIN_COUNTED * numbers.succeeded <= counted <= MAX_COUNTED * numbers.sent
-    if mixed or not e2e_s or not counted or not same_requests or all(total is None for total in totals):
-        return None
-    if timed_others(numbers, load) is not None:
-        return None
-    queue_s, prefill_s, decode_s = (None if total is None else total / counted for total in totals)
-    api_s = None
-    if queue_s is not None and prefill_s is not None and decode_s is not None:
-        rest_s = e2e_s - queue_s - prefill_s - decode_s
-        api_s = rest_s if rest_s >= 0 else None  # negative: the server counted slightly different requests
-    connect_s = numbers.connect_s
-    return TimeSplit(
-        connect_s=None if connect_s.mean is None else connect_s.mean * connect_s.n / numbers.sent,
-        api_s=api_s,
-        queue_s=queue_s,
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        e2e_s=e2e_s,
-    )
-
-
-def limited_by(
-    split: TimeSplit | None, load: ServerLoad, client_error: Mapping[str, tuple[float, float]]
-) -> LimitedBy | None:
-    """Return what limited a cell; None where the server does not report enough to tell."""
-    if any(max(error) >= SHARE for error in client_error.values()):
-        return "client"
-    if (load.kv_usage_max or 0.0) >= KV_FULL and (load.preemptions or load.waiting_max):
-        return "kv_cache"
-    if split is None:
-        return None
-    if split.queue_s is not None and split.queue_s >= SHARE * split.e2e_s:
-        return "queue"
-    if split.api_s is not None and split.api_s >= SHARE * split.e2e_s:
-        return "api"
-    if split.queue_s is None or split.prefill_s is None or split.decode_s is None:
-        return None
-    return "prefill" if split.prefill_s > split.decode_s else "decode"
-
-
-def mean_split(splits: Sequence[TimeSplit | None]) -> TimeSplit | None:
-    """Return the mean of each stage over the cells in which it is known."""
-    known = [split for split in splits if split is not None]
-    if not known:
-        return None
-
-    def mean(name: str) -> float | None:
-        values = [value for split in known if (value := getattr(split, name)) is not None]
-        return statistics.fmean(values) if values else None
-
-    stages = {name: mean(name) for name in ("connect_s", "api_s", "queue_s", "prefill_s", "decode_s")}
-    return TimeSplit(**stages, e2e_s=statistics.fmean(split.e2e_s for split in known))
-
-
-def common_limit(limits: Sequence[LimitedBy | None]) -> LimitedBy | None:
-    """Return what limited more than half of the cells."""
-    counted = Counter(limit for limit in limits if limit is not None).most_common(1)
-    return counted[0][0] if counted and 2 * counted[0][1] > len(limits) else None
+        text = f"other processes used its core during {waited:.0%} of the time: stop them, or send from another machine"
+        return because("remedy_free_core", text, share=waited)
+    text = f"use more 'processes' ({load.processes}) or machines (--workers), or fewer streams at once"
+    return because("remedy_processes", text, processes=load.processes)

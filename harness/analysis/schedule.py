@@ -4,7 +4,7 @@ Only requests with a scheduled time count: the first one of a conversation or ta
 A user's own locustfile groups requests as it likes, so there each arrival counts once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from typing import Literal
@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from harness.base.summary import ScheduleKept, median_of_known
+from harness.base.summary import ScheduleKept, WarmupResult, median_of_known
+from harness.records.records import ProcessMark
 from harness.records.run_data import CellData
 from harness.records.table import Floats, Rows
 from harness.scenario import Arrivals, Load, requests_per_task
@@ -114,3 +115,25 @@ def _arrivals_before(arrivals: bytes, seed: int, end_s: float) -> int:
 def _rate(count: int, at_s: Floats) -> float | None:
     span_s = float(at_s.max() - at_s.min()) if len(at_s) else 0.0
     return (count - 1) / span_s if span_s > 0 else None
+
+
+def summarize_warmup(
+    cell: CellData, marks: Iterable[ProcessMark], first_due_s: float | None = None
+) -> WarmupResult | None:
+    """The warm-up of a cell; None where there was none.
+
+    `first_due_s`: of an open loop, seconds from the start of the measured time to its first arrival.
+    """
+    warmup, counted = int((~cell.rows.measured).sum()), cell.counted
+    if not warmup:
+        return None
+    measured_s, due_s = cell.measured_start_s, due_times_s(counted)
+    if measured_s is None and len(counted):
+        by_schedule = first_due_s is not None and len(due_s) > 0
+        measured_s = float(due_s.min()) - (first_due_s or 0.0) if by_schedule else float(counted.sent_s.min())
+    steady = [mark.steady for mark in marks if mark.steady is not None]  # each machine checks its own requests
+    return WarmupResult(
+        requests=warmup,
+        seconds=None if measured_s is None else measured_s - float(cell.rows.sent_s.min()),
+        steady=all(steady) if steady else None,
+    )

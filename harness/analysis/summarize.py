@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from harness.analysis import checks, comparable, derive, validity
+from harness.analysis import checks, comparable, derive, notes, validity
 from harness.analysis.latencies import latency_sample
-from harness.analysis.limits import common_limit, limited_by, limited_fields, mean_split, time_split, timed_others
+from harness.analysis.limits import client_errors, client_limits, limited_fields, with_client_errors
 from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
-from harness.analysis.schedule import load_kind, schedule_kept
+from harness.analysis.schedule import load_kind, schedule_kept, summarize_warmup
 from harness.analysis.stats import rate_error
+from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split, timed_others
 from harness.analysis.verdicts import compare_rows, drift_notes
 from harness.base.columns import NUMBER_WORDS, WORK
 from harness.base.errors import HarnessError
@@ -74,7 +75,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
     cells = {name: planned_cells[name] for name in data.cells}
     imported = read_numbers(folder, run)
     models, finishing = _usual_models(data), _servers_with_finishes(data)
-    sessions = validity.number_sessions(run)
+    sessions = notes.number_sessions(run)
     summaries = [
         _summarize_cell(
             data,
@@ -93,12 +94,13 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
     measured = [cell for cell in summaries if cell.id not in failed]
     # A setting that failed, or a level at which the server died, is the result of its row. A sweep is valid where
     # another setting was measured; a level that is not held is an answer also alone.
-    reasons = [
-        *run_reasons,
-        *([because("cells_missing", ran=len(run.order) - len(not_run), planned=len(run.order))] if not_run else []),
-        *(problem for cell in measured for problem in cell.problems),
-        *([because("settings_failed")] if run.scenario.swept and failed and not measured else []),
-    ]
+    reasons = [*run_reasons, *(problem for cell in measured for problem in cell.problems)]
+    if not_run:
+        ran, planned = len(run.order) - len(not_run), len(run.order)
+        text = f"only {ran} of {planned} planned cells ran"
+        reasons.insert(len(run_reasons), because("cells_missing", text, ran=ran, planned=planned))
+    if run.scenario.swept and failed and not measured:
+        reasons.append(because("settings_failed", "every setting of the sweep failed"))
     rows = _summarize_rows(data, summaries, slos, _invalid_rows(planned_cells, summaries, not_run))
     working = [row for row in rows if row.failed is None]
     comparison = None
@@ -115,15 +117,15 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         valid=None if run.origin is not None and not reasons else not reasons,
         reasons=reasons,
         notes=[
-            *validity.failed_setting_notes(rows),
+            *notes.failed_setting_notes(rows),
             *drift_notes(summaries, run.scenario),
             *origin_notes(run.origin),
-            *validity.session_notes(run),
+            *notes.session_notes(run),
             *comparable.start_notes(run),
-            *validity.host_cpu_notes(measured, (mark for found in data.marks.values() for mark in found)),
+            *notes.host_cpu_notes(measured, (mark for found in data.marks.values() for mark in found)),
             *(note for cell in measured for note in cell.notes),
-            *validity.token_counter_notes(measured),
-            *validity.budget_notes(run),
+            *notes.token_counter_notes(measured),
+            *notes.budget_notes(run),
         ],
         failures=_explain_failures(rows, data),
         rows=rows,
@@ -180,7 +182,7 @@ def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Seq
         def is_judged(metric: str, cell: CellSummary, judged: Collection[str] = frozenset(judged)) -> bool:
             return metric in judged or checks.is_changed_by(cell, metric, cell.client_error[metric], check_texts)
 
-        found |= {cell.id: cell for cell in validity.with_client_errors(row, is_judged)}
+        found |= {cell.id: cell for cell in with_client_errors(row, is_judged)}
     return [found[cell.id] for cell in cells]
 
 
@@ -193,7 +195,7 @@ def _invalid_rows(
     for name, cell in cells.items():
         reasons = list(problems.get(name, []))
         if name in not_run:
-            reasons.append(Reason("not_run", cell=name))
+            reasons.append(Reason("not_run", "it has not run", cell=name))
         if reasons and cell.again is None:
             invalid.setdefault((cell.server, cell.load), reasons[0])
     return invalid
@@ -296,35 +298,39 @@ def _summarize_cell(
     tokens = None if rate is None else rate * (numbers.window_s or 0.0)
     machine = machine_load(data.telemetry.get(cell.id, []), _wall_window(of_cell), tokens)
     metrics, server = _server_metrics(data, cell)
-    warmup = validity.summarize_warmup(of_cell, marks, None if run.origin else first_arrival_s(one, seed))
-    findings = validity.check_cell(
-        validity.Evidence(
-            cell=cell.id,
-            ran=ran,
-            was_reached=cell.stage is None or len(of_cell.rows) > 0,
-            running=ran is None and run.status == "running",
-            load=one,
-            max_error_rate=run.scenario.max_error_rate,
-            data=of_cell,
-            numbers=numbers,
-            server_load=server,
-            machine_load=machine,
-            marks=marks,
-            warmup=warmup,
-            model=model,
-            sends_finish=sends_finish,
-            last_sample=metrics[-1] if metrics else None,
-            tokens=None if run.origin is not None else request_tokens(one, run.scenario.prompts),
-            exact_prompts=run.scenario.prompts.tokenizer is not None,
-            workers=run.workers,
-            imported=run.origin is not None,
-            shared_server=cell.mix is not None or cell.stage is not None,
-        )
+    warmup = summarize_warmup(of_cell, marks, None if run.origin else first_arrival_s(one, seed))
+    evidence = validity.Evidence(
+        cell=cell.id,
+        ran=ran,
+        was_reached=cell.stage is None or len(of_cell.rows) > 0,
+        running=ran is None and run.status == "running",
+        load=one,
+        max_error_rate=run.scenario.max_error_rate,
+        data=of_cell,
+        numbers=numbers,
+        server_load=server,
+        machine_load=machine,
+        marks=marks,
+        warmup=warmup,
+        model=model,
+        sends_finish=sends_finish,
+        last_sample=metrics[-1] if metrics else None,
+        tokens=None if run.origin is not None else request_tokens(one, run.scenario.prompts),
+        exact_prompts=run.scenario.prompts.tokenizer is not None,
+        workers=run.workers,
+        imported=run.origin is not None,
+        shared_server=cell.mix is not None or cell.stage is not None,
     )
+    limited = client_limits(one, of_cell, numbers, marks, run.workers)
+    limits = [limit for limit, _ in limited]
+    errors = client_errors(one, of_cell, numbers, marks, limits)
     phases = ran.served_by.phases if ran is not None else []
     split = time_split(numbers, server, mixed=cell.mix is not None)
     others = timed_others(numbers, server) if cell.mix is None else None
     error = _rate_error(of_cell)
+    problems = validity.check_cell(evidence)
+    if ran is not None and ran.failed is not None:
+        problems = [replace(ran.failed, cell=cell.id)]
     return CellSummary(
         **asdict(cell),
         session=session,
@@ -338,14 +344,14 @@ def _summarize_cell(
             for requests, bad in of_cell.bad.values()
         ],
         failed=None if ran is None else ran.failed,
-        problems=findings.reasons if ran is None or ran.failed is None else [replace(ran.failed, cell=cell.id)],
-        notes=findings.notes if others is None else [*findings.notes, others],
-        limits=findings.limits,
+        problems=problems,
+        notes=[*notes.cell_notes(evidence, limited), *([] if others is None else [others])],
+        limits=limits,
         time=split,
-        limited_by=limited_by(split, server, findings.client_error),
+        limited_by=limited_by(split, server, errors),
         rate_error=None if error is None else error[0],
         rate_blocks=None if error is None else error[1],
-        client_error=findings.client_error,
+        client_error=errors,
     )
 
 

@@ -4,6 +4,7 @@ Checks, SLOs, verdicts, reports, exports and the live numbers read it. `harness.
 latency of a request.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -171,3 +172,9 @@ METRIC_WORDS = {column.field: column.title for column in VALUES if column.verdic
     for first, *rest in [column.title.split()]
     for at in (*NEEDED, "mean")
 }
+
+
+def number_names(fields: Sequence[str]) -> str:
+    """Fields of Numbers as a list: "TTFT, TPOT and chunk gaps"."""
+    names = [NUMBER_WORDS[field] for field in fields]
+    return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)

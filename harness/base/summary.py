@@ -22,12 +22,12 @@ class Reason(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     """A reason, note or evidence: code and values for programs, the text for people."""
 
     code: str
-    text: str = ""  # empty: `harness.base.reasons` has the sentence of the code
+    text: str
     values: dict[str, Any] = {}  # of JSON types; a reason within a reason is a mapping
     cell: str | None = None  # that it is about, unless it is stored with that cell
 
 
-def because(code: str, text: str = "", /, **values: Any) -> Reason:
+def because(code: str, text: str, /, **values: Any) -> Reason:
     """Make a reason. A value that is itself a reason or a verdict becomes a mapping."""
     plain = {key: to_builtins(value) if isinstance(value, Struct) else value for key, value in values.items()}
     return Reason(code, text, plain)

@@ -14,9 +14,9 @@ from harness.analysis.checks import evaluate
 from harness.analysis.comparable import engine_versions
 from harness.analysis.verdicts import number_fields, without_concurrency
 from harness.base import units
-from harness.base.columns import METRIC_WORDS, RATES, WORK
+from harness.base.columns import METRIC_WORDS, RATES, WORK, number_names
 from harness.base.errors import HarnessError
-from harness.base.reasons import evidence, number_names, sentence
+from harness.base.reasons import evidence, sentence
 from harness.base.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
 from harness.base.units import count
 from harness.records.manifest import Run

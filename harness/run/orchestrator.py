@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from harness.analysis.validity import queue_notes
+from harness.analysis.notes import queue_notes
 from harness.base.errors import HarnessError, RunError, ServerError, StartError
 from harness.base.files import DOCS, open_file
 from harness.base.process import refuse_too_few_files

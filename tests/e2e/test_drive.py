@@ -127,8 +127,8 @@ def test_a_dead_server_ends_a_load_that_ignores_sigterm(tmp_path: Path, monkeypa
     monkeypatch.setattr(driving, "GRACE_S", 0.3)
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     checks = iter([None] * 5)
-    driven = run_program(tmp_path, program, alive=lambda: next(checks, because("server_exit", exit_code=1)))
-    assert driven.problems == [because("server_exit", exit_code=1)]
+    driven = run_program(tmp_path, program, alive=lambda: next(checks, because("server_exit", "it died", exit_code=1)))
+    assert driven.problems == [because("server_exit", "it died", exit_code=1)]
 
 
 def mark(event: str, pid: int, cell: str = "r1-a-b") -> bytes:

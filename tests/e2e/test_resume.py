@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from harness.analysis.notes import number_sessions, session_notes
 from harness.analysis.summarize import read_summary
-from harness.analysis.validity import number_sessions, session_notes
 from harness.analysis.verdicts import ComparedSides, are_apart, decide_verdicts
 from harness.records.directory import LINES, drop_cells, lock_folder
 from harness.records.manifest import CellRun, Machine, Resumption, Run, read_run, write_run

@@ -14,7 +14,6 @@ from harness.analysis.summarize import read_summary
 from harness.base.columns import LATENCIES, VALUES
 from harness.base.engines import engines, find_template
 from harness.base.files import ROOT
-from harness.base.reasons import COMPOSED, reason_templates
 from harness.cli import app
 from harness.cli.common import COMMANDS
 from harness.failures.table import Rule, protected_flags, removed_flags, removed_variables, rules
@@ -69,28 +68,11 @@ def server_names() -> str:
     return f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md)).\n"
 
 
-def documented_reasons() -> dict[str, str]:
-    """By code its texts in the source, its template without formats, or what its function says."""
-    plain = {
-        code: " / ".join(text.replace("{}", "…") for text in texts)
-        for code, texts in reasons_in_source().items()
-        if texts
-    }
-    plain |= {code: _without_formats(template) for code, template in reason_templates().items()}
-    return plain | {code: (compose.__doc__ or "").strip() for code, compose in COMPOSED.items()}
-
-
-def _without_formats(template: str) -> str:
-    """A template for readers; a choice of two texts is in brackets."""
-    template = re.sub(r"\{\w+:\?([^}]*)\}", r"[\1]", template)
-    template = re.sub(r"\{(\w+):#([^}|]*)\|?([^}]*)\}", lambda m: f"{{{m[1]}}} {m[3] or m[2] + 's'}", template)
-    return re.sub(r"\{(\w+):[^}]*\}", r"{\1}", template).replace("{{", "{").replace("}}", "}")
-
-
 def reasons_table() -> str:
-    """The list of reason codes."""
-    rows = "".join(f"| `{code}` | {_cell(text)} |\n" for code, text in documented_reasons().items())
-    return f"| code | sentence, or what it says |\n|---|---|\n{rows}"
+    """Each reason code with its texts."""
+    texts = {code: " / ".join(found).replace("{}", "…") for code, found in reasons_in_source().items()}
+    rows = "".join(f"| `{code}` | {_cell(text)} |\n" for code, text in texts.items())
+    return f"| code | sentence |\n|---|---|\n{rows}"
 
 
 TITLES = {

@@ -31,7 +31,7 @@ def templates(node: ast.expr | None, variables: Variables | None = None) -> Iter
 
 @cache
 def reasons_in_source() -> dict[str, list[str]]:
-    """By code, in alphabetical order. A code without texts has its sentence elsewhere."""
+    """By code, in alphabetical order."""
     found = defaultdict[str, set[str]](set)
     for path in sorted((ROOT / "harness").rglob("*.py")):
         for variables, call in _calls(ast.parse(path.read_text()), {}):

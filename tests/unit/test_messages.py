@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from harness.base.files import ROOT
-from harness.base.reasons import COMPOSED, reason_templates
 from harness.failures.table import rules
 from harness.scenario import contradictions, shape
 from tests.support.reasons_in_source import reasons_in_source, templates
@@ -59,11 +58,8 @@ def of_function(function: Callable[..., object]) -> Iterator[str]:
 
 def of_reasons() -> Iterator[str]:
     """Each code of a reason, a note or evidence with its sentence."""
-    texts = dict(reasons_in_source())
-    texts |= {code: [template] for code, template in reason_templates().items()}
-    texts |= {code: list(of_function(compose)) for code, compose in COMPOSED.items()}
-    for code in sorted(texts):
-        yield from (f"{code}: {text}" for text in texts[code])
+    for code, texts in reasons_in_source().items():
+        yield from (f"{code}: {text}" for text in texts)
 
 
 def of_failures() -> Iterator[str]:

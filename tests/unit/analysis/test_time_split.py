@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from harness.analysis.limits import limited_by, time_split, timed_others
-from harness.analysis.validity import host_cpu_notes
+from harness.analysis.notes import host_cpu_notes
+from harness.analysis.time_split import limited_by, time_split, timed_others
 from harness.base.reasons import sentence
 from harness.base.summary import CellSummary, Distribution, MachineLoad, Numbers, ServerLoad, TimeSplit
 from harness.records.records import ProcessMark

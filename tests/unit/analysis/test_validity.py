@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
 
+from harness.analysis.limits import client_limits
+from harness.analysis.notes import cell_notes
 from harness.analysis.numbers import compute_numbers
-from harness.analysis.validity import Evidence, Findings, check_cell, missing_cells, run_reasons
+from harness.analysis.validity import Evidence, check_cell, missing_cells, run_reasons
 from harness.base.reasons import sentences
 from harness.base.summary import GpuLoad, MachineLoad, Reason, ScheduleKept, ServerLoad, because
 from harness.records.clock import Clock
@@ -36,6 +38,11 @@ def ran(problems: Sequence[Reason] = (), gpu_memory_before: Sequence[GpuMemory] 
     )  # fmt: skip
 
 
+class Findings(NamedTuple):
+    reasons: list[Reason]
+    notes: list[Reason]
+
+
 def check(
     records: Sequence[Request] | None = None,
     *,
@@ -52,13 +59,12 @@ def check(
 ) -> Findings:
     data = cell_data(four() if records is None else records, Clock(marks))
     numbers = replace(compute_numbers([data]), schedule=schedule)
-    return check_cell(
-        Evidence(
-            cell="c", ran=cell, was_reached=reached, load=load, max_error_rate=max_error_rate, data=data,
-            numbers=numbers, server_load=server, machine_load=machine, marks=marks, last_sample=sample,
-            sends_finish=sends_finish,
-        )
+    evidence = Evidence(
+        cell="c", ran=cell, was_reached=reached, load=load, max_error_rate=max_error_rate, data=data,
+        numbers=numbers, server_load=server, machine_load=machine, marks=marks, last_sample=sample,
+        sends_finish=sends_finish,
     )  # fmt: skip
+    return Findings(check_cell(evidence), cell_notes(evidence, client_limits(load, data, numbers, marks)))
 
 
 def four(**changes: Any) -> list[Request]:
@@ -94,8 +100,8 @@ CUT: dict[str, Any] = {"error": "unfinished", "chunks_s": [], "output_tokens": N
 HUNG: dict[str, Any] = {"load": TIMED, "marks": both_marks("c", 7, 0.0, 100.0, sent=4)}
 SLOW = [request(index=i, chunks_s=[5 + 0.1 * number for number in range(11)], ended_s=6.0) for i in range(3)]
 FEW: dict[str, Any] = {"output_tokens": 9, "fixed_length": False}
-DIED = ran([because("server_died", how="restarted")])
-GATEWAY = ran(max_parallel=32, version="Lemonade 11.9.0", notes=[because("load_retried", server="Lemonade")])
+DIED = ran([because("server_died", "it restarted", how="restarted")])
+GATEWAY = ran(max_parallel=32, version="Lemonade 11.9.0", notes=[because("load_retried", "twice", server="Lemonade")])
 RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
     "records": [request(index=i, resent=i < number, error=None) for i in range(200)],
     "load": replace(LOAD, requests=200), "marks": both_marks("c", 7, 0.0, 10.0, sent=200),
@@ -113,7 +119,7 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"cell": ran(restarts=2)}, [("server_restarted", {"times": 2})], []),
         ({"server": ServerLoad(restarted=True)}, [("counters_restarted", {})], []),
         ({"server": ServerLoad(generated_tokens=1.0, restarted=True)}, [("counters_restarted", {})], []),
-        ({"cell": ran([because("generator_exit", exit_code=3)])}, [("generator_exit", {"exit_code": 3})], []),
+        ({"cell": ran([because("generator_exit", "it", exit_code=3)])}, [("generator_exit", {"exit_code": 3})], []),
         *(
             ({"cell": ran(gpu_memory_before=[GpuMemory(render_node="d", used_bytes=used, total_bytes=100)])}, found, [])
             for used, found in ((25, []), (26, [("memory_in_use", {"used_bytes": 26, "max_share": 0.25})]))
@@ -316,13 +322,13 @@ def test_the_run(tmp_path: Path) -> None:
     assert (run_reasons(run, {}, Counter()), missing_cells(run)) == ([], [])
     assert missing_cells(replace(run, cells=run.cells[1:])) == ["r1-a-x"]
     damaged = {"requests.jsonl": [3, 9, 10, 11, 12, 13], "processes.jsonl": [2], "other": []}
-    assert run_reasons(run, damaged, Counter({"z": 2})) == [
-        because("unreadable_lines", file="requests.jsonl", lines=[3, 9, 10, 11, 12], total=6),
-        because("unreadable_lines", file="processes.jsonl", lines=[2], total=1),
-        because("unknown_cell", records=2, unknown="z"),
+    assert [(reason.code, reason.values) for reason in run_reasons(run, damaged, Counter({"z": 2}))] == [
+        ("unreadable_lines", {"file": "requests.jsonl", "lines": [3, 9, 10, 11, 12], "total": 6}),
+        ("unreadable_lines", {"file": "processes.jsonl", "lines": [2], "total": 1}),
+        ("unknown_cell", {"records": 2, "unknown": "z"}),
     ]
-    stopped = replace(run, status="interrupted", reasons=[because("interrupted")])
-    assert run_reasons(stopped, {}, Counter()) == [because("interrupted")]
+    stopped = replace(run, status="interrupted", reasons=[because("interrupted", "stopped")])
+    assert run_reasons(stopped, {}, Counter()) == [because("interrupted", "stopped")]
     # The reasons of an earlier summary are not taken over: it is made anew.
     again = replace(run, status="invalid", reasons=[because("run_error", "an old reason")])
     assert run_reasons(again, {}, Counter()) == []

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.analysis.schedule import summarize_warmup
 from harness.analysis.summarize import read_summary
-from harness.analysis.validity import summarize_warmup
 from harness.base.summary import WarmupResult
 from harness.load.process import quota_of
 from harness.load.sequencer import Quota, Sequencer, Shard, Work

@@ -199,7 +199,9 @@ def test_a_cause_that_several_rows_have_is_reported_once() -> None:
 
 
 def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None:
-    reasons = [Reason("server_exit", values={"exit_code": code}, cell=f"r{code}-vllm-one") for code in range(1, 4)]
+    died = "the server died with exit code {}"
+    codes = range(1, 4)
+    reasons = [Reason("server_exit", died.format(code), {"exit_code": code}, f"r{code}-vllm-one") for code in codes]
     reasons.append(because("run_error", "[red]x[/red]\n[/] \x1b[31m[link=x]"))
     broken = replace(summary(), valid=False, reasons=reasons, notes=[because("run_error", "vllm: [bold]warm")])
     assert printed(broken, 170).splitlines()[13:17] == [

@@ -61,8 +61,8 @@ def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
     assert raised.value.exit_code == ExitCode.INVALID
     assert raised.value.what.startswith("one: only a VALID run is filed: r5-b-x: load process 109 sent 5 requests")
     write_made_run(tmp_path / "two", steady())
-    write_run(tmp_path / "two", replace(run, status="interrupted", reasons=[because("interrupted")]))
-    with pytest.raises(RunError, match="one: only a VALID run is filed: interrupted"):
+    write_run(tmp_path / "two", replace(run, status="interrupted", reasons=[because("interrupted", "stopped")]))
+    with pytest.raises(RunError, match="one: only a VALID run is filed: stopped"):
         add_result(tmp_path / "two", tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
@@ -120,7 +120,7 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
 
 def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> None:
     far = next(filed.glob("*/which/far"))
-    write_summary(far, replace(read_summary(far), valid=False, reasons=[because("interrupted")]))
+    write_summary(far, replace(read_summary(far), valid=False, reasons=[because("interrupted", "stopped")]))
     (filed / "strix/which/old/summary.json").write_text("{")
     board = collect_board(filed, RESULTS)
     assert [(e.run, e.valid, e.best) for e in board.groups[0].entries] == [

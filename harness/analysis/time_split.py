@@ -1,0 +1,112 @@
+"""Where the time of requests went, and which stage of the server limited a cell.
+
+The server's counters give the time that requests waited, were prefilled and decoded; the client's clock gives the time
+that they took. The difference was spent around the engine: in the API process, the network and the client.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from harness.base.summary import LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
+from harness.base.units import count
+
+MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; outside, they are not the same
+KV_FULL = 0.95  # of the KV cache, while requests wait or are preempted
+MAX_OTHERS = 0.02  # of the requests: so many may be on one side only, the server's or the client's
+SHARE = 0.20  # of a number or a request's time: from this share on, client, queueing or API process is the limit
+
+
+def timed_others(numbers: Numbers, load: ServerLoad) -> Reason | None:
+    """Return why the server's times and the client's are not of the same requests; None if they are, or are not known.
+
+    The client's mean is over the requests that succeeded. A server also times requests whose users left, up to then.
+    """
+    others = numbers.sent - numbers.succeeded
+    if all(total is None for total in (load.queue_s, load.prefill_s, load.decode_s)):
+        return None
+    # llama.cpp does not count the requests of its totals.
+    counted = numbers.sent if load.timed_requests is None else load.timed_requests
+    if not others or abs(counted - numbers.succeeded) <= MAX_OTHERS * numbers.succeeded:
+        return None
+    how = "does not count the requests that it timed"
+    if load.timed_requests is not None:
+        how = f"timed {count(round(counted), 'request')}"
+    text = f"where the time of requests went is not known: the server {how}, and the client's times are of the "
+    text += f"{count(numbers.succeeded, 'request')} that succeeded; {numbers.abandoned:,} were abandoned, "
+    text += f"{others - numbers.abandoned:,} failed or did not finish"
+    return because(
+        "timed_others",
+        text,
+        counted=None if load.timed_requests is None else round(counted),
+        succeeded=numbers.succeeded,
+        abandoned=numbers.abandoned,
+        others=others - numbers.abandoned,
+    )
+
+
+def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> TimeSplit | None:
+    """Return the mean seconds of a request by stage; None where the server reports none of them, or of other requests.
+
+    `mixed`: other loads used the server at the same time, and its counters do not distinguish them.
+    """
+    e2e_s, counted = numbers.e2e_s.mean, numbers.sent if load.timed_requests is None else load.timed_requests
+    totals = (load.queue_s, load.prefill_s, load.decode_s)
+    same_requests = MIN_COUNTED * numbers.succeeded <= counted <= MAX_COUNTED * numbers.sent
+    if mixed or not e2e_s or not counted or not same_requests or all(total is None for total in totals):
+        return None
+    if timed_others(numbers, load) is not None:
+        return None
+    queue_s, prefill_s, decode_s = (None if total is None else total / counted for total in totals)
+    api_s = None
+    if queue_s is not None and prefill_s is not None and decode_s is not None:
+        rest_s = e2e_s - queue_s - prefill_s - decode_s
+        api_s = rest_s if rest_s >= 0 else None  # negative: the server counted slightly different requests
+    connect_s = numbers.connect_s
+    return TimeSplit(
+        connect_s=None if connect_s.mean is None else connect_s.mean * connect_s.n / numbers.sent,
+        api_s=api_s,
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        e2e_s=e2e_s,
+    )
+
+
+def limited_by(
+    split: TimeSplit | None, load: ServerLoad, client_error: Mapping[str, tuple[float, float]]
+) -> LimitedBy | None:
+    """Return what limited a cell; None where the server does not report enough to tell."""
+    if any(max(error) >= SHARE for error in client_error.values()):
+        return "client"
+    if (load.kv_usage_max or 0.0) >= KV_FULL and (load.preemptions or load.waiting_max):
+        return "kv_cache"
+    if split is None:
+        return None
+    if split.queue_s is not None and split.queue_s >= SHARE * split.e2e_s:
+        return "queue"
+    if split.api_s is not None and split.api_s >= SHARE * split.e2e_s:
+        return "api"
+    if split.queue_s is None or split.prefill_s is None or split.decode_s is None:
+        return None
+    return "prefill" if split.prefill_s > split.decode_s else "decode"
+
+
+def mean_split(splits: Sequence[TimeSplit | None]) -> TimeSplit | None:
+    """Return the mean of each stage over the cells in which it is known."""
+    known = [split for split in splits if split is not None]
+    if not known:
+        return None
+
+    def mean(name: str) -> float | None:
+        values = [value for split in known if (value := getattr(split, name)) is not None]
+        return statistics.fmean(values) if values else None
+
+    stages = {name: mean(name) for name in ("connect_s", "api_s", "queue_s", "prefill_s", "decode_s")}
+    return TimeSplit(**stages, e2e_s=statistics.fmean(split.e2e_s for split in known))
+
+
+def common_limit(limits: Sequence[LimitedBy | None]) -> LimitedBy | None:
+    """Return what limited more than half of the cells."""
+    counted = Counter(limit for limit in limits if limit is not None).most_common(1)
+    return counted[0][0] if counted and 2 * counted[0][1] > len(limits) else None
