@@ -44,15 +44,6 @@ MIN_RATE_S = 0.2  # CPU time is counted in ticks of 10 ms: over less, a rate wou
 _GPU = re.compile(r"^sys/class/drm/(renderD\d+)/device/(?:hwmon/hwmon\d+/)?([^/]+)$")
 
 
-class HostReading(Struct, frozen=True):
-    """The content of the files at one moment."""
-
-    wall_s: float
-    clock_s: float  # monotonic
-    took_s: float
-    files: Files
-
-
 def find_files(root: Path, container_files: list[str] | None = None) -> list[str]:
     """Return the files to read each second below `root`. `container_files`: those of a container's control group."""
     found = [path for path in (*HOST_FILES, *(container_files or [])) if (root / path).exists()]
@@ -82,9 +73,8 @@ def cgroup_files(root: Path, pid: int, container_id: str) -> list[str]:
     return list(found.values())
 
 
-def read_files(root: Path, paths: list[str]) -> HostReading:
+def read_files(root: Path, paths: list[str]) -> Files:
     """Return the content of the files that can be read."""
-    wall_s, clock_s = time.time(), time.monotonic()
     files = {}
     for path in paths:
         try:
@@ -95,7 +85,7 @@ def read_files(root: Path, paths: list[str]) -> HostReading:
                 os.close(file)
         except OSError:
             continue
-    return HostReading(wall_s, clock_s, time.monotonic() - clock_s, files)
+    return files
 
 
 # The binary table `gpu_metrics` of the amdgpu driver: what throttles a GPU, and its energy counter. Its layouts are the
@@ -236,13 +226,17 @@ class Meter:
         self._cpu_ticks: tuple[int, int] | None = None  # all, busy
         self._container_cpu_s: float | None = None
 
-    def sample(self, reading: HostReading) -> tuple[dict[str, GpuSample], HostSample | None, ContainerSample | None]:
-        """Return the samples of the GPUs by render node, of the host, and of the container if there is one."""
-        files = reading.files
-        passed_s = None if self._clock_s is None else reading.clock_s - self._clock_s
+    def sample(
+        self, files: Files, clock_s: float
+    ) -> tuple[dict[str, GpuSample], HostSample | None, ContainerSample | None]:
+        """Return the samples of the GPUs by render node, of the host, and of the container if there is one.
+
+        `clock_s`: when the files were read, on the monotonic clock.
+        """
+        passed_s = None if self._clock_s is None else clock_s - self._clock_s
         has_rates = passed_s is None or passed_s >= MIN_RATE_S
         if has_rates:
-            self._clock_s = reading.clock_s
+            self._clock_s = clock_s
         by_gpu: dict[str, dict[str, bytes]] = defaultdict(dict)
         container: dict[str, bytes] = {}
         for path, content in files.items():
@@ -405,12 +399,13 @@ class Sampler:
             due = time.monotonic()
             is_last = False
             while True:
-                reading = read_files(root, files)
+                wall_s, clock_s = time.time(), time.monotonic()
+                contents = read_files(root, files)
+                took_s = round(time.monotonic() - clock_s, 6)
                 due = max(due + self._interval_s, time.monotonic())  # do not catch up after a slow reading
-                gpus, host, container = meter.sample(reading)
-                took_s = round(reading.took_s, 6)
+                gpus, host, container = meter.sample(contents, clock_s)
                 sample = TelemetrySample(
-                    wall_s=reading.wall_s, cell=self.cell, took_s=took_s, gpus=gpus, host=host, container=container
+                    wall_s=wall_s, cell=self.cell, took_s=took_s, gpus=gpus, host=host, container=container
                 )
                 append_sample(self._path, sample)
                 self.samples += 1

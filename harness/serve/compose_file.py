@@ -268,12 +268,6 @@ class Mount(NamedTuple):
         return not self.source.startswith("/")
 
 
-class Device(NamedTuple):
-    host: str
-    container: str
-    permissions: str
-
-
 def parse_bytes(text: str) -> int:
     """Return a size such as `16g` or `512m` in bytes."""
     match = re.fullmatch(r"(\d+)([a-z]*)", text.strip().lower())
@@ -331,8 +325,8 @@ def parse_volume(text: str) -> Mount:
     return Mount(source, target, parts[2:] == ["ro"])
 
 
-def parse_device(text: str) -> Device:
-    """Parse `HOST[:CONTAINER[:PERMISSIONS]]`, both below /dev."""
+def parse_device(text: str) -> tuple[str, str, str]:
+    """Return host path, container path and permissions of `HOST[:CONTAINER[:PERMISSIONS]]`, both below /dev."""
     parts = text.split(":")
     host = parts[0]
     container = parts[1] if len(parts) > 1 else host
@@ -340,7 +334,7 @@ def parse_device(text: str) -> Device:
     in_dev = all(posixpath.normpath(path).startswith("/dev/") for path in (host, container))
     if len(parts) > 3 or not in_dev or not permissions or not set(permissions) <= set("rwm"):
         raise ValueError(f"'{text}' is not a device; write it like /dev/kfd or /dev/kfd:/dev/kfd:rw")
-    return Device(host, container, permissions)
+    return host, container, permissions
 
 
 _VARIABLE = re.compile(

@@ -205,14 +205,13 @@ def network_name(labels: dict[str, str]) -> str:
 
 def _sdk_arguments(service: Service) -> dict[str, Any]:
     """Return the service as arguments of the Docker SDK. The values were checked when the file was parsed."""
-    devices = [compose_file.parse_device(text) for text in service.devices]
     ports = [compose_file.parse_port(text) for text in service.ports]
     return {
         "command": service.command,
         "entrypoint": service.entrypoint,
         "environment": service.environment,
         "mounts": [_sdk_mount(text) for text in service.volumes],
-        "devices": [":".join(device) for device in devices],
+        "devices": [":".join(compose_file.parse_device(text)) for text in service.devices],
         "group_add": service.group_add,
         "ipc_mode": service.ipc,
         "shm_size": None if service.shm_size is None else compose_file.parse_bytes(service.shm_size),

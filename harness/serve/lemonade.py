@@ -6,7 +6,7 @@ The facts come from Lemonade's sources and from a server built from them; docs/l
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -345,12 +345,12 @@ def download(api: Api, body: dict[str, Any], progress: list[str], deadline: floa
         with api.post(f"{API_PREFIX}/pull", body, MAX_SILENCE_S, stream=True) as response:
             if response.status_code != 200:
                 raise _make_download_error(failed, error_message(response.content))
-            for kind, data in parse_events(probe.iterate_lines(response)):
-                if kind == "error":
-                    raise _make_download_error(failed, error_message(data))
-                if kind == "complete":
+            for event in probe.read_events(response):
+                if event.type == "error":
+                    raise _make_download_error(failed, error_message(event.data))
+                if event.type == "complete":
                     return
-                progress[-1:] = [_describe_progress(data)]
+                progress[-1:] = [_describe_progress(event.data)]
                 if time.monotonic() > deadline:
                     return
     except requests.RequestException as error:
@@ -361,22 +361,6 @@ def _make_download_error(what: str, message: str) -> ServerError:
     offline = f" {OFFLINE_FIX}" if "offline" in message else ""
     step = f"Check the network of the container, the model's name, and HF_TOKEN for a gated model.{offline}"
     return ServerError(f"{what}: {message}", next_step=step)
-
-
-def parse_events(lines: Iterator[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yield the kind and the data of each server-sent event."""
-    kind, data = "progress", b""
-    for line in lines:
-        if line.startswith(b"event:"):
-            kind = line.removeprefix(b"event:").strip().decode("utf-8", "replace")
-        elif line.startswith(b"data:"):
-            data = line.removeprefix(b"data:").strip()
-        elif not line.strip():
-            if data:
-                yield kind, data
-            kind, data = "progress", b""
-    if data:
-        yield kind, data
 
 
 def _describe_progress(data: bytes) -> str:

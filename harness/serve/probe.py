@@ -20,6 +20,7 @@ from harness.base.redact import masked
 from harness.base.trust import open_session
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json
+from harness.load.sse import MAX_EVENT_BYTES, Event, EventTooLong, Parser
 from harness.records.manifest import Phase, ServedBy
 from harness.serve.containers import LogFile
 
@@ -35,7 +36,6 @@ MAX_TOKENIZE_S = 900.0  # of all counts; behind Lemonade each of a thousand star
 _MAX_SPECIAL_TOKENS = 16  # that a tokenizer may put around a text
 _TOKENIZER_ADVICE = "Name a local tokenizer.json in prompts.tokenizer, or remove it: a word is then taken for a token."
 _MAX_VERSION = 200  # characters
-_MAX_LINE = 65_536  # bytes
 
 T = TypeVar("T")
 Post = Callable[[str, dict[str, Any]], requests.Response]  # of an address and a body
@@ -233,19 +233,15 @@ def fetch_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIM
     return response.content.decode("utf-8", "replace") if response.status_code == 200 else ""
 
 
-def iterate_lines(response: requests.Response) -> Iterator[bytes]:
-    """Yield the lines of a stream as they arrive, without line ends.
-
-    Raises requests.RequestException, also for a line of more than _MAX_LINE bytes.
-    """
-    rest = b""
-    for piece in response.iter_content(512):
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from (line.removesuffix(b"\r") for line in lines)
-        if len(rest) > _MAX_LINE:
-            raise requests.RequestException(f"a line of more than {_MAX_LINE} bytes")
-    if rest:
-        yield rest
+def read_events(response: requests.Response) -> Iterator[Event]:
+    """Yield the events of a stream as they arrive. Raises requests.RequestException, also for one that is too long."""
+    parser = Parser()
+    try:
+        for piece in response.iter_content(512):
+            yield from parser.feed(piece)
+        yield from parser.finish()
+    except EventTooLong:
+        raise requests.RequestException(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB") from None
 
 
 def explain_connection_error(error: Exception) -> str:

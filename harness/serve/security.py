@@ -63,8 +63,8 @@ def find_exposures(compose: ComposeFile, environment: Mapping[str, str]) -> list
             code = None if mount.named else _classify_path(mount.source)
             if code is not None:
                 found.append((code, "volumes", written))
-        for written, device in parse_all(service.devices, compose_file.parse_device):
-            if not all(_GPU_DEVICE.fullmatch(path) for path in _resolve_path(device.host)):
+        for written, (host, _, _) in parse_all(service.devices, compose_file.parse_device):
+            if not all(_GPU_DEVICE.fullmatch(path) for path in _resolve_path(host)):
                 found.append(("host-devices", "devices", written))
         for written, port in parse_all(service.ports, compose_file.parse_port):
             if not ipaddress.ip_address(port.address).is_loopback:

@@ -314,8 +314,8 @@ class PreparedServer(Struct, frozen=True, kw_only=True):
     @property
     def gives_gpus(self) -> bool:
         """Whether the container gets the devices of GPUs."""
-        devices = map(compose_file.parse_device, self.service.devices)
-        return any(device.host.startswith(("/dev/kfd", "/dev/dri")) for device in devices)
+        hosts = (compose_file.parse_device(text)[0] for text in self.service.devices)
+        return any(host.startswith(("/dev/kfd", "/dev/dri")) for host in hosts)
 
 
 _prepared_servers: dict[tuple[str, str, str], PreparedServer] = {}

@@ -99,12 +99,12 @@ def test_an_answer_in_time_and_a_stream_are_not_cut() -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
         for _ in range(8):
             time.sleep(0.5)
-            connection.sendall(b"x\n")
+            connection.sendall(b"data: x\n\n")
 
     with serving(handler) as url, open_session(None) as session:
-        assert session.get(url, timeout=60).content == b"x\n" * 8
+        assert session.get(url, timeout=60).content == b"data: x\n\n" * 8
         with session.get(url, timeout=3, stream=True) as response:  # of silence, not of the whole
-            assert list(probe.iterate_lines(response)) == [b"x"] * 8
+            assert [event.data for event in probe.read_events(response)] == [b"x"] * 8
 
 
 def test_versions_models_and_tokenizers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

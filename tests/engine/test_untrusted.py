@@ -536,5 +536,8 @@ def test_no_answer_is_longer_than_memory_and_no_redirect_is_followed() -> None:
             with pytest.raises(RequestException, match="more than 16 MiB"):
                 session.get(url + path)
         assert probe.find_metrics_url(url) is None
-        with session.get(url, stream=True) as response, pytest.raises(RequestException, match="a line of more than"):
-            list(probe.iterate_lines(response))
+        with (
+            session.get(url, stream=True) as response,
+            pytest.raises(RequestException, match="an event of more"),
+        ):
+            list(probe.read_events(response))

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
         "__version__", "analysis.derive", "failures.explain", "failures.unexpected_response", "records.records",
         "records.table", "scenario", "workload",
     },
-    "serve": {"failures", "machine", "records", "scenario", "workload"},
+    "serve": {"failures", "load.sse", "machine", "records", "scenario", "workload"},
     "run": {
         "__version__", "advice", "analysis", "failures", "load.live_metrics", "machine", "records", "report",
         "scenario", "serve", "simulated", "workload",

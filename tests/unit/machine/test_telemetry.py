@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.summarize import read_summary
-from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, read_files
+from harness.machine.telemetry import Meter, Sampler, cgroup_files, find_files, read_files
 from harness.records.manifest import ServedBy
 from harness.records.samples import (
     ContainerSample,
@@ -27,9 +27,7 @@ from tests.support.machines import write
 
 
 def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:
-    now = read_files(root, paths or find_files(root))
-    reading = HostReading(now.wall_s, clock_s, 0.0, now.files)
-    gpus, machine, container = meter.sample(reading)
+    gpus, machine, container = meter.sample(read_files(root, paths or find_files(root)), clock_s)
     return TelemetrySample(wall_s=1000 + clock_s, cell="c", gpus=gpus, host=machine, container=container)
 
 

@@ -356,7 +356,7 @@ def test_the_short_forms_of_values() -> None:
     assert parse_volume("/a:/b:ro") == ("/a", "/b", True)
     assert parse_volume("name:/b").named
     assert parse_device("/dev/null:/dev/kfd") == ("/dev/null", "/dev/kfd", "rwm")
-    assert parse_device("/dev/kfd:/dev/kfd:rw").permissions == "rw"
+    assert parse_device("/dev/kfd:/dev/kfd:rw")[2] == "rw"
 
 
 @pytest.mark.parametrize(
