@@ -34,7 +34,7 @@ from harness.scenario.plan import Cell, grouped, plan, server_start_of
 from harness.serve.generator import ContainerChild, find_path_in_image
 from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_files, serve
 from harness.serve.lint import context_problem
-from harness.serve.offline import OfflineOutcome, run_offline
+from harness.serve.offline import OfflineResult, run_offline
 from harness.serve.probe import make_token_counter
 from harness.serve.template import prepare_server
 from harness.workload import local_words, one_token_words, pairs_of, salt_words
@@ -393,7 +393,7 @@ def _run_offline(running: Running, cell: Cell) -> CellRun:
     if job.warmup.until is not None:  # an offline job has no steady state
         job = replace(job, warmup=Warmup(requests=wave_size(job.load)))
     write_job(job, running.job_path(job.cell))
-    outcome = run_offline(
+    served, head, results = run_offline(
         running.scenario,
         cell.server,
         encode_requests(job),
@@ -402,7 +402,7 @@ def _run_offline(running: Running, cell: Cell) -> CellRun:
         run_folder=running.folder,
         on_progress=running.progress.stage,
     )
-    records, head = offline_records(job, outcome), outcome.head
+    records = offline_records(job, results)
     ended_wall_s = head.wall_s + head.ended_s - head.monotonic_s
     mark = ProcessMark(
         event="start", process=OFFLINE_PROCESS, cell=cell.id, wall_s=head.wall_s, monotonic_s=head.monotonic_s
@@ -413,7 +413,7 @@ def _run_offline(running: Running, cell: Cell) -> CellRun:
     for path, lines in ((job.requests_path, records), (job.processes_path, [mark, end])):
         with Path(path).open("ab") as file:
             file.write(msgspec.json.Encoder().encode_lines(lines))
-    return _cell_run(cell, outcome.served_by, head.wall_s, ended_wall_s)
+    return _cell_run(cell, served, head.wall_s, ended_wall_s)
 
 
 def encode_requests(job: Job) -> bytes:
@@ -433,11 +433,11 @@ def encode_requests(job: Job) -> bytes:
     return msgspec.json.Encoder().encode_lines(lines)
 
 
-def offline_records(job: Job, outcome: OfflineOutcome) -> list[Request]:
+def offline_records(job: Job, results: Sequence[OfflineResult]) -> list[Request]:
     """Return the records of an offline cell. Raises RunError when an answer is missing."""
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
-    if len(outcome.results) != planned:
-        raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.results)} were answered")
+    if len(results) != planned:
+        raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(results)} were answered")
     work = workload_of(job, read_rows(job.prompt_file) if job.prompt_file else [])
     return [
         Request(
@@ -458,7 +458,7 @@ def offline_records(job: Job, outcome: OfflineOutcome) -> list[Request]:
             cached_tokens=line.cached_tokens,
             finish=line.finish,
         )
-        for line in outcome.results
+        for line in results
     ]
 
 

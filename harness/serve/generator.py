@@ -50,22 +50,17 @@ class ContainerChild:
     ) -> None:
         """Raises ServerError."""
         self._client = connect()
-        try:
-            ensure_image(self._client, IMAGE, lambda _line: None)
-            self._container = self._client.containers.create(
-                IMAGE, **self._options(run_id, job, arguments, locustfiles, network)
-            )
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._client.close)
             try:
+                ensure_image(self._client, IMAGE, lambda _line: None)
+                options = self._options(run_id, job, arguments, locustfiles, network)
+                self._container = self._client.containers.create(IMAGE, **options)
+                undo.callback(self._remove)
                 self._container.start()
-            except BaseException:
-                with signals_ignored(), contextlib.suppress(*DOCKER_ERRORS):
-                    self._container.remove(v=True, force=True)
-                raise
-        except BaseException as error:
-            self._client.close()
-            if not isinstance(error, DOCKER_ERRORS):
-                raise
-            raise make_docker_error("the load generator's container cannot be started", error) from None
+            except DOCKER_ERRORS as error:
+                raise make_docker_error("the load generator's container cannot be started", error) from None
+            undo.pop_all()
         self._log = LogFile(log_path)
         follow_log(self._container, self._log)
         self._code: int | None = None
@@ -100,6 +95,10 @@ class ContainerChild:
             "init": True,
             "detach": True,
         }
+
+    def _remove(self) -> None:
+        with signals_ignored(), contextlib.suppress(*DOCKER_ERRORS):
+            self._container.remove(v=True, force=True)
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""

@@ -49,10 +49,6 @@ MAX_JOB_CHARS = 80  # of a job's id in a reason
 OWN_METRICS_S = 1.0  # they wait when all threads are busy, and must not delay the metrics of the engine
 MAX_ATTACHED_LOAD_S = 3600.0  # of a Lemonade whose own limit is not known
 MAX_LISTED_MODELS = 5000  # in which a similar name is searched
-OFFLINE_FIX = (
-    "Set offline and no_fetch_executables to false for one run: what is downloaded stays on the volume. "
-    "Without a network, put the model into the folder that huggingface_cache names."
-)
 LOG_ADVICE = "`journalctl -u lemond | harness explain -`, or what it printed where you started it."
 _INSTALLED = ("installed", "update_available")
 
@@ -358,9 +354,8 @@ def download(api: Api, body: dict[str, Any], progress: list[str], deadline: floa
 
 
 def _make_download_error(what: str, message: str) -> ServerError:
-    offline = f" {OFFLINE_FIX}" if "offline" in message else ""
-    step = f"Check the network of the container, the model's name, and HF_TOKEN for a gated model.{offline}"
-    return ServerError(f"{what}: {message}", next_step=step)
+    step = "Check the network of the container, the model's name, and HF_TOKEN for a gated model."
+    return ServerError(f"{what}: {message}", next_step=f"{step} {advise_on_message(message)}")
 
 
 def _describe_progress(data: bytes) -> str:

@@ -48,14 +48,6 @@ class OfflineResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     finish: str | None
 
 
-class OfflineOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a job that ended well."""
-
-    served_by: ServedBy
-    head: OfflineHead
-    results: list[OfflineResult]
-
-
 def run_offline(
     scenario: Scenario,
     server_name: str,
@@ -65,7 +57,7 @@ def run_offline(
     cell_id: str,
     run_folder: Path,
     on_progress: Callable[[str], None],
-) -> OfflineOutcome:
+) -> tuple[ServedBy, OfflineHead, list[OfflineResult]]:
     """Give `requests` (JSON lines) to an offline server, and wait until it has answered all of them.
 
     Writes compose/SERVER.yaml and logs/CELL.server.log. Raises ServerError when the job fails.
@@ -79,7 +71,7 @@ def run_offline(
         phases = [*created.phases, Phase(name="load", seconds=head.loaded_s - head.monotonic_s)]
         served = replace(created, url="none: offline", version=head.version, model=start.model, phases=phases)
         container.reload()
-        return OfflineOutcome(served_by=start.record_facts(served, container), head=head, results=results)
+        return start.record_facts(served, container), head, results
 
 
 def _add_files(filled: ComposeFile, requests: bytes) -> ComposeFile:
