@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from harness.advice.findings import with_findings
 from harness.analysis.compare import compare_runs, make_reference
 from harness.analysis.forecast import Forecast, forecast
-from harness.analysis.summarize import summarize_with_counts, summary_of, with_checks
+from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
 from harness.base.errors import HarnessError
 from harness.base.errors import RunError as RunError  # a public name
 from harness.base.summary import Comparison, Summary
@@ -73,14 +74,14 @@ def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | Non
     be read, a check that is wrong, and checks of a run without records; RunError for a baseline that is not VALID.
     """
     loaded = _loaded(run)
-    if not checks and baseline is None:
-        return summary_of(loaded.path)
+    if not checks and baseline is None and has_only_summary(loaded.path):
+        return read_summary(loaded.path)
     _refuse_wrong(checks, loaded.manifest)
     made = summarize_with_counts(loaded.path, checks)
-    if baseline is None:
-        return made.summary
-    reference = make_reference(_loaded(baseline).path, loaded.manifest, made.summary, checks=checks)
-    return with_checks(made, loaded.manifest, reference, checks).summary
+    if baseline is not None:
+        reference = make_reference(_loaded(baseline).path, loaded.manifest, made.summary, checks=checks)
+        made = with_checks(made, loaded.manifest, reference, checks)
+    return with_findings(made).summary
 
 
 def compare(

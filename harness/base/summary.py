@@ -402,6 +402,30 @@ class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     more_requests: int | None = None  # that would decide it; None: unknown, too many, or they do not help
 
 
+class Action(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A change that a finding advises."""
+
+    do: str
+    settings: dict[str, str] = {}  # by place, such as "servers.vllm.variables" of the scenario: the text to paste
+    # What to expect: which `metric` becomes how many times (`factor`) its value. None: no number of this run shows it.
+    gain: Reason | None = None
+    risk: str = ""
+    verify: str  # the command that shows whether it helped
+
+
+class RunFinding(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Something that makes a run slower than it could be, and what to change."""
+
+    code: str
+    rows: list[str]  # names of the rows that have it; the first one has the numbers
+    measured: str  # with the numbers of this run, which `values` has for programs
+    means: str
+    why: str
+    actions: list[Action]  # the best first
+    cost: float  # the share of the row's time that it takes, 0 to 1, by measurement or estimate; the rank of findings
+    values: dict[str, Any] = {}
+
+
 class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """summary.json."""
 
@@ -418,6 +442,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
     checks: list[CheckResult] = []
+    findings: list[RunFinding] | None = None  # the worst first; [] none was found; None: not searched
 
 
 Basis = Literal[

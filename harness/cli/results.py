@@ -36,6 +36,7 @@ def report(
 
     With --check or --baseline the run is checked by them once more.
     """
+    from harness.advice.findings import with_findings
     from harness.analysis.compare import make_reference
     from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
     from harness.records.manifest import read_run
@@ -55,6 +56,7 @@ def report(
             base, manifest, counts.summary, about=about, checks=checks or [], runs=runs, results=results
         )
         counts = with_checks(counts, manifest, reference, checks or [])
+    counts = None if counts is None else with_findings(counts)
     summary = read_summary(folder) if counts is None else counts.summary
     cli.print_as(
         output,

@@ -18,6 +18,7 @@ def render(summary: Summary, run: Run) -> str:
     parts = [f"## {escape(summary.question)}", f"**{escape(sentences.run_answer(summary, run))}**"]
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
+    parts += _finding_parts(summary)
     parts.append(table(summary, run))
     details = [details for details in (schedule_table(summary, run), time_table(summary)) if details.rows]
     for detail in details:
@@ -80,6 +81,20 @@ def _verdict_parts(comparison: Comparison) -> list[str]:
     if hidden:
         title = sentences.hidden_verdicts_text(word for word, _ in hidden)
         parts.append(_folded(title, _bullets(escape(text) for _, text in hidden)))
+    return parts
+
+
+def _finding_parts(summary: Summary) -> list[str]:
+    """Why the run is slower than it could be, and what to change."""
+    if summary.findings is None:
+        return []
+    parts = [f"**{sentences.findings_title(summary.findings)}**"]
+    for finding in summary.findings:
+        parts.append(f"- {escape(sentences.finding_sentence(finding))}")
+        for name, text in sentences.finding_parts(finding):
+            shown = [f"`{line}`" if "`" not in line else escape(line) for line in text.splitlines()]
+            is_code = name == "Verify" or any(name in action.settings for action in finding.actions)
+            parts[-1] += f"\n  - {escape(name)}: {'<br>'.join(shown) if is_code else escape(text)}"
     return parts
 
 

@@ -7,7 +7,7 @@ together (interference), rows compared with a baseline row (speedup); else the n
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from harness.analysis.checks import evaluate
@@ -16,8 +16,13 @@ from harness.analysis.verdicts import number_fields, without_concurrency
 from harness.base import units
 from harness.base.columns import METRIC_WORDS, RATES, WORK, number_names
 from harness.base.errors import HarnessError
+<<<<<<< HEAD
 from harness.base.reasons import evidence, sentence
 from harness.base.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
+=======
+from harness.base.reasons import evidence, number_names, sentence
+from harness.base.summary import CheckResult, Comparison, FailedRequests, Reason, Row, RunFinding, Summary, Verdict
+>>>>>>> af45072e (Findings: every report says why a run is slow and what to change; four rules of the cache and the queue, shown on the embedded engine in virtual time)
 from harness.base.units import count
 from harness.records.manifest import Run
 from harness.report import words
@@ -423,6 +428,30 @@ def _failure_sentence(rows: list[FailedRequests]) -> str:
     message = "" if repeated else f'; said was "{first.message}"'
     cause = "nothing known of it" if first.cause is None else f"{first.cause}; to solve it: {first.fix}"
     return f"{counts} ({first.kind}): {cause}{message}"
+
+
+def findings_title(findings: Sequence[RunFinding]) -> str:
+    return "Findings, the worst first" if findings else "Findings: no problem found"
+
+
+def finding_sentence(finding: RunFinding) -> str:
+    """What was measured, where."""
+    others = f" (and {units.count(len(finding.rows) - 1, 'more row')})" if len(finding.rows) > 1 else ""
+    return f"{finding.rows[0]}{others}: {finding.measured} [{finding.code}]"
+
+
+def finding_parts(finding: RunFinding) -> Iterator[tuple[str, str]]:
+    """The other parts of a finding, each with its name. A setting keeps its lines."""
+    yield "Meaning", finding.means
+    yield "Why", finding.why
+    for action in finding.actions:
+        yield "Do", action.do
+        yield from action.settings.items()
+        if action.gain is not None:
+            yield "Expect", sentence(action.gain)
+        if action.risk:
+            yield "Risk", action.risk
+        yield "Verify", action.verify
 
 
 def method_sentence(comparison: Comparison) -> str:

@@ -59,6 +59,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     for answer in [sentences.run_answer(summary, run)] if capacity is None else capacity_lines(capacity):
         console.print(Text(words.one_line(answer)))
     console.print(Text(f"{summary.scenario}, run {summary.run}", "dim"))
+    _print_findings(summary, console)
     for table in _fitting_tables(table_columns(summary), table_lines(summary, run), console.width):
         console.print()
         _print_trimmed(console, table)
@@ -90,6 +91,21 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     page = folder / "report.html"
     where = str(page) if page.exists() else f"`harness report {folder} --format html > report.html` writes it"
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
+
+
+def _print_findings(summary: Summary, console: Console) -> None:
+    """Print why the run is slower than it could be, and what to change."""
+    if summary.findings is None:
+        return
+    console.print()
+    console.print(Text(sentences.findings_title(summary.findings), "bold"))
+    for finding in summary.findings:
+        _print_item(console, Text(words.one_line(sentences.finding_sentence(finding)), "yellow"))
+        for name, text in sentences.finding_parts(finding):
+            grid = Table.grid(padding=(0, 1))
+            lines = "\n".join(words.one_line(line) for line in text.splitlines())
+            grid.add_row(Text(" "), Text(f"{name}:", "bold"), Text(lines))
+            _print_trimmed(console, grid)
 
 
 def _fitting_tables(columns: Sequence[TableColumn], rows: list[TableLine], width: int) -> Sequence[RenderableType]:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__
+from harness.advice.findings import with_findings
 from harness.analysis.summarize import Summarized, summarize_with_counts, with_checks, write_reference, write_summary
 from harness.base import files
 from harness.base.errors import HarnessError, StartError
@@ -121,7 +122,7 @@ class RunFile:
 
 def write_results(folder: Path, run: Run, results: Summarized | None = None) -> None:
     """Write summary and report of a run; `results` where they are known."""
-    results = results or summarize_with_counts(folder, charted=True)
+    results = with_findings(results or summarize_with_counts(folder, charted=True))
     write_summary(folder, results.summary)
     replace_file(folder / "report.html", html.render_run(folder, run, results.summary, results).encode())
 

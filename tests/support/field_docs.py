@@ -28,6 +28,7 @@ FILES: dict[str, tuple[Any, ...]] = {
         summary.SloAttainment, summary.ScheduleKept, summary.Answers, summary.PromptLengths, summary.ServerLoad,
         summary.MachineLoad, summary.TimeSplit, summary.ClientLimit, summary.WarmupResult, summary.BadFields,
         summary.FailedRequests, summary.CheckResult, summary.Comparison, summary.Verdict, summary.Difference,
+        summary.RunFinding, summary.Action,
     ),
     "baseline.json": (summary.Reference,),
 }  # fmt: skip

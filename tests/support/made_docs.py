@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from harness.advice.findings import RULES
 from harness.analysis.summarize import read_summary
 from harness.base.columns import LATENCIES, VALUES
 from harness.base.engines import engines, find_template
@@ -154,6 +155,12 @@ def targets_table() -> str:
     return "".join(parts) + "\n" + "".join(f"- {column.title}: {column.source}\n" for column in columns.values()) + "\n"
 
 
+def rules_table() -> str:
+    """Every finding about a run."""
+    rows = [table_row(f"`{rule.code}`", rule.when, rule.means, rule.actions) for rule in RULES]
+    return "".join(["\n", table_row("finding", "when", "meaning", "actions"), "|---|---|---|---|\n", *rows, "\n"])
+
+
 def findings_tables() -> str:
     """Every finding of the doctor with its levels, its fix and its source, by topic."""
     parts = ["\n"]
@@ -206,7 +213,7 @@ MADE = {
     "docs/scenario-keys.md": {"keys": keys_tables, "metrics": metrics_table},
     "docs/servers.md": {"servers": servers_tables},
     "docs/failures.md": {"failures": failures_tables},
-    "docs/findings.md": {"targets": targets_table, "findings": findings_tables},
+    "docs/findings.md": {"targets": targets_table, "findings": findings_tables, "rules": rules_table},
     "docs/fields.md": {"errors": error_kinds_table, "fields": fields_tables, "reasons": reasons_table},
 }
 

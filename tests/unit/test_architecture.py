@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "workload": {"records", "scenario"},
     "machine": {"records"},
     "analysis": {"failures", "records", "scenario"},
-    "advice": {"analysis", "machine", "records"},
+    "advice": {"analysis", "machine", "records", "scenario"},
     "report": {"advice", "analysis", "failures", "records", "scenario"},
     "imports": {"__version__", "analysis", "records", "scenario"},
     "load": {
@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "__version__", "advice", "analysis", "failures", "load.live_metrics", "machine", "records", "report",
         "scenario", "serve", "simulated", "workload",
     },
-    "api": {"analysis", "records", "report", "scenario"},
+    "api": {"advice", "analysis", "records", "report", "scenario"},
     "cli": {
         "__version__", "advice", "analysis", "failures", "imports", "machine", "records", "report", "run", "scenario",
         "serve",

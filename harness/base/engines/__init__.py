@@ -130,6 +130,26 @@ class Version(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     only_if: str | None = None  # this server's answer to GET /; other servers may have the same path
 
 
+class Spelling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a setting that findings advise is written for an engine."""
+
+    flag: str | None = None  # of its command line; None: it has none, only the template's variable
+    variable: str | None = None  # of its template
+    value: Any = None  # that is advised; None: a number that depends on the run
+    switch: bool = False  # the flag takes no value
+    effective: str | None = None  # its name among the settings that the server reports; default: that of the flag
+    risk: str = ""  # of this engine, in addition
+
+
+class OptionsFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file in which a server has the settings of each model, and of the engine that it starts for it."""
+
+    name: str
+    known_by: str  # the setting that only this server reports: the entry in use
+    arguments: dict[str, str]  # by engine the key with its arguments as one text
+    prefix: str  # of the names of models that have none of `model_prefixes`
+
+
 class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server type: the keys of its file."""
 
@@ -152,6 +172,8 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     processes: list[str] = []  # regular expressions for process names, which the kernel cuts to 15 characters
     children: list[str] = []  # those of `processes` that are children of its server
     columns: dict[str, Column] = {}
+    settings: dict[str, Spelling] = {}  # by name in harness.advice
+    options: OptionsFile | None = None
 
 
 @cache

@@ -1,0 +1,142 @@
+"""Findings about the KV cache and the context."""
+
+import numpy as np
+
+from harness.advice.queue import faster_with_fewer, slower_action
+from harness.advice.rules import Found, RowFacts, gain, rule
+from harness.analysis.limits import KV_FULL
+from harness.base.engines import default_reserve, safe_utilization
+from harness.base.summary import Action
+from harness.base.units import figures
+
+MIN_COST = 0.05  # of the time
+UNUSED = 8.0  # a context this many times as long as the longest request
+FEW_CONTEXTS = 2.0  # of the whole length, that the cache holds: then the length decides whether the server starts
+
+
+@rule(
+    when="requests were preempted, or waited while the KV cache was 95 % full, and that took 5 % of the time",
+    means="The KV cache holds fewer requests than run at once. A preempted request loses its part of the cache; its "
+    "prompt and its answer so far are computed again.",
+    actions="as many sequences as fit; a larger safe share of the memory; a KV cache of smaller numbers",
+)
+def kv_cache_full(row: RowFacts) -> Found | None:
+    usage, preempted = row.most("kv_usage_max") or 0.0, row.most("preemptions") or 0.0
+    if faster_with_fewer(row) is not None or not (preempted or (usage >= KV_FULL and row.most("waiting_max"))):
+        return None
+    requests = row.row.pooled.sent / max(1, len(row.cells))
+    again = preempted / (preempted + requests)
+    waited = row.row.time.queue_s / row.row.time.e2e_s if row.row.time is not None and row.row.time.queue_s else 0.0
+    cost = waited + (1 - waited) * again
+    if cost < MIN_COST:
+        return None
+    fits = sequences_that_fit(row)
+    measured = f"{preempted:,.0f} preemptions in {requests:,.0f} requests; the KV cache was up to {usage:.0%} full"
+    if fits is not None:
+        measured += f", and holds {fits} of these requests; up to {row.most('running_max') or 0:.0f} ran"
+    return Found(
+        cost=cost,
+        measured=measured,
+        why="more sequences run at once than the cache has room for",
+        actions=_room_actions(row, fits),
+        values={"preemptions": preempted, "requests": requests, "kv_usage": usage, "fits": fits},
+    )
+
+
+def kv_tokens(row: RowFacts) -> int | None:
+    """The tokens that the KV cache holds; None: not known."""
+    startup = row.served.startup
+    if startup is None:
+        return None
+    if startup.kv_cache_tokens is None and startup.kv_cache_blocks and startup.kv_block_size:
+        return startup.kv_cache_blocks * startup.kv_block_size
+    return startup.kv_cache_tokens
+
+
+def sequences_that_fit(row: RowFacts) -> int | None:
+    """How many of the row's longer requests (p95) the KV cache holds at once; None: not known."""
+    tokens = kv_tokens(row)
+    if tokens is None or not len(row.tokens):
+        return None
+    return max(1, int(tokens / float(np.percentile(row.tokens, 95))))
+
+
+def _room_actions(row: RowFacts, fits: int | None) -> list[Action]:
+    """What gives the cache room, by the number of requests that fit."""
+    actions = []
+    running = row.most("running_max") or 0
+    if fits is not None and fits < running:
+        actions.append(slower_action(row, fits, None))
+    if (share := _safe_share(row)) is not None:
+        do = f"Give {row.title} the largest share of the GPU's memory that is safe"
+        actions.append(row.action(do, {"memory": share}, risk="other programs on the GPU have less"))
+    if row.engine is not None and "kv_type" in row.engine.settings and row.setting("kv_type") in (None, "auto", "f16"):
+        actions.append(
+            row.action("Store the KV cache in numbers of 8 bits: about twice as many tokens", {"kv_type": None})
+        )
+    return actions
+
+
+def _safe_share(row: RowFacts) -> float | None:
+    """The largest safe share of the GPU's memory, if it is clearly above the one in use."""
+    used = row.setting("memory")
+    ran = [cell for cell in row.data.run.cells if cell.id in row.row.cells and cell.gpu_memory_before]
+    if not isinstance(used, float) or not ran:
+        return None
+    shares = []
+    for gpu in ran[-1].gpu_memory_before:
+        free = gpu.total_bytes - gpu.used_bytes
+        shares.append(safe_utilization(free, gpu.total_bytes, reserve=default_reserve(free)))
+    known = [float(share) for share in shares if share is not None]
+    return min(known) if len(known) == len(shares) and min(known) >= used + 0.02 else None
+
+
+@rule(
+    when="the context is at least 8 times as long as the longest request, and slots share it while requests wait, or "
+    "the KV cache holds fewer than two whole contexts",
+    means="The server keeps room for requests that this load never sends. Where slots share the memory, each takes a "
+    "whole context of it; else the length decides how much memory the server needs to start.",
+    actions="a context as long as needed, with more slots in the same memory",
+)
+def context_unused(row: RowFacts) -> Found | None:
+    startup, usual = row.served.startup, row.tokens
+    if startup is None or startup.max_model_len is None or not len(usual):
+        return None
+    longest, context = float(usual[-1]), startup.max_model_len
+    if context < UNUSED * longest:
+        return None
+    needed = max(1024, 1 << int(np.ceil(np.log2(1.5 * longest))))
+    if needed * 2 > context:
+        return None
+    values = {"context": context, "longest": longest, "needed": needed}
+    measured = f"the context has {context:,} tokens, and the longest request had {longest:,.0f}"
+    if not row.shares_context:
+        held = kv_tokens(row)
+        if held is None or held >= FEW_CONTEXTS * context:
+            return None
+        why = f"the KV cache has {held:,} tokens, and the server starts only if it holds one whole context"
+        action = row.action(f"A context of {needed:,} tokens", {"context": needed}, risk="longer requests are refused")
+        return Found(0.01, measured, why, [action], values)
+    slots = row.whole("sequences")
+    if slots is None or row.in_flight <= slots:
+        return None
+    more = min(row.in_flight, slots * context // needed)
+    waiting = row.in_flight - slots
+    measured += f"; {slots} of {row.in_flight} requests run at once"
+    return Found(
+        cost=0.5 * waiting / row.in_flight,
+        measured=measured,
+        why=f"{slots} slots of {context:,} tokens take the memory of {slots * context // needed} slots of {needed:,}",
+        actions=[
+            row.action(
+                f"{more} slots of {needed:,} tokens",
+                {"sequences": more, "context": more * needed},
+                gain=gain("running", more / slots, f"{figures(more / slots)} times as many at once in the same memory"),
+                risk="longer requests fail; each answer is slower while more run",
+            )
+        ],
+        values=values | {"slots": slots, "more": more},
+    )
+
+
+RULES = (kv_cache_full, context_unused)

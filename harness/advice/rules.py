@@ -1,0 +1,259 @@
+"""What rules are made of: the facts of a row, a rule with its texts, and settings as a server's user writes them."""
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from harness.base.engines import Engine, Spelling, engines, find_engine
+from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
+from harness.records.manifest import ServedBy
+from harness.records.run_data import RunData
+from harness.records.samples import MetricsSample
+from harness.records.table import Floats
+from harness.scenario import Load, max_concurrency
+
+# What rows of the same requests may differ in: how many are sent at once, and for how long.
+_AMOUNTS = {"users", "batch_size", "in_flight", "requests", "processes", "duration_s", "drain_s", "ramp_s"}
+
+
+class Found(NamedTuple):
+    """What a rule found in a row; see RunFinding."""
+
+    cost: float
+    measured: str
+    why: str
+    actions: Sequence[Action]
+    values: dict[str, Any]
+
+
+class AdviceRule(NamedTuple):
+    """A rule: its check of a row, and its texts. `when` and `actions` are for docs/findings.md."""
+
+    code: str
+    when: str
+    means: str
+    actions: str
+    check: "Callable[[RowFacts], Found | None]"
+
+    def finding(self, row: "RowFacts") -> RunFinding | None:
+        found = self.check(row)
+        if found is None:
+            return None
+        return RunFinding(
+            code=self.code,
+            rows=[row.name],
+            measured=found.measured,
+            means=self.means,
+            why=found.why,
+            actions=list(found.actions),
+            cost=min(1.0, max(0.0, found.cost)),
+            values=found.values,
+        )
+
+
+def rule(*, when: str, means: str, actions: str) -> "Callable[[Callable[[RowFacts], Found | None]], AdviceRule]":
+    """Make a rule of a check of a row, whose name is the code of the finding."""
+    return lambda check: AdviceRule(check.__name__, when, means, actions, check)
+
+
+def gain(metric: str, factor: float, text: str) -> Reason:
+    """What an action is expected to change: a metric, its value after / before, and the same in words."""
+    return because("gain", text, metric=metric, factor=factor)
+
+
+class RowFacts(Struct, frozen=True, dict=True):
+    """What is known of a row: its numbers, load, server, samples and neighbours."""
+
+    data: RunData
+    summary: Summary
+    row: Row
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+    @cached_property
+    def load(self) -> Load:
+        return self.data.run.scenario.loads[self.row.load]
+
+    @cached_property
+    def in_flight(self) -> int:
+        """The most requests that the load has in flight."""
+        return max_concurrency(self.load)
+
+    @cached_property
+    def cells(self) -> list[CellSummary]:
+        return [cell for cell in self.summary.cells if cell.id in self.row.cells and cell.failed is None]
+
+    def most(self, field: str) -> float | None:
+        """The largest value of the server's metrics over the cells."""
+        loads: list[ServerLoad] = [cell.server_load for cell in self.cells]
+        return max((value for load in loads if (value := getattr(load, field)) is not None), default=None)
+
+    @cached_property
+    def samples(self) -> list[MetricsSample]:
+        """The samples of the server's metrics between the first and the last measured request of each cell."""
+        found = []
+        for name in self.row.cells:
+            cell, rows = self.data.cells[name], self.data.cells[name].counted
+            zero_s = cell.clock.wall_s(0.0)
+            if len(rows) and zero_s is not None:
+                begin_s, end_s = zero_s + float(rows.sent_s.min()), zero_s + float((rows.sent_s + rows.ended_s).max())
+                found += [one for one in self.data.metrics.get(name, []) if begin_s <= one.wall_s <= end_s]
+        return found
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """Prompt and answer of each successful request in tokens, where they are known; increasing."""
+        counted = [self.data.cells[name].counted for name in self.row.cells]
+        together = np.concatenate([*((rows.prompt_tokens + rows.output_tokens)[rows.good] for rows in counted), []])
+        return np.sort(together[~np.isnan(together)])
+
+    @cached_property
+    def neighbours(self) -> "list[RowFacts]":
+        """The valid rows of this server with the same requests, of which more or fewer are sent at once."""
+        rows = [row for row in self.summary.rows if row.server == self.row.server and row.load != self.row.load]
+        others = [RowFacts(self.data, self.summary, row) for row in rows if not (row.failed or row.invalid)]
+        fields = [name for name in Load.__struct_fields__ if name not in _AMOUNTS]
+        return [one for one in others if all(getattr(one.load, name) == getattr(self.load, name) for name in fields)]
+
+    @cached_property
+    def served(self) -> ServedBy:
+        """The server of the last cell that had one."""
+        served = [cell.served_by for cell in self.data.run.cells if cell.id in self.row.cells and cell.served_by.url]
+        return served[-1] if served else ServedBy(url="")
+
+    @cached_property
+    def engine(self) -> Engine | None:
+        """The engine that computes; None: not known."""
+        name = None if self.served.startup is None else self.served.startup.engine
+        named = next((one for one in engines() if one.name == name), None)
+        return named or (None if self.served.template is None else find_engine(self.served.template))
+
+    @cached_property
+    def front(self) -> Engine | None:
+        """The server type that is configured: that of the engine, or the one that started it."""
+        if self.served.template is not None:
+            return find_engine(self.served.template)
+        known = (one for one in engines() if one.options and one.options.known_by in self.served.effective)
+        return next(known, None) or self.engine
+
+    @cached_property
+    def shares_context(self) -> bool:
+        """Whether the engine's slots share its context, so that each has a part of it."""
+        templates = [] if self.engine is None else self.engine.templates.values()
+        return any(one.context is not None and one.context.slots is not None for one in templates)
+
+    @property
+    def title(self) -> str:
+        """The engine in a sentence."""
+        return "the server" if self.engine is None else self.engine.title
+
+    def setting(self, name: str) -> Any:
+        """A setting of the engine, by its name in the engine's file; None: not known."""
+        spelled = None if self.engine is None else self.engine.settings.get(name)
+        if spelled is None:
+            return None
+        key = spelled.effective or (spelled.flag or spelled.variable or "").removeprefix("--").replace("-", "_")
+        if (value := self.served.effective.get(key)) is not None:
+            return value
+        words = self.served.arguments
+        at = next((place for place, word in enumerate(words[:-1]) if word == spelled.flag), None)
+        return None if at is None else _number(words[at + 1])
+
+    def whole(self, name: str) -> int | None:
+        """A setting that is a positive whole number; None: not known."""
+        value = self.setting(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    def action(self, do: str, changes: dict[str, Any], *, gain: Reason | None = None, risk: str = "") -> Action:
+        """An action that changes settings of the engine, by name; None: to the value of the engine's file."""
+        known = {} if self.engine is None else self.engine.settings
+        risks = [risk, *(known[name].risk for name in changes if name in known)]
+        return Action(
+            do=do,
+            settings=self._spell({name: (known[name], value) for name, value in changes.items() if name in known}),
+            gain=gain,
+            risk="; ".join(filter(None, risks)),
+            verify=self.verify("variables" if self.served.template is not None else "effective"),
+        )
+
+    def verify(self, about: str) -> str:
+        """The commands that measure the same again and compare. `about`: the key in which the runs will differ."""
+        run = self.data.run
+        return f"harness run {shlex.quote(run.scenario_name)}; harness compare {run.id} NEW --about {about}"
+
+    def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
+        """By place the text that makes these changes, as this server is configured."""
+        if self.engine is None or self.front is None:
+            return {}
+        values = {name: one.value if value is None else value for name, (one, value) in changes.items()}
+        spelled = {name: one for name, (one, _) in changes.items()}
+        if self.front.options is not None:
+            return self._spell_options(spelled, values)
+        if self.served.template is None:
+            words = [word for name, one in spelled.items() for word in _words(one, values[name])]
+            return {f"arguments of {self.title}": shlex.join(words)} if words else {}
+        lines = [f"{one.variable}: {json.dumps(values[name])}" for name, one in spelled.items() if one.variable]
+        if more := [word for name, one in spelled.items() if not one.variable for word in _words(one, values[name])]:
+            given = self.data.run.scenario.servers[self.row.server].variables.get("extra_args", [])
+            extra = _merged([str(word) for word in given] if isinstance(given, list) else [], more)
+            lines.append(f"extra_args: {json.dumps(extra)}")
+        return {self._variables: "\n".join(lines)} if lines else {}
+
+    @property
+    def _variables(self) -> str:
+        return f"servers.{self.row.server}.variables"
+
+    def _spell_options(self, spelled: dict[str, Spelling], values: dict[str, Any]) -> dict[str, str]:
+        """The entry of the options file: the settings in use, with these changes."""
+        assert self.front is not None and self.front.options is not None and self.engine is not None
+        options = self.front.options
+        used = self.served.effective.get(options.known_by)
+        own = {name: one.variable for name, one in self.front.settings.items() if one.variable}
+        keys = [*own.values(), *options.arguments.values()]
+        entry = {key: used[key] for key in keys if used.get(key)} if isinstance(used, dict) else {}
+        entry |= {own[name]: value for name, value in values.items() if name in own}
+        words = [word for name, one in spelled.items() if name not in own for word in _words(one, values[name])]
+        key = options.arguments.get(self.engine.name)
+        if words and key is not None:
+            entry[key] = " ".join(_merged(str(entry.get(key, "")).split(), words))
+        if not entry:
+            return {}
+        model = self.served.model or self.data.run.scenario.model
+        prefix = "" if model.startswith(tuple(self.front.model_prefixes)) else options.prefix
+        places = {options.name: json.dumps({prefix + model: entry}, indent=1)}
+        if self.served.template is None:
+            return places
+        return {self._variables: "\n".join(f"{name}: {json.dumps(value)}" for name, value in entry.items())} | places
+
+
+def _words(spelled: Spelling, value: Any) -> list[str]:
+    if spelled.flag is None:
+        return []
+    return [spelled.flag] if spelled.switch else [spelled.flag, str(value)]
+
+
+def _merged(given: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Arguments with those of `words` in place of the same flags."""
+    flags = {word for word in words if word.startswith("--")}
+    kept: list[str] = []
+    dropping = False
+    for word in given:
+        if word.startswith("-"):
+            dropping = word.partition("=")[0] in flags
+        if not dropping:
+            kept.append(word)
+    return [*kept, *words]
+
+
+def _number(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        return text
