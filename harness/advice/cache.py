@@ -4,7 +4,7 @@ import numpy as np
 
 from harness.advice.queue import faster_with_fewer, slower_action
 from harness.advice.rules import Found, RowFacts, gain, rule
-from harness.analysis.limits import KV_FULL
+from harness.analysis.time_split import KV_FULL
 from harness.base.engines import default_reserve, safe_utilization
 from harness.base.summary import Action
 from harness.base.units import figures

@@ -1,7 +1,7 @@
 """Findings about requests that wait for each other."""
 
 from harness.advice.rules import Found, RowFacts, gain, rule
-from harness.analysis.limits import SHARE
+from harness.analysis.time_split import SHARE
 from harness.base.summary import Action, Reason
 from harness.base.units import figures, milliseconds
 

@@ -16,13 +16,8 @@ from harness.analysis.verdicts import number_fields, without_concurrency
 from harness.base import units
 from harness.base.columns import METRIC_WORDS, RATES, WORK, number_names
 from harness.base.errors import HarnessError
-<<<<<<< HEAD
 from harness.base.reasons import evidence, sentence
-from harness.base.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
-=======
-from harness.base.reasons import evidence, number_names, sentence
 from harness.base.summary import CheckResult, Comparison, FailedRequests, Reason, Row, RunFinding, Summary, Verdict
->>>>>>> af45072e (Findings: every report says why a run is slow and what to change; four rules of the cache and the queue, shown on the embedded engine in virtual time)
 from harness.base.units import count
 from harness.records.manifest import Run
 from harness.report import words
