@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -45,7 +44,7 @@ def test_a_run_is_loaded_and_summarized() -> None:
     assert (type(run), run.id, run.manifest.status, run.path) == (LoadedRun, "before", "valid", BEFORE)
     summary = summarize(run)
     assert summary == summarize(BEFORE)
-    assert (summary.findings, msgspec.structs.replace(summary, findings=None)) == ([], summarize_folder(BEFORE))
+    assert (summary.findings, replace(summary, findings=None)) == ([], summarize_folder(BEFORE))
     summary = summarize(run, checks=["error_rate == 0", "output_tok_s >= 0.8 * baseline"], baseline=BEFORE)
     assert [check.status for check in summary.checks[-2:]] == ["passed", "passed"]
 
