@@ -7,10 +7,12 @@ from harness.advice.rules import Found, RowFacts, gain, rule
 from harness.analysis.time_split import KV_FULL
 from harness.base.engines import default_reserve, safe_utilization
 from harness.base.summary import Action
-from harness.base.units import figures
+from harness.base.units import figures, milliseconds
 
 MIN_COST = 0.05  # of the time
 UNUSED = 8.0  # a context this many times as long as the longest request
+MIN_AGAIN = 0.3  # of the tokens of earlier turns
+MAX_TURNS = 5000  # requests of a cell whose turns are read
 FEW_CONTEXTS = 2.0  # of the whole length, that the cache holds: then the length decides whether the server starts
 
 
@@ -139,4 +141,72 @@ def context_unused(row: RowFacts) -> Found | None:
     )
 
 
-RULES = (kv_cache_full, context_unused)
+@rule(
+    when="later turns of conversations computed at least 30 % of their known beginning again, and that took 5 % of "
+    "the time",
+    means="A turn sends the whole conversation again. What the server still has in its prefix cache is not computed "
+    "again; "
+    "the rest delays the first token.",
+    actions="the prefix cache; as many slots as conversations; a larger KV cache; templates that keep earlier turns",
+)
+def prefix_recomputed(row: RowFacts) -> Found | None:
+    by_turn = _turns(row)
+    known, cached = (sum(turn[place] for turn in by_turn.values()) for place in (0, 1))
+    split, numbers = row.row.time, row.row.pooled
+    if not known or split is None or not split.prefill_s or not numbers.prompt_tokens:
+        return None
+    again = known - cached
+    computed = numbers.prompt_tokens - (numbers.cached_tokens or 0)
+    saved_s = split.prefill_s * min(1.0, again / max(1, computed))
+    if again < MIN_AGAIN * known or saved_s < MIN_COST * split.e2e_s:
+        return None
+    ttft_s = numbers.ttft_s.mean
+    expected = None
+    if ttft_s:
+        left_s = max(0.0, ttft_s - saved_s)
+        expected = gain("ttft_mean", left_s / ttft_s, f"a mean TTFT of about {milliseconds(left_s)} ms")
+    held, turns = (
+        kv_tokens(row),
+        "; ".join(f"turn {turn}: {a - b:,.0f} of {a:,.0f}" for turn, (a, b) in by_turn.items()),
+    )
+    if row.setting("prefix_cache") is False:
+        why, action = (
+            "the prefix cache is off",
+            row.action("Switch the prefix cache on", {"prefix_cache": None}, gain=expected),
+        )
+    elif (slots := row.whole("sequences")) is not None and row.shares_context and slots < row.in_flight:
+        why = f"{row.in_flight} conversations share {slots} slots, and each keeps only the last one"
+        context = row.whole("context")
+        changes = {"sequences": row.in_flight} | ({} if context is None else {"context": context * row.in_flight})
+        action = row.action(f"{row.in_flight} slots, one for each conversation", changes, risk="more memory")
+    else:
+        longest = float(row.tokens[-1]) * row.load.users
+        room = "" if held is None else f": {row.load.users} conversations have up to {longest:,.0f} tokens, of {held:,}"
+        why = f"the cache lost them{room}; or the chat template changes earlier turns, such as their thinking"
+        action = row.action("A KV cache of 8-bit numbers, which holds about twice as much", {"kv_type": None})
+    values = {"known": known, "cached": cached, "turns": {str(turn): list(pair) for turn, pair in by_turn.items()}}
+    measured = f"{again:,.0f} of {known:,.0f} tokens of earlier turns were computed again ({turns})"
+    return Found(saved_s / split.e2e_s, measured, why, [action], values)
+
+
+def _turns(row: RowFacts) -> dict[int, tuple[float, float]]:
+    """By turn the tokens that were sent before (prompt and answer of the turn before), and how many were cached."""
+    found: dict[int, tuple[float, float]] = {}
+    if row.load.user not in ("chat", "agent"):
+        return found
+    for name in row.row.cells:
+        cell = row.data.cells[name]
+        before: dict[tuple[int, int | None], int] = {}
+        for one in cell.fetch(cell.counted.place[:MAX_TURNS].tolist()):
+            if one.error is not None or one.turn is None or one.prompt_tokens is None or one.output_tokens is None:
+                continue
+            key = one.process, one.conversation
+            if one.turn > 1 and key in before:
+                known, cached = found.get(one.turn, (0.0, 0.0))
+                sent = min(before[key], one.prompt_tokens)
+                found[one.turn] = known + sent, cached + min(sent, one.cached_tokens or 0)
+            before[key] = one.prompt_tokens + one.output_tokens
+    return dict(sorted(found.items()))
+
+
+RULES = (kv_cache_full, context_unused, prefix_recomputed)

@@ -2,14 +2,14 @@
 
 from msgspec.structs import replace
 
-from harness.advice import cache, queue
+from harness.advice import cache, queue, setup, speed
 from harness.advice.rules import AdviceRule, RowFacts
 from harness.analysis.summarize import Summarized, summarize_data
 from harness.base.summary import RunFinding, Summary
 from harness.records.run_data import RunData
 
 MAX_FINDINGS = 5
-RULES: tuple[AdviceRule, ...] = (*cache.RULES, *queue.RULES)
+RULES: tuple[AdviceRule, ...] = (*speed.RULES, *cache.RULES, *queue.RULES, *setup.RULES)
 
 
 def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:

@@ -1,11 +1,18 @@
 """Findings about requests that wait for each other."""
 
+import numpy as np
+
 from harness.advice.rules import Found, RowFacts, gain, rule
+from harness.analysis.numbers import generated_tokens
 from harness.analysis.time_split import SHARE
 from harness.base.summary import Action, Reason
-from harness.base.units import figures, milliseconds
+from harness.base.units import figures, milliseconds, short_percent
+from harness.records.table import Gaps, join_gaps
 
 MUCH_SLOWER = 0.9  # of the throughput with fewer requests at once
+FREEZE_TIMES, FREEZE_S = 4.0, 0.1  # a pause is long beyond so many times the median, and so many seconds
+HALF = 0.5  # of the tokens that abandoned requests asked for
+GATEWAY_SHARE = 0.03  # of the time
 ROOM = 0.75  # of the KV cache: with less in use, it has room for more requests
 
 
@@ -110,4 +117,200 @@ def queue_with_room(row: RowFacts) -> Found | None:
     )
 
 
-RULES = (more_is_slower, queue_with_room)
+@rule(
+    when="pauses of over 4 times the median, and of 0.1 s or more, took 20 % of the time of answers, without "
+    "preemptions",
+    means="While a long prompt is computed, all running answers wait: each step has tokens of prompts and of answers.",
+    actions="fewer tokens in a step, so that prompts are computed in smaller chunks",
+)
+def prompts_freeze_answers(row: RowFacts) -> Found | None:
+    gaps, batched = join_gaps(row.data.cells[name].counted_gaps for name in row.row.cells), row.whole("batched_tokens")
+    prompt = row.row.pooled.prompt_tokens
+    if not gaps.n or not prompt or row.in_flight < 2 or row.most("preemptions"):
+        return None
+    usual_s, part = gaps.percentile_s(500), _paused(gaps, gaps.percentile_s(500))
+    if part < SHARE or usual_s <= 0:
+        return None
+    mean = prompt / row.row.pooled.succeeded
+    chunk = mean if batched is None else min(batched, mean)  # tokens of a prompt that one step computes
+    less = max(256, int(chunk) // 4)
+    expected = None
+    if less < chunk:
+        text = f"longest pauses of about {milliseconds(gaps.max_s * less / chunk)} instead of "
+        expected = gain("gap_max", less / chunk, f"{text}{milliseconds(gaps.max_s)} ms")
+    return Found(
+        cost=part,
+        measured=f"pauses of up to {milliseconds(gaps.max_s)} ms between chunks, with a median of "
+        f"{milliseconds(usual_s)} ms; long ones took {short_percent(part)} of the time of answers",
+        why=f"prompts of {mean:,.0f} tokens are computed in steps of up to {chunk:,.0f} tokens",
+        actions=[
+            row.action(
+                f"At most {less} tokens in a step",
+                {"batched_tokens": less},
+                gain=expected,
+                risk="the first token of long prompts comes later",
+            )
+        ],
+        values={"gap_p50_s": usual_s, "gap_max_s": gaps.max_s, "share": part, "batched_tokens": batched, "less": less},
+    )
+
+
+def _paused(gaps: Gaps, usual_s: float) -> float:
+    """The share of the time in gaps that are over FREEZE_TIMES times as long as usual, without the usual part."""
+    if not gaps.total_s or not len(gaps.counts):
+        return 0.0
+    middle_s = gaps.middles_s()
+    long = (middle_s > FREEZE_TIMES * usual_s) & (middle_s >= FREEZE_S)
+    return float(((middle_s - usual_s) * gaps.counts)[long].sum()) / gaps.total_s
+
+
+@rule(
+    when="users left before the answer was complete, and the server computed at least half of what they did not read",
+    means="The server does not notice, or ignores, that the user is gone, and computes tokens that are never read.",
+    actions="cancel on disconnect: no proxy that hides it; shorter answers",
+)
+def abandoned_computed(row: RowFacts) -> Found | None:
+    if not row.row.pooled.abandoned:
+        return None
+    unread = extra = made = 0.0
+    for cell in row.cells:
+        least, most = generated_tokens(row.data.cells[cell.id].rows)
+        counted = cell.server_load.generated_tokens
+        if counted is None or most is None or cell.mix is not None or cell.stage is not None:
+            return None
+        unread, extra, made = unread + most - least, extra + max(0.0, counted - least), made + counted
+    if not unread or extra < HALF * unread or not made:
+        return None
+    return Found(
+        cost=extra / made,
+        measured=f"{row.row.pooled.abandoned:,} requests were abandoned; the server computed {extra:,.0f} tokens "
+        f"that no "
+        f"user read, {short_percent(extra / made)} of all",
+        why="a closed connection does not stop a request, for instance behind a proxy that keeps its own connection "
+        "open",
+        actions=[
+            Action(
+                do="Let clients connect to the server directly, or a proxy that passes the end of a connection on; "
+                "else "
+                "bound the length of answers",
+                settings={f"loads.{row.row.load}": f"output_tokens: {max(16, _typical_read(row))}"},
+                risk="answers that users would read to the end are cut",
+                verify=f"harness run {row.data.run.scenario_name}",
+            )
+        ],
+        values={"abandoned": row.row.pooled.abandoned, "unread_tokens": unread, "computed_tokens": extra},
+    )
+
+
+def _typical_read(row: RowFacts) -> int:
+    rows = [row.data.cells[name].counted for name in row.row.cells]
+    chunks = np.concatenate([one.chunks[~one.good] for one in rows])
+    return int(np.median(chunks)) if len(chunks) else 0
+
+
+@rule(
+    when="connections of 1 % of the requests needed a second SYN, or the listen queue of the server overflowed as "
+    "often",
+    means="The program accepts connections too slowly for its listen queue; a lost SYN is sent again after 1 s.",
+    actions="fewer new connections at once; a proxy that keeps connections",
+)
+def listen_queue_full(row: RowFacts) -> Found | None:
+    numbers = row.row.pooled
+    overflows = max((cell.machine_load.listen_overflows or 0 for cell in row.cells if cell.machine_load), default=0)
+    retried = max(numbers.connect_retried, overflows)
+    if retried < 0.01 * numbers.sent or not retried:
+        return None
+    busy_s = (numbers.e2e_s.mean or 0.0) * numbers.succeeded
+    return Found(
+        cost=retried * 1.0 / max(1.0, retried + busy_s),
+        measured=f"{numbers.connect_retried:,} of {numbers.sent:,} requests waited 1 s or more for a connection; the "
+        f"listen queue overflowed {overflows:,} times",
+        why="the program's listen queue is short (Lemonade: 5), and it opens a connection for each request",
+        actions=[
+            Action(
+                do="Send fewer requests at the same moment, or put a proxy that keeps its connections in front",
+                settings={f"loads.{row.row.load}": "in_flight: 5" if row.load.user == "batch" else "ramp_s: 30"},
+                risk="fewer requests at once",
+                verify=f"harness run {row.data.run.scenario_name}",
+            )
+        ],
+        values={"retried": numbers.connect_retried, "overflows": overflows},
+    )
+
+
+@rule(
+    when="a gateway such as LiteLLM is in front, and takes 3 % of the time or more",
+    means="Each request and each chunk passes through one more program.",
+    actions="more processes of the gateway, or requests that go to the server itself",
+)
+def gateway_share(row: RowFacts) -> Found | None:
+    split, gateway = row.row.time, row.data.run.scenario.servers[row.row.server].gateway
+    if gateway is None:
+        return None
+    direct = next((one for one in _alone(row) if one.row.pooled.e2e_s.mean), None)
+    mine_s = row.row.pooled.e2e_s.mean
+    if direct is not None and mine_s and direct.row.pooled.e2e_s.mean:
+        direct_s = direct.row.pooled.e2e_s.mean
+        part, measured = (
+            1 - direct_s / mine_s,
+            (
+                f"{milliseconds(mine_s)} ms for a request through the gateway, {milliseconds(direct_s)} ms without "
+                f"({direct.row.server})"
+            ),
+        )
+        expected = gain(
+            "e2e_mean", direct_s / mine_s, f"{short_percent(part)} less time, as measured without the gateway"
+        )
+    elif split is not None and split.api_s is not None:
+        part, expected = split.api_s / split.e2e_s, None
+        measured = f"{milliseconds(split.api_s)} of {milliseconds(split.e2e_s)} ms were spent outside the engine"
+    else:
+        return None
+    if part < GATEWAY_SHARE:
+        return None
+    action = Action(
+        do="Send requests to the server itself where the gateway is not needed; else give the gateway more processes",
+        settings={f"servers.{row.row.server}": "gateway: null"},
+        gain=expected,
+        risk="no keys, limits and logs of the gateway",
+        verify=f"harness run {row.data.run.scenario_name}",
+    )
+    return Found(part, measured, f"the gateway {gateway.template}", [action], {"share": part})
+
+
+def _alone(row: RowFacts) -> list[RowFacts]:
+    """Rows of the same load on the same server without its gateway."""
+    servers, mine = row.data.run.scenario.servers, row.data.run.scenario.servers[row.row.server]
+    rows = [one for one in row.summary.rows if one.load == row.row.load and not one.failed and not one.invalid]
+    alike = [
+        one for one in rows if servers[one.server].gateway is None and servers[one.server].template == mine.template
+    ]
+    return [RowFacts(row.data, row.summary, one) for one in alike if servers[one.server].variables == mine.variables]
+
+
+@rule(
+    when="20 % of the time of requests was spent outside the engine, without a gateway",
+    means="The program that takes requests, makes tokens of texts and sends the answers is the limit, not the GPU.",
+    actions="more API processes; a free core; fewer and larger chunks",
+)
+def api_process(row: RowFacts) -> Found | None:
+    split = row.row.time
+    if row.row.limited_by != "api" or split is None or split.api_s is None:
+        return None
+    if row.data.run.scenario.servers[row.row.server].gateway is not None:
+        return None
+    part = split.api_s / split.e2e_s
+    return Found(
+        cost=part,
+        measured=f"{milliseconds(split.api_s)} of {milliseconds(split.e2e_s)} ms of a request were spent outside the "
+        f"engine",
+        why="the API process, the network, or the load generator's machine is busy",
+        actions=[row.action("More API processes, and a free core for each", {"api_processes": None})],
+        values={"api_s": split.api_s, "e2e_s": split.e2e_s},
+    )
+
+
+RULES = (
+    more_is_slower, queue_with_room, prompts_freeze_answers, abandoned_computed, listen_queue_full, gateway_share,
+    api_process,
+)  # fmt: skip

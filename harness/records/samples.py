@@ -37,13 +37,19 @@ from harness.records.records import Number, Seconds, Whole, append_sample, group
 # prefill_s           counter, seconds from there to their first token
 # decode_s            counter, seconds from there to their last token
 # timed_requests      counter, the requests of these three
+# drafted_tokens      counter, tokens that speculation proposed
+# accepted_tokens     counter, those of them that were kept
 # started_s           when the server's process started, Unix time
 KEYS = (
     "running", "waiting", "kv_usage", "preemptions", "prompt_tokens", "generated_tokens", "prefix_queries",
-    "prefix_hits", "queue_s", "prefill_s", "decode_s", "timed_requests", "started_s",
+    "prefix_hits", "queue_s", "prefill_s", "decode_s", "timed_requests", "drafted_tokens", "accepted_tokens",
+    "started_s",
 )  # fmt: skip
 STAGES = ("queue_s", "prefill_s", "decode_s", "timed_requests")
-COUNTERS = ("preemptions", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", *STAGES)
+COUNTERS = (
+    "preemptions", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "drafted_tokens",
+    "accepted_tokens", *STAGES,
+)  # fmt: skip
 _NOT_SUMMED = ("kv_usage", "started_s")  # of several engines (data parallel) the maximum
 
 _MAX_VALUE = 2.0**53  # a larger float cannot count

@@ -159,6 +159,12 @@ class Gaps(Struct):
     first: int = 0  # number of the first bin in `counts`
     counts: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
+    def middles_s(self) -> Floats:
+        """The middle of each bin of `counts`, in seconds."""
+        edges = (np.arange(self.first, self.first + len(self.counts) + 1) << _GAP_SHIFT).view(np.float64)
+        middles: Floats = (edges[:-1] + edges[1:]) / 2
+        return middles
+
     def percentile_s(self, permille: int) -> float:
         """The middle of the bin in which so many per mille are reached. Raises IndexError without gaps."""
         rank = max(1, -(-self.n * permille // 1000))

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Struct
 
 from harness.records.manifest import Run, ServedBy, Startup
-from harness.records.records import Request
+from harness.records.records import Request, read_marks
 from harness.records.samples import MetricsSample, TelemetrySample
-from harness.scenario import Load, Prompts, Scenario, Server
+from harness.scenario import Gateway, Load, Prompts, Scenario, Server
 from harness.scenario.plan import Cell
 from harness.simulated.engine import PRESETS, EngineConfig, SimulatedEngine
 from harness.simulated.engine import Sequence as Running
@@ -37,6 +37,10 @@ class EngineSetup(Struct, frozen=True, kw_only=True):
     startup: dict[str, Any] = {}  # fields of Startup
     telemetry: Callable[[Cell, float], Sequence[TelemetrySample]] = lambda cell, wall_s: ()
     change: Callable[[EngineConfig, float], EngineConfig] | None = None  # of the engine with the time, in seconds
+    more: dict[str, float] = {}  # samples of the server's metrics, by name: their growth per generated token
+    marks: dict[str, float] = {}  # fields of the end mark of each load process
+    gateway: bool = False
+    variables: dict[str, Any] = {}
 
 
 class _Now(Struct):
@@ -60,6 +64,8 @@ def write_engine_run(
     repeats: int = 2,
     seed: int = 42,
     measured: Callable[[Request], Request] = lambda one: one,
+    checks: Sequence[str] = (),
+    warmup: int = 0,
     template: str | None = "simulated",
     **manifest: Any,
 ) -> Run:
@@ -77,7 +83,8 @@ def write_engine_run(
         wall_s = WALL_S + start_s - MONOTONIC_S
         samples.extend(MetricsSample(wall_s + at_s, cell.id, values) for at_s, values in drive.samples)
         telemetry.extend(setup.telemetry(cell, wall_s))
-        return [measured(_record(one, cell, load, setup, process, start_s)) for one in drive.done]
+        made_of = [measured(_record(one, cell, load, setup, process, start_s)) for one in drive.done]
+        return [msgspec.structs.replace(one, phase="warmup") if one.index < warmup else one for one in made_of]
 
     def served(cell: Cell) -> ServedBy:
         setup = servers[cell.server]
@@ -96,7 +103,16 @@ def write_engine_run(
         version=1,
         question="Which is faster?",
         model="m",
-        servers={name: Server(template="simulated", container=False) for name in servers},
+        servers={
+            name: Server(
+                template=template or "simulated",
+                variables=setup.variables,
+                gateway=Gateway(template="litellm") if setup.gateway else None,
+            )
+            for name, setup in servers.items()
+        },
+        checks=list(checks),
+        max_error_rate=1.0,
         loads=loads,
         repeats=repeats,
         prompts=Prompts(tokens=prompt_tokens),
@@ -104,6 +120,13 @@ def write_engine_run(
     )
     run = write_made_run(folder, made_of=made, requests=requests, served=served, **manifest)
     write_lines(folder / "metrics.jsonl", samples)
+    if any(setup.marks for setup in servers.values()):
+        of_cell = {cell.id: servers[cell.server].marks for cell in run.cells}
+        found = [
+            msgspec.structs.replace(one, **of_cell[one.cell]) if one.event == "end" else one
+            for one in read_marks(folder / "processes.jsonl")
+        ]
+        write_lines(folder / "processes.jsonl", found)
     if telemetry:
         write_lines(folder / "telemetry.jsonl", telemetry)
     return run
@@ -220,7 +243,8 @@ class _Drive:
             "kv_usage": engine.pool.usage, "preemptions": float(engine.preemptions),
             "prefix_queries": float(engine.prefix_queries), "prefix_hits": float(engine.prefix_hits),
         }  # fmt: skip
-        self.samples.append((at_s, values | self.totals))
+        more = {name: rate * self.totals["generated_tokens"] for name, rate in self.setup.more.items()}
+        self.samples.append((at_s, values | self.totals | more))
 
 
 def _grown(times: list[float], now: float) -> list[float]:

@@ -1,0 +1,261 @@
+"""Findings about how servers and loads were set up."""
+
+from typing import Any
+
+import numpy as np
+
+from harness.advice.expect import decode_bound, run_gpu, run_model, ttft_floor
+from harness.advice.rules import Found, RowFacts, gain, rule
+from harness.base.summary import Action
+from harness.base.units import figures, milliseconds, short_percent
+from harness.scenario.check_syntax import parse_check
+
+SMALL_SHM = 64 << 20  # Docker's default
+FIRST_SLOW, FIRST_PART = 3.0, 0.1  # times the usual TTFT; of the time of all requests
+CLIENT = 0.05  # of a number
+FEW_ACCEPTED, MIN_DRAFTED = 0.4, 500
+
+
+@rule(
+    when="several GPU workers share a /dev/shm of 64 MiB or less",
+    means="Workers exchange data through /dev/shm. If it is too small, they fall back to slower ways, or the server "
+    "dies.",
+    actions="a larger /dev/shm; with one worker it changes nothing",
+)
+def small_shared_memory(row: RowFacts) -> Found | None:
+    host = (row.served.container or {}).get("HostConfig")
+    workers = [row.served.effective.get(name) for name in ("tensor_parallel_size", "pipeline_parallel_size", "tp_size")]
+    together = int(np.prod([one for one in workers if isinstance(one, int) and one > 0]))
+    if not isinstance(host, dict) or host.get("IpcMode") == "host" or together < 2:
+        return None
+    size = host.get("ShmSize")
+    if not isinstance(size, int) or size > SMALL_SHM:
+        return None
+    return Found(
+        cost=0.2,
+        measured=f"{together} workers share {size >> 20} MiB of /dev/shm",
+        why="Docker's default of 64 MiB",
+        actions=[row.action("A /dev/shm of 16 GiB, of which only pages in use take memory", {"shm": None})],
+        values={"shm_bytes": size, "workers": together},
+    )
+
+
+@rule(
+    when="rows that are compared run different versions of one engine, and no setting of the scenario asks for that",
+    means="The difference between these rows is also one of versions. Lemonade, for example, brings its own, often "
+    "older one.",
+    actions="images with the same version",
+)
+def versions_differ(row: RowFacts) -> Found | None:
+    version, name = _version(row), None if row.engine is None else row.engine.name
+    servers = row.data.run.scenario.servers
+    for other in row.summary.rows:
+        facts = RowFacts(row.data, row.summary, other)
+        if other.server == row.row.server or facts.engine is None or facts.engine.name != name:
+            continue
+        asked = [servers[one].variables.get("image") for one in (row.row.server, other.server)]
+        if None not in (version, _version(facts)) and version != _version(facts) and asked[0] == asked[1]:
+            return Found(
+                cost=0.02,
+                measured=f"{row.row.server} runs {row.title} {version}, {other.server} {_version(facts)}",
+                why="each server brings its own engine",
+                actions=[
+                    Action(
+                        do="Give both servers images with the same version of the engine, or name the versions in "
+                        "the result",
+                        settings={f"servers.{row.row.server}.variables": "image: ..."},
+                        verify=f"harness run {row.data.run.scenario_name}",
+                    )
+                ],
+                values={"version": version, "other": _version(facts), "server": other.server},
+            )
+    return None
+
+
+def _version(row: RowFacts) -> str | None:
+    return None if row.served.startup is None else row.served.startup.version
+
+
+@rule(
+    when="the server reports another number for a setting than the scenario gives",
+    means="The server ignored or replaced the setting, so that the run is not of what was asked for.",
+    actions="the setting as the server knows it, or the number that it can have",
+)
+def setting_replaced(row: RowFacts) -> Found | None:
+    given = row.data.run.scenario.servers[row.row.server].variables
+    different: dict[str, Any] = {}
+    for name, spelled in ({} if row.engine is None else row.engine.settings).items():
+        asked = given.get(spelled.variable or "")
+        ran = row.setting(name)
+        numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (asked, ran))
+        if numbers and asked != ran and not (row.shares_context and name == "context"):
+            different[spelled.variable or ""] = [asked, ran]
+    if not different:
+        return None
+    (key, (asked, ran)), *_ = different.items()
+    return Found(
+        cost=0.05,
+        measured=f"the scenario gives {key} {asked}, and the server runs with {ran}",
+        why="the server limits it, an argument comes twice, or this version does not know it",
+        actions=[
+            Action(
+                do="Read the server's log for the setting, and give the number that it uses",
+                settings={f"servers.{row.row.server}.variables": f"{key}: {ran}"},
+                verify=f"harness run {row.data.run.scenario_name}",
+            )
+        ],
+        values={"settings": different},
+    )
+
+
+@rule(
+    when="the first requests took over 3 times the usual time to the first token, and that was 10 % of the time",
+    means="The server compiled kernels or filled caches while it was measured: the numbers depend on how many "
+    "requests follow.",
+    actions="a warm-up until the server is steady; a volume that keeps the compiled kernels",
+)
+def cold_start(row: RowFacts) -> Found | None:
+    excess = total = 0.0
+    firsts = []
+    for name in row.row.cells:
+        rows = row.data.cells[name].counted
+        rows = rows.where(rows.good & (rows.chunks > 0))
+        wave = max(1, min(row.in_flight, len(rows) // 4))
+        if len(rows) < 8:
+            return None
+        order = np.argsort(rows.sent_s)
+        e2e_s = (rows.last_chunk_s)[order]
+        usual_s = float(np.median(e2e_s[wave:]))
+        first_s = float(np.median(e2e_s[:wave]))
+        if first_s < FIRST_SLOW * usual_s:
+            return None
+        excess, total = excess + float((e2e_s[:wave] - usual_s).sum()), total + float(e2e_s.sum())
+        firsts.append((first_s, usual_s))
+    if not firsts or excess < FIRST_PART * total:
+        return None
+    first_s, usual_s = firsts[0]
+    mean_s = row.row.pooled.e2e_s.mean
+    expected = None
+    if mean_s:
+        expected = gain(
+            "e2e_mean", 1 - excess / total, f"a mean E2E of about {milliseconds(mean_s * (1 - excess / total))} ms"
+        )
+    return Found(
+        cost=excess / total,
+        measured=f"the first requests took {milliseconds(first_s)} ms, the others {milliseconds(usual_s)} ms: "
+        f"{short_percent(excess / total)} of the time of all requests",
+        why="kernels are compiled at their first use, for each shape",
+        actions=[
+            Action(
+                do="Warm up until the server is steady",
+                settings={"the scenario": "warmup: {until: steady}"},
+                gain=expected,
+                risk="each cell takes longer",
+                verify=f"harness run {row.data.run.scenario_name}",
+            )
+        ],
+        values={"first_s": first_s, "usual_s": usual_s, "share": excess / total},
+    )
+
+
+@rule(
+    when="the load generator's delays may change a number of the row by 5 % or more",
+    means="The client is a part of what was measured.",
+    actions="more load processes; a free core; another machine for the load",
+)
+def load_generator(row: RowFacts) -> Found | None:
+    errors = {metric: max(error) for metric, error in row.row.client_error.items()}
+    worst = max(errors, key=lambda metric: errors[metric], default=None)
+    if worst is None or errors[worst] < CLIENT:
+        return None
+    more = 2 * row.load.processes
+    return Found(
+        cost=min(0.9, errors[worst]),
+        measured=f"delays of the load generator are up to {short_percent(errors[worst])} of {worst}",
+        why="its processes were busy, or waited for a free core",
+        actions=[
+            Action(
+                do=f"{more} load processes, or another machine for the load",
+                settings={f"loads.{row.row.load}": f"processes: {more}"},
+                risk="they need cores, which the server may need too",
+                verify=f"harness run {row.data.run.scenario_name}",
+            )
+        ],
+        values={"metric": worst, "error": errors[worst]},
+    )
+
+
+@rule(
+    when="less than 40 % of the drafted tokens were accepted",
+    means="Speculation computes tokens that are thrown away. With several users that time is missing for others.",
+    actions="fewer drafted tokens, or no speculation; measure with the number of users that you expect",
+)
+def speculation_rejected(row: RowFacts) -> Found | None:
+    samples = [one.values for one in row.samples if "drafted_tokens" in one.values]
+    if len(samples) < 2:
+        return None
+    drafted = samples[-1]["drafted_tokens"] - samples[0]["drafted_tokens"]
+    accepted = samples[-1].get("accepted_tokens", 0.0) - samples[0].get("accepted_tokens", 0.0)
+    if drafted < MIN_DRAFTED or accepted >= FEW_ACCEPTED * drafted:
+        return None
+    return Found(
+        cost=0.2 * (1 - accepted / drafted),
+        measured=f"{short_percent(accepted / drafted)} of {drafted:,.0f} drafted tokens were accepted",
+        why="the draft does not fit these answers",
+        actions=[
+            Action(
+                do="Draft fewer tokens, or start the server without speculation",
+                risk="one user alone may be slower",
+                verify=row.verify("variables"),
+            )
+        ],
+        values={"drafted": drafted, "accepted": accepted},
+    )
+
+
+@rule(
+    when="an SLO asks for less time than the memory bandwidth or the compute of the GPU allows for one user",
+    means="No setting of this server can meet it with this model on this GPU.",
+    actions="fewer bytes per token: a quantized or smaller model; another SLO; a faster GPU",
+)
+def slo_beyond_hardware(row: RowFacts) -> Found | None:
+    ran = next((cell for cell in row.data.run.cells if cell.id in row.row.cells), None)
+    if ran is None or not len(row.tokens):
+        return None
+    size, (gpu, gpus) = run_model(ran), run_gpu(row.data.run, ran)
+    prompt = (row.row.pooled.prompt_tokens or 0) / max(1, row.row.pooled.succeeded)
+    if size is None or gpu is None:
+        return None
+    floors = {"tpot": 1 / decode_bound(size, gpu, context=prompt, gpus=gpus)}
+    floors["ttft"] = max(filter(None, ttft_floor(size, gpu, prompt, gpus)))
+    bounds: list[tuple[str, str, float]] = []  # text, latency, seconds
+    for text in row.data.run.scenario.checks:
+        check = parse_check(text)
+        bounds += [(slo.text, slo.latency, slo.bound_s) for slo in check.slos]
+        if not check.relative and check.operator in ("<", "<="):
+            bounds.append((text, check.metric.rpartition("_")[0], check.bound))
+    broken = [(text, bound_s, floors[name]) for text, name, bound_s in bounds if floors.get(name, 0.0) > bound_s > 0]
+    if not broken:
+        return None
+    text, bound_s, floor = max(broken, key=lambda one: one[2] / one[1])
+    share = bound_s / floor
+    return Found(
+        cost=1 - share,
+        measured=f"{text} asks for {milliseconds(bound_s)} ms; {gpu.name} needs at least {milliseconds(floor)} ms",
+        why=f"a token reads {figures(size.read_bytes / 1e9)} GB at {figures(gpu.bandwidth_gb_s * gpus)} GB/s",
+        actions=[
+            Action(
+                do=f"Weights of {short_percent(share)} of the size or less, or an SLO of {milliseconds(floor / 0.6)} "
+                f"ms",
+                risk="a quantized model answers a little differently",
+                verify=f"harness expect {row.data.run.scenario.model}",
+            )
+        ],
+        values={"slo": text, "bound_s": bound_s, "floor_s": floor},
+    )
+
+
+RULES = (
+    small_shared_memory, versions_differ, setting_replaced, cold_start, load_generator, speculation_rejected,
+    slo_beyond_hardware,
+)  # fmt: skip

@@ -1,0 +1,295 @@
+"""Findings about the speed of the engine: its share of what the hardware allows, and what slows it."""
+
+import numpy as np
+
+from harness.advice.expect import Share, run_gpu, run_model, share, ttft_floor
+from harness.advice.rules import Found, RowFacts, rule
+from harness.base.summary import Action
+from harness.base.units import GIB, figures, milliseconds, short_percent
+from harness.records.manifest import CellRun
+
+USUAL_SHARE = 0.6  # of the bandwidth: what engines usually reach or exceed
+SLOW_PREFILL = 0.1  # of the compute: engines reach 20 to 60 %
+MIN_PROMPT = 128  # tokens; below it the overhead of a step decides
+OFTEN = 0.5  # of the measured time
+HEAT = 0.05  # of the measured time
+DRIFT = 1.15  # slower at the end than at the start
+MIN_REQUESTS = 30  # for a drift
+SHORT_HOST = 1 * GIB  # of free memory: with less, a machine swaps
+GTT_SPILL = 2 * GIB  # of a discrete card
+
+
+def slow_share(row: RowFacts) -> Share | None:
+    """The share of what the hardware allows, if it is slow; None: it is not, or not known."""
+    found = (share(row.data, row.data.cells[cell.id]) for cell in row.cells)
+    known = next((one for one in found if one is not None), None)
+    return known if known is not None and known.word == "slow" else None
+
+
+def _lost(found: Share) -> float:
+    """The share of the time that a usual speed would save."""
+    return 1 - found.share / USUAL_SHARE
+
+
+def _faster(found: Share) -> str:
+    return (
+        f"usual are {figures(USUAL_SHARE * found.bound_tok_s)} tok/s and more, of {figures(found.bound_tok_s)} at most"
+    )
+
+
+@rule(
+    when="decode is slow by the share of the bandwidth, and no other finding has the reason",
+    means="Each token reads the weights once. The engine reads them much more slowly than the memory allows.",
+    actions="kernels for this GPU: another image, engine or quantization; nothing else on the GPU",
+)
+def slow_decode(row: RowFacts) -> Found | None:
+    found = slow_share(row)
+    if found is None or any(
+        cause.check(row) is not None for cause in (eager_mode, cpu_offload, power_limited, other_work)
+    ):
+        return None
+    return Found(
+        cost=_lost(found),
+        measured=found.sentence,
+        why="the engine has no fast kernels for this GPU and these weights, runs in part on the CPU, or shares the GPU",
+        actions=[
+            Action(
+                do=f"Search the server's log for fallbacks ('Triton', 'AITER', 'eager', 'CPU') and try another image "
+                f"or "
+                f"engine; {_faster(found)}",
+                verify=row.verify("image"),
+            )
+        ],
+        values={"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s},
+    )
+
+
+@rule(
+    when="decode is slow by the share of the bandwidth, and the engine runs in eager mode",
+    means="In eager mode the CPU starts each kernel of each step, and the GPU waits for it.",
+    actions="compiled graphs",
+)
+def eager_mode(row: RowFacts) -> Found | None:
+    found = slow_share(row)
+    if found is None or row.setting("compiled") is not True:
+        return None
+    return Found(
+        cost=_lost(found),
+        measured=found.sentence,
+        why="enforce_eager is on: no graphs",
+        actions=[row.action(f"Run with compiled graphs; {_faster(found)}", {"compiled": None})],
+        values={"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s},
+    )
+
+
+@rule(
+    when="the engine computes some or all layers on the CPU, on a machine with a GPU",
+    means="Layers on the CPU are read at the speed of its memory, and each token waits for them.",
+    actions="all layers on the GPU; if they do not fit, smaller weights or a shorter context",
+)
+def cpu_offload(row: RowFacts) -> Found | None:
+    layers = None if row.served.startup is None else row.served.startup.offloaded_layers
+    on_gpu, slash, total = (layers or "").partition("/")
+    if not slash or not (on_gpu.isdecimal() and total.isdecimal()) or not row.data.run.machine.gpus:
+        return None
+    if int(on_gpu) >= int(total):
+        return None
+    on_cpu = 1 - int(on_gpu) / int(total)
+    return Found(
+        cost=max(0.2, on_cpu),
+        measured=f"{on_gpu} of {total} layers are on the GPU",
+        why="the engine was told so, or the layers did not fit into the GPU's memory",
+        actions=[row.action("Put all layers on the GPU", {"offload": None}, risk="the start fails if they do not fit")],
+        values={"on_gpu": int(on_gpu), "layers": int(total)},
+    )
+
+
+@rule(
+    when="decode is slow, and a limit of power or current set the clocks for half of the time",
+    means="The GPU may not draw more power, so it lowers its clocks.",
+    actions="a higher power limit or profile",
+)
+def power_limited(row: RowFacts) -> Found | None:
+    found, machine, window_s = slow_share(row), row.row.machine_load, row.row.pooled.window_s
+    if found is None or machine is None or not machine.limited_s or not window_s:
+        return None
+    part = machine.limited_s / window_s
+    if part < OFTEN:
+        return None
+    return Found(
+        cost=_lost(found),
+        measured=f"at a power limit for {short_percent(part)} of the time, with {figures(machine.power_mean_w or 0)} "
+        f"W on "
+        f"average; {found.sentence}",
+        why="the power limit of the GPU, the power profile of the system or the power supply",
+        actions=[
+            Action(
+                do="Choose the performance profile (`powerprofilesctl set performance`), and a higher limit in the "
+                "BIOS",
+                risk="more heat and noise",
+                verify=row.verify("machine"),
+            )
+        ],
+        values={"limited_s": machine.limited_s, "share": found.share},
+    )
+
+
+@rule(
+    when="more than a quarter of the GPU's memory was in use before the server started",
+    means="Another program uses the GPU: both slow each other down, and the run is INVALID.",
+    actions="end the other program",
+)
+def other_work(row: RowFacts) -> Found | None:
+    gpus = [gpu for cell in _ran(row) for gpu in cell.gpu_memory_before]
+    worst = max(gpus, key=lambda gpu: gpu.used_bytes / max(1, gpu.total_bytes), default=None)
+    if worst is None or worst.used_bytes <= 0.25 * worst.total_bytes:
+        return None
+    found = slow_share(row)
+    used = worst.used_bytes / worst.total_bytes
+    return Found(
+        cost=used if found is None else max(used, _lost(found)),
+        measured=f"{used:.0%} of the memory of {worst.render_node} was in use before the server started",
+        why="another program holds the GPU's memory",
+        actions=[Action(do="End it: `sudo harness doctor` names the programs", verify="harness doctor")],
+        values={"used_bytes": worst.used_bytes, "total_bytes": worst.total_bytes},
+    )
+
+
+@rule(
+    when="heat, or a signal of the power supply, lowered the GPU's clocks for 5 % of the time",
+    means="The GPU was too hot for its speed; a longer run is slower than a short one.",
+    actions="better cooling, a lower power limit, pauses between cells",
+)
+def overheated(row: RowFacts) -> Found | None:
+    machine, window_s = row.row.machine_load, row.row.pooled.window_s
+    if machine is None or not machine.heat_s or not window_s or machine.heat_s < HEAT * window_s:
+        return None
+    part = machine.heat_s / window_s
+    hottest = "" if machine.temperature_max_c is None else f", at up to {machine.temperature_max_c:.0f} °C"
+    return Found(
+        cost=min(0.5, part),
+        measured=f"throttled by heat for {short_percent(part)} of the time{hottest}",
+        why="cooling",
+        actions=[Action(do="Improve the cooling, or lower the power limit so that the clocks stay constant",
+                        verify=row.verify("machine"))],
+        values={"heat_s": machine.heat_s, "window_s": window_s},
+    )  # fmt: skip
+
+
+@rule(
+    when="the last third of the requests had at least 1.15 times the TPOT of the first third, in each cell",
+    means="The server became slower while it was measured: the numbers depend on how long the run was.",
+    actions="a warm-up until the server is steady; look at clocks and temperature over time",
+)
+def slower_over_time(row: RowFacts) -> Found | None:
+    if row.load.arrivals is not None or row.load.trace is not None:
+        return None
+    ratios = []
+    for cell in row.cells:
+        rows = row.data.cells[cell.id].counted
+        rows = rows.where(rows.good & (rows.output_tokens > 1) & (rows.chunks > 1))
+        if len(rows) < MIN_REQUESTS:
+            return None
+        order = np.argsort(rows.sent_s)
+        tpot_s = ((rows.last_chunk_s - rows.first_chunk_s) / (rows.output_tokens - 1))[order]
+        first, middle, last = (float(np.median(part)) for part in np.array_split(tpot_s, 3))
+        if not first or not first <= middle * 1.02 or not middle <= last * 1.02:
+            return None
+        ratios.append(last / first)
+    if not ratios or min(ratios) < DRIFT:
+        return None
+    ratio = float(np.median(ratios))
+    return Found(
+        cost=1 - 1 / ratio,
+        measured=f"the TPOT of the last third of the requests is {figures(ratio)} times that of the first third",
+        why="clocks that fall with the temperature, or other work that grew",
+        actions=[
+            Action(
+                do="Measure when the machine has its lasting speed",
+                settings={"the scenario": "warmup: {until: steady}"},
+                risk="the run takes longer",
+                verify=f"harness run {row.data.run.scenario_name}",
+            )
+        ],
+        values={"ratio": ratio},
+    )
+
+
+@rule(
+    when="the host had less than 1 GiB of free memory, or a discrete GPU used more than 2 GiB of the host's memory",
+    means="A part of what the server needs was moved to slower memory: swap, or across the PCIe bus.",
+    actions="a smaller share of memory, a shorter context, smaller weights",
+)
+def memory_moved(row: RowFacts) -> Found | None:
+    machine = row.row.machine_load
+    if machine is None:
+        return None
+    spilled = 0
+    cards = {gpu.get("render_node"): gpu for gpu in row.data.run.machine.gpus if gpu.get("integrated") is False}
+    for cell in row.cells:
+        for name, gpu in (cell.machine_load.gpus if cell.machine_load is not None else {}).items():
+            if gpu.used and name in cards:
+                spilled = max(spilled, gpu.gtt_max_bytes or 0)
+    free = machine.host_memory_min_bytes
+    is_short = free is not None and free < SHORT_HOST
+    if not is_short and spilled < GTT_SPILL:
+        return None
+    measured = f"{figures((free or 0) / GIB)} GiB of the host's memory were free"
+    if spilled >= GTT_SPILL:
+        measured = f"the GPU used {figures(spilled / GIB)} GiB of the host's memory"
+    actions = []
+    if isinstance(used := row.setting("memory"), float):
+        less = round(max(0.1, used - 0.1), 2)
+        actions.append(
+            row.action(f"A share of {less} of the GPU's memory", {"memory": less}, risk="a smaller KV cache")
+        )
+    else:
+        actions.append(Action(do="Choose smaller weights or a shorter context", verify=row.verify("effective")))
+    values = {"host_free_bytes": free, "gtt_bytes": spilled}
+    return Found(0.4, measured, "the server needs more memory than there is", actions, values)
+
+
+@rule(
+    when="the shortest TTFT of prompts of 128 tokens and more is over ten times what compute allows",
+    means="Prompts are computed much more slowly than this GPU can.",
+    actions="kernels for this GPU; larger prompt chunks; nothing else on the GPU",
+)
+def slow_prefill(row: RowFacts) -> Found | None:
+    found = None
+    for ran in _ran(row):
+        size, (gpu, gpus) = run_model(ran), run_gpu(row.data.run, ran)
+        rows = row.data.cells[ran.id].counted
+        rows = rows.where(rows.good & (rows.chunks > 0) & (rows.prompt_tokens >= MIN_PROMPT))
+        if size is None or gpu is None or not len(rows):
+            continue
+        tokens = rows.prompt_tokens - np.nan_to_num(rows.cached_tokens)
+        place = int(np.argmin(rows.first_chunk_s / np.maximum(tokens, 1)))
+        _, by_compute_s = ttft_floor(size, gpu, float(tokens[place]), gpus)
+        read_s, ttft_s = ttft_floor(size, gpu, 0.0, gpus)[0], float(rows.first_chunk_s[place])
+        if by_compute_s is not None and (reached := max(read_s, by_compute_s) / ttft_s) < SLOW_PREFILL:
+            found = found or (reached, ttft_s, max(read_s, by_compute_s), float(tokens[place]))
+    split = row.row.time
+    if found is None:
+        return None
+    reached, ttft_s, floor_s, prompt = found
+    part = split.prefill_s / split.e2e_s if split is not None and split.prefill_s else 0.5
+    usual_s = floor_s / 0.2
+    return Found(
+        cost=part * (1 - usual_s / ttft_s),
+        measured=f"at least {milliseconds(ttft_s)} ms to the first token after {prompt:,.0f} tokens: "
+        f"{short_percent(reached)} of what compute allows ({milliseconds(floor_s)} ms)",
+        why="no fast matrix kernels for this GPU and these weights, small chunks of prompts, or a CPU fallback",
+        actions=[row.action("Larger chunks of prompts", {"batched_tokens": 8192},
+                            risk="longer pauses in other answers")],
+        values={"share": reached, "ttft_s": ttft_s, "floor_s": floor_s},
+    )  # fmt: skip
+
+
+def _ran(row: RowFacts) -> list[CellRun]:
+    return [cell for cell in row.data.run.cells if cell.id in row.row.cells]
+
+
+RULES = (
+    slow_decode, eager_mode, cpu_offload, power_limited, other_work, overheated, slower_over_time, memory_moved,
+    slow_prefill,
+)  # fmt: skip
