@@ -13,6 +13,7 @@ MUCH_SLOWER = 0.9  # of the throughput with fewer requests at once
 FREEZE_TIMES, FREEZE_S = 4.0, 0.1  # a pause is long beyond so many times the median, and so many seconds
 HALF = 0.5  # of the tokens that abandoned requests asked for
 GATEWAY_SHARE = 0.03  # of the time
+MIN_SAMPLES = 5  # of the server's metrics
 ROOM = 0.75  # of the KV cache: with less in use, it has room for more requests
 
 
@@ -81,10 +82,13 @@ def queue_with_room(row: RowFacts) -> Found | None:
         return None
     if running is not None and running < slots:  # something else keeps requests from running
         return None
-    share = 1 - slots / row.in_flight  # of the time, in a closed loop
+    running_sum, waiting_sum = (
+        sum(one.values.get(name, 0.0) for one in row.samples) for name in ("running", "waiting")
+    )
+    share = waiting_sum / (running_sum + waiting_sum) if running_sum else 0.0  # of the time, by the samples
     if split is not None and split.queue_s is not None:
         share = split.queue_s / split.e2e_s
-    if share < SHARE:
+    if share < SHARE or len(row.samples) < MIN_SAMPLES:
         return None
     fits = row.in_flight if not usage else min(row.in_flight, int(0.9 * slots / usage))
     ttft_s, waited_s = row.row.pooled.ttft_s.mean, None if split is None else split.queue_s
@@ -225,7 +229,7 @@ def listen_queue_full(row: RowFacts) -> Found | None:
         cost=retried * 1.0 / max(1.0, retried + busy_s),
         measured=f"{numbers.connect_retried:,} of {numbers.sent:,} requests waited 1 s or more for a connection; the "
         f"listen queue overflowed {overflows:,} times",
-        why="the program's listen queue is short (Lemonade: 5), and it opens a connection for each request",
+        why="the program's listen queue is short, and a connection is opened for each request",
         actions=[
             Action(
                 do="Send fewer requests at the same moment, or put a proxy that keeps its connections in front",
@@ -239,7 +243,7 @@ def listen_queue_full(row: RowFacts) -> Found | None:
 
 
 @rule(
-    when="a gateway such as LiteLLM is in front, and takes 3 % of the time or more",
+    when="a gateway is in front of the server, and takes 3 % of the time or more",
     means="Each request and each chunk passes through one more program.",
     actions="more processes of the gateway, or requests that go to the server itself",
 )

@@ -42,8 +42,8 @@ def small_shared_memory(row: RowFacts) -> Found | None:
 
 @rule(
     when="rows that are compared run different versions of one engine, and no setting of the scenario asks for that",
-    means="The difference between these rows is also one of versions. Lemonade, for example, brings its own, often "
-    "older one.",
+    means="The difference between these rows is also one of versions. Servers that start an engine bring their own, "
+    "often an older one.",
     actions="images with the same version",
 )
 def versions_differ(row: RowFacts) -> Found | None:

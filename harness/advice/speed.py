@@ -13,7 +13,8 @@ SLOW_PREFILL = 0.1  # of the compute: engines reach 20 to 60 %
 MIN_PROMPT = 128  # tokens; below it the overhead of a step decides
 OFTEN = 0.5  # of the measured time
 HEAT = 0.05  # of the measured time
-DRIFT = 1.15  # slower at the end than at the start
+DRIFT = 1.2  # slower at the end than at the start, ...
+DRIFT_S = 20.0  # ... of at least so many seconds
 MIN_REQUESTS = 30  # for a drift
 SHORT_HOST = 1 * GIB  # of free memory: with less, a machine swaps
 GTT_SPILL = 2 * GIB  # of a discrete card
@@ -177,7 +178,8 @@ def overheated(row: RowFacts) -> Found | None:
 
 
 @rule(
-    when="the last third of the requests had at least 1.15 times the TPOT of the first third, in each cell",
+    when="the last third of the requests had at least 1.2 times the TPOT of the first third, in each cell, "
+    "after 20 s or more",
     means="The server became slower while it was measured: the numbers depend on how long the run was.",
     actions="a warm-up until the server is steady; look at clocks and temperature over time",
 )
@@ -188,7 +190,7 @@ def slower_over_time(row: RowFacts) -> Found | None:
     for cell in row.cells:
         rows = row.data.cells[cell.id].counted
         rows = rows.where(rows.good & (rows.output_tokens > 1) & (rows.chunks > 1))
-        if len(rows) < MIN_REQUESTS:
+        if len(rows) < MIN_REQUESTS or float(np.ptp(rows.sent_s)) < DRIFT_S:
             return None
         order = np.argsort(rows.sent_s)
         tpot_s = ((rows.last_chunk_s - rows.first_chunk_s) / (rows.output_tokens - 1))[order]

@@ -111,7 +111,7 @@ CAUSES: dict[str, Cause] = {
     "other_work": Cause(EngineSetup(), ONE, more={"ran": HELD}),
     "overheated": Cause(EngineSetup(telemetry=watched(gpu={"held_back": {"heat": 0.5}})), ONE),
     "slower_over_time": Cause(
-        EngineSetup(change=lambda engine, at_s: replace(engine, slowdown=1 + at_s / 20)), {"one": batch(1, 80)}
+        EngineSetup(change=lambda engine, at_s: replace(engine, slowdown=1 + at_s / 60)), {"one": batch(1, 200)}
     ),
     "memory_moved": Cause(EngineSetup(telemetry=watched(free=1 << 28)), ONE),
     "slow_prefill": Cause(
