@@ -132,6 +132,7 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
 if TYPE_CHECKING:
     from harness.analysis.result import CapacityReport
     from harness.base.summary import CheckResult, Summary
+    from harness.report.elements import Element
     from harness.run.experiment import Target
 
 app = typer.Typer(
@@ -328,6 +329,14 @@ def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: C
     else:
         text = texts[output]()
         print(text, end="" if text.endswith("\n") else "\n")
+
+
+def print_page_as(output: str, value: Any, page: "Sequence[Element]", **texts: Callable[[], str]) -> None:
+    """Print a value in a format of `print_as`; its page in the terminal and as Markdown."""
+    from harness.report import markdown, terminal
+
+    texts["markdown"] = lambda: markdown.render(page)
+    print_as(output, value, lambda: terminal.print_page(page, console()), **texts)
 
 
 def make_target(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":

@@ -41,6 +41,7 @@ def report(
     from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
     from harness.records.manifest import read_run
     from harness.report import export, html, junit, markdown, terminal
+    from harness.report.page import run_page
     from harness.run.experiment import validate_checks
 
     base = None if baseline is None else cli.find_baseline(baseline, runs)
@@ -63,7 +64,7 @@ def report(
         summary,
         terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
         html=lambda: html.render_run(folder, manifest, summary, counts),
-        markdown=lambda: markdown.render(summary, manifest),
+        markdown=lambda: markdown.render(run_page(summary, manifest)),
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),
     )
@@ -117,8 +118,7 @@ def compare(
     from harness.analysis.compare import compare_runs, group_by_machine
     from harness.records.manifest import UnlikeError, read_run
     from harness.report import junit
-    from harness.report.markdown import render_comparison
-    from harness.report.terminal import print_comparison
+    from harness.report.page import comparison_page
     from harness.run.experiment import validate_checks
 
     validate_checks(checks or [])
@@ -145,13 +145,7 @@ def compare(
             error.next_step = f"If the comparison is about just that: {command}"
         _print_all_differences([group[0] for group in groups], output)
         raise
-    cli.print_as(
-        output,
-        comparison,
-        terminal=lambda: print_comparison(comparison, cli.console()),
-        junit=lambda: junit.comparison_xml(comparison),
-        markdown=lambda: render_comparison(comparison),
-    )
+    cli.print_page_as(output, comparison, comparison_page(comparison), junit=lambda: junit.comparison_xml(comparison))
     if any(verdict.fails == "yes" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
     cli.exit_after_checks(comparison.checks)
@@ -161,19 +155,13 @@ def _print_all_differences(folders: list[Path], output: str) -> None:
     """Print in what the manifests of runs that are not compared differ."""
     from harness.analysis.comparable import run_differences
     from harness.records.manifest import read_run
-    from harness.report.markdown import differences_markdown
-    from harness.report.terminal import print_differences
+    from harness.report.page import differences as difference_page
 
     manifests = [read_run(folder) for folder in folders]
     differences, sides = run_differences(manifests), [run.id for run in manifests]
     if output == "junit" or not differences:
         return
-    cli.print_as(
-        output,
-        {"sides": sides, "differences": differences},
-        terminal=lambda: print_differences(differences, sides, cli.console()),
-        markdown=lambda: differences_markdown(differences, sides),
-    )
+    cli.print_page_as(output, {"sides": sides, "differences": differences}, difference_page(differences, sides))
 
 
 def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
@@ -182,13 +170,12 @@ def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) 
     from harness.report import junit
 
     history = read_history(folder, runs, results)
-    cli.print_as(
+    cli.print_page_as(
         output,
         history,
-        terminal=lambda: pages.print_history(history, cli.console()),
+        pages.history_page(history),
         junit=lambda: junit.history_xml(history),
-        markdown=lambda: pages.history_markdown(history),
-        html=lambda: pages.history_page(history),
+        html=lambda: pages.history_html(history),
     )
     if history.slower:
         raise typer.Exit(ExitCode.FAILED)
@@ -209,7 +196,7 @@ def plan(
     """
     from harness.analysis.forecast import forecast, read_price
     from harness.base.units import read_duration
-    from harness.report.terminal import print_forecast
+    from harness.report.terminal import forecast_page, print_page
 
     predicted = forecast(
         cli.find_run(run_folder, runs),
@@ -220,7 +207,7 @@ def plan(
     if as_json:
         cli.print_json(predicted)
     else:
-        print_forecast(predicted, cli.console())
+        print_page(forecast_page(predicted), cli.console())
     if predicted.rows[0].deadline == "missed":
         raise typer.Exit(ExitCode.FAILED)
     if predicted.rows[0].deadline == "inconclusive":
@@ -406,10 +393,4 @@ def results(
             f"--results: there is no folder {results}", next_step="`harness results add RUN` files a run, and makes it."
         )
     board = boards.collect_board(results, SHIPPED)
-    cli.print_as(
-        output,
-        board,
-        terminal=lambda: boards.print_board(board, cli.console()),
-        markdown=lambda: boards.board_markdown(board),
-        html=lambda: boards.board_page(board),
-    )
+    cli.print_page_as(output, board, boards.board_page(board), html=lambda: boards.board_html(board))

@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import msgspec
 import yaml
-from markupsafe import Markup
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.console import Console
-from rich.text import Text
 
 from harness.analysis.compare import refuse_invalid
 from harness.analysis.summarize import read_summary, summarize
@@ -28,10 +26,10 @@ from harness.base.units import format_date
 from harness.records.directory import filed_runs, folder_name
 from harness.records.manifest import Run, ServedBy, read_run
 from harness.report import words
-from harness.report.html import page_template, read_asset
-from harness.report.markdown import escape, grid, render
-from harness.report.table import LIMITED
-from harness.report.terminal import simple_table
+from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
+from harness.report.html import render_page
+from harness.report.markdown import render
+from harness.report.page import run_page
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
@@ -121,7 +119,12 @@ class Entry(Struct, frozen=True, kw_only=True):
         return f"{text}{LIMITED}" if field in self.client_limited and text != units.NOTHING else text
 
 
-ORIGIN = ("Date", "Run", "Image", "Version")  # columns that the page has in a line below
+ORIGIN = ("Date", "Run", "Image", "Version")  # in a line below the row
+RANKED: tuple[tuple[str, str, Literal["name", "verdict", ""]], ...] = (  # the columns: key, title, group
+    ("place", "#", ""), ("server", "Machine", "name"), ("load", "Server / load", "name"), ("rate", "Median", ""),
+    ("speedup", "Minimum to maximum", ""), ("repeats", "Repeats", ""), ("tok_s", "tok/s", ""),
+    ("ttft", "TTFT p50, ms", ""), ("errors", "Errors", ""), ("verdict", "Validity", "verdict"),
+)  # fmt: skip
 FIGURE_HEAD = ("Hardware", "Model", "Setup", "Load", "Result, as stated", "Claim", "Source", "Date")
 
 
@@ -268,71 +271,54 @@ def _describe_machine(run: Run) -> str:
     return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in gpus.items()) or run.machine.cpu or ""
 
 
-def print_board(board: Board, console: Console) -> None:
-    """The tables of the leaderboard; the other formats also have the runs, images and figures of others."""
-    if not board.groups:
-        console.print(Text(EMPTY, "dim"))
+def board_page(board: Board) -> list[Element]:
+    """The best row of each machine, the ranking of each group, and the figures of others."""
+    unreadable = [Bullet(f"not readable: {text}", "inconclusive") for text in board.unreadable]
+    page: list[Element] = [
+        Paragraph("Best row of each machine and scenario", "title"),
+        *([Paragraph(RANKING, "fine"), _best_grid(board)] if board.groups else [Paragraph(EMPTY, "fine")]),
+        *([Bullets(unreadable)] if unreadable else []),
+    ]
     for group in board.groups:
-        console.print(Text(words.one_line(group.heading), "bold"))
-        if group.simulated:
-            console.print(Text(words.SIMULATED, "bold yellow"))
-        console.print(Text(words.one_line(f"{group.question} Ranked by {group.ranked_by}."), "dim"))
-        head = [name for name in group.rows[0] if name not in ORIGIN]
-        console.print(simple_table(head, [[row[name] for name in head] for row in group.rows]))
-        console.print()
-    for text in filter(None, [RANKING if board.groups else None, board.limited_note]):
-        console.print(Text(text, "dim"))
-    for text in board.unreadable:
-        console.print(Text(words.one_line(f"not readable: {text}"), "yellow"))
+        about = f"{group.question} Ranked by {group.ranked_by}. The best row of each machine is marked."
+        page += [Paragraph(group.heading, "heading"), Paragraph(about, "fine")]
+        page += [Paragraph(words.SIMULATED, "simulated")] if group.simulated else []
+        page.append(_ranking_grid(group))
+    page += [Paragraph(board.limited_note, "fine")] if board.limited_note else []
     if board.figures:
-        console.print(Text(f"{len(board.figures)} figures of others: `harness results --format markdown`", "dim"))
+        figures = plain_grid(FIGURE_HEAD, [figure.cells for figure in board.figures])
+        hint = "`harness results --format markdown`"
+        page.append(Fold("Third-party figures", [Paragraph(APART, "warning"), figures], hint))
+    return page
 
 
-def board_page(board: Board) -> str:
-    return page_template("leaderboard.html.j2").render(
-        board=board,
-        style=Markup(read_asset("report.css")),
-        units=units,
-        ranking=RANKING.replace("`", ""),
-        apart=APART,
-        empty=EMPTY.replace("`", ""),
-        origin=ORIGIN,
-        figure_head=FIGURE_HEAD,
-    )
+def _best_grid(board: Board) -> Grid:
+    """By group and machine the best row."""
 
-
-def board_markdown(board: Board) -> str:
-    """The leaderboard as GitHub Flavored Markdown."""
-    parts = ["# Leaderboard"]
-    if board.groups:
-        parts += [RANKING, _matrix_markdown(board), *map(_group_markdown, board.groups)]
-        parts += [board.limited_note] if board.limited_note else []
-    else:
-        parts.append(EMPTY)
-    if board.unreadable:
-        parts.append("\n".join(f"- not readable: {escape(text)}" for text in board.unreadable))
-    if board.figures:
-        parts += ["## Third-party figures", APART, grid(FIGURE_HEAD, [figure.cells for figure in board.figures])]
-    return "\n\n".join(parts) + "\n"
-
-
-def _matrix_markdown(board: Board) -> str:
     def cell(group: Group, machine: str) -> str:
         best = group.best_of(machine)
         return units.NOTHING if best is None else f"{best.median}: {best.server} / {best.load}, {best.date}"
 
-    lines = [
+    machines = [f"{name} ({what})" if what else name for name, what in board.machines.items()]
+    rows = [
         [group.heading + (" (SIMULATED)" if group.simulated else ""), *(cell(group, name) for name in board.machines)]
         for group in board.groups
     ]
-    return grid(["Scenario", *board.machines], lines)
+    return plain_grid(["Scenario", *machines], rows)
 
 
-def _group_markdown(group: Group) -> str:
-    text = f"## {escape(group.heading)}\n\n{escape(group.question)} Ranked by {group.ranked_by}."
-    if group.simulated:
-        text += f"\n\n> **{words.SIMULATED}**"
-    return f"{text}\n\n{grid(list(group.rows[0]), [list(row.values()) for row in group.rows])}"
+def _ranking_grid(group: Group) -> Grid:
+    columns = [TableColumn(key, title, group=kind) for key, title, kind in RANKED]
+    return Grid(
+        columns=columns,
+        rows=[[row[column.title] for column in columns] for row in group.rows],
+        styles=["best" if entry.best else "" if entry.ranked else "unusable" for entry in group.entries],
+        below=[", ".join(f"{title} {row[title]}" for title in ORIGIN) for row in group.rows],
+    )
+
+
+def board_html(board: Board) -> str:
+    return render_page(board_page(board), "Leaderboard", ["leaderboard"])
 
 
 def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[Path, list[str]]:
@@ -348,7 +334,7 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
     files = {
         "run.json": pretty_json(run),
         "summary.json": pretty_json(summary),
-        "report.md": render(summary, run).encode(),
+        "report.md": render(run_page(summary, run)).encode(),
     }
     target.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -1,9 +1,6 @@
-"""A run and its history, in the terminal, as Markdown and as an HTML page."""
+"""The page of a run and its history."""
 
 from collections.abc import Mapping, Sequence
-
-from rich.console import Console
-from rich.text import Text
 
 from harness.analysis.history import ChangePoint, History, LeftOut, Moved, Series
 from harness.analysis.stats import DETECTED, MIN_HISTORY
@@ -13,9 +10,9 @@ from harness.base.summary import MARGIN, MAX_REPEATS
 from harness.base.units import format_date
 from harness.report import words
 from harness.report.charts import Chart, Figure, escape_markup, scatter
-from harness.report.html import chart_page
-from harness.report.markdown import EQUAL, differences_markdown, escape, grid
-from harness.report.terminal import STYLES, print_differences, simple_table
+from harness.report.elements import Bullet, Bullets, Element, Paragraph, plain_grid
+from harness.report.html import render_page
+from harness.report.page import differences
 from harness.report.verdict_text import format_speedup
 
 LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
@@ -32,67 +29,33 @@ LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
     "definition": "with another definition of this number",
 }
 HEAD = ("Row", "By", "History", "Newest level", "Change points", "Outliers", "Speed", "Expected", "Verdict")
-_STYLES = STYLES | {"no_shift": "cyan"}
 
 
-def print_history(history: History, console: Console) -> None:
-    if history.simulated:
-        console.print(Text(words.SIMULATED, "bold yellow"))
-    console.print(Text(words.one_line(history_title(history)), "bold"))
-    for text in left_out_sentences(history):
-        console.print(Text(words.one_line(text), "yellow"))
-    styles = [_STYLES[series.word] for series in history.series]
-    console.print(simple_table(HEAD, map(series_cells, history.series), styles))
-    console.print()
-    for series, style in zip(history.series, styles, strict=True):
-        console.print(Text(f"- {words.one_line(outcome_sentence(series, history.run))}", style))
-    if len(history.sides) > 1:
-        console.print()
-        print_differences(history.differences, history.sides, console)
+def history_page(history: History) -> list[Element]:
+    """The verdict of each series, and what changed at the change points."""
+    left_out = [Bullet(text, "inconclusive") for text in left_out_sentences(history)]
+    outcomes = [Bullet(outcome_sentence(series, history.run), series.word) for series in history.series]
+    page: list[Element] = [
+        Paragraph(history_title(history), "title"),
+        *([Paragraph(words.SIMULATED, "simulated")] if history.simulated else []),
+        *([Bullets(left_out)] if left_out else []),
+        plain_grid(HEAD, list(map(series_cells, history.series)), [series.word for series in history.series]),
+        Bullets(outcomes),
+        *(differences(history.differences, history.sides) if len(history.sides) > 1 else []),
+    ]
     for change in history.change_points:
-        console.print()
-        console.print(Text(words.one_line(f"Change point: {change.before} -> {change.after}"), "bold"))
-        for moved in change.moved:
-            console.print(Text(words.one_line(f"- {describe_shift(moved)}"), STYLES[_direction(moved)]))
-        if near := nearby_sentence(change):
-            console.print(Text(words.one_line(near), "yellow"))
-        print_differences(change.differences, change.sides, console)
+        moved = [Bullet(describe_shift(each), _direction(each)) for each in change.moved]
+        page += [Paragraph(f"Change point: {change.before} → {change.after}", "heading"), Bullets(moved, "verdicts")]
+        page += [Paragraph(near, "unsure")] if (near := nearby_sentence(change)) else []
+        page += differences(change.differences, change.sides)
+    return page
 
 
-def history_page(history: History) -> str:
-    """The page: verdicts, a chart for each series, the change points, what was left out."""
+def history_html(history: History) -> str:
+    """The page with a chart for each series."""
     charts = [_series_chart(f"series-{number}", series, history) for number, series in enumerate(history.series)]
-    return chart_page(
-        "history.html.j2",
-        {chart.id: chart.figure for chart in charts if not chart.empty},
-        {},
-        history=history,
-        title=history_title(history),
-        left_out=left_out_sentences(history),
-        head=HEAD,
-        series_cells=series_cells,
-        sentences=[outcome_sentence(series, history.run) for series in history.series],
-        describe_shift=describe_shift,
-        word=_direction,
-        nearby_sentence=nearby_sentence,
-        charts=charts,
-        nothing_differs=EQUAL,
-    )
-
-
-def history_markdown(history: History) -> str:
-    parts = [f"> **{words.SIMULATED}**"] if history.simulated else []
-    parts += [escape(history_title(history)), *map(escape, left_out_sentences(history))]
-    parts.append(grid(HEAD, [series_cells(series) for series in history.series]))
-    parts.append("\n".join(f"- {escape(outcome_sentence(series, history.run))}" for series in history.series))
-    if len(history.sides) > 1:
-        parts.append(differences_markdown(history.differences, history.sides))
-    for change in history.change_points:
-        lines = [f"- {escape(describe_shift(moved))}" for moved in change.moved]
-        parts += [f"### {escape(change.before)} to {escape(change.after)}", "\n".join(lines)]
-        parts += [escape(near)] if (near := nearby_sentence(change)) else []
-        parts.append(differences_markdown(change.differences, change.sides))
-    return "\n\n".join(parts)
+    page = [*history_page(history), Paragraph("Runs over time", "heading"), *charts]
+    return render_page(page, f"{history.run} and its history", ["history", history.scenario])
 
 
 def history_title(history: History) -> str:

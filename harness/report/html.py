@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 import re
+from collections.abc import Sequence
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -20,17 +21,16 @@ from harness.analysis.result import CapacityReport, read_capacity
 from harness.analysis.summarize import Summarized
 from harness.base import units
 from harness.base.columns import LIVE
-from harness.base.reasons import evidence, sentence
+from harness.base.reasons import sentence
 from harness.base.summary import Summary
 from harness.records.manifest import Run, ServedBy
-from harness.report import sentences, table, words
-from harness.report.capacity import capacity_lines
+from harness.report import page, sentences, table
 from harness.report.charts import Figure, figures, row_keys, server_keys
 from harness.report.charts.capacity import attainment_chart
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
-from harness.report.markdown import HEADINGS, verdict_cells
+from harness.report.elements import Chart, Element, Fold
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
 # library is four times as long, and a browser spends most of the time until the charts appear on parsing it.
@@ -65,6 +65,7 @@ def page_template(name: str) -> Template:
     )
     dump = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=100)
     environment.filters |= {
+        "kind": lambda element: type(element).__name__,
         "code": render_code,
         "moment": units.date_time, "seconds": units.seconds, "ms": units.milliseconds, "number": units.significant,
         "yaml": lambda value: dump(msgspec.to_builtins(value)),
@@ -76,16 +77,23 @@ def read_asset(name: str) -> str:
     return (resources.files("harness.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def chart_page(name: str, drawn: dict[str, Figure], drawn_timelines: dict[str, Figure], **values: Any) -> str:
-    """Render a page with charts from a template."""
+def render_page(page: Sequence[Element], title: str, where: Sequence[str]) -> str:
+    """Return a page of elements. `where`: its place, in the bar above it."""
+    charts = {element.id: element.figure for element in page if isinstance(element, Chart) and not element.empty}
+    return _render_template("page.html.j2", charts, {}, page=page, title=title, where=where)
+
+
+def _render_template(name: str, drawn: dict[str, Figure], drawn_timelines: dict[str, Figure], **values: Any) -> str:
     style, theme, script, library = map(read_asset, ("report.css", "theme.js", "report.js", LIBRARY))
     data = msgspec.json.encode({"charts": drawn, "timelines": drawn_timelines}).decode()
+    scripts = [theme, script, library] if drawn or name == "report.html.j2" else []
     return page_template(name).render(
         values,
         style=Markup(style),
         theme=Markup(theme),
         script=Markup(script),
-        policy=content_security_policy([theme, script, library]),
+        has_charts=bool(scripts),
+        policy=content_security_policy(scripts),
         library=pack_data(library.encode()),
         chart_data=pack_data(neutralize(data).encode()),
     )
@@ -116,7 +124,6 @@ def render_run(folder: Path, run: Run, summary: Summary, summarized: Summarized 
 
 def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport | None = None) -> str:
     """Return the page. `capacity`: the result of a capacity search."""
-    lines = table.table_lines(summary, run)
     charts_of_sweep = sweep_charts(summary, run)
     charts = [
         *charts_of_sweep,
@@ -133,26 +140,25 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
     cells = {cell.id: cell for cell in summary.cells}
     events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
-    return chart_page(
+    loads = sentences.load_descriptions(run)
+    return _render_template(
         "report.html.j2",
         drawn,
         {line.cell: timeline_figure(line, events[line.cell]) for line in data.timelines},
         summary=summary,
         run=run,
-        columns=table.table_columns(summary),
-        rows=lines,
-        capacity=[] if capacity is None else capacity_lines(capacity),
-        interval=table.format_interval,
+        answer=page.answer(summary, run, capacity),
+        verdicts=_verdicts(summary),
+        results=table.results_table(summary, run, loads),
+        details=[*table.time_table(summary), *table.schedule_table(summary, run)],
+        machine=table.machine_table(summary),
+        notes=page.notes(summary),
+        checks=page.checks(summary.checks),
+        failures=page.failures(summary),
         errors=table.format_errors,
-        loads=sentences.load_descriptions(run),
-        sentences=sentences,
-        verdict_headings=HEADINGS,
-        verdict_cells=verdict_cells,
         sentence=sentence,
-        evidence=evidence,
         startup_facts=startup_facts,
         units=units,
-        check_marks=words.CHECK_MARKS,
         charts={chart.id: chart for chart in charts},
         sweep_charts=charts_of_sweep,
         server_keys=server_keys(summary),
@@ -160,12 +166,27 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         timelines=list(events),
         timeline_first=_first_timeline(events),
         events=events,
-        schedules=table.schedule_table(summary, run),
-        times=table.time_table(summary),
-        machine=table.machine_table(summary),
-        differences=server_differences(run),
+        differences=_server_differences(run),
         served=_distinct_servers(run),
     )
+
+
+def _verdicts(summary: Summary) -> list[Element]:
+    """The verdicts with their intervals and p-values."""
+    if summary.comparison is None:
+        return []
+    found = page.verdicts(summary.comparison, "")
+    confidence = page.verdict_grid(summary.comparison.verdicts)
+    return [*found, Fold("Confidence: intervals, p-values and what would settle it", [confidence])]
+
+
+def _server_differences(run: Run) -> list[Element]:
+    """What differs between the servers of a run; none with one server."""
+    if len(run.scenario.servers) < 2:
+        return []
+    found = server_differences(run)
+    title = f"What differs between the servers: {units.count(len(found), 'thing')}"
+    return [Fold(title, page.differences(found, list(run.scenario.servers)))]
 
 
 def _first_timeline(events: dict[str, list[TimelineEvent]]) -> str:

@@ -21,7 +21,7 @@ from harness.base.summary import CheckResult, Comparison, FailedRequests, Reason
 from harness.base.units import count
 from harness.records.manifest import Run
 from harness.report import words
-from harness.report.table import LIMITED
+from harness.report.elements import LIMITED, Bullet
 from harness.report.verdict_text import describe_ratio, format_speedup, verdict_sentence, verdict_word
 from harness.scenario.check_syntax import LATENCIES, SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
@@ -435,18 +435,18 @@ def finding_sentence(finding: RunFinding) -> str:
     return f"{finding.rows[0]}{others}: {finding.measured} [{finding.code}]"
 
 
-def finding_parts(finding: RunFinding) -> Iterator[tuple[str, str]]:
-    """The other parts of a finding, each with its name. A setting keeps its lines."""
-    yield "Meaning", finding.means
-    yield "Why", finding.why
+def finding_parts(finding: RunFinding) -> Iterator[Bullet]:
+    """The other parts of a finding, each with its name. A setting is verbatim."""
+    yield Bullet(finding.means, mark="Meaning")
+    yield Bullet(finding.why, mark="Why")
     for action in finding.actions:
-        yield "Do", action.do
-        yield from action.settings.items()
+        yield Bullet(action.do, mark="Do")
+        yield from (Bullet("", mark=place, code=text) for place, text in action.settings.items())
         if action.gain is not None:
-            yield "Expect", sentence(action.gain)
+            yield Bullet(sentence(action.gain), mark="Expect")
         if action.risk:
-            yield "Risk", action.risk
-        yield "Verify", action.verify
+            yield Bullet(action.risk, mark="Risk")
+        yield Bullet("", mark="Verify", code=action.verify)
 
 
 def method_sentence(comparison: Comparison) -> str:

@@ -1,7 +1,7 @@
 """The tables of every report: one definition of their columns, used by terminal, Markdown, HTML, JUnit and exports."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -11,10 +11,9 @@ from harness.base.reasons import LIMIT_WORDS
 from harness.base.summary import MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
+from harness.report.elements import Grid, TableColumn
 from harness.report.verdict_text import verdict_word
 from harness.scenario.plan import baseline_of
-
-LIMITED = "‡"  # after a number that the load generator limited in one of the row's cells
 
 
 class TableLine(Struct, frozen=True, kw_only=True):
@@ -54,34 +53,6 @@ class TableLine(Struct, frozen=True, kw_only=True):
         """The metric of the first verdict and a space, if it is a latency."""
         verdict = self.verdict
         return f"{METRIC_WORDS[verdict.metric]} " if verdict is not None and verdict.metric not in WORK else ""
-
-
-class TableColumn(Struct, frozen=True):
-    """One column of a table. `text` makes its text of a line or row; None: the value is not known."""
-
-    key: str
-    title: str
-    explanation: str
-    formula: str
-    text: Callable[[Any], str | None]
-    group: Literal["name", "work", "latency", "verdict", ""] = ""  # of the main table
-    field: str = ""  # of Numbers: the text is marked if the load generator limited it
-    unit: str = ""  # shown with the title; empty if the values have it, or for numbers without a unit
-
-    @property
-    def heading(self) -> str:
-        return f"{self.title}, {self.unit}" if self.unit else self.title
-
-    @property
-    def is_text(self) -> bool:
-        """Whether it has words, which are aligned left."""
-        return self.group == "name" or self.key == "verdict"
-
-    def show(self, line: Any) -> str:
-        """The text, or a dash if the value is not known; with a mark if the load generator limited it."""
-        text = self.text(line) or units.NOTHING
-        limited = self.field and self.field in line.row.client_limited
-        return f"{text}{LIMITED}" if limited and text != units.NOTHING and not text.startswith("n/a") else text
 
 
 def table_lines(summary: Summary, run: Run) -> list[TableLine]:
@@ -286,52 +257,62 @@ def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
     return (*work, *latencies, *_VERDICT_COLUMNS)
 
 
+def results_table(summary: Summary, run: Run, below: Mapping[str, str] | None = None) -> Grid:
+    """The main table. `below`: by load the line below its rows."""
+    columns = table_columns(summary)
+    lines = table_lines(summary, run)
+    return Grid(
+        id="results",
+        columns=columns,
+        rows=[[column.show(line) for column in columns] for line in lines],
+        styles=["failed" if line.row.failed else "baseline" if line.baseline else line.word for line in lines],
+        below=[(below or {}).get(line.row.load, "") for line in lines],
+    )
+
+
 # Detail tables: how open loops kept their schedule, where the time of requests went, and the host metrics.
 
 
-class DetailTable(Struct, frozen=True):
-    """A smaller table. Columns without a known value are left out."""
+def _detail_grid(
+    name: str, title: str, columns: Iterable[TableColumn], values: Sequence[tuple[Row, Any]], note: str = ""
+) -> list[Grid]:
+    """The table of rows, each with the value that the columns are about; none without a row and a known value.
 
-    title: str
-    columns: list[TableColumn] = []
-    rows: dict[str, list[str]] = {}  # the texts of each row by its name
-    note: str = ""
-
-
-def _detail_table(
-    title: str, columns: Iterable[TableColumn], values: Sequence[tuple[Row, Any]], note: str = ""
-) -> DetailTable:
-    """The table of rows, each with the value that the columns are about."""
+    Columns without a known value are left out.
+    """
     shown = [column for column in columns if any(column.text(value) is not None for _, value in values)]
-    rows = {row.name: [column.show(value) for column in shown] for row, value in values if shown}
-    return DetailTable(title, shown, rows, note)
+    rows = [[row.name, *(column.show(value) for column in shown)] for row, value in values if shown]
+    row_column = TableColumn("row", "Row", group="name")
+    return [Grid(id=name, title=title, columns=[row_column, *shown], rows=rows, note=note)] if rows else []
 
 
-def schedule_table(summary: Summary, run: Run) -> DetailTable:
-    """The rows of open loops; empty in a run that has only closed ones."""
+def schedule_table(summary: Summary, run: Run) -> list[Grid]:
+    """The table of open loops; none in a run that has only closed ones."""
     loads = run.scenario.loads
-    schedule = TableColumn("schedule", "Schedule", "", "", lambda row: words.describe_schedule(loads[row.load]), "name")
+    schedule = TableColumn("schedule", "Schedule", "", "", lambda row: words.describe_schedule(loads[row.load]), "text")
     rows = [(row, row) for row in summary.rows if row.pooled.schedule is not None and row.load in loads]
-    return _detail_table("How the schedules were kept", (schedule, *SCHEDULE), rows)
+    return _detail_grid("schedules", "How the schedules were kept", (schedule, *SCHEDULE), rows)
 
 
-def time_table(summary: Summary) -> DetailTable:
-    """Where the time of each row's requests went; empty if no server reports it."""
-    return _detail_table("Where the time goes, mean of each request", TIME, [(row, row) for row in summary.rows])
+def time_table(summary: Summary) -> list[Grid]:
+    """Where the time of each row's requests went; none if no server reports it."""
+    return _detail_grid(
+        "times", "Where the time goes, mean of each request", TIME, [(row, row) for row in summary.rows]
+    )
 
 
-def machine_table(summary: Summary) -> DetailTable:
-    """The host metrics of each row, each the median over its cells."""
+def machine_table(summary: Summary) -> list[Grid]:
+    """The host metrics of each row, each the median over its cells; none if the machine was not sampled."""
     loads = [cell.machine_load for cell in summary.cells if cell.machine_load is not None]
     if not loads:
-        return DetailTable("Host metrics")
+        return []
     took_s = max((load.took_max_s for load in loads if load.took_max_s is not None), default=None)
     sampling = (
         f"{units.count(sum(load.samples for load in loads), 'sample')} in {units.count(len(loads), 'cell')}, "
         f"at most {max(load.gap_max_s for load in loads):.1f} s apart"
     ) + ("" if took_s is None else f"; reading one took {1000 * took_s:.1f} ms at most")
     rows = [(row, row.machine_load) for row in summary.rows if row.machine_load is not None]
-    return _detail_table("Host metrics", MACHINE, rows, sampling)
+    return _detail_grid("machine", "Host metrics", MACHINE, rows, sampling)
 
 
 def field_or_none(record: Struct | None, field: str) -> Any:
@@ -445,7 +426,7 @@ TIME = (
         "(95 % full while requests wait or are preempted); queueing or the API (20 % of E2E); else the longer one of "
         "prefill and decode. Unknown where the server does not report enough.",
         "“Where the time goes” in docs/method.md",
-        lambda row: None if row.limited_by is None else LIMIT_WORDS[row.limited_by], "name",
+        lambda row: None if row.limited_by is None else LIMIT_WORDS[row.limited_by], "text",
     ),
 )  # fmt: skip
 MACHINE = (

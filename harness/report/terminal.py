@@ -1,7 +1,7 @@
 """What the terminal prints: the report of a run, a comparison, an explained log, a prediction."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,187 +13,139 @@ from rich.text import Text
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.analysis.result import read_capacity
 from harness.base.engines import engines
-from harness.base.reasons import evidence, sentence
-from harness.base.summary import CheckResult, Comparison, Difference, Summary
+from harness.base.reasons import sentence
+from harness.base.summary import Summary
 from harness.base.units import NOTHING, count, factor
 from harness.failures.explain import Diagnosis, ScannedLog
 from harness.records.manifest import Run
-from harness.report import sentences, words
-from harness.report.capacity import capacity_lines
-from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
-from harness.report.table import (
-    DetailTable,
-    TableColumn,
-    TableLine,
-    machine_table,
-    schedule_table,
-    table_columns,
-    table_lines,
-    time_table,
-)
+from harness.report import words
+from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn
+from harness.report.page import run_page
 
 STYLES = {
-    "faster": "green",
-    "slower": "red",
-    "same": "cyan",
-    "no_difference": "cyan",
-    "inconclusive": "yellow",
-    "baseline": "dim",
-}
+    "faster": "green", "slower": "red", "same": "cyan", "no_difference": "cyan", "no_shift": "cyan",
+    "inconclusive": "yellow", "baseline": "dim", "passed": "green", "failed": "bold red", "title": "",
+    "heading": "bold", "lead": "bold", "good": "bold green", "unsure": "bold yellow", "bad": "bold red",
+    "simulated": "bold yellow", "warning": "bold yellow", "fine": "dim",
+}  # fmt: skip
 MORE_LOG = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}
 UNKNOWN_END = (
     "Ask how it ended: docker inspect -f '{{json .State}}' CONTAINER | harness explain -",
     "Look for a GPU fault or a kill on the engine's host: dmesg | harness explain -",
 )
-_STATES = {"good": "bold green", "unsure": "bold yellow", "bad": "bold red"}
-CHECK_STYLES = {"passed": "green", "failed": "bold red", "inconclusive": "yellow"}
 _TIME_UNITS = ((5400.0, 3600.0, "h"), (90.0, 60.0, "min"), (0.0, 1.0, "s"))  # from how many seconds on, seconds in it
 
 
 def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
     """Print the report of a run; `explain` adds what each column means."""
-    if summary.simulated:
-        console.print(Text(words.SIMULATED, "bold yellow"))
-    console.print(Text(words.one_line(summary.question), "bold"))
-    capacity = read_capacity(folder)
-    for answer in [sentences.run_answer(summary, run)] if capacity is None else capacity_lines(capacity):
-        console.print(Text(words.one_line(answer)))
-    console.print(Text(f"{summary.scenario}, run {summary.run}", "dim"))
-    _print_findings(summary, console)
-    for table in _fitting_tables(table_columns(summary), table_lines(summary, run), console.width):
-        console.print()
-        _print_trimmed(console, table)
-    for details in (schedule_table(summary, run), time_table(summary), *([machine_table(summary)] if explain else [])):
-        if details.rows:
-            _print_details(details, console, explain=explain)
-    if explain:
-        console.print()
-        for column in table_columns(summary):
-            _print_column_meaning(console, column)
-    if summary.comparison is not None:
-        console.print()
-        _print_verdicts(summary.comparison, console, None if explain else "--explain shows them")
-    console.print()
-    console.print(Text(sentences.validity_sentence(summary, run), _STATES[sentences.validity_style(summary, run)]))
-    for reason in sentences.group_reasons(summary.reasons):
-        _print_item(console, Text(words.one_line(reason)))
-    for note in sentences.group_reasons(summary.notes):
-        _print_item(console, Text(words.one_line(note), "dim"))
-    if summary.failures:
-        console.print("\nWhy requests failed", style="bold")
-        for text in sentences.failure_sentences(summary):
-            _print_item(console, Text(words.one_line(text)))
-    if summary.checks:
-        console.print()
-        for check in summary.checks:
-            _print_item(console, check_line(check))
+    print_page(run_page(summary, run, read_capacity(folder), explain=explain), console, explain=explain)
     console.print()
     page = folder / "report.html"
     where = str(page) if page.exists() else f"`harness report {folder} --format html > report.html` writes it"
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 
-def _print_findings(summary: Summary, console: Console) -> None:
-    """Print why the run is slower than it could be, and what to change."""
-    if summary.findings is None:
-        return
-    console.print()
-    console.print(Text(sentences.findings_title(summary.findings), "bold"))
-    for finding in summary.findings:
-        _print_item(console, Text(words.one_line(sentences.finding_sentence(finding)), "yellow"))
-        for name, text in sentences.finding_parts(finding):
-            grid = Table.grid(padding=(0, 1))
-            lines = "\n".join(words.one_line(line) for line in text.splitlines())
-            grid.add_row(Text(" "), Text(f"{name}:", "bold"), Text(lines))
-            _print_trimmed(console, grid)
+def print_page(page: Sequence[Element], console: Console, *, explain: bool = False) -> None:
+    """Print a page. `explain`: with what is folded, and with the meaning of each column."""
+    for before, element in zip([None, *page], page, strict=False):
+        if before is not None and _is_apart(before, element):
+            console.print()
+        match element:
+            case Paragraph(text, style):
+                console.print(Text(words.one_line(text), STYLES.get(style, "")))
+            case Bullets(items):
+                for item in items:
+                    _print_item(console, _bullet(item))
+                    for part in item.parts:
+                        _print_part(console, part)
+            case Grid():
+                _print_grid(element, console, explain=explain)
+            case Fold(title, elements, hint):
+                if explain:
+                    print_page([Paragraph(title, "heading"), *elements], console)
+                elif hint:
+                    _print_item(console, Text(f"{words.one_line(title)} ({hint})"))
 
 
-def _fitting_tables(columns: Sequence[TableColumn], rows: list[TableLine], width: int) -> Sequence[RenderableType]:
-    """One table where it fits, else the work and the latencies one below the other, else a block for each row."""
-    work = [column for column in columns if column.group != "latency"]
-    latency = [column for column in columns if column.group in ("name", "latency")]
-    for parts in ([columns], [work, latency]):
-        tables = [_main_table(part, rows) for part in parts]
-        if all(_fits(table, width) for table in tables):
-            return tables
-    return [_row_block(columns, line) for line in rows]
+def _is_apart(before: Element, element: Element) -> bool:
+    """Whether an empty line is between two elements."""
+    if isinstance(element, Paragraph):
+        return element.style == "heading" or isinstance(before, Grid)
+    heading = isinstance(before, Paragraph) and before.style == "heading"
+    return not heading and isinstance(element, Grid) or isinstance(before, Grid)
 
 
-def _row_block(columns: Sequence[TableColumn], line: TableLine) -> Group:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column()
-    grid.add_column(overflow="fold")
-    for column in columns:
-        if column.group != "name":
-            grid.add_row(column.heading, Text(column.show(line), _cell_style(column, line)))
-    return Group(Text(line.row.name, "bold"), grid)
+def _bullet(item: Bullet) -> Text:
+    style = STYLES.get(item.style, "")
+    mark = Text(f"{item.mark} ", style) if item.mark else Text()
+    text = f"{item.code}: {item.text}" if item.code else item.text
+    return mark + Text(words.one_line(text), "" if item.mark else style)
 
 
-def _fits(table: Table, width: int) -> bool:
-    return Console(width=1000).measure(table).maximum <= width
+def _print_part(console: Console, part: Bullet) -> None:
+    """Print a part of a finding."""
+    grid = Table.grid(padding=(0, 1))
+    lines = "\n".join(map(words.one_line, (part.code or part.text).splitlines()))
+    grid.add_row(Text(" "), Text(f"{words.one_line(part.mark)}:", "bold"), Text(lines))
+    _print_trimmed(console, grid)
 
 
-def _main_table(columns: Sequence[TableColumn], rows: list[TableLine]) -> Table:
+def _print_grid(grid: Grid, console: Console, *, explain: bool) -> None:
+    """Print one table where it fits, else the work and the latencies one below the other, else a list for each row."""
+    if grid.title:
+        console.print(Text(words.one_line(grid.title), "bold"))
+    places = range(len(grid.columns))
+    groups = [column.group for column in grid.columns]
+    work = [place for place in places if groups[place] != "latency"]
+    latency = [place for place in places if groups[place] in ("name", "latency")]
+    for parts in ([places], [work, latency]):
+        tables: list[RenderableType] = [_rich_table(grid, part) for part in parts]
+        if set(groups) == {"name"} or all(Console(width=1000).measure(t).maximum <= console.width for t in tables):
+            break
+    else:
+        tables = [_row_list(grid, number) for number in range(len(grid.rows))]
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
+        _print_trimmed(console, table)
+    if explain and grid.note:
+        _print_item(console, Text(grid.note))
+    for column in grid.columns if explain else ():
+        if column.explanation:
+            _print_item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+
+
+def _rich_table(grid: Grid, places: Sequence[int]) -> Table:
+    """A table of some columns, without rules."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
+    for column in (grid.columns[place] for place in places):
         justify: Literal["left", "right"] = "left" if column.is_text else "right"
+        title, _, rest = words.one_line(column.title).partition(" " if grid.is_main else "\n")
+        heading = Text(f"{title}\n{rest} {column.unit}".rstrip())
         folds = column.group == "name"  # where the width does not suffice for long ones
-        table.add_column(_heading(column), justify=justify, no_wrap=not folds, overflow="fold", vertical="top")
-    for line in rows:
-        table.add_row(*(Text(column.show(line), _cell_style(column, line)) for column in columns))
+        table.add_column(heading, justify=justify, no_wrap=not folds, overflow="fold", vertical="top")
+    for number in range(len(grid.rows)):
+        table.add_row(*(_cell(grid, number, place) for place in places))
     return table
 
 
-def _heading(column: TableColumn) -> Text:
-    title, _, rest = column.title.partition(" ")
-    return Text(f"{title}\n{rest} {column.unit}".rstrip())
+def _row_list(grid: Grid, number: int) -> Group:
+    """The names of a row, and a line for each of its other values."""
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    lines.add_column()
+    lines.add_column(overflow="fold")
+    names = [grid.rows[number][place] for place, column in enumerate(grid.columns) if column.group == "name"]
+    for place, column in enumerate(grid.columns):
+        if column.group != "name":
+            lines.add_row(column.heading, _cell(grid, number, place))
+    return Group(Text(words.one_line(" / ".join(names)), "bold"), lines)
 
 
-def _cell_style(column: TableColumn, line: TableLine) -> str:
-    if column.key == "verdict":
-        return STYLES.get("baseline" if line.baseline else line.word, "")
-    return "bold red" if column.key == "errors" and column.show(line) != "0" else ""
-
-
-def _print_details(details: DetailTable, console: Console, *, explain: bool) -> None:
-    """Print a detail table, or a line for each row if it is too wide; with `explain` what each number means."""
-    console.print()
-    console.print(Text(details.title, "bold"))
-    titles = [column.title for column in details.columns]
-    table = simple_table(["", *titles], ([name, *texts] for name, texts in details.rows.items()))
-    for shown, column in zip(table.columns[1:], details.columns, strict=True):
-        shown.justify = "left" if column.is_text else "right"
-    if _fits(table, console.width):
-        _print_trimmed(console, table)
-    else:
-        for name, texts in details.rows.items():
-            values = "; ".join(f"{title} {text}" for title, text in zip(titles, texts, strict=True))
-            _print_item(console, Text(f"{name}: ", "bold") + Text(words.one_line(values)))
-    if explain and details.note:
-        _print_item(console, Text(details.note))
-    for column in details.columns if explain else ():
-        _print_column_meaning(console, column)
-
-
-def _print_verdicts(comparison: Comparison, console: Console, where: str | None) -> None:
-    """Print verdicts and how they were reached. `where`: how to see those that are left out; None: all are shown."""
-    verdicts = sentences.verdict_sentences(comparison.verdicts)
-    shown = verdicts if where is None else verdicts[: sentences.SHOWN]
-    for word, text in shown:
-        _print_item(console, Text(words.one_line(text), STYLES.get(word, "")))
-    if hidden := sentences.hidden_verdicts_text(word for word, _ in verdicts[len(shown) :]):
-        _print_item(console, Text(f"{hidden} ({where})"))
-    _print_item(console, Text(sentences.method_sentence(comparison), "dim"))
-
-
-def check_line(check: CheckResult) -> Text:
-    mark = Text(f"{words.CHECK_MARKS[check.status]} ", CHECK_STYLES[check.status])
-    return mark + Text(words.one_line(f"{check.check}: {evidence(check.evidence)}"))
-
-
-def _print_column_meaning(console: Console, column: TableColumn) -> None:
-    if column.explanation:
-        _print_item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+def _cell(grid: Grid, number: int, place: int) -> Text:
+    key, text = grid.columns[place].key, words.one_line(grid.rows[number][place])
+    if key == "verdict":
+        return Text(text, STYLES.get(grid.styles[number], ""))
+    return Text(text, "bold red" if key == "errors" and text != "0" else "")
 
 
 def _print_item(console: Console, text: Text) -> None:
@@ -209,42 +161,6 @@ def _print_trimmed(console: Console, table: RenderableType) -> None:
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
         console.print(line, soft_wrap=True)
-
-
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    if comparison.simulated:
-        console.print(Text(words.SIMULATED, "bold yellow"))
-    console.print(Text(words.one_line(sentences.comparison_answer(comparison)), "bold"))
-    console.print()
-    styles = [STYLES.get(verdict.word, "") for verdict in comparison.verdicts]
-    console.print(simple_table(HEADINGS, map(verdict_cells, comparison.verdicts), styles))
-    console.print()
-    for note in comparison.notes:
-        console.print(Text(f"Warning: {words.one_line(sentence(note))}", "bold yellow"))
-    _print_verdicts(comparison, console, "the table has all of them")
-    for check in comparison.checks:
-        _print_item(console, check_line(check))
-    if comparison.sides:
-        console.print()
-        print_differences(comparison.differences, comparison.sides, console)
-
-
-def print_differences(differences: Sequence[Difference], sides: Sequence[str], console: Console) -> None:
-    if differences:
-        console.print(simple_table(["What differs", *sides], map(difference_cells, differences)))
-    else:
-        console.print(Text(EQUAL, "dim"))
-
-
-def simple_table(head: Sequence[str], rows: Iterable[Sequence[str]], styles: Sequence[str] = ()) -> Table:
-    """A table without rules. `styles`: of the last cell of each row."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in head:
-        table.add_column(Text(words.one_line(heading)), overflow="fold")
-    for number, cells in enumerate(rows):
-        style = styles[number] if styles else ""
-        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], style))
-    return table
 
 
 def is_recognised(scanned: ScannedLog) -> bool:
@@ -364,33 +280,33 @@ def _print_next_steps(scanned: ScannedLog, console: Console) -> None:
         _print_row(console, Text("next"), Text(step))
 
 
-def print_forecast(forecast: Forecast, console: Console) -> None:
+def forecast_page(forecast: Forecast) -> list[Element]:
     best = forecast.rows[0]
-    console.print(forecast_headline(forecast), style="bold")
+    page = [Paragraph(forecast_headline(forecast), "lead")]
     if forecast.deadline_s is not None:
-        console.print(deadline_sentence(best, forecast.deadline_s))
+        page.append(Paragraph(deadline_sentence(best, forecast.deadline_s)))
     if best.energy_kwh is not None:
         cost = "" if best.cost is None else f"; cost {_with_interval(best.cost)}"
-        console.print(f"Energy {_with_interval(best.energy_kwh, 'kWh')}{cost}.")
-    head = ("row", "items/s", "start", "time", "90 % interval", "machines", "kWh", "cost")
-    rows = [_forecast_cells(row) for row in forecast.rows]
-    known = [place for place in range(len(head)) if any(cells[place] != NOTHING for cells in rows)]
-    table = simple_table([head[place] for place in known], ([cells[place] for place in known] for cells in rows))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    console.print(table)
-    for refused in forecast.refused:
-        console.print(f"no prediction for {refused.server} / {refused.load}: {sentence(refused.reason)}")
+        page.append(Paragraph(f"Energy {_with_interval(best.energy_kwh, 'kWh')}{cost}."))
     names_by_note: dict[str, list[str]] = defaultdict(list)
     for row in forecast.rows:
         for note in row.notes:
             names_by_note[sentence(note)].append(row.name)
+    notes = [f"no prediction for {each.server} / {each.load}: {sentence(each.reason)}" for each in forecast.refused]
     for text, names in names_by_note.items():
         rows_of = "" if len(names) == len(forecast.rows) else f"{', '.join(names)}: "
-        console.print(f"note: {rows_of}{text}")
-    console.print("Assumptions:")
-    for assumption in forecast.assumptions:
-        console.print(f"- {sentence(assumption)}")
+        notes.append(f"note: {rows_of}{text}")
+    head = ("row", "items/s", "start", "time", "90 % interval", "machines", "kWh", "cost")
+    rows = [_forecast_cells(row) for row in forecast.rows]
+    known = [place for place in range(len(head)) if any(cells[place] != NOTHING for cells in rows)]
+    columns = [TableColumn(head[place], head[place], group="name" if place == 0 else "") for place in known]
+    return [
+        *page,
+        Grid(columns=columns, rows=[[cells[place] for place in known] for cells in rows]),
+        *map(Paragraph, notes),
+        Paragraph("Assumptions", "heading"),
+        Bullets([Bullet(sentence(assumption)) for assumption in forecast.assumptions]),
+    ]
 
 
 def _forecast_cells(row: RowForecast) -> list[str]:

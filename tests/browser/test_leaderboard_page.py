@@ -8,7 +8,7 @@ from selenium.webdriver.common.by import By
 
 from harness.base.files import RESULTS
 from harness.records.manifest import Machine
-from harness.report.board import add_result, board_page, collect_board
+from harness.report.board import add_result, board_html, collect_board
 from tests.browser.test_report_page import SHEET_SCROLLS, complaints
 from tests.support.made_runs import served_by, write_made_run
 from tests.support.report_runs import HOSTILE
@@ -23,7 +23,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         write_made_run(run, machine=Machine(name=name), served=lambda _, image=image: served_by(**image))  # type: ignore[misc]
         add_result(run, folder / "results")
     page = folder / "board.html"
-    page.write_text(board_page(collect_board(folder / "results", RESULTS)))
+    page.write_text(board_html(collect_board(folder / "results", RESULTS)))
     return page.as_uri()
 
 

@@ -26,6 +26,7 @@ from harness.base.files import ROOT
 from harness.imports.write import import_file
 from harness.records.manifest import read_run
 from harness.report import markdown
+from harness.report.page import run_page
 
 RUNS = ROOT / "tests" / "runs"
 EXPECTED = RUNS / "expected"
@@ -79,7 +80,7 @@ def numbers_of(source: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         made = run_directory(source, Path(folder))
         summary, run = summarize(made), read_run(made)
-    table = [line for line in markdown.render(summary, run).splitlines() if line.startswith("|")]
+    table = [line for line in markdown.render(run_page(summary, run)).splitlines() if line.startswith("|")]
     shown = [" ".join(NUMBER.findall(line)) for line in table]
     return dict(leaves(msgspec.to_builtins(summary))) | {"report": [line for line in shown if line]}
 

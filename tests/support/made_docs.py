@@ -22,6 +22,8 @@ from harness.machine.findings import TOPICS, finding_kinds
 from harness.machine.gpus import STANDING_LABELS, read_gfx_table, support_columns
 from harness.records.manifest import read_run
 from harness.report import markdown
+from harness.report.elements import Grid
+from harness.report.table import results_table
 from harness.serve.template import GATEWAYS, HARNESS_VARIABLES, Variable, format_limits, read_variables, templates
 from tests.support.field_docs import error_kinds_table, fields_tables
 from tests.support.reasons_in_source import reasons_in_source
@@ -61,7 +63,11 @@ def example_table() -> str:
     """The table of the committed example run."""
     example = ROOT / "docs" / "example"
     shown = ("server", "load", "wall", "rate", "ttft_p50", "speedup", "verdict")
-    return f"\n{markdown.table(read_summary(example), read_run(example), shown)}\n\n"
+    table = results_table(read_summary(example), read_run(example))
+    places = [place for place, column in enumerate(table.columns) if column.key in shown]
+    columns = [table.columns[place] for place in places]
+    chosen = Grid(columns=columns, rows=[[row[place] for place in places] for row in table.rows])
+    return f"\n{markdown.render([chosen])}\n"
 
 
 def server_names() -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from msgspec import Struct
 
 from harness.base.summary import Row, Summary
+from harness.report.elements import Chart as Chart
 
 Figure = dict[str, Any]  # {"data": [...], "layout": {...}} of plotly, or a trace of it
 
@@ -22,20 +23,6 @@ class Key(Struct, frozen=True, kw_only=True):
     name: str
     colour: str  # CSS variable
     stroke: str = ""  # SVG dash pattern
-
-
-class Chart(Struct, frozen=True, kw_only=True):
-    """A chart with its texts and its numbers as a table."""
-
-    id: str
-    title: str
-    caption: str
-    figure: Figure
-    head: list[str]
-    body: list[list[str]]
-    formula: str = ""
-    findings: list[str] = []  # sentences on what it shows
-    empty: str = ""  # why nothing is drawn
 
 
 def escape_markup(text: str) -> str:

@@ -20,6 +20,7 @@ from harness.records.manifest import read_run
 from harness.records.records import Request, read_marks
 from harness.records.run_data import cell_data
 from harness.report import export, junit, markdown, terminal
+from harness.report.page import run_page
 from harness.scenario import Arrivals, Load
 from harness.scenario.plan import Cell
 from tests.support.command import harness
@@ -206,7 +207,7 @@ def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path) -> None:
 def test_every_report_says_it(run: Path) -> None:
     summary, manifest = summarize(run), read_run(run)
     said = f"VALID, CLIENT-LIMITED: {SAID.format('0.758')}"
-    text = markdown.render(summary, manifest)
+    text = markdown.render(run_page(summary, manifest))
     assert f"**{said}**" in text
     assert "| b | x | 10.03 s‡ | 44 | 4.39‡ |" in text and "‡ | 1,254 | " in text
     assert "| a | x | 15.03 s | 44 | 2.93 |" in text

@@ -12,7 +12,8 @@ from harness.base.errors import HarnessError
 from harness.base.summary import Difference
 from harness.records.manifest import Machine, ServedBy, read_run
 from harness.report.board import add_result
-from harness.report.markdown import render_comparison
+from harness.report.markdown import render
+from harness.report.page import comparison_page
 from harness.scenario import Server
 from harness.scenario.plan import Cell
 from tests.support.command import called
@@ -58,8 +59,8 @@ def test_across_machines(two: tuple[Path, Path]) -> None:
     assert [(v.side, v.word) for v in made.verdicts] == [("a / x", "faster"), ("b / x", "faster")]
     assert all(verdict.provisional for verdict in made.verdicts)
     assert (made.sides, made.differences) == (["one", "two"], EXPECTED)
-    assert "| What differs | one | two |\n| --- | --- | --- |\n" in render_comparison(made)
-    assert "\n| machine.name | strix | mi300x |\n" in render_comparison(made)
+    assert "| What differs | one | two |\n|:---|:---|:---|\n" in render(comparison_page(made))
+    assert "\n| machine.name | strix | mi300x |\n" in render(comparison_page(made))
 
 
 def test_across_machines_nothing_else_may_differ(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_the_commands(two: tuple[Path, Path], tmp_path: Path) -> None:
     wrong = called("compare", "one", "two", "--across", "machine", "--about", "image", "--runs", ".", cwd=tmp_path)
     assert (wrong.code, wrong.err.startswith("error: --across does not go with --about\n")) == (1, True)
     text = called("compare", "one", "two", "--runs", ".", "--format", "markdown", cwd=tmp_path).out
-    assert text.startswith("| What differs | one | two |\n| --- | --- | --- |\n| servers.\\*.container.")
+    assert text.startswith("| What differs | one | two |\n|:---|:---|:---|\n| servers.\\*.container.")
     shown = json.loads(called("compare", "one", "two", "--runs", ".", "--format", "json", cwd=tmp_path).out)
     assert {"key": "machine.kernel", "values": ["6.17", "6.8"]} in shown["differences"]
     same = called("compare", "one", "one", "--runs", ".", cwd=tmp_path)

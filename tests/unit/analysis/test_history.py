@@ -16,7 +16,7 @@ from harness.base.errors import ExitCode, RunError
 from harness.records.manifest import Machine, Run
 from harness.report.board import add_result
 from harness.report.charts import Figure
-from harness.report.history import _series_chart, history_page, left_out_sentences
+from harness.report.history import _series_chart, history_html, left_out_sentences
 from harness.scenario import Scenario, Server
 from tests.support.command import harness
 from tests.support.made_runs import WALL_S, scenario, served_by, write_made_run
@@ -279,7 +279,7 @@ def test_the_command_line(stepped: Path) -> None:
     code, text = call("compare", "--history", "run-11")
     assert (code, "Change point: run-07 -> run-08" in text) == (0, True)
     code, page = call("compare", "--history", "run-11", "--format", "html")
-    assert (code, page) == (0, history_page(history_of(stepped)))
+    assert (code, page) == (0, history_html(history_of(stepped)))
     for wrong in ("--history nothing", "--history run-01 run-02", "run-01 run-02 --format html"):
         done = harness("compare", *wrong.split(), cwd=stepped)
         assert (done.code, done.out) == (1, "")

@@ -29,7 +29,7 @@ from harness.base.summary import because
 from harness.records.manifest import Run
 from harness.records.records import Request
 from harness.records.samples import GpuSample, TelemetrySample
-from harness.report.terminal import deadline_sentence, forecast_headline, print_forecast
+from harness.report.terminal import deadline_sentence, forecast_headline, forecast_page, print_page
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from tests.support.command import called
@@ -219,7 +219,7 @@ def test_a_note_of_all_rows_is_printed_once_and_no_number_has_an_exponent() -> N
     )  # fmt: skip
     console = Console(width=200)
     with console.capture() as capture:
-        print_forecast(made, console)
+        print_page(forecast_page(made), console)
     energy, _, first, second, all_rows, one_row, _ = capture.get().splitlines()[1:]
     assert energy == "Energy 0.00028 kWh (0.00028 to 0.00028 kWh)."
     assert (first.split()[3], first.split()[-1]) == ("1,500", "0.00028")

@@ -14,7 +14,8 @@ from harness.analysis.summarize import summarize, write_summary
 from harness.base.reasons import sentences
 from harness.records.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
 from harness.report.charts.timeline import observed_starts
-from harness.report.markdown import render_comparison
+from harness.report.markdown import render
+from harness.report.page import comparison_page
 from harness.scenario.plan import Cell
 from tests.support.made_runs import scenario, served_by, write_made_run
 from tests.support.report_runs import write_report
@@ -89,7 +90,7 @@ def test_kv_caches_of_different_sizes_are_told_before_the_verdicts(tmp_path: Pat
     compared = compare_runs(two(tmp_path, serving({"kv_cache_tokens": 50_000})))
     assert "a: KV caches of different sizes (tokens): one 100,000, two 50,000. " in sentences(compared.notes)[0]
     assert [note[:2] for note in sentences(compared.notes)] == ["a:", "b:"]
-    text = render_comparison(compared)
+    text = render(comparison_page(compared))
     assert text.index("**Warning:** a: KV caches") < text.index("- a / x")
     assert {d.key for d in compared.differences} == {"servers.*.startup.kv_cache_tokens"}
     # Of a run whose servers differ in their cache.

@@ -22,6 +22,7 @@ from harness.records.records import Request, read_requests
 from harness.report import junit, markdown
 from harness.report import sentences as of_report
 from harness.report.charts import figures
+from harness.report.page import run_page
 from harness.report.verdict_text import verdict_sentence
 from tests.support.command import called
 
@@ -173,7 +174,7 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     )
     assert [check.code for check in summary.checks] == ["no_baseline", "no_value"]
     assert all("the definitions of 'output_tok_s' differ" in evidence(check.evidence) for check in summary.checks)
-    text = markdown.render(summary, run)
+    text = markdown.render(run_page(summary, run))
     assert "| flm-npu | chat-short | " in text and "25.6†" in text and "0.57" not in text and "0.58" not in text
     assert "† defined otherwise: output\\_tok\\_s of flm-npu / chat-short: mean over the runs of output tokens" in text
     throughput = figures.throughput_chart(summary, run)
@@ -465,10 +466,10 @@ def test_a_percentile_that_is_not_in_the_file_does_not_need_more_requests(tmp_pa
     checks = summarize(tmp_path / "runs" / run.id, ["ttft_p95 <= 1s", "e2e_p50 <= 1s"]).checks
     assert [check.code for check in checks] == ["no_value", "no_value"]
     assert [check.evidence[0].values["why"]["code"] for check in checks] == ["tool_unknown", "tool_unknown"]
-    table = markdown.render(summary, run)
+    table = markdown.render(run_page(summary, run))
     assert "| n/a |" in table and "needs" not in table
     _, few = import_text(json.dumps(RESULT | {"num_prompts": 100, "completed": 100}), tmp_path, "few.json")
-    assert "n/a (needs 130)" in markdown.render(few, run)
+    assert "n/a (needs 130)" in markdown.render(run_page(few, run))
 
 
 def test_an_answer_without_a_token_has_no_ttft_of_zero(tmp_path: Path) -> None:

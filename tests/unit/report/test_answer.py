@@ -13,6 +13,7 @@ from harness.analysis.checks import evaluate
 from harness.base.summary import Comparison, Difference, Distribution, Row, Summary, Verdict
 from harness.records.manifest import Startup
 from harness.report import markdown, sentences, terminal
+from harness.report.page import run_page
 from harness.scenario import Load
 from tests.unit.report.test_report_text import MANY, numbers, row, run, summary
 
@@ -141,7 +142,7 @@ def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> 
     out = io.StringIO()
     terminal.print_report(of, run(), Path("x"), Console(file=out, width=150))
     assert "- 1 more: 1 same (--explain shows them)" in out.getvalue()
-    page = markdown.render(of, run())
+    page = markdown.render(run_page(of, run()))
     assert "<details><summary>1 more: 1 same</summary>" in page
 
 

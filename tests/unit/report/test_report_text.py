@@ -28,6 +28,7 @@ from harness.base.summary import (
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
 from harness.report.capacity import print_capacity
+from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.scenario import Load, Scenario, Server
 
@@ -217,7 +218,7 @@ def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None
 
 
 def test_markdown() -> None:
-    text = markdown.render(summary(), run())
+    text = markdown.render(run_page(summary(), run()))
     lines = text.split("<details>")[0].splitlines()
     assert lines[:5:2] == [
         "## How much faster is the work in batches?",
@@ -235,7 +236,7 @@ def test_markdown() -> None:
     ]  # fmt: skip
     assert "- `ten`: `batch user, bursts: requests 25, batch_size 10, output_tokens 50`\n" in text
     assert "5 repeats of every row, interleaved, a fresh server for each; seed 42.\n" in text
-    assert "**UNFINISHED: " in markdown.render(summary(), replace(run(), status="running"))
+    assert "**UNFINISHED: " in markdown.render(run_page(summary(), replace(run(), status="running")))
 
 
 def test_verdicts_that_differ_only_in_their_side_are_one_sentence() -> None:
@@ -271,7 +272,7 @@ def test_columns_without_a_value_are_left_out_or_have_a_dash() -> None:
     one = replace(numbers(10.0, MANY), wall_s=None, window="timed", window_s=60.0, ttft_s=NO_SAMPLE, tpot_s=NO_SAMPLE)
     scenario = replace(run().scenario, loads={"one": timed})
     of = replace(summary(), rows=[replace(row("one", one), wall_s=[])], comparison=None, checks=[])
-    text = markdown.render(of, replace(run(), scenario=scenario))
+    text = markdown.render(run_page(of, replace(run(), scenario=scenario)))
     assert "| vllm | one | 1,250 | 125 | 2.50 | – |" in text, "no wall time"
     described = "chat user, closed loop: users 8, duration_s 60, think_s [1 2.5], output_tokens 128, output natural"
     assert f"- `one`: `{described}`\n" in text

@@ -1,0 +1,169 @@
+"""The pages of a run and of a comparison, as elements. To add something to every report, add it to `run_page`."""
+
+from collections.abc import Mapping, Sequence
+
+from harness.analysis.result import CapacityReport
+from harness.base import units
+from harness.base.columns import METRIC_WORDS
+from harness.base.reasons import evidence, sentence
+from harness.base.summary import CheckResult, Comparison, Difference, RunFinding, Summary, Verdict
+from harness.records.manifest import Run
+from harness.report import sentences, words
+from harness.report.capacity import capacity_lines
+from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
+from harness.report.table import machine_table, results_table, schedule_table, time_table
+from harness.report.verdict_text import verdict_word
+
+_MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
+_RUN_HINT = "--explain shows them"
+
+
+def run_page(
+    summary: Summary, run: Run, capacity: CapacityReport | None = None, *, explain: bool = False
+) -> list[Element]:
+    """The page of a run: the answer, the verdicts, the tables, and what else is known.
+
+    `capacity`: the result of a capacity search. `explain`: with the host metrics.
+    """
+    return [
+        *answer(summary, run, capacity),
+        *([Paragraph("Verdicts", "heading"), *verdicts(summary.comparison, _RUN_HINT)] if summary.comparison else []),
+        results_table(summary, run),
+        *schedule_table(summary, run),
+        *time_table(summary),
+        *(machine_table(summary) if explain else []),
+        *notes(summary),
+        *failures(summary),
+        *checks(summary.checks),
+        *_loads(sentences.load_descriptions(run)),
+    ]
+
+
+def answer(summary: Summary, run: Run, capacity: CapacityReport | None = None) -> list[Element]:
+    """The first screen: the question, its answer, whether the run counts, how it was measured, and the findings."""
+    answers = [sentences.run_answer(summary, run)] if capacity is None else capacity_lines(capacity)
+    state = sentences.validity_sentence(summary, run)
+    reasons = [Bullet(text, "bad") for text in sentences.group_reasons(summary.reasons)]
+    about = f"{summary.scenario}, run {summary.run}. {sentences.design_sentence(run)}"
+    return [
+        Paragraph(summary.question, "title"),
+        *(Paragraph(line, "lead") for line in answers),
+        *_simulated(summary.simulated),
+        Paragraph(state, sentences.validity_style(summary, run)),
+        *([Bullets(reasons)] if reasons else []),
+        *_check_states(summary.checks),
+        Paragraph(about, "fine"),
+        *_findings(summary.findings),
+    ]
+
+
+def _findings(findings: Sequence[RunFinding] | None) -> list[Element]:
+    """Why the run is slower than it could be, and what to change."""
+    if findings is None:
+        return []
+    items = [
+        Bullet(sentences.finding_sentence(each), "inconclusive", parts=list(sentences.finding_parts(each)))
+        for each in findings
+    ]
+    heading = Paragraph(sentences.findings_title(findings), "heading")
+    return [heading, Bullets(items, "findings")] if items else [heading]
+
+
+def _simulated(simulated: bool) -> list[Element]:
+    return [Paragraph(words.SIMULATED, "simulated")] if simulated else []
+
+
+def _check_states(results: Sequence[CheckResult]) -> list[Element]:
+    """How many checks failed and are inconclusive, and which."""
+    states: list[Element] = []
+    total = units.count(len(results), "check")
+    for status, style in (("failed", "bad"), ("inconclusive", "unsure")):
+        names = [result.check for result in results if result.status == status]
+        if names:
+            word = f"{units.count(len(names), 'check')} {status}".upper()
+            states.append(Paragraph(f"{word}: {', '.join(names)} (of {total})", style))
+    if results and not states:
+        states.append(Paragraph(f"CHECKS PASSED: {len(results)} of {total} passed", "good"))
+    return states
+
+
+def verdicts(comparison: Comparison, hint: str) -> list[Element]:
+    """The verdicts as sentences, some of many folded, and how they were reached."""
+    items = [Bullet(text, word) for word, text in sentences.verdict_sentences(comparison.verdicts)]
+    shown, hidden = items[: sentences.SHOWN], items[sentences.SHOWN :]
+    elements: list[Element] = [Bullets(shown, "verdicts")] if shown else []
+    if hidden:
+        title = sentences.hidden_verdicts_text(item.style for item in hidden)
+        elements.append(Fold(title, [Bullets(hidden, "verdicts")], hint))
+    return [*elements, Paragraph(sentences.method_sentence(comparison), "fine")]
+
+
+def notes(summary: Summary) -> list[Element]:
+    items = [Bullet(text, "fine") for text in sentences.group_reasons(summary.notes)]
+    return [Paragraph("Notes", "heading"), Bullets(items)] if items else []
+
+
+def failures(summary: Summary) -> list[Element]:
+    items = [Bullet(text) for text in sentences.failure_sentences(summary)]
+    return [Paragraph("Why requests failed", "heading"), Bullets(items)] if items else []
+
+
+def checks(results: Sequence[CheckResult]) -> list[Element]:
+    """Each check with its evidence."""
+    items = [
+        Bullet(evidence(result.evidence), result.status, words.CHECK_MARKS[result.status], result.check)
+        for result in results
+    ]
+    return [Paragraph("Checks", "heading"), Bullets(items, "checks")] if items else []
+
+
+def _loads(descriptions: Mapping[str, str]) -> list[Element]:
+    items = [Bullet(text, code=name) for name, text in descriptions.items()]
+    return [Fold("Each load", [Bullets(items)])] if items else []
+
+
+def comparison_page(comparison: Comparison) -> list[Element]:
+    """The page of `harness compare`."""
+    return [
+        Paragraph(sentences.comparison_answer(comparison), "lead"),
+        *_simulated(comparison.simulated),
+        verdict_grid(comparison.verdicts),
+        *(Paragraph(f"Warning: {sentence(note)}", "warning") for note in comparison.notes),
+        *verdicts(comparison, "the table has all of them"),
+        *checks(comparison.checks),
+        *(differences(comparison.differences, comparison.sides) if comparison.sides else []),
+    ]
+
+
+def verdict_grid(found: Sequence[Verdict]) -> Grid:
+    """The intervals, p-values and words of verdicts."""
+    head = ("Side", "Baseline", "Samples", "By", "Speed", "95 % interval", "p", "Verdict")
+    return plain_grid(head, list(map(_verdict_cells, found)), [verdict.word for verdict in found])
+
+
+def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
+    known = verdict.low is not None and verdict.high is not None
+    return (
+        verdict.side,
+        verdict.baseline,
+        f"{verdict.n[0]} : {verdict.n[1]}",
+        METRIC_WORDS[verdict.metric],
+        "n/a" if verdict.ratio is None else f"{units.factor(verdict.ratio, 3)}×",
+        f"{units.factor(verdict.low or 0.0, 3)} to {units.factor(verdict.high or 0.0, 3)}" if known else "n/a",
+        "n/a" if verdict.p is None else "< 0.001" if verdict.p < 0.001 else f"{verdict.p:.3f}",
+        verdict_word(verdict),
+    )
+
+
+def differences(found: Sequence[Difference], sides: Sequence[str]) -> list[Element]:
+    """The keys in which manifests differ, with the value of each side."""
+    if not found:
+        return [Paragraph("Nothing that is recorded differs between them.", "fine")]
+    rows = [[each.key, *map(_shorten, each.values)] for each in found]
+    return [plain_grid(["What differs", *sides], rows)]
+
+
+def _shorten(value: str) -> str:
+    """A value on one line, with a limit of its length."""
+    line = words.one_line(value)
+    return line if len(line) <= _MAX_VALUE_CHARS else f"{line[: _MAX_VALUE_CHARS - 3]}..."
