@@ -153,12 +153,12 @@ def test_too_few_users_make_a_row_invalid_and_say_what_to_do(
     numbers = rows["few"]["pooled"]
     assert numbers["schedule"]["never_sent"] > 10
     assert numbers["e2e_sched_s"]["max"] > numbers["e2e_s"]["max"]
-    rows_of = schedule_table(read_summary(folder), read_run(folder)).rows
-    found = {name.rpartition(" / ")[2]: texts for name, texts in rows_of.items()}
+    (table,) = schedule_table(read_summary(folder), read_run(folder))
+    found = {name.rpartition(" / ")[2]: texts for name, *texts in table.rows}
     assert list(found) == ["open", "cut", "few"] and found["few"][0] == "open loop, evenly, 10 a second"
     assert found["few"][3] == f"{numbers['schedule']['never_sent']} of 15"
-    table = csv.DictReader(called("report", str(folder), "--format", "csv", cwd=tmp_path).out.splitlines())
-    kinds = {row["load"]: (row["kind"], row["planned"], row["asked_per_s"]) for row in table}
+    rows_of = csv.DictReader(called("report", str(folder), "--format", "csv", cwd=tmp_path).out.splitlines())
+    kinds = {row["load"]: (row["kind"], row["planned"], row["asked_per_s"]) for row in rows_of}
     assert (kinds["few"], kinds["shut"]) == (("open loop", "15", "10.0"), ("bursts", "", ""))
 
 

@@ -220,7 +220,7 @@ def test_a_note_of_all_rows_is_printed_once_and_no_number_has_an_exponent() -> N
     console = Console(width=200)
     with console.capture() as capture:
         print_page(forecast_page(made), console)
-    energy, _, first, second, all_rows, one_row, _ = capture.get().splitlines()[1:]
+    energy, _, _, first, second, _, all_rows, one_row, *_ = capture.get().splitlines()[1:]
     assert energy == "Energy 0.00028 kWh (0.00028 to 0.00028 kWh)."
     assert (first.split()[3], first.split()[-1]) == ("1,500", "0.00028")
     assert (second.split()[3], second.split()[-1]) == ("7.00", "1,234")

@@ -91,7 +91,7 @@ def test_kv_caches_of_different_sizes_are_told_before_the_verdicts(tmp_path: Pat
     assert "a: KV caches of different sizes (tokens): one 100,000, two 50,000. " in sentences(compared.notes)[0]
     assert [note[:2] for note in sentences(compared.notes)] == ["a:", "b:"]
     text = render(comparison_page(compared))
-    assert text.index("**Warning:** a: KV caches") < text.index("- a / x")
+    assert text.index("> **Warning: a: KV caches") < text.index("- a / x")
     assert {d.key for d in compared.differences} == {"servers.*.startup.kv_cache_tokens"}
     # Of a run whose servers differ in their cache.
     half, whole = serving({"kv_cache_tokens": 50_000}), serving()

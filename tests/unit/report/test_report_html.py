@@ -77,7 +77,7 @@ def test_the_page_refers_to_nothing_outside_and_has_all_that_it_refers_to(folder
     charts = page.charts()["charts"]
     assert {f"chart-{chart}" for chart in charts} <= ids
     assert [tag for tag, _ in page.tags].count("caption") == len(charts), "each has a table"
-    order = ["<h1", 'class="state good"', 'class="verdicts"', 'class="simulated"', 'class="main"', 'id="charts"',
+    order = ["<h1", 'class="state simulated"', 'class="state good"', 'class="verdicts"', 'class="main"', 'id="charts"',
              'id="errors"', 'id="runs"', 'id="method"', 'id="setup"']  # fmt: skip
     places = [text.index(mark) for mark in order]
     assert places == sorted(places)

@@ -67,8 +67,8 @@ def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched:
     did = summary.cells[0].machine_load
     assert summary.valid and did is not None  # a power limit is no reason
     assert did.heat_s == 0.0 and did.limited_s == pytest.approx(summary.cells[0].numbers.window_s)
-    table = machine_table(summary)
-    texts = dict(zip([column.key for column in table.columns], next(iter(table.rows.values())), strict=True))
+    (table,) = machine_table(summary)
+    texts = dict(zip([column.key for column in table.columns], table.rows[0], strict=True))
     assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
     assert texts["container"] == "1.25 cores, 3.0 GiB"
     samples = sum(cell.machine_load.samples for cell in summary.cells if cell.machine_load is not None)
