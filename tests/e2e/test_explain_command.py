@@ -195,6 +195,6 @@ def test_requests_that_do_not_fit_end_the_load_at_once(tmp_path: Path) -> None:
     assert "Why requests failed" in done.out
     assert "(http): a request does not fit into the server's context" in " ".join(done.out.split())
     markdown = harness("report", run.name, "--runs", "runs", "--format", "markdown", cwd=tmp_path).out
-    assert "**Why requests failed**\n\n- one / burst: " in markdown
+    assert "### Why requests failed\n\n- one / burst: " in markdown
     page = (run / "report.html").read_text()
     assert "one / burst: " in page
