@@ -26,9 +26,9 @@ from harness.base.units import count
 from harness.records.records import MAX_CPU, Request, read_marks, read_requests
 from harness.run.drive import locust_arguments
 from harness.scenario import Load, Prompts, Warmup
-from harness.simulated import spawned
 from harness.simulated.answer import Sent
 from harness.workload.job import Job, write_job
+from tests.support.simulated import spawned
 
 STREAMS = (10, 50, 100, 200, 350, 500, 750, 1000, 1500, 2000)
 STEP_S = 0.02  # between two chunks of a stream

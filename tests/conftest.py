@@ -17,11 +17,11 @@ from xdist.scheduler.loadscope import LoadScopeScheduling  # type: ignore[import
 from harness.base import redact
 from harness.base.errors import ServerError
 from harness.serve.engine import connect
-from harness.simulated import Spawned, spawned
 from tests.support.command import ENDED
 from tests.support.engines.paths import LEMONADE, LEMONADE_ABSENT, missing
 from tests.support.faults import is_said
 from tests.support.nightly import NIGHTLY
+from tests.support.simulated import Spawned, spawned
 
 HERE = Path(__file__).parent
 

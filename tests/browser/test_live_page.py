@@ -20,13 +20,13 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from harness.base.files import ROOT
 from harness.base.process import free_port
-from harness.simulated import spawned
 from tests.browser.test_report_page import complaints, keep, script
 from tests.support import prefork
 from tests.support.command import PATIENCE_S, going, until, write
 from tests.support.fake_gpus import gpu, host
 from tests.support.fake_server import answering, serving, whole
 from tests.support.http_double import Handler, listening
+from tests.support.simulated import spawned
 
 HOSTILE = "<script>document.title=1</script><img src=x onerror=document.title=1>${alert(1)}"
 CHARTS = [

@@ -38,9 +38,9 @@ from harness.run.progress import Progress
 from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.file import load_scenario
 from harness.serve.lifecycle import attach_to_server
-from harness.simulated import spawned
 from tests.support.command import Done, called, going, harness, only_run, reasons_but_slowness, server, until, write
 from tests.support.made_runs import request, value_of
+from tests.support.simulated import spawned
 
 EASY, HARD = "ttft_p50<=20s", "ttft_p50<=0.001ms"  # a median is decided by fewer blocks than a p95
 QUICK: dict[str, Any] = {

@@ -29,11 +29,11 @@ from harness.run.drive import (
 from harness.run.running import manifest_of
 from harness.scenario import Load, Warmup
 from harness.scenario.file import load_scenario
-from harness.simulated import spawned
 from harness.workload.job import Job, WaitsForWorkers, report_error, report_status, status_file
 from tests.support.command import until, write
 from tests.support.faults import fault
 from tests.support.load_runs import end, make_job, records_of, start_job
+from tests.support.simulated import spawned
 
 
 def job(folder: Path, **load: Any) -> Job:

@@ -16,10 +16,10 @@ from harness.base.reasons import evidence, sentence, sentences
 from harness.base.summary import Answers, PromptLengths, Row, Summary
 from harness.records.records import Request, read_requests
 from harness.scenario import Prompts
-from harness.simulated import Spawned, spawned
 from tests.support.command import PATIENCE_S, SMALL, harness
 from tests.support.command import server as embedded
 from tests.support.made_runs import request
+from tests.support.simulated import Spawned, spawned
 from tests.unit.analysis.test_summarize import one_cell
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"

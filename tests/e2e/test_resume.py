@@ -25,11 +25,11 @@ from harness.records.records import read_requests
 from harness.run.resume import complete_cells
 from harness.scenario import Server
 from harness.scenario.plan import plan
-from harness.simulated import spawned
 from tests.support.command import Done, Going, called, going, harness, only_run, slow_server, until, write
 from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by
 from tests.support.nightly import draws
+from tests.support.simulated import spawned
 
 TWO = {"one": slow_server(), "two": slow_server()}
 

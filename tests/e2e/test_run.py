@@ -16,7 +16,6 @@ from harness.base.errors import INTERRUPTED
 from harness.base.reasons import sentences
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_marks, read_requests
-from harness.simulated import spawned
 from tests.support.command import (
     ENDED,
     Going,
@@ -30,6 +29,7 @@ from tests.support.command import (
     write,
 )
 from tests.support.faults import fault
+from tests.support.simulated import spawned
 
 # Where others use this machine, the load generator may be told to have been the limit as well.
 VALID = r"\bVALID(: all conditions of a trustworthy measurement held|, CLIENT-LIMITED: )"

@@ -18,9 +18,9 @@ from harness.records.clock import Clock
 from harness.records.records import ProcessMark, Request, read_marks
 from harness.records.run_data import cell_data
 from harness.scenario import Load, Warmup
-from harness.simulated import spawned
 from tests.support.load_runs import end, log_of, make_job, records_of, start_job, wait_for_records
 from tests.support.made_runs import both_marks, request
+from tests.support.simulated import spawned
 
 LOAD = Load(user="batch", users=2, requests=4, output_tokens=11)
 MORE = "use more 'processes' (1) or machines (--workers), or fewer streams at once"

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from harness.simulated import Spawned, spawned
 from harness.simulated.answer import InjectedFault, active_faults, parse_fault
 from tests.support.command import PATIENCE_S, until
+from tests.support.simulated import Spawned, spawned
 
 CHAT = "/v1/chat/completions"
 

@@ -15,7 +15,6 @@ from harness.base.process import free_port
 from harness.load.openai_api import Call, Tools, add_tool_calls, tool_call_message, tool_result_message
 from harness.scenario import Load, Prompts, Warmup
 from harness.scenario.behaviour import Agent, Pause, Rag, chance, document_of
-from harness.simulated import spawned
 from tests.support.load_runs import (
     ROOT,
     driven,
@@ -28,6 +27,7 @@ from tests.support.load_runs import (
     start_job,
     wait_for_records,
 )
+from tests.support.simulated import spawned
 
 
 @pytest.mark.parametrize("processes", [1, 2])

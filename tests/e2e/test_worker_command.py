@@ -14,11 +14,11 @@ from harness.run import drive as driving
 from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
 from harness.scenario import Load
 from harness.scenario.workers import Workers
-from harness.simulated import Spawned
 from harness.workload.job import write_job
 from tests.support import prefork
 from tests.support.command import delivered, going, records, until, write
 from tests.support.load_runs import make_job
+from tests.support.simulated import Spawned
 
 
 def test_a_killed_load_process_is_there_again_for_the_next_run(tmp_path: Path, engine_process: Spawned) -> None:

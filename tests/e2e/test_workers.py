@@ -28,7 +28,6 @@ from harness.run import drive as driving
 from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
 from harness.scenario import Load
 from harness.scenario.workers import Workers
-from harness.simulated import Spawned
 from harness.workload.job import write_job
 from tests.support.command import (
     delivered,
@@ -43,6 +42,7 @@ from tests.support.command import (
 from tests.support.faults import fault
 from tests.support.load_runs import make_job
 from tests.support.made_runs import request, write_lines
+from tests.support.simulated import Spawned
 
 
 def test_two_workers_send_each_request_once(tmp_path: Path, engine_process: Spawned) -> None:

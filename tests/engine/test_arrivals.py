@@ -14,8 +14,8 @@ from harness.load.sequencer import Quota, Sequencer, Work
 from harness.scenario import Arrivals, Load, Wave
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.plan import Schedule, arrival_times, steady_arrivals
-from harness.simulated import spawned
 from tests.support.load_runs import driven
+from tests.support.simulated import spawned
 
 
 def first(number: int, seed: int = 1, **given: object) -> list[float]:

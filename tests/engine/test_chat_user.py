@@ -11,9 +11,9 @@ from harness.base.process import free_port
 from harness.records.records import Request
 from harness.scenario import Load, Prompts, Warmup
 from harness.scenario.behaviour import Abandon, Structured, abandon_of, chance
-from harness.simulated import spawned
 from tests.support.http_double import Handler, listening
 from tests.support.load_runs import driven, end, make_job, records_of, start, start_job, wait_for_records
+from tests.support.simulated import spawned
 
 
 def test_a_conversation_grows_by_what_was_said(tmp_path: Path, engine: str) -> None:

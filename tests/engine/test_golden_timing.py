@@ -16,10 +16,10 @@ import pytest
 from benchmarks.calibrate import chunk_errors_s
 from harness.analysis import derive
 from harness.scenario import Load, Warmup
-from harness.simulated import spawned
 from harness.simulated.answer import Sent
 from tests.support.load_runs import end, log_of, make_job, records_of, start_job
 from tests.support.made_runs import value_of
+from tests.support.simulated import spawned
 
 STREAMS = 50
 TOKENS = 100

@@ -20,8 +20,8 @@ from harness.base.process import free_port
 from harness.base.summary import Reason
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests
-from harness.simulated import Spawned
 from tests.support import prefork
+from tests.support.simulated import Spawned
 
 HARNESS = prefork.SCRIPT
 MARK = prefork.MARK

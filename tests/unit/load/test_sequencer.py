@@ -21,10 +21,10 @@ from harness.records.records import ProcessMark
 from harness.records.run_data import cell_data
 from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.plan import Schedule, Steadiness, means_agree
-from harness.simulated import spawned
 from tests.support.command import harness, only_run
 from tests.support.load_runs import driven, ends_of, make_job
 from tests.support.made_runs import request
+from tests.support.simulated import spawned
 from tests.unit.scenario.test_scenario import GOOD, problems_of, write
 
 

@@ -10,12 +10,12 @@ from harness.base.errors import HarnessError, ScenarioError
 from harness.records.records import ProcessMark, Request
 from harness.run.experiment import prepare
 from harness.scenario import Load, Prompts, Trace, Warmup
-from harness.simulated import spawned
 from harness.workload import Workload, text, workload_sha256
 from harness.workload.traces import Replay, cached_replay
 from tests.support.command import called, harness
 from tests.support.load_runs import end, log_of, make_job, records_of, start_job
 from tests.support.made_runs import request, write_lines
+from tests.support.simulated import spawned
 
 BURSTGPT = """\
 Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
