@@ -7,7 +7,7 @@ events of one stream differ in their text only, so an event template recognizes 
 
 import re
 from array import array
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -31,6 +31,8 @@ class Event(NamedTuple):
 
 class Parser:
     """An incremental parser: bytes may be split anywhere, also inside a line end or a character."""
+
+    __slots__ = ("_data", "_data_bytes", "_rest", "_skip_lf", "_stray", "_type", "has_data", "idle")
 
     def __init__(self) -> None:
         self._rest = bytearray()  # an incomplete line
@@ -175,7 +177,7 @@ class EventTemplate:
             return
         if list(filter(None, (delta.content, delta.reasoning_content, delta.reasoning))) == [text]:
             self._is_visible = bool(delta.content)
-            self._before, self._after = before, after
+            self._before, self._after = before, _interned(after)
 
     def try_take(self, read: bytes | bytearray, size: int) -> bool:
         """Take the first `size` bytes of `read` if they are whole chunks of a body, each with one matching event.
@@ -218,6 +220,12 @@ class EventTemplate:
                 return []
             texts.append(text)
         return texts
+
+
+@lru_cache(256)
+def _interned(value: bytes) -> bytes:
+    """Return the same object for equal values: comparisons in all streams stay in the processor's cache."""
+    return value
 
 
 @cache
