@@ -489,13 +489,23 @@ def explain(log: str | Path, state: ExitState = ExitState()) -> Diagnosis | None
     exit_failure = _explain_exit(state, scanned.last)
     if state.oom_killed and exit_failure is not None:
         return exit_failure
-    api_findings = [structs.replace(finding, number=None) for finding in scan_text(state.error).findings]
+    api_findings = _find_in_message(state.error)
     if any(finding.severity == "cause" for finding in api_findings):
         return select_root_cause(api_findings)
     findings = scanned.findings
     if state.exit_code is not None:  # a server does not end because it refused a request
         findings = [finding for finding in findings if finding.severity != "request"]
     return select_root_cause([*findings, *api_findings, *([exit_failure] if exit_failure is not None else [])])
+
+
+def explain_api_error(message: str) -> Diagnosis | None:
+    """Return the most likely known cause in an API's error message, such as the Docker Engine's; None without one."""
+    return select_root_cause(_find_in_message(message))
+
+
+def _find_in_message(message: str) -> list[Diagnosis]:
+    """Return the known failures in a message, which has no lines to point at."""
+    return [structs.replace(finding, number=None) for finding in scan_text(message).findings]
 
 
 def scan_text(log: str | Path) -> ScannedLog:

@@ -321,7 +321,7 @@ def prepare_generator(
 
 def prepare_job(running: Running, cells: Sequence[Cell], endpoint: Endpoint | None) -> Job:
     """Return the job of cells. `endpoint`: None for a cell without a server. Raises HarnessError, ServerError."""
-    served = ServedBy(url="") if endpoint is None else endpoint.served_by
+    served = None if endpoint is None else endpoint.served_by
     words = single_token_words(running, cells[0].server, endpoint)
     resumed = len(running.file.manifest.resumed)
     return make_job(running.experiment, cells, served, running.id, running.folder, words, resumed=resumed)
@@ -330,7 +330,7 @@ def prepare_job(running: Running, cells: Sequence[Cell], endpoint: Endpoint | No
 def make_job(
     experiment: Experiment,
     cells: Sequence[Cell],
-    served: ServedBy,
+    served: ServedBy | None,
     run_id: str,
     run_folder: Path,
     words: Sequence[str],
@@ -339,8 +339,9 @@ def make_job(
 ) -> Job:
     """Return the job of a load, of the stages of a load, or of the loads of a mix.
 
-    `words`: those of one token each, where tokens are counted. `resumed`: how often the run was resumed. Each time its
-    prompts get another salt, because a server may cache the earlier ones. Raises HarnessError.
+    `served`: the server; None for a cell without one. `words`: those of one token each, where tokens are counted.
+    `resumed`: how often the run was resumed. Each time its prompts get another salt, because a server may cache the
+    earlier ones. Raises HarnessError.
     """
     scenario, folder, run_folder = experiment.scenario, experiment.folder, run_folder.resolve()
     jobs = []
@@ -354,7 +355,7 @@ def make_job(
             cell=cell.id,
             load_name=cell.load,
             load=load,
-            model=served.model or scenario.model,
+            model=(served and served.model) or scenario.model,
             prompts=prompts,
             prompt_file=str(folder / prompts.file) if prompts.file else None,
             trace_file=None if trace is None else str(trace),
@@ -366,7 +367,7 @@ def make_job(
             salt=salt_words(run_id, salt_source, words) if prompts.salt else None,
             warmup=warmup_of(scenario, load),
             api_key_env=scenario.api_key_env,
-            simulated=served.simulated,
+            simulated=served is not None and served.simulated,
             requests_path=str(run_folder / "requests.jsonl"),
             processes_path=str(run_folder / "processes.jsonl"),
             counter_path=str(run_folder / "jobs" / f"{cell.id}.counter"),

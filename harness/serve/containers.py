@@ -25,7 +25,7 @@ from harness.base.files import open_file
 from harness.base.process import signals_ignored
 from harness.base.redact import masked
 from harness.base.trust import MAX_ANSWER_BYTES
-from harness.failures.explain import Diagnosis, ExitState, explain
+from harness.failures.explain import Diagnosis, ExitState, explain, explain_api_error
 from harness.records.manifest import ServerDeath
 from harness.serve import compose_file
 from harness.serve.compose_file import ComposeFile, Port, Service
@@ -421,7 +421,7 @@ def make_load_error(what: str, message: str, log: LogFile) -> StartError:
 
 def advise_on_message(message: str) -> str:
     """Return what to do about an API's error message."""
-    return _format_advice(explain("", ExitState(error=message)))
+    return _format_advice(explain_api_error(message))
 
 
 def _format_advice(failure: Diagnosis | None) -> str:

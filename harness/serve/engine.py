@@ -18,7 +18,7 @@ from docker.utils import parse_repository_tag
 
 from harness.base.errors import ServerError, reason_of
 from harness.base.process import owner_is_gone, owner_labels
-from harness.failures.explain import ExitState, explain
+from harness.failures.explain import explain_api_error
 from harness.machine.doctor import DockerEngine
 
 LABEL = "amd-llm-load"
@@ -118,7 +118,7 @@ def get_engine_version() -> str | None:
 def make_docker_error(what: str, error: Exception) -> ServerError:
     """Return an error of the Docker Engine, with the cause and the fix if the table of failures knows it."""
     text = str(error.explanation or error) if isinstance(error, APIError) else str(error)
-    failure = explain("", ExitState(error=text))
+    failure = explain_api_error(text)
     if failure is not None:
         return ServerError(f"{what}: {failure.cause}", next_step=f"To solve it: {failure.fix}.", detail=text)
     return ServerError(f"{what}: {text}", next_step="Check that the Docker Engine runs; this is its message.")
