@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.advice.hardware import GpuSpec, identify_gpu
 from harness.analysis.derive import latency_s
@@ -165,7 +166,14 @@ def run_model(ran: CellRun) -> ModelSize | None:
     """
     served = ran.served_by
     if served.model_size is not None:
-        return served.model_size
+        # Of the files; the server may keep the cache as 8 bit.
+        halved = 0.5 if str(served.effective.get("kv_cache_dtype")).startswith("fp8") else 1.0
+        size = served.model_size
+        return replace(
+            size,
+            kv_token_bytes=None if size.kv_token_bytes is None else size.kv_token_bytes * halved,
+            sliding_token_bytes=size.sliding_token_bytes * halved,
+        )
     startup = served.startup
     if startup is None or not startup.weights_gib:
         return None

@@ -27,9 +27,18 @@ from harness.records.samples import Scraper
 from harness.run.drive import Child, LocalChild, Monitor, Watch, current_stage, drive, locust_arguments
 from harness.run.experiment import Experiment
 from harness.run.machine_fit import preflight
+from harness.run.model_files import find_model_size
 from harness.run.progress import Progress
 from harness.run.running import FailedSettings, MakeReference, RunFile, Running, create_run
-from harness.scenario import SERVER_TOKENIZER, Warmup, connections_per_process, locustfile_of, warmup_of, wave_size
+from harness.scenario import (
+    SERVER_TOKENIZER,
+    Server,
+    Warmup,
+    connections_per_process,
+    locustfile_of,
+    warmup_of,
+    wave_size,
+)
 from harness.scenario.plan import Cell, grouped, plan, server_start_of
 from harness.serve.generator import ContainerChild, find_path_in_image
 from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_files, serve
@@ -203,7 +212,7 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
     if target is not None:
         running.progress.stage("asking the server")
         key_name = scenario.api_key_env
-        yield attach_to_server(
+        endpoint = attach_to_server(
             target.url,
             scenario.model,
             running.api_key,
@@ -211,6 +220,7 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
             metrics_url=target.metrics_url,
             on_wait=running.progress.line,
         )
+        yield _with_model_size(endpoint, None)
         return
     with serve(
         scenario,
@@ -220,7 +230,16 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
         run_folder=running.folder,
         on_progress=running.progress.stage,
     ) as endpoint:
-        yield endpoint
+        yield _with_model_size(endpoint, scenario.servers[cell.server])
+
+
+def _with_model_size(endpoint: Endpoint, server: Server | None) -> Endpoint:
+    """Return the endpoint with what a token reads of its model, where the model's files can be read."""
+    started = endpoint.started
+    if started.simulated or started.model is None:
+        return endpoint
+    size = find_model_size(started.model, server, endpoint.container)
+    return replace(endpoint, started=replace(started, model_size=size))
 
 
 def refuse_too_long(running: Running, server: str, loads: Sequence[str], startup: Startup | None = None) -> None:

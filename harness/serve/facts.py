@@ -6,6 +6,7 @@ stamp. Times are compared only within one log.
 
 import ast
 import math
+import posixpath
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -198,6 +199,9 @@ def read_container_file(container: Container, path: str) -> str | None:
     """Return a small text file of a container; None if it is missing or the engine does not give it."""
     try:
         stream, about = container.get_archive(path)
+        if about is not None and (target := about.get("linkTarget")):
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+            stream, about = container.get_archive(path)
         if about is None or about["size"] > _MAX_BYTES:
             return None
         return unpack_file(stream).decode("utf-8", "replace").strip() or None
