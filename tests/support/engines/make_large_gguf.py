@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found"
-"""A large GGUF model with random weights, for speed alone: `python -m ... FILE MILLIONS`. Runs in the llamacpp environment.
+"""A large GGUF model with random weights: `make_large_gguf FILE MILLIONS`. Runs in the llamacpp environment.
 
 One block of random numbers is repeated, so that writing it takes seconds. What it answers is noise.
 """
