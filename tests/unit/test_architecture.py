@@ -114,6 +114,7 @@ NAMED_IN = {
     "advice/fit.py": "the same",
     "machine/doctor.py": "the same",
     "run/machine_fit.py": "the same",
+    "run/model_files.py": "where their images keep models",
     "cli/tools.py": "the same",
     "failures/table.py": "flags that vLLM removed",
     "imports": "formats of other tools",
