@@ -80,7 +80,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
     slots = row.whole("sequences") or (None if running is None else int(running))
     if slots is None or not row.most("waiting_max") or row.in_flight <= slots or (usage or 0.0) > ROOM:
         return None
-    if running is not None and running < slots:  # something else keeps requests from running
+    if running is not None and running <= slots / 2:  # something else keeps requests from running
         return None
     running_sum, waiting_sum = (
         sum(one.values.get(name, 0.0) for one in row.samples) for name in ("running", "waiting")
@@ -199,7 +199,7 @@ def abandoned_computed(row: RowFacts) -> Found | None:
                 "bound the length of answers",
                 settings={f"loads.{row.row.load}": f"output_tokens: {max(16, _typical_read(row))}"},
                 risk="answers that users would read to the end are cut",
-                verify=f"harness run {row.data.run.scenario_name}",
+                verify=row.run_again,
             )
         ],
         values={"abandoned": row.row.pooled.abandoned, "unread_tokens": unread, "computed_tokens": extra},
@@ -235,7 +235,7 @@ def listen_queue_full(row: RowFacts) -> Found | None:
                 do="Send fewer requests at the same moment, or put a proxy that keeps its connections in front",
                 settings={f"loads.{row.row.load}": "in_flight: 5" if row.load.user == "batch" else "ramp_s: 30"},
                 risk="fewer requests at once",
-                verify=f"harness run {row.data.run.scenario_name}",
+                verify=row.run_again,
             )
         ],
         values={"retried": numbers.connect_retried, "overflows": overflows},
@@ -277,7 +277,7 @@ def gateway_share(row: RowFacts) -> Found | None:
         settings={f"servers.{row.row.server}": "gateway: null"},
         gain=expected,
         risk="no keys, limits and logs of the gateway",
-        verify=f"harness run {row.data.run.scenario_name}",
+        verify=row.run_again,
     )
     return Found(part, measured, f"the gateway {gateway.template}", [action], {"share": part})
 

@@ -186,7 +186,11 @@ class RowFacts(Struct, frozen=True, dict=True):
     def verify(self, about: str) -> str:
         """The commands that measure the same again and compare. `about`: the key in which the runs will differ."""
         run = self.data.run
-        return f"harness run {shlex.quote(run.scenario_name)}; harness compare {run.id} NEW --about {about}"
+        return f"{self.run_again}; harness compare {run.id} NEW --about {about}"
+
+    @property
+    def run_again(self) -> str:
+        return f"harness run {shlex.quote(self.data.run.scenario_name)}.yaml"
 
     def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
         """By place the text that makes these changes, as this server is configured."""

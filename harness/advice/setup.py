@@ -64,7 +64,7 @@ def versions_differ(row: RowFacts) -> Found | None:
                         do="Give both servers images with the same version of the engine, or name the versions in "
                         "the result",
                         settings={f"servers.{row.row.server}.variables": "image: ..."},
-                        verify=f"harness run {row.data.run.scenario_name}",
+                        verify=row.run_again,
                     )
                 ],
                 values={"version": version, "other": _version(facts), "server": other.server},
@@ -101,7 +101,7 @@ def setting_replaced(row: RowFacts) -> Found | None:
             Action(
                 do="Read the server's log for the setting, and give the number that it uses",
                 settings={f"servers.{row.row.server}.variables": f"{key}: {ran}"},
-                verify=f"harness run {row.data.run.scenario_name}",
+                verify=row.run_again,
             )
         ],
         values={"settings": different},
@@ -151,7 +151,7 @@ def cold_start(row: RowFacts) -> Found | None:
                 settings={"the scenario": "warmup: {until: steady}"},
                 gain=expected,
                 risk="each cell takes longer",
-                verify=f"harness run {row.data.run.scenario_name}",
+                verify=row.run_again,
             )
         ],
         values={"first_s": first_s, "usual_s": usual_s, "share": excess / total},
@@ -178,7 +178,7 @@ def load_generator(row: RowFacts) -> Found | None:
                 do=f"{more} load processes, or another machine for the load",
                 settings={f"loads.{row.row.load}": f"processes: {more}"},
                 risk="they need cores, which the server may need too",
-                verify=f"harness run {row.data.run.scenario_name}",
+                verify=row.run_again,
             )
         ],
         values={"metric": worst, "error": errors[worst]},

@@ -210,7 +210,7 @@ def slower_over_time(row: RowFacts) -> Found | None:
                 do="Measure when the machine has its lasting speed",
                 settings={"the scenario": "warmup: {until: steady}"},
                 risk="the run takes longer",
-                verify=f"harness run {row.data.run.scenario_name}",
+                verify=row.run_again,
             )
         ],
         values={"ratio": ratio},

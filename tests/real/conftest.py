@@ -64,16 +64,16 @@ def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Timed:
 
 @pytest.fixture(scope="session")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Timed:
-    """One run on llama.cpp: people in chats, then bursts."""
+    """One run on llama.cpp with two slots: people in chats, then bursts."""
     scenario = write_scenario(
         tmp_path_factory.mktemp("llamacpp"),
         "chatting",
         model="tiny",
-        servers={"llamacpp": llamacpp()},
+        servers={"llamacpp": llamacpp(parallel=2)},
         loads={
             "chat": {"user": "chat", "users": 3, "requests": 24, "turns": 4, "think_s": [0, 0.1],
                      "output_tokens": 32, "output": "natural"},
-            "bursts": {"user": "batch", "batch_size": 5, "requests": 20, "output_tokens": 32, "stream": False},
+            "bursts": {"user": "batch", "batch_size": 5, "requests": 60, "output_tokens": 32, "stream": False},
         },
         prompts={"tokens": 40, "system_tokens": 20},
     )  # fmt: skip

@@ -64,6 +64,13 @@ def test_streams_and_usage_arrive_right(ran: Ran, say: Say) -> None:
             assert record.clock == "kernel"
 
 
+def test_the_report_has_the_proxys_share(ran: Ran) -> None:
+    found = {one.code: one for one in ran.summary.findings or []}["gateway_share"]
+    expected = found.actions[0].gain
+    assert set(found.rows) == {f"through / {load}" for load in LOADS} and expected is not None
+    assert 0 < expected.values["factor"] < 1
+
+
 def test_what_stood_in_front_is_recorded_and_the_metrics_are_the_servers(ran: Ran) -> None:
     by_cell = {cell.id: cell.served_by for cell in ran.manifest.cells}
     assert by_cell["r1-direct-one-at-a-time"].gateway is None

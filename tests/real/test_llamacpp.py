@@ -51,8 +51,8 @@ def test_prompts_grow_with_the_turns(chatting: Timed) -> None:
 
 def test_bursts_have_the_length_that_was_asked_for(chatting: Timed) -> None:
     records = [record for record in of_load(chatting, "bursts") if record.phase == "measured"]
-    assert sorted((r.index, r.error, r.output_tokens) for r in records) == [(i, None, 32) for i in range(20)]
-    assert [record.chunks_s for record in records] == [[]] * 20  # not streamed: there is no TTFT
+    assert sorted((r.index, r.error, r.output_tokens) for r in records) == [(i, None, 32) for i in range(60)]
+    assert [record.chunks_s for record in records] == [[]] * 60  # not streamed: there is no TTFT
     sizes = Counter(record.batch for record in records)
     assert None not in sizes and max(sizes.values()) == 5
 
@@ -63,3 +63,9 @@ def test_the_servers_counter_agrees_exactly(chatting: Timed, say: Say) -> None:
         counted = cell.server_load.generated_tokens
         say(f"{cell.id}: llamacpp:tokens_predicted_total went on by {counted}, records: {own}")
         assert counted == own
+
+
+def test_the_report_advises_more_and_smaller_slots(chatting: Timed) -> None:
+    found = {one.code: one for one in chatting.ran.summary.findings or []}
+    assert found.keys() >= {"queue_with_room", "context_unused"}
+    assert found["context_unused"].actions[0].settings == {"servers.llamacpp.variables": "parallel: 5\nctx_size: 5120"}
