@@ -3,12 +3,14 @@
 from msgspec.structs import replace
 
 from harness.advice import cache, queue, setup, speed
+from harness.advice.expect import Share, Word, share
 from harness.advice.rules import AdviceRule, RowFacts
 from harness.analysis.summarize import Summarized, summarize_data
-from harness.base.summary import RunFinding, Summary
+from harness.base.summary import Reason, Row, RunFinding, Summary, because
 from harness.records.run_data import RunData
 
 MAX_FINDINGS = 5
+WORDS: dict[Word, str] = {"at-limit": "at the limit", "normal": "normal", "slow": "slow"}
 RULES: tuple[AdviceRule, ...] = (*speed.RULES, *cache.RULES, *queue.RULES, *setup.RULES)
 
 
@@ -32,5 +34,23 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
 
 
 def with_findings(made: Summarized) -> Summarized:
-    """The same with the findings in the summary."""
-    return made._replace(summary=replace(made.summary, findings=find(made.data, made.summary)))
+    """The same with the findings, and the shares of what the hardware allows, in the summary."""
+    shares, findings = hardware_shares(made.data, made.summary), find(made.data, made.summary)
+    return made._replace(summary=replace(made.summary, hardware_shares=shares, findings=findings))
+
+
+def hardware_shares(data: RunData, summary: Summary) -> list[Reason]:
+    """Return how near each server came to what its GPUs allow, in its row with the fewest users, where it is known."""
+    lowest: dict[str, tuple[Share, Row]] = {}
+    for row in summary.rows:
+        cells = (data.cells[name] for name in row.cells if name in data.cells)
+        known = sorted((one for cell in cells if (one := share(data, cell)) is not None), key=lambda one: one.share)
+        if known:
+            found = (known[len(known) // 2], row)
+            lowest[row.server] = min(lowest.get(row.server, found), found, key=lambda one: one[0].bound_tok_s)
+    reasons = []
+    for one, row in lowest.values():
+        text = f"{row.name}: {one.sentence}{f': {WORDS[one.word]}' if one.word else ''}"
+        values = {"row": row.name, "share": one.share, "word": one.word, "bound_tok_s": one.bound_tok_s}
+        reasons.append(because("hardware_share", text, **values, measured_tok_s=one.measured_tok_s))
+    return reasons

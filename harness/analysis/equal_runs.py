@@ -14,8 +14,8 @@ from harness.analysis.verdicts import Measured, metric_values, number_fields, to
 from harness.base.errors import HarnessError
 from harness.base.summary import Reason, Summary, because
 from harness.base.units import count
-from harness.records.directory import filed_runs
-from harness.records.manifest import Run, definition_conflict, read_run
+from harness.records.directory import list_runs
+from harness.records.manifest import Run, definition_conflict
 
 MAX_EQUAL_RUNS = 20  # of each side, the newest
 CHANGED = 1.5  # a ratio of sides that is no variation between equal runs: 7 standard deviations of the assumption
@@ -178,17 +178,8 @@ def _addresses(facts: Mapping[str, object]) -> dict[str, object]:
 
 def _other_runs(runs: Path | None, results: Path | None) -> Iterator[tuple[Path, Run]]:
     """Runs that ended valid, the newest first."""
-    paths = list(runs.glob("*/run.json")) if runs is not None else []
-    if results is not None:
-        paths += filed_runs(results)
-    found = []
-    for path in paths:
-        try:
-            run = read_run(path.parent)
-        except HarnessError:
-            continue
-        if run.status in ("valid", "unchecked"):
-            found.append((path.parent, run))
+    listed = [(folder, run) for folder, run in list_runs(runs, results) if not isinstance(run, HarnessError)]
+    found = [(folder, run) for folder, run in listed if run.status in ("valid", "unchecked")]
     yield from sorted(found, key=lambda one: (-one[1].started_wall_s, one[0]))
 
 

@@ -25,7 +25,7 @@ from harness.analysis.verdicts import (
 from harness.base.columns import RATES
 from harness.base.errors import HarnessError
 from harness.base.summary import Difference, Row, Summary
-from harness.records.directory import filed_runs
+from harness.records.directory import list_runs
 from harness.records.manifest import Run, definition_conflict, read_run
 
 # Why a run is left out of a history or series: the first reason that applies.
@@ -170,20 +170,20 @@ def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Stor
     """The earlier runs that did the same work as `current`, oldest first, each once; and those that cannot be used."""
     left_out = defaultdict[LeftOut, list[str]](list)
     found: dict[tuple[str, float], Stored] = {}
-    filed = filed_runs(results)
     seen = {(current.id, current.started_wall_s)}
-    for path in sorted([*runs.glob("*/run.json"), *filed]):
+    for folder, run in list_runs(runs, results):
         try:
-            run = read_run(path.parent)
+            if isinstance(run, HarnessError):
+                raise run
             key = (run.id, run.started_wall_s)
             if run.scenario_name != current.scenario_name or key in seen:
                 continue
             reason = _exclusion(run, current)
             if reason is None:
-                summary = read_summary(path.parent)
+                summary = read_summary(folder)
                 reason = "not_valid" if summary.valid is False else None
         except HarnessError:
-            left_out["unreadable"].append(path.parent.name)
+            left_out["unreadable"].append(folder.name)
             continue
         if reason is None:
             seen.add(key)

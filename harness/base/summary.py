@@ -442,6 +442,8 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
     checks: list[CheckResult] = []
+    # How near each server came to what its GPUs allow, with the fewest users; none if model or GPU is not known.
+    hardware_shares: list[Reason] = []
     findings: list[RunFinding] | None = None  # the worst first; [] none was found; None: not searched
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from msgspec.structs import replace
@@ -15,45 +15,55 @@ from msgspec.structs import replace
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
+if TYPE_CHECKING:
+    from harness.base.summary import Reference
+    from harness.run.experiment import Target
+    from harness.scenario import Scenario
+
 UI_PORT = 8089  # Locust's own
+
+
+ResumeOpt = Annotated[
+    Path | None, cli.option("RUN", "Go on with this run: keep its complete and valid cells, measure the others again.")
+]
+BudgetOpt = Annotated[str | None, cli.option("TIME", "As many repeats as this time allows, such as 2h; at least one.")]
+TimesOpt = Annotated[
+    int, cli.option("N", "So many runs, one after another; they show how far equal runs differ.", min=1, max=1000)
+]
+EveryOpt = Annotated[
+    str | None, cli.option("TIME", "With --times: from the start of one run to that of the next, such as 1h.")
+]
+MetricsUrlOpt = Annotated[
+    str | None,
+    cli.option("URL", "With --url: where its metrics are (default: URL/metrics).", callback=cli.validate_url),
+]
+JunitOpt = Annotated[Path | None, cli.option("FILE", "Also write checks and verdicts as JUnit XML.")]
+WorkersOpt = Annotated[str | None, cli.option("NAMES", "With --url: machines that send the load, or how many.")]
+BindOpt = Annotated[str | None, cli.option("ADDRESS", "With --workers: where they find this machine (port 5557).")]
 
 
 @cli.command(short_help="Start the servers, load them, tear them down, report.")
 def run(
     scenario: cli.ScenarioToResume = None,
-    resume: Annotated[
-        Path | None,
-        cli.option("RUN", "Go on with this run: keep its complete and valid cells, measure the others again."),
-    ] = None,
-    budget: Annotated[
-        str | None, cli.option("TIME", "As many repeats as this time allows, such as 2h; at least one.")
-    ] = None,
-    times: Annotated[
-        int, cli.option("N", "So many runs, one after another; they show how far equal runs differ.", min=1, max=1000)
-    ] = 1,
-    every: Annotated[
-        str | None, cli.option("TIME", "With --times: from the start of one run to that of the next, such as 1h.")
-    ] = None,
+    resume: ResumeOpt = None,
+    budget: BudgetOpt = None,
+    times: TimesOpt = 1,
+    every: EveryOpt = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
-    metrics_url: Annotated[
-        str | None,
-        cli.option("URL", "With --url: where its metrics are (default: URL/metrics).", callback=cli.validate_url),
-    ] = None,
+    metrics_url: MetricsUrlOpt = None,
     model: cli.ModelOpt = None,
     repeats: cli.RepeatsOpt = None,
     checks: cli.ChecksOpt = None,
     baseline: cli.BaselineOpt = None,
     about: cli.AboutOpt = None,
     provisional: cli.ProvisionalOpt = False,
-    junit: Annotated[Path | None, cli.option("FILE", "Also write checks and verdicts as JUnit XML.")] = None,
-    workers: Annotated[str | None, cli.option("NAMES", "With --url: machines that send the load, or how many.")] = None,
-    bind: Annotated[
-        str | None, cli.option("ADDRESS", "With --workers: where they find this machine (port 5557).")
-    ] = None,
+    junit: JunitOpt = None,
+    workers: WorkersOpt = None,
+    bind: BindOpt = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
-    explain: Annotated[bool, cli.flag("--explain", "Explain the columns below the table.")] = False,
+    explain: cli.ExplainOpt = False,
 ) -> None:
     """Start the scenario's servers, load them, tear them down, and report.
 
@@ -62,39 +72,26 @@ def run(
     """
     from harness.analysis.compare import make_reference
     from harness.base.units import read_duration
-    from harness.records.manifest import read_run
     from harness.run import experiment as experiments
-    from harness.run import resume as resuming
     from harness.run.budget import budget_steps
     from harness.run.orchestrator import run as run_experiment
-    from harness.run.preview import check_notes
     from harness.run.progress import Progress
-    from harness.serve.lint import removed_notes
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
     base = None if baseline is None else cli.find_baseline(baseline, runs)
-    against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=cli.RESULTS)
+    against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=results)
     target = cli.make_target(url, metrics_url, ca)
-
-    def report(folder: Path) -> None:
-        _report_run(folder, provisional=provisional, junit=junit, explain=explain)
-
+    report = partial(_report_run, provisional=provisional, junit=junit, explain=explain)
     if resume is not None:
-        if scenario is not None:
-            raise HarnessError("--resume: the run has a copy of its scenario", next_step="Leave the scenario out.")
-        folder = cli.find_run(resume, runs)
-        with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-            resuming.resume(folder, Progress(cli.console()), target, budget_s, against)
-        report(folder)
+        report(_resume(scenario, cli.find_run(resume, runs), target, budget_s, against, junit))
         return
     if scenario is None:
         raise HarnessError("missing argument 'SCENARIO'", next_step="`harness run --help` lists the options.")
     experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
     if workers is not None:
         experiment = experiments.with_workers(experiment, workers, bind)
-    for note in [*check_notes(experiment.scenario), *removed_notes(experiment.scenario)]:
-        cli.console().print(f"note: {note}")
+    _print_notes(experiment.scenario)
 
     def measure() -> None:
         with cli.junit_until_finished(junit, scenario.stem):
@@ -102,10 +99,35 @@ def run(
             folder = run_experiment(experiment, runs, Progress(cli.console()), steps, against)
         report(folder)
 
-    if times == 1:
-        measure()
-    else:
-        _repeat(measure, times, every_s)
+    measure() if times == 1 else _repeat(measure, times, every_s)
+
+
+def _resume(
+    scenario: Path | None,
+    folder: Path,
+    target: "Target | None",
+    budget_s: float | None,
+    against: "Callable[..., Reference] | None",
+    junit: Path | None,
+) -> Path:
+    """Measure what is missing of a run and return its folder."""
+    from harness.records.manifest import read_run
+    from harness.run.progress import Progress
+    from harness.run.resume import resume
+
+    if scenario is not None:
+        raise HarnessError("--resume: the run has a copy of its scenario", next_step="Leave the scenario out.")
+    with cli.junit_until_finished(junit, read_run(folder).scenario_name):
+        resume(folder, Progress(cli.console()), target, budget_s, against)
+    return folder
+
+
+def _print_notes(scenario: "Scenario") -> None:
+    from harness.run.preview import check_notes
+    from harness.serve.lint import removed_notes
+
+    for note in [*check_notes(scenario), *removed_notes(scenario)]:
+        cli.console().print(f"note: {note}")
 
 
 def _report_run(
@@ -152,6 +174,24 @@ def _repeat(measure: Callable[[], None], times: int, every_s: float) -> None:
     raise typer.Exit(min(filter(None, codes), default=ExitCode.OK))  # the codes of runs are in order, the worst first
 
 
+FixOpt = Annotated[
+    list[str] | None,
+    cli.option(
+        "LOAD=N",
+        "Of a mix: so many users of this load, or requests/s, in all probes; may be repeated. One load "
+        "remains to be varied.",
+    ),
+]
+MaxUsersOpt = Annotated[
+    int,
+    cli.option("N", "Try no more users; of an open loop, tenths of the scenario's rate or trace.", min=1, max=100000),
+]
+UserOpt = Annotated[
+    Literal["chat", "batch", "agent", "rag"] | None,
+    cli.option(None, "With --url and without a scenario: the kind of users."),
+]
+
+
 @cli.command(short_help="Find how many users a server holds.")
 def capacity(
     scenario: Annotated[
@@ -169,27 +209,12 @@ def capacity(
     load: Annotated[
         str | None, cli.option("NAME", "Which of the scenario's loads, or of its mixes (default: the first load).")
     ] = None,
-    fix: Annotated[
-        list[str] | None,
-        cli.option(
-            "LOAD=N",
-            "Of a mix: so many users of this load, or requests/s, in all probes; may be repeated. One load "
-            "remains to be varied.",
-        ),
-    ] = None,
-    max_users: Annotated[
-        int,
-        cli.option(
-            "N", "Try no more users; of an open loop, tenths of the scenario's rate or trace.", min=1, max=100000
-        ),
-    ] = 256,
+    fix: FixOpt = None,
+    max_users: MaxUsersOpt = 256,
     budget: Annotated[str, cli.option("TIME", "How long it may take in all, such as 30min or 2h.")] = "30min",
     knee: Annotated[bool, cli.flag("--knee", "Also find where more concurrency stops raising the throughput.")] = False,
     url: cli.UrlOpt = None,
-    user: Annotated[
-        Literal["chat", "batch", "agent", "rag"] | None,
-        cli.option(None, "With --url and without a scenario: the kind of users."),
-    ] = None,
+    user: UserOpt = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
     as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,

@@ -212,8 +212,10 @@ def complete_scenario(incomplete: str) -> list[str]:
 
 def complete_run(incomplete: str) -> list[str]:
     """For the completion of a shell: ids of runs in the default folder."""
+    from harness.records.directory import run_folders
+
     folder = Path(os.environ.get("HARNESS_RUNS") or RUNS)
-    return sorted(path.parent.name for path in folder.glob("*/run.json") if path.parent.name.startswith(incomplete))
+    return [path.name for path in run_folders(folder) if path.name.startswith(incomplete)]
 
 
 _SCENARIO = typer.Argument(
@@ -237,6 +239,7 @@ RepeatsOpt = Annotated[int | None, option("N", "Override the scenario's repeats.
 JsonOpt = Annotated[bool, flag("--json", "Print JSON.")]
 BaselineOpt = Annotated[Path | None, option("RUN", "The run that checks call the baseline (default: the row).")]
 ProvisionalOpt = Annotated[bool, flag("--provisional", "A provisional result that is too slow fails (exit code 4).")]
+ExplainOpt = Annotated[bool, flag("--explain", "Explain the columns below the table.")]
 AboutOpt = Annotated[str | None, option("KEY", "The one manifest key in which the sides may differ.")]
 UrlOpt = Annotated[
     str | None, option("URL", "Use a server that already runs, such as http://127.0.0.1:8000.", callback=validate_url)
@@ -331,11 +334,14 @@ def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: C
         print(text, end="" if text.endswith("\n") else "\n")
 
 
-def print_page_as(output: str, value: Any, page: "Sequence[Element]", **texts: Callable[[], str]) -> None:
-    """Print a value in a format of `print_as`; its page in the terminal and as Markdown."""
-    from harness.report import markdown, terminal
+def print_page_as(output: str, value: Any, page: "Sequence[Element]", title: str, **texts: Callable[[], str]) -> None:
+    """Print a value in a format of `print_as`; its page in the terminal, as Markdown and as HTML."""
+    from harness.report import html, markdown, terminal
 
-    texts["markdown"] = lambda: markdown.render(page)
+    texts = {
+        "markdown": lambda: markdown.render(page),
+        "html": lambda: html.render_page(page, title, [title.lower()]),
+    } | texts
     print_as(output, value, lambda: terminal.print_page(page, console()), **texts)
 
 
@@ -349,12 +355,14 @@ def make_target(url: str | None, metrics_url: str | None = None, ca: Path | None
 
 
 def find_run(given: Path, runs: Path) -> Path:
+    from harness.records.directory import run_folders
+
     for folder in (given, runs / given):
         # `read_run` explains a run.json that is no regular file, or that this user may not read.
         if os.path.lexists(folder / "run.json"):
             return folder
     # Only a close one is named: a list of all runs would be long, and `harness list` has it.
-    close = difflib.get_close_matches(given.name, [path.parent.name for path in runs.glob("*/run.json")], n=1)
+    close = difflib.get_close_matches(given.name, [folder.name for folder in run_folders(runs)], n=1)
     raise HarnessError(
         f"{given}: neither a run directory nor the id of a run in {runs}"
         + (f"; did you mean '{close[0]}'?" if close else ""),

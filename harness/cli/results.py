@@ -28,7 +28,7 @@ def report(
     provisional: cli.ProvisionalOpt = False,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
-    explain: Annotated[bool, cli.flag("--explain", "Explain the columns below the table.")] = False,
+    explain: cli.ExplainOpt = False,
 ) -> None:
     """Show a run again, from its files, by the formulas of this version. Its directory stays as it is.
 
@@ -95,7 +95,7 @@ def compare(
     ] = None,
     output: Annotated[
         Literal["terminal", "markdown", "json", "junit", "html"],
-        cli.flag("--format", "What to print; html: a page, with --history."),
+        cli.flag("--format", "What to print."),
     ] = "terminal",
     history: Annotated[
         bool, cli.flag("--history", "Compare the one RUN with all earlier runs of its scenario on its machine.")
@@ -126,8 +126,6 @@ def compare(
         raise HarnessError(
             f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
         )
-    if output == "html" and not history:
-        raise HarnessError("--format html needs --history", next_step="Use --format markdown.")
     first, second = ([cli.find_run(run, runs) for run in side] for side in (run_folders, against or []))
     if history:
         _compare_with_history(first[0], output, runs, results)
@@ -145,7 +143,8 @@ def compare(
             error.next_step = f"If the comparison is about just that: {command}"
         _print_all_differences([group[0] for group in groups], output)
         raise
-    cli.print_page_as(output, comparison, comparison_page(comparison), junit=lambda: junit.comparison_xml(comparison))
+    page = comparison_page(comparison)
+    cli.print_page_as(output, comparison, page, "Comparison", junit=lambda: junit.comparison_xml(comparison))
     if any(verdict.fails == "yes" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
     cli.exit_after_checks(comparison.checks)
@@ -161,7 +160,8 @@ def _print_all_differences(folders: list[Path], output: str) -> None:
     differences, sides = run_differences(manifests), [run.id for run in manifests]
     if output == "junit" or not differences:
         return
-    cli.print_page_as(output, {"sides": sides, "differences": differences}, difference_page(differences, sides))
+    page = difference_page(differences, sides)
+    cli.print_page_as(output, {"sides": sides, "differences": differences}, page, "Differences")
 
 
 def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
@@ -174,6 +174,7 @@ def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) 
         output,
         history,
         pages.history_page(history),
+        "History",
         junit=lambda: junit.history_xml(history),
         html=lambda: pages.history_html(history),
     )
@@ -277,16 +278,14 @@ def _list_runs(runs: Path) -> list[dict[str, Any]]:
     """
     from harness.analysis.summarize import read_summary
     from harness.base.process import owner_is_gone
-    from harness.records.manifest import read_run
+    from harness.records.directory import list_runs
 
     if runs.exists() and not runs.is_dir():
         raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
     listed: list[dict[str, Any]] = []
-    for folder in (path.parent for path in sorted(runs.glob("*/run.json"))):
-        try:
-            run = read_run(folder)
-        except HarnessError as error:
-            listed.append({"run": folder.name, "status": None, "error": error.what.removeprefix(f"{folder}/")})
+    for folder, run in list_runs(runs):
+        if isinstance(run, HarnessError):
+            listed.append({"run": folder.name, "status": None, "error": run.what.removeprefix(f"{folder}/")})
             continue
         try:
             limited = any(row.client_limited for row in read_summary(folder).rows)
@@ -393,4 +392,4 @@ def results(
             f"--results: there is no folder {results}", next_step="`harness results add RUN` files a run, and makes it."
         )
     board = boards.collect_board(results, SHIPPED)
-    cli.print_page_as(output, board, boards.board_page(board), html=lambda: boards.board_html(board))
+    cli.print_page_as(output, board, boards.board_page(board), "Leaderboard")

@@ -161,8 +161,6 @@ def import_file(
 def _make_run(
     run_id: str, name: str, source: Source, imported: Imported, cells: dict[str, ImportedPart], machine: str | None
 ) -> Run:
-    tool = f"{imported.tool} {imported.version}" if imported.version else imported.tool
-    servers = dict.fromkeys(part.server for part in cells.values())
     rows: dict[tuple[str, str], ImportedPart] = {}
     for part in cells.values():
         first = rows.setdefault((part.server, part.load), part)
@@ -173,44 +171,10 @@ def _make_run(
         started_wall_s=min(part.started_wall_s for part in cells.values()),
         ended_wall_s=max(part.ended_wall_s for part in cells.values()),
         scenario_name=name,
-        scenario=Scenario(
-            version=1,
-            question=f"What did {tool} measure?",
-            model=" ".join(printable(imported.model or UNKNOWN).split())[:1000],
-            servers={server: Server(template="running") for server in servers},
-            loads={
-                # Never fixed: no file says that every answer had to have a certain length.
-                part.load: Load(
-                    user="imported",
-                    users=_max_in_flight(part),
-                    requests=max(part.planned, 1),
-                    output="natural",
-                    endpoint=part.endpoint,
-                )
-                for part in cells.values()
-            },
-            repeats=max(part.repeat for part in cells.values()),
-            warmup=Warmup(requests=0),
-        ),
+        scenario=_make_scenario(imported, list(cells.values())),
         workload_sha256=hashlib.sha256(msgspec.json.encode([imported.tool, imported.work], order="sorted")).hexdigest(),
         order=list(cells),
-        cells=[
-            CellRun(
-                id=cell,
-                server=part.server,
-                load=part.load,
-                repeat=part.repeat,
-                started_wall_s=part.started_wall_s,
-                ended_wall_s=part.ended_wall_s,
-                served_by=ServedBy(
-                    url=UNKNOWN,
-                    model=imported.models.get(part.server, imported.model),
-                    version=imported.versions.get(part.server),
-                    arguments=imported.arguments.get(part.server, []),
-                ),
-            )
-            for cell, part in cells.items()
-        ],
+        cells=[_make_cell(cell, part, imported) for cell, part in cells.items()],
         machine=Machine(name=machine or UNKNOWN),
         versions={imported.tool: imported.version or UNKNOWN},
         origin=Origin(
@@ -227,6 +191,46 @@ def _make_run(
                 for part in rows.values()
                 if part.definitions or part.missing
             ],
+        ),
+    )
+
+
+def _make_scenario(imported: Imported, parts: list[ImportedPart]) -> Scenario:
+    tool = f"{imported.tool} {imported.version}" if imported.version else imported.tool
+    return Scenario(
+        version=1,
+        question=f"What did {tool} measure?",
+        model=" ".join(printable(imported.model or UNKNOWN).split())[:1000],
+        servers={part.server: Server(template="running") for part in parts},
+        loads={
+            # Never fixed: no file says that every answer had to have a certain length.
+            part.load: Load(
+                user="imported",
+                users=_max_in_flight(part),
+                requests=max(part.planned, 1),
+                output="natural",
+                endpoint=part.endpoint,
+            )
+            for part in parts
+        },
+        repeats=max(part.repeat for part in parts),
+        warmup=Warmup(requests=0),
+    )
+
+
+def _make_cell(cell: str, part: ImportedPart, imported: Imported) -> CellRun:
+    return CellRun(
+        id=cell,
+        server=part.server,
+        load=part.load,
+        repeat=part.repeat,
+        started_wall_s=part.started_wall_s,
+        ended_wall_s=part.ended_wall_s,
+        served_by=ServedBy(
+            url=UNKNOWN,
+            model=imported.models.get(part.server, imported.model),
+            version=imported.versions.get(part.server),
+            arguments=imported.arguments.get(part.server, []),
         ),
     )
 

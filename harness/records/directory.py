@@ -13,6 +13,7 @@ import msgspec
 
 from harness.base.errors import HarnessError
 from harness.base.files import UNDECODABLE, open_file
+from harness.records.manifest import Run, read_run
 from harness.records.records import ProcessMark, Request
 from harness.records.samples import MetricsSample, TelemetrySample
 
@@ -113,9 +114,25 @@ def no_records_error(folder: Path) -> HarnessError:
     return HarnessError(f"{folder}: requests.jsonl is missing", next_step=step)
 
 
-def filed_runs(results: Path) -> list[Path]:
-    """The run.json of each run that is filed by machine and scenario."""
-    return [path for path in results.glob("*/*/*/run.json") if path.relative_to(results).parts[0] not in RESERVED]
+def list_runs(runs: Path | None = None, results: Path | None = None) -> list[tuple[Path, Run | HarnessError]]:
+    """Each run below `runs`, and each one filed below `results`: its folder and run.json, or why that cannot be read.
+
+    The folders are in their order.
+    """
+    listed: list[tuple[Path, Run | HarnessError]] = []
+    for folder in run_folders(runs, results):
+        try:
+            listed.append((folder, read_run(folder)))
+        except HarnessError as error:
+            listed.append((folder, error))
+    return listed
+
+
+def run_folders(runs: Path | None = None, results: Path | None = None) -> list[Path]:
+    """The folders of `list_runs`."""
+    filed = [] if results is None else results.glob("*/*/*/run.json")
+    paths = [path for path in filed if results and path.relative_to(results).parts[0] not in RESERVED]
+    return [path.parent for path in sorted([*paths, *([] if runs is None else runs.glob("*/run.json"))])]
 
 
 def folder_name(text: str) -> str:

@@ -23,11 +23,10 @@ from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_file, pretty_json, read_text, replace_file
 from harness.base.summary import Row, Summary
 from harness.base.units import format_date
-from harness.records.directory import filed_runs, folder_name
+from harness.records.directory import folder_name, list_runs
 from harness.records.manifest import Run, ServedBy, read_run
 from harness.report import words
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
-from harness.report.html import render_page
 from harness.report.markdown import render
 from harness.report.page import run_page
 
@@ -177,9 +176,11 @@ def collect_board(results: Path, shipped: Path) -> Board:
     """
     runs: list[tuple[Run, Summary]] = []
     unreadable = []
-    for path in sorted(filed_runs(results)):
+    for folder, run in list_runs(results=results):
         try:
-            runs.append((read_run(path.parent), read_summary(path.parent)))
+            if isinstance(run, HarnessError):
+                raise run
+            runs.append((run, read_summary(folder)))
         except HarnessError as error:
             unreadable.append(error.what)
     same_work: dict[tuple[str, str, str, bool], list[tuple[Run, Summary]]] = {}
@@ -315,10 +316,6 @@ def _ranking_grid(group: Group) -> Grid:
         styles=["best" if entry.best else "" if entry.ranked else "unusable" for entry in group.entries],
         below=[", ".join(f"{title} {row[title]}" for title in ORIGIN) for row in group.rows],
     )
-
-
-def board_html(board: Board) -> str:
-    return render_page(board_page(board), "Leaderboard", ["leaderboard"])
 
 
 def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[Path, list[str]]:

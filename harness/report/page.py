@@ -48,6 +48,7 @@ def answer(summary: Summary, run: Run, capacity: CapacityReport | None = None) -
     return [
         Paragraph(summary.question, "title"),
         *(Paragraph(line, "lead") for line in answers),
+        *(Paragraph(sentence(reason)) for reason in summary.hardware_shares),
         *_simulated(summary.simulated),
         Paragraph(state, sentences.validity_style(summary, run)),
         *([Bullets(reasons)] if reasons else []),

@@ -8,7 +8,8 @@ from selenium.webdriver.common.by import By
 
 from harness.base.files import RESULTS
 from harness.records.manifest import Machine
-from harness.report.board import add_result, board_html, collect_board
+from harness.report.board import add_result, board_page, collect_board
+from harness.report.html import render_page
 from tests.browser.test_report_page import SHEET_SCROLLS, complaints
 from tests.support.made_runs import served_by, write_made_run
 from tests.support.report_runs import HOSTILE
@@ -23,7 +24,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         write_made_run(run, machine=Machine(name=name), served=lambda _, image=image: served_by(**image))  # type: ignore[misc]
         add_result(run, folder / "results")
     page = folder / "board.html"
-    page.write_text(board_html(collect_board(folder / "results", RESULTS)))
+    page.write_text(render_page(board_page(collect_board(folder / "results", RESULTS)), "Leaderboard", []))
     return page.as_uri()
 
 
@@ -42,6 +43,6 @@ def test_it_fits_and_is_silent(browser: webdriver.Chrome, page: str, scheme: str
     background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(247, 247, 245)" if scheme == "light" else "rgb(16, 18, 20)")
     headings = [heading.text for heading in browser.find_elements(By.CSS_SELECTOR, "h1, h2")]
-    assert headings == ["Best row of each machine and scenario", "which · m", "Third-party figures"]
+    assert headings == ["Best row of each machine and scenario", "which · m"]
     assert HOSTILE in browser.find_element(By.TAG_NAME, "body").text
     assert browser.save_screenshot(str(tmp_path / "board.png"))

@@ -16,6 +16,8 @@ from harness.base.summary import Row, RunFinding
 from harness.records.manifest import GpuMemory, Machine, ModelSize, write_run
 from harness.records.records import Request
 from harness.records.samples import GpuSample, HostSample, TelemetrySample
+from harness.report.elements import Paragraph
+from harness.report.page import answer
 from harness.scenario import Load
 from harness.scenario.plan import Cell
 from harness.simulated.engine import EngineConfig
@@ -258,6 +260,10 @@ def test_the_speed_of_14b_in_fp16_is_normal(tmp_path: Path) -> None:
     known = share(made.data, next(iter(made.data.cells.values())))
     assert known is not None
     assert (known.word, round(known.share, 2), made.summary.findings) == ("normal", 0.70, [])
+    (stated,) = made.summary.hardware_shares
+    assert (stated.values["share"], stated.values["word"], stated.text[-8:]) == (known.share, "normal", ": normal")
+    page = answer(made.summary, made.data.run)
+    assert [element.text for element in page if isinstance(element, Paragraph)][2] == stated.text
 
 
 def test_ten_at_once_took_two_and_a_half_times_as_long(tmp_path: Path) -> None:

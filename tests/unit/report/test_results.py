@@ -20,12 +20,17 @@ from harness.records.directory import folder_name
 from harness.records.manifest import Machine, read_run, write_run
 from harness.report import board as boards
 from harness.report.board import Figure, add_result, collect_board, read_figures
+from harness.report.html import render_page
 from harness.report.markdown import render
 from harness.scenario.plan import Cell
 from tests.support.command import called
 from tests.support.made_runs import WALL_S, served_by, write_made_run
 
 DIGEST = "vllm/vllm-openai-cpu@sha256:" + "4f2a9c" * 10 + "abcd"
+
+
+def board_html(board: boards.Board) -> str:
+    return render_page(boards.board_page(board), "Leaderboard", ["leaderboard"])
 
 
 def steady(factor: float = 1.0) -> Callable[[Cell], float]:
@@ -128,7 +133,7 @@ def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> N
         ("new", True, True), ("new", True, False), ("far", False, False), ("far", False, False),
     ]  # fmt: skip
     assert len(board.unreadable) == 1 and "strix/which/old/summary.json: cannot be read" in board.unreadable[0]
-    assert '<span class="word v-unusable">INVALID</span>' in boards.board_html(board)
+    assert '<span class="word v-unusable">INVALID</span>' in board_html(board)
     assert "- not readable: " in render(boards.board_page(board))
 
 
@@ -139,9 +144,9 @@ def test_a_number_that_the_client_limited_is_marked_and_never_ranked(filed: Path
     limited = {"a": ["wall_s"], "b": ["wall_s", "ttft_s"]}
     rows = [replace(row, client_limited=limited[row.server]) for row in summary.rows]
     write_summary(far, replace(summary, rows=rows))
-    assert "‡" not in boards.board_html(unmarked) + render(boards.board_page(unmarked))
+    assert "‡" not in board_html(unmarked) + render(boards.board_page(unmarked))
     board = collect_board(filed, RESULTS)
-    assert all("‡ the load gen" in text for text in (boards.board_html(board), render(boards.board_page(board))))
+    assert all("‡ the load gen" in text for text in (board_html(board), render(boards.board_page(board))))
     real, _ = board.groups
     assert [(e.run, e.server, e.ranked, e.best) for e in real.entries] == [
         ("new", "b", True, True), ("old", "b", True, False), ("new", "a", True, False), ("old", "a", True, False),
@@ -154,7 +159,7 @@ def test_a_number_that_the_client_limited_is_marked_and_never_ranked(filed: Path
 
 def test_page_and_markdown_need_nothing_else_and_texts_stay_texts(filed: Path) -> None:
     board = collect_board(filed, RESULTS)
-    page, text = boards.board_html(board), render(boards.board_page(board))
+    page, text = board_html(board), render(boards.board_page(board))
     assert re.findall(r"""(?:src|href)=["']?[^#"']""", page) == [] and "<script" not in page + text
     shown = html.unescape(page)
     assert all(part in shown for part in ("<script>alert(1)</script>|x", "SIMULATED ENGINE", "2027-01-16"))
@@ -182,7 +187,7 @@ def test_the_commands(tmp_path: Path) -> None:
     (group,) = json.loads(called("results", "--format", "json", cwd=tmp_path).out)["groups"]
     assert [(entry["server"], entry["ranked"]) for entry in group["entries"]] == [("b", True), ("a", True)]
     page = called("results", "--format", "html", cwd=tmp_path).out
-    assert page == boards.board_html(collect_board(tmp_path / "results", RESULTS))
+    assert page == board_html(collect_board(tmp_path / "results", RESULTS))
     for given, reason in (
         (["--results", "none"], "--results: there is no folder none\nnext: "),
         (["add"], "add: no run is given\nnext: harness results add RUN"),
