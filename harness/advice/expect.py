@@ -24,6 +24,8 @@ AT_LIMIT, NORMAL = 0.75, 0.45  # smallest shares of the bound for these words
 SMALL_MODEL_TOK_S, SMALL_NORMAL = 100.0, 0.35  # above this bound the overhead of each step counts, and less is normal
 TYPICAL_DECODE = (0.60, 0.90)  # of the bandwidth, with one user
 TYPICAL_PREFILL = (0.20, 0.60)  # of the compute
+MANY_USERS = 1.5  # from so many on average in decode, an answer is not of one user
+MAX_PREFILL_LOAD = 0.2
 MAX_SHARE = 1.02  # above it only speculation explains a speed; clocks and counts differ by less
 
 
@@ -107,14 +109,15 @@ def share(data: RunData, cell: CellData) -> Share | None:
         return None
     size, (gpu, gpus) = run_model(ran), run_gpu(data.run, ran)
     speed = decode_speed(cell)
-    if size is None or gpu is None or speed is None:
+    if size is None or size.read_bytes <= 0 or gpu is None or speed is None:
         return None
     tok_s, users, context = speed
     bound = decode_bound(size, gpu, users=users, context=context, gpus=gpus)
-    one_user = users < 1.5
+    likely = decode_bound(size, gpu, users=users, context=context, gpus=gpus, spread=True)
     result = tok_s / bound
-    dense = size.routed_share == 1
-    word = classify(result, bound / users) if one_user or dense else None
+    word = classify(tok_s / min(bound, likely), decode_bound(size, gpu, gpus=gpus))
+    if word == "slow" and users >= MANY_USERS and _prefill_load(cell, size, gpu, gpus) > MAX_PREFILL_LOAD:
+        word = None  # prompts of other users take much of the time between two tokens
     return Share(
         share=result,
         word=word,
@@ -124,8 +127,26 @@ def share(data: RunData, cell: CellData) -> Share | None:
     )
 
 
+def _prefill_load(cell: CellData, size: ModelSize, gpu: GpuSpec, gpus: int) -> float:
+    """Return the share of the time that the cell's prompts need at the lowest typical share of the compute."""
+    rows = cell.counted.where(cell.counted.good)
+    tokens = float(np.nansum(rows.prompt_tokens)) - float(np.nansum(rows.cached_tokens))
+    flops = compute_flops(size, gpu)
+    if flops is None:
+        return 1.0
+    params = size.params if size.params is not None else size.read_bytes / 2
+    return 2 * params * tokens / (flops * gpus * TYPICAL_PREFILL[0]) / _window_s(cell)
+
+
+def _window_s(cell: CellData) -> float:
+    rows = cell.counted
+    if cell.window_s is not None:
+        return cell.window_s[1] - cell.window_s[0]
+    return float((rows.sent_s + rows.ended_s).max() - rows.sent_s.min())
+
+
 def _share_sentence(share: float, tok_s: float, bound: float, users: float, gpu: GpuSpec, gpus: int) -> str:
-    whom = "one user" if users < 1.5 else f"{users:.0f} users at once"
+    whom = "one user" if users < MANY_USERS else f"{users:.0f} users at once"
     gpu_name = gpu.name if gpus == 1 else f"{gpus} x {gpu.name}"
     numbers = (
         f"{figures(tok_s)} of at most {figures(bound)} tok/s; {gpu_name}, {figures(gpu.bandwidth_gb_s * gpus)} GB/s"
@@ -146,10 +167,7 @@ def decode_speed(cell: CellData) -> tuple[float, float, float] | None:
     if not known.any():
         return None
     decode_s = float((rows.last_chunk_s - rows.first_chunk_s)[known].sum())
-    if cell.window_s is not None:
-        window_s = cell.window_s[1] - cell.window_s[0]
-    else:
-        window_s = float((rows.sent_s + rows.ended_s).max() - rows.sent_s.min())
+    window_s = _window_s(cell)
     users = max(1.0, decode_s / window_s) if window_s > 0 else 1.0
     lengths = np.nan_to_num(rows.prompt_tokens[known]) + np.nan_to_num(rows.output_tokens[known]) / 2
     return users / float(np.median(tpot_s[known])), users, float(lengths.mean())

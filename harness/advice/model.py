@@ -33,6 +33,7 @@ _DERIVED_HEAD_SIZE = {
 _EQUAL_HEADS = {"llama", "phi3", "granite", "cohere", "olmo", "olmo2", "internlm2", "opt", "gpt_neox"}
 # vLLM keeps one latent vector per token and layer (multi-head latent attention), and nothing else.
 _LATENT_ATTENTION = {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}
+MAX_SIZE = 1 << 30  # of a number in a configuration: layers, heads, tokens
 _EVERY_LAYER_SLIDES = {"mistral", "mixtral", "phi3", "starcoder2"}
 # Keys of layers whose cache has another form: recurrent states, chunks, heads that differ between layers.
 _UNSUPPORTED_KEYS = (
@@ -130,7 +131,7 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
         name=name or path.name,
         folder=path,
         geometry=geometry,
-        longest=longest if isinstance(longest, int) else None,
+        longest=longest if type(longest) is int and 1 <= longest <= MAX_SIZE else None,
         kv_bytes=kv_bytes,
         weights_bytes=weights_bytes,
         size=None if size is None else with_cache(size, geometry, kv_bytes or 2),
@@ -138,8 +139,10 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
     )
 
 
-def with_cache(size: ModelSize, geometry: Geometry | None, number_bytes: int) -> ModelSize:
-    """Return the size with the KV cache that a token reads."""
+def with_cache(size: ModelSize, geometry: Geometry | None, number_bytes: int) -> ModelSize | None:
+    """Return the size with the KV cache that a token reads; None for a model without weights."""
+    if size.read_bytes <= 0:
+        return None
     if geometry is None:
         return size
     layer_bytes = geometry.kv_heads * geometry.head_size * number_bytes * (1 if geometry.latent else 2)
@@ -215,7 +218,7 @@ def _count_parameters(text: dict[str, Any]) -> dict[str, float]:
     if text.get("kv_lora_rank") is not None:
         rank, rope = _parse_positive(text, "kv_lora_rank"), _parse_positive(text, "qk_rope_head_dim")
         key, value = _parse_positive(text, "qk_nope_head_dim"), _parse_positive(text, "v_head_dim")
-        query = text.get("q_lora_rank") or 0
+        query = _parse_optional(text, "q_lora_rank")
         queries = heads * (key + rope)
         attention = hidden * query + query * queries if query else hidden * queries
         attention += hidden * (rank + rope) + rank * heads * (key + value) + heads * value * hidden
@@ -229,10 +232,10 @@ def _count_parameters(text: dict[str, Any]) -> dict[str, float]:
         inner = text.get("moe_intermediate_size") or text.get("intermediate_size")
         used = _parse_positive(text, "num_experts_per_tok")
         experts = round(used / share)
-        first = text.get("first_k_dense_replace") or 0
+        first = _parse_optional(text, "first_k_dense_replace")
         each = 3 * hidden * _parse_positive({"moe_intermediate_size": inner}, "moe_intermediate_size")
-        shared = each * int(text.get("n_shared_experts") or 0)
-        dense = first * 3 * hidden * int(text.get("intermediate_size") or 0)
+        shared = each * _parse_optional(text, "n_shared_experts")
+        dense = first * 3 * hidden * _parse_optional(text, "intermediate_size")
         sparse = layers - first
         parts = {
             "body": layers * attention + dense + sparse * (shared + hidden * experts),
@@ -269,7 +272,7 @@ def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
         name=name or path.name,
         folder=path.parent,
         geometry=geometry,
-        longest=longest if isinstance(longest, int) else None,
+        longest=longest if type(longest) is int and 1 <= longest <= MAX_SIZE else None,
         kv_bytes=2,
         weights_bytes=int(size.weights_bytes),
         size=with_cache(size, geometry, 2),
@@ -371,9 +374,13 @@ def _count_sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int
 
 def _parse_positive(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
         raise _UnknownError(f"config.json has no usable {key}")
     return value
+
+
+def _parse_optional(config: dict[str, Any], key: str) -> int:
+    return _parse_positive(config, key) if config.get(key) else 0
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from harness.base.errors import HarnessError, reason_of
 from harness.base.files import UNDECODABLE, open_file
 from harness.records.manifest import ModelSize
 
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library allows
+MAX_HEADER_BYTES = 32_000_000  # the longest known ones have 10 MB, which are mostly vocabularies
 MAX_FILES = 1000  # of one model
 MAX_TENSORS = 1_000_000
 # Bytes of a parameter, scales included, by the usual name of the weights.
@@ -155,13 +155,8 @@ def read_safetensors(files: Iterable[Path], packed_bits: int = 4) -> list[Tensor
 
 
 def _safetensor(name: str, entry: Any, packed_bits: int) -> Tensor:
-    kind, shape = entry["dtype"], entry["shape"]
-    numbers = 1
-    for size in shape:
-        numbers *= _whole(size)
+    kind, numbers = entry["dtype"], _multiply(entry["shape"])
     size = numbers * _SAFETENSORS_BITS[kind] // 8
-    if size > 1 << 60:
-        raise ValueError(f"{name[:100]} is too large")
     params: float = numbers
     if _SCALES.search(name):
         params = 0
@@ -172,10 +167,15 @@ def _safetensor(name: str, entry: Any, packed_bits: int) -> Tensor:
     return Tensor(name, kind, params, size // 2 if kind == "F32" else size)
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= 1 << 50:
-        raise ValueError("a size is not a whole number")
-    return value
+def _multiply(shape: list[Any]) -> int:
+    numbers = 1
+    for size in shape[:9]:
+        if type(size) is not int or not 0 <= size <= 1 << 50:
+            raise ValueError("a size is not a whole number")
+        numbers *= size
+    if len(shape) > 8 or numbers > 1 << 50:
+        raise ValueError("a tensor is too large")
+    return numbers
 
 
 def _damaged(path: Path, error: Exception) -> HarnessError:
@@ -276,11 +276,7 @@ def _read_gguf_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
 
 def _gguf_tensor(reader: _Reader) -> Tensor:
     name, dimensions = reader.text(), reader.number("I")
-    if dimensions > 8:
-        raise ValueError(f"a tensor has {dimensions} dimensions")
-    numbers = 1
-    for _ in range(dimensions):
-        numbers *= _whole(reader.number("Q"))
+    numbers = _multiply([reader.number("Q") for _ in range(min(dimensions, 9))])
     kind, block, size = _GGML_TYPES[reader.number("I")]
     reader.number("Q")  # its place
     return Tensor(name, kind, numbers, numbers // block * size)

@@ -208,7 +208,13 @@ def test_questions_that_cannot_be_meant(tmp_path: Path, given: list[str], what: 
 
 
 def test_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:
-    configs: list[dict[str, Any]] = [QWEN3 | {"num_hidden_layers": "x"}, {"model_type": 5}, {"text_config": {}}, {}]
+    configs: list[dict[str, Any]] = [
+        QWEN3 | {"num_hidden_layers": "x"}, {"model_type": 5}, {"text_config": {}}, {},
+        QWEN25_14B | {"num_hidden_layers": 10**400}, QWEN25_14B | {"vocab_size": True},
+        QWEN25_14B | {"num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": "x"},
+        QWEN25_14B | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": [1]},
+        QWEN25_14B | {"kv_lora_rank": {}},
+    ]  # fmt: skip
     for config in configs:
         shape = model(tmp_path, config)
         found = answer(Question(model=str(shape), gpu="MI300X", context=10), tmp_path)

@@ -113,24 +113,26 @@ def test_a_card_is_told_from_others_of_its_target(
     assert (None if found is None else found.name) == name
 
 
-def made_run(folder: Path, *, tok_s: float = 6.4, gpu: str = "gfx1151", **served: Any) -> Any:
-    """The share of a run of one user, whose tokens come at `tok_s`."""
+def made_run(
+    folder: Path, *, tok_s: float = 6.4, gpu: str = "gfx1151", users: int = 1, prompt: int = 20, **served: Any
+) -> Any:
+    """The share of a run whose users get their tokens at `tok_s` each."""
     values: dict[str, Any] = {"template": "vllm-rocm", "startup": Startup(weights_gib=28e9 / (1 << 30))} | served
 
     def records(cell: Cell, process: int, start_s: float) -> Any:
-        chunks = [0.5 + i / tok_s for i in range(11)]
-        for number in range(4):
-            sent_s = start_s + number * (chunks[-1] + 0.1)
+        chunks = [0.05 + i / tok_s for i in range(11)]
+        for number in range(4 * users):
             yield request(
-                id=f"{number}", index=number, cell=cell.id, load=cell.load, process=process, sent_s=sent_s,
-                ended_s=chunks[-1], chunks_s=chunks, first_visible_s=0.5,
+                id=f"{number}", index=number, cell=cell.id, load=cell.load, process=process, prompt_tokens=prompt,
+                sent_s=start_s + number // users * (chunks[-1] + 0.01), ended_s=chunks[-1], chunks_s=chunks,
+                first_visible_s=0.05,
             )  # fmt: skip
 
     write_made_run(
         folder,
         made_of=scenario(
             servers={"a": Server(template="vllm-rocm")},
-            loads={"x": Load(user="chat", users=1, requests=4, output_tokens=11)},
+            loads={"x": Load(user="chat", users=users, requests=4 * users, output_tokens=11)},
             repeats=1,
         ),
         requests=lambda *known: list(records(*known)),
@@ -197,3 +199,30 @@ def test_the_table_agrees_with_units_clocks_and_buses() -> None:
         assert spec.bandwidth_gb_s == pytest.approx(bits / 8 * rate, rel=0.01), spec.name
         if spec.fp8_tflops is not None and spec.fp16_tflops is not None:
             assert spec.fp8_tflops == pytest.approx(2 * spec.fp16_tflops, rel=0.01), spec.name
+
+
+def test_many_users_have_a_word_unless_prompts_take_the_time(tmp_path: Path) -> None:
+    found = made_run(tmp_path / "a", tok_s=5, users=8)
+    assert (found.word, round(found.share, 2)) == ("normal", 0.55)
+    slow = made_run(tmp_path / "b", tok_s=2, users=8)
+    assert slow.word == "slow" and "for 8 users at once" in slow.sentence
+    assert made_run(tmp_path / "c", tok_s=2, users=8, prompt=2000).word is None
+
+
+def test_the_word_counts_the_experts_of_all_users(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "model": "Qwen/Qwen3-30B-A3B",
+        "startup": Startup(weights_gib=60e9 / (1 << 30), architecture="Qwen3MoeForCausalLM"),
+    }
+    found = made_run(tmp_path / "run", tok_s=5, users=8, **values)
+    assert found.share < 0.2, "of a bound with the experts of one user"
+    assert found.word == "normal"
+
+
+def test_the_files_of_the_model_count_more_than_the_log(tmp_path: Path) -> None:
+    found = made_run(tmp_path / "a", model_size=size(14, kv_token_bytes=1e6))
+    context = 20 + 11 / 2
+    assert found.bound_tok_s == pytest.approx(256e9 / (14e9 + context * 1e6))
+    halved = made_run(tmp_path / "b", model_size=size(14, kv_token_bytes=1e6), effective={"kv_cache_dtype": "fp8_e4m3"})
+    assert halved.bound_tok_s == pytest.approx(256e9 / (14e9 + context * 5e5))
+    assert made_run(tmp_path / "c", model_size=size(0)) is None

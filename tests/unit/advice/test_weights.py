@@ -119,7 +119,8 @@ def test_a_header_that_cannot_be_read_counts_the_file(tmp_path: Path) -> None:
                 b'{"a":{"dtype":"F16","shape":[-1]}}', b'{"a":{"dtype":"F16","shape":["1"]}}',
                 b'{"a":{"dtype":"Q9","shape":[1]}}',
                 b'{"a":{"dtype":"F16","shape":[1125899906842624,1125899906842624]}}',
-                b"[" * 5000, b'{"a":{"dtype":["F16"],"shape":[1]}}', b'{"a":{"dtype":"F16","shape":true}}',
+                b"[" * 5000, b'{"a":{"dtype":"F16","shape":[' + b"2," * 20 + b"2]}}",
+                b'{"a":{"dtype":["F16"],"shape":[1]}}', b'{"a":{"dtype":"F16","shape":true}}',
             )
         ),
     ],
@@ -187,6 +188,10 @@ def test_a_gguf_file_has_all_that_is_needed(tmp_path: Path) -> None:
     assert routed.size is not None
     assert (routed.size.routed_bytes, routed.size.routed_share) == (2 * 256 * 64, 0.25)
     assert routed.size.read_bytes == size.read_bytes + 256 * 32
+
+
+def test_a_file_without_tensors_has_no_size(tmp_path: Path) -> None:
+    assert read_model(gguf(tmp_path / "m.gguf", KEYS, {})).size is None
 
 
 def test_the_parts_of_a_gguf_file_are_added_up(tmp_path: Path) -> None:
