@@ -200,7 +200,7 @@ LABEL = "user_class"
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68)
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-LATENCIES = {  # by the name of the column
+LATENCIES = {  # by the name of the column; others have a name of the harness
     "ttft": (
         "gen_ai_client_operation_time_to_first_chunk_seconds",
         "TTFT: request sent until the first chunk with a generated token, of successful streamed requests",
@@ -253,12 +253,14 @@ def metrics_of(
             if value is not None:
                 metric.add_metric(key, float(value))
         yield metric
-    for column, (name, about, bounds) in LATENCIES.items():
+    for column in LIVE:
+        other = f"{PREFIX}_{column.name}_seconds", f"{column.title}: {column.about}, of successful requests", _DURATION
+        name, about, bounds = LATENCIES.get(column.name, other)
         latency = HistogramMetricFamily(name, about, labels=[LABEL])
         for user_class, sums in total.items():
             # The values of a bucket of the histogram count as its middle: at most 1 % off.
-            middles = {live_metrics.bucket_middle_s(bucket): n for bucket, n in sums.latencies[column].items()}
-            latency.add_metric([user_class], _buckets(middles, bounds), sums.sums_s[column])
+            middles = {live_metrics.bucket_middle_s(bucket): n for bucket, n in sums.latencies[column.name].items()}
+            latency.add_metric([user_class], _buckets(middles, bounds), sums.sums_s[column.name])
         yield latency
     usage = HistogramMetricFamily(
         "gen_ai_client_token_usage",
