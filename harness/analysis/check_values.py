@@ -8,7 +8,6 @@ from msgspec import Struct
 from harness.analysis import slo_rule, stats
 from harness.analysis.stats import Estimate
 from harness.base.columns import VALUES, WORK
-from harness.base.reasons import sentence
 from harness.base.summary import (
     NEEDED,
     Comparison,
@@ -18,6 +17,7 @@ from harness.base.summary import (
     Row,
     Verdict,
     because,
+    sentence,
 )
 from harness.base.units import count, figures, ratio_text
 from harness.scenario.check_syntax import ANSWER_SHARES, LATENCIES, SLO_METRICS, STATISTICS, Check, slos_key

@@ -31,7 +31,6 @@ from harness.analysis.slo_rule import Draws, LatencySample
 from harness.analysis.verdicts import invalid_row_reason, is_paced, row_rooms, work_metric
 from harness.base.columns import RATES, WORK
 from harness.base.errors import HarnessError
-from harness.base.reasons import sentence
 from harness.base.summary import (
     LARGE,
     NEEDED,
@@ -44,6 +43,7 @@ from harness.base.summary import (
     Row,
     Verdict,
     because,
+    sentence,
 )
 from harness.base.units import count, figures
 from harness.records.manifest import definition_conflict

@@ -21,7 +21,6 @@ from harness.analysis.verdicts import (
     pair_by_metric,
 )
 from harness.base.errors import HarnessError, RunError
-from harness.base.reasons import sentences
 from harness.base.summary import (
     LARGE,
     Answers,
@@ -33,6 +32,7 @@ from harness.base.summary import (
     Summary,
     Verdict,
     because,
+    sentences,
 )
 from harness.records.manifest import Run, UnlikeError, read_run
 

@@ -18,8 +18,7 @@ from harness.analysis.stats import Array
 from harness.analysis.summarize import summarize_data
 from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
-from harness.base.reasons import sentence
-from harness.base.summary import CellSummary, Reason, Row, because
+from harness.base.summary import CellSummary, Reason, Row, because, sentence
 from harness.base.units import figures
 from harness.records.records import CUT
 from harness.records.run_data import CellData

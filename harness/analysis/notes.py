@@ -20,8 +20,7 @@ from harness.analysis.validity import (
     resent_reason,
     throttling_reasons,
 )
-from harness.base.reasons import sentence
-from harness.base.summary import CellSummary, ClientLimit, MachineLoad, Reason, Row, because
+from harness.base.summary import CellSummary, ClientLimit, MachineLoad, Reason, Row, because, sentence
 from harness.base.units import count, date_time, duration, figures
 from harness.records.manifest import Run, ServedBy
 from harness.records.records import KNOWN_FINISHES, MAX_CPU, ProcessMark

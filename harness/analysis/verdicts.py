@@ -11,7 +11,6 @@ from msgspec import Struct
 from harness.analysis import stats
 from harness.analysis.stats import Effect
 from harness.base.columns import METRIC_WORDS, RATES, WORK
-from harness.base.reasons import sentence
 from harness.base.summary import (
     ALPHA,
     MARGIN,
@@ -26,6 +25,7 @@ from harness.base.summary import (
     Row,
     Verdict,
     because,
+    sentence,
 )
 from harness.base.units import count, ratio_text, short_percent
 from harness.records.manifest import definition_conflict

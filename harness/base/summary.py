@@ -33,6 +33,20 @@ def because(code: str, text: str, /, **values: Any) -> Reason:
     return Reason(code, text, plain)
 
 
+def sentence(reason: Reason) -> str:
+    """A reason as a sentence. The cell that it is about comes first."""
+    return reason.text if reason.cell is None else f"{reason.cell}: {reason.text}"
+
+
+def sentences(reasons: Iterable[Reason]) -> list[str]:
+    return [sentence(reason) for reason in reasons]
+
+
+def evidence(reasons: Iterable[Reason]) -> str:
+    """The evidence of a check on one line."""
+    return "; ".join(sentences(reasons))
+
+
 def median_of_known(values: Iterable[float | None]) -> float | None:
     """The median of the known values; None if all are unknown."""
     known = [value for value in values if value is not None]

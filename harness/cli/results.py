@@ -301,7 +301,7 @@ def _list_runs(runs: Path) -> list[dict[str, Any]]:
 
 
 def _runs_table(listed: list[dict[str, Any]]) -> Table:
-    from harness.base.reasons import sentence
+    from harness.base.summary import sentence
 
     table = Table(box=None, pad_edge=False)
     for column in ("run", "started", "cells", "status"):  # the run's id has the scenario's name

@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from harness.base import columns
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
-from harness.base.reasons import sentence
 from harness.base.redact import masked
-from harness.base.summary import FORMAT_VERSION, NO_SAMPLE, Distribution, Numbers, Reason, Row, because
+from harness.base.summary import FORMAT_VERSION, NO_SAMPLE, Distribution, Numbers, Reason, Row, because, sentence
 from harness.records.records import Seconds, Whole
 from harness.scenario import Scenario, size_problem
 from harness.scenario.workers import Workers

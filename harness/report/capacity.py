@@ -10,8 +10,7 @@ from rich.table import Table
 from harness.analysis.knee import KneeAnswer
 from harness.analysis.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
 from harness.analysis.search import SloCapacity
-from harness.base.reasons import sentence
-from harness.base.summary import Reason, Summary, because
+from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, short_percent, significant
 
 PURPOSES = {"slo": "", "knee": "knee", "drift": "drift check"}

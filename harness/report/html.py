@@ -21,8 +21,7 @@ from harness.analysis.result import CapacityReport, read_capacity
 from harness.analysis.summarize import Summarized
 from harness.base import units
 from harness.base.columns import LIVE
-from harness.base.reasons import sentence
-from harness.base.summary import Summary
+from harness.base.summary import Summary, sentence
 from harness.records.manifest import Run, ServedBy
 from harness.report import page, sentences, table
 from harness.report.charts import Figure, figures, row_keys, server_keys

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from harness.analysis.history import History
 from harness.base.columns import METRIC_WORDS
 from harness.base.errors import HarnessError
-from harness.base.reasons import evidence, sentence
-from harness.base.summary import CheckResult, Comparison, Difference, Summary, Verdict
+from harness.base.summary import CheckResult, Comparison, Difference, Summary, Verdict, evidence, sentence
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.history import history_title, outcome_sentence

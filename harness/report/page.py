@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from harness.analysis.result import CapacityReport
 from harness.base import units
 from harness.base.columns import METRIC_WORDS
-from harness.base.reasons import evidence, sentence
-from harness.base.summary import CheckResult, Comparison, Difference, RunFinding, Summary, Verdict
+from harness.base.summary import CheckResult, Comparison, Difference, RunFinding, Summary, Verdict, evidence, sentence
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines

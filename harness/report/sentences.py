@@ -16,8 +16,18 @@ from harness.analysis.verdicts import number_fields, without_concurrency
 from harness.base import units
 from harness.base.columns import METRIC_WORDS, RATES, WORK, number_names
 from harness.base.errors import HarnessError
-from harness.base.reasons import evidence, sentence
-from harness.base.summary import CheckResult, Comparison, FailedRequests, Reason, Row, RunFinding, Summary, Verdict
+from harness.base.summary import (
+    CheckResult,
+    Comparison,
+    FailedRequests,
+    Reason,
+    Row,
+    RunFinding,
+    Summary,
+    Verdict,
+    evidence,
+    sentence,
+)
 from harness.base.units import count
 from harness.records.manifest import Run
 from harness.report import words

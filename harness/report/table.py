@@ -7,13 +7,17 @@ from msgspec import Struct
 
 from harness.base import units
 from harness.base.columns import LATENCIES, METRIC_WORDS, VALUES, WORK, LatencyColumn, ValueColumn
-from harness.base.reasons import LIMIT_WORDS
-from harness.base.summary import MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
+from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
 from harness.report.elements import Grid, TableColumn
 from harness.report.verdict_text import verdict_word
 from harness.scenario.plan import baseline_of
+
+LIMIT_WORDS: dict[LimitedBy, str] = {
+    "client": "load generator", "kv_cache": "KV cache", "queue": "queueing", "api": "API process", "prefill": "prefill",
+    "decode": "decode",
+}  # fmt: skip
 
 
 class TableLine(Struct, frozen=True, kw_only=True):

@@ -13,8 +13,7 @@ from rich.text import Text
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.analysis.result import read_capacity
 from harness.base.engines import engines
-from harness.base.reasons import sentence
-from harness.base.summary import Summary
+from harness.base.summary import Summary, sentence
 from harness.base.units import NOTHING, count, factor
 from harness.failures.explain import Diagnosis, ScannedLog
 from harness.records.manifest import Run

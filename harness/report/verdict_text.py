@@ -3,8 +3,7 @@
 import math
 
 from harness.base.columns import METRIC_WORDS
-from harness.base.reasons import sentence
-from harness.base.summary import MARGIN, MAX_REPEATS, OPEN, POWER, Verdict
+from harness.base.summary import MARGIN, MAX_REPEATS, OPEN, POWER, Verdict, sentence
 from harness.base.units import ratio_text, short_percent
 
 WORDS = {"no_difference": "no difference seen"}  # others are shown as they are

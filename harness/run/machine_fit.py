@@ -17,8 +17,7 @@ from harness.advice.model import find_model, read_model
 from harness.base.engines import find_template, vllm_accepts
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import DOCS
-from harness.base.reasons import sentence
-from harness.base.summary import Reason
+from harness.base.summary import Reason, sentence
 from harness.base.units import GIB, count, gib
 from harness.machine.doctor import DockerEngine, find_device_blockers, find_engine_blockers
 from harness.machine.findings import Finding

@@ -15,8 +15,7 @@ from harness.analysis.notes import queue_notes
 from harness.base.errors import HarnessError, RunError, ServerError, StartError
 from harness.base.files import DOCS, open_file
 from harness.base.process import refuse_too_few_files
-from harness.base.reasons import sentence
-from harness.base.summary import Reason, because
+from harness.base.summary import Reason, because, sentence
 from harness.base.units import count
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler

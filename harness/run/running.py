@@ -24,8 +24,7 @@ from harness.base import files
 from harness.base.errors import HarnessError, StartError
 from harness.base.files import pretty_json, read_bytes, replace_file
 from harness.base.process import owner_labels
-from harness.base.reasons import sentence
-from harness.base.summary import Reason, Reference, Summary, because
+from harness.base.summary import Reason, Reference, Summary, because, sentence
 from harness.machine.gpus import read_machine
 from harness.records.directory import prepare_folder, release_space
 from harness.records.manifest import CellRun, Run, ServedBy, Status, write_run

@@ -16,7 +16,7 @@ import msgspec
 
 from harness.base.engines import Context, engines, find_engine, find_template
 from harness.base.errors import Problem
-from harness.base.reasons import sentence
+from harness.base.summary import sentence
 from harness.base.units import count
 from harness.failures.table import protected_flags, removed_flags, removed_variables
 from harness.records.manifest import Startup

@@ -22,7 +22,7 @@ from harness.analysis.result import (
 from harness.analysis.search import SloCapacity
 from harness.analysis.slo import FLUSH_S, BlockCutter, LoadBlock, LoadPace, parse_slos, scenario_slos
 from harness.base.errors import HarnessError
-from harness.base.reasons import sentence
+from harness.base.summary import sentence
 from harness.records.manifest import read_run
 from harness.report.capacity import answer_reasons, capacity_lines, crossover_reason
 from harness.run.capacity import (

@@ -13,9 +13,8 @@ import pytest
 from harness.analysis.summarize import summarize, write_summary
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT, open_file
-from harness.base.reasons import sentences
 from harness.base.redact import csv_field
-from harness.base.summary import FORMAT_VERSION
+from harness.base.summary import FORMAT_VERSION, sentences
 from harness.failures.explain import scan_text
 from harness.failures.table import patterns
 from harness.imports.write import read_file

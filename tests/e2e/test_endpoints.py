@@ -12,8 +12,7 @@ import yaml
 
 from harness.analysis.compare import answer_difference as difference
 from harness.analysis.summarize import read_summary
-from harness.base.reasons import evidence, sentence, sentences
-from harness.base.summary import Answers, PromptLengths, Row, Summary
+from harness.base.summary import Answers, PromptLengths, Row, Summary, evidence, sentence, sentences
 from harness.records.records import Request, read_requests
 from harness.scenario import Prompts
 from tests.support.command import PATIENCE_S, SMALL, harness

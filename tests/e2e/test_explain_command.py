@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.base.reasons import sentence
+from harness.base.summary import sentence
 from harness.failures.explain import FIRST_REQUESTS, scan_text
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests

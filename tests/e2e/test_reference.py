@@ -16,8 +16,7 @@ from harness.analysis.summarize import (
     write_summary,
 )
 from harness.base.errors import ExitCode, RunError
-from harness.base.reasons import evidence
-from harness.base.summary import CheckResult, Reference, Summary, because
+from harness.base.summary import CheckResult, Reference, Summary, because, evidence
 from harness.records.manifest import Run, read_run
 from harness.run.running import RunFile
 from harness.scenario.plan import Cell

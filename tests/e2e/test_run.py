@@ -13,7 +13,7 @@ import pytest
 
 from harness.analysis.summarize import read_summary
 from harness.base.errors import INTERRUPTED
-from harness.base.reasons import sentences
+from harness.base.summary import sentences
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_marks, read_requests
 from tests.support.command import (

@@ -9,8 +9,7 @@ import pytest
 
 from harness.analysis.summarize import summarize
 from harness.analysis.verdicts import estimate_drift, is_drift
-from harness.base.reasons import sentence
-from harness.base.summary import Summary
+from harness.base.summary import Summary, sentence
 from harness.failures.table import rules_by_id
 from harness.machine.gpus import wait_until_free
 from harness.records.manifest import CellRun, GpuMemory, Run, read_run

@@ -21,7 +21,7 @@ from harness.analysis.summarize import summarize
 from harness.base.errors import RunError
 from harness.base.files import ROOT
 from harness.base.process import free_port, is_port_free
-from harness.base.reasons import sentences
+from harness.base.summary import sentences
 from harness.records.manifest import read_run
 from harness.records.records import ProcessMark, read_marks, read_requests
 from harness.run import drive as driving

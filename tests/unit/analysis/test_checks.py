@@ -16,7 +16,6 @@ from harness.analysis.latencies import distribution
 from harness.analysis.slo_rule import LatencySample
 from harness.analysis.stats import samples_needed
 from harness.base.files import SCENARIOS
-from harness.base.reasons import evidence
 from harness.base.summary import (
     CheckResult,
     Comparison,
@@ -27,6 +26,7 @@ from harness.base.summary import (
     SloAttainment,
     Verdict,
     because,
+    evidence,
 )
 from harness.records.records import AT_LEAST, FAILED, OBSERVED, UNKNOWN
 from harness.scenario import Load, Scenario, Server

@@ -14,8 +14,7 @@ from harness.analysis.compare import compare_runs
 from harness.analysis.limits import client_errors, client_limits, send_delay_s
 from harness.analysis.numbers import compute_numbers
 from harness.analysis.summarize import summarize, write_summary
-from harness.base.reasons import evidence
-from harness.base.summary import CellSummary, Distribution, Numbers, ServerLoad
+from harness.base.summary import CellSummary, Distribution, Numbers, ServerLoad, evidence
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_marks
 from harness.records.run_data import cell_data

@@ -8,8 +8,7 @@ import pytest
 
 from harness.analysis.numbers import compute_numbers, slo_attainment
 from harness.analysis.summarize import summarize
-from harness.base.reasons import evidence
-from harness.base.summary import SloAttainment
+from harness.base.summary import SloAttainment, evidence
 from harness.records.records import Request
 from harness.records.run_data import cell_data
 from harness.scenario import Load

@@ -11,7 +11,7 @@ from harness.analysis import comparable
 from harness.analysis.comparable import run_differences
 from harness.analysis.compare import compare_runs
 from harness.analysis.summarize import summarize, write_summary
-from harness.base.reasons import sentences
+from harness.base.summary import sentences
 from harness.records.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
 from harness.report.charts.timeline import observed_starts
 from harness.report.markdown import render

@@ -13,8 +13,17 @@ from harness.analysis.slo_rule import observed
 from harness.analysis.summarize import summarize, write_summary
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json
-from harness.base.reasons import evidence, sentence, sentences
-from harness.base.summary import NO_SAMPLE, Distribution, Numbers, Reason, Summary, because
+from harness.base.summary import (
+    NO_SAMPLE,
+    Distribution,
+    Numbers,
+    Reason,
+    Summary,
+    because,
+    evidence,
+    sentence,
+    sentences,
+)
 from harness.records.manifest import write_run
 from harness.records.records import Request, read_requests
 from harness.records.samples import MetricsSample

@@ -5,8 +5,7 @@ import pytest
 
 from harness.analysis.notes import host_cpu_notes
 from harness.analysis.time_split import limited_by, time_split, timed_others
-from harness.base.reasons import sentence
-from harness.base.summary import CellSummary, Distribution, MachineLoad, Numbers, ServerLoad, TimeSplit
+from harness.base.summary import CellSummary, Distribution, MachineLoad, Numbers, ServerLoad, TimeSplit, sentence
 from harness.records.records import ProcessMark
 from harness.records.samples import MetricsSample, parse_metrics, server_load
 

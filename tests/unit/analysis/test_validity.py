@@ -12,8 +12,7 @@ from harness.analysis.limits import client_limits
 from harness.analysis.notes import cell_notes
 from harness.analysis.numbers import compute_numbers
 from harness.analysis.validity import Evidence, check_cell, missing_cells, run_reasons
-from harness.base.reasons import sentences
-from harness.base.summary import GpuLoad, MachineLoad, Reason, ScheduleKept, ServerLoad, because
+from harness.base.summary import GpuLoad, MachineLoad, Reason, ScheduleKept, ServerLoad, because, sentences
 from harness.records.clock import Clock
 from harness.records.manifest import CellRun, GpuMemory
 from harness.records.records import BadField, ProcessMark, Request

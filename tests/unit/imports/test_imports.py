@@ -13,8 +13,7 @@ from harness.analysis.compare import compare_runs
 from harness.analysis.summarize import summarize
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT
-from harness.base.reasons import evidence
-from harness.base.summary import Numbers, Summary
+from harness.base.summary import Numbers, Summary, evidence
 from harness.imports import Source, lemonade, llama_bench, vllm
 from harness.imports.write import FORMATS, import_file, read_file
 from harness.records.manifest import DEFINITIONS, Run, read_run

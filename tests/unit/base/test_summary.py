@@ -1,7 +1,6 @@
 """Reasons are codes with values, and have their sentence where they arise."""
 
-from harness.base.reasons import sentence
-from harness.base.summary import Reason, because
+from harness.base.summary import Reason, because, sentence
 from tests.support.reasons_in_source import reasons_in_source
 
 
