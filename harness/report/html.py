@@ -5,7 +5,7 @@ import gzip
 import hashlib
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def render_code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(neutralize(text)))))
 
 
+@cache
 def page_template(name: str) -> Template:
     """Return a template that escapes every text."""
     environment = Environment(

@@ -78,11 +78,10 @@ def test_it_measures_until_there_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert numbers(None)[-4:] == [2000, 3000, 4500, 6750]
 
 
-@pytest.mark.alone
 def test_the_script_measures() -> None:
-    command = [sys.executable, "-m", "benchmarks.calibrate", "--max-streams", "20", "--json"]
+    command = [sys.executable, "-m", "benchmarks.calibrate", "--max-streams", "10", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     points = json.loads(done.stdout)
-    assert [point["streams"] for point in points] == [10, 20][: len(points)]
+    assert [point["streams"] for point in points] == [10]
     assert points[0]["chunks_per_s"] > 100

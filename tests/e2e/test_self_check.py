@@ -108,7 +108,6 @@ def test_the_remedy_of_a_late_process() -> None:
     assert why.values["remedy"]["code"] == "remedy_run_again"
 
 
-@pytest.mark.alone
 def test_a_load_process_that_shares_its_core_with_a_busy_one_is_limited(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
     load = Load(user="batch", batch_size=10, requests=20, output_tokens=50)

