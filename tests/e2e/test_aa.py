@@ -9,7 +9,10 @@ import pytest
 from harness.base.summary import MARGIN
 from tests.support.command import harness, only_run, write
 
-pytestmark = [pytest.mark.nightly, pytest.mark.alone]  # on stored runs and made ones: test_compare, test_verdicts_simulated
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.alone,
+]  # on stored runs and made ones: test_compare, test_verdicts_simulated
 # Long sleeps and little work, so that a busy machine shows less than the 10 % that are to be found.
 WORK: dict[str, Any] = {
     "loads": {"burst": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 15}},

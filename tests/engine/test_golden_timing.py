@@ -19,8 +19,8 @@ from harness.scenario import Load, Warmup
 from harness.simulated.answer import Sent
 from tests.support.load_runs import end, log_of, make_job, records_of, start_job
 from tests.support.made_runs import value_of
-from tests.support.simulated import spawned
 from tests.support.nightly import NIGHTLY
+from tests.support.simulated import spawned
 
 STREAMS = 50
 TOKENS = 100 if NIGHTLY else 40
