@@ -35,9 +35,12 @@ def _render_element(element: Element) -> str:
 def _render_bullet(item: Bullet) -> str:
     is_bold = item.style in ("failed", "inconclusive") and item.mark
     mark = f"**{item.mark}**" if is_bold else escape(item.mark)
-    code = "<br>".join(map(inline_code, item.code.splitlines()))
-    lines = ["- " + ": ".join(filter(None, [mark, code, _render_text(item.text)]))]
-    return "\n".join([*lines, *(f"  {_render_bullet(part)}" for part in item.parts)])
+    if "\n" in item.code:  # in a part of a finding
+        lines = [words.neutral(line).replace("```", "` ` `") for line in item.code.splitlines()]
+        return "\n    ".join([f"- {mark}:", "```", *lines, "```"])
+    code = item.code and inline_code(item.code)
+    shown = "- " + ": ".join(filter(None, [mark, code, _render_text(item.text)]))
+    return "\n".join([shown, *(f"  {_render_bullet(part)}" for part in item.parts)])
 
 
 def _render_grid(grid: Grid) -> str:

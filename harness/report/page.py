@@ -59,14 +59,13 @@ def answer(summary: Summary, run: Run, capacity: CapacityReport | None = None) -
 
 def _findings(findings: Sequence[RunFinding] | None) -> list[Element]:
     """Why the run is slower than it could be, and what to change."""
-    if findings is None:
-        return []
+    if not findings:
+        return [] if findings is None else [Paragraph("FINDINGS: no problem found", "good")]
     items = [
         Bullet(sentences.finding_sentence(each), "inconclusive", parts=list(sentences.finding_parts(each)))
         for each in findings
     ]
-    heading = Paragraph(sentences.findings_title(findings), "heading")
-    return [heading, Bullets(items, "findings")] if items else [heading]
+    return [Paragraph("Findings, the worst first", "heading"), Bullets(items, "findings")]
 
 
 def _simulated(simulated: bool) -> list[Element]:

@@ -435,10 +435,6 @@ def _failure_sentence(rows: list[FailedRequests]) -> str:
     return f"{counts} ({first.kind}): {cause}{message}"
 
 
-def findings_title(findings: Sequence[RunFinding]) -> str:
-    return "Findings, the worst first" if findings else "Findings: no problem found"
-
-
 def finding_sentence(finding: RunFinding) -> str:
     """What was measured, where."""
     others = f" (and {units.count(len(finding.rows) - 1, 'more row')})" if len(finding.rows) > 1 else ""

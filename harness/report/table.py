@@ -388,7 +388,7 @@ def _latency_from_schedule(latency: str, percentile: str) -> Callable[[Row], str
 def _stage_mean(name: str) -> Callable[[Row], str | None]:
     def text(row: Row) -> str | None:
         value = field_or_none(row.time, name)
-        return None if value is None else units.milliseconds(value)
+        return None if value is None else units.milliseconds(round(value, 9))  # without errors of floating point
 
     return text
 

@@ -84,8 +84,8 @@ def _bullet(item: Bullet) -> Text:
 def _print_part(console: Console, part: Bullet) -> None:
     """Print a part of a finding."""
     grid = Table.grid(padding=(0, 1))
-    lines = "\n".join(map(words.one_line, (part.code or part.text).splitlines()))
-    grid.add_row(Text(" "), Text(f"{words.one_line(part.mark)}:", "bold"), Text(lines))
+    text = "\n".join(map(words.neutral, part.code.splitlines())) if part.code else words.one_line(part.text)
+    grid.add_row(Text(" "), Text(f"{words.one_line(part.mark)}:", "bold"), Text(text))
     _print_trimmed(console, grid)
 
 

@@ -47,9 +47,13 @@ def format_metric(value: float, metric: str) -> str:
 
 def one_line(text: str) -> str:
     """A text from outside on one line, without control characters, which a terminal would act on."""
-    spaced = re.sub(r"[ \t\r\n\f\v]+", " ", text)
+    return neutral(re.sub(r"[ \t\r\n\f\v]+", " ", text)).strip()
+
+
+def neutral(text: str) -> str:
+    """A line from outside without control characters; its spaces stay."""
     controls = ("Cc", "Cf", "Cs")
-    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in controls else c for c in spaced).strip()
+    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in controls else c for c in text)
 
 
 def max_in_flight(load: Load) -> int:
