@@ -38,6 +38,7 @@ def report(
     """
     from harness.advice.findings import with_findings
     from harness.analysis.compare import make_reference
+    from harness.analysis.result import read_capacity
     from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
     from harness.records.manifest import read_run
     from harness.report import export, html, junit, markdown, terminal
@@ -64,7 +65,7 @@ def report(
         summary,
         terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
         html=lambda: html.render_run(folder, manifest, summary, counts),
-        markdown=lambda: markdown.render(run_page(summary, manifest)),
+        markdown=lambda: markdown.render(run_page(summary, manifest, read_capacity(folder))),
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),
     )
