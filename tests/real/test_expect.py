@@ -1,6 +1,7 @@
 """The bound of decode on a real engine: llama.cpp on the CPU reads random weights, one user."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from harness.advice.bandwidth import measure_cpu
 from harness.advice.expect import decode_bound, decode_speed
 from harness.advice.hardware import GpuSpec
 from harness.records.run_data import load
+from harness.serve.bandwidth import SCRIPT
 from tests.real.conftest import Say
 from tests.real.parts import llamacpp, run, write_scenario
-from tests.support.engines.paths import LLAMACPP_VENV, REPO
+from tests.support.engines.paths import LLAMACPP_VENV, REPO, VLLM_VENV
 
 LARGE = "tests.support.engines.make_large_gguf"
 
@@ -53,3 +55,9 @@ def test_one_user_comes_near_the_bound_of_the_measured_bandwidth(tmp_path: Path,
     best = max(8 / (last - first) for times in chunks for first, last in zip(times, times[8:], strict=False))
     say(f"{millions} M: {best:.1f} of at most {bound:.1f} tok/s at {bandwidth:.1f} GB/s: {100 * best / bound:.0f} %")
     assert 0.4 <= best / bound <= 1
+
+
+def test_the_measurement_of_a_gpu_prints_its_bandwidth() -> None:
+    """With the torch of vLLM on the CPU, which is what a server's image has in place of a GPU here."""
+    done = subprocess.run([VLLM_VENV / "bin" / "python", "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"read GB/s: \d+\.\d+\n", done.stdout)

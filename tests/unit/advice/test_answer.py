@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.advice.answer import Expectation, Question, answer, format_answer, parse_bits, parse_params
-from harness.advice.bandwidth import cache_file, measure_cpu, read_measured, store_measured
+from harness.advice.bandwidth import cache_file, read_measured, store_measured
 from harness.advice.hardware import find_gpu, fitted_memory
 from harness.base.errors import HarnessError
 from tests.support.command import harness
@@ -128,11 +128,14 @@ def test_the_share_of_the_measured_bandwidth(tmp_path: Path) -> None:
 
 
 def test_the_cpu_is_measured_where_there_is_no_gpu(tmp_path: Path) -> None:
-    gb_s = measure_cpu()
+    done = harness("expect", "--params", "1B", "--bits", "8", "--measure", "--json", cwd=tmp_path)
+    page = json.loads(done.out)
+    gb_s = page["measured_bandwidth_gb_s"]
     assert 0.5 < gb_s < 5000
-    found = answer(Question(params="1B", bits="8"), tmp_path, measured_gb_s=gb_s)
-    assert found.one_user_max_tok_s == pytest.approx(gb_s)
-    assert found.bandwidth_source == "measured"
+    assert (page["one_user_max_tok_s"], page["bandwidth_source"]) == (pytest.approx(gb_s), "measured")
+    assert read_measured() == gb_s
+    kept = json.loads(harness("expect", "--params", "1B", "--bits", "8", "--json", cwd=tmp_path).out)
+    assert kept["one_user_max_tok_s"] == page["one_user_max_tok_s"]
 
 
 @pytest.mark.parametrize(
