@@ -411,7 +411,7 @@ def _speed_lines(found: Expectation) -> list[str]:
     ]
     if any(each.spread_max_tok_s is not None for each in found.many_users):
         rows.append(
-            ["  if each has other experts", *(figures(each.spread_max_tok_s or 0) for each in found.many_users)]
+            ["  with all users' experts", *(figures(each.spread_max_tok_s or 0) for each in found.many_users)]
         )
     lines += _table(rows)
     if found.prompts and found.prompts[0].typical_ttft_s is not None:
