@@ -21,11 +21,10 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
     """
     summary = summary or summarize_data(data).summary
     found: dict[str, list[RunFinding]] = {}
-    for row in summary.rows:
-        facts = RowFacts(data, summary, row)
-        of_row = [rule.finding(facts) for rule in RULES] if row.failed is None and row.pooled.succeeded else []
-        for one in filter(None, of_row):
-            found.setdefault(one.code, []).append(one)
+    rows: list[RowFacts] = []
+    rows += [RowFacts(data, summary, row, rows) for row in summary.rows if not row.failed and row.pooled.succeeded]
+    for one in filter(None, (rule.finding(row) for row in rows for rule in RULES)):
+        found.setdefault(one.code, []).append(one)
     ranked = []
     for of_code in found.values():
         of_code.sort(key=lambda one: -one.cost)

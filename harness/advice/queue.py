@@ -285,11 +285,13 @@ def gateway_share(row: RowFacts) -> Found | None:
 def _alone(row: RowFacts) -> list[RowFacts]:
     """Rows of the same load on the same server without its gateway."""
     servers, mine = row.data.run.scenario.servers, row.data.run.scenario.servers[row.row.server]
-    rows = [one for one in row.summary.rows if one.load == row.row.load and not one.failed and not one.invalid]
-    alike = [
-        one for one in rows if servers[one.server].gateway is None and servers[one.server].template == mine.template
+    rows = [one for one in row.run_rows if one.row.load == row.row.load and one.row.invalid is None]
+    return [
+        one
+        for one in rows
+        if (server := servers[one.row.server]).gateway is None
+        and (server.template, server.variables) == (mine.template, mine.variables)
     ]
-    return [RowFacts(row.data, row.summary, one) for one in alike if servers[one.server].variables == mine.variables]
 
 
 @rule(

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from harness.base.engines import Engine, Spelling, engines, find_engine
+from harness.base.files import open_file
 from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
 from harness.records.manifest import ServedBy
 from harness.records.run_data import RunData
@@ -17,6 +18,7 @@ from harness.records.samples import MetricsSample
 from harness.records.table import Floats
 from harness.scenario import Load, max_concurrency
 
+MAX_LOG_BYTES = 1_000_000
 # What rows of the same requests may differ in: how many are sent at once, and for how long.
 _AMOUNTS = {"users", "batch_size", "in_flight", "requests", "processes", "duration_s", "drain_s", "ramp_s"}
 
@@ -72,6 +74,7 @@ class RowFacts(Struct, frozen=True, dict=True):
     data: RunData
     summary: Summary
     row: Row
+    run_rows: "list[RowFacts]" = []  # of all rows that were measured, this one included
 
     @property
     def name(self) -> str:
@@ -117,10 +120,10 @@ class RowFacts(Struct, frozen=True, dict=True):
     @cached_property
     def neighbours(self) -> "list[RowFacts]":
         """The valid rows of this server with the same requests, of which more or fewer are sent at once."""
-        rows = [row for row in self.summary.rows if row.server == self.row.server and row.load != self.row.load]
-        others = [RowFacts(self.data, self.summary, row) for row in rows if not (row.failed or row.invalid)]
+        rows = [one for one in self.run_rows if one.row.server == self.row.server and one.row.load != self.row.load]
+        valid = [one for one in rows if one.row.invalid is None]
         fields = [name for name in Load.__struct_fields__ if name not in _AMOUNTS]
-        return [one for one in others if all(getattr(one.load, name) == getattr(self.load, name) for name in fields)]
+        return [one for one in valid if all(getattr(one.load, name) == getattr(self.load, name) for name in fields)]
 
     @cached_property
     def served(self) -> ServedBy:
@@ -166,6 +169,23 @@ class RowFacts(Struct, frozen=True, dict=True):
         at = next((place for place, word in enumerate(words[:-1]) if word == spelled.flag), None)
         return None if at is None else _number(words[at + 1])
 
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """The environment that the scenario gives the server's container."""
+        given = self.data.run.scenario.servers[self.row.server].variables.get("environment")
+        return dict(given) if isinstance(given, dict) else {}
+
+    @cached_property
+    def log(self) -> str:
+        """The start of the server's log, of the first cell of this server that has one."""
+        cells = [cell.id for cell in self.data.run.cells if cell.server == self.row.server]
+        paths = [self.data.folder / "logs" / f"{cell}.server.log" for cell in cells]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            return ""
+        with open_file(path) as file:
+            return file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
+
     def whole(self, name: str) -> int | None:
         """A setting that is a positive whole number; None: not known."""
         value = self.setting(name)
@@ -204,7 +224,12 @@ class RowFacts(Struct, frozen=True, dict=True):
             words = [word for name, one in spelled.items() for word in _words(one, values[name])]
             return {f"arguments of {self.title}": shlex.join(words)} if words else {}
         lines = [f"{one.variable}: {json.dumps(values[name])}" for name, one in spelled.items() if one.variable]
-        if more := [word for name, one in spelled.items() if not one.variable for word in _words(one, values[name])]:
+        chosen = {one.environment: values[name] for name, one in spelled.items() if one.environment}
+        if chosen:
+            lines.append(f"environment: {json.dumps(self.environment | chosen)}")
+        if more := [
+            word for name, one in spelled.items() if one.flag and not one.variable for word in _words(one, values[name])
+        ]:
             given = self.data.run.scenario.servers[self.row.server].variables.get("extra_args", [])
             extra = _merged([str(word) for word in given] if isinstance(given, list) else [], more)
             lines.append(f"extra_args: {json.dumps(extra)}")

@@ -49,8 +49,8 @@ def small_shared_memory(row: RowFacts) -> Found | None:
 def versions_differ(row: RowFacts) -> Found | None:
     version, name = _version(row), None if row.engine is None else row.engine.name
     servers = row.data.run.scenario.servers
-    for other in row.summary.rows:
-        facts = RowFacts(row.data, row.summary, other)
+    for facts in {one.row.server: one for one in row.run_rows}.values():
+        other = facts.row
         if other.server == row.row.server or facts.engine is None or facts.engine.name != name:
             continue
         asked = [servers[one].variables.get("image") for one in (row.row.server, other.server)]

@@ -17,6 +17,7 @@ DRIFT = 1.2  # slower at the end than at the start, ...
 DRIFT_S = 20.0  # ... of at least so many seconds
 MIN_REQUESTS = 30  # for a drift
 SHORT_HOST = 1 * GIB  # of free memory: with less, a machine swaps
+AITER_TARGETS = {"gfx942", "gfx950"}
 GTT_SPILL = 2 * GIB  # of a discrete card
 
 
@@ -45,9 +46,7 @@ def _faster(found: Share) -> str:
 )
 def slow_decode(row: RowFacts) -> Found | None:
     found = slow_share(row)
-    if found is None or any(
-        cause.check(row) is not None for cause in (eager_mode, cpu_offload, power_limited, other_work)
-    ):
+    if found is None or any(cause.check(row) is not None for cause in _CAUSES):
         return None
     return Found(
         cost=_lost(found),
@@ -79,6 +78,55 @@ def eager_mode(row: RowFacts) -> Found | None:
         measured=found.sentence,
         why="enforce_eager is on: no graphs",
         actions=[row.action(f"Run with compiled graphs; {_faster(found)}", {"compiled": None})],
+        values={"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s},
+    )
+
+
+@rule(
+    when="decode is slow by the share of the bandwidth, and the server's log names kernels that are not tuned",
+    means="The engine has only general kernels for this GPU and model, and does not reach the memory's speed.",
+    actions="an image or weights with kernels for this GPU",
+)
+def untuned_kernels(row: RowFacts) -> Found | None:
+    found = slow_share(row)
+    known = {} if row.engine is None else row.engine.fallbacks
+    why = next((meaning for words, meaning in known.items() if words in row.log), None)
+    if found is None or why is None:
+        return None
+    return Found(
+        cost=_lost(found),
+        measured=found.sentence,
+        why=why,
+        actions=[
+            Action(
+                do=f"Try FP16 or AWQ weights, which have the most kernels, or another image; {_faster(found)}",
+                risk="other weights answer a little differently and take other memory",
+                verify=row.verify("variables"),
+            )
+        ],
+        values={"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s},
+    )
+
+
+@rule(
+    when="decode is slow by the share of the bandwidth on an Instinct MI300 or MI350, without AITER",
+    means="AITER has the fast kernels of AMD's data center GPUs; engines use them only when told to.",
+    actions="AITER, which only these GPUs have kernels for",
+)
+def aiter_off(row: RowFacts) -> Found | None:
+    found, switch = slow_share(row), None if row.engine is None else row.engine.settings.get("aiter")
+    targets = {str(gpu.get("target")) for gpu in row.data.run.machine.gpus}
+    if found is None or switch is None or switch.environment is None or not targets & AITER_TARGETS:
+        return None
+    contents = row.served.contents
+    used = row.environment.get(switch.environment, contents.environment.get(switch.environment) if contents else None)
+    if str(used) == str(switch.value):
+        return None
+    return Found(
+        cost=_lost(found),
+        measured=found.sentence,
+        why=f"{switch.environment} is not {switch.value}",
+        actions=[row.action(f"Use AITER; {_faster(found)}", {"aiter": None})],
         values={"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s},
     )
 
@@ -291,7 +339,5 @@ def _ran(row: RowFacts) -> list[CellRun]:
     return [cell for cell in row.data.run.cells if cell.id in row.row.cells]
 
 
-RULES = (
-    slow_decode, eager_mode, cpu_offload, power_limited, other_work, overheated, slower_over_time, memory_moved,
-    slow_prefill,
-)  # fmt: skip
+_CAUSES = (eager_mode, untuned_kernels, aiter_off, cpu_offload, power_limited, other_work)  # of slow decode
+RULES = (*_CAUSES, slow_decode, overheated, slower_over_time, memory_moved, slow_prefill)

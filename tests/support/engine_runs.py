@@ -40,6 +40,7 @@ class EngineSetup(Struct, frozen=True, kw_only=True):
     more: dict[str, float] = {}  # samples of the server's metrics, by name: their growth per generated token
     marks: dict[str, float] = {}  # fields of the end mark of each load process
     gateway: bool = False
+    log: str = ""  # of the server
     variables: dict[str, Any] = {}
 
 
@@ -119,6 +120,9 @@ def write_engine_run(
         seed=seed,
     )
     run = write_made_run(folder, made_of=made, requests=requests, served=served, **manifest)
+    (folder / "logs").mkdir()
+    for of_run in run.cells:
+        (folder / "logs" / f"{of_run.id}.server.log").write_text(servers[of_run.server].log)
     write_lines(folder / "metrics.jsonl", samples)
     if any(setup.marks for setup in servers.values()):
         of_cell = {cell.id: servers[cell.server].marks for cell in run.cells}

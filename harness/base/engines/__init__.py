@@ -135,6 +135,7 @@ class Spelling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     flag: str | None = None  # of its command line; None: it has none, only the template's variable
     variable: str | None = None  # of its template
+    environment: str | None = None  # or an environment variable of its container
     value: Any = None  # that is advised; None: a number that depends on the run
     switch: bool = False  # the flag takes no value
     effective: str | None = None  # its name among the settings that the server reports; default: that of the flag
@@ -174,6 +175,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     columns: dict[str, Column] = {}
     settings: dict[str, Spelling] = {}  # by name in harness.advice
     options: OptionsFile | None = None
+    fallbacks: dict[str, str] = {}  # words of its log that show slow kernels: what they mean
 
 
 @cache

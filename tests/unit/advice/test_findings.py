@@ -1,5 +1,6 @@
 """Each rule finds its cause in a run on the embedded engine, first; healthy runs have no finding; advice helps."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,16 +9,20 @@ from typing import Any
 import pytest
 from msgspec import Struct
 from msgspec.structs import replace
+from rich.console import Console
 
 from harness.advice.expect import share
 from harness.advice.findings import RULES, with_findings
 from harness.analysis.summarize import Summarized, summarize_with_counts
-from harness.base.summary import Row, RunFinding
-from harness.records.manifest import GpuMemory, Machine, ModelSize, write_run
+from harness.base.files import pretty_json
+from harness.base.summary import Row, RunFinding, Summary
+from harness.records.manifest import GpuMemory, Machine, ModelSize, read_run, write_run
 from harness.records.records import Request
 from harness.records.samples import GpuSample, HostSample, TelemetrySample
+from harness.report import html, markdown
 from harness.report.elements import Paragraph
-from harness.report.page import answer
+from harness.report.page import answer, run_page
+from harness.report.terminal import print_report
 from harness.scenario import Load
 from harness.scenario.plan import Cell
 from harness.simulated.engine import EngineConfig
@@ -73,6 +78,7 @@ def leaves_after(chunks: int) -> Callable[[Request], Request]:
 
 
 STRIX_HALO = Machine(name="strix", gpus=[{"target": "gfx1151", "compute_units": 40, "integrated": True}])
+MI300X = Machine(name="node", gpus=[{"target": "gfx942", "compute_units": 304, "integrated": False}])
 GPU = {"template": "vllm-rocm", "machine": STRIX_HALO}
 VLLM = {"engine": "vllm", "version": "0.32.0"}
 TIGHT = replace(STRIX, max_num_seqs=256)
@@ -102,6 +108,10 @@ CAUSES: dict[str, Cause] = {
     "api_process": Cause(EngineSetup(api_s=0.1), ONE),
     "slow_decode": Cause(on_gpu(0.5, startup=VLLM), ONE, more=GPU),
     "eager_mode": Cause(on_gpu(0.5, startup=VLLM, served={"effective": {"enforce_eager": True}}), ONE, more=GPU),
+    "untuned_kernels": Cause(
+        on_gpu(0.5, startup=VLLM, log="Using default MoE config. Performance might be sub-optimal!"), ONE, more=GPU
+    ),
+    "aiter_off": Cause(on_gpu(10.0, startup=VLLM), ONE, more={"template": "vllm-rocm", "machine": MI300X}),
     "cpu_offload": Cause(
         EngineSetup(startup={"engine": "llama.cpp", "offloaded_layers": "20/33"}),
         ONE,
@@ -338,3 +348,41 @@ def test_a_setting_is_spelled_as_the_server_is_configured(tmp_path: Path) -> Non
     slots = {"parallel": 2, "ctx_per_slot": 4096}
     changed = first_settings(tmp_path / "e", "queue_with_room", template="llamacpp", effective=slots, startup=llama)
     assert changed == {"servers.a.variables": "parallel: 8\nctx_size: 32768"}
+
+
+def test_a_variable_of_the_environment_joins_those_of_the_scenario(tmp_path: Path) -> None:
+    cause = CAUSES["aiter_off"]
+    setup = replace(cause.setup, variables={"environment": {"OMP_NUM_THREADS": "8"}})
+    (one, *_) = found(tmp_path / "run", cause, setup)
+    line = 'environment: {"OMP_NUM_THREADS": "8", "VLLM_ROCM_USE_AITER": "1"}'
+    assert one.actions[0].settings == {"servers.a.variables": line}
+
+
+def outputs(folder: Path, summary: Summary) -> dict[str, str]:
+    """Every report of a run as text."""
+    run, shown = read_run(folder), io.StringIO()
+    print_report(summary, run, folder, Console(file=shown, width=120, color_system=None))
+    return {
+        "terminal": shown.getvalue(),
+        "markdown": markdown.render(run_page(summary, run)),
+        "page": html.render_run(folder, run, summary),
+        "json": pretty_json(summary).decode(),
+    }
+
+
+def test_every_report_has_the_findings_before_the_tables(tmp_path: Path) -> None:
+    made = measured(tmp_path / "run", CAUSES["more_is_slower"])
+    for name, text in outputs(tmp_path / "run", made.summary).items():
+        text = text.replace("\\", "")  # Markdown escapes a code
+        assert all(part in text for part in ("more_is_slower", "max_num_seqs: 5", "harness compare run NEW")), name
+    shown = outputs(tmp_path / "run", made.summary)
+    for name, heading in (("terminal", "Aggregate"), ("markdown", "|:---")):
+        assert shown[name].index("max_num_seqs: 5") < shown[name].index(heading)
+
+
+def test_no_finding_is_an_answer_and_none_searched_is_not(tmp_path: Path) -> None:
+    made = measured(tmp_path / "run", Cause(EngineSetup(), ONE))
+    assert made.summary.findings == []
+    for searched, there in ((made.summary, True), (replace(made.summary, findings=None), False)):
+        for name, text in outputs(tmp_path / "run", searched).items():
+            assert name == "json" or ("no problem found" in text) == there, name
