@@ -410,9 +410,7 @@ def _speed_lines(found: Expectation) -> list[str]:
         ["  tok/s of all at most", *(figures(each.max_tok_s) for each in found.many_users)],
     ]
     if any(each.spread_max_tok_s is not None for each in found.many_users):
-        rows.append(
-            ["  with all users' experts", *(figures(each.spread_max_tok_s or 0) for each in found.many_users)]
-        )
+        rows.append(["  with all users' experts", *(figures(each.spread_max_tok_s or 0) for each in found.many_users)])
     lines += _table(rows)
     if found.prompts and found.prompts[0].typical_ttft_s is not None:
         lines += _table(

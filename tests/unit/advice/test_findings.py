@@ -329,6 +329,10 @@ def test_llamacpp_with_one_slot_queues_what_fits(tmp_path: Path) -> None:
     assert {one.code for one in findings} == {"queue_with_room", "context_unused"}
     entries = [json.loads(one.actions[0].settings["recipe_options.json"])["user.M"] for one in findings]
     assert {"ctx_size": 5 * 1024, "llamacpp_args": "--parallel 5"} in entries
+    smaller = next(one for one in findings if one.code == "context_unused").actions[0].gain
+    more = replace(butler, engine=replace(engine, max_num_seqs=5))
+    running = measured(tmp_path / "more", story, more).summary.cells[0].server_load.running_max
+    assert smaller is not None and running == smaller.values["factor"] == 5
 
 
 def test_a_setting_is_spelled_as_the_server_is_configured(tmp_path: Path) -> None:
