@@ -134,7 +134,7 @@ MUTATIONS = [
     Mutation("verdicts", "not significant is called same",
              "if _is_inside(low, high):", "if abs(effect.log_ratio) < margin:", "compare"),
     Mutation("verdicts", "wall times are compared as speeds",
-             "value if metric in RATES else 1 / value for value in values if value > 0",
+             "value if METRICS[metric].more_is_better else 1 / value for value in values if value > 0",
              "value for value in values if value > 0", "compare"),
     Mutation("verdicts", "several comparisons are not corrected for",
              "corrected = iter(stats.holm(p_values))", "corrected = iter(p_values)", "compare"),

@@ -160,7 +160,7 @@ def prefix_recomputed(row: RowFacts) -> Found | None:
     saved_s = split.prefill_s * min(1.0, again / max(1, computed))
     if again < MIN_AGAIN * known or saved_s < MIN_COST * split.e2e_s:
         return None
-    ttft_s = numbers.ttft_s.mean
+    ttft_s = numbers.ttft.mean
     expected = None
     if ttft_s:
         left_s = max(0.0, ttft_s - saved_s)

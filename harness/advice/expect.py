@@ -162,7 +162,7 @@ def decode_speed(cell: CellData) -> tuple[float, float, float] | None:
     None where no answer was streamed with known tokens.
     """
     rows = cell.counted.where(cell.counted.good)
-    tpot_s = latency_s(rows, "tpot_s")
+    tpot_s = latency_s(rows, "tpot")
     known = tpot_s > 0
     if not known.any():
         return None

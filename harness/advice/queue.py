@@ -91,7 +91,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
     if share < SHARE or len(row.samples) < MIN_SAMPLES:
         return None
     fits = row.in_flight if not usage else min(row.in_flight, int(0.9 * slots / usage))
-    ttft_s, waited_s = row.row.pooled.ttft_s.mean, None if split is None else split.queue_s
+    ttft_s, waited_s = row.row.pooled.ttft.mean, None if split is None else split.queue_s
     expected = None
     measured = f"{slots} requests ran at once and up to {row.most('waiting_max'):.0f} waited"
     if waited_s is not None:
@@ -224,7 +224,7 @@ def listen_queue_full(row: RowFacts) -> Found | None:
     retried = max(numbers.connect_retried, overflows)
     if retried < 0.01 * numbers.sent or not retried:
         return None
-    busy_s = (numbers.e2e_s.mean or 0.0) * numbers.succeeded
+    busy_s = (numbers.e2e.mean or 0.0) * numbers.succeeded
     return Found(
         cost=retried * 1.0 / max(1.0, retried + busy_s),
         measured=f"{numbers.connect_retried:,} of {numbers.sent:,} requests waited 1 s or more for a connection; the "
@@ -251,10 +251,10 @@ def gateway_share(row: RowFacts) -> Found | None:
     split, gateway = row.row.time, row.data.run.scenario.servers[row.row.server].gateway
     if gateway is None:
         return None
-    direct = next((one for one in _alone(row) if one.row.pooled.e2e_s.mean), None)
-    mine_s = row.row.pooled.e2e_s.mean
-    if direct is not None and mine_s and direct.row.pooled.e2e_s.mean:
-        direct_s = direct.row.pooled.e2e_s.mean
+    direct = next((one for one in _alone(row) if one.row.pooled.e2e.mean), None)
+    mine_s = row.row.pooled.e2e.mean
+    if direct is not None and mine_s and direct.row.pooled.e2e.mean:
+        direct_s = direct.row.pooled.e2e.mean
         part, measured = (
             1 - direct_s / mine_s,
             (

@@ -6,6 +6,7 @@ import numpy as np
 
 from harness.advice.expect import decode_bound, run_gpu, run_model, ttft_floor
 from harness.advice.rules import Found, RowFacts, gain, rule
+from harness.base.metrics import METRICS
 from harness.base.summary import Action
 from harness.base.units import figures, milliseconds, short_percent
 from harness.scenario.check_syntax import parse_check
@@ -134,7 +135,7 @@ def cold_start(row: RowFacts) -> Found | None:
     if not firsts or excess < FIRST_PART * total:
         return None
     first_s, usual_s = firsts[0]
-    mean_s = row.row.pooled.e2e_s.mean
+    mean_s = row.row.pooled.e2e.mean
     expected = None
     if mean_s:
         expected = gain(
@@ -233,7 +234,7 @@ def slo_beyond_hardware(row: RowFacts) -> Found | None:
         check = parse_check(text)
         bounds += [(slo.text, slo.latency, slo.bound_s) for slo in check.slos]
         if not check.relative and check.operator in ("<", "<="):
-            bounds.append((text, check.metric.rpartition("_")[0], check.bound))
+            bounds.append((text, METRICS[check.metric].latency, check.bound))
     broken = [(text, bound_s, floors[name]) for text, name, bound_s in bounds if floors.get(name, 0.0) > bound_s > 0]
     if not broken:
         return None

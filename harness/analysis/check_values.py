@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from harness.analysis import slo_rule, stats
 from harness.analysis.stats import Estimate
-from harness.base.columns import VALUES, WORK
+from harness.base.metrics import METRICS, WORK, Metric
 from harness.base.summary import (
     NEEDED,
     Comparison,
@@ -20,9 +20,8 @@ from harness.base.summary import (
     sentence,
 )
 from harness.base.units import count, figures, ratio_text
-from harness.scenario.check_syntax import ANSWER_SHARES, LATENCIES, SLO_METRICS, STATISTICS, Check, slos_key
+from harness.scenario.check_syntax import ANSWER_SHARES, SLO_METRICS, Check, slos_key
 
-VALUES_BY_CHECK = {column.check: column for column in VALUES}
 REQUESTS_UNKNOWN = because("requests_unknown", "it is unknown whether enough requests are within the bound")
 _MAX_PERMILLE = 999  # shares closer to 1 need as many requests as p99.9
 
@@ -71,30 +70,24 @@ def not_compared(name: str, why: Reason) -> CheckValue:
 
 def check_fields(check: Check) -> list[str]:
     """The fields of Numbers with a definition that a check's value is computed from."""
-    latency, _, statistic = check.metric.rpartition("_")
-    if latency in LATENCIES:
-        return [LATENCIES[latency].field, *(["percentiles"] if statistic in NEEDED else [])]
     if check.metric in SLO_METRICS:
-        return list(dict.fromkeys(LATENCIES[slo.latency].field for slo in check.slos))
-    column = VALUES_BY_CHECK.get(check.metric)
-    return [column.field] if column is not None and column.definition else []
+        return list(dict.fromkeys(slo.latency for slo in check.slos))
+    return METRICS[check.metric].defined_fields
 
 
 def row_value(check: Check, row: Row, comparison: Comparison | None) -> CheckValue:
     """A row's value, or why it has none."""
-    metric = check.metric
-    latency, _, statistic = metric.rpartition("_")
-    if latency in LATENCIES and statistic in STATISTICS:
-        return _latency_value(row, latency, statistic)
-    if metric in SLO_METRICS:
+    if check.metric in SLO_METRICS:
         return _slo_value(check, row)
-    if metric == "speedup":
+    if check.metric == "speedup":
         return _speedup_value(row, comparison)
-    if metric in ANSWER_SHARES and row.pooled.answers is None:
+    metric = METRICS[check.metric]
+    if metric.latency:
+        return _latency_value(row, metric)
+    if check.metric in ANSWER_SHARES and row.pooled.answers is None:
         text = "no answer was checked; the load needs an 'answer', and requests that succeed"
         return missing_value("no_answer_checked", text)
-    missing = _tool_unknown(row, VALUES_BY_CHECK[metric].field) or VALUES_BY_CHECK[metric].missing
-    return CheckValue(value=VALUES_BY_CHECK[metric].value_of(row.pooled), missing=missing)
+    return CheckValue(value=metric.of(row.pooled), missing=_tool_unknown(row, metric.name) or metric.missing)
 
 
 def _tool_unknown(row: Row, *names: str) -> Reason | None:
@@ -103,19 +96,18 @@ def _tool_unknown(row: Row, *names: str) -> Reason | None:
     return None if why is None else because("tool_unknown", f"not known: {why}", why=why)
 
 
-def _latency_value(row: Row, latency: str, statistic: str) -> CheckValue:
-    column = LATENCIES[latency]
-    sample: Distribution = getattr(row.pooled, column.field)
-    unknown = _tool_unknown(row, f"{column.name}_{statistic}", column.field)
+def _latency_value(row: Row, metric: Metric) -> CheckValue:
+    sample, statistic = metric.sample(row.pooled), metric.statistic
+    unknown = _tool_unknown(row, metric.name, metric.latency)
     counts: dict[str, Any] = {
-        "n": min(sample.n, row.pooled.succeeded) if latency == "gap" else sample.known,
+        "n": min(sample.n, row.pooled.succeeded) if metric.latency == "gap" else sample.known,
         "interval": sample.intervals.get(statistic),
         "censored": sample.censored,
         "unknown": sample.unknown,
         "youngest": sample.intervals.get("cut", (None, None))[0],
     }
     if statistic == "mean":
-        few = _latency_missing(row, latency, 1, 0)
+        few = _latency_missing(row, metric, 1, 0)
         if "mean" not in sample.intervals:  # all are known
             return CheckValue(value=sample.mean, missing=unknown or few)
         return CheckValue(above=sample.intervals["mean"][0], missing=unknown or few, **counts)
@@ -135,7 +127,7 @@ def _latency_value(row: Row, latency: str, statistic: str) -> CheckValue:
     return CheckValue(
         value=value,
         above=above,
-        missing=unknown or _latency_missing(row, latency, needed, counts["n"]),
+        missing=unknown or _latency_missing(row, metric, needed, counts["n"]),
         needed=needed,
         effect=effect,
         failed=failed,
@@ -144,14 +136,14 @@ def _latency_value(row: Row, latency: str, statistic: str) -> CheckValue:
     )
 
 
-def _latency_missing(row: Row, latency: str, needed: int, there: int) -> Reason:
-    column, of = LATENCIES[latency], row.pooled.succeeded
+def _latency_missing(row: Row, metric: Metric, needed: int, there: int) -> Reason:
+    latency, of = metric.latency, row.pooled.succeeded
     if there:
         text = f"needs {needed:,} successful requests that have {latency}; there are {there:,}"
     else:
         text = f"no successful request has {latency}; {needed:,} needed"
-    if not getattr(row.pooled, column.field).n:
-        text += (f": only {column.only} have one" if column.only else "") + (f" ({of:,} have none)" if of else "")
+    if not metric.sample(row.pooled).n:
+        text += (f": only {metric.only} have one" if metric.only else "") + (f" ({of:,} have none)" if of else "")
     return because("latency_missing", text, latency=latency, needed=needed, there=there, of=of)
 
 
@@ -176,8 +168,8 @@ def _slo_value(check: Check, row: Row) -> CheckValue:
     if check.metric == "goodput":
         text = f"it is unknown whether {attained.unknown:,} of {sent:,} requests met {slos}: answers must end, be "
         text += "streamed, and have their tokens reported"
-        missing = because("slos_unknown", text) if attained.unknown else VALUES_BY_CHECK["requests_per_s"].missing
-        return CheckValue(value=attained.goodput_req_s, missing=missing)
+        missing = because("slos_unknown", text) if attained.unknown else METRICS["requests_per_s"].missing
+        return CheckValue(value=attained.goodput, missing=missing)
     needed, known = requests_needed(check), sent - attained.unknown
     effect = _slos_effect(check, row)
     interval = None
@@ -193,7 +185,7 @@ def _slo_value(check: Check, row: Row) -> CheckValue:
     is_open = check.operator == "==" and attained.unknown > 0 and attained.attainment == check.bound
     return CheckValue(
         value=attained.attainment if sent >= needed and not is_open else None,
-        missing=VALUES_BY_CHECK["error_rate"].missing if not sent else few if sent < needed else REQUESTS_UNKNOWN,
+        missing=METRICS["error_rate"].missing if not sent else few if sent < needed else REQUESTS_UNKNOWN,
         interval=interval,
         n=known,
         needed=needed,
@@ -205,7 +197,7 @@ def _slo_value(check: Check, row: Row) -> CheckValue:
 
 def _slos_effect(check: Check, row: Row) -> float:
     """The largest design effect of the latencies that the SLOs bound."""
-    samples = [getattr(row.pooled, LATENCIES[slo.latency].field) for slo in check.slos]
+    samples = [METRICS[slo.latency].sample(row.pooled) for slo in check.slos]
     return max((sample.effect for sample in samples if sample.effect is not None), default=slo_rule.ASSUMED_EFFECT)
 
 

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from harness.analysis import slo_rule, stats
 from harness.analysis.check_values import (
     REQUESTS_UNKNOWN,
-    VALUES_BY_CHECK,
     CheckValue,
     check_fields,
     missing_value,
@@ -29,15 +28,14 @@ from harness.analysis.check_values import (
 )
 from harness.analysis.slo_rule import Draws, LatencySample
 from harness.analysis.verdicts import invalid_row_reason, is_paced, row_rooms, work_metric
-from harness.base.columns import RATES, WORK
 from harness.base.errors import HarnessError
+from harness.base.metrics import METRICS, WORK
 from harness.base.summary import (
     LARGE,
     NEEDED,
     CellSummary,
     CheckResult,
     Comparison,
-    Distribution,
     Reason,
     Reference,
     Row,
@@ -49,14 +47,12 @@ from harness.base.units import count, figures
 from harness.records.manifest import definition_conflict
 from harness.scenario import Load, Scenario, is_open_loop, max_concurrency
 from harness.scenario.check_syntax import (
-    LATENCIES,
     OPERATORS,
-    UNITS,
     Check,
     parse_check,
 )
 
-Samples = Callable[[Row, str], Sequence[LatencySample]]  # of a row and a field of Numbers: one a repeat
+Samples = Callable[[Row, str], Sequence[LatencySample]]  # of a row and a latency: one a repeat
 Interval = tuple[float | None, float | None]
 
 _RATES_AND_TIMES = ("wall", "output_tok_s", "input_tok_s", "requests_per_s", "goodput")  # of a row
@@ -115,17 +111,13 @@ def is_changed_by(cell: CellSummary, metric: str, error: tuple[float, float], te
 
     A check against a baseline may: the baseline is another value.
     """
-    latency, _, statistic = metric.rpartition("_")
-    numbers = cell.numbers
-    value = (
-        getattr(numbers, metric) if metric in WORK else getattr(getattr(numbers, f"{latency}_s", None), statistic, None)
-    )
+    value = METRICS[metric].of(cell.numbers)
     for text in texts:
         try:
             check = parse_check(text)
         except (ValueError, HarnessError):
             continue
-        if metric != ("wall_s" if check.metric == "wall" else check.metric) or value is None:
+        if metric != check.metric or value is None:
             continue
         if check.server is not None and (check.server, check.load) != (cell.server, cell.load):
             continue
@@ -165,10 +157,10 @@ def _planned_requests_needed(check: Check, load: Load, repeats: int) -> tuple[in
     """How many requests of all repeats a check needs: if they are independent, and with the assumed design effect of
     too few blocks. The number of blocks follows from the times of the answers, which are unknown before the run.
     """
-    statistic = check.metric.rpartition("_")[2]
+    statistic = METRICS[check.metric].statistic
     needed = requests_needed(check) if check.metric == "attainment" else NEEDED.get(statistic, 1)
     share = check.bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else 0.0
-    if check.relative or not 0 < share < 1 or needed == 1 or check.metric.startswith("gap_"):
+    if check.relative or not 0 < share < 1 or needed == 1 or METRICS[check.metric].latency == "gap":
         return needed, needed
     block = math.ceil(slo_rule.BLOCK_ANSWER_TIMES) * max_concurrency(load)
     sizes = range(1, slo_rule.MAX_REQUESTS)
@@ -196,9 +188,9 @@ def _evaluate_check(
             sides = {side for side, verdict in verdict_by_row(comparison).items() if verdict.baseline == base}
             chosen = [row for row in chosen if row.name in sides]
         # Rows without streamed answers, for example, have no TTFT.
-        column = LATENCIES.get(check.metric.rpartition("_")[0])
-        if column is not None:
-            has_latency = [row for row in chosen if not row.pooled.succeeded or getattr(row.pooled, column.field).known]
+        metric = METRICS[check.metric]
+        if metric.latency:
+            has_latency = [row for row in chosen if not row.pooled.succeeded or metric.sample(row.pooled).known]
             chosen = has_latency or chosen
     if not chosen:
         return CheckResult(check=check.text, status="failed", code="no_row", evidence=[_NO_ROW])
@@ -254,9 +246,7 @@ def _evaluate_row(
     is_unknown = decision is not None and decision.code == "requests_unknown"
     if value.known is None and any(met) and not is_unknown:
         return _without_value(result, row, value)
-    units = UNITS[check.metric]
-    unit = "req/s" if check.metric == "goodput" else "s" if "s" in units else "%" if "%" in units else ""
-    shown: dict[str, Any] = {"row": row.name, "unit": unit}
+    shown: dict[str, Any] = {"row": row.name, "unit": METRICS[check.metric].unit}
     if value.value is not None:
         limited = bool(set(check_fields(check)) & set(row.client_limited)) or None
         shown |= {"value": value.value, "against": baseline, "limited": limited}
@@ -306,11 +296,6 @@ def _without_value(result: CheckResult, row: Row, value: CheckValue) -> CheckRes
     )
 
 
-def metric_of(check: Check) -> str:
-    """The metric of verdicts that a check is of."""
-    return VALUES_BY_CHECK[check.metric].field if check.metric in VALUES_BY_CHECK else check.metric
-
-
 def compared_metrics(texts: Sequence[str]) -> list[str]:
     """The metrics that checks compare with a baseline, of those that verdicts can have."""
     metrics = []
@@ -319,9 +304,8 @@ def compared_metrics(texts: Sequence[str]) -> list[str]:
             check = parse_check(text)
         except (ValueError, HarnessError):  # its result says so
             continue
-        column = LATENCIES.get(check.metric.rpartition("_")[0])
-        has_verdict = metric_of(check) in WORK or (column is not None and column.field == f"{column.check}_s")
-        metrics += [metric_of(check)] if check.relative and has_verdict else []
+        has_verdict = check.metric in WORK or METRICS[check.metric].latency
+        metrics += [check.metric] if check.relative and has_verdict else []
     return list(dict.fromkeys(metrics))
 
 
@@ -340,8 +324,8 @@ def _with_ratio_interval(
     """
     (row, value), (base_row, base_value) = side, base
     assert base_value.value is not None
-    metric, latency = metric_of(check), check.metric.rpartition("_")[0]
-    is_measured = check.metric in _RATES_AND_TIMES or latency in LATENCIES
+    metric = check.metric
+    is_measured = metric in _RATES_AND_TIMES or METRICS[metric].latency
     if value.all_miss or not value.known or not base_value.value:
         return value
     verdict = _verdict_of(comparison, reference, row, metric)
@@ -349,7 +333,9 @@ def _with_ratio_interval(
     provisional = False
     interval: Interval
     if is_measured and verdict is not None and verdict.low and verdict.high:
-        interval = (verdict.low, verdict.high) if metric in RATES else (1 / verdict.high, 1 / verdict.low)
+        interval = (
+            (verdict.low, verdict.high) if METRICS[metric].more_is_better else (1 / verdict.high, 1 / verdict.low)
+        )
         unit, provisional = verdict.unit, verdict.provisional
     elif is_measured and (reference is not None or metric in WORK):
         repeats = [[each for each in getattr(one, metric, []) if each] for one in (row, base_row)]
@@ -390,16 +376,15 @@ def _verdict_of(comparison: Comparison | None, reference: Reference | None, row:
 
 def _draws(check: Check, row: Row, value: CheckValue, samples: Samples | None) -> Draws | None:
     """The resampled values of a row; None for values of rows instead of requests, or without samples."""
-    latency, _, statistic = check.metric.rpartition("_")
     if check.metric == "attainment":
         return slo_rule.share_draws(value.met or 0, value.unknown, value.requests, value.effect)
-    if statistic not in NEEDED or latency not in LATENCIES or samples is None:
+    metric = METRICS[check.metric]
+    if metric.statistic not in NEEDED or samples is None:
         return None
-    field = LATENCIES[latency].field
-    sample: Distribution = getattr(row.pooled, field)
-    if sample.effect is None or not (found := [one for one in samples(row, field) if len(one.state)]):
+    effect = metric.sample(row.pooled).effect
+    if effect is None or not (found := [one for one in samples(row, metric.latency) if len(one.state)]):
         return None
-    return slo_rule.percentile_draws(found, int(statistic[1:]) * 10, sample.effect)
+    return slo_rule.percentile_draws(found, int(metric.statistic[1:]) * 10, effect)
 
 
 def _widest_ratio(value: CheckValue, base: CheckValue) -> Interval:
@@ -419,7 +404,7 @@ def _requests_to_decide(check: Check, value: CheckValue, bound: float) -> tuple[
     """How many more requests decide a check whose interval contains the bound, if value and spread stay the same."""
     if value.unit is not None:
         return None, _MORE_REPEATS if value.unit == "repeats" else _MORE_RUNS
-    statistic = check.metric.rpartition("_")[2]
+    statistic = METRICS[check.metric].statistic
     share = bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else None
     if share is None or value.interval is None:
         return None, REQUESTS_UNKNOWN

@@ -1,6 +1,7 @@
 """The formulas of docs/method.md: columns derived from the columns of the table, with a value for each request.
 
 Times are in seconds; all but `sent_s` are relative to the moment of sending. NaN: the number is undefined.
+A latency has its name in `harness.base.metrics`.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,7 +9,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.base.columns import LATENCIES
 from harness.records.records import AT_LEAST, AT_MOST, CUT, FAILED, OBSERVED, SLACK_S, UNKNOWN
 from harness.records.table import Bools, Floats, Rows
 from harness.scenario.check_syntax import Slo
@@ -18,24 +18,23 @@ States = NDArray[np.int8]  # what is known of a latency, in the words of harness
 SYN_TIMES_S = (1.0, 3.0, 7.0)  # after which Linux sends a SYN again: 1 s, then twice as long each time
 SYN_SLACK_S = 0.5  # what the connection itself may take in addition
 MIN_PROMPT_SHARE = 0.75  # of the planned tokens; a few tokenizers join frequent words
-FROM_SCHEDULE = ("ttft_sched_s", "e2e_sched_s")
+FROM_SCHEDULE = ("ttft_sched", "e2e_sched")
 ABSENT = -1  # state of a request without such a latency
 MET, MISSED, OPEN = 1, 0, -1  # an SLO; OPEN: not known
-_FIELDS = {column.check: column.field for column in LATENCIES if column.slo}
 _CENSORED = (*CUT, "timeout")  # their latencies are at least their age
 
 
-def ttft_s(rows: Rows) -> Floats:
+def ttft(rows: Rows) -> Floats:
     """Time to first token: first chunk of any channel - sent. None without streaming."""
     return rows.first_chunk_s
 
 
-def ttfo_s(rows: Rows) -> Floats:
+def ttfo(rows: Rows) -> Floats:
     """Time to first output: first visible content - sent. It differs from TTFT for models that reason first."""
     return rows.first_visible_s
 
 
-def e2e_s(rows: Rows) -> Floats:
+def e2e(rows: Rows) -> Floats:
     """End-to-end latency: last chunk - sent; without streaming, end of the response - sent. None for a failure."""
     found: Floats = np.where(rows.good, np.where(rows.chunks > 0, rows.last_chunk_s, rows.ended_s), np.nan)
     return found
@@ -108,7 +107,7 @@ def has_wrong_length(rows: Rows) -> Bools:
     return found
 
 
-def tpot_s(rows: Rows) -> Floats:
+def tpot(rows: Rows) -> Floats:
     """Time per output token: (last chunk - first chunk) / (tokens that the chunks carry - 1).
 
     It assumes one token in the first chunk. None for a single token or chunk, when the server did not count tokens, and
@@ -134,7 +133,7 @@ def reasoning_tokens(rows: Rows) -> Floats:
     return found
 
 
-def send_lag_s(rows: Rows) -> Floats:
+def send_lag(rows: Rows) -> Floats:
     """Sent - scheduled: the load generator's delay, not the server's. None in a closed loop."""
     found: Floats = 0.0 - rows.scheduled_s
     return found
@@ -159,33 +158,33 @@ def waited_in_listen_queue(rows: Rows) -> Bools:
 
 
 _FORMULAS: dict[str, Callable[[Rows], Floats]] = {
-    "ttft_s": ttft_s, "ttfo_s": ttfo_s, "tpot_s": tpot_s, "e2e_s": e2e_s, "send_lag_s": send_lag_s,
-    "connect_s": lambda rows: rows.connect_s,
+    "ttft": ttft, "ttfo": ttfo, "tpot": tpot, "e2e": e2e, "send_lag": send_lag,
+    "connect": lambda rows: rows.connect_s,
 }  # fmt: skip
 SAMPLES = (*_FORMULAS, *FROM_SCHEDULE)  # latencies of which a request has one
 
 
-def latency_s(rows: Rows, field: str) -> Floats:
-    """A latency of harness.base.columns, as distributions use it."""
-    if field in FROM_SCHEDULE:  # a request without a scheduled time was due when it was sent
-        found: Floats = latency_s(rows, field.replace("_sched", "")) + np.nan_to_num(send_lag_s(rows))
+def latency_s(rows: Rows, latency: str) -> Floats:
+    """A latency of harness.base.metrics, as distributions use it."""
+    if latency in FROM_SCHEDULE:  # a request without a scheduled time was due when it was sent
+        found: Floats = latency_s(rows, latency.removesuffix("_sched")) + np.nan_to_num(send_lag(rows))
         return found
-    values_s = _FORMULAS[field](rows)
-    return np.where(arrived_in_one_read(rows), np.nan, values_s) if field == "tpot_s" else values_s
+    values_s = _FORMULAS[latency](rows)
+    return np.where(arrived_in_one_read(rows), np.nan, values_s) if latency == "tpot" else values_s
 
 
-def latency_states(rows: Rows, field: str) -> tuple[Floats, States]:
+def latency_states(rows: Rows, latency: str) -> tuple[Floats, States]:
     """What is known of a latency: seconds (infinite: none) and the state.
 
     ABSENT: the request has no such latency, as a vector has no TPOT. Each latency is censored by itself: a
     request that did not end has a TTFT if its first token came.
     """
-    is_tpot = field == "tpot_s"
-    values_s, states = _tpot_states(rows) if is_tpot else (latency_s(rows, field), np.full(len(rows), OBSERVED))
+    is_tpot = latency == "tpot"
+    values_s, states = _tpot_states(rows) if is_tpot else (latency_s(rows, latency), np.full(len(rows), OBSERVED))
     if not is_tpot:
         missing, ages_s = np.isnan(values_s), rows.ended_s
-        if field in FROM_SCHEDULE:
-            ages_s = ages_s + np.nan_to_num(send_lag_s(rows))
+        if latency in FROM_SCHEDULE:
+            ages_s = ages_s + np.nan_to_num(send_lag(rows))
         states = np.where(missing, np.where(rows.good, UNKNOWN, AT_LEAST), states)
         values_s = np.where(missing, np.where(rows.good, np.inf, ages_s), values_s)
     failed = rows.error.known & ~rows.error.is_in(*_CENSORED)
@@ -198,7 +197,7 @@ def _tpot_states(rows: Rows) -> tuple[Floats, NDArray[np.int64]]:
     until_s = np.where(chunks >= asked, rows.last_chunk_s, rows.ended_s)
     ages_s = (until_s - rows.first_chunk_s) / steps  # a cut answer has at most so many tokens
     cut_states = np.where(asked < 2, ABSENT, np.where(np.isnan(ages_s), UNKNOWN, AT_LEAST))
-    values_s, joined = tpot_s(rows), arrived_in_one_read(rows)
+    values_s, joined = tpot(rows), arrived_in_one_read(rows)
     at_most_s = rows.last_chunk_s / np.maximum(np.nan_to_num(carried_tokens(rows), nan=2.0) - 1, 1)
     states = np.where(joined, AT_MOST, OBSERVED)
     states = np.where(np.isnan(values_s), np.where(np.isnan(rows.vectors), UNKNOWN, ABSENT), states)
@@ -215,7 +214,7 @@ def meets_slos(rows: Rows, slos: Sequence[Slo]) -> States:
     missed = rows.error.known & ~rows.error.is_in(*CUT)
     unknown = np.zeros(len(rows), dtype=np.bool_)
     for slo in slos:
-        values_s, states = latency_states(rows, _FIELDS[slo.latency])
+        values_s, states = latency_states(rows, slo.latency)
         within = values_s <= slo.bound_s if slo.operator == "<=" else values_s < slo.bound_s
         reached = values_s >= slo.bound_s
         missed = missed | (states == FAILED) | ((states == OBSERVED) & ~within) | ((states == AT_LEAST) & reached)
@@ -227,7 +226,7 @@ def slo_margins(rows: Rows, slos: Sequence[Slo]) -> Floats:
     """The largest latency relative to its bound, of those that are known at least in part; 0 without any."""
     margins = np.zeros(len(rows))
     for slo in slos:
-        values_s, states = latency_states(rows, _FIELDS[slo.latency])
+        values_s, states = latency_states(rows, slo.latency)
         known = (states != ABSENT) & np.isfinite(values_s)
         margins = np.maximum(margins, np.where(known, values_s / max(slo.bound_s, 1e-9), 0.0))
     return margins

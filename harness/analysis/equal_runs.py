@@ -10,8 +10,9 @@ from msgspec import Struct
 from harness.analysis import stats
 from harness.analysis.comparable import collect_facts, differing_keys, is_address
 from harness.analysis.summarize import read_summary, summary_of
-from harness.analysis.verdicts import Measured, metric_values, number_fields, to_speeds
+from harness.analysis.verdicts import Measured, metric_values, to_speeds
 from harness.base.errors import HarnessError
+from harness.base.metrics import METRICS
 from harness.base.summary import Reason, Summary, because
 from harness.base.units import count
 from harness.records.directory import list_runs
@@ -201,6 +202,7 @@ def _speed(metric: str, values: Sequence[float | None]) -> float | None:
 
 def _value(run: Run, summary: Summary, key: RowKey, metric: str, measured: Measured) -> float | None:
     row = next((row for row in summary.rows if row.key == key), None)
-    if row is None or row.invalid is not None or definition_conflict(row, measured.rows[0], number_fields(metric)):
+    fields = METRICS[metric].defined_fields
+    if row is None or row.invalid is not None or definition_conflict(row, measured.rows[0], fields):
         return None
     return _speed(metric, metric_values(row, {cell.id: cell for cell in summary.cells}, metric))

@@ -272,7 +272,7 @@ def _refusal_of_row(row: Row, load: Load | None, cells: Sequence[CellSummary], i
         )
     if any(cell.mix or cell.stage for cell in cells):
         return because("plan_mixed", "it is part of a mix or a stage; measure the load alone")
-    if {"wall_s", "output_tok_s", "requests_per_s"} & set(row.client_limited):
+    if {"wall", "output_tok_s", "requests_per_s"} & set(row.client_limited):
         return because("plan_client_limited", "the load generator was the limit of its rate")
     if items < (concurrency := max_concurrency(load)):
         return because(

@@ -19,11 +19,10 @@ from harness.analysis.verdicts import (
     comparison_metrics,
     is_client_limited,
     metric_values,
-    number_fields,
     to_speeds,
 )
-from harness.base.columns import RATES
 from harness.base.errors import HarnessError
+from harness.base.metrics import METRICS
 from harness.base.summary import Difference, Row, Summary
 from harness.records.directory import list_runs
 from harness.records.manifest import Run, definition_conflict, read_run
@@ -89,7 +88,7 @@ class Series(Struct, frozen=True, kw_only=True):
     def level_ratio(self, level: int) -> float:
         """The speed of a level relative to the level before it."""
         ratio = self.levels[level].value / self.levels[level - 1].value
-        return ratio if self.metric in RATES else 1 / ratio
+        return ratio if METRICS[self.metric].more_is_better else 1 / ratio
 
 
 class Moved(Struct, frozen=True, kw_only=True):
@@ -235,7 +234,7 @@ def _make_metric_series(metric: str, with_row: Sequence[tuple[Stored, Row]], wit
     for (run, summary), row in with_row:
         values = metric_values(row, {cell.id: cell for cell in summary.cells}, metric)
         speeds = to_speeds(metric, [value for value in values if value is not None])
-        if definition_conflict(newest_row, row, number_fields(metric)):
+        if definition_conflict(newest_row, row, METRICS[metric].defined_fields):
             left_out["definition"].append(run.id)
         elif is_client_limited(row, metric):
             left_out["client_limited"].append(run.id)

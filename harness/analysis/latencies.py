@@ -16,17 +16,17 @@ PERMILLES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
 _COUNTED = (OBSERVED, AT_LEAST, UNKNOWN)
 
 
-def latency_sample(cell: CellData, field: str) -> LatencySample:
-    """A latency of the counted requests of a cell; see harness.base.columns for the names."""
+def latency_sample(cell: CellData, latency: str) -> LatencySample:
+    """A latency of the counted requests of a cell; see harness.base.metrics for the names."""
     rows = cell.counted
-    if field in ("send_lag_s", "connect_s"):
-        values_s = derive.latency_s(rows, field)
-        if field == "connect_s":
+    if latency in ("send_lag", "connect"):
+        values_s = derive.latency_s(rows, latency)
+        if latency == "connect":
             return slo_rule.observed(values_s[~np.isnan(values_s) & rows.good])
         return slo_rule.observed(values_s[~np.isnan(values_s)], rows.sent_s[~np.isnan(values_s)])
-    values_s, states = derive.latency_states(rows, field)
+    values_s, states = derive.latency_states(rows, latency)
     chosen = states != derive.ABSENT
-    if field in derive.FROM_SCHEDULE and not cell.open_loop:  # in an open loop, others are due when they are sent
+    if latency in derive.FROM_SCHEDULE and not cell.open_loop:  # in an open loop, others are due when they are sent
         chosen &= ~np.isnan(rows.scheduled_s)
     return LatencySample(rows.sent_s[chosen], values_s[chosen], states[chosen])
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from harness.analysis.latencies import PERMILLES, latency_sample
 from harness.analysis.numbers import carried_per_answer
 from harness.analysis.stats import Array, percentile
-from harness.base.columns import METRIC_WORDS, WORK, number_names
+from harness.base.metrics import METRICS, number_names
 from harness.base.summary import LARGE, CellSummary, ClientLimit, Numbers, Reason, because
 from harness.records.records import MAX_CPU, SLACK_S, ProcessMark
 from harness.records.run_data import CellData
@@ -25,11 +25,11 @@ MAX_LOOP_LAG_S = 0.005
 MAX_LOST = 0.02  # of a request's time, between its answer and the next request: the assumed noise floor
 MAX_CORE_WAIT = 0.05  # of the time, waiting for a free core
 
-_CHUNKS = ["chunk_gap_s"]
-_FIRST_CHUNK = ["ttft_s", "ttfo_s", "tpot_s", "ttft_sched_s"]
-_RATES = ["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"]
-_TIMES = [*_FIRST_CHUNK, "e2e_s", "e2e_sched_s", *_CHUNKS]
-_FROM_SCHEDULE = ["ttft_sched_s", "e2e_sched_s"]
+_CHUNKS = ["gap"]
+_FIRST_CHUNK = ["ttft", "ttfo", "tpot", "ttft_sched"]
+_RATES = ["wall", "output_tok_s", "input_tok_s", "requests_per_s"]
+_TIMES = [*_FIRST_CHUNK, "e2e", "e2e_sched", *_CHUNKS]
+_FROM_SCHEDULE = ["ttft_sched", "e2e_sched"]
 _RUN_AGAIN = "a load process was killed: run again"
 
 
@@ -109,7 +109,7 @@ def _cpu_limits(
 
 
 def _send_lag_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
-    lags_s = latency_sample(cell, "send_lag_s").value_s
+    lags_s = latency_sample(cell, "send_lag").value_s
     lag_s = float(np.median(lags_s)) if len(lags_s) else 0.0  # of all, however few: it is about the load generator
     if lag_s <= MAX_SEND_LAG_S:
         return None
@@ -164,7 +164,7 @@ def _read_clock_limit(load: Load, cell: CellData, numbers: Numbers, marks: Seque
 
 def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
     """Where a request follows an answer, the client's delay between the two is part of every rate."""
-    lag_s, e2e_s = _max_known(marks, "loop_lag_mean_s"), numbers.e2e_s.mean
+    lag_s, e2e_s = _max_known(marks, "loop_lag_mean_s"), numbers.e2e.mean
     if is_open_loop(load) or lag_s is None or not e2e_s:
         return None
     allowed_s = max(MAX_LOOP_LAG_S, MAX_LOST * e2e_s)
@@ -196,7 +196,7 @@ def client_errors(
     late = read_clock_answers(cell) > 0 and bool(found & {"read_clock", "cpu"})
     streams = cell.counted.where(cell.counted.good & (cell.counted.chunks > 0))
     rooms_s = _first_chunk_rooms_s(streams, marks) if "shared_reads" in found else np.empty(0)
-    lags_s = np.sort(latency_sample(cell, "send_lag_s").value_s) if "send_lag" in found else np.empty(0)
+    lags_s = np.sort(latency_sample(cell, "send_lag").value_s) if "send_lag" in found else np.empty(0)
     times_s = streams.first_chunk_s
     earlier_s = np.sort(times_s - rooms_s) if len(rooms_s) == len(times_s) else np.zeros(max(1, len(times_s)))
     times_s, rooms_s = np.sort(times_s), np.sort(rooms_s)
@@ -206,7 +206,8 @@ def client_errors(
         first_shared = len(rooms_s) > 0 and not latency.startswith("e2e")
         sent_late = len(lags_s) > 0 and latency.endswith("_sched")
         for name, permille in PERMILLES.items():
-            value_s = getattr(getattr(numbers, f"{latency}_s"), name)
+            metric = METRICS[f"{latency}_{name}"]
+            value_s = metric.of(numbers)
             if not value_s or not (late or first_shared or sent_late):
                 continue
             lag_s = (_loop_lag_s(marks, name) if late else 0.0) / (steps if is_tpot else 1.0)
@@ -217,7 +218,7 @@ def client_errors(
                 below_s += percentile(times_s, permille) - percentile(earlier_s, permille)
             if sent_late:
                 below_s += max(0.0, percentile(lags_s, permille))
-            errors[f"{latency}_{name}"] = (min(1.0, below_s / value_s), above_s / value_s)
+            errors[metric.name] = (min(1.0, below_s / value_s), above_s / value_s)
     return errors
 
 
@@ -243,10 +244,12 @@ def with_client_errors(
         if too_large:
             worst = max(too_large, key=lambda metric: max(cell.client_error[metric]))
             share = max(cell.client_error[worst])
-            text = f"delays of the load generator may be {share:.0%} of the {METRIC_WORDS[worst]}; at most {LARGE:.0%} "
+            text = (
+                f"delays of the load generator may be {share:.0%} of the {METRICS[worst].title}; at most {LARGE:.0%} "
+            )
             text += "is allowed"
             reason = because("client_error", text, metric=worst, share=share, max_share=LARGE)
-            fields = {metric if metric in WORK else f"{metric.rpartition('_')[0]}_s" for metric in too_large}
+            fields = {METRICS[metric].field for metric in too_large}
             cell = replace(
                 cell,
                 problems=[*cell.problems, replace(reason, cell=cell.id)],
@@ -274,13 +277,13 @@ def _rate_errors(
     ]
     if not delays:
         return {}
-    if numbers.wall_s:
-        share = max(delay_s for delay_s, _ in delays) / numbers.wall_s
+    if numbers.wall:
+        share = max(delay_s for delay_s, _ in delays) / numbers.wall
     else:
         share = sum(delay_s for delay_s, _ in delays) / max(1e-9, sum(span_s for _, span_s in delays))
     share = min(share, 0.999)
     rates = {name: (0.0, share / (1 - share)) for name in ("output_tok_s", "input_tok_s", "requests_per_s")}
-    return {name: error for name, error in ({"wall_s": (share, 0.0)} | rates).items() if getattr(numbers, name)}
+    return {name: error for name, error in ({"wall": (share, 0.0)} | rates).items() if getattr(numbers, name)}
 
 
 def send_delay_s(sent_s: Array, ended_s: Array, longest_s: float = math.inf) -> tuple[float, float]:

@@ -131,7 +131,7 @@ def _read_notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[R
 def _connection_notes(evidence: Evidence) -> Iterator[Reason]:
     """Connections that were opened, waited for or closed, and waits that the server asked for."""
     numbers, load, machine = evidence.numbers, evidence.load, evidence.machine_load
-    opened, succeeded = numbers.connect_s, numbers.succeeded
+    opened, succeeded = numbers.connect, numbers.succeeded
     # Each load process opens some connections until it knows that the server keeps them open.
     if opened.n > max(2 * max_concurrency(load) + 2 * load.processes, MAX_OPENED * succeeded):
         mean_s, max_s = opened.mean or 0.0, opened.max or 0.0
@@ -194,7 +194,7 @@ def _answer_notes(evidence: Evidence) -> Iterator[Reason]:
 def _missing_notes(evidence: Evidence) -> Iterator[Reason]:
     """Latencies that are not known, and requests that did not end."""
     numbers, load = evidence.numbers, evidence.load
-    for sample, what in ((numbers.ttft_s, "TTFT"), (numbers.ttfo_s, "TTFO")):
+    for sample, what in ((numbers.ttft, "TTFT"), (numbers.ttfo, "TTFO")):
         if sample.unknown:
             of = sample.known + sample.unknown
             text = f"{what} is unknown for {sample.unknown:,} of {count(of, 'request')} (not streamed, or nothing "

@@ -24,7 +24,7 @@ from harness.records.run_data import CellData
 from harness.records.table import Bools, Floats, Rows
 from harness.scenario.check_syntax import Slo
 
-_RATES = ("wall_s", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
+_RATES = ("wall", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # errors after which the server generated nothing
 
 SloSets = Mapping[str, tuple[Slo, ...]]
@@ -48,7 +48,7 @@ def compute_numbers(
     samples: dict[str, list[LatencySample]] = {
         name: [latency_sample(cell, name) for cell in cells] for name in derive.SAMPLES
     }
-    answer_s = _mean_answer_s(samples["e2e_s"])
+    answer_s = _mean_answer_s(samples["e2e"])
     distributions: dict[str, Any] = {name: distribution(of_name, answer_s) for name, of_name in samples.items()}
     output_tokens = _sum_if_all(rows.output_tokens for rows in good)
     reasoning = sum(float(np.nansum(derive.reasoning_tokens(rows))) for rows in good)
@@ -76,7 +76,7 @@ def compute_numbers(
         tool_calls_valid=None if tool_calls is None else _sum_of_known(rows.tool_calls_valid for rows in good) or 0,
         **rates,
         **distributions,
-        chunk_gap_s=gap_distribution([cell.counted_gaps for cell in cells]),
+        gap=gap_distribution([cell.counted_gaps for cell in cells]),
         schedule=pool_schedules([cell.schedule for cell in of_cells]),
         tokens_per_chunk=tokens / chunks if chunks else None,
         vectors=_sum_of_known(rows.vectors for rows in good),
@@ -148,7 +148,7 @@ def _rates(cell: CellData, good: Rows) -> dict[str, Any]:
     if cell.window_s is None:
         window_s = float((rows.sent_s + rows.ended_s).max()) - float(rows.sent_s.min())
         tokens, ended = float(np.nansum(good.output_tokens)), len(good)
-        window: dict[str, Any] = {"window": "wall", "wall_s": window_s}
+        window: dict[str, Any] = {"window": "wall", "wall": window_s}
         cut_chunks = float(cell.rows.chunks[cell.rows.measured & cell.rows.error.is_in("abandoned")].sum())
     else:
         window_s = cell.window_s[1] - cell.window_s[0]
@@ -193,14 +193,14 @@ def slo_attainment(
     ended = [derive.meets_slos(rows.where(inside), slos) for cell in cells for _, rows, inside in _answered(cell)]
     met, unknown = int((results == MET).sum()), int((results == OPEN).sum())
     if of_cells:
-        goodput = median_of_known(cell.slos[name].goodput_req_s for cell in of_cells if name in cell.slos)
+        goodput = median_of_known(cell.slos[name].goodput for cell in of_cells if name in cell.slos)
     else:
         goodput = sum(int((one == MET).sum()) for one in ended) / window_s if window_s else None
     return SloAttainment(
         met=met,
         unknown=unknown,
         attainment=met / (len(results) - unknown) if len(results) > unknown else None,
-        goodput_req_s=None if any((one == OPEN).any() for one in ended) else goodput,
+        goodput=None if any((one == OPEN).any() for one in ended) else goodput,
     )
 
 

@@ -16,10 +16,12 @@ from harness.analysis.evidence import BLOCK_ANSWERS, count_met
 from harness.analysis.latencies import token_shares_between
 from harness.analysis.slo_rule import LatencySample
 from harness.base.errors import HarnessError
+from harness.base.metrics import METRICS
+from harness.base.summary import NEEDED
 from harness.records.records import CUT, FAILED, OBSERVED, UNKNOWN, Request
 from harness.records.table import rows_of
 from harness.scenario import Scenario
-from harness.scenario.check_syntax import LATENCIES, Check, Slo, parse_check
+from harness.scenario.check_syntax import Check, Slo, parse_check
 from harness.scenario.plan import load_of_part
 
 KNEE_BLOCK_ANSWERS = 2  # a block of the knee's search lasts as long as so many answers and pauses
@@ -48,12 +50,11 @@ def slo_from_check(check: Check) -> CapacitySlo | None:
     text = check.text.rpartition(":")[2].strip()  # without SERVER/LOAD
     if check.metric == "attainment" and check.operator in (">=", ">") and 0 < check.bound < 1:
         return CapacitySlo(text=text, bounds=check.slos, share=check.bound)
-    latency, _, statistic = check.metric.rpartition("_")
-    quantile = re.fullmatch(r"p(\d+(?:\.\d+)?)", statistic)
-    if quantile is None or latency not in LATENCIES or not LATENCIES[latency].slo or check.operator not in ("<=", "<"):
+    metric = METRICS[check.metric]
+    if metric.statistic not in NEEDED or not metric.slo or check.operator not in ("<=", "<"):
         return None
-    bound = Slo(text=text, latency=latency, operator=check.operator, bound_s=check.bound)
-    return CapacitySlo(text=text, bounds=(bound,), share=float(quantile[1]) / 100)
+    bound = Slo(text=text, latency=metric.latency, operator=check.operator, bound_s=check.bound)
+    return CapacitySlo(text=text, bounds=(bound,), share=int(metric.statistic[1:]) / 100)
 
 
 def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[CapacitySlo]:
@@ -208,7 +209,7 @@ class BlockCutter:
     def add(self, requests: Sequence[Request]) -> None:
         """Add new records, warm-up included."""
         self._note_begin(requests)
-        for request, e2e_s in zip(requests, derive.e2e_s(rows_of(requests)).tolist(), strict=True):
+        for request, e2e_s in zip(requests, derive.e2e(rows_of(requests)).tolist(), strict=True):
             self._recorded.add(request.id)
             if not math.isnan(e2e_s):
                 load = load_of_part(request.load)
@@ -289,7 +290,7 @@ class BlockCutter:
         return samples
 
     def _make_block(self, begin_s: float, end_s: float, ended: list[Request], answers: int) -> LoadBlock:
-        rows, ended_e2e_s = rows_of(self._waiting), derive.e2e_s(rows_of(ended))
+        rows, ended_e2e_s = rows_of(self._waiting), derive.e2e(rows_of(ended))
         rows = rows.where(rows.good & ~np.isnan(rows.output_tokens))
         shares = token_shares_between(rows, begin_s, end_s, lambda places: (self._waiting[at] for at in places))
         samples = self._samples([request for request in ended if request.error != "unfinished"], self._uncounted)

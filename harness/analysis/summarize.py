@@ -17,9 +17,9 @@ from harness.analysis.schedule import load_kind, schedule_kept, summarize_warmup
 from harness.analysis.stats import rate_error
 from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split, timed_others
 from harness.analysis.verdicts import compare_rows, drift_notes
-from harness.base.columns import NUMBER_WORDS, WORK
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
+from harness.base.metrics import NUMBER_WORDS, WORK
 from harness.base.summary import (
     FORMAT_VERSION,
     BadFields,

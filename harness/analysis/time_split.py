@@ -50,7 +50,7 @@ def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> Ti
 
     `mixed`: other loads used the server at the same time, and its counters do not distinguish them.
     """
-    e2e_s, counted = numbers.e2e_s.mean, numbers.sent if load.timed_requests is None else load.timed_requests
+    e2e_s, counted = numbers.e2e.mean, numbers.sent if load.timed_requests is None else load.timed_requests
     totals = (load.queue_s, load.prefill_s, load.decode_s)
     same_requests = MIN_COUNTED * numbers.succeeded <= counted <= MAX_COUNTED * numbers.sent
     if mixed or not e2e_s or not counted or not same_requests or all(total is None for total in totals):
@@ -62,9 +62,9 @@ def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> Ti
     if queue_s is not None and prefill_s is not None and decode_s is not None:
         rest_s = e2e_s - queue_s - prefill_s - decode_s
         api_s = rest_s if rest_s >= 0 else None  # negative: the server counted slightly different requests
-    connect_s = numbers.connect_s
+    connect = numbers.connect
     return TimeSplit(
-        connect_s=None if connect_s.mean is None else connect_s.mean * connect_s.n / numbers.sent,
+        connect_s=None if connect.mean is None else connect.mean * connect.n / numbers.sent,
         api_s=api_s,
         queue_s=queue_s,
         prefill_s=prefill_s,

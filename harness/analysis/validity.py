@@ -356,9 +356,9 @@ def _silent_reasons(evidence: Evidence) -> Iterator[Reason]:
 
 def median_waits_s(cell: CellData) -> tuple[float | None, float | None]:
     """The median wait for the first token (without streaming: for the answer), and for a further one."""
-    times = latency_sample(cell, "ttft_s").of_state(OBSERVED)
+    times = latency_sample(cell, "ttft").of_state(OBSERVED)
     if not len(times):
-        times = latency_sample(cell, "e2e_s").of_state(OBSERVED)
+        times = latency_sample(cell, "e2e").of_state(OBSERVED)
     gaps = cell.counted_gaps
     return float(np.median(times)) if len(times) else None, gaps.percentile_s(500) if gaps.n else None
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from harness.analysis import stats
 from harness.analysis.stats import Effect
-from harness.base.columns import METRIC_WORDS, RATES, WORK
+from harness.base.metrics import METRICS, WORK
 from harness.base.summary import (
     ALPHA,
     MARGIN,
@@ -71,7 +71,7 @@ class Measured(Struct, frozen=True, kw_only=True):
         (cell,) = self.valid_cells
         if metric in WORK:
             return None if cell.rate_error is None else (cell.rate_error, (cell.rate_blocks or 2) - 1)
-        sample, statistic = self.distributions(metric.rpartition("_")[0])[0], metric.rpartition("_")[2]
+        sample, statistic = METRICS[metric].sample(cell.numbers), METRICS[metric].statistic
         value, (low, high) = getattr(sample, statistic), sample.intervals.get(statistic, (None, None))
         if not value or not low or high is None:
             return None
@@ -82,13 +82,13 @@ class Measured(Struct, frozen=True, kw_only=True):
         lower, higher = [], []
         for cell in self.valid_cells:
             below, above = (math.log1p(-min(share, 0.999)) for share in _as_shares(cell.client_error.get(metric)))
-            lower.append(-below if metric in RATES else -above)
-            higher.append(-above if metric in RATES else -below)
+            lower.append(-below if METRICS[metric].more_is_better else -above)
+            higher.append(-above if METRICS[metric].more_is_better else -below)
         return (statistics.fmean(lower), statistics.fmean(higher)) if lower else (0.0, 0.0)
 
     def distributions(self, name: str) -> list[Distribution]:
         """The distributions of a latency in all valid cells."""
-        return [getattr(cell.numbers, f"{name}_s") for cell in self.valid_cells]
+        return [METRICS[name].sample(cell.numbers) for cell in self.valid_cells]
 
 
 class ComparedSides(Struct, frozen=True, kw_only=True):
@@ -121,9 +121,8 @@ def metric_values(row: Row, cells: Mapping[str, CellSummary], metric: str) -> li
     """The value of each valid cell of a row. A latency is None where the cell has too few requests for it."""
     if metric in WORK:
         return list(getattr(row, metric))
-    latency, _, statistic = metric.rpartition("_")
     known = [cells[cell] for cell in row.cells if cell in cells]
-    return [getattr(getattr(cell.numbers, f"{latency}_s"), statistic) for cell in known if not cell.problems]
+    return [METRICS[metric].of(cell.numbers) for cell in known if not cell.problems]
 
 
 def is_paced(load: Load) -> bool:
@@ -183,8 +182,8 @@ def pair_by_metric(
             or _definition_reason(side, base, metric)
         )
         if refused is None and any(value is None for runs in values for run in runs for value in run):
-            needed = NEEDED.get(metric.rpartition("_")[2], 1)
-            text = f"a {METRIC_WORDS[metric]} needs {count(needed, 'successful request')} in each repeat"
+            needed = NEEDED.get(METRICS[metric].statistic, 1)
+            text = f"a {METRICS[metric].title} needs {count(needed, 'successful request')} in each repeat"
             refused = because("too_few_requests", text, metric=metric, needed=needed)
         yield ComparedSides(
             side=side.name,
@@ -265,7 +264,7 @@ def _with_common_repeats(measured: Measured, other: Measured) -> Measured:
 def planned_comparisons(scenario: Scenario, baseline: tuple[str, str]) -> int:
     """How many comparisons a run will be corrected for, if all compared percentiles have enough requests."""
     rows = [
-        Row(server=server, load=load, cells=[], wall_s=[], output_tok_s=[], pooled=_NO_REQUESTS)
+        Row(server=server, load=load, cells=[], wall=[], output_tok_s=[], pooled=_NO_REQUESTS)
         for server in scenario.servers
         for load in scenario.loads
     ]
@@ -317,20 +316,17 @@ def _definition_reason(side: Measured, base: Measured, metric: str) -> Reason | 
     for measured in (side, base):
         for row in measured.rows:
             if metric in row.missing and not getattr(row, metric):
-                text = f"the {METRIC_WORDS[metric]} of {measured.name} is not known: {row.missing[metric]}"
+                text = f"the {METRICS[metric].title} of {measured.name} is not known: {row.missing[metric]}"
                 return because("number_unknown", text, row=measured.name, metric=metric)
     return definition_difference(side, base, metric)
 
 
 def definition_difference(side: Measured, base: Measured, metric: str) -> Reason | None:
     """Why the runs of two sides have no ratio: the metric is defined differently in one of them."""
-    reasons = (definition_conflict(row, base.rows[0], number_fields(metric)) for row in (*side.rows, *base.rows[1:]))
+    reasons = (
+        definition_conflict(row, base.rows[0], METRICS[metric].defined_fields) for row in (*side.rows, *base.rows[1:])
+    )
     return next(filter(None, reasons), None)
-
-
-def number_fields(metric: str) -> list[str]:
-    """The fields of Numbers with a definition that a metric is computed from."""
-    return [metric] if metric in WORK else [f"{metric.rpartition('_')[0]}_s", "percentiles"]
 
 
 def invalid_row_reason(*rows: Row) -> Reason | None:
@@ -344,7 +340,7 @@ def invalid_row_reason(*rows: Row) -> Reason | None:
 
 def is_client_limited(row: Row, metric: str) -> bool:
     """Whether the load generator may have changed the metric of a row by more than MARGIN, or it is not known."""
-    return number_fields(metric)[0] in row.client_limited and max(row.client_error.get(metric, (1.0, 1.0))) > MARGIN
+    return METRICS[metric].field in row.client_limited and max(row.client_error.get(metric, (1.0, 1.0))) > MARGIN
 
 
 def _client_limit_reason(side: Measured, base: Measured, metric: str) -> Reason | None:
@@ -353,9 +349,11 @@ def _client_limit_reason(side: Measured, base: Measured, metric: str) -> Reason 
         measured.name if len(measured.rows) == 1 else f"{measured.name}, run {number} of it"
         for measured in (side, base)
         for number, row in enumerate(measured.rows, 1)
-        if number_fields(metric)[0] in row.client_limited and metric not in row.client_error
+        if METRICS[metric].field in row.client_limited and metric not in row.client_error
     ]
-    text = f"client-side bottleneck: the load generator limited the {METRIC_WORDS[metric]} of one side or both, and by "
+    text = (
+        f"client-side bottleneck: the load generator limited the {METRICS[metric].title} of one side or both, and by "
+    )
     text += "how much is not known; the validity of the run lists the rows, the cause and the remedy"
     return because("client_limited", text, metric=metric, names=names) if names else None
 
@@ -398,7 +396,7 @@ def work_metric(loads: Sequence[Load]) -> str:
         and (load.output == "fixed" or load.endpoint == "embeddings" or load.answer is not None)
         for load in loads
     ):
-        return "wall_s"
+        return "wall"
     return "input_tok_s" if all(load.endpoint == "embeddings" for load in loads) else "output_tok_s"
 
 
@@ -430,13 +428,13 @@ def _no_values(pair: ComparedSides) -> Reason:
     """Why two sides have no ratio: one of them has no value of the metric."""
     sides = zip((pair.side, pair.baseline), _independent_values(pair), strict=True)
     empty = " and ".join(name for name, values in sides if not values)
-    why = "no valid repeat has one" if pair.metric == "wall_s" else "no valid repeat reports it"
-    return because("no_values", f"there is no {METRIC_WORDS[pair.metric]} of {empty}; {why}", metric=pair.metric)
+    why = "no valid repeat has one" if pair.metric == "wall" else "no valid repeat reports it"
+    return because("no_values", f"there is no {METRICS[pair.metric].title} of {empty}; {why}", metric=pair.metric)
 
 
 def to_speeds(metric: str, values: Sequence[float]) -> list[float]:
     """Values as speeds: rates stay, times are inverted. Zeros are left out, since they have no ratio."""
-    return [value if metric in RATES else 1 / value for value in values if value > 0]
+    return [value if METRICS[metric].more_is_better else 1 / value for value in values if value > 0]
 
 
 def _independent_values(pair: ComparedSides) -> tuple[list[float], list[float]]:
@@ -622,9 +620,9 @@ def _cell_speed(cell: CellSummary, scenario: Scenario) -> float | None:
     """The speed of a cell: of work by its wall time or rate, of a paced load by its TPOT or E2E latency."""
     load, numbers = scenario.loads[cell.load], cell.numbers
     if is_paced(load):
-        time_s = numbers.tpot_s.p50 or numbers.e2e_s.p50
-    elif (metric := work_metric([load])) == "wall_s":
-        time_s = numbers.wall_s
+        time_s = numbers.tpot.p50 or numbers.e2e.p50
+    elif (metric := work_metric([load])) == "wall":
+        time_s = numbers.wall
     else:
         rate: float | None = getattr(numbers, metric)
         return rate

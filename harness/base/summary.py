@@ -98,7 +98,7 @@ class SloAttainment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     met: int
     unknown: int = 0  # cut before an SLO was met or missed, or without a latency that an SLO bounds
     attainment: float | None = None  # met / (sent - unknown)
-    goodput_req_s: float | None = None  # requests that met every SLO and ended inside the window / window
+    goodput: float | None = None  # requests that met every SLO and ended inside the window / window
 
 
 class ScheduleKept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -151,21 +151,21 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     reasoning_tokens: float | None = None  # of the output tokens, see harness.analysis.derive; None: there were none
     tool_calls: int | None = None  # in the answers; None: no request had tools
     tool_calls_valid: int | None = None
-    wall_s: float | None = None  # fixed amount of work: first sent to last ended; None for a timed load
+    wall: float | None = None  # seconds; fixed amount of work: first sent to last ended; None for a timed load
     window: Literal["wall", "timed"] | None = None  # of the rates: the wall time or the measured time
     window_s: float | None = None
     output_tok_s: float | None = None  # output tokens generated inside the window / window
     input_tok_s: float | None = None  # prompt tokens of the requests that ended inside the window / window
     requests_per_s: float | None = None  # successful requests that ended inside the window / window
-    ttft_s: Distribution = NO_SAMPLE
-    ttfo_s: Distribution = NO_SAMPLE
-    tpot_s: Distribution = NO_SAMPLE
-    e2e_s: Distribution = NO_SAMPLE
-    chunk_gap_s: Distribution = NO_SAMPLE
-    send_lag_s: Distribution = NO_SAMPLE
-    connect_s: Distribution = NO_SAMPLE  # of the requests that opened a connection, before they were sent
-    ttft_sched_s: Distribution = NO_SAMPLE  # from schedule; open loops only
-    e2e_sched_s: Distribution = NO_SAMPLE
+    ttft: Distribution = NO_SAMPLE
+    ttfo: Distribution = NO_SAMPLE
+    tpot: Distribution = NO_SAMPLE
+    e2e: Distribution = NO_SAMPLE
+    gap: Distribution = NO_SAMPLE
+    send_lag: Distribution = NO_SAMPLE
+    connect: Distribution = NO_SAMPLE  # of the requests that opened a connection, before they were sent
+    ttft_sched: Distribution = NO_SAMPLE  # from schedule; open loops only
+    e2e_sched: Distribution = NO_SAMPLE
     schedule: ScheduleKept | None = None  # of an open loop
     tokens_per_chunk: float | None = None
     vectors: int | None = None  # of embeddings
@@ -177,6 +177,14 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def error_rate(self) -> float | None:
         """Failed / sent. A request that the end of the run cut is sent, but not failed."""
         return self.failed / self.sent if self.sent else None
+
+    @property
+    def valid_share(self) -> float | None:
+        return None if self.answers is None else self.answers.valid_share
+
+    @property
+    def right_share(self) -> float | None:
+        return None if self.answers is None else self.answers.right_share
 
 
 class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -325,14 +333,12 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     server: str
     load: str
     cells: list[str]  # ids of the cells in it
-    wall_s: list[float]  # one per valid cell
+    wall: list[float]  # one per valid cell
     output_tok_s: list[float]
     input_tok_s: list[float] = []
-    pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
-    definitions: dict[str, str] = {}  # in an imported run: by field of Numbers, if it is defined otherwise
-    missing: dict[
-        str, str
-    ] = {}  # in an imported run: by field of Numbers or percentile (ttft_p95), why it is not known
+    pooled: Numbers  # over the requests of all its cells; wall time and rates are medians over the cells
+    definitions: dict[str, str] = {}  # in an imported run: by metric, if it is defined otherwise
+    missing: dict[str, str] = {}  # in an imported run: by metric (ttft, ttft_p95), why it is not known
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
     kind: str = ""  # closed loop, bursts, open loop or trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
@@ -474,7 +480,7 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     side: str  # "SERVER / LOAD", or the run's name
     baseline: str
-    metric: str  # "wall_s", "output_tok_s", "input_tok_s", or a latency such as "ttft_p50"
+    metric: str  # such as "wall", "output_tok_s" or "ttft_p50"
     ratio: float | None  # of speed: above 1 if the side is faster than the baseline
     low: float | None  # 95 % interval of the ratio
     high: float | None

@@ -20,9 +20,9 @@ from harness.imports import (
 )
 
 DEFINITIONS = {
-    "ttft_s": "the server's own time for the prompt (timings.prompt_ms or usage.prefill_duration_ttft); not streamed, "
+    "ttft": "the server's own time for the prompt (timings.prompt_ms or usage.prefill_duration_ttft); not streamed, "
     "nothing of the network in it",
-    "e2e_s": "the whole request, not streamed, from before the connection is opened to the answer's parsed JSON",
+    "e2e": "the whole request, not streamed, from before the connection is opened to the answer's parsed JSON",
     "output_tok_s": "the server's own decoding speed, or output tokens / the whole request; each row says which",
     "output_tokens": "of the first run",
     "percentiles": "interpolated between neighbouring values",
@@ -132,11 +132,11 @@ def read(source: Source) -> Imported:
         work=sorted({(part.load, part.planned) for part in parts}),
         definitions=DEFINITIONS,
         missing={
-            "wall_s": "a model is loaded anew for every run, and the time of all is not in the file",
-            "tpot_s": "only the mean, least and most of the speed are in the file",
-            "chunk_gap_s": _NO_RECORDS,
+            "wall": "a model is loaded anew for every run, and the time of all is not in the file",
+            "tpot": "only the mean, least and most of the speed are in the file",
+            "gap": _NO_RECORDS,
             "tokens_per_chunk": _NO_RECORDS,
-            "ttfo_s": _NO_RECORDS,
+            "ttfo": _NO_RECORDS,
             "requests_per_s": "one request at a time, between loads of the model",
         },
         notes=[FILE_TIME if time_s is None else Reason("import_local_time", _LOCAL_TIME), ONE_USER],
@@ -173,13 +173,13 @@ def _make_part(
         unfinished=0,
         errors={"unknown": failed} if failed else {},
         output_tok_s=speed if speed > 0 else None,  # zero: nothing was reported
-        ttft_s=_distribution(scenario.ttft_ms, n),
-        e2e_s=_distribution(scenario.duration_ms, n),
+        ttft=_distribution(scenario.ttft_ms, n),
+        e2e=_distribution(scenario.duration_ms, n),
     )
     missing = {"output_tok_s": UNTOLD} if n and not meaning else {}
     for latency, stats in (("ttft", scenario.ttft_ms), ("e2e", scenario.duration_ms)):
         if n and (stats is None or stats.min <= 0):
-            missing[f"{latency}_s"] = "the server reported none, or the file has a 0, which no latency can be"
+            missing[latency] = "the server reported none, or the file has a 0, which no latency can be"
         elif stats is not None:
             missing |= {f"{latency}_{name}": "the file has no such percentile" for name in stats.absent(n)}
     return ImportedPart(

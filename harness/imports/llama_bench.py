@@ -20,19 +20,19 @@ from harness.imports import FILE_TIME, ONE_USER, Count, Format, Imported, Import
 DEFINITIONS = {
     "output_tok_s": "tokens / time of the generation alone: one sequence, without a server, sampling or a tokenizer",
     "input_tok_s": "prompt tokens / time of the prompt alone: one sequence, without a server or a tokenizer",
-    "ttft_s": "the time of the prompt alone, without a server, a tokenizer or the first token's sampling",
-    "tpot_s": "time of the generation / generated tokens, the first included",
-    "e2e_s": "the time of prompt and generation, without a server or a tokenizer",
+    "ttft": "the time of the prompt alone, without a server, a tokenizer or the first token's sampling",
+    "tpot": "time of the generation / generated tokens, the first included",
+    "e2e": "the time of prompt and generation, without a server or a tokenizer",
 }
-_OF_SPEED = ("input_tok_s", "output_tok_s", "ttft_s", "tpot_s", "e2e_s")
+_OF_SPEED = ("input_tok_s", "output_tok_s", "ttft", "tpot", "e2e")
 _NO_RECORDS = "llama-bench sends no requests"
 _NO_TOKENS = "the test generates no tokens"
 _MISSING = {
-    "wall_s": "the file has the time of each test, not that of all",
+    "wall": "the file has the time of each test, not that of all",
     "requests_per_s": _NO_RECORDS,
-    "chunk_gap_s": _NO_RECORDS,
+    "gap": _NO_RECORDS,
     "tokens_per_chunk": _NO_RECORDS,
-    "ttfo_s": _NO_RECORDS,
+    "ttfo": _NO_RECORDS,
 }
 # What a test measures and which build measured it; all other fields of a result are settings.
 _NO_SETTINGS = (
@@ -235,13 +235,13 @@ def _make_parts(
     time_s = unix_time(test.test_time, _TIME)
     wall_s = source.written_s() if time_s is None else time_s
     first = 1 + sum(part.server == server and part.load == test.name for part in before)
-    missing = {"e2e_s": "only a test of prompt and generation has both"}
+    missing = {"e2e": "only a test of prompt and generation has both"}
     if not test.n_gen:
-        missing |= {"output_tok_s": _NO_TOKENS, "tpot_s": _NO_TOKENS}
+        missing |= {"output_tok_s": _NO_TOKENS, "tpot": _NO_TOKENS}
     elif test.n_prompt:
-        missing = dict.fromkeys(("ttft_s", "tpot_s"), "prompt and generation are timed together")
+        missing = dict.fromkeys(("ttft", "tpot"), "prompt and generation are timed together")
     else:
-        missing |= dict.fromkeys(("input_tok_s", "ttft_s"), "the test processes no prompt")
+        missing |= dict.fromkeys(("input_tok_s", "ttft"), "the test processes no prompt")
     if not test.speeds and test.mean is None:
         name, given = ("avg_ts", test.avg_ts) if test.table_speed is None else ("t/s", test.table_speed)
         why = f"{name} is {'missing' if given is None else printable(str(given))[:_MAX_ROW]}, which is no speed"
@@ -284,9 +284,9 @@ def _numbers(test: LlamaBenchTest, speed: float | None) -> Numbers:
         window_s=took_s,
         input_tok_s=None if speed is None else speed * test.n_prompt / tokens or None,
         output_tok_s=None if speed is None else speed * test.n_gen / tokens or None,
-        ttft_s=sample(took_s if not test.n_gen else None),
-        tpot_s=sample(took_s / test.n_gen if took_s and not both and test.n_gen else None),
-        e2e_s=sample(took_s if both else None),
+        ttft=sample(took_s if not test.n_gen else None),
+        tpot=sample(took_s / test.n_gen if took_s and not both and test.n_gen else None),
+        e2e=sample(took_s if both else None),
     )
 
 

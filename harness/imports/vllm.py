@@ -29,22 +29,22 @@ from harness.records.records import Request
 
 _FIRST = "from before the request is handed to the HTTP client (a connection may still have to be opened)"
 DEFINITIONS = {
-    "ttft_s": f"first data event that has `choices`, even one without a token - sent, {_FIRST}",
-    "e2e_s": f"last data event that has `choices`, even one without a token - sent, {_FIRST}",
-    "tpot_s": "(last - first data event that has `choices`, even one without a token) / (output tokens - 1)",
-    "chunk_gap_s": "difference of neighbouring data events that have `choices`, even without a token ('ITL')",
+    "ttft": f"first data event that has `choices`, even one without a token - sent, {_FIRST}",
+    "e2e": f"last data event that has `choices`, even one without a token - sent, {_FIRST}",
+    "tpot": "(last - first data event that has `choices`, even one without a token) / (output tokens - 1)",
+    "gap": "difference of neighbouring data events that have `choices`, even without a token ('ITL')",
     "tokens_per_chunk": "output tokens / data events that have `choices`",
     "output_tokens": "as the server's usage says, else counted by the client's tokenizer; the file does not tell which",
     "output_tok_s": "output tokens of the successful requests (the server's count, else the client's) / time from the "
     "first sent to the last event that has `choices`",
     "requests_per_s": "successful requests / time from the first sent to the last event that has `choices`",
-    "wall_s": "first sent to the last data event that has `choices`",
+    "wall": "first sent to the last data event that has `choices`",
 }
 AGGREGATE = {
     "output_tok_s": "output tokens of the successful requests (the server's count, else the client's) / the "
     "benchmark's duration, which ends when the client has put the last answer together",
     "requests_per_s": "successful requests / the benchmark's duration",
-    "wall_s": "the benchmark's duration, which ends when the client has put the last answer together",
+    "wall": "the benchmark's duration, which ends when the client has put the last answer together",
     "percentiles": "interpolated between neighbouring values (numpy.percentile)",
 }
 _WORK = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
@@ -111,7 +111,7 @@ def read(source: Source) -> Imported:
         parts=_number_repeats(parts),
         work=works[0] if len(works) == 1 else works,
         definitions=DEFINITIONS if with_records else DEFINITIONS | AGGREGATE,
-        missing={} if with_records else dict.fromkeys(("chunk_gap_s", "tokens_per_chunk"), _NO_RECORDS),
+        missing={} if with_records else dict.fromkeys(("gap", "tokens_per_chunk"), _NO_RECORDS),
         notes=notes,
     )
 
@@ -129,7 +129,7 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
         _refuse_unequal_lists(source, place, detail)
     _refuse_contradictions(source, place, result, detail)
     records = [] if detail is None else _records(detail)
-    missing = dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), _BAD_LATENCY) if is_bad else {}
+    missing = dict.fromkeys(("ttft", "tpot", "e2e"), _BAD_LATENCY) if is_bad else {}
     numbers = None if records else _summary_numbers(source, value, place, result, missing)
     date_s = unix_time(result.date, _DATE)  # written at the end
     ended = source.written_s() if date_s is None else date_s
@@ -248,15 +248,15 @@ def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult,
     """The numbers of a result without a record for each request. `missing` receives why a number is not known."""
     lost = result.num_prompts - result.completed if result.failed is None else result.failed
     samples: dict[str, Any] = {
-        f"{ours}_s": _distribution(source, value, place, ours, name, result.completed, missing)
+        ours: _distribution(source, value, place, ours, name, result.completed, missing)
         for ours, name in (("ttft", "ttft"), ("tpot", "tpot"), ("e2e", "e2el"))
-        if f"{ours}_s" not in missing
+        if ours not in missing
     }
 
     def positive(field: str, name: str, number: Any) -> Any:
         """A number that cannot be 0 where requests succeeded, and says nothing of a duration of 0 s."""
         if not number and (result.completed or not result.duration):
-            cannot_be = "0, which cannot be" if result.completed or field == "wall_s" else "0 in a duration of 0 s"
+            cannot_be = "0, which cannot be" if result.completed or field == "wall" else "0 in a duration of 0 s"
             missing[field] = f"{name} is {'not in the file' if number is None else cannot_be}"
             return None
         return number
@@ -282,7 +282,7 @@ def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult,
         errors={"unknown": lost} if lost else {},
         prompt_tokens=positive("prompt_tokens", "total_input_tokens", result.total_input_tokens),
         output_tokens=positive("output_tokens", "total_output_tokens", result.total_output_tokens),
-        wall_s=positive("wall_s", "duration", result.duration),
+        wall=positive("wall", "duration", result.duration),
         window="wall",
         window_s=result.duration or None,
         output_tok_s=rate("output_tok_s", "output_throughput", result.output_throughput, result.total_output_tokens),
@@ -301,20 +301,20 @@ def _distribution(
         given["p50"] = value.get(f"p50_{name}_ms")
     if given["mean"] is None or not n:
         if n:
-            missing[f"{ours}_s"] = f"the file has no {name} (--percentile-metrics ttft,tpot,itl,e2el writes it)"
+            missing[ours] = f"the file has no {name} (--percentile-metrics ttft,tpot,itl,e2el writes it)"
         return NO_SAMPLE
     numbers = [one for one in given.values() if isinstance(one, int | float)]
     if any(one < 0 for one in numbers):
-        missing[f"{ours}_s"] = f"a statistic of {name} is {min(numbers):g} ms, which no latency can be"
+        missing[ours] = f"a statistic of {name} is {min(numbers):g} ms, which no latency can be"
         return NO_SAMPLE
     stats = source.read(LatencyStats, given, f"{place}.*_{name}_ms")
     falling = stats.falling()
     if falling is not None:
-        missing[f"{ours}_s"] = f"{falling[0]} of {name} is above {falling[1]}: one of them is wrong"
+        missing[ours] = f"{falling[0]} of {name} is above {falling[1]}: one of them is wrong"
         return NO_SAMPLE
     if zeros := stats.zeros():
         keys = ", ".join(f"{prefixes[key]}_{name}_ms" for key in zeros)
-        missing[f"{ours}_s"] = (
+        missing[ours] = (
             f"{keys} is 0, which no latency can be: requests without one were counted, so the others are wrong, too"
         )
         return NO_SAMPLE

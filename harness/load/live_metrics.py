@@ -15,8 +15,8 @@ import numpy as np
 
 from harness.analysis import derive
 from harness.analysis.derive import MET, OPEN
-from harness.base.columns import LIVE
 from harness.base.files import UNDECODABLE
+from harness.base.metrics import LIVE
 from harness.records.records import CUT, MAX_CPU, ErrorKind, Request, Samples
 from harness.records.table import rows_of
 from harness.scenario.check_syntax import Slo
@@ -66,11 +66,11 @@ class Accumulator(msgspec.Struct, array_like=True):
     failures: dict[ErrorKind, int] = {}
     met: int = 0  # requests that succeeded and met every SLO
     unknown: int = 0  # requests that succeeded, but lack a number for an SLO
-    latencies: dict[str, Histogram] = msgspec.field(default_factory=lambda: {column.name: {} for column in LIVE})
+    latencies: dict[str, Histogram] = msgspec.field(default_factory=lambda: {latency.name: {} for latency in LIVE})
     cut: int = 0  # requests that ended with the load, or because the user left
     cut_met: int = 0  # of these, those that had met every SLO
     cut_unknown: int = 0  # and those that had neither met nor missed them
-    sums_s: dict[str, float] = msgspec.field(default_factory=lambda: {column.name: 0.0 for column in LIVE})
+    sums_s: dict[str, float] = msgspec.field(default_factory=lambda: {latency.name: 0.0 for latency in LIVE})
     # Tokens of requests that succeeded, as the server counted them.
     token_sums: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))
     token_counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))  # of requests
@@ -104,13 +104,13 @@ class Accumulator(msgspec.Struct, array_like=True):
         for name, tokens in zip(TOKEN_TYPES, (answers.prompt_tokens, answers.output_tokens), strict=True):
             self.token_sums[name] += int(np.nansum(tokens))
             self.token_counts[name] += int((~np.isnan(tokens)).sum())
-        for column in LIVE:
-            values_s = derive.latency_s(answers, column.field)
+        for latency in LIVE:
+            values_s = derive.latency_s(answers, latency.name)
             values_s = values_s[~np.isnan(values_s)]
             buckets = np.floor(np.log(np.maximum(values_s, _MIN_S)) / _BUCKET).astype(np.int64)
             counts = zip(*(array.tolist() for array in np.unique(buckets, return_counts=True)), strict=True)
-            self.latencies[column.name] = _sum(self.latencies[column.name], dict(counts))
-            self.sums_s[column.name] += float(values_s.sum())
+            self.latencies[latency.name] = _sum(self.latencies[latency.name], dict(counts))
+            self.sums_s[latency.name] += float(values_s.sum())
 
     def merge(self, other: "Accumulator") -> None:
         for name in self.__struct_fields__:
@@ -119,11 +119,17 @@ class Accumulator(msgspec.Struct, array_like=True):
     def numbers(self, span_s: float | None, *, with_slos: bool) -> Numbers:
         """Return counts, rates over `span_s` seconds (None: unknown), SLO attainment, and latency percentiles.
 
-        `req_s` counts successful requests and `attainment` leaves out requests of which it is unknown, as in a report.
+        As in a report, `requests_per_s` counts successful requests, and `attainment` leaves out requests of which it is
+        unknown.
         """
         numbers: Numbers = {"ended": self.ended, "failed": self.failed, "tokens": self.tokens}
         met = self.met if with_slos and not self.unknown else None
-        rates = {"req_s": self.succeeded, "failed_s": self.failed, "tok_s": self.tokens, "goodput_req_s": met}
+        rates = {
+            "requests_per_s": self.succeeded,
+            "failed_per_s": self.failed,
+            "output_tok_s": self.tokens,
+            "goodput": met,
+        }
         for name, count in rates.items():
             numbers[name] = float(f"{count / span_s:.4g}") if span_s and count is not None else None
         known = self.ended - self.unknown - self.cut_unknown
@@ -131,7 +137,7 @@ class Accumulator(msgspec.Struct, array_like=True):
         numbers["attainment"] = float(f"{attained / known:.4g}") if with_slos and known else None
         for name, histogram in self.latencies.items():
             for share, value in zip(SHARES, percentiles(histogram, SHARES), strict=True):
-                numbers[f"{name}_p{share * 100:g}_s"] = None if value is None else float(f"{value:.4g}")
+                numbers[f"{name}_p{share * 100:g}"] = None if value is None else float(f"{value:.4g}")
         return numbers
 
 

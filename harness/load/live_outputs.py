@@ -17,21 +17,21 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from harness.base.columns import LIVE
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import read_text
+from harness.base.metrics import LIVE
 from harness.load import live_metrics
 from harness.load.live_metrics import ALL, SHARES, TOKEN_TYPES, LiveNumbers, Numbers
 
 WARMUP = "(warm-up)"
 COLUMNS = (  # of the tab: key (Locust's page changes keys with an underscore), title, name of the number, factor
-    ("reqs", "req/s", "req_s", 1),
-    ("toks", "tok/s", "tok_s", 1),
-    ("goodput", "Goodput, req/s", "goodput_req_s", 1),
+    ("reqs", "req/s", "requests_per_s", 1),
+    ("toks", "tok/s", "output_tok_s", 1),
+    ("goodput", "Goodput, req/s", "goodput", 1),
     *(
-        (column.name + ("" if p == "p50" else p[1:]), f"{column.title} {p}, ms", f"{column.name}_{p}_s", 1000)
-        for column in LIVE
-        for p in column.live
+        (latency.name + ("" if p == "p50" else p[1:]), f"{latency.title} {p}, ms", f"{latency.name}_{p}", 1000)
+        for latency in LIVE
+        for p in latency.live
     ),
 )
 TITLES = {
@@ -67,8 +67,8 @@ def table_rows(live: LiveNumbers, *, with_recent: bool = False) -> list[dict[str
 
 
 _CLASS_KEYS = (
-    *("ended", "failed", "tokens", "req_s", "failed_s", "tok_s", "goodput_req_s", "attainment"),
-    *(f"{column.name}_p{share * 100:g}_s" for column in LIVE for share in SHARES),
+    *("ended", "failed", "tokens", "requests_per_s", "failed_per_s", "output_tok_s", "goodput", "attainment"),
+    *(f"{latency.name}_p{share * 100:g}" for latency in LIVE for share in SHARES),
 )
 _HISTORY_HEADER = ("wall_s", "t_s", "user_class", *_CLASS_KEYS, "users", "in_flight")
 

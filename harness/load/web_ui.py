@@ -18,8 +18,8 @@ from locust.web import WebUI
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from harness.base.columns import LIVE
 from harness.base.errors import HarnessError, sentence
+from harness.base.metrics import LIVE
 from harness.load import live_outputs
 from harness.load.live_metrics import ALL, RESOLUTION, WINDOW_S, CounterDelta, LiveNumbers, Observed, decode_delta
 from harness.load.options import (
@@ -235,7 +235,7 @@ class Live(Collector):
             "resolution": RESOLUTION,
             "window_s": WINDOW_S,
             "slos": numbers.slos,
-            "latencies": [(column.name, column.title) for column in LIVE],
+            "latencies": [(latency.name, latency.title) for latency in LIVE],
             "state": self._runner.state,
             "users": self._runner.user_count,
             "workers": workers,

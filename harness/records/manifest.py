@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, to_builtins
 from msgspec.structs import replace
 
-from harness.base import columns
+from harness.base import metrics
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.redact import masked
@@ -213,8 +213,8 @@ class RowOrigin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     server: str
     load: str
-    definitions: dict[str, str] = {}  # by field of Numbers
-    missing: dict[str, str] = {}  # by field of Numbers, or percentile such as "ttft_p95": why it is not known
+    definitions: dict[str, str] = {}  # by metric
+    missing: dict[str, str] = {}  # by metric, such as "ttft" or "ttft_p95": why it is not known
 
 
 class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -225,8 +225,8 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     files: dict[str, str]  # SHA-256 by name
     imported_wall_s: WallSeconds
     importer: str  # version of the harness that read them
-    definitions: dict[str, str] = {}  # by field of Numbers, if it is not that of this suite
-    missing: dict[str, str] = {}  # by field of Numbers, or percentile such as "ttft_p95": why it is not known
+    definitions: dict[str, str] = {}  # by metric, if it is not that of this suite
+    missing: dict[str, str] = {}  # by metric, such as "ttft" or "ttft_p95": why it is not known
     notes: list[Reason] = []
     rows: list[RowOrigin] = []  # rows that differ from the above
 
@@ -331,9 +331,9 @@ def _find_contradiction(run: Run) -> tuple[str, str] | None:
 OTHERWISE = "†"  # next to a number of a row that means something else than in the first row; a note says what
 NUMBERS_FILE = "numbers.json"  # numbers of cells that have no records
 
-# By field of Numbers its definition in runs of this suite; docs/method.md. `percentiles`: of all latencies.
+# By metric its definition in runs of this suite; docs/method.md. `percentiles`: of all latencies.
 DEFINITIONS = {
-    **columns.DEFINITIONS,
+    **metrics.DEFINITIONS,
     "tokens_per_chunk": "output tokens that chunks carry / chunks with generated tokens",
     "prompt_tokens": "as the server's usage says",
     "output_tokens": "as the server's usage says",

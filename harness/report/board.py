@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from harness.analysis.compare import refuse_invalid
 from harness.analysis.summarize import read_summary, summarize
-from harness.analysis.verdicts import is_client_limited, is_paced, metric_values, number_fields, work_metric
+from harness.analysis.verdicts import is_client_limited, is_paced, metric_values, work_metric
 from harness.base import units
-from harness.base.columns import METRIC_WORDS, RATES
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_file, pretty_json, read_text, replace_file
+from harness.base.metrics import METRICS
 from harness.base.summary import Row, Summary
 from harness.base.units import format_date
 from harness.records.directory import folder_name, list_runs
@@ -72,7 +72,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     metric: str  # of its group
     values: list[float]  # one for each repeat
     output_tok_s: float | None
-    ttft_p50_s: float | None
+    ttft_p50: float | None
     errors: int
     date: str
     run: str
@@ -91,7 +91,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     def median(self) -> str:
         """The median of the repeats with its unit."""
         shown = units.NOTHING if self.value is None else words.format_metric(self.value, self.metric)
-        return self._mark_limited(shown, number_fields(self.metric)[0])
+        return self._mark_limited(shown, METRICS[self.metric].field)
 
     def cells(self, place: int) -> dict[str, str]:
         """The texts of its row by their column, those of ORIGIN last."""
@@ -105,7 +105,7 @@ class Entry(Struct, frozen=True, kw_only=True):
             "Minimum to maximum": " to ".join(words.format_metric(end, self.metric) for end in ends) or units.NOTHING,
             "Repeats": str(len(self.values)),
             "tok/s": self._mark_limited(units.significant(self.output_tok_s), "output_tok_s"),
-            "TTFT p50, ms": self._mark_limited(units.milliseconds(self.ttft_p50_s), "ttft_s"),
+            "TTFT p50, ms": self._mark_limited(units.milliseconds(self.ttft_p50), "ttft"),
             "Errors": str(self.errors),
             "Validity": limited if self.valid else "INVALID",
             "Date": self.date,
@@ -147,7 +147,7 @@ class Group(Struct, frozen=True, kw_only=True):
 
     @property
     def ranked_by(self) -> str:
-        return f"{METRIC_WORDS[self.metric]}, {'more' if self.metric in RATES else 'less'} is better"
+        return f"{METRICS[self.metric].title}, {'more' if METRICS[self.metric].more_is_better else 'less'} is better"
 
     @property
     def rows(self) -> list[dict[str, str]]:
@@ -237,7 +237,7 @@ def _make_group(members: Sequence[tuple[Run, Summary]]) -> Group:
 
 def _rank_key(entry: Entry) -> tuple[bool, float, str, str, str, str]:
     """Best first; entries without a rank last."""
-    value = (entry.value or 0.0) * (-1 if entry.metric in RATES else 1)
+    value = (entry.value or 0.0) * (-1 if METRICS[entry.metric].more_is_better else 1)
     return not entry.ranked, value, entry.machine, entry.server, entry.load, entry.run
 
 
@@ -254,7 +254,7 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         metric=metric,
         values=values,
         output_tok_s=median(row.output_tok_s) if row.output_tok_s else None,
-        ttft_p50_s=numbers.ttft_s.p50,
+        ttft_p50=numbers.ttft.p50,
         errors=numbers.failed + numbers.unfinished,
         date=format_date(run.started_wall_s),
         run=run.id,

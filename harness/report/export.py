@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from harness.analysis import derive
-from harness.base.columns import LATENCIES, VALUES
 from harness.base.errors import HarnessError
+from harness.base.metrics import LATENCIES, STATISTICS, VALUES
 from harness.base.redact import csv_field
 from harness.base.summary import Summary
 from harness.records.clock import Clock
@@ -32,9 +32,9 @@ EXTRA = "parquet"  # the optional dependencies of pyproject.toml that hold pyarr
 RUN_COLUMNS = {"run": "string", "server": "string", "repeat": "int64"}
 DERIVED_COLUMNS = {
     "sent_wall_s": "double",  # Unix time
-    "ttft_s": "double",
-    "tpot_s": "double",
-    "e2e_s": "double",
+    "ttft": "double",
+    "tpot": "double",
+    "e2e": "double",
 }
 _TYPES = {str: "string", int: "int64", float: "double", bool: "bool"}
 
@@ -131,7 +131,7 @@ def _record_rows(run: Run, requests: Iterator[tuple[Request, float | None]]) -> 
 def _batch_rows(run: Run, batch: Sequence[tuple[Request, float | None]]) -> Iterator[dict[str, Any]]:
     cells = {cell.id: cell for cell in run.cells}
     rows = rows_of([request for request, _ in batch])
-    derived = np.array([np.where(rows.good, derive.ttft_s(rows), np.nan), derive.tpot_s(rows), derive.e2e_s(rows)])
+    derived = np.array([np.where(rows.good, derive.ttft(rows), np.nan), derive.tpot(rows), derive.e2e(rows)])
     derived[1][~rows.good] = np.nan
     for (request, wall_s), values in zip(batch, derived.T.tolist(), strict=True):
         cell = cells.get(request.cell)
@@ -143,9 +143,9 @@ def _batch_rows(run: Run, batch: Sequence[tuple[Request, float | None]]) -> Iter
             **{name: getattr(request, name) for name in request.__struct_fields__},
             "bad_fields": msgspec.json.encode(request.bad_fields).decode() if request.bad_fields else None,
             "sent_wall_s": wall_s,
-            "ttft_s": ttft_s,
-            "tpot_s": tpot_s,
-            "e2e_s": e2e_s,
+            "ttft": ttft_s,
+            "tpot": tpot_s,
+            "e2e": e2e_s,
         }
 
 
@@ -196,8 +196,7 @@ def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
 
 
 _CSV_STAGES = ("api", "queue", "prefill", "decode")  # fields of TimeSplit
-_CSV_STATISTICS = ("mean", "p50", "p90", "p95", "p99")
-_CSV_ANSWERS = ("checked", "valid", "valid_share", "labelled", "right", "right_share")
+_CSV_ANSWERS = ("checked", "valid", "labelled", "right")
 _CSV_VERDICT = {  # field of a Verdict, by column
     "speedup_against": "baseline", "speedup_by": "metric", "speedup": "ratio", "speedup_low": "low",
     "speedup_high": "high", "p": "p", "verdict": "word",
@@ -205,7 +204,7 @@ _CSV_VERDICT = {  # field of a Verdict, by column
 
 
 def csv_table(summary: Summary, run: Run) -> str:
-    """The rows of a run as CSV: raw numbers, units in the column names. An empty field: the number is not known."""
+    """The rows of a run as CSV: raw numbers, times in seconds. An empty field: the number is not known."""
     rows = [_csv_row(line, concurrent_parts(line.row.load, run.scenario.mixes)) for line in table_lines(summary, run)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["server", "load"], lineterminator="\n")
@@ -222,20 +221,20 @@ def _csv_row(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | in
         "concurrent_loads": " ".join(concurrent_loads),
         "runs": len(row.cells),
         **{name: getattr(numbers, name) for name in ("sent", "succeeded", "failed", "unfinished", "abandoned")},
-        **{column.field: column.value_of(numbers) for column in VALUES if "." not in column.field},
+        **{metric.name: metric.of(numbers) for metric in VALUES},
         "completion_tokens_per_run": line.tokens,
         "vectors": numbers.vectors,
         "client_limited": " ".join(row.client_limited),
         **{f"answers_{name}": field_or_none(numbers.answers, name) for name in _CSV_ANSWERS},
         **{f"prompt_tokens_{name}": field_or_none(numbers.prompts, name) for name in ("asked", "got")},
     }
-    for column in LATENCIES:
-        if column.csv:
-            sample = getattr(numbers, column.field)
-            record |= {f"{column.name}_{statistic}_s": getattr(sample, statistic) for statistic in _CSV_STATISTICS}
-            if column.slo:
-                censored = {"censored": sample.censored, "unknown": sample.unknown, "above_s": sample.above}
-                record |= {f"{column.name}_{name}": value for name, value in censored.items()}
+    for latency in LATENCIES:
+        if latency.csv:
+            sample = latency.sample(numbers)
+            record |= {f"{latency.name}_{statistic}": getattr(sample, statistic) for statistic in STATISTICS}
+            if latency.slo:
+                censored = {"censored": sample.censored, "unknown": sample.unknown, "above": sample.above}
+                record |= {f"{latency.name}_{name}": value for name, value in censored.items()}
     record |= raw_schedule(row)
     record |= {name: field_or_none(row.machine_load, field) for name, field in MACHINE_VALUES.items()}
     record |= {f"{stage}_mean_s": field_or_none(row.time, f"{stage}_s") for stage in _CSV_STAGES}
@@ -244,7 +243,7 @@ def _csv_row(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | in
         record |= {
             f"attainment({slos})": attained.attainment,
             f"attainment_unknown({slos})": attained.unknown,
-            f"goodput_req_s({slos})": attained.goodput_req_s,
+            f"goodput({slos})": attained.goodput,
         }
     record["baseline"] = int(line.baseline)
     record |= {name: field_or_none(line.verdict, field) for name, field in _CSV_VERDICT.items()}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from harness.analysis.history import ChangePoint, History, LeftOut, Moved, Series
 from harness.analysis.stats import DETECTED, MIN_HISTORY
 from harness.base import units
-from harness.base.columns import METRIC_WORDS, RATES
+from harness.base.metrics import METRICS
 from harness.base.summary import MARGIN, MAX_REPEATS
 from harness.base.units import format_date
 from harness.report import words
@@ -67,7 +67,7 @@ def left_out_sentences(history: History) -> list[str]:
     """The runs that were left out as a whole, then those left out of single rows."""
     lines = _left_out(history.left_out)
     for series in history.series:
-        lines += [f"{series.name}, {METRIC_WORDS[series.metric]}: {text}" for text in _left_out(series.left_out)]
+        lines += [f"{series.name}, {METRICS[series.metric].title}: {text}" for text in _left_out(series.left_out)]
     return lines
 
 
@@ -81,7 +81,7 @@ def series_cells(series: Series) -> list[str]:
     known = series.low is not None and series.high is not None
     return [
         series.name,
-        METRIC_WORDS[series.metric],
+        METRICS[series.metric].title,
         units.count(series.runs, "run"),
         words.format_metric(series.levels[-1].value, series.metric) if series.levels else units.NOTHING,
         str(max(0, len(series.levels) - 1)),
@@ -93,7 +93,7 @@ def series_cells(series: Series) -> list[str]:
 
 
 def describe_shift(moved: Moved) -> str:
-    how = f"{format_speedup(moved.ratio)} than before by {METRIC_WORDS[moved.metric]}"
+    how = f"{format_speedup(moved.ratio)} than before by {METRICS[moved.metric].title}"
     return f"{moved.server} / {moved.load}: {how}"
 
 
@@ -105,7 +105,7 @@ def nearby_sentence(change: ChangePoint) -> str:
 
 
 def outcome_sentence(series: Series, run: str) -> str:
-    name = f"{series.name}: {METRIC_WORDS[series.metric]}"
+    name = f"{series.name}: {METRICS[series.metric].title}"
     if series.word in ("slower", "faster"):
         shown = "this run shows" if series.window == 1 else f"the newest {series.window} runs together show"
         return f"{name}: {series.word}: {shown} a shift that equal runs do not show (p = {series.p:.1e})."
@@ -130,7 +130,7 @@ def _direction(moved: Moved) -> str:
 def _series_chart(name: str, series: Series, history: History) -> Chart:
     """A series: its runs as dots, its levels as lines, outliers as crosses."""
     metric = series.metric
-    scale, unit = (1.0, "tok/s") if metric in RATES else (1.0, "s") if metric == "wall_s" else (1e3, "ms")
+    scale, unit = (1e3, "ms") if METRICS[metric].latency else (1.0, METRICS[metric].unit)
     places = {run: number for number, run in enumerate(history.runs, 1)}
     data: list[Figure] = []
     symbols = {"level": ("circle", "@s1"), "undecided": ("diamond-open", "@s2"), "outlier": ("x", "@s7")}
@@ -162,13 +162,13 @@ def _series_chart(name: str, series: Series, history: History) -> Chart:
         layout["yaxis"]["range"] = [min(values) * (1 - 2 * MARGIN), max(values) * (1 + 2 * MARGIN)]
     return Chart(
         id=name,
-        title=f"{series.name}: {METRIC_WORDS[metric]}",
+        title=f"{series.name}: {METRICS[metric].title}",
         caption="A dot is a run, the geometric mean of its repeats; a line is a level. "
-        f"{'Higher' if metric in RATES else 'Lower'} is better. The axis does not start at zero.",
+        f"{'Higher' if METRICS[metric].more_is_better else 'Lower'} is better. The axis does not start at zero.",
         findings=_left_out(series.left_out),
-        formula=f"run = geometric mean of {METRIC_WORDS[metric]} over its repeats",
+        formula=f"run = geometric mean of {METRICS[metric].title} over its repeats",
         figure={"data": data, "layout": layout},
-        head=["Run", "Started", METRIC_WORDS[metric].capitalize(), "State"],
+        head=["Run", "Started", METRICS[metric].title.capitalize(), "State"],
         body=[
             [point.run, units.date_time(point.started_wall_s), words.format_metric(point.value, metric), point.state]
             for point in series.points

@@ -20,7 +20,7 @@ from harness.analysis.comparable import server_differences
 from harness.analysis.result import CapacityReport, read_capacity
 from harness.analysis.summarize import Summarized
 from harness.base import units
-from harness.base.columns import LIVE
+from harness.base.metrics import LIVE
 from harness.base.summary import Summary, sentence
 from harness.records.manifest import Run, ServedBy
 from harness.report import page, sentences, table

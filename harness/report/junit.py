@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.analysis.history import History
-from harness.base.columns import METRIC_WORDS
 from harness.base.errors import HarnessError
+from harness.base.metrics import METRICS
 from harness.base.summary import CheckResult, Comparison, Difference, Summary, Verdict, evidence, sentence
 from harness.records.manifest import Run
 from harness.report import sentences, words
@@ -79,7 +79,7 @@ def history_xml(history: History) -> str:
     """The XML of a run against its history: a case for each row and metric."""
     cases = []
     for series in history.series:
-        name, text = f"{series.name}: {METRIC_WORDS[series.metric]}", outcome_sentence(series, history.run)
+        name, text = f"{series.name}: {METRICS[series.metric].title}", outcome_sentence(series, history.run)
         outcome = OUTCOMES.get(series.word, "passed")
         cases.append(Case(group="history", name=name, outcome=outcome, kind=series.word, message=text, evidence=text))
     properties = {"run": history.run, "machine": history.machine, "history": history_title(history)}
@@ -146,7 +146,7 @@ def _verdict_cases(comparison: Comparison, *, within: bool) -> list[Case]:
     return [
         Case(
             group="comparison",
-            name=f"{verdict.side} against {verdict.baseline}: {METRIC_WORDS[verdict.metric]}",
+            name=f"{verdict.side} against {verdict.baseline}: {METRICS[verdict.metric].title}",
             outcome=_verdict_outcome(verdict, within=within),
             kind=verdict.word,
             message=verdict_sentence(verdict),

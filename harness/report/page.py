@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from harness.analysis.result import CapacityReport
 from harness.base import units
-from harness.base.columns import METRIC_WORDS
+from harness.base.metrics import METRICS
 from harness.base.summary import CheckResult, Comparison, Difference, RunFinding, Summary, Verdict, evidence, sentence
 from harness.records.manifest import Run
 from harness.report import sentences, words
@@ -146,7 +146,7 @@ def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
         verdict.side,
         verdict.baseline,
         f"{verdict.n[0]} : {verdict.n[1]}",
-        METRIC_WORDS[verdict.metric],
+        METRICS[verdict.metric].title,
         "n/a" if verdict.ratio is None else f"{units.factor(verdict.ratio, 3)}×",
         f"{units.factor(verdict.low or 0.0, 3)} to {units.factor(verdict.high or 0.0, 3)}" if known else "n/a",
         "n/a" if verdict.p is None else "< 0.001" if verdict.p < 0.001 else f"{verdict.p:.3f}",

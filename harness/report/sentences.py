@@ -12,10 +12,10 @@ from typing import Literal
 
 from harness.analysis.checks import evaluate
 from harness.analysis.comparable import engine_versions
-from harness.analysis.verdicts import number_fields, without_concurrency
+from harness.analysis.verdicts import without_concurrency
 from harness.base import units
-from harness.base.columns import METRIC_WORDS, RATES, WORK, number_names
 from harness.base.errors import HarnessError
+from harness.base.metrics import METRICS, number_names
 from harness.base.summary import (
     CheckResult,
     Comparison,
@@ -33,7 +33,7 @@ from harness.records.manifest import Run
 from harness.report import words
 from harness.report.elements import LIMITED, Bullet
 from harness.report.verdict_text import describe_ratio, format_speedup, verdict_sentence, verdict_word
-from harness.scenario.check_syntax import LATENCIES, SLO_METRICS, Check, parse_check
+from harness.scenario.check_syntax import SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
 
 _SHOWN_ERROR = 0.0005  # a smaller error of the load generator is not shown
@@ -118,7 +118,7 @@ def _parse_or_none(text: str) -> Check | None:
 
 def _is_slo(check: Check) -> bool:
     """Whether a check bounds what users or a job get; a check of the error rate does not."""
-    return check.metric in _BOUNDED or check.metric.rpartition("_")[0] in LATENCIES
+    return check.metric in _BOUNDED or bool(METRICS[check.metric].latency)
 
 
 def _regression_answer(checks: Sequence[CheckResult]) -> str:
@@ -207,9 +207,9 @@ def _interference_answer(summary: Summary) -> str:
     if worst is None:
         return "No part of the mix is shown to be slower together than alone."
     alone, together = (_format_pooled_metric(rows[name], worst.metric) for name in (worst.baseline, worst.side))
-    slower = ("higher", "lower") if worst.metric in RATES else ("shorter", "longer")
+    slower = ("higher", "lower") if METRICS[worst.metric].more_is_better else ("shorter", "longer")
     factor = format_speedup(worst.ratio or 0.0, *slower)
-    return f"Together, {worst.side} is slowed most: {METRIC_WORDS[worst.metric]} {alone} → {together}, {factor}."
+    return f"Together, {worst.side} is slowed most: {METRICS[worst.metric].title} {alone} → {together}, {factor}."
 
 
 def _is_mix_against_alone(verdict: Verdict, rows: Mapping[str, Row]) -> bool:
@@ -224,10 +224,7 @@ def _is_mix_against_alone(verdict: Verdict, rows: Mapping[str, Row]) -> bool:
 
 def _format_pooled_metric(row: Row, metric: str) -> str:
     """The value of a verdict's metric over all repeats, with its unit."""
-    latency, _, at = metric.rpartition("_")
-    value: float | None = (
-        getattr(row.pooled, metric) if metric in WORK else getattr(getattr(row.pooled, f"{latency}_s"), at)
-    )
+    value = METRICS[metric].of(row.pooled)
     return units.NOTHING if value is None else words.format_metric(value, metric)
 
 
@@ -304,12 +301,12 @@ def _measurements_answer(rows: Sequence[Row]) -> str:
 
 def _describe_numbers(row: Row) -> str:
     numbers = row.pooled
-    parts = [f"{units.seconds(numbers.wall_s)} wall time"] if numbers.wall_s is not None else []
+    parts = [f"{units.seconds(numbers.wall)} wall time"] if numbers.wall is not None else []
     if numbers.output_tok_s is not None:
         parts.append(f"{units.significant(numbers.output_tok_s)} tok/s")
     elif numbers.input_tok_s is not None:
         parts.append(f"{units.significant(numbers.input_tok_s)} prompt tok/s")
-    for name, sample in (("TTFT", numbers.ttft_s), ("E2E", numbers.e2e_s)):
+    for name, sample in (("TTFT", numbers.ttft), ("E2E", numbers.e2e)):
         if sample.p50 is not None:
             parts.append(f"median {name} {units.milliseconds(sample.p50)}\u00a0ms")
             break
@@ -364,9 +361,7 @@ def client_limit_sentence(summary: Summary) -> str:
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
-            errors = (
-                row.client_error[each] for each in row.client_error if number_fields(each)[0] in row.client_limited
-            )
+            errors = (row.client_error[each] for each in row.client_error if METRICS[each].field in row.client_limited)
             error = max(map(max, errors), default=0.0)
             by = "" if error < _SHOWN_ERROR else f" (by {units.figures(100 * error)}\u00a0% at most)"
             rows[number_names(row.client_limited)].append(f"{row.name}{by}")
@@ -457,7 +452,7 @@ def finding_parts(finding: RunFinding) -> Iterator[Bullet]:
 
 def method_sentence(comparison: Comparison) -> str:
     """The metrics, the number of comparisons, and the difference that is treated as noise."""
-    metrics = list(dict.fromkeys(METRIC_WORDS[verdict.metric] for verdict in comparison.verdicts))
+    metrics = list(dict.fromkeys(METRICS[verdict.metric].title for verdict in comparison.verdicts))
     by = " or ".join(metrics or ["no metric"]) + (", as each line says" if len(metrics) > 1 else "")
     number = comparison.comparisons
     few = {0: "no comparison could be made", 1: "one comparison"}

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import Struct
 
 from harness.base import units
-from harness.base.columns import LATENCIES, METRIC_WORDS, VALUES, WORK, LatencyColumn, ValueColumn
+from harness.base.metrics import LATENCIES, METRICS, VALUES, Metric
 from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
@@ -49,14 +49,16 @@ class TableLine(Struct, frozen=True, kw_only=True):
         if len(set(shown)) < 2:
             return shown[0] if shown else ""
         return ", ".join(
-            f"{METRIC_WORDS[verdict.metric]} {word}" for verdict, word in zip(self.verdicts, shown, strict=True)
+            f"{METRICS[verdict.metric].title} {word}" for verdict, word in zip(self.verdicts, shown, strict=True)
         )
 
     @property
     def metric(self) -> str:
         """The metric of the first verdict and a space, if it is a latency."""
         verdict = self.verdict
-        return f"{METRIC_WORDS[verdict.metric]} " if verdict is not None and verdict.metric not in WORK else ""
+        if verdict is None or not METRICS[verdict.metric].latency:
+            return ""
+        return f"{METRICS[verdict.metric].title} "
 
 
 def table_lines(summary: Summary, run: Run) -> list[TableLine]:
@@ -125,42 +127,42 @@ def _format_verdict(line: TableLine) -> str:
     return "baseline" if line.baseline else line.words or units.NOTHING
 
 
-def _value_column(column: ValueColumn) -> TableColumn:
+def _value_column(metric: Metric) -> TableColumn:
     return TableColumn(
-        column.field,
-        column.title[0].upper() + column.title[1:],
-        f"{column.about} over the repeats.",
-        column.formula,
-        lambda line: units.significant(column.value_of(line.row.pooled)),
+        metric.name,
+        metric.title[0].upper() + metric.title[1:],
+        f"{metric.about} over the repeats.",
+        metric.formula,
+        lambda line: units.significant(metric.of(line.row.pooled)),
         "work",
-        column.field,
+        metric.name,
     )
 
 
 _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
 
 
-def _latency_column(column: LatencyColumn, at: str) -> TableColumn:
+def _latency_column(latency: Metric, at: str) -> TableColumn:
     longest = at == "max"
 
     def text(line: TableLine) -> str:
         numbers = line.row.pooled
-        sample = getattr(numbers, column.field)
-        if longest or (numbers.e2e_s.n and not sample.n and column.field not in line.row.missing):
+        sample = latency.sample(numbers)
+        if longest or (numbers.e2e.n and not sample.n and latency.name not in line.row.missing):
             # Vectors and answers in one piece have no first token: a dash, not the number of requests needed.
             return words.format_maximum(sample)
-        return words.format_percentile(line.row, column.field, at)
+        return words.format_percentile(line.row, METRICS[f"{latency.name}_{at}"])
 
-    meaning = "the longest of all" if longest else f"{_SHARES[at]} requests {column.outcome}"
+    meaning = "the longest of all" if longest else f"{_SHARES[at]} requests {latency.outcome}"
     condition = "" if longest else "; printed only when there are enough of them"
     return TableColumn(
-        f"{column.name}_{at}",
-        f"{column.title} {at}",
-        f"{column.about}: {meaning}. Over the successful requests of all repeats{condition}.",
-        f"{column.formula}; {'maximum' if longest else f'{at[1:]}th percentile'}",
+        f"{latency.name}_{at}",
+        f"{latency.title} {at}",
+        f"{latency.about}: {meaning}. Over the successful requests of all repeats{condition}.",
+        f"{latency.formula}; {'maximum' if longest else f'{at[1:]}th percentile'}",
         text,
         "latency",
-        column.field,
+        latency.name,
         unit="ms",
     )
 
@@ -179,7 +181,7 @@ _WORK_COLUMNS = (
         "How long the whole work took, from the first request sent to the last one ended. Median over the repeats; "
         "none "
         "for a load of fixed duration.",
-        "wall time = last ended − first sent", lambda line: units.seconds(line.row.pooled.wall_s), "work", "wall_s",
+        "wall time = last ended − first sent", lambda line: units.seconds(line.row.pooled.wall), "work", "wall",
     ),
     TableColumn(
         "tokens", "Completion tokens",
@@ -200,7 +202,7 @@ _WORK_COLUMNS = (
         "Σ usage.prompt_tokens of the requests that ended inside the window ÷ window",
         lambda line: units.significant(line.row.pooled.input_tok_s), "work", "input_tok_s",
     ),
-    *(_value_column(column) for column in VALUES if column.formula),
+    *(_value_column(metric) for metric in VALUES if metric.formula),
     TableColumn(
         "valid", "Valid answers",
         "Answers that have the form that was asked for, of the successful requests of all repeats. A fast server whose "
@@ -241,7 +243,7 @@ _VERDICT_COLUMNS = (
 def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
     """The columns of the main table. The tail percentile is the highest that every row carries, else p95."""
     numbers = [row.pooled for row in summary.rows]
-    samples = [row.ttft_s for row in numbers if row.ttft_s.n]
+    samples = [row.ttft for row in numbers if row.ttft.n]
     tails = [at for at in ("p99", "p95", "p90") if samples and all(getattr(s, at) is not None for s in samples)]
     tail = tails[0] if tails else "p95"
     vectors = any(row.vectors is not None for row in numbers)
@@ -253,9 +255,9 @@ def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
         "right": any(form.labelled for form in answers),
     }
     latencies = [
-        _latency_column(column, tail if at == "tail" or (at, tail) == ("p95", "p90") else at)
-        for column in LATENCIES
-        for at in (column.vectors if vectors else column.table)
+        _latency_column(latency, tail if at == "tail" or (at, tail) == ("p95", "p90") else at)
+        for latency in LATENCIES
+        for at in (latency.vectors if vectors else latency.table)
     ]
     work = (column for column in _WORK_COLUMNS if applies.get(column.key, True))
     return (*work, *latencies, *_VERDICT_COLUMNS)
@@ -325,7 +327,7 @@ def field_or_none(record: Struct | None, field: str) -> Any:
 
 def raw_schedule(row: Row) -> dict[str, str | int | float | None]:
     """The numbers of a schedule for programs, times in seconds; None for a closed loop."""
-    lag, names = row.pooled.send_lag_s, ("planned", "never_sent", "asked_per_s", "achieved_per_s")
+    lag, names = row.pooled.send_lag, ("planned", "never_sent", "asked_per_s", "achieved_per_s")
     lags = {"send_lag_p50_s": lag.p50, "send_lag_p99_s": lag.p99, "send_lag_max_s": lag.max}
     return {"kind": row.kind} | {name: field_or_none(row.pooled.schedule, name) for name in names} | lags
 
@@ -372,13 +374,15 @@ def _format_ms(value: float | None) -> str:
 
 
 def _format_send_lag(row: Row) -> str:
-    lag = row.pooled.send_lag_s
+    lag = row.pooled.send_lag
     return f"{', '.join(map(_format_ms, (lag.p50, lag.p99, lag.max)))} ms"
 
 
 def _latency_from_schedule(latency: str, percentile: str) -> Callable[[Row], str]:
     def text(row: Row) -> str:
-        texts = (words.format_percentile(row, name, percentile) for name in (f"{latency}_s", f"{latency}_sched_s"))
+        texts = (
+            words.format_percentile(row, METRICS[f"{name}_{percentile}"]) for name in (latency, f"{latency}_sched")
+        )
         sent, scheduled = ("n/a" if text.startswith("n/a") else text for text in texts)
         return "n/a" if sent == scheduled == "n/a" else f"{sent} → {scheduled} ms"
 

@@ -2,7 +2,7 @@
 
 import math
 
-from harness.base.columns import METRIC_WORDS
+from harness.base.metrics import METRICS
 from harness.base.summary import MARGIN, MAX_REPEATS, OPEN, POWER, Verdict, sentence
 from harness.base.units import ratio_text, short_percent
 
@@ -64,7 +64,9 @@ def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:
         interval = f"95 % interval {ratio_text(low or 0.0)}x to {ratio_text(high or 0.0)}x"
     else:
         interval = f"95 % interval {format_speedup(low or 0.0)} to {format_speedup(high or 0.0)}"
-    return f"{speed} {baseline or verdict.baseline} by {METRIC_WORDS[verdict.metric]} ({', '.join([interval, *notes])})"
+    return (
+        f"{speed} {baseline or verdict.baseline} by {METRICS[verdict.metric].title} ({', '.join([interval, *notes])})"
+    )
 
 
 _RUNS_OF_BASIS = {"one_run": "one run, not repeated", "apart": "not interleaved"}

@@ -8,7 +8,7 @@ import msgspec
 
 from harness.analysis.schedule import load_kind
 from harness.base import units
-from harness.base.columns import RATES
+from harness.base.metrics import METRICS, Metric
 from harness.base.summary import NEEDED, Distribution, Reason, Row
 from harness.base.units import milliseconds
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
@@ -17,19 +17,19 @@ CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclu
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
 
 
-def format_percentile(row: Row, field: str, name: str) -> str:
+def format_percentile(row: Row, metric: Metric) -> str:
     """A percentile of times in milliseconds, or the number of requests that it needs.
 
     "> 25,300": so many requests were cut that only a lower bound is known. Only "n/a" where an imported file does not
     have it; a note has the reason.
     """
-    sample: Distribution = getattr(row.pooled, field)
+    sample, name = metric.sample(row.pooled), metric.statistic
     value: float | None = getattr(sample, name)
     if value is not None:
         return milliseconds(value)
     if sample.known >= NEEDED[name] and sample.above is not None:
         return f"> {milliseconds(sample.above)}"
-    few = sample.known < NEEDED[name] and field not in row.missing
+    few = sample.known < NEEDED[name] and metric.latency not in row.missing
     return f"n/a (needs {NEEDED[name]})" if few else "n/a"
 
 
@@ -40,9 +40,9 @@ def format_maximum(sample: Distribution) -> str:
 
 def format_metric(value: float, metric: str) -> str:
     """A value of a verdict's metric with its unit."""
-    if metric in RATES:
-        return f"{units.significant(value)} tok/s"
-    return units.seconds(value) if metric == "wall_s" else f"{units.milliseconds(value)} ms"
+    if METRICS[metric].more_is_better:
+        return f"{units.significant(value)} {METRICS[metric].unit}"
+    return f"{units.milliseconds(value)} ms" if METRICS[metric].latency else units.seconds(value)
 
 
 def one_line(text: str) -> str:

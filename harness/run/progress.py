@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
+from harness.base.metrics import METRICS
 from harness.base.redact import masked
 from harness.base.units import count, duration, gib
 from harness.run.drive import Monitor
@@ -19,7 +20,7 @@ from harness.scenario.plan import Cell
 
 PLAIN_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0  # between two reads of a cell's files
-AT = ("p50", "p95")
+LATENCIES = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95")
 
 
 class Progress:
@@ -117,10 +118,8 @@ def describe_numbers(monitor: Monitor) -> list[str]:
     """Read what is new of a cell, and return its known numbers in words: of the load, the server and the GPUs."""
     numbers, observed = monitor.numbers(), monitor.observed.values
     server = observed["server"] or {}
-    known = {
-        f"{name} {at}": _format_latency(numbers[f"{name.lower()}_{at}_s"]) for name in ("TTFT", "TPOT") for at in AT
-    }
-    known |= {"tok/s": _format_number(numbers["tok_s"]), "req/s": _format_number(numbers["req_s"])}
+    known = {METRICS[name].title: _format_latency(numbers[name]) for name in LATENCIES}
+    known |= {"tok/s": _format_number(numbers["output_tok_s"]), "req/s": _format_number(numbers["requests_per_s"])}
     known |= {name: _format_number(server.get(name)) for name in ("running", "waiting")}
     known["KV"] = f"{server['kv_usage']:.0%}" if server.get("kv_usage") is not None else None
     words = [f"{name} {text}" for name, text in known.items() if text is not None]

@@ -12,9 +12,8 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from harness.base import columns
 from harness.base.errors import did_you_mean, suggest_row
-from harness.base.summary import NEEDED
+from harness.base.metrics import LATENCIES, METRICS, STATISTICS
 from harness.scenario import LOAD_NAME, NAME
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -24,20 +23,16 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-LATENCIES = {column.check: column for column in columns.LATENCIES}
-STATISTICS = (*NEEDED, "mean")
 # The latencies that an SLO may bound: a request has one value of each.
-SLO_LATENCIES = tuple(column.check for column in columns.LATENCIES if column.slo)
+SLO_LATENCIES = tuple(latency.name for latency in LATENCIES if latency.slo)
 # The units of each metric, each with its divisor: 95 / 100 is 0.95, but 95 * 0.01 is not.
 _TIME = {"s": 1.0, "ms": 1000.0}
 _SHARE = {"": 1.0, "%": 100.0}
 _PLAIN = {"": 1.0}
+_UNITS = {"s": _TIME, "%": _SHARE, "tok/s": _PLAIN, "req/s": _PLAIN, "": _PLAIN}
 _RATE = "req/s"
 UNITS: dict[str, dict[str, float]] = {
-    **{f"{latency}_{statistic}": _TIME for latency in LATENCIES for statistic in STATISTICS},
-    **{column.check: {"seconds": _TIME, "ratio": _SHARE, "": _PLAIN}[column.unit] for column in columns.VALUES},
-    "speedup": _PLAIN,
-    "attainment": _SHARE,
+    **{metric.name: _UNITS[metric.unit] for metric in METRICS.values() if metric.statistic or not metric.latency},
     "goodput": {**_SHARE, _RATE: 1.0},
 }
 SLO_METRICS = ("attainment", "goodput")
@@ -194,7 +189,8 @@ def _quoted(text: str) -> str:
 
 
 def _metric_advice(metric: str) -> str:
-    family = next((name for name in sorted(LATENCIES, reverse=True) if metric.startswith(f"{name}_")), metric)
-    if family in LATENCIES:
+    families = [latency.name for latency in LATENCIES if f"{metric}_".startswith(f"{latency.name}_")]
+    if families:
+        family = max(families, key=len)
         return f"known: {', '.join(f'{family}_{statistic}' for statistic in STATISTICS)}"
     return did_you_mean(metric, UNITS)

@@ -60,7 +60,7 @@ def test_a_run_compares_serving_with_the_offline_bound(client: docker.DockerClie
     assert [(mark.event, mark.sent, mark.recorded) for mark in marks] == [("start", None, None), ("end", 11, 11)]
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
     (row,) = (row for row in summary.rows if row.server == "offline")
-    assert row.wall_s[0] == pytest.approx(max(ends), abs=0.01)  # without the start of the engine
+    assert row.wall[0] == pytest.approx(max(ends), abs=0.01)  # without the start of the engine
     served = manifest.cells[1].served_by
     assert (served.template, served.version, served.url) == ("vllm-offline", "0.32.0", "none: offline")
     assert served.image_digest is not None and served.arguments[0] == "python3"

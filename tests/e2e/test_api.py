@@ -103,7 +103,7 @@ def test_records_are_a_table(tmp_path: Path) -> None:
     assert (table.num_rows, table.column_names) == (60, list(record_columns()))
     assert [request.id for request in run.requests()] == table.column("id").to_pylist()
     frame = pytest.importorskip("pandas") and run.to_pandas()
-    assert (frame.shape, frame.e2e_s.max()) == ((60, len(record_columns())), max(table.column("e2e_s").to_pylist()))
+    assert (frame.shape, frame.e2e.max()) == ((60, len(record_columns())), max(table.column("e2e").to_pylist()))
     (tmp_path / "run.json").write_bytes((BEFORE / "run.json").read_bytes())
     with pytest.raises(HarnessError):
         load_run(tmp_path).to_arrow()

@@ -97,8 +97,8 @@ def test_every_endpoint_is_driven_and_recorded(tmp_path: Path) -> None:
     added = {name: row.pooled.prompts.added for name, row in rows.items() if row.pooled.prompts is not None}
     assert added == {"chat": 5, "text": 0, "whole": 0, "vectors": 0}
     vectors = rows["vectors"].pooled
-    assert (vectors.vectors, vectors.ttft_s.n, vectors.e2e_s.n, vectors.output_tok_s) == (6, 0, 6, None)
-    assert vectors.input_tok_s == pytest.approx((vectors.prompt_tokens or 0) / (vectors.wall_s or 1))
+    assert (vectors.vectors, vectors.ttft.n, vectors.e2e.n, vectors.output_tok_s) == (6, 0, 6, None)
+    assert vectors.input_tok_s == pytest.approx((vectors.prompt_tokens or 0) / (vectors.wall or 1))
     table = harness("report", str(where), "--format", "markdown", cwd=tmp_path).out.splitlines()
     cells = next(line for line in table if line.startswith("| one | vectors")).split(" | ")
     heads = next(line for line in table if line.startswith("| Server")).split(" | ")

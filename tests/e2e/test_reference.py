@@ -80,13 +80,13 @@ def test_a_summary_with_another_definition_has_no_ratio_of_that_number(tmp_path:
         )
     summary = summarize(tmp_path / "old")
     (tmp_path / "old" / "requests.jsonl").unlink()
-    other = [msgspec.structs.replace(row, definitions={"tpot_s": "(last - first) / tokens"}) for row in summary.rows]
+    other = [msgspec.structs.replace(row, definitions={"tpot": "(last - first) / tokens"}) for row in summary.rows]
     for rows, found in ((summary.rows, ["passed", "passed"]), (other, ["inconclusive", "passed"])):
         write_summary(tmp_path / "old", msgspec.structs.replace(summary, rows=rows))
         reference = reference_of(tmp_path / "old", tmp_path / "new")
         result = checks_of(tmp_path / "new", reference)
         assert [one.status for one in result] == found
-    assert "the definitions of 'tpot_s' differ, so no ratio is given. a / x: (last" in evidence(result[0].evidence)
+    assert "the definitions of 'tpot' differ, so no ratio is given. a / x: (last" in evidence(result[0].evidence)
 
 
 def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def four(**changes: Any) -> list[Request]:
     return [request(index=i, **changes) for i in range(4)]
 
 
-TIMES = ["ttft_s", "ttfo_s", "tpot_s", "e2e_s", "chunk_gap_s"]
-RATES = ["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"]
+TIMES = ["ttft", "ttfo", "tpot", "e2e", "gap"]
+RATES = ["wall", "output_tok_s", "input_tok_s", "requests_per_s"]
 SHARED_READ = {"chunks_s": SHARED, "coalesced": 1, "coalesced_late": 1}
 
 
@@ -53,13 +53,13 @@ SHARED_READ = {"chunks_s": SHARED, "coalesced": 1, "coalesced_late": 1}
         ({}, {"loop_lag_mean_s": 0.005, "loop_lag_p50_s": 0.005, "loop_lag_p99_s": 0.2, "core_wait": 0.5},
          None, 0, 0, []),
         # Chunks that were read late together with others; of an old run it is not known who put them together.
-        (SHARED_READ, {}, "shared_reads", 1 / 11, 0.01, ["chunk_gap_s"]),
+        (SHARED_READ, {}, "shared_reads", 1 / 11, 0.01, ["gap"]),
         (SHARED_READ | {"chunks_s": FIRST_SHARED}, {}, "shared_reads", 1.0, 0.01,
-         ["ttft_s", "ttfo_s", "tpot_s", "chunk_gap_s"]),
+         ["ttft", "ttfo", "tpot", "gap"]),
         (SHARED_READ | {"coalesced_late": 0}, {}, None, 0, 0, []),
         (SHARED_READ | {"coalesced_late": None}, {}, None, 0, 0, []),
         # Where the loop was late most of the time, all shared reads count.
-        (SHARED_READ | {"coalesced_late": 0}, {"loop_lag_p50_s": 0.006}, "shared_reads", 1 / 11, 0.01, ["chunk_gap_s"]),
+        (SHARED_READ | {"coalesced_late": 0}, {"loop_lag_p50_s": 0.006}, "shared_reads", 1 / 11, 0.01, ["gap"]),
         # A late loop spoils times that are those of the read.
         ({"clock": "read"}, {"loop_lag_p99_s": 0.005}, None, 0, 0, []),
         ({"clock": "read"}, {"loop_lag_p50_s": 0.005}, None, 0, 0, []),
@@ -91,8 +91,8 @@ def test_a_limit_in_words() -> None:
     )
     [(_, why)] = limits_with_lags(four(clock="read"), LOAD, loop_lag_p99_s=0.0123)
     assert sentence(why).endswith(f"12.3 ms or more late; at most 5 ms is allowed; {MORE}")
-    one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot_s", "wall_s"])
-    assert limited_fields(["wall_s", "ttft_s", "tpot_s"], [one]) == ["wall_s", "tpot_s"]
+    one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot", "wall"])
+    assert limited_fields(["wall", "ttft", "tpot"], [one]) == ["wall", "tpot"]
 
 
 def test_the_remedy_of_a_late_process() -> None:

@@ -36,7 +36,7 @@ def test_what_stock_locust_writes_is_what_was_recorded(tmp_path: Path, engine: s
     rows = {row["user_class"]: row for row in csv.DictReader((tmp_path / "out/x_llm.csv").read_text().splitlines())}
     assert {name: int(row["ended"]) for name, row in rows.items()} == {ALL: len(records), "BatchAgent": len(records)}
     assert int(rows[ALL]["tokens"]) == sum(one.output_tokens or 0 for one in records) == 5 * len(records)
-    assert rows[ALL]["attainment"] == "1.0" and rows[ALL]["goodput_req_s"] == rows[ALL]["req_s"]
+    assert rows[ALL]["attainment"] == "1.0" and rows[ALL]["goodput"] == rows[ALL]["requests_per_s"]
     assert (tmp_path / "out/x_llm_history.csv").read_text().startswith("wall_s,t_s,user_class,")
     (line,) = [line for line in log_of(tmp_path).splitlines() if line.startswith("BatchAgent ")]
     assert line.split()[1:4] == [str(len(records)), "0", "0"]

@@ -86,11 +86,11 @@ def test_rates_count_from_the_first_request_and_need_a_second(tmp_path: Path, no
     monitor = Monitor(job(tmp_path, batch_size=1, requests=20))
     # One after the other, 0.1 s each; the shortest time that one took is not how long it has been going on.
     append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5)))
-    assert monitor.numbers()["req_s"] is None
+    assert monitor.numbers()["requests_per_s"] is None
     append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5, 15)))
     now[0] = 101.0
     numbers = monitor.numbers()
-    assert (numbers["req_s"], numbers["tok_s"]) == (10.0, 110.0)
+    assert (numbers["requests_per_s"], numbers["output_tok_s"]) == (10.0, 110.0)
 
 
 def test_the_time_left(tmp_path: Path, now: list[float]) -> None:

@@ -32,7 +32,7 @@ RUNS = ROOT / "tests" / "runs"
 EXPECTED = RUNS / "expected"
 IMPORTED = ROOT / "tests" / "data" / "imports"
 
-# Old key or keys -> new ones, anywhere in a path such as rows.0.pooled.ttft_s.least: {"ttft_s.least": "ttft_s.min"}.
+# Old key or keys -> new ones, anywhere in a path such as rows.0.pooled.ttft.least: {"ttft_s.least": "ttft_s.min"}.
 RENAMED: dict[str, str] = {}
 
 WORDS = ("status", "word", "window")  # short texts with a fixed set of values

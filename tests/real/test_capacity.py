@@ -42,7 +42,7 @@ def test_the_answers_agree_with_a_full_grid(tmp_path: Path, server: dict[str, An
     smooth = {level: median(tok_s[near] for near in LEVELS if abs(near - level) <= 1) for level in LEVELS}
     enough = KNEE_SHARE * max(smooth.values())
     knee = min(level for level in LEVELS if smooth[level] >= enough)
-    p90_s = {level: rows[level].pooled.e2e_s.p90 for level in LEVELS}
+    p90_s = {level: rows[level].pooled.e2e.p90 for level in LEVELS}
     say(f"grid: tok/s {tok_s}, E2E p90 {p90_s}, knee {knee}")
     known_s = {level: value_s for level, value_s in p90_s.items() if value_s is not None}  # few users: few requests
     bound_s = 1.15 * known_s[LEVELS[LEVELS.index(knee) + 2]]

@@ -65,11 +65,11 @@ def test_serving_and_the_offline_bound_in_one_table(tmp_path: Path, say: Say) ->
     ends = {round(record.ended_s, 4) for index, record in bound.items() if index >= 0}
     assert len(ends) > 1  # vLLM tells when each ended: with ten at a time the second ten are later
     rows = {row.server: row for row in ran.summary.rows}
-    assert rows["offline"].wall_s[0] is not None and rows["serving"].wall_s[0] is not None
+    assert rows["offline"].wall[0] is not None and rows["serving"].wall[0] is not None
     by_id = {cell.id: cell.served_by for cell in ran.manifest.cells}
     by = by_id["r1-offline-ten"]
     assert (by.template, (by.version or "")[:6]) == ("vllm-offline", "0.32.0")
     assert [phase.name for phase in by.phases][:2] == ["pull", "create"]
     assert left_behind(ran.folder) == []
-    say(f"{REQUESTS} requests of {TOKENS} tokens: {rows['serving'].wall_s[0]:.2f} s served ten at a time, "
-        f"{rows['offline'].wall_s[0]:.2f} s offline")  # fmt: skip
+    say(f"{REQUESTS} requests of {TOKENS} tokens: {rows['serving'].wall[0]:.2f} s served ten at a time, "
+        f"{rows['offline'].wall[0]:.2f} s offline")  # fmt: skip

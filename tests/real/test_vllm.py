@@ -29,7 +29,7 @@ def summary_of(ran: Ran, cell: str) -> CellSummary:
 
 
 def wall_s(ran: Ran, cell: str) -> float:
-    value = summary_of(ran, cell).numbers.wall_s
+    value = summary_of(ran, cell).numbers.wall
     assert value is not None
     return value
 
@@ -84,7 +84,7 @@ def test_answers_of_a_burst_grow_together(on_vllm: Timed, say: Say) -> None:
         growing = [sum(begun <= first < ended for begun, ended in answers) for first, _ in answers]
         assert max(growing) >= min(size, SEQUENCES)
     row = next(row for row in on_vllm.ran.summary.rows if row.load == "ten-at-a-time")
-    assert row.wall_s == [wall_s(on_vllm.ran, "r1-vllm-ten-at-a-time")]
+    assert row.wall == [wall_s(on_vllm.ran, "r1-vllm-ten-at-a-time")]
 
 
 def test_a_limit_on_sequences_shows_as_a_queue_and_in_ttft(on_vllm: Timed, say: Say) -> None:
@@ -96,7 +96,7 @@ def test_a_limit_on_sequences_shows_as_a_queue_and_in_ttft(on_vllm: Timed, say: 
     assert queue.waiting_max is not None and 1 <= queue.waiting_max <= 10 - SEQUENCES
     assert summary_of(on_vllm.ran, free).server_load.waiting_max == 0
     # Of ten, six wait for a whole answer at least.
-    ttft = {cell: summary_of(on_vllm.ran, cell).numbers.ttft_s.mean for cell in (free, limited)}
+    ttft = {cell: summary_of(on_vllm.ran, cell).numbers.ttft.mean for cell in (free, limited)}
     say(
         f"--max-num-seqs {SEQUENCES}: mean TTFT {ttft[free]} s four at a time, {ttft[limited]} s ten at a time "
         f"({queue.running_max:.0f} running, {queue.waiting_max:.0f} waiting)"

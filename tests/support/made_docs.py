@@ -12,9 +12,9 @@ import typer
 
 from harness.advice.findings import RULES
 from harness.analysis.summarize import read_summary
-from harness.base.columns import LATENCIES, VALUES
 from harness.base.engines import engines, find_template
 from harness.base.files import ROOT
+from harness.base.metrics import LATENCIES, VALUES
 from harness.cli import app
 from harness.cli.common import COMMANDS
 from harness.failures.table import Rule, protected_flags, removed_flags, removed_variables, rules
@@ -185,8 +185,8 @@ def findings_tables() -> str:
 
 def metrics_table() -> str:
     """What a check may name, of the table of metrics."""
-    rows = [table_row(f"`{column.check}_` ...", _about(column.about, column.only)) for column in LATENCIES]
-    rows += [table_row(f"`{column.check}`", column.about) for column in VALUES]
+    rows = [table_row(f"`{latency.name}_` ...", _about(latency.about, latency.only)) for latency in LATENCIES]
+    rows += [table_row(f"`{metric.name}`", metric.about) for metric in VALUES]
     return "".join([table_row("metric", "is"), "|---|---|\n", *rows])
 
 

@@ -142,11 +142,11 @@ def test_the_gate_closes_on_a_run_slower_than_its_history(tmp_path: Path) -> Non
     assert runner.outputs == {"run": str(target.relative_to(tmp_path))}
     summary = json.loads((target / "summary.json").read_text())
     run = json.loads((target / "run.json").read_text())
-    wall_s = summary["rows"][0]["wall_s"][0] / 10
+    wall_s = summary["rows"][0]["wall"][0] / 10
     for number in range(10):
         earlier = target.parent / f"{number}"
         earlier.mkdir()
-        summary["rows"][0] |= {"wall_s": [wall_s * (1 + 0.001 * (number % 3))], "client_limited": []}
+        summary["rows"][0] |= {"wall": [wall_s * (1 + 0.001 * (number % 3))], "client_limited": []}
         (earlier / "summary.json").write_text(json.dumps(summary | {"run": f"{number}"}))
         when = {"id": f"{number}", "started_wall_s": run["started_wall_s"] - 3600 * (10 - number)}
         (earlier / "run.json").write_text(json.dumps(run | when))

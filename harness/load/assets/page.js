@@ -46,9 +46,9 @@
   const SHARES = [50, 90, 95, 99];
   const columns = () => [
     ["requests", (n) => String(n.ended)], ["in flight", (n, name) => String(name === "all" ? last.in_flight : last.in_flight_of[name] || 0)], ["failed", (n) => String(n.failed), (n) => n.failed > 0],
-    ["succeeded req/s", (n) => number(n.req_s)], ["tok/s", (n) => number(n.tok_s)],
-    ["goodput req/s", (n) => number(n.goodput_req_s)], ["in SLOs %", (n) => number(scaled(n.attainment, 100))],
-    ...last.latencies.flatMap(([key, title]) => SHARES.map((p) => [`${title} p${p} ms`, (n) => ms(n[`${key}_p${p}_s`])])),
+    ["succeeded req/s", (n) => number(n.requests_per_s)], ["tok/s", (n) => number(n.output_tok_s)],
+    ["goodput req/s", (n) => number(n.goodput)], ["in SLOs %", (n) => number(scaled(n.attainment, 100))],
+    ...last.latencies.flatMap(([key, title]) => SHARES.map((p) => [`${title} p${p} ms`, (n) => ms(n[`${key}_p${p}`])])),
   ];
 
   function table() {
@@ -84,12 +84,12 @@
       made.push(box);
     };
     tile("in flight", String(last.in_flight), `by ${last.users} ${last.users === 1 ? "user" : "users"}`);
-    tile("TTFT p50", ms(n.ttft_p50_s), "ms");
-    tile("TTFT p95", ms(n.ttft_p95_s), "ms");
-    tile("TPOT p50", ms(n.tpot_p50_s), "ms");
-    tile("output", number(n.tok_s), "tok/s");
-    tile("succeeded", number(n.req_s), "req/s");
-    if (last.slos) tile("goodput", number(n.goodput_req_s), "req/s");
+    tile("TTFT p50", ms(n.ttft_p50), "ms");
+    tile("TTFT p95", ms(n.ttft_p95), "ms");
+    tile("TPOT p50", ms(n.tpot_p50), "ms");
+    tile("output", number(n.output_tok_s), "tok/s");
+    tile("succeeded", number(n.requests_per_s), "req/s");
+    if (last.slos) tile("goodput", number(n.goodput), "req/s");
     tile("failed, whole test", String(last.whole.all.failed), "", last.whole.all.failed > 0);
     if (server) {
       if (isKnown(server.running)) tile("server: running", number(server.running));
@@ -156,9 +156,9 @@
     const gpus = [...new Set(points.flatMap((p) => Object.keys(p.gpus || {})))].sort();
     const each = (what) => gpus.map((name) => [name, (p) => what(p.gpus?.[name] || {})]);
     return [
-      ...last.latencies.map(([key, title]) => [title, "ms", SHARES.map((s) => [`p${s}`, of(`${key}_p${s}_s`, 1000)])]),
-      ["Output tokens", "tok/s", [["of ended requests", of("tok_s")], ["by the server", (p) => p.server?.tok_s]]],
-      ["Requests", "/s", [["succeeded", of("req_s")], ["goodput", of("goodput_req_s")], ["failed", of("failed_s")]]],
+      ...last.latencies.map(([key, title]) => [title, "ms", SHARES.map((s) => [`p${s}`, of(`${key}_p${s}`, 1000)])]),
+      ["Output tokens", "tok/s", [["of ended requests", of("output_tok_s")], ["by the server", (p) => p.server?.tok_s]]],
+      ["Requests", "/s", [["succeeded", of("requests_per_s")], ["goodput", of("goodput")], ["failed", of("failed_per_s")]]],
       ["Users and requests in flight", "", [["users", (p) => p.users], ["in flight", (p) => p.in_flight]]],
       ["Server's queue", "requests", [["running", (p) => p.server?.running], ["waiting", (p) => p.server?.waiting]]],
       ["KV cache in use", "%", [["KV cache", (p) => scaled(p.server?.kv_usage, 100)]]],

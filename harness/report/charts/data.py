@@ -13,7 +13,7 @@ from harness.analysis import derive
 from harness.analysis.latencies import latency_sample
 from harness.analysis.slo_rule import LatencySample, kaplan_meier
 from harness.analysis.summarize import has_only_summary
-from harness.base.columns import LIVE
+from harness.base.metrics import LIVE
 from harness.records.run_data import CellData, RunData, load
 from harness.records.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
 from harness.records.table import FINE_S, MAX_FINE, Rows
@@ -132,8 +132,8 @@ def chart_data(data: RunData) -> ChartData:
             timelines.append(_timeline(cell.id, of_cell, known, server, machine))
         if cell.again is None:  # a cell that measures drift belongs to no row
             row = rows.setdefault((cell.server, cell.load), RowData())
-            for column in LIVE:
-                row.latencies.setdefault(column.field, []).append(latency_sample(of_cell, column.field))
+            for latency in LIVE:
+                row.latencies.setdefault(latency.name, []).append(latency_sample(of_cell, latency.name))
             counted = drawn_rows(of_cell)
             row.dots = thin_dots([*row.dots, *cell_dots(cell.id, counted)], MAX_DOTS)
             row.count += int(counted.good.sum())
@@ -160,7 +160,7 @@ def _zero_s(known: Rows) -> float:
 
 def cell_dots(cell: str, rows: Rows) -> list[Dot]:
     """The measured requests of a cell, thinned."""
-    took_s = np.where(rows.good, derive.e2e_s(rows), rows.ended_s)
+    took_s = np.where(rows.good, derive.e2e(rows), rows.ended_s)
     good, failed = np.flatnonzero(rows.good), np.flatnonzero(~rows.good)
     slowest = good[np.argsort(took_s[good], kind="stable")[::-1][:SLOWEST]]
     drawn = np.concatenate([_spread(failed, MAX_DOTS // 4), slowest, _spread(good, MAX_DOTS)])

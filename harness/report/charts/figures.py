@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from harness.analysis.knee import KNEE_SHARE
 from harness.analysis.verdicts import without_concurrency
 from harness.base import units
-from harness.base.columns import FORMULAS, LatencyColumn
-from harness.base.summary import Row, Summary
+from harness.base.metrics import METRICS, Metric
+from harness.base.summary import NEEDED, Row, Summary
 from harness.records.manifest import Run
 from harness.report import words
 from harness.report.charts import (
@@ -28,7 +28,7 @@ from harness.report.charts import (
 )
 from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, RowData, distribution_points, thin_dots
 from harness.report.charts.sweeps import pareto_trace
-from harness.scenario.check_syntax import LATENCIES, STATISTICS, parse_check
+from harness.scenario.check_syntax import parse_check
 from harness.scenario.plan import mix_of
 
 MAX_CHART_DOTS = 2400  # of all rows: a browser draws more of them slowly
@@ -151,12 +151,12 @@ def _median_min_max(values: list[float]) -> list[str]:
 
 def first_token_chart(summary: Summary, run: Run) -> Chart:
     data: list[Figure] = []
-    for i, server, rows in _curves(summary, run, lambda row: row.pooled.ttft_s.p50 is not None):
+    for i, server, rows in _curves(summary, run, lambda row: row.pooled.ttft.p50 is not None):
         x, hue = [row_concurrency(row, run) for row in rows], f"@{colour(i)}"
         hover = "%{text}, %{x} at once<br><b>%{y:,.1f} ms</b>"
-        medians = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
+        medians = [1000 * (row.pooled.ttft.p50 or 0.0) for row in rows]
         data.append(_curve_trace(i, server, rows, x, medians, f"{hover} p50"))
-        tails = [None if (p95 := row.pooled.ttft_s.p95) is None else 1000 * p95 for row in rows]
+        tails = [None if (p95 := row.pooled.ttft.p95) is None else 1000 * p95 for row in rows]
         if any(tail is not None for tail in tails):
             line = {"color": hue, "width": 1.5, "dash": "dot"}
             marker = {"color": hue, "symbol": f"{symbol(i)}-open", "size": 7}
@@ -167,17 +167,17 @@ def first_token_chart(summary: Summary, run: Run) -> Chart:
         title="Time to first token over concurrency",
         caption="Solid: half of the requests (p50). Dotted: 95 of 100 requests (p95), where the sample carries it. "
         "Lower is better.",
-        formula=f"{FORMULAS['ttft']}; pXX: XX % of the successful requests of all repeats took at most so long",
+        formula=f"{METRICS['ttft'].formula}; pXX: XX % of the successful requests of all repeats took at most so long",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
         head=["Server", "Load", "At once", "TTFT p50, ms", "TTFT p95, ms", "Requests"],
-        body=[[*_row_cells(row, run), *_percentile_cells(row, "ttft_s")] for row in summary.rows],
+        body=[[*_row_cells(row, run), *_percentile_cells(row, "ttft")] for row in summary.rows],
         empty="" if values else _NO_CURVE,
     )
 
 
-def _percentile_cells(row: Row, field: str) -> list[str]:
-    sample = getattr(row.pooled, field)
-    return [words.format_percentile(row, field, name) for name in ("p50", "p95")] + [f"{sample.n:,}"]
+def _percentile_cells(row: Row, latency: str) -> list[str]:
+    texts = [words.format_percentile(row, METRICS[f"{latency}_{name}"]) for name in ("p50", "p95")]
+    return [*texts, f"{METRICS[latency].sample(row.pooled).n:,}"]
 
 
 def tradeoff_chart(summary: Summary, run: Run) -> Chart:
@@ -185,10 +185,10 @@ def tradeoff_chart(summary: Summary, run: Run) -> Chart:
 
     def has_both(row: Row) -> bool:
         numbers = row.pooled
-        return numbers.output_tok_s is not None and numbers.e2e_s.p50 is not None and _has_same_rate(summary, row)
+        return numbers.output_tok_s is not None and numbers.e2e.p50 is not None and _has_same_rate(summary, row)
 
     def point(row: Row) -> tuple[float, float]:
-        return row.pooled.output_tok_s or 0.0, 1000 * (row.pooled.e2e_s.p50 or 0.0)
+        return row.pooled.output_tok_s or 0.0, 1000 * (row.pooled.e2e.p50 or 0.0)
 
     data: list[Figure] = []
     for i, server, rows in _curves(summary, run, has_both):
@@ -208,37 +208,37 @@ def tradeoff_chart(summary: Summary, run: Run) -> Chart:
         caption="A point for each load: half of the requests were answered within this time (p50). A line joins loads "
         "that differ in concurrency alone. Right and low is best.",
         formula="across: tok/s = output tokens inside the window ÷ window, median of the repeats; "
-        f"up: {FORMULAS['e2e']}, percentile over the successful requests of all repeats",
+        f"up: {METRICS['e2e'].formula}, percentile over the successful requests of all repeats",
         figure={"data": data, "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", heights)}},
         findings=findings,
         head=["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"],
         body=[
-            [*_row_cells(row, run), units.significant(row.pooled.output_tok_s), *_percentile_cells(row, "e2e_s")]
+            [*_row_cells(row, run), units.significant(row.pooled.output_tok_s), *_percentile_cells(row, "e2e")]
             for row in summary.rows
         ],
         empty="" if data else _NO_CURVE,
     )
 
 
-def distribution_chart(summary: Summary, observed: ChartData, column: LatencyColumn) -> Chart:
+def distribution_chart(summary: Summary, observed: ChartData, latency: Metric) -> Chart:
     """The distribution function of a latency, with a line for each row."""
     curves, body = [], []
     for i, row in enumerate(summary.rows):
-        values, shares = distribution_points(observed.rows.get(row.key, RowData()).latencies.get(column.field, []))
+        values, shares = distribution_points(observed.rows.get(row.key, RowData()).latencies.get(latency.name, []))
         hue, dash = row_style(summary, row)
         line = {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2}
         hover = f"%{{y:.1%}} within <b>%{{x:,.1f}} ms</b>{NAME}"
         curves.append(scatter(row.name, [round(1000 * value, 3) for value in values], shares, hover, line=line, meta=i))
-        pooled = getattr(row.pooled, column.field)
-        percentiles = [words.format_percentile(row, column.field, name) for name in ("p50", "p90", "p95", "p99")]
+        pooled = latency.sample(row.pooled)
+        percentiles = [words.format_percentile(row, METRICS[f"{latency.name}_{name}"]) for name in NEEDED]
         minimum, maximum = units.milliseconds(pooled.min), words.format_maximum(pooled)
         body.append([row.server, row.load, f"{pooled.known:,}", minimum, *percentiles, maximum])
     ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
     return Chart(
-        id=f"cdf-{column.name}",
-        title=f"{column.about} ({column.title})",
-        caption=f"Share of requests that {column.outcome}.",
-        formula=f"{column.formula}; share(t) = requests that took ≤ t ÷ requests (Kaplan-Meier)",
+        id=f"cdf-{latency.name}",
+        title=f"{latency.about} ({latency.title})",
+        caption=f"Share of requests that {latency.outcome}.",
+        formula=f"{latency.formula}; share(t) = requests that took ≤ t ÷ requests (Kaplan-Meier)",
         figure={
             "data": curves,
             "layout": {
@@ -271,14 +271,15 @@ def request_chart(summary: Summary, observed: ChartData) -> Chart:
                 hover = f"sent at %{{x:.1f}} s, %{{text}} after <b>%{{y:,.1f}} ms</b>{NAME}"
                 data.append(scatter(row.name, x, y, hover, "markers", text=text, marker=marker, meta=i))
         requests = row_data.count + row_data.failures
-        slowest = words.format_maximum(row.pooled.e2e_s)
+        slowest = words.format_maximum(row.pooled.e2e)
         body.append([row.server, row.load, f"{requests:,}", f"{len(dots):,}", f"{row_data.failures:,}", slowest])
     return Chart(
         id="dots-e2e",
         title="E2E latency of single requests",
         caption="All repeats over each other. ✕: failed, at the time until it failed. Long rows are thinned at random; "
         f"the {SLOWEST} slowest of each are always there.",
-        formula=f"across: second of sending − second of its cell’s first measured request; up: {FORMULAS['e2e']}",
+        formula="across: second of sending − second of its cell’s first measured request; up: "
+        + METRICS["e2e"].formula,
         figure={
             "data": data,
             "layout": {
@@ -300,9 +301,9 @@ def slo_bounds(summary: Summary) -> dict[str, dict[str, float]]:
             check = parse_check(result.check)
         except ValueError:
             continue  # the list of checks shows the mistake
-        latency, _, statistic = check.metric.rpartition("_")
-        if not check.relative and latency in LATENCIES and statistic in STATISTICS:
-            bounds.setdefault(latency, {})[check.text.strip()] = check.bound
+        metric = METRICS[check.metric]
+        if not check.relative and metric.latency:
+            bounds.setdefault(metric.latency, {})[check.text.strip()] = check.bound
         for slo in check.slos:
             bounds.setdefault(slo.latency, {})[slo.text.strip()] = slo.bound_s
     return bounds

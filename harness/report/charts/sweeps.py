@@ -30,7 +30,7 @@ class Measure(NamedTuple):
         if self.id == "rate":
             rates = row.output_tok_s or row.input_tok_s
             return statistics.median(rates) if rates else None
-        p50_s = row.pooled.ttft_s.p50 if self.id == "ttft" else row.pooled.e2e_s.p50
+        p50_s = row.pooled.ttft.p50 if self.id == "ttft" else row.pooled.e2e.p50
         return None if p50_s is None else 1000 * p50_s
 
     def rank(self, row: Row) -> tuple[bool, float]:

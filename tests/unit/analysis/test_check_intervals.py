@@ -41,8 +41,8 @@ Shares = dict[str, float]
 
 
 def row(sample: Distribution, **more: object) -> Row:
-    numbers = Numbers(sent=sample.n, succeeded=sample.n, failed=0, unfinished=0, ttft_s=sample, **more)  # type: ignore[arg-type]
-    return Row(server="a", load="x", cells=[], wall_s=[], output_tok_s=[], pooled=numbers)
+    numbers = Numbers(sent=sample.n, succeeded=sample.n, failed=0, unfinished=0, ttft=sample, **more)  # type: ignore[arg-type]
+    return Row(server="a", load="x", cells=[], wall=[], output_tok_s=[], pooled=numbers)
 
 
 def latencies(dice: np.random.Generator, n: int, permille: int, value_s: float) -> Row:
@@ -113,18 +113,18 @@ def ratio_check(
     """The result of a check of row b with row a of the same run as its baseline."""
     samples = {"a": before, "b": now}
     rows = [
-        Row(server=name, load="x", cells=[], wall_s=[], output_tok_s=[], pooled=Numbers(
+        Row(server=name, load="x", cells=[], wall=[], output_tok_s=[], pooled=Numbers(
             sent=sum(len(one.state) for one in of), succeeded=sum(int((one.state == OBSERVED).sum()) for one in of),
             failed=sum(int((one.state == FAILED).sum()) for one in of), unfinished=0,
-            ttft_s=distribution(of, answer_s),
+            ttft=distribution(of, answer_s),
         ))
         for name, of in samples.items()
     ]  # fmt: skip
     verdict = Verdict(
-        side="b / x", baseline="a / x", metric="wall_s", ratio=None, low=None, high=None, p=None, n=(0, 0),
+        side="b / x", baseline="a / x", metric="wall", ratio=None, low=None, high=None, p=None, n=(0, 0),
         word="inconclusive", reason="refused",
     )  # fmt: skip
-    compared = Comparison(metric="wall_s", comparisons=0, noise_floor=0.02, noise_source=[], verdicts=[verdict])
+    compared = Comparison(metric="wall", comparisons=0, noise_floor=0.02, noise_source=[], verdicts=[verdict])
     return evaluate([f"b/x: {text}"], rows, compared, None, lambda row, _: samples[row.server])[0]
 
 

@@ -50,23 +50,23 @@ SLOS = "ttft<=1s, tpot<50ms"
 
 def row(server: str = "a", load: str = "x", **changes: object) -> Row:
     values: dict[str, Any] = {
-        "sent": 200, "succeeded": 200, "failed": 0, "unfinished": 0, "wall_s": 12.5, "output_tok_s": 150.0,
-        "requests_per_s": 3.0, "chunk_gap_s": Distribution(n=5000, mean=0.05),
-        "ttft_s": Distribution(n=200, mean=0.5, min=0.1, max=3.0, p50=0.4, p90=0.9, p95=1.5),
+        "sent": 200, "succeeded": 200, "failed": 0, "unfinished": 0, "wall": 12.5, "output_tok_s": 150.0,
+        "requests_per_s": 3.0, "gap": Distribution(n=5000, mean=0.05),
+        "ttft": Distribution(n=200, mean=0.5, min=0.1, max=3.0, p50=0.4, p90=0.9, p95=1.5),
     }  # fmt: skip
     pooled = Numbers(**(values | changes))
-    return Row(server=server, load=load, cells=[], wall_s=[], output_tok_s=[], pooled=pooled)
+    return Row(server=server, load=load, cells=[], wall=[], output_tok_s=[], pooled=pooled)
 
 
 def against_a(side: str, ratio: float, low: float | None) -> Verdict:
     return Verdict(
-        side=side, baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=None if low is None else 1.7, p=0.01,
+        side=side, baseline="a / x", metric="wall", ratio=ratio, low=low, high=None if low is None else 1.7, p=0.01,
         n=(5, 5), word="faster",
     )  # fmt: skip
 
 
 def comparison(*verdicts: Verdict) -> Comparison:
-    return Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=list(verdicts))
+    return Comparison(metric="wall", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=list(verdicts))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def outcome(text: str, *rows: Row, against: Comparison | None = None) -> tuple[s
 
 
 def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it() -> None:
-    slow, slower = row("b", wall_s=20.0), row("c", wall_s=25.0)
+    slow, slower = row("b", wall=20.0), row("c", wall=25.0)
     broken = result_of("wall <= 15s", row(), slow, slower)
     assert evidence(broken.evidence) == "b / x: 20 s; c / x: 25 s"
     assert (broken.status, broken.code, broken.row, broken.value, broken.bound) == (
@@ -180,7 +180,7 @@ TTFT = Distribution(n=200, mean=0.5, p95=1.5, intervals={"p95": (1.2, 2.0), "p99
 
 
 def test_a_percentile_is_decided_by_its_whole_interval() -> None:
-    known = row(ttft_s=TTFT)
+    known = row(ttft=TTFT)
     passed = result_of("ttft_p95 <= 2s", known)
     assert passed == CheckResult(
         check="ttft_p95 <= 2s", status="passed", code="met", row="a / x", value=1.5, low=1.2, high=2.0, bound=2.0,
@@ -202,13 +202,13 @@ def test_a_percentile_is_decided_by_its_whole_interval() -> None:
 
 
 def test_too_few_requests_for_a_percentile_can_break_a_bound_and_not_meet_it() -> None:
-    few = row(ttft_s=TTFT)
+    few = row(ttft=TTFT)
     failed = result_of("ttft_p99 <= 1.8s", few)
     assert (failed.status, failed.value, failed.low, failed.high) == ("failed", None, 1.9, None)
     assert evidence(failed.evidence) == "a / x: above 1.9 s"
     undecided = result_of("ttft_p99 <= 60s", few)
     assert (undecided.status, undecided.code, undecided.more_requests) == ("inconclusive", "too_few_requests", 462)
-    meets = row(ttft_s=Distribution(n=100, intervals={"p95": (1.0, 1.2)}))
+    meets = row(ttft=Distribution(n=100, intervals={"p95": (1.0, 1.2)}))
     assert result_of("ttft_p95 <= 2s", meets).more_requests == 30
 
 
@@ -220,7 +220,7 @@ def measured(*parts: tuple[int, float, int]) -> Row:
     failed, cut = (sum(n for n, _, state in parts if state == wanted) for wanted in (FAILED, AT_LEAST))
     sample = LatencySample(np.arange(len(order), dtype=np.float64), values, states)
     sent = len(order)
-    return row(sent=sent, succeeded=sent - failed - cut, failed=failed, unfinished=cut, ttft_s=distribution([sample]))
+    return row(sent=sent, succeeded=sent - failed - cut, failed=failed, unfinished=cut, ttft=distribution([sample]))
 
 
 def test_failed_requests_are_misses_of_a_percentile() -> None:
@@ -229,7 +229,7 @@ def test_failed_requests_are_misses_of_a_percentile() -> None:
         found = result_of(text, third)
         assert (found.status, found.code, found.value) == ("failed", "broken", None)
         assert found.evidence[0].values["failed"] == 80 and found.evidence[0].values["requests"] == 240
-    assert third.pooled.ttft_s.p50 == 0.05, "the displayed percentile is that of the successful requests"
+    assert third.pooled.ttft.p50 == 0.05, "the displayed percentile is that of the successful requests"
     assert result_of("ttft_p50 <= 1s", third).status == "passed"
     some = measured((980, 0.05, OBSERVED), (20, math.inf, FAILED))
     assert (result_of("ttft_p95 <= 1s", some).status, result_of("ttft_p95 <= 1s", some).value) == ("passed", 0.05)
@@ -275,9 +275,9 @@ def test_no_number_of_requests_settles_what_is_unknown_by_nature() -> None:
 
 
 def test_failed_weighs_more_than_inconclusive_and_that_more_than_passed() -> None:
-    good = row("good", ttft_s=Distribution(n=200, p95=0.5, intervals={"p95": (0.4, 0.6)}))
-    bad = row("bad", ttft_s=Distribution(n=200, p95=5.0, intervals={"p95": (4.0, 6.0)}))
-    unsure, few = row("unsure", ttft_s=TTFT), row("few", ttft_s=Distribution(n=20, intervals={"p95": (0.1, None)}))
+    good = row("good", ttft=Distribution(n=200, p95=0.5, intervals={"p95": (0.4, 0.6)}))
+    bad = row("bad", ttft=Distribution(n=200, p95=5.0, intervals={"p95": (4.0, 6.0)}))
+    unsure, few = row("unsure", ttft=TTFT), row("few", ttft=Distribution(n=20, intervals={"p95": (0.1, None)}))
     check = "ttft_p95 < 2s"
     assert (result_of(check, good, unsure, bad).status, result_of(check, good, unsure, bad).row) == (
         "failed",
@@ -337,9 +337,9 @@ def row_meeting(
     met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200, effect: float | None = 1.0
 ) -> Row:
     share = met / (sent - unknown) if sent > unknown else None
-    one_set = SloAttainment(met=met, unknown=unknown, attainment=share, goodput_req_s=goodput)
+    one_set = SloAttainment(met=met, unknown=unknown, attainment=share, goodput=goodput)
     ttft, tpot = Distribution(n=sent, effect=effect), Distribution(n=sent, effect=effect and 1.0)
-    return row(sent=sent, succeeded=sent, slos={SLOS: one_set}, ttft_s=ttft, tpot_s=tpot)
+    return row(sent=sent, succeeded=sent, slos={SLOS: one_set}, ttft=ttft, tpot=tpot)
 
 
 def test_attainment_and_goodput() -> None:
@@ -407,8 +407,8 @@ def test_relative_to_the_row_that_the_scenario_compares_with() -> None:
 
 
 def test_relative_to_another_run() -> None:
-    before = Reference(run="r1", rows=[row(), row("b", wall_s=None, ttft_s=Distribution(n=100))])
-    now = (row(wall_s=13.0, ttft_s=Distribution(n=200, p95=1.8)), row("b"), row("c"))
+    before = Reference(run="r1", rows=[row(), row("b", wall=None, ttft=Distribution(n=100))])
+    now = (row(wall=13.0, ttft=Distribution(n=200, p95=1.8)), row("b"), row("c"))
 
     def against(text: str, reference: Reference = before) -> CheckResult:
         return evaluate([text], now, None, reference)[0]
@@ -437,13 +437,13 @@ def test_relative_to_another_run() -> None:
 
 def test_a_check_of_two_runs_uses_the_verdict_on_them() -> None:
     verdict = Verdict(
-        side="a / x", baseline="r1", metric="wall_s", ratio=0.917, low=0.775, high=1.073, p=0.3, n=(1, 1),
+        side="a / x", baseline="r1", metric="wall", ratio=0.917, low=0.775, high=1.073, p=0.3, n=(1, 1),
         word="no_difference", provisional=True, basis="runs", unit="runs",
     )  # fmt: skip
-    before = Reference(run="r1", rows=[row(wall_s=10.0)])
-    known = Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict])
+    before = Reference(run="r1", rows=[row(wall=10.0)])
+    known = Comparison(metric="wall", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict])
     texts = ["wall <= 1.05 * baseline", "speedup >= 0.9", "wall <= 1.3 * baseline", "speedup >= 0.7"]
-    results = evaluate(texts, [row(wall_s=10.9)], known, before)
+    results = evaluate(texts, [row(wall=10.9)], known, before)
     assert [result.code for result in results] == ["too_close", "too_close", "met", "met"]
     assert (results[0].low, results[0].high) == pytest.approx((10 / 1.073, 10 / 0.775))
     assert (results[1].low, results[1].high) == (0.775, 1.073)
@@ -454,10 +454,10 @@ def test_a_percentile_relative_to_another_run_has_the_interval_of_the_verdict_on
         side="a / x", baseline="r1", metric="ttft_p95", ratio=0.8, low=0.5, high=0.9, p=0.3, n=(1, 1),
         word="slower", basis="runs", unit="runs",
     )  # fmt: skip
-    before = Reference(run="r1", rows=[row(ttft_s=Distribution(n=200, p95=1.0))], ratios=[verdict])
+    before = Reference(run="r1", rows=[row(ttft=Distribution(n=200, p95=1.0))], ratios=[verdict])
 
     def against(text: str, now: Distribution) -> CheckResult:
-        return evaluate([text], [row(ttft_s=now)], None, before)[0]
+        return evaluate([text], [row(ttft=now)], None, before)[0]
 
     text, known = "ttft_p95 <= 1.5 * baseline", Distribution(n=200, p95=1.25)
     close = against(text, known)
@@ -475,15 +475,15 @@ def test_a_percentile_relative_to_another_run_has_the_interval_of_the_verdict_on
 def test_the_load_generators_delays_widen_the_interval_of_a_ratio() -> None:
     late = {"ttft_p95": (0.1, 0.25)}
     sample = Distribution(n=200, p95=1.0, intervals={"p95": (0.9, 1.2)})
-    before = Reference(run="r1", rows=[row(ttft_s=sample)])
+    before = Reference(run="r1", rows=[row(ttft=sample)])
     plain, below, above = (
         evaluate(["ttft_p95 <= 1.1 * baseline"], [now], None, base)[0]
         for now, base in (
-            (row(ttft_s=sample), before),
-            (msgspec.structs.replace(row(ttft_s=sample), client_error=late), before),
+            (row(ttft=sample), before),
+            (msgspec.structs.replace(row(ttft=sample), client_error=late), before),
             (
-                row(ttft_s=sample),
-                Reference(run="r1", rows=[msgspec.structs.replace(row(ttft_s=sample), client_error=late)]),
+                row(ttft=sample),
+                Reference(run="r1", rows=[msgspec.structs.replace(row(ttft=sample), client_error=late)]),
             ),
         )
     )

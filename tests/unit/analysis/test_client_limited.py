@@ -27,7 +27,7 @@ from tests.support.made_runs import both_marks, scenario, work, write_lines, wri
 from tests.support.made_runs import request as made_request
 
 RATES = "wall time, tok/s, prompt tok/s and requests/s of b / x"
-LIMITED = ["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"]
+LIMITED = ["wall", "output_tok_s", "input_tok_s", "requests_per_s"]
 SAID = f"the load generator (‡) was late, which affects {RATES} (by {{}}\u00a0% at most); verdicts allow for it"
 
 
@@ -71,7 +71,7 @@ def test_the_error_is_bounded_and_the_verdict_allows_for_it(run: Path) -> None:
     assert (cell.id, cell.limits[0].what, cell.limits[0].value) == ("r2-b-x", "loop_lag", 0.5)
     # Three delays of 1 % of a quarter each; the last request has none after it.
     below = 3 * 0.01 / (4 - 0.01)
-    assert cell.client_error["wall_s"] == pytest.approx((below, 0.0), rel=1e-6)
+    assert cell.client_error["wall"] == pytest.approx((below, 0.0), rel=1e-6)
     assert cell.client_error["output_tok_s"] == pytest.approx((0.0, below / (1 - below)), rel=1e-6)
     assert summary.rows[1].client_error == cell.client_error
     assert [(note.code, note.cell) for note in summary.notes if note.code.startswith("client_")] == [
@@ -104,7 +104,7 @@ def test_delays_of_more_than_a_quarter_make_the_run_invalid(tmp_path: Path, repe
     """Of the value of the row: of one repeat of five they only widen the interval."""
     summary = summarize(limited_run(tmp_path / "run", 0.5, repeats=repeats, loop_lag_mean_s=0.5))
     found = [(reason.code, reason.cell, reason.values["metric"]) for reason in summary.reasons]
-    assert sorted(found) == [("client_error", cell, "wall_s") for cell in cells]
+    assert sorted(found) == [("client_error", cell, "wall") for cell in cells]
     assert [cell.id for cell in summary.cells if any(limit.invalid for limit in cell.limits)] == sorted(
         cells, key=[cell.id for cell in summary.cells].index
     )
@@ -112,7 +112,7 @@ def test_delays_of_more_than_a_quarter_make_the_run_invalid(tmp_path: Path, repe
 
 @pytest.mark.parametrize(("bound", "changed"), [("1 s", False), ("400 ms", True)])
 def test_a_check_that_delays_cannot_change_is_decided(bound: str, changed: bool) -> None:
-    numbers = Numbers(sent=20, succeeded=20, failed=0, unfinished=0, ttft_s=Distribution(n=20, p50=0.5))
+    numbers = Numbers(sent=20, succeeded=20, failed=0, unfinished=0, ttft=Distribution(n=20, p50=0.5))
     cell = CellSummary(id="c", server="a", load="x", repeat=1, numbers=numbers, server_load=ServerLoad())
     assert is_changed_by(cell, "ttft_p50", (0.3, 0.0), [f"ttft_p50 <= {bound}"]) == changed
     assert not is_changed_by(cell, "ttft_p50", (0.3, 0.0), [f"e2e_p50 <= {bound}", f"b/x: ttft_p50 <= {bound}"])
@@ -161,8 +161,8 @@ def test_late_chunks_are_bounded_by_the_read_before() -> None:
         limits = [limit for limit, _ in client_limits(load, cell, numbers, marks)]
         errors = client_errors(load, cell, numbers, marks, limits)
         assert errors["ttft_p50"] == pytest.approx((room_s / 0.6, 0.0))
-        assert errors["tpot_p50"] == pytest.approx((0.0, room_s / 10 / (numbers.tpot_s.p50 or 1)))
-        assert "e2e_p50" not in errors and "wall_s" not in errors
+        assert errors["tpot_p50"] == pytest.approx((0.0, room_s / 10 / (numbers.tpot.p50 or 1)))
+        assert "e2e_p50" not in errors and "wall" not in errors
 
 
 def test_a_schedule_that_was_kept_late() -> None:

@@ -44,7 +44,7 @@ TIGHT = [0.996, 0.998, 1.0, 1.002, 1.004]
 def judge(side: list[float], base: list[float], others: int = 0) -> Verdict:
     """The verdict on one pair of a run, in a table with `others` that say nothing."""
     pair = ComparedSides(
-        side="b / x", baseline="a / x", metric="wall_s", side_speeds=[side], baseline_speeds=[base], within_run=True
+        side="b / x", baseline="a / x", metric="wall", side_speeds=[side], baseline_speeds=[base], within_run=True
     )
     dull = msgspec.structs.replace(pair, side="d", side_speeds=[TIGHT], baseline_speeds=[TIGHT])
     return decide_verdicts([pair, *[dull] * others]).verdicts[0]
@@ -109,7 +109,7 @@ def test_a_verdict(side: list[float], base: list[float], others: int, expected: 
 def test_one_repeat_has_the_interval_of_its_blocks() -> None:
     """Without enough blocks the variation between equal runs is assumed."""
     pair = ComparedSides(
-        side="b / x", baseline="a / x", metric="wall_s", side_speeds=[[2.11]], baseline_speeds=[[1.0]], within_run=True,
+        side="b / x", baseline="a / x", metric="wall", side_speeds=[[2.11]], baseline_speeds=[[1.0]], within_run=True,
         errors=((0.01, 9), (0.01, 9)),
     )  # fmt: skip
     (verdict,) = decide_verdicts([pair]).verdicts
@@ -134,7 +134,7 @@ def test_a_late_load_generator_widens_the_interval(
     rooms: tuple[float, float], word: str, reason: str | None, widened: Any
 ) -> None:
     pair = ComparedSides(
-        side="b / x", baseline="a / x", metric="wall_s", side_speeds=[scaled(1.1)], baseline_speeds=[TIGHT],
+        side="b / x", baseline="a / x", metric="wall", side_speeds=[scaled(1.1)], baseline_speeds=[TIGHT],
         within_run=True, rooms=rooms,
     )  # fmt: skip
     (verdict,) = decide_verdicts([pair]).verdicts
@@ -150,15 +150,15 @@ FORM = msgspec.structs.replace(WORK, output="natural", answer=Structured(choice=
 @pytest.mark.parametrize(
     ("one", "changes", "metric"),
     [
-        (WORK, {"batch_size": 5}, "wall_s"),
-        (OPEN, {}, "wall_s"),
-        (msgspec.structs.replace(WORK, output_tokens=Lengths(uniform=[2, 9])), {}, "wall_s"),
+        (WORK, {"batch_size": 5}, "wall"),
+        (OPEN, {}, "wall"),
+        (msgspec.structs.replace(WORK, output_tokens=Lengths(uniform=[2, 9])), {}, "wall"),
         (WORK, {"requests": 6}, "output_tok_s"),
         (msgspec.structs.replace(WORK, output="natural"), {}, "output_tok_s"),
         (OPEN, {"arrivals": Arrivals(rate=4.0)}, "output_tok_s"),
-        (FORM, {"answer": Structured(choice="auto", send="nothing")}, "wall_s"),
+        (FORM, {"answer": Structured(choice="auto", send="nothing")}, "wall"),
         (FORM, {"answer": Structured(choice=["a", "b"])}, "output_tok_s"),
-        (VECTORS, {}, "wall_s"),
+        (VECTORS, {}, "wall"),
         (VECTORS, {"endpoint": "chat"}, "output_tok_s"),
         (Load(user="batch", duration_s=9, endpoint="embeddings"), {}, "input_tok_s"),
     ],
@@ -183,7 +183,7 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
         wall = [factor * value for value in TIGHT] if load == "work" else []
         rate = [2.0 / factor * value for value in TIGHT]
         return Row(
-            server=server, load=load, cells=[], wall_s=wall, output_tok_s=[] if load == "vectors" else rate,
+            server=server, load=load, cells=[], wall=wall, output_tok_s=[] if load == "vectors" else rate,
             input_tok_s=rate, pooled=compute_numbers([]),
         )  # fmt: skip
 
@@ -193,7 +193,7 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
     assert [(v.side, v.baseline, v.metric, v.word) for v in found.verdicts] == [
         ("a / people", "a / work", "output_tok_s", "same"),
         ("a / vectors", "a / work", "output_tok_s", "inconclusive"),
-        ("b / work", "a / work", "wall_s", "faster"),
+        ("b / work", "a / work", "wall", "faster"),
         ("b / people", "a / work", "output_tok_s", "faster"),
         ("b / vectors", "a / work", "output_tok_s", "inconclusive"),
         ("b / people", "a / people", "output_tok_s", "faster"),
@@ -211,9 +211,9 @@ def cell(server: str, load: str, repeat: int, open_loop: bool, **latencies: floa
     def distribution(value: float) -> Distribution:
         return Distribution(n=200, p50=value, p90=2 * value, p95=3 * value)
 
-    samples: dict[str, Any] = {f"{name}_s": distribution(value) for name, value in latencies.items()}
+    samples: dict[str, Any] = {name: distribution(value) for name, value in latencies.items()}
     if open_loop:
-        samples |= {f"{name}_sched_s": distribution(value + 0.1) for name, value in latencies.items() if name != "tpot"}
+        samples |= {f"{name}_sched": distribution(value + 0.1) for name, value in latencies.items() if name != "tpot"}
     numbers = Numbers(sent=200, succeeded=200, failed=0, unfinished=0, **samples)
     return CellSummary(
         id=f"r{repeat}-{server}-{load}", server=server, load=load, repeat=repeat, numbers=numbers,
@@ -244,11 +244,11 @@ def compared(
         ]
     }  # fmt: skip
     if few is not None:
-        numbers = msgspec.structs.replace(cells[few].numbers, ttft_s=Distribution(n=5, mean=0.1))
+        numbers = msgspec.structs.replace(cells[few].numbers, ttft=Distribution(n=5, mean=0.1))
         cells[few] = msgspec.structs.replace(cells[few], numbers=numbers)
     rows = [
         Row(
-            server=server, load=load, wall_s=[], pooled=compute_numbers([]),
+            server=server, load=load, wall=[], pooled=compute_numbers([]),
             output_tok_s=[(tok_s or {}).get(load, 100.0) + k for k in range(6)],
             cells=[one.id for one in cells.values() if (one.server, one.load) == (server, load)],
         )
@@ -324,7 +324,7 @@ def test_runs_of_the_same_configuration_and_a_slower_one(tmp_path: Path) -> None
     again = write_runs(tmp_path, {"dull": 0, "again": 4})
     same = compare_runs([made["base"][:4], again["again"]])
     assert (same.metric, same.comparisons, same.noise_floor, [one.code for one in same.noise_source]) == (
-        "wall_s", 2, 0.02, ["variation_assumed"]
+        "wall", 2, 0.02, ["variation_assumed"]
     )  # fmt: skip
     assert [(v.side, v.word, v.n, v.provisional) for v in same.verdicts] == [
         ("a / x", "no_difference", (4, 4), False), ("b / x", "no_difference", (4, 4), False),
@@ -627,7 +627,7 @@ def test_only_common_rows_are_compared_each_by_its_own_metric(tmp_path: Path) ->
     found = compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
     assert found.metric is None
     assert [(v.side, v.metric) for v in found.verdicts] == [
-        (f"{server} / {load}", metric) for server in "abc" for load, metric in (("x", "wall_s"), ("y", "output_tok_s"))
+        (f"{server} / {load}", metric) for server in "abc" for load, metric in (("x", "wall"), ("y", "output_tok_s"))
     ]
     found = compare_runs([[tmp_path / "one"], [tmp_path / "small"]])
     assert [v.side for v in found.verdicts] == ["a / x", "b / x"]

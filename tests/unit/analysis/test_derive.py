@@ -8,7 +8,7 @@ import pytest
 
 from harness.analysis import derive
 from harness.analysis.latencies import token_shares_between
-from harness.base.columns import DEFINITIONS, LATENCIES, VALUES
+from harness.base.metrics import DEFINITIONS, LATENCIES, VALUES
 from harness.base.summary import Distribution, Numbers
 from harness.records.clock import Clock
 from harness.records.records import Lines, Request, split_blocks
@@ -18,24 +18,22 @@ from tests.support.made_runs import request, value_of, write_lines
 
 def test_a_streamed_request() -> None:
     made = request(chunks_s=[0.25, 0.5, 1.25], output_tokens=5, ended_s=1.5, first_visible_s=0.5, scheduled_s=-0.125)
-    assert value_of(derive.ttft_s, made) == 0.25
-    assert value_of(derive.ttfo_s, made) == 0.5
-    assert value_of(derive.e2e_s, made) == 1.25
-    assert value_of(derive.tpot_s, made) == 0.25  # (1.25 - 0.25) / (5 - 1)
-    assert value_of(derive.send_lag_s, made) == 0.125
+    assert value_of(derive.ttft, made) == 0.25
+    assert value_of(derive.ttfo, made) == 0.5
+    assert value_of(derive.e2e, made) == 1.25
+    assert value_of(derive.tpot, made) == 0.25  # (1.25 - 0.25) / (5 - 1)
+    assert value_of(derive.send_lag, made) == 0.125
 
 
 def test_what_is_undefined_is_none() -> None:
-    assert value_of(derive.send_lag_s, request()) is None  # a closed loop
-    assert value_of(derive.ttfo_s, request(first_visible_s=None)) is None
-    assert value_of(derive.tpot_s, request(output_tokens=None)) is None
-    assert value_of(derive.tpot_s, request(output_tokens=1, chunks_s=[0.5])) is None
-    assert (
-        value_of(derive.tpot_s, request(output_tokens=8, chunks_s=[0.5])) is None
-    )  # all in one chunk: no time between
-    assert value_of(derive.e2e_s, request(error="timeout", ended_s=300.0)) is None
+    assert value_of(derive.send_lag, request()) is None  # a closed loop
+    assert value_of(derive.ttfo, request(first_visible_s=None)) is None
+    assert value_of(derive.tpot, request(output_tokens=None)) is None
+    assert value_of(derive.tpot, request(output_tokens=1, chunks_s=[0.5])) is None
+    assert value_of(derive.tpot, request(output_tokens=8, chunks_s=[0.5])) is None  # all in one chunk: no time between
+    assert value_of(derive.e2e, request(error="timeout", ended_s=300.0)) is None
     whole = request(chunks_s=[], first_visible_s=None, ended_s=1.5)  # it has an end and no first token
-    assert (value_of(derive.ttft_s, whole), value_of(derive.e2e_s, whole)) == (None, 1.5)
+    assert (value_of(derive.ttft, whole), value_of(derive.e2e, whole)) == (None, 1.5)
     # Reasoning has no share of the end token.
     made = request(chunks_s=[0.1, 0.2, 0.3, 0.4], output_tokens=5, textless=1, reasoning_chunks=3, finish="stop")
     assert value_of(derive.reasoning_tokens, made) == 3.0
@@ -70,7 +68,7 @@ STOP = {"finish": "stop"}
 )
 def test_tokens_that_no_chunk_carries_are_not_in_tpot(changes: dict[str, object], tokens: int | None) -> None:
     made = request(asked_tokens=100, **changes)  # eleven chunks in a second
-    assert value_of(derive.tpot_s, made) == (None if tokens is None else pytest.approx(1 / (tokens - 1)))
+    assert value_of(derive.tpot, made) == (None if tokens is None else pytest.approx(1 / (tokens - 1)))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +145,7 @@ def test_columns_have_the_values_of_the_records(tmp_path: Path) -> None:
 
 def test_the_table_of_metrics_has_a_field_and_a_formula_for_each() -> None:
     empty = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
-    assert all(isinstance(getattr(empty, column.field), Distribution) for column in LATENCIES)
-    assert [column.value_of(empty) for column in VALUES] == [None] * len(VALUES)
-    assert set(derive.SAMPLES) | {"chunk_gap_s"} == {column.field for column in LATENCIES}  # a request has many gaps
-    assert DEFINITIONS.keys() >= {column.field for column in LATENCIES}
+    assert all(isinstance(latency.of(empty), Distribution) for latency in LATENCIES)
+    assert [metric.of(empty) for metric in VALUES] == [None] * len(VALUES)
+    assert set(derive.SAMPLES) | {"gap"} == {latency.name for latency in LATENCIES}  # a request has many gaps
+    assert DEFINITIONS.keys() >= {latency.name for latency in LATENCIES}

@@ -77,7 +77,7 @@ def test_failed_and_unfinished_requests_stay_in_the_denominator(tmp_path: Path) 
     ]
     summary = one_cell(tmp_path / "run", records, checks=[CHECK], max_error_rate=1.0)
     wall_s = 1.5  # of the failed ones, which ended last
-    found = SloAttainment(met=1, unknown=0, attainment=0.25, goodput_req_s=1 / wall_s)
+    found = SloAttainment(met=1, unknown=0, attainment=0.25, goodput=1 / wall_s)
     assert summary.cells[0].numbers.slos == summary.rows[0].pooled.slos == {SLOS: found}
     assert evidence(summary.checks[0].evidence) == "a / x: needs 11 requests; 4 were sent, of which 1 met every SLO"
 
@@ -92,11 +92,11 @@ def test_rates_of_a_timed_load_count_the_same_answers(tmp_path: Path) -> None:
         streamed(0.6, 0.04, index=1, sent_s=MONOTONIC_S + 1.5, prompt_tokens=20),
     ]
     numbers = one_cell(tmp_path / "run", records, load=load, checks=[CHECK]).cells[0].numbers
-    assert numbers.slos[SLOS] == SloAttainment(met=2, attainment=1.0, goodput_req_s=1.0)
+    assert numbers.slos[SLOS] == SloAttainment(met=2, attainment=1.0, goodput=1.0)
     assert (numbers.requests_per_s, numbers.input_tok_s) == (1.0, 25.0)
     slow = [streamed(2.0, 0.04, sent_s=MONOTONIC_S - 0.5, phase="warmup"), *records[2:]]
     numbers = one_cell(tmp_path / "slow", slow, load=load, checks=[CHECK]).cells[0].numbers
-    assert (numbers.requests_per_s, numbers.slos[SLOS].goodput_req_s) == (1.0, 0.5)
+    assert (numbers.requests_per_s, numbers.slos[SLOS].goodput) == (1.0, 0.5)
 
 
 def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
@@ -111,7 +111,7 @@ def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
         for part in parts
     ]
     pooled = slo_attainment(SLOS, slos(SLOS), parts, None, cells)
-    assert pooled == SloAttainment(met=6, attainment=0.5, goodput_req_s=1.0)
+    assert pooled == SloAttainment(met=6, attainment=0.5, goodput=1.0)
 
 
 def test_checks_of_the_command_line_are_counted_too(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_they_are_sent_and_neither_succeed_nor_fail() -> None:
     )
     assert (numbers.sent, numbers.succeeded, numbers.failed, numbers.unfinished, numbers.abandoned) == (4, 2, 0, 0, 2)
     assert numbers.error_rate == 0
-    assert (numbers.ttft_s.n, numbers.ttft_s.censored, numbers.ttft_s.above) == (3, 1, 2.0)
-    assert (numbers.e2e_s.n, numbers.e2e_s.censored) == (2, 2)
+    assert (numbers.ttft.n, numbers.ttft.censored, numbers.ttft.above) == (3, 1, 2.0)
+    assert (numbers.e2e.n, numbers.e2e.censored) == (2, 2)
     attained = numbers.slos["ttft<=1s"]
     assert (attained.met, attained.unknown, attained.attainment) == (3, 0, 3 / 4)
 

@@ -150,7 +150,7 @@ def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> No
     found = history_of(stepped)
     assert (found.machine, found.model, found.runs) == ("strix", "m", [f"run-{n:02}" for n in range(12)])
     (series,) = found.series
-    assert (series.server, series.load, series.metric) == ("a", "x", "wall_s")
+    assert (series.server, series.load, series.metric) == ("a", "x", "wall")
     assert [(level.first, level.last, level.runs) for level in series.levels] == [
         ("run-00", "run-07", 8),
         ("run-08", "run-11", 4),

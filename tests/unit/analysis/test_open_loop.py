@@ -65,7 +65,7 @@ def test_asked_and_achieved() -> None:
 
 
 def test_from_schedule_and_from_send_part_by_the_lag() -> None:
-    formulas = [partial(derive.latency_s, field=name) for name in ("ttft_sched_s", "e2e_sched_s")]
+    formulas = [partial(derive.latency_s, latency=name) for name in ("ttft_sched", "e2e_sched")]
     later = [[value_of(one, made) for one in formulas] for made in (request(scheduled_s=-0.25), request(turn=2))]
     assert later == [[0.75, 1.75], [0.5, 1.5]]  # a later turn is due when it is sent
     failed = request(scheduled_s=-9.0, error="timeout", sent_s=110.0)
@@ -84,7 +84,7 @@ def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
     for place in (CellContext(Clock([]), duration_s=10.0, first_due_s=0.0), CellContext(Clock([]))):
         (found,) = cells_in(tmp_path, {"r1-a-x": place}).values()
         open_loop = place.first_due_s is not None
-        assert sorted(latency_sample(found, "ttft_sched_s").value_s) == ([0.1, 0.1, 2.0] if open_loop else [2.0])
+        assert sorted(latency_sample(found, "ttft_sched").value_s) == ([0.1, 0.1, 2.0] if open_loop else [2.0])
         assert len(due_times_s(found.counted)) == 1
 
 
@@ -123,8 +123,8 @@ def test_what_is_in_flight_at_the_end_counts(ran: tuple[Done, Path, dict[str, An
     done, _, rows = ran
     numbers = rows["open"]["pooled"]
     assert (numbers["sent"], numbers["succeeded"], numbers["unfinished"]) == (15, 15, 0)
-    assert [numbers[name]["n"] for name in ("ttft_s", "e2e_s", "ttft_sched_s", "e2e_sched_s")] == [15] * 4
-    assert numbers["e2e_s"]["min"] > 0.8
+    assert [numbers[name]["n"] for name in ("ttft", "e2e", "ttft_sched", "e2e_sched")] == [15] * 4
+    assert numbers["e2e"]["min"] > 0.8
     assert numbers["requests_per_s"] * 1.5 < 10  # those that ended after the time are no part of the rate
     assert 0 < numbers["output_tok_s"] * 1.5 < 130  # nor their tokens that came after it
     assert numbers["window_s"] == 1.5
@@ -139,7 +139,7 @@ def test_what_the_drain_cuts_is_counted_as_unfinished(ran: tuple[Done, Path, dic
     numbers = rows["cut"]["pooled"]
     assert numbers["sent"] == numbers["succeeded"] + numbers["unfinished"] == 15
     assert numbers["unfinished"] > 0
-    assert numbers["e2e_s"]["n"] == numbers["e2e_sched_s"]["n"] == numbers["succeeded"]
+    assert numbers["e2e"]["n"] == numbers["e2e_sched"]["n"] == numbers["succeeded"]
     assert "did not finish within drain_s (0.2 s) after the end: in percentiles" in " ".join(done.out.split())
 
 
@@ -152,7 +152,7 @@ def test_too_few_users_make_a_row_invalid_and_say_what_to_do(
     assert "raise 'users' (1), the maximum number in flight, or 'processes' (1)" in text
     numbers = rows["few"]["pooled"]
     assert numbers["schedule"]["never_sent"] > 10
-    assert numbers["e2e_sched_s"]["max"] > numbers["e2e_s"]["max"]
+    assert numbers["e2e_sched"]["max"] > numbers["e2e"]["max"]
     (table,) = schedule_table(read_summary(folder), read_run(folder))
     found = {name.rpartition(" / ")[2]: texts for name, *texts in table.rows}
     assert list(found) == ["open", "cut", "few"] and found["few"][0] == "open loop, evenly, 10 a second"

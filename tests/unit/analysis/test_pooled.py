@@ -54,7 +54,7 @@ def found_rates(spread: float, effect: float = 1.0) -> Rates:
     ours = 0
     for base, side in runs:
         pair = ComparedSides(
-            side="b", baseline="a", metric="wall_s", side_speeds=[list(1 / side)], baseline_speeds=[list(1 / base)],
+            side="b", baseline="a", metric="wall", side_speeds=[list(1 / side)], baseline_speeds=[list(1 / base)],
             within_run=True,
         )  # fmt: skip
         ours += verdicts.decide_verdicts([pair]).verdicts[0].word in ("faster", "slower")

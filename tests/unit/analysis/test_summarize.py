@@ -79,11 +79,11 @@ def test_a_whole_run(tmp_path: Path) -> None:
     a, b = summary.rows
     assert (a.key, b.key) == (("a", "x"), ("b", "x"))
     assert a.cells == ["r1-a-x", "r2-a-x", "r3-a-x", "r4-a-x", "r5-a-x"]
-    assert a.wall_s == pytest.approx([10.01, 10.02, 10.03, 10.04, 10.05])
+    assert a.wall == pytest.approx([10.01, 10.02, 10.03, 10.04, 10.05])
     assert b.output_tok_s == pytest.approx([44 / wall for wall in (8.01, 8.02, 8.03, 8.04, 8.05)])
-    assert a.pooled.wall_s == pytest.approx(10.03)
-    assert (a.pooled.sent, a.pooled.succeeded, a.pooled.output_tokens, a.pooled.ttft_s.n) == (20, 20, 220, 20)
-    assert a.pooled.ttft_s.p50 == pytest.approx(10.03 / 4 * 0.5) and a.pooled.ttft_s.p90 is None
+    assert a.pooled.wall == pytest.approx(10.03)
+    assert (a.pooled.sent, a.pooled.succeeded, a.pooled.output_tokens, a.pooled.ttft.n) == (20, 20, 220, 20)
+    assert a.pooled.ttft.p50 == pytest.approx(10.03 / 4 * 0.5) and a.pooled.ttft.p90 is None
     load = summary.cells[0].server_load
     assert (summary.cells[0].ready_s, load.generated_tokens, load.running_max) == (3.5, 55.0, 2.0)
     assert summary.comparison is not None
@@ -119,12 +119,12 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
     # The wall time is from 1000 until the failed one ended; TPOT is 0.5 / 2 and 1.75 / 4.
     assert summary.cells[0].numbers == Numbers(
         sent=4, succeeded=2, failed=1, unfinished=1, errors={"stream_error": 1, "unfinished": 1}, prompt_tokens=40,
-        output_tokens=8, cached_tokens=16, wall_s=10.0, window="wall", window_s=10.0, output_tok_s=0.8, input_tok_s=4.0,
-        requests_per_s=0.2, ttft_s=with_cut(sample_of(0.5, 0.25), 1.75 / 3, 1, 0, 1.0, 1.0),
-        ttfo_s=with_cut(sample_of(0.5), 0.5, 1, 1, 1.0, 1.0),
-        tpot_s=with_cut(sample_of(0.25, 0.4375), 0.6875 / 3, 0, 1, None, None),
-        e2e_s=with_cut(sample_of(1.0, 2.0), 4 / 3, 1, 0, None, 1.0),
-        chunk_gap_s=gaps(0.5, 1.0, 0.75), tokens_per_chunk=8 / 5,
+        output_tokens=8, cached_tokens=16, wall=10.0, window="wall", window_s=10.0, output_tok_s=0.8, input_tok_s=4.0,
+        requests_per_s=0.2, ttft=with_cut(sample_of(0.5, 0.25), 1.75 / 3, 1, 0, 1.0, 1.0),
+        ttfo=with_cut(sample_of(0.5), 0.5, 1, 1, 1.0, 1.0),
+        tpot=with_cut(sample_of(0.25, 0.4375), 0.6875 / 3, 0, 1, None, None),
+        e2e=with_cut(sample_of(1.0, 2.0), 4 / 3, 1, 0, None, 1.0),
+        gap=gaps(0.5, 1.0, 0.75), tokens_per_chunk=8 / 5,
     )  # fmt: skip
     assert summary.cells[0].numbers.error_rate == 0.25
     assert summary.rows[0].pooled == summary.cells[0].numbers
@@ -136,7 +136,7 @@ def test_tokens_that_were_not_reported_are_missing_and_not_zero(tmp_path: Path) 
     summary = one_cell(tmp_path / "run", records)
     numbers = summary.cells[0].numbers
     assert (numbers.output_tokens, numbers.output_tok_s, numbers.prompt_tokens) == (None, None, None)
-    assert numbers.wall_s == 1.5
+    assert numbers.wall == 1.5
     assert summary.rows[0].output_tok_s == []
     assert summary.notes[0].code == "tokens_unknown"
 
@@ -187,11 +187,11 @@ def test_a_timed_load_counts_the_tokens_inside_its_window(tmp_path: Path) -> Non
     summary = one_cell(tmp_path / "run", records, load, max_error_rate=0.9)
     assert summary.valid, summary.reasons
     numbers = summary.cells[0].numbers
-    assert (numbers.wall_s, numbers.window, numbers.window_s) == (None, "timed", 10.0)
+    assert (numbers.wall, numbers.window, numbers.window_s) == (None, "timed", 10.0)
     assert numbers.output_tok_s == pytest.approx((10 + 11 + 4 + 3 * 19 / 15) / 10)
     assert numbers.requests_per_s == 0.2  # a measured one and the warm-up ended inside
     assert (numbers.sent, numbers.output_tokens) == (4, 19)
-    assert summary.rows[0].wall_s == []
+    assert summary.rows[0].wall == []
 
 
 def test_processes_of_one_machine_share_the_clock_and_others_are_joined_by_their_anchors(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_processes_of_one_machine_share_the_clock_and_others_are_joined_by_their
         request(process=3, index=3, sent_s=51_005.0),
     ]
     summary = one_cell(tmp_path / "run", records)
-    assert summary.cells[0].numbers.wall_s == pytest.approx(50_006.5)  # taken for the same clock
+    assert summary.cells[0].numbers.wall == pytest.approx(50_006.5)  # taken for the same clock
     marks = [m for p, n in ((1, 1), (2, 1), (3, 2)) for m in both_marks("r1-a-x", p, -5.0, 100.0, sent=n)]
     moved = [
         # Another machine, booted 50,000 s before; and a container on the same kernel, after a step of the wall clock.
@@ -214,7 +214,7 @@ def test_processes_of_one_machine_share_the_clock_and_others_are_joined_by_their
         for m in marks
     ]
     write_lines(tmp_path / "run" / "processes.jsonl", moved)
-    assert summarize(tmp_path / "run").cells[0].numbers.wall_s == 6.5
+    assert summarize(tmp_path / "run").cells[0].numbers.wall == 6.5
 
 
 def test_percentiles_only_where_the_sample_carries_them() -> None:
@@ -243,7 +243,7 @@ def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert summary.reasons[3].values == {"processes": ["102"], "going_on": True}
     assert summary.comparison is None
-    assert [len(row.wall_s) for row in summary.rows] == [1, 1]
+    assert [len(row.wall) for row in summary.rows] == [1, 1]
     # Of a run that somebody ended it is known that nobody is at work any more.
     write_run(tmp_path / "run", msgspec.structs.replace(run, status="interrupted", cells=run.cells[:2]))
     (killed,) = (one for one in summarize(tmp_path / "run").reasons if one.code == "processes_killed")
@@ -317,7 +317,7 @@ def test_a_run_without_a_record_is_a_summary_all_the_same(tmp_path: Path) -> Non
 def test_a_cell_without_a_record_is_a_row_with_nothing_in_it(tmp_path: Path) -> None:
     summary = one_cell(tmp_path / "run", [])
     numbers = summary.cells[0].numbers
-    assert (numbers.sent, numbers.error_rate, numbers.wall_s, numbers.output_tokens) == (0, None, None, None)
+    assert (numbers.sent, numbers.error_rate, numbers.wall, numbers.output_tokens) == (0, None, None, None)
     codes = [reason.code for reason in summary.reasons]
     assert codes == ["processes_missing", "requests_missing", "none_succeeded"]
 

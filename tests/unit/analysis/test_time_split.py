@@ -21,7 +21,7 @@ vllm:request_decode_time_seconds_sum 15.0
 def numbers(e2e_s: float = 1.0, sent: int = 20) -> Numbers:
     connect = Distribution(n=2, mean=0.01)
     return Numbers(
-        sent=sent, succeeded=sent, failed=0, unfinished=0, e2e_s=Distribution(n=sent, mean=e2e_s), connect_s=connect
+        sent=sent, succeeded=sent, failed=0, unfinished=0, e2e=Distribution(n=sent, mean=e2e_s), connect=connect
     )
 
 
@@ -91,7 +91,7 @@ def test_the_two_sides_are_of_the_same_requests(lost: dict[str, int], timed: flo
         assert why.values["abandoned"] == abandoned and why.values["others"] == 20 - abandoned
 
 
-LATE = {"wall_s": (0.2, 0.0)}
+LATE = {"wall": (0.2, 0.0)}
 FULL = ServerLoad(kv_usage_max=0.96, waiting_max=2.0)
 
 
@@ -99,7 +99,7 @@ FULL = ServerLoad(kv_usage_max=0.96, waiting_max=2.0)
     ("found", "load", "client_error", "limit"),
     [
         (split(queue_s=0.5), FULL, LATE, "client"),
-        (split(queue_s=0.5), FULL, {"wall_s": (0.19, 0.0)}, "kv_cache"),
+        (split(queue_s=0.5), FULL, {"wall": (0.19, 0.0)}, "kv_cache"),
         (split(queue_s=0.2), ServerLoad(kv_usage_max=0.96), {}, "queue"),  # full, and no request waited for it
         (split(queue_s=0.2, api_s=0.4), ServerLoad(), {}, "queue"),
         (split(api_s=0.2), ServerLoad(), {}, "api"),

@@ -37,7 +37,7 @@ def only_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(name: str, runs: Speeds) -> Measured:
     rows = [
-        Row(server=name, load="x", cells=[], wall_s=[1 / v for v in run], output_tok_s=[], pooled=EMPTY) for run in runs
+        Row(server=name, load="x", cells=[], wall=[1 / v for v in run], output_tok_s=[], pooled=EMPTY) for run in runs
     ]
     return Measured(name=name, load_name="x", load=LOAD, rows=rows, cells=[{}] * len(rows))
 

@@ -67,7 +67,7 @@ def test_every_sample_is_recognised_and_its_reports_say_where_the_run_is_from(na
     else:
         numbers = summary.rows[0].pooled
         assert (run.status, summary.valid, shown.code, numbers.failed == 2) == ("invalid", False, 3, True)
-        assert numbers.ttft_s.n == numbers.succeeded and numbers.ttft_s.min is not None and numbers.ttft_s.min > 0
+        assert numbers.ttft.n == numbers.succeeded and numbers.ttft.min is not None and numbers.ttft.min > 0
         records = read_requests(folder / "requests.jsonl")
         assert all(not record.chunks_s for record in records if record.error)
     text = " ".join(shown.out.split())
@@ -85,11 +85,11 @@ def test_vllm_with_detail_has_records_with_the_files_own_times(tmp_path: Path) -
     assert [r.output_tokens for r in records] == raw["output_lens"] == [8] * 12
     assert [r.prompt_tokens for r in records] == raw["input_lens"]
     assert [r.chunks_s[-1] for r in records] == pytest.approx(raw["latencies"], rel=1e-9)
-    assert numbers.ttft_s.mean == pytest.approx(raw["mean_ttft_ms"] / 1000, rel=1e-9)
-    assert numbers.tpot_s.mean == pytest.approx(raw["mean_tpot_ms"] / 1000, rel=1e-9)
-    assert numbers.chunk_gap_s.mean == pytest.approx(raw["mean_itl_ms"] / 1000, rel=1e-9)
+    assert numbers.ttft.mean == pytest.approx(raw["mean_ttft_ms"] / 1000, rel=1e-9)
+    assert numbers.tpot.mean == pytest.approx(raw["mean_tpot_ms"] / 1000, rel=1e-9)
+    assert numbers.gap.mean == pytest.approx(raw["mean_itl_ms"] / 1000, rel=1e-9)
     assert (numbers.output_tokens, numbers.prompt_tokens) == (96, 176)
-    assert numbers.ttft_s.p50 is not None and numbers.ttft_s.p99 is None
+    assert numbers.ttft.p50 is not None and numbers.ttft.p99 is None
     assert run.versions == {"vllm bench serve": "unknown"}
     # The load is named by rate and concurrency.
     assert set(imported("vllm-rate.json", tmp_path)[0].scenario.loads) == {"rate-50-concurrency-4"}
@@ -104,21 +104,21 @@ def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
     numbers = pooled(summary, "concurrency-4")
     assert records == []
     assert (numbers.sent, numbers.succeeded, numbers.output_tok_s) == (12, 12, raw["output_throughput"])
-    assert numbers.ttft_s.mean == raw["mean_ttft_ms"] / 1000
-    assert numbers.ttft_s.p50 == raw["median_ttft_ms"] / 1000
-    assert numbers.ttft_s.p99 is None, "12 requests do not carry it"
-    assert numbers.e2e_s.n == 0 and numbers.e2e_s.mean is None, "the file has no e2el"
-    assert numbers.chunk_gap_s.n == 0
-    assert unknown_fields(summary)[vllm._NO_RECORDS] == ["chunk_gap_s", "tokens_per_chunk"]
+    assert numbers.ttft.mean == raw["mean_ttft_ms"] / 1000
+    assert numbers.ttft.p50 == raw["median_ttft_ms"] / 1000
+    assert numbers.ttft.p99 is None, "12 requests do not carry it"
+    assert numbers.e2e.n == 0 and numbers.e2e.mean is None, "the file has no e2el"
+    assert numbers.gap.n == 0
+    assert unknown_fields(summary)[vllm._NO_RECORDS] == ["gap", "tokens_per_chunk"]
 
 
 @pytest.mark.parametrize("changes", [{"start_times": None}, {"ttfts": [-1.0] * 12}, {"ttfts": None}])
 def test_vllm_lists_that_cannot_be_records_leave_numbers(changes: Any, tmp_path: Path) -> None:
     found = read_file(changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw.update(changes)))[1]
-    assert found.missing == dict.fromkeys(("chunk_gap_s", "tokens_per_chunk"), vllm._NO_RECORDS)
+    assert found.missing == dict.fromkeys(("gap", "tokens_per_chunk"), vllm._NO_RECORDS)
     (part,) = found.parts
     assert part.records == [] and part.numbers is not None and part.numbers.output_tok_s is not None
-    assert ("ttft_s" in part.missing) == (-1.0 in (changes.get("ttfts") or ()))
+    assert ("ttft" in part.missing) == (-1.0 in (changes.get("ttfts") or ()))
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Pa
     rows = {row.server: row.pooled for row in summary.rows}
     assert records == [] and set(rows) == {"llamacpp-vulkan", "flm-npu"}
     gpu, npu = rows["llamacpp-vulkan"], rows["flm-npu"]
-    assert (gpu.sent, gpu.ttft_s.mean, gpu.ttft_s.p50, gpu.ttft_s.p95) == (12, 0.08, 0.0795, None)
-    assert (gpu.output_tok_s, gpu.e2e_s.max, gpu.wall_s) == (44.5, 3.1, None)
-    assert (npu.ttft_s.n, npu.ttft_s.mean, npu.output_tok_s) == (0, None, 25.6)
+    assert (gpu.sent, gpu.ttft.mean, gpu.ttft.p50, gpu.ttft.p95) == (12, 0.08, 0.0795, None)
+    assert (gpu.output_tok_s, gpu.e2e.max, gpu.wall) == (44.5, 3.1, None)
+    assert (npu.ttft.n, npu.ttft.mean, npu.output_tok_s) == (0, None, 25.6)
     assert run.cells[0].served_by.arguments == ["ctx_size=4096", "-b", "2048"]
     assert run.origin is not None and run.origin.version == "11.7.0"
     older = changed("lemonade-from-source.json", tmp_path / "x.json", lambda raw: raw.update(hardware={"cpu": "a CPU"}))
@@ -347,14 +347,14 @@ def test_vllm_files_of_2025_are_read_without_keys_that_they_do_not_have(tmp_path
     old = {key: value for key, value in RESULT.items() if key not in ("endpoint_type", "failed", "burstiness")}
     _, summary = import_text(json.dumps(old), tmp_path)
     numbers = pooled(summary, "rate-10")
-    assert (numbers.sent, numbers.succeeded, numbers.output_tokens, numbers.wall_s) == (300, 300, 81000, 36.0)
-    assert (numbers.output_tok_s, numbers.ttft_s.p50, numbers.tpot_s.p50) == (2250.0, 0.053, 0.0135)
+    assert (numbers.sent, numbers.succeeded, numbers.output_tokens, numbers.wall) == (300, 300, 81000, 36.0)
+    assert (numbers.output_tok_s, numbers.ttft.p50, numbers.tpot.p50) == (2250.0, 0.053, 0.0135)
     least = {"model_id": "m", "num_prompts": 4, "completed": 3, "total_input_tokens": 40, "duration": 2.0}
     _, summary = import_text(json.dumps(least | {"total_output_tokens": 30}), tmp_path, "least.json")
     numbers = pooled(summary, "vllm")
     assert (numbers.sent, numbers.failed, numbers.output_tokens, numbers.output_tok_s) == (4, 1, 30, None)
     assert "import_file_time" in [note.code for note in summary.notes]
-    assert {"output_tok_s", "requests_per_s", "ttft_s", "e2e_s"} <= set(summary.rows[0].missing)
+    assert {"output_tok_s", "requests_per_s", "ttft", "e2e"} <= set(summary.rows[0].missing)
 
 
 @pytest.mark.parametrize("form", ["lines", "list"])
@@ -385,7 +385,7 @@ def test_results_of_a_vllm_sweep_with_equal_settings_are_repeats(tmp_path: Path)
         ("rate-10-max-num-seqs-64", [2000.0, 2010.0, 1990.0]),
     ]
     first = summary.rows[0].pooled
-    assert (first.sent, first.output_tok_s, first.ttft_s.n, first.ttft_s.p50) == (900, 1000.0, 900, 0.053)
+    assert (first.sent, first.output_tok_s, first.ttft.n, first.ttft.p50) == (900, 1000.0, 900, 0.053)
     assert run.scenario.repeats == 3 and run.status == "unchecked"
 
 
@@ -408,13 +408,13 @@ def test_a_number_that_cannot_be_is_missing_with_its_reason(tmp_path: Path) -> N
     zeros = {"median_ttft_ms": 0.0, "total_input_tokens": 0, "output_throughput": 0.0}
     run, summary = import_text(json.dumps(RESULT | zeros), tmp_path)
     (row,) = summary.rows
-    assert (row.pooled.ttft_s.n, row.pooled.ttft_s.mean, row.pooled.prompt_tokens) == (0, None, None)
-    assert row.pooled.output_tok_s is None and row.pooled.tpot_s.p50 == 0.0135
-    assert {"ttft_s", "prompt_tokens", "output_tok_s"} <= set(row.missing)
+    assert (row.pooled.ttft.n, row.pooled.ttft.mean, row.pooled.prompt_tokens) == (0, None, None)
+    assert row.pooled.output_tok_s is None and row.pooled.tpot.p50 == 0.0135
+    assert {"ttft", "prompt_tokens", "output_tok_s"} <= set(row.missing)
     assert summarize(tmp_path / "runs" / run.id, ["ttft_p50 <= 1s"]).checks[0].code == "no_value"
     # NaN, which Python's json module writes, is no number either.
     _, summary = import_text(json.dumps(RESULT | {"median_tpot_ms": float("nan")}), tmp_path, "nan.json")
-    assert (summary.rows[0].pooled.tpot_s.p50, summary.rows[0].pooled.tpot_s.mean) == (None, 0.0136)
+    assert (summary.rows[0].pooled.tpot.p50, summary.rows[0].pooled.tpot.mean) == (None, 0.0136)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5, None])
@@ -423,7 +423,7 @@ def test_a_latency_of_a_list_that_cannot_be_is_missing(bad: Any, tmp_path: Path)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     summary = summarize(import_file(path, tmp_path / "runs"))
     (row,) = summary.rows
-    assert (row.pooled.ttft_s.n, row.pooled.output_tok_s is None, row.pooled.failed) == (0, False, 0)
+    assert (row.pooled.ttft.n, row.pooled.output_tok_s is None, row.pooled.failed) == (0, False, 0)
 
 
 @pytest.mark.parametrize(
@@ -432,8 +432,8 @@ def test_a_latency_of_a_list_that_cannot_be_is_missing(bad: Any, tmp_path: Path)
         ({"output_throughput": 9e4}, "output_tok_s"),
         ({"request_throughput": 9e4}, "requests_per_s"),
         ({"duration": 0}, "output_tok_s"),
-        ({"mean_ttft_ms": -5.0}, "ttft_s"),
-        ({"p99_ttft_ms": 1e-6}, "ttft_s"),
+        ({"mean_ttft_ms": -5.0}, "ttft"),
+        ({"p99_ttft_ms": 1e-6}, "ttft"),
     ],
 )
 def test_a_number_that_contradicts_others_is_missing(values: Any, missing: str, tmp_path: Path) -> None:
@@ -451,9 +451,9 @@ def test_a_result_of_a_duration_of_zero_has_no_numbers_that_a_median_would_take(
     nothing = least | zeros | {"request_throughput": float("nan")}
     _, summary = import_text(json.dumps(least) + "\n" + json.dumps(nothing), tmp_path)
     (row,) = summary.rows
-    assert (row.wall_s, row.pooled.wall_s, row.pooled.output_tok_s) == ([2.0], 2.0, 12.0)
+    assert (row.wall, row.pooled.wall, row.pooled.output_tok_s) == ([2.0], 2.0, 12.0)
     assert [cell.numbers.output_tokens for cell in summary.cells] == [24, None]
-    assert {"wall_s", "prompt_tokens", "output_tokens", "output_tok_s", "requests_per_s"} <= set(row.missing)
+    assert {"wall", "prompt_tokens", "output_tokens", "output_tok_s", "requests_per_s"} <= set(row.missing)
 
 
 def test_a_percentile_that_is_not_in_the_file_does_not_need_more_requests(tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_a_percentile_that_is_not_in_the_file_does_not_need_more_requests(tmp_pa
     fields = unknown_fields(summary)
     (absent,) = [names for why, names in fields.items() if "--metric-percentiles" in why]
     assert absent == ["ttft_p90", "ttft_p95", "tpot_p90", "tpot_p95"]
-    assert ["e2e_s"] in fields.values()
+    assert ["e2e"] in fields.values()
     checks = summarize(tmp_path / "runs" / run.id, ["ttft_p95 <= 1s", "e2e_p50 <= 1s"]).checks
     assert [check.code for check in checks] == ["no_value", "no_value"]
     assert [check.evidence[0].values["why"]["code"] for check in checks] == ["tool_unknown", "tool_unknown"]
@@ -477,8 +477,8 @@ def test_an_answer_without_a_token_has_no_ttft_of_zero(tmp_path: Path) -> None:
 
     run = import_file(changed("vllm-chat.json", tmp_path / "x.json", empty), tmp_path / "runs")
     numbers = summarize(run).rows[0].pooled
-    assert (numbers.errors, numbers.ttft_s.n) == ({"empty": 1}, 11)
-    assert numbers.ttft_s.min is not None and numbers.ttft_s.min > 0
+    assert (numbers.errors, numbers.ttft.n) == ({"empty": 1}, 11)
+    assert numbers.ttft.min is not None and numbers.ttft.min > 0
 
 
 def llama_result(**values: Any) -> dict[str, Any]:
@@ -503,10 +503,10 @@ def test_llama_bench_has_a_load_for_each_test_and_a_repeat_for_each_sample(form:
     assert list(rows) == ["pp512", "tg128", "pp300-tg100", "tg128-d4096"]
     assert {row.server for row in summary.rows} == {"rocm"}
     assert rows["pp512"].input_tok_s == [1290.0, 1300.0, 1310.0] and rows["pp512"].pooled.output_tok_s is None
-    assert rows["tg128"].output_tok_s == [74.0, 75.0, 76.0] and rows["tg128"].pooled.tpot_s.n == 3
-    assert rows["tg128"].pooled.tpot_s.max == pytest.approx(1 / 74)
+    assert rows["tg128"].output_tok_s == [74.0, 75.0, 76.0] and rows["tg128"].pooled.tpot.n == 3
+    assert rows["tg128"].pooled.tpot.max == pytest.approx(1 / 74)
     both = rows["pp300-tg100"].pooled
-    assert (both.input_tok_s, both.output_tok_s, both.e2e_s.mean) == (150.0, 50.0, 2.0)
+    assert (both.input_tok_s, both.output_tok_s, both.e2e.mean) == (150.0, 50.0, 2.0)
     assert rows["tg128-d4096"].pooled.output_tok_s is None, "a speed of 0 cannot be"
     assert run.scenario.model == "/models/m.gguf" and run.cells[0].served_by.version == "llama.cpp b5163 (8cf427ff)"
     assert "flash_attn=True" in run.cells[0].served_by.arguments
@@ -587,8 +587,8 @@ def test_rows_of_a_table_without_a_speed_are_missing_and_others_are_named(tmp_pa
     assert [(note["why"], note["fields"], note["rows"]) for note in missing] == [
         (f"t/s is {given}, which is no speed", [field, latency], [f"vulkan / {load}"])
         for given, field, latency, load in (
-            ("nan ± nan", "input_tok_s", "ttft_s", "pp512-d4096"), ("fast", "output_tok_s", "tpot_s", "tg128-d4096"),
-            ("1,180 ± 0,001", "output_tok_s", "tpot_s", "tg256"), ("-5.0 ± 1.", "output_tok_s", "tpot_s", "tg64"),
+            ("nan ± nan", "input_tok_s", "ttft", "pp512-d4096"), ("fast", "output_tok_s", "tpot", "tg128-d4096"),
+            ("1,180 ± 0,001", "output_tok_s", "tpot", "tg256"), ("-5.0 ± 1.", "output_tok_s", "tpot", "tg64"),
         )
     ]  # fmt: skip
 
@@ -603,7 +603,7 @@ def test_a_test_of_llama_bench_without_a_speed_is_missing_in_its_row(bad: Any, f
     _, summary = import_text(json.dumps(tests[::-1] if first else tests), tmp_path)
     rows = {row.load: row for row in summary.rows}
     assert (rows["pp512"].input_tok_s, rows["tg128"].output_tok_s) == ([99.0], [])
-    assert {"output_tok_s", "tpot_s"} <= set(rows["tg128"].missing) and "input_tok_s" not in rows["pp512"].missing
+    assert {"output_tok_s", "tpot"} <= set(rows["tg128"].missing) and "input_tok_s" not in rows["pp512"].missing
     samples = [note.values for note in summary.notes if note.code == "import_samples_missing"]
     assert {one["row"]: one["missing"] for one in samples} == {"llama-bench / pp512": 1, "llama-bench / tg128": 1}
 

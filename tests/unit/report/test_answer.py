@@ -20,13 +20,13 @@ from tests.unit.report.test_report_text import MANY, numbers, row, run, summary
 
 def verdict(side: str, word: str, ratio: float | None, **values: Any) -> Verdict:
     bounds = {"low": None, "high": None} if ratio is None else {"low": 0.99 * ratio, "high": 1.01 * ratio}
-    known = {"baseline": "vllm / one", "metric": "wall_s", "p": 0.01, "n": (5, 5), **bounds}
+    known = {"baseline": "vllm / one", "metric": "wall", "p": 0.01, "n": (5, 5), **bounds}
     return Verdict(side=side, word=word, ratio=ratio, **known | values)
 
 
 def compared(*verdicts: Verdict) -> Summary:
     table = Comparison(
-        metric="wall_s", comparisons=len(verdicts), noise_floor=0.02, noise_source=[], verdicts=list(verdicts)
+        metric="wall", comparisons=len(verdicts), noise_floor=0.02, noise_source=[], verdicts=list(verdicts)
     )
     return replace(summary(), comparison=table, checks=[])
 

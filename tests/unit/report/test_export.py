@@ -50,8 +50,8 @@ def test_parquet_holds_every_record(run: Path, tmp_path: Path, monkeypatch: pyte
     ]
     for row, record in zip(rows, records, strict=True):
         assert (row["run"], row["server"], row["repeat"]) == ("made", record.cell[3], int(record.cell[1]))
-        derived = tuple(value_of(formula, record) for formula in (derive.ttft_s, derive.tpot_s, derive.e2e_s))
-        assert (row["ttft_s"], row["tpot_s"], row["e2e_s"]) == derived
+        derived = tuple(value_of(formula, record) for formula in (derive.ttft, derive.tpot, derive.e2e))
+        assert (row["ttft"], row["tpot"], row["e2e"]) == derived
         assert row["sent_wall_s"] == pytest.approx(WALL_S + record.sent_s - MONOTONIC_S)
 
 
@@ -66,8 +66,8 @@ def test_csv_holds_every_record(run: Path, tmp_path: Path) -> None:
         good, bad, odd = csv.DictReader(text)
     assert list(good) == list(export.record_columns())
     assert json.loads(good["chunks_s"]) == request().chunks_s
-    assert (good["server"], good["ttft_s"], good["fixed_length"], good["error"]) == ("a", "0.5", "1", "")
-    assert (bad["message"], bad["chunks_s"], bad["ttft_s"], bad["output_tokens"]) == (failed.message, "[]", "", "")
+    assert (good["server"], good["ttft"], good["fixed_length"], good["error"]) == ("a", "0.5", "1", "")
+    assert (bad["message"], bad["chunks_s"], bad["ttft"], bad["output_tokens"]) == (failed.message, "[]", "", "")
     assert (odd["server"], odd["repeat"], odd["cell"], odd["sent_wall_s"]) == ("", "", "other", "")
     assert odd["message"].startswith("'="), "no formula"
 
@@ -108,9 +108,9 @@ def test_rows_as_csv_and_where_the_time_goes(run: Path) -> None:
     summary = replace(summary, rows=[replace(summary.rows[0], time=split, limited_by="queue"), summary.rows[1]])
     row = summary.rows[0].pooled
     first, second = csv.DictReader(export.csv_table(summary, manifest).splitlines())
-    assert float(first["ttft_p50_s"]) == row.ttft_s.p50
-    assert float(first["chunk_gap_mean_s"]) == row.chunk_gap_s.mean
-    assert (first["error_rate"], first["ttft_p99_s"], first[f"attainment({SLOS})"]) == ("0.0", "", "0.0")
+    assert float(first["ttft_p50"]) == row.ttft.p50
+    assert float(first["gap_mean"]) == row.gap.mean
+    assert (first["error_rate"], first["ttft_p99"], first[f"attainment({SLOS})"]) == ("0.0", "", "0.0")
     assert (first["baseline"], second["baseline"], first["speedup"]) == ("1", "0", "")
     assert summary.comparison is not None and second["verdict"] == summary.comparison.verdicts[0].word
     names = ["api_mean_s", "queue_mean_s", "prefill_mean_s", "decode_mean_s", "limited_by"]

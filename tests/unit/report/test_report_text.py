@@ -63,14 +63,14 @@ def run() -> Run:
 
 def numbers(wall_s: float, times: Distribution, failed: int = 0) -> Numbers:
     return Numbers(
-        sent=25, succeeded=25 - failed, failed=failed, unfinished=0, output_tokens=1250, wall_s=wall_s,
-        output_tok_s=1250 / wall_s, requests_per_s=25 / wall_s, ttft_s=times, ttfo_s=times, tpot_s=FEW, e2e_s=times,
+        sent=25, succeeded=25 - failed, failed=failed, unfinished=0, output_tokens=1250, wall=wall_s,
+        output_tok_s=1250 / wall_s, requests_per_s=25 / wall_s, ttft=times, ttfo=times, tpot=FEW, e2e=times,
     )  # fmt: skip
 
 
 def row(load: str, of: Numbers) -> Row:
     return Row(
-        server="vllm", load=load, cells=[f"r1-vllm-{load}"], wall_s=[of.wall_s or 0.0],
+        server="vllm", load=load, cells=[f"r1-vllm-{load}"], wall=[of.wall or 0.0],
         output_tok_s=[of.output_tok_s or 0.0], pooled=of,
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def row(load: str, of: Numbers) -> Row:
 def summary() -> Summary:
     one, ten = numbers(13.07, MANY), numbers(4.18, MANY, failed=2)
     verdict = Verdict(
-        side="vllm / ten", baseline="vllm / one", metric="wall_s", ratio=3.127, low=3.05, high=3.21, p=0.008,
+        side="vllm / ten", baseline="vllm / one", metric="wall", ratio=3.127, low=3.05, high=3.21, p=0.008,
         n=(5, 5), word="faster",
     )  # fmt: skip
     cells = [
@@ -94,7 +94,7 @@ def summary() -> Summary:
         reasons=[],
         rows=[row("one", one), row("ten", ten)],
         cells=cells,
-        comparison=Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict]),
+        comparison=Comparison(metric="wall", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict]),
         checks=[CheckResult(check="error_rate == 0", status="failed", evidence=[because("run_error", "2 failed")])],
     )
 
@@ -165,7 +165,7 @@ def test_a_probe_that_the_load_generator_limited_is_named() -> None:
     )
     one, ten = summary().rows
     out = io.StringIO()
-    limited = replace(summary(), rows=[one, replace(ten, client_limited=["ttft_s"])])
+    limited = replace(summary(), rows=[one, replace(ten, client_limited=["ttft"])])
     print_capacity(report, limited, Console(file=out, width=200))
     assert out.getvalue() == (
         "note: the load generator, not the server, was the limit of vllm / ten; "
@@ -253,9 +253,9 @@ def test_verdicts_that_differ_only_in_their_side_are_one_sentence() -> None:
         "ratio": None,
     }
     texts = sentences.verdict_sentences([
-        verdict("b / x", "wall_s", **unknown),
-        verdict("b / z", "wall_s", word="faster", ratio=2.0, low=1.9, high=2.1, p=0.01),
-        verdict("c / x", "wall_s", **unknown),
+        verdict("b / x", "wall", **unknown),
+        verdict("b / z", "wall", word="faster", ratio=2.0, low=1.9, high=2.1, p=0.01),
+        verdict("c / x", "wall", **unknown),
         verdict("c / y", "ttft_p50", **refused),
         verdict("c / y", "e2e_p95", **refused),
     ])  # fmt: skip
@@ -271,9 +271,9 @@ def test_verdicts_that_differ_only_in_their_side_are_one_sentence() -> None:
 
 def test_columns_without_a_value_are_left_out_or_have_a_dash() -> None:
     timed = Load(user="chat", users=8, duration_s=60, output_tokens=128, output="natural", think_s=[1, 2.5])
-    one = replace(numbers(10.0, MANY), wall_s=None, window="timed", window_s=60.0, ttft_s=NO_SAMPLE, tpot_s=NO_SAMPLE)
+    one = replace(numbers(10.0, MANY), wall=None, window="timed", window_s=60.0, ttft=NO_SAMPLE, tpot=NO_SAMPLE)
     scenario = replace(run().scenario, loads={"one": timed})
-    of = replace(summary(), rows=[replace(row("one", one), wall_s=[])], comparison=None, checks=[])
+    of = replace(summary(), rows=[replace(row("one", one), wall=[])], comparison=None, checks=[])
     text = markdown.render(run_page(of, replace(run(), scenario=scenario)))
     assert "| vllm | one | 1,250 | 125 | 2.50 | – |" in text, "no wall time"
     described = "chat user, closed loop: users 8, duration_s 60, think_s [1 2.5], output_tokens 128, output natural"

@@ -108,7 +108,7 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
     board = collect_board(filed, RESULTS)
     assert list(board.machines.items()) == [("<script>alert(1)</script>|x", "2x MI300X"), ("strix", "Ryzen")]
     real, model = board.groups
-    assert (real.simulated, model.simulated, real.metric) == (False, True, "wall_s")
+    assert (real.simulated, model.simulated, real.metric) == (False, True, "wall")
     assert [(e.run, e.server, e.best) for e in real.entries] == [
         ("far", "b", True), ("far", "a", False), ("new", "b", True), ("old", "b", False), ("new", "a", False),
         ("old", "a", False),
@@ -141,7 +141,7 @@ def test_a_number_that_the_client_limited_is_marked_and_never_ranked(filed: Path
     unmarked = collect_board(filed, RESULTS)
     far = next(filed.glob("*/which/far"))
     summary = read_summary(far)
-    limited = {"a": ["wall_s"], "b": ["wall_s", "ttft_s"]}
+    limited = {"a": ["wall"], "b": ["wall", "ttft"]}
     rows = [replace(row, client_limited=limited[row.server]) for row in summary.rows]
     write_summary(far, replace(summary, rows=rows))
     assert "‡" not in board_html(unmarked) + render(boards.board_page(unmarked))

@@ -101,17 +101,17 @@ def test_live_numbers_have_the_definitions_of_a_report(tmp_path: Path) -> None:
     report = one_cell(tmp_path / "run", records, load, checks=[f"attainment({text}) >= 0.1"]).rows[0].pooled
     assert report.window_s is not None and report.requests_per_s is not None
     numbers = live.numbers(report.window_s, with_slos=True)
-    assert numbers["req_s"] == pytest.approx(report.requests_per_s, rel=1e-3)
+    assert numbers["requests_per_s"] == pytest.approx(report.requests_per_s, rel=1e-3)
     assert report.requests_per_s * report.window_s == pytest.approx(7)
     assert numbers["attainment"] == pytest.approx(report.slos[text].attainment, rel=1e-3)
     assert (live.met, live.cut_met, live.cut_unknown, live.failed, live.cut) == (6, 1, 1, 2, 4)
-    assert numbers["failed_s"] == pytest.approx(2 / report.window_s, rel=1e-3)
+    assert numbers["failed_per_s"] == pytest.approx(2 / report.window_s, rel=1e-3)
 
 
 def test_a_slow_rate_is_not_rounded_to_zero() -> None:
     live = Accumulator()
     live.count([request()], ())
-    assert live.numbers(30_000.0, with_slos=False)["req_s"] == pytest.approx(1 / 30_000, rel=1e-3)
+    assert live.numbers(30_000.0, with_slos=False)["requests_per_s"] == pytest.approx(1 / 30_000, rel=1e-3)
 
 
 def test_a_counter_reports_everything_once() -> None:
@@ -176,10 +176,14 @@ def test_the_numbers_add_up_workers_and_classes(clock: list[float]) -> None:
     recent = numbers.recent()
     assert list(recent) == [ALL, "Agent", "Chat"]
     assert (recent[ALL]["ended"], recent["Chat"]["ended"], recent["Agent"]["failed"]) == (120, 100, 20)  # of 10 s
-    assert (recent[ALL]["req_s"], recent["Chat"]["tok_s"], recent["Chat"]["goodput_req_s"]) == (10.0, 110.0, 10.0)
+    assert (recent[ALL]["requests_per_s"], recent["Chat"]["output_tok_s"], recent["Chat"]["goodput"]) == (
+        10.0,
+        110.0,
+        10.0,
+    )
     assert (recent["Chat"]["attainment"], recent["Agent"]["attainment"]) == (1.0, 0.0)
-    assert recent["Chat"]["ttft_p99_s"] == pytest.approx(0.1, rel=0.0101)
-    assert recent["Agent"]["ttft_p50_s"] is None
+    assert recent["Chat"]["ttft_p99"] == pytest.approx(0.1, rel=0.0101)
+    assert recent["Agent"]["ttft_p50"] is None
     assert numbers.in_flight() == {ALL: 14, "Chat": 12, "Agent": 2}
     assert numbers.client_limited() is None
     numbers.add_delta("a", delta(workers["a"], {"Chat": 6, "Agent": 1}, busy=0.96))
@@ -189,9 +193,9 @@ def test_the_numbers_add_up_workers_and_classes(clock: list[float]) -> None:
     assert [point["t"] for point in numbers.points] == [float(t) for t in range(0, 30, 2)]
     # From the first request sent until the last one that ended, however long the page is open.
     assert numbers.whole_test()[ALL]["ended"] == 354
-    assert numbers.whole_test()[ALL]["req_s"] == pytest.approx(295 / (29.0 + 0.3), rel=1e-3)
+    assert numbers.whole_test()[ALL]["requests_per_s"] == pytest.approx(295 / (29.0 + 0.3), rel=1e-3)
     numbers.reset()
-    assert (numbers.whole_test()[ALL]["ended"], numbers.whole_test()[ALL]["req_s"]) == (0, None)
+    assert (numbers.whole_test()[ALL]["ended"], numbers.whole_test()[ALL]["requests_per_s"]) == (0, None)
 
 
 def test_the_time_series_is_thinned_and_not_cut(clock: list[float]) -> None:
