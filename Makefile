@@ -7,7 +7,7 @@ LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generat
 	--custom-compile-command "make lock" $(UPGRADE)
 IMAGE := amd-llm-load:local
 BASE ?= python:3.11-slim
-TEST_PROCESSES ?= 4
+TEST_PROCESSES ?= 6
 WITHOUT_TIERS := --ignore tests/docker --ignore tests/real --ignore tests/lemonade --ignore tests/browser
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS) --dist loadfile --no-loadscope-reorder
 

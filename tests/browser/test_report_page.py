@@ -18,6 +18,7 @@ from harness.base.summary import FailedRequests, because
 from harness.report.charts.data import read_chart_data
 from harness.report.charts.figures import MAX_CHART_DOTS
 from harness.report.html import render
+from tests.support.nightly import NIGHTLY
 from tests.support.report_runs import HOSTILE, write_report, write_run_directory
 
 CHARTS = [
@@ -119,7 +120,8 @@ SHEET_SCROLLS = "const sheet = document.querySelector('.sheet'); return sheet.sc
 
 
 @pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 768), ("light", 390), ("light", 320)]
+    ("scheme", "width"),
+    [("dark", 1280), ("light", 768), ("light", 320), *([("light", 1280), ("light", 390)] if NIGHTLY else [])],
 )
 def test_all_charts_are_drawn_and_nothing_overlaps_or_sticks_out(
     browser: webdriver.Chrome, page: str, scheme: str, width: int

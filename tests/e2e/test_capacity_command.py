@@ -402,28 +402,19 @@ def test_two_servers_cross() -> None:
     assert sentence(crossover_reason(always)) == "b gives more tok/s than a at all levels measured, 1 to 2 users"
 
 
-def test_each_load_of_a_mix_has_the_slos_of_its_own_checks(tmp_path: Path) -> None:
+def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one_each_with_the_slos_of_its_own_checks(tmp_path: Path) -> None:
     """Here no number of users can meet that of `job`."""
-    done = capacity(tmp_path, "--load", "both", "--fix", "people=1", "--max-users", "2", **MIX)
+    done = capacity(tmp_path, "--load", "both", "--fix", "people=3", "--max-users", "1", **MIX)
     assert done.code == 0, done.out + done.err
     report = report_of(tmp_path)
     assert report.slos == ["people: ttft_p50 <= 30s", "job: ttft_p50 <= 0.001ms"]
     (one,) = report.servers
     assert one.slo is not None and (one.slo.kind, one.slo.broken) == ("none", "job: ttft_p50 <= 0.001ms")
+    answer = answer_reasons(report, one)[0]
+    assert sentence(answer).startswith("does not hold even 1 job user next to 3 people users: ")
     run = read_run(only_run(tmp_path / "runs"))
     assert run.status == "valid" and {f"r1-one-both-1.{load}" for load in MIX["loads"]} <= set(run.order)
-
-
-def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one(tmp_path: Path) -> None:
-    options = ("--load", "both", "--fix", "people=3", "--max-users", "1", "--slo", f"people: {HARD}")
-    done = capacity(tmp_path, *options, **MIX)
-    assert done.code == 0, done.out + done.err
-    report = report_of(tmp_path)
-    assert sentence(answer_reasons(report, report.servers[0])[0]) == (
-        f"does not hold even 1 job user next to 3 people users: people: {HARD} is broken"
-    )
-    loads = read_run(only_run(tmp_path / "runs")).scenario.loads
-    assert (loads["both-1.people"].users, loads["both-1.job"].users) == (3, 1)
+    assert (run.scenario.loads["both-1.people"].users, run.scenario.loads["both-1.job"].users) == (3, 1)
 
 
 TOO_LONG: dict[str, Any] = {"servers": {"one": server("--max-model-len", "256")}, "prompts": {"tokens": 300}}
@@ -438,6 +429,7 @@ def test_a_load_of_which_no_request_fits_is_refused_before_it_is_sent(command: s
     assert (only_run(tmp_path / "runs") / "requests.jsonl").read_text() == ""
 
 
+@pytest.mark.nightly  # half a minute; the server `busy` above fails at each load too
 def test_failures_that_do_not_depend_on_the_load_are_no_limit_of_users(tmp_path: Path) -> None:
     """A third of the requests never fits, also those of one user: a second probe shows it, and the answer says it."""
     prompts = {"tokens": {"uniform": [100, 320]}}

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from harness.base import process
+from tests.support import prefork
 from tests.support.command import PATIENCE_S
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]
@@ -193,3 +194,14 @@ def test_a_closed_terminal_does_not_interrupt_the_teardown(tmp_path: Path) -> No
     finally:
         process.stop(child)
     assert (tmp_path / "down").exists()
+
+
+def test_what_the_harness_starts_is_forked_in_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each Locust and each engine of a test takes a second of CPU to start."""
+    monkeypatch.setattr(subprocess, "Popen", prefork.Popen)
+    child = process.start(
+        [sys.executable, "-m", "locust", "--version"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    assert isinstance(child, prefork.Popen) and child._answers != -1
+    assert child.wait(PATIENCE_S) == 0
+    process.stop(child)
