@@ -1,18 +1,22 @@
 """The search for the knee of throughput over concurrency: where more users stop paying, and where they hurt.
 
-It has no clock and no I/O. The caller measures the level that `next_level` returns, adds blocks to its `probe` until it
-is done, and passes it to `take`. docs/capacity.md has the rule.
+Functions of the probes so far. docs/capacity.md has the rule.
 """
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from harness.analysis.capacity import AnswerKind, CapacityAnswer, KneePoint
+from harness.analysis.probe import Probe, ProbeState
+from harness.analysis.slo import ProbeBlock
 from harness.analysis.stats import t_quantile
 from harness.base.summary import ALPHA
 
@@ -31,66 +35,10 @@ _SEARCH_DRAWS, _DRAWS = 200, 1000
 SLOPE_MAX = 1.0  # twice the users give at most twice the throughput
 
 Array = NDArray[np.float64]
-KneeKind = Literal["knee", "none", "unclear"]
-KneeState = Literal["open", "done"]
+Blocks = dict[int, list[ProbeBlock]]  # by level
 
 
-class KneeBlock(msgspec.Struct, frozen=True):
-    """A period at one level, longer than several answers, with the output tokens of all users in it."""
-
-    seconds: float
-    output_tokens: float
-
-
-class KneePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurement of one level. `low` and `high`: the 95 % interval of the throughput."""
-
-    level: int
-    seconds: float
-    blocks: int
-    tok_s: float
-    low: float
-    high: float
-    steady: bool  # False: the throughput still changed when the probe reached its limit of blocks
-
-
-class KneeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The knee with its 95 % interval.
-
-    kind: "knee"; "none": throughput rises up to the maximum level; "unclear": both are possible, or the search was
-    stopped early. `level`, `low` and `high` are None where there is no such level in range: "none" has none of them,
-    "unclear" has only `low`. Throughputs are output tokens per second.
-    `hurts_from`: the smallest measured level beyond the peak that is clearly below KNEE_SHARE of it, or at which the
-    server failed; None: no such level.
-    """
-
-    kind: KneeKind
-    level: int | None
-    low: int | None
-    high: int | None
-    peak_level: int
-    peak_tok_s: float
-    peak_low: float
-    peak_high: float
-    hurts_from: int | None
-    complete: bool = True  # False: the search was stopped early
-    points: list[KneePoint]
-
-
-class Throughput(NamedTuple):
-    """Output tokens per second, with the relative standard error and its degrees of freedom."""
-
-    tok_s: float
-    error: float
-    freedom: int
-
-    @property
-    def half_width(self) -> float:
-        """Half the relative width of the 95 % interval."""
-        return t_quantile(1 - ALPHA / 2, self.freedom) * self.error
-
-
-def estimate_throughput(blocks: list[KneeBlock]) -> Throughput:
+def estimate_throughput(blocks: Sequence[ProbeBlock], level: int = 0, *, steady: bool = True) -> KneePoint:
     """Return the throughput over all blocks, at least two, with its batch-means error: 8 to 15 batches of neighbouring
     blocks, because neighbouring blocks depend on each other.
     """
@@ -99,60 +47,55 @@ def estimate_throughput(blocks: list[KneeBlock]) -> Throughput:
     seconds = np.add.reduceat([block.seconds for block in blocks], starts)
     tokens = np.add.reduceat([block.output_tokens for block in blocks], starts)
     rate = float(tokens.sum() / seconds.sum())
-    if rate == 0:
-        return Throughput(0.0, 0.0, batches - 1)
-    spread = float(np.sum((tokens - rate * seconds) ** 2)) * batches / (batches - 1)
-    return Throughput(rate, max(math.sqrt(spread) / float(tokens.sum()), _MIN_ERROR), batches - 1)
+    error = 0.0
+    if rate:
+        spread = float(np.sum((tokens - rate * seconds) ** 2)) * batches / (batches - 1)
+        error = max(math.sqrt(spread) / float(tokens.sum()), _MIN_ERROR)
+    half_width = t_quantile(1 - ALPHA / 2, batches - 1) * error
+    return KneePoint(
+        level=level,
+        seconds=float(seconds.sum()),
+        blocks=len(blocks),
+        tok_s=rate,
+        low=rate * (1 - half_width),
+        high=rate * (1 + half_width),
+        steady=steady,
+        error=error,
+        freedom=batches - 1,
+    )
 
 
-class KneeProbe:
-    """The measurement at one level: open until its throughput is precise and steady, or at its limit of blocks."""
+def decide_throughput(
+    probe: Probe, *, precision: float = LADDER_PRECISION, earlier: Sequence[ProbeBlock] = (), best: float = 0.0
+) -> ProbeState:
+    """Whether the throughput of a probe is precise and steady, or it is at its limit of blocks.
 
-    def __init__(
-        self, level: int, precision: float, max_blocks: int, earlier: list[KneeBlock], best: float = 0.0
-    ) -> None:
-        """`best`: the highest throughput so far; a level that is clearly below it needs no precision."""
-        self.level = level
-        self.best = best
-        self.precision = precision
-        self.max_blocks = max_blocks
-        self.earlier = earlier  # blocks of earlier probes of the level; they count towards the precision
-        self.blocks: list[KneeBlock] = []
-        self.seconds = 0.0
-        self.steady = True
-        self.state: KneeState = "open"
-        self._measured = 0
+    `earlier`: blocks of earlier probes of the level; they count towards the precision. `best`: the highest throughput
+    so far; a level that is clearly below it needs no precision.
+    """
+    blocks, measured = probe.steady_blocks, len(probe.blocks)
+    if len(blocks) < MIN_BLOCKS:
+        return "open"
+    probe.steady = not _has_trend(blocks, precision)
+    if probe.steady:
+        throughput = estimate_throughput([*earlier, *blocks])
+        is_clearly_low = throughput.tok_s * (1 + 2 * throughput.half_width) < KNEE_SHARE * best
+        if throughput.half_width <= precision or is_clearly_low:
+            return "done"
+    elif measured < MAX_BLOCKS:
+        probe.settled += len(blocks) // 2  # the throughput was not yet steady
+    return "done" if measured >= MAX_BLOCKS else "open"
 
-    def add(self, block: KneeBlock) -> KneeState:
-        """Add a block. Return the state."""
-        self.blocks.append(block)
-        self.seconds += block.seconds
-        self._measured += 1
-        enough = len(self.blocks) >= MIN_BLOCKS
-        if enough:
-            self.steady = not self._has_trend()
-            if self.steady and self._is_precise():
-                self.state = "done"
-            elif not self.steady and self._measured < self.max_blocks:
-                del self.blocks[: len(self.blocks) // 2]  # the throughput was not yet steady
-        if enough and self._measured >= self.max_blocks:
-            self.state = "done"
-        return self.state
 
-    def _is_precise(self) -> bool:
-        throughput = estimate_throughput(self.earlier + self.blocks)
-        is_clearly_low = throughput.tok_s * (1 + 2 * throughput.half_width) < KNEE_SHARE * self.best
-        return throughput.half_width <= self.precision or is_clearly_low
-
-    def _has_trend(self) -> bool:
-        """Whether the throughput has a trend that is significant and larger than the precision."""
-        rates = np.array([block.output_tokens / block.seconds for block in self.blocks])
-        count, mean = len(rates), float(rates.mean())
-        times = np.arange(count) - (count - 1) / 2
-        slope = float(times @ rates / (times @ times))
-        error = math.sqrt(float(np.sum((rates - mean - slope * times) ** 2)) / (count - 2) / float(times @ times))
-        is_significant = abs(slope) > t_quantile(0.999, count - 2) * error
-        return is_significant and abs(slope) * count > self.precision * mean
+def _has_trend(blocks: Sequence[ProbeBlock], precision: float) -> bool:
+    """Whether the throughput has a trend that is significant and larger than the precision."""
+    rates = np.array([block.output_tokens / block.seconds for block in blocks])
+    count, mean = len(rates), float(rates.mean())
+    times = np.arange(count) - (count - 1) / 2
+    slope = float(times @ rates / (times @ times))
+    error = math.sqrt(float(np.sum((rates - mean - slope * times) ** 2)) / (count - 2) / float(times @ times))
+    is_significant = abs(slope) > t_quantile(0.999, count - 2) * error
+    return is_significant and abs(slope) * count > precision * mean
 
 
 # A curve that rises and then falls is fitted to the measured points. All values are logarithms: x of levels, y of
@@ -247,193 +190,179 @@ def _possible_rise(x: Array, fit: Array, segment: int, *, cliff: bool) -> float:
     return max(0.0, float(top - max(fit[segment - 1], fit[segment])))
 
 
-class _Draws(NamedTuple):
-    """The bootstrap: one row for each draw of a curve."""
-
-    levels: list[int]
-    random: Array  # draws x (the noise of each level; then the positions of the knee and the peak between two points)
-    knees: Array  # logarithm of the level
-    peaks: Array  # logarithm of the throughput
-    hurting: Array  # for each level the share of draws in which it is beyond the peak with less than KNEE_SHARE of it
-    middle: Crossing  # without noise, half way between the extremes
+# The search: a ladder of doublings to two rungs beyond the knee, then the probes that narrow the knee's interval most.
 
 
-class KneeSearch:
-    """A ladder of doublings to two rungs beyond the knee, then the probes that narrow the knee's interval most."""
+def next_knee_level(probes: Sequence[Probe], max_level: int, seed: int = 0) -> tuple[int, float] | None:
+    """The level to measure next, and half the relative width that its interval needs; None at the end of the search.
 
-    def __init__(self, max_level: int, *, seed: int = 0) -> None:
-        self.max_level = max_level
-        self.taken: list[KneeProbe] = []
-        self._phase: Literal["ladder", "narrow", "done"] = "ladder"
-        self._next, self._precision = 1, LADDER_PRECISION
-        self._seed = seed
-        self._failed: int | None = None
-        self._blocks: dict[int, list[KneeBlock]] = {}
-
-    def next_level(self) -> int | None:
-        """The level to measure next; None at the end of the search."""
-        return None if self._phase == "done" else self._next
-
-    def probe(self, level: int) -> KneeProbe:
-        """An empty probe of the level, with the precision that the search needs there."""
-        earlier = self._blocks.get(level, [])
-        best = 0.0
-        if not earlier:
-            best = max((estimate_throughput(blocks).tok_s for blocks in self._blocks.values()), default=0.0)
-        return KneeProbe(level, self._precision, MAX_BLOCKS, earlier, best)
-
-    def take(self, level: int, probe: KneeProbe) -> None:
-        """Use a probe, and choose the next level. A probe with fewer than two blocks does not count."""
-        if len(probe.blocks) < 2:
-            return
-        self.taken.append(probe)
-        self._blocks[level] = self._blocks.get(level, []) + probe.blocks
-        self._plan()
-
-    def fail(self, level: int) -> None:
-        """The server failed at this level: no level as high is measured again."""
-        self._failed = min(level, self._failed or level)
-        if self._phase == "ladder" and self._blocks:
-            self._plan()
-        else:
-            self._phase = "done"
-
-    @property
-    def measured(self) -> bool:
-        """Whether any level had a throughput, so that there is an answer."""
-        return any(block.output_tokens for blocks in self._blocks.values() for block in blocks)
-
-    def answer(self) -> KneeAnswer:
-        """The answer after the probes so far. Requires that something was `measured`."""
-        draws = self._draw_curves(_DRAWS)
-        low, middle, high = _bias_corrected_interval(draws.knees, draws.middle.x)
-        peak_low, peak, peak_high = map(math.exp, _bias_corrected_interval(draws.peaks, draws.middle.peak))
-        outside = float(np.mean(draws.knees > self._max_knee()))
-        kind: KneeKind = "unclear"
-        if outside <= ALPHA / 2:
-            kind = "knee"
-        elif outside >= 0.5 and max(self._blocks) >= self.max_level:
-            kind = "none"
-        hurts = [level for level, share in zip(draws.levels, draws.hurting, strict=True) if share > 1 - ALPHA / 2]
-        return KneeAnswer(
-            kind=kind,
-            level=_level_from_log(middle) if kind == "knee" else None,
-            low=None if kind == "none" else _level_from_log(low),
-            high=_level_from_log(high) if kind == "knee" else None,
-            peak_level=self._peak_level(),
-            peak_tok_s=peak,
-            peak_low=peak_low,
-            peak_high=peak_high,
-            hurts_from=min(hurts, default=self._failed),
-            complete=self._phase == "done",
-            points=[self._make_point(level) for level in sorted(self._blocks)],
-        )
-
-    def _plan(self) -> None:
-        """Choose the next level and the precision that it needs."""
-        if self._phase == "ladder" and not self._is_ladder_done():
-            self._next = min(max(self._blocks) * 2, self.max_level)
-            return
-        self._phase = "narrow"
-        measurement = self._next_measurement() if len(self.taken) < MAX_PROBES else None
-        if measurement is None:
-            self._phase = "done"
-        else:
-            self._next, self._precision = measurement
-
-    def _max_knee(self) -> float:
-        """The logarithm of the highest level that can be a knee: half the highest measured level."""
-        return math.log(max(self._blocks) / 2) + 1e-9
-
-    def _is_ladder_done(self) -> bool:
-        """Whether two rungs gained at most MAX_GAIN each, or the ladder is at the maximum level."""
-        levels = sorted(self._blocks)
-        if self._failed is not None or levels[-1] >= self.max_level:
-            return True
-        rates = [estimate_throughput(self._blocks[level]) for level in levels[-3:]]
-        if len(rates) < 3:
-            return False
-        return all(
-            after.tok_s == 0
-            or math.log(after.tok_s / before.tok_s) + 1.96 * math.hypot(before.error, after.error) < MAX_GAIN
-            for before, after in pairwise(rates)
-        )
-
-    def _draw_curves(self, count: int) -> _Draws:
-        levels = sorted(self._blocks)
-        rates = [estimate_throughput(self._blocks[level]) for level in levels]
-        floor = max(rate.tok_s for rate in rates) * 1e-3  # for a level without throughput, which has no logarithm
-        x, y = np.log(np.array(levels, float)), np.log([max(rate.tok_s, floor) for rate in rates])
-        errors = np.array([rate.error if rate.tok_s else 1.0 for rate in rates])
-        generator = np.random.default_rng(self._seed)
-        noise = generator.standard_t([rate.freedom for rate in rates], (count, len(rates)))
-        random = np.concatenate([noise, generator.uniform(0, 1, (count, 2))], 1)
-        random[:, -1] **= 2  # the peak is seldom right before a fall
-        share, weights = math.log(KNEE_SHARE), errors**-2
-        knees, peaks, hurting = np.empty(count), np.empty(count), np.zeros(len(levels))
-        for row, values in enumerate(random):
-            fit = fit_unimodal(y + errors * values[:-2], weights)
-            crossing = find_share_crossing(x, fit, share, (values[-2], values[-1]))
-            knees[row], peaks[row] = crossing.x, crossing.peak
-            hurting += (fit < crossing.peak + share) & (np.arange(len(fit)) > int(np.argmax(fit)))
-        middle = find_share_crossing(x, fit_unimodal(y, weights), share, (0.5, 0.5))
-        return _Draws(levels, random, knees, peaks, hurting / count, middle)
-
-    def _next_measurement(self) -> tuple[int, float] | None:
-        """The level and precision of the probe that narrows the knee's interval most; None: it is narrow enough."""
-        draws = self._draw_curves(_SEARCH_DRAWS)
-        levels, middle = draws.levels, draws.middle
-        low, _, high = _bias_corrected_interval(draws.knees, middle.x)
-        if low > self._max_knee():
-            return None
-        near_peak = _level_between(levels, middle.peak_segment)
-        if near_peak is not None and middle.rise > MAX_GAIN:
-            return near_peak, FINE_PRECISION
-        if self._is_peak_unconfirmed(levels):
-            return self._peak_level(), FINE_PRECISION
-        if high <= self._max_knee() and _is_narrow(low, high):
-            return None
-        if float(draws.knees.std()) == 0:
-            return None
-        # Reduce the source of uncertainty that the drawn knees depend on most: the noise of a level, or a position.
-        influence = [abs(float(np.corrcoef(column, draws.knees)[0, 1])) for column in draws.random.T]
-        for source in np.argsort(influence)[::-1]:
-            if source < len(levels):
-                half_width = estimate_throughput(self._blocks[levels[source]]).half_width
-                if half_width > MIN_PRECISION:
-                    return levels[source], max(half_width / 1.6, MIN_PRECISION)
-                continue
-            between = _level_between(levels, middle.segment if source == len(levels) else middle.peak_segment)
-            if between is not None:
-                return between, FINE_PRECISION
+    `probes`: all so far. No level as high as one at which the server died is measured again.
+    """
+    measured = _measured(probes)
+    deaths = [number for number, probe in enumerate(probes) if probe.purpose == "knee" and probe.state == "died"]
+    ladder = _measured(probes[: deaths[0]]) if deaths else measured
+    has_climbed = any(_is_ladder_done(ladder[:number], max_level) for number in range(1, len(ladder) + 1))
+    if not deaths and not has_climbed:
+        return min(max(probe.level for probe in measured) * 2, max_level) if measured else 1, LADDER_PRECISION
+    if not measured or len(deaths) > (not has_climbed) or len(measured) >= MAX_PROBES:
         return None
+    return _next_narrowing(measured, seed)
 
-    def _peak_level(self) -> int:
-        return max(self._blocks, key=lambda level: estimate_throughput(self._blocks[level]).tok_s)
 
-    def _is_peak_unconfirmed(self, levels: list[int]) -> bool:
-        """Whether the peak is right before a fall and was measured briefly.
+def make_knee_probe(level: int, precision: float, probes: Sequence[Probe], **more: Any) -> Probe:
+    """An empty probe of the level. `probes`: all so far. `more`: other arguments of Probe."""
+    blocks = _blocks_by_level(_measured(probes))
+    earlier, best = blocks.get(level, []), 0.0
+    if not earlier:
+        best = max((estimate_throughput(known).tok_s for known in blocks.values()), default=0.0)
+    decide = partial(decide_throughput, precision=precision, earlier=earlier, best=best)
+    return Probe(level, decide=decide, purpose="knee", **more)
 
-        What makes the throughput fall is rare there, so a short probe may miss it.
-        """
-        peak = self._peak_level()
-        after = next((level for level in levels if level > peak), None)
-        if after is None or len(self._blocks[peak]) >= CONFIRM_BLOCKS:
-            return False
-        return estimate_throughput(self._blocks[after]).tok_s < 0.95 * estimate_throughput(self._blocks[peak]).tok_s
 
-    def _make_point(self, level: int) -> KneePoint:
-        throughput = estimate_throughput(self._blocks[level])
-        probes = [probe for probe in self.taken if probe.level == level]
-        return KneePoint(
-            level=level,
-            seconds=sum(probe.seconds for probe in probes),
-            blocks=len(self._blocks[level]),
-            tok_s=throughput.tok_s,
-            low=throughput.tok_s * (1 - throughput.half_width),
-            high=throughput.tok_s * (1 + throughput.half_width),
-            steady=all(probe.steady for probe in probes),
-        )
+def knee_answer(probes: Sequence[Probe], max_level: int, seed: int = 0) -> CapacityAnswer | None:
+    """The knee after the probes so far; None if no level had a throughput."""
+    measured = _measured(probes)
+    points = _points(measured)
+    if not any(point.tok_s for point in points):
+        return None
+    _, knees, peaks, hurting, middle = _draw_curves(points, _DRAWS, seed)
+    low, knee, high = _bias_corrected_interval(knees, middle.x)
+    peak_low, peak, peak_high = map(math.exp, _bias_corrected_interval(peaks, middle.peak))
+    outside = float(np.mean(knees > _max_knee(points)))
+    kind: AnswerKind = "unclear"
+    if outside <= ALPHA / 2:
+        kind = "knee"
+    elif outside >= 0.5 and points[-1].level >= max_level:
+        kind = "none"
+    hurts = [point.level for point, share in zip(points, hurting, strict=True) if share > 1 - ALPHA / 2]
+    return CapacityAnswer(
+        kind=kind,
+        level=_level_from_log(knee) if kind == "knee" else None,
+        low=None if kind == "none" else _level_from_log(low),
+        high=_level_from_log(high) if kind == "knee" else None,
+        complete=next_knee_level(probes, max_level, seed) is None,
+        peak_level=_peak(points).level,
+        peak_tok_s=peak,
+        peak_low=peak_low,
+        peak_high=peak_high,
+        hurts_from=min(hurts, default=_died_at(probes)),
+        points=points,
+    )
+
+
+def _measured(probes: Sequence[Probe]) -> list[Probe]:
+    """The probes with a throughput; it needs two blocks."""
+    return [
+        probe
+        for probe in probes
+        if probe.purpose == "knee" and probe.state not in ("died", "stopped") and len(probe.steady_blocks) >= 2
+    ]
+
+
+def _died_at(probes: Sequence[Probe]) -> int | None:
+    return min((probe.level for probe in probes if probe.purpose == "knee" and probe.state == "died"), default=None)
+
+
+def _blocks_by_level(measured: Sequence[Probe]) -> Blocks:
+    blocks: Blocks = {}
+    for probe in measured:
+        blocks[probe.level] = [*blocks.get(probe.level, []), *probe.steady_blocks]
+    return blocks
+
+
+def _points(measured: Sequence[Probe]) -> list[KneePoint]:
+    """The throughput of each level, in rising order."""
+    points = []
+    for level, blocks in sorted(_blocks_by_level(measured).items()):
+        ofs = [probe for probe in measured if probe.level == level]
+        point = estimate_throughput(blocks, level, steady=all(probe.steady for probe in ofs))
+        points.append(replace(point, seconds=sum(probe.seconds for probe in ofs)))
+    return points
+
+
+def _peak(points: Sequence[KneePoint]) -> KneePoint:
+    return max(points, key=lambda point: point.tok_s)
+
+
+def _max_knee(points: Sequence[KneePoint]) -> float:
+    """The logarithm of the highest level that can be a knee: half the highest measured level."""
+    return math.log(points[-1].level / 2) + 1e-9
+
+
+def _is_ladder_done(measured: Sequence[Probe], max_level: int) -> bool:
+    """Whether two rungs gained at most MAX_GAIN each, or the ladder is at the maximum level."""
+    points = _points(measured)
+    if points[-1].level >= max_level:
+        return True
+    return len(points) >= 3 and all(
+        after.tok_s == 0
+        or math.log(after.tok_s / before.tok_s) + 1.96 * math.hypot(before.error, after.error) < MAX_GAIN
+        for before, after in pairwise(points[-3:])
+    )
+
+
+def _draw_curves(points: Sequence[KneePoint], count: int, seed: int) -> tuple[Array, Array, Array, Array, Crossing]:
+    """The bootstrap of the curve: its random numbers, and the knees and peaks that follow (logarithms); for each level
+    the share of draws in which it is beyond the peak with less than KNEE_SHARE of it; and the middle.
+
+    There is a row of random numbers for each draw: the noise of each level, then the positions of the knee and the peak
+    between two points. The middle is without noise, half way between the extremes.
+    """
+    floor = _peak(points).tok_s * 1e-3  # for a level without throughput, which has no logarithm
+    x = np.log(np.array([point.level for point in points], float))
+    y = np.log([max(point.tok_s, floor) for point in points])
+    errors = np.array([point.error if point.tok_s else 1.0 for point in points])
+    generator = np.random.default_rng(seed)
+    noise = generator.standard_t([point.freedom for point in points], (count, len(points)))
+    random = np.concatenate([noise, generator.uniform(0, 1, (count, 2))], 1)
+    random[:, -1] **= 2  # the peak is seldom right before a fall
+    share, weights = math.log(KNEE_SHARE), errors**-2
+    knees, peaks, hurting = np.empty(count), np.empty(count), np.zeros(len(points))
+    for row, values in enumerate(random):
+        fit = fit_unimodal(y + errors * values[:-2], weights)
+        crossing = find_share_crossing(x, fit, share, (values[-2], values[-1]))
+        knees[row], peaks[row] = crossing.x, crossing.peak
+        hurting += (fit < crossing.peak + share) & (np.arange(len(fit)) > int(np.argmax(fit)))
+    middle = find_share_crossing(x, fit_unimodal(y, weights), share, (0.5, 0.5))
+    return random, knees, peaks, hurting / count, middle
+
+
+def _next_narrowing(measured: Sequence[Probe], seed: int) -> tuple[int, float] | None:
+    """The level and precision of the probe that narrows the knee's interval most; None: it is narrow enough."""
+    points = _points(measured)
+    random, knees, _, _, middle = _draw_curves(points, _SEARCH_DRAWS, seed)
+    low, _, high = _bias_corrected_interval(knees, middle.x)
+    if low > _max_knee(points):
+        return None
+    near_peak = _level_between(points, middle.peak_segment)
+    if near_peak is not None and middle.rise > MAX_GAIN:
+        return near_peak, FINE_PRECISION
+    if _is_peak_unconfirmed(points):
+        return _peak(points).level, FINE_PRECISION
+    if (high <= _max_knee(points) and _is_narrow(low, high)) or float(knees.std()) == 0:
+        return None
+    # Reduce the source of uncertainty that the drawn knees depend on most: the noise of a level, or a position.
+    influence = [abs(float(np.corrcoef(column, knees)[0, 1])) for column in random.T]
+    for source in np.argsort(influence)[::-1]:
+        if source < len(points):
+            half_width = points[source].half_width
+            if half_width > MIN_PRECISION:
+                return points[source].level, max(half_width / 1.6, MIN_PRECISION)
+            continue
+        between = _level_between(points, middle.segment if source == len(points) else middle.peak_segment)
+        if between is not None:
+            return between, FINE_PRECISION
+    return None
+
+
+def _is_peak_unconfirmed(points: Sequence[KneePoint]) -> bool:
+    """Whether the peak is right before a fall and was measured briefly.
+
+    What makes the throughput fall is rare there, so a short probe may miss it.
+    """
+    peak = _peak(points)
+    after = next((point for point in points if point.level > peak.level), None)
+    return after is not None and peak.blocks < CONFIRM_BLOCKS and after.tok_s < 0.95 * peak.tok_s
 
 
 def _bias_corrected_interval(values: Array, estimate: float) -> tuple[float, float, float]:
@@ -457,9 +386,9 @@ def _is_narrow(low: float, high: float) -> bool:
     return high - low <= MAX_WIDTH * math.log(GRID_STEP) or _level_from_log(high) == _level_from_log(low)
 
 
-def _level_between(levels: list[int], segment: int) -> int | None:
+def _level_between(points: Sequence[KneePoint], segment: int) -> int | None:
     """The level in the middle of a segment, on a logarithmic scale; None if it has no level inside."""
-    if segment == 0 or levels[segment] - levels[segment - 1] < 2:
+    low, high = points[segment - 1].level, points[segment].level
+    if segment == 0 or high - low < 2:
         return None
-    low, high = levels[segment - 1], levels[segment]
     return min(max(round(math.sqrt(low * high)), low + 1), high - 1)

@@ -12,7 +12,6 @@ from msgspec import Struct
 
 from harness.analysis import derive
 from harness.analysis.derive import MET, MISSED, meets_slos, slo_margins
-from harness.analysis.evidence import BLOCK_ANSWERS, count_met
 from harness.analysis.latencies import token_shares_between
 from harness.analysis.slo_rule import LatencySample
 from harness.base.errors import HarnessError
@@ -20,11 +19,14 @@ from harness.base.metrics import METRICS
 from harness.base.summary import NEEDED
 from harness.records.records import CUT, FAILED, OBSERVED, UNKNOWN, Request
 from harness.records.table import rows_of
-from harness.scenario import Scenario
+from harness.scenario import Load, Scenario, is_open_loop
+from harness.scenario.behaviour import mean_pause_s
 from harness.scenario.check_syntax import Check, Slo, parse_check
 from harness.scenario.plan import load_of_part
 
+BLOCK_ANSWERS = 3  # a block lasts as long as so many answers, thinking included
 KNEE_BLOCK_ANSWERS = 2  # a block of the knee's search lasts as long as so many answers and pauses
+MIN_ARRIVALS = 3.0  # of an open loop in a block
 MIN_BLOCK_S = 0.5  # shorter blocks would show when records are flushed
 FLUSH_S = 0.6  # longest time between the end of an answer and its record in the file
 _FIRST, _NEWEST = 20, 200  # answers of which latencies are kept
@@ -111,36 +113,41 @@ def _row_slos(scenario: Scenario, server: str, load: str) -> list[CapacitySlo]:
     return slos
 
 
-class LoadBlock(Struct, frozen=True, kw_only=True):
-    """A period of the measured time of a load, on the monotonic clock.
+class ProbeBlock(Struct, frozen=True, kw_only=True):
+    """A period of the measured time of a load. `begin_s`: on the monotonic clock.
 
-    `samples`: for each SLO, latency / bound of the requests that ended in the block. `counts`: of these (met, total).
+    `samples`: for each SLO, latency / bound of the requests that ended in the block: at most 1 meets it.
     """
 
-    begin_s: float
-    end_s: float
-    samples: list[LatencySample]
-    counts: list[tuple[int, int]]
-    output_tokens: float
-    answers: int
-    failed: int  # of the answers
-    e2e_s: float | None  # mean end-to-end latency of successful requests
+    begin_s: float = 0.0
+    seconds: float
+    samples: list[LatencySample] = []
+    output_tokens: float = 0.0
+    answers: int = 0
+    failed: int = 0  # of the answers
+    e2e_s: float | None = None  # mean end-to-end latency of successful requests
 
     @property
-    def seconds(self) -> float:
-        return self.end_s - self.begin_s
+    def counts(self) -> list[tuple[int, int]]:
+        """For each SLO the numbers of requests that met it, and of which it is known whether they did."""
+        return [count_met(sample) for sample in self.samples]
 
 
-class LoadPace(Struct, frozen=True, kw_only=True):
-    """What the length of a load's blocks depends on, in addition to its latencies.
+def count_met(sample: LatencySample) -> tuple[int, int]:
+    """The numbers of requests that met the SLO, and of which it is known whether they did."""
+    known = sample.state != UNKNOWN
+    return int((known & (sample.state != FAILED) & (sample.value_s <= 1)).sum()), int(known.sum())
 
-    `pause_s`: mean think time after an answer. `min_s`: minimum length, such as the time of some arrivals. `open_loop`:
-    only the first answers count, because above capacity the queue makes latencies grow, and no block would end.
-    """
 
-    pause_s: float = 0.0
-    min_s: float = 0.0
-    open_loop: bool = False
+def pause_s(load: Load) -> float:
+    """The mean think time after an answer."""
+    return mean_pause_s(load.think if load.think is not None else load.think_s)
+
+
+def _min_block_s(load: Load) -> float:
+    """The shortest time in which an open loop has some arrivals."""
+    rate = None if load.arrivals is None else load.arrivals.rate
+    return MIN_ARRIVALS / rate if rate else 0.0
 
 
 class BlockCutter:
@@ -155,24 +162,24 @@ class BlockCutter:
     def __init__(
         self,
         slos: Sequence[CapacitySlo],
-        paces: Mapping[str | None, LoadPace] = MappingProxyType({None: LoadPace()}),
+        loads: Mapping[str | None, Load] = MappingProxyType({None: Load(user="batch")}),
         *,
         whole_tokens: bool = False,
         flush_s: float = FLUSH_S,
     ) -> None:
-        """`paces`: by load of a mix; None is the key of a load alone. `whole_tokens`: for the knee; a block is complete
-        only when all answers with a part in it have ended, so that its tokens are exact. `flush_s`: time after the end
-        of a block until its records have been read.
+        """`loads`: those of a mix by name; None is the key of a load alone. `whole_tokens`: for the knee; a block is
+        complete only when all answers with a part in it have ended, so that its tokens are exact. `flush_s`: time after
+        the end of a block until its records have been read.
         """
         self._slos = slos
-        self._paces = paces
+        self._loads = loads
         self._whole_tokens = whole_tokens
         self._flush_s = flush_s
         self._answers = KNEE_BLOCK_ANSWERS if whole_tokens else BLOCK_ANSWERS
         self._waiting: list[Request] = []  # requests that a later block may count
         # Latencies by load: of the newest and of the first answers.
-        self._newest_s: dict[str | None, deque[float]] = {load: deque(maxlen=_NEWEST) for load in paces}
-        self._first_s: dict[str | None, list[float]] = {load: [] for load in paces}
+        self._newest_s: dict[str | None, deque[float]] = {load: deque(maxlen=_NEWEST) for load in loads}
+        self._first_s: dict[str | None, list[float]] = {load: [] for load in loads}
         self.begun_s: float | None = None  # when the first measured request was sent
         self._next_s = 0.0  # start of the next block
         self._is_cut = False  # there was a block
@@ -190,20 +197,21 @@ class BlockCutter:
     @property
     def typical_s(self) -> float | None:
         """The mean latency that the length of blocks depends on; None before the first answer."""
-        return max(self._typical_s(load) or 0.0 for load in self._paces) or None
+        return max(self._typical_s(load) or 0.0 for load in self._loads) or None
 
     @property
     def block_s(self) -> float | None:
         """The length of the next block; None until each load has an answer."""
         lengths = [MIN_BLOCK_S]
-        for load, pace in self._paces.items():
-            if (answer_s := self._typical_s(load)) is None:
+        for name, load in self._loads.items():
+            if (answer_s := self._typical_s(name)) is None:
                 return None
-            lengths += [pace.min_s, self._answers * (answer_s + pace.pause_s)]
+            lengths += [_min_block_s(load), self._answers * (answer_s + pause_s(load))]
         return max(lengths)
 
     def _typical_s(self, load: str | None) -> float | None:
-        known_s = _mean(self._first_s[load] if self._paces[load].open_loop else self._newest_s[load])
+        """Of an open loop only of the first answers: above capacity the queue grows, and no block would end."""
+        known_s = _mean(self._first_s[load] if is_open_loop(self._loads[load]) else self._newest_s[load])
         return self._min_answer_s.get(load) if known_s is None else known_s
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -250,9 +258,9 @@ class BlockCutter:
                 begun_s = request.sent_s if self.begun_s is None else self.begun_s
                 self.begun_s = self._next_s = min(begun_s, request.sent_s)
 
-    def cut(self, now_s: float) -> list[LoadBlock]:
+    def cut(self, now_s: float) -> list[ProbeBlock]:
         """The blocks that are complete now. A block with too few answers of a load is joined with the next one."""
-        blocks: list[LoadBlock] = []
+        blocks: list[ProbeBlock] = []
         longest_s = max((request.ended_s for request in self._waiting), default=0.0) if self._whole_tokens else 0.0
         end_s = self._next_s
         while self.begun_s is not None and self.block_s is not None:
@@ -268,7 +276,7 @@ class BlockCutter:
                 if one.sent_s <= self._next_s
             }
             few = 1 if self._whole_tokens else BLOCK_ANSWERS
-            if any(answers[load] < few for load in self._paces if load not in stuck):
+            if any(answers[load] < few for load in self._loads if load not in stuck):
                 continue
             blocks.append(self._make_block(self._next_s, end_s, ended, answers.total()))
             self._is_cut = True
@@ -289,17 +297,16 @@ class BlockCutter:
             samples.append(slo_sample(slo, [*own, *(late[number] if late else ())]))
         return samples
 
-    def _make_block(self, begin_s: float, end_s: float, ended: list[Request], answers: int) -> LoadBlock:
+    def _make_block(self, begin_s: float, end_s: float, ended: list[Request], answers: int) -> ProbeBlock:
         rows, ended_e2e_s = rows_of(self._waiting), derive.e2e(rows_of(ended))
         rows = rows.where(rows.good & ~np.isnan(rows.output_tokens))
         shares = token_shares_between(rows, begin_s, end_s, lambda places: (self._waiting[at] for at in places))
         samples = self._samples([request for request in ended if request.error != "unfinished"], self._uncounted)
         self._uncounted = [[] for _ in self._slos]
-        return LoadBlock(
+        return ProbeBlock(
             begin_s=begin_s,
-            end_s=end_s,
+            seconds=end_s - begin_s,
             samples=samples,
-            counts=[count_met(sample) for sample in samples],
             output_tokens=float(rows.output_tokens @ shares),
             answers=answers,
             failed=sum(request.error not in (None, "unfinished", "abandoned") for request in ended),

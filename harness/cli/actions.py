@@ -237,10 +237,10 @@ def capacity(
     target = cli.make_target(url, ca=ca)
     with experiments.scenario_path(scenario and cli.find_scenario(scenario), user, target, model) as path:
         experiment = experiments.prepare(path, target, model)
-        experiment, question = searching.define_search(
+        experiment, question, parsed = searching.define_search(
             experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
         )
-        folder, report = searching.capacity(experiment, question, runs, Progress(cli.console(stderr=as_json)))
+        folder, report = searching.capacity(experiment, question, parsed, runs, Progress(cli.console(stderr=as_json)))
     if as_json:
         cli.print_json(report)
     else:

@@ -130,7 +130,7 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
 
 
 if TYPE_CHECKING:
-    from harness.analysis.result import CapacityReport
+    from harness.analysis.capacity import CapacityReport
     from harness.base.summary import CheckResult, Summary
     from harness.report.elements import Element
     from harness.run.experiment import Target

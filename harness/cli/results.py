@@ -37,8 +37,8 @@ def report(
     With --check or --baseline the run is checked by them once more.
     """
     from harness.advice.findings import with_findings
+    from harness.analysis.capacity import read_capacity
     from harness.analysis.compare import make_reference
-    from harness.analysis.result import read_capacity
     from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
     from harness.records.manifest import read_run
     from harness.report import export, html, junit, markdown, terminal

@@ -7,11 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from harness.analysis.knee import KneeAnswer
-from harness.analysis.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
-from harness.analysis.search import SloCapacity
+from harness.analysis.capacity import CapacityAnswer, CapacityReport, ServerCapacity
+from harness.analysis.probe import MeasuredProbe
 from harness.base.summary import Reason, Summary, because, sentence
-from harness.base.units import NOTHING, count, duration, figures, short_percent, significant
+from harness.base.units import NOTHING, count, duration, figures, significant
 
 PURPOSES = {"slo": "", "knee": "knee", "drift": "drift check"}
 STATES = {
@@ -54,9 +53,9 @@ def capacity_lines(report: CapacityReport) -> list[str]:
     return lines + [sentence(crossover_reason(crossover)) for crossover in report.crossovers]
 
 
-def crossover_reason(crossover: Crossover) -> Reason:
+def crossover_reason(answer: CapacityAnswer) -> Reason:
     """The number of users from which on one server has more throughput than another."""
-    answer, base, side = crossover.answer, crossover.base, crossover.side
+    base, side = answer.base, answer.side
     levels = {"first": min(answer.levels, default=None), "last": max(answer.levels, default=None)}
     values = {"base": base, "side": side, "level": answer.level, "low": answer.low, "high": answer.high, **levels}
     if answer.kind in ("from", "until") and answer.level and answer.low and answer.high:
@@ -84,15 +83,15 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
     return slo if server.knee is None else [*slo, knee_reason(server.knee, report.max_level)]
 
 
-def slo_reason(report: CapacityReport, slo: SloCapacity, all_probes: Sequence[MeasuredProbe]) -> Reason:
+def slo_reason(report: CapacityReport, slo: CapacityAnswer, all_probes: Sequence[MeasuredProbe]) -> Reason:
     """The largest load that meets the SLOs."""
     probes = [probe for probe in all_probes if probe.purpose == "slo"]
     unit, load = report.unit, report.varied if report.members else None
 
-    def amount(level: int | None) -> str:
+    def amount(level: float | None) -> str:
         return format_amount(report.amount(level or 0), unit, load)
 
-    def number(level: int | None) -> str:
+    def number(level: float | None) -> str:
         return format_level(report, level or 0)
 
     next_to = f" next to {format_amounts(report.loads_at(1, fixed=True))}" if report.fixed else ""
@@ -135,13 +134,13 @@ def slo_reason(report: CapacityReport, slo: SloCapacity, all_probes: Sequence[Me
     return because("capacity_unresolved", text + waited, **values)
 
 
-def knee_reason(knee: KneeAnswer, max_level: int) -> Reason:
+def knee_reason(knee: CapacityAnswer, max_level: int) -> Reason:
     """The number of users from which on more of them stop paying."""
     names = ("level", "low", "high", "peak_level", "peak_tok_s", "hurts_from", "complete")
     values = {name: getattr(knee, name) for name in names} | {"max": max_level}
     if knee.kind == "knee":
         text = f"more concurrency stops paying at {knee.level:,} users, 95 % interval {knee.low:,} to {knee.high:,} "
-        text += f"(90 % of the best, an estimated {figures(knee.peak_tok_s)} tok/s)"
+        text += f"(90 % of the best, an estimated {figures(knee.peak_tok_s or 0.0)} tok/s)"
         text += f"; from {knee.hurts_from:,} users on more users make it slower" if knee.hurts_from else ""
         return because("capacity_knee_knee", text, **values)
     if knee.kind == "none":
@@ -170,11 +169,8 @@ def known_levels(report: CapacityReport, probes: Sequence[MeasuredProbe]) -> lis
 def note_reasons(server: ServerCapacity) -> list[Reason]:
     """What limits the answers about one server."""
     notes = server.reasons if server.started else server.reasons[1:]
-    if (drift := server.drift) is not None and drift.drifted:
-        change = f"{short_percent(abs(drift.ratio - 1))} {'longer' if drift.ratio > 1 else 'shorter'}"
-        text = f"answers of the first level took {change} at the end than at the start (95 % interval of the ratio "
-        text += f"{drift.low:.2f} to {drift.high:.2f}): the machine drifted, so the answer mixes both states"
-        notes = [*notes, because("capacity_drift", text, ratio=drift.ratio, low=drift.low, high=drift.high)]
+    if server.drift is not None and server.drift.values["drifted"]:
+        notes = [*notes, server.drift]
     return notes
 
 
@@ -201,7 +197,7 @@ def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredP
     ]
 
 
-def format_level(report: CapacityReport, level: int) -> str:
+def format_level(report: CapacityReport, level: float) -> str:
     """A level as a number in the unit of the varied load."""
     return f"{level:,}" if report.unit == "users" else figures(report.amount(level))
 

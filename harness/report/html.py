@@ -16,8 +16,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 from msgspec.structs import replace
 
+from harness.analysis.capacity import CapacityReport, read_capacity
 from harness.analysis.comparable import server_differences
-from harness.analysis.result import CapacityReport, read_capacity
 from harness.analysis.summarize import Summarized
 from harness.base import units
 from harness.base.metrics import LIVE

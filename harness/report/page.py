@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from harness.analysis.result import CapacityReport
+from harness.analysis.capacity import CapacityReport
 from harness.base import units
 from harness.base.metrics import METRICS
 from harness.base.summary import CheckResult, Comparison, Difference, RunFinding, Summary, Verdict, evidence, sentence

@@ -10,8 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.analysis.capacity import read_capacity
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
-from harness.analysis.result import read_capacity
 from harness.base.engines import engines
 from harness.base.summary import Summary, sentence
 from harness.base.units import NOTHING, count, factor

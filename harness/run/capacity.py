@@ -4,44 +4,52 @@ A probe is a cell of a normal run with its own load generator, or a cell for eac
 all probes of a server. A level is a step of the load: users, requests/s or the speed of a trace.
 """
 
-import threading
+import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import requests
 from msgspec.structs import replace
 
-from harness.analysis.derive import MISSED, meets_slos, waited_in_listen_queue
-from harness.analysis.evidence import BLOCK_ANSWERS, MIN_BLOCKS, ProbeEvidence, block_limit
-from harness.analysis.knee import LADDER_PRECISION, MAX_BLOCKS, KneeBlock, KneeProbe, KneeSearch
-from harness.analysis.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit
-from harness.analysis.result import (
-    CapacityDrift,
+from harness.analysis.capacity import (
+    CapacityAnswer,
     CapacityReport,
-    MeasuredProbe,
     MixMember,
-    Purpose,
     ServerCapacity,
-    drift_of,
     find_crossovers,
+    find_drift,
+    level_step,
+    load_at,
+    load_unit,
+    next_slo_level,
+    probe_limit,
+    read_capacity,
+    slo_answer,
     write_capacity,
 )
-from harness.analysis.search import SloSearch, probe_limit
-from harness.analysis.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
+from harness.analysis.knee import decide_throughput, knee_answer, make_knee_probe, next_knee_level
+from harness.analysis.probe import MIN_BLOCKS, MeasuredProbe, Probe, ProbeState, Purpose, block_limit
+from harness.analysis.slo import (
+    BLOCK_ANSWERS,
+    EXAMPLE,
+    FLUSH_S,
+    MIN_ARRIVALS,
+    BlockCutter,
+    CapacitySlo,
+    parse_slos,
+    pause_s,
+    scenario_slos,
+)
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.process import pause, refuse_too_few_files
 from harness.base.summary import Reason, because
 from harness.base.units import count, duration, duration_up
 from harness.records.manifest import CellRun
-from harness.records.records import CUT
 from harness.records.samples import fetch_metrics
-from harness.records.table import Bools, Rows, rows_of
 from harness.report.capacity import format_loads
 from harness.run.drive import POLL_S
 from harness.run.experiment import Experiment, load_name
@@ -57,8 +65,10 @@ from harness.scenario import (
     requests_per_task,
     wave_size,
 )
-from harness.scenario.plan import Cell, cell_of, load_of_part, load_of_stage
+from harness.scenario.plan import Cell, cell_of, load_of_stage
 from harness.serve.lifecycle import Endpoint
+
+Slos = Mapping[str, Sequence[CapacitySlo]]  # by server
 
 FIRST_WARMUP_S = 30.0  # limit of the first warm-up, when the duration of an answer is unknown
 MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 300.0  # limits of later ones
@@ -73,27 +83,6 @@ TYPICAL_BLOCKS = 15  # of a probe, in the mean (passed: 19 to 29, failed: mostly
 MAX_IDLE_WAIT_S = 60.0  # for requests of the last probe that the server still works on
 
 
-class CapacityQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """The load to vary, and the limits of the search."""
-
-    load: str  # a load or a mix
-    parts: list[str]  # the loads of a mix; else the load itself
-    slos: dict[str, list[CapacitySlo]]  # by server
-    max_level: int
-    budget_s: float
-    knee: bool = False
-    fixed: dict[str, float] = {}  # users, or requests/s, of the loads of a mix that do not vary
-
-    @property
-    def is_mix(self) -> bool:
-        return len(self.parts) > 1
-
-    @property
-    def varied(self) -> str:
-        """The load to vary."""
-        return next(part for part in self.parts if part not in self.fixed)
-
-
 def define_search(
     experiment: Experiment,
     given: str | None,
@@ -103,8 +92,9 @@ def define_search(
     budget_s: float,
     knee: bool = False,
     fix: Sequence[str] = (),
-) -> tuple[Experiment, CapacityQuestion]:
-    """Return the experiment with only the load or mix of the search, without checks and comparisons, and the question.
+) -> tuple[Experiment, CapacityReport, Slos]:
+    """Return the experiment with only the load or mix of the search, without checks and comparisons; the report without
+    answers; and the SLOs.
 
     given: the load or mix; None: the first load. slos: as in `--slo`. fix: LOAD=USERS, of loads of a mix. Raises
     HarnessError for a load that cannot be varied, and for a search without a goal.
@@ -113,19 +103,7 @@ def define_search(
     load = given if given in scenario.mixes else load_name(experiment, given)
     is_mix = load in scenario.mixes
     loads = {part: scenario.loads[part] for part in scenario.mixes.get(load, [load])}
-    for part, settings in loads.items():
-        if settings.arrivals is not None and settings.arrivals.rate is None:
-            raise HarnessError(
-                f"--load: '{part}' has a rate that changes; a search varies `users`, the `rate` of arrivals, or the "
-                "`speed` of a trace",
-                next_step="Name another load of the scenario with --load.",
-            )
-    if knee and (is_mix or is_open_loop(loads[load])):
-        reason = "a mix" if is_mix else "an open loop, whose schedule decides its throughput"
-        raise HarnessError(
-            f"--knee: '{load}' is {reason}",
-            next_step="Name a load without `arrivals` and `trace` with --load, or leave out --knee.",
-        )
+    _refuse_unvaried(load, loads, knee=knee)
     fixed = _parse_fixed(fix, load, loads)
     given_slos = parse_slos(slos, list(loads) if is_mix else ())
     by_server = {name: given_slos or scenario_slos(scenario, name, load) for name in scenario.servers}
@@ -136,23 +114,48 @@ def define_search(
             next_step=f"Add {EXAMPLE}, or --knee for the throughput alone.",
         )
     loads = {load_of_stage(part) or part: settings for part, settings in loads.items()}
-    question = CapacityQuestion(
+    members = [
+        MixMember(load=part, unit=load_unit(one), step=level_step(one), amount=fixed.get(part))
+        for part, one in loads.items()
+    ]
+    varied = next(member for member in members if member.amount is None)
+    first = next(iter(by_server.values()))
+    report = CapacityReport(
         load=load_of_stage(load) or load,
-        parts=list(loads),
-        slos=by_server,
+        unit=varied.unit,
+        step=varied.step,
         max_level=max_level,
-        budget_s=budget_s,
+        slos=[slo.text for slo in first],
+        shares=[slo.share for slo in first],
         knee=knee,
-        fixed=fixed,
+        budget_s=budget_s,
+        members=members if is_mix else [],
     )
     if scenario.generator == "process":
-        varied = loads[question.varied]
-        largest = load_at(varied, max_level * level_step(varied), 1.0)
+        largest = load_at(loads[varied.load], max_level * varied.step, 1.0)
         refuse_too_few_files(connections_per_process(largest), "a smaller --max-users")
     # A failed request misses every SLO, so failures are part of the answer.
     limits = {"restart": False, "repeats": 1, "max_error_rate": 1.0}
     scenario = replace(scenario, loads=loads, mixes={}, baseline=None, compare=[], checks=[], **limits)
-    return replace(experiment, scenario=scenario), question
+    return replace(experiment, scenario=scenario), report, by_server
+
+
+def _refuse_unvaried(load: str, loads: Mapping[str, Load], *, knee: bool) -> None:
+    """Raise HarnessError for a load that cannot be varied, or has no knee."""
+    for part, settings in loads.items():
+        if settings.arrivals is not None and settings.arrivals.rate is None:
+            raise HarnessError(
+                f"--load: '{part}' has a rate that changes; a search varies `users`, the `rate` of arrivals, or the "
+                "`speed` of a trace",
+                next_step="Name another load of the scenario with --load.",
+            )
+    is_mix = len(loads) > 1
+    if knee and (is_mix or is_open_loop(loads[load])):
+        reason = "a mix" if is_mix else "an open loop, whose schedule decides its throughput"
+        raise HarnessError(
+            f"--knee: '{load}' is {reason}",
+            next_step="Name a load without `arrivals` and `trace` with --load, or leave out --knee.",
+        )
 
 
 def _parse_fixed(fix: Sequence[str], load: str, loads: Mapping[str, Load]) -> dict[str, float]:
@@ -180,23 +183,22 @@ def _parse_fixed(fix: Sequence[str], load: str, loads: Mapping[str, Load]) -> di
 
 
 def capacity(
-    experiment: Experiment, question: CapacityQuestion, runs: Path, progress: Progress
+    experiment: Experiment, question: CapacityReport, slos: Slos, runs: Path, progress: Progress
 ) -> tuple[Path, CapacityReport]:
-    """Search every server of the experiment; return the run directory and the report.
+    """Search every server of the experiment; return the run directory and the report. `question`: without answers.
 
     A server that does not start is a result. Raises RunError, HarnessError, KeyboardInterrupt as `run` does.
     """
-    search = CapacitySearch(experiment, question, progress)
     servers = count(len(experiment.scenario.servers), "server")
-    effort = describe_effort(experiment, question)
+    effort = describe_effort(experiment, question, slos)
     progress.line(f"At most {duration(question.budget_s)} for {servers} (--budget). {effort}")
-    folder = start_run(experiment, [], runs, progress, search.steps)
-    return folder, search.report
+    folder = start_run(experiment, [], runs, progress, lambda running, _: search_servers(question, slos, running))
+    return folder, read_capacity(folder) or question
 
 
-def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
+def describe_effort(experiment: Experiment, question: CapacityReport, all_slos: Slos) -> str:
     """Describe the largest number of probes, and their duration."""
-    shares = [slo.share for slos in question.slos.values() for slo in slos]
+    shares = [slo.share for slos in all_slos.values() for slo in slos]
     max_blocks = block_limit(shares or [0.5])
     shortest = BLOCK_ANSWERS * (MIN_BLOCKS + WARMUP_BLOCKS)
     longest = BLOCK_ANSWERS * (max_blocks + WARMUP_BLOCKS)
@@ -213,16 +215,6 @@ def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
     return text
 
 
-def are_missed(rows: Rows, slos: Sequence[CapacitySlo]) -> Bools:
-    """Whether each request failed, or missed one of the SLOs that count for it."""
-    missed = rows.error.known & ~rows.error.is_in(*CUT)
-    for slo in slos:
-        of_load = [text for text in rows.load.texts if text is not None and load_of_part(text) == slo.load]
-        counts = rows.load.is_in(*of_load) if slo.load is not None else np.ones(len(rows), dtype=np.bool_)
-        missed |= counts & (meets_slos(rows, slo.bounds) == MISSED)
-    return missed
-
-
 def describe_search_s(max_level: int, answer_s: float) -> tuple[float, float]:
     """Return the least seconds of a probe, and about the seconds of a whole search. `answer_s`: with its pause."""
     block_s = BLOCK_ANSWERS * answer_s
@@ -232,178 +224,74 @@ def describe_search_s(max_level: int, answer_s: float) -> tuple[float, float]:
     )
 
 
-class Probe:
-    """One probe: the load at a level, followed by its records until its evidence decides it or its time is over.
-
-    The load generators of a mix, each with a thread, share it.
-    """
-
-    def __init__(
-        self,
-        purpose: Purpose,
-        level: int,
-        evidence: ProbeEvidence | KneeProbe | None,
-        cutter: BlockCutter,
-        slos: Sequence[CapacitySlo],
-        deadline_s: float,
-        least_s: Callable[[], float | None] = lambda: None,
-    ) -> None:
-        """`evidence`: None: DRIFT_BLOCKS are enough. `deadline_s`: monotonic. `least_s`: returns the time that the
-        probe must have at least, once the duration of an answer is known.
-        """
-        self.purpose, self.level, self.evidence, self.cutter = purpose, level, evidence, cutter
-        bounds = [] if purpose == "knee" else [bound.bound_s for slo in slos for bound in slo.bounds]
-        self.report_after_s = min(bounds, default=None)
-        self.hopeless = False  # the first answers show that the time until the deadline is too short
-        self.missed = 0  # measured requests that missed an SLO ...
-        self.queued = 0  # ... and of these, those whose connection waited in the server's listen queue
-        self.blocks: list[LoadBlock] = []
-        self.failure: str | None = None  # the message of the first failed request
-        self.decided = False
-        self._slos = [] if purpose == "knee" else slos
-        self._least_s = least_s
-        self._began_s = time.monotonic()
-        self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-
-    def add_records(self, requests: list[Any]) -> None:
-        with self._lock:
-            messages = (each.message for each in requests if each.error not in (None, *CUT))
-            self.failure = self.failure or next(messages, None)
-            rows = rows_of(requests)
-            missed = rows.where(rows.measured & are_missed(rows, self._slos))
-            self.missed += len(missed)
-            self.queued += int(waited_in_listen_queue(missed).sum())
-            self.cutter.add(requests)
-
-    def note_in_flight(self, cell: str, requests: list[Any]) -> None:
-        with self._lock:
-            self.cutter.note_in_flight(cell, requests)
-
-    def is_done(self) -> bool:
-        now_s = time.monotonic()
-        with self._lock:
-            least_s = None if self.blocks else self._least_s()
-            self.hopeless |= least_s is not None and self._began_s + least_s > self._deadline_s
-            if not self.decided:
-                self.decided = any(self._add(block) for block in self.cutter.cut(now_s))
-        return self.decided or self.hopeless or now_s > self._deadline_s
-
-    def _add(self, block: LoadBlock) -> bool:
-        """Add a block; return whether the probe is decided."""
-        self.blocks.append(block)
-        if self.evidence is None:
-            return len(self.blocks) >= DRIFT_BLOCKS
-        if isinstance(self.evidence, ProbeEvidence):
-            return self.evidence.add(block.samples, self.cutter.answer_s) != "open"
-        return self.evidence.add(KneeBlock(block.seconds, block.output_tokens)) != "open"
-
-    def end(self, *, died: bool, late: bool) -> str:
-        """Use what the end of the load cut; return the state. `late`: its time was too short."""
-        evidence = self.evidence
-        if isinstance(evidence, ProbeEvidence):
-            if died:  # all requests in flight are lost: none met the SLOs
-                evidence.lose(self.level)
-            elif self.blocks:
-                evidence.add_cut(self.cutter.cut_samples(), self.cutter.answer_s)
-        if died:
-            return "died"
-        if self.decided:
-            return "done" if evidence is None else evidence.state
-        return "stopped" if late or self.purpose == "drift" else "unresolved"
-
-    def measured_s(self, stopped_s: float) -> float:
-        return 0.0 if self.cutter.begun_s is None else max(0.0, stopped_s - self.cutter.begun_s)
-
-
-def _may_start_low(purpose: Purpose, level: int) -> bool:
-    """Whether a search whose first probe is this one could start lower."""
-    return purpose == "slo" and level > 1
-
-
-class CapacitySearch:
-    """The search over all servers, as the steps of a run. `report` grows with each probe."""
-
-    def __init__(self, experiment: Experiment, question: CapacityQuestion, progress: Progress) -> None:
-        self.question = question
-        self.progress = progress
-        self.scenario = experiment.scenario  # with the loads of each probe
-        self.loads = experiment.scenario.loads
-        self.began_s = time.monotonic()
-        self.visits: Counter[tuple[str, int]] = Counter()  # probes of each server and level
-        slos = next(iter(question.slos.values()))  # where servers have different SLOs: those of the first
-        varied = self.loads[question.varied]
-        members = [
-            MixMember(load=part, unit=load_unit(load), step=level_step(load), amount=question.fixed.get(part))
-            for part, load in self.loads.items()
-        ]
-        self.report = CapacityReport(
-            run="",
-            load=question.load,
-            unit=load_unit(varied),
-            step=level_step(varied),
-            max_level=question.max_level,
-            slos=[slo.text for slo in slos],
-            shares=[slo.share for slo in slos],
-            budget_s=question.budget_s,
-            members=members if question.is_mix else [],
-        )
-
-    def steps(self, running: Running, _: list[Cell]) -> Iterator[CellRun]:
-        """Search one server after the other; each gets an equal part of the remaining time."""
-        self.report = replace(self.report, run=running.id)
-        names = list(running.scenario.servers)
-        for number, name in enumerate(names):
-            now_s = time.monotonic()
-            left_s = max(0.0, self.began_s + self.question.budget_s - now_s)
-            search = ServerSearch(self, running, name, now_s + left_s / (len(names) - number))
-            try:
-                yield from search.cells()
-            finally:
-                self.write(running.folder, search.result())
-
-    def write(self, folder: Path, server: ServerCapacity) -> None:
-        """Write the report with the newest results of a server."""
-        took_s = time.monotonic() - self.began_s
-        servers = [*(known for known in self.report.servers if known.server != server.server), server]
-        crossovers = find_crossovers(servers) if len(servers) == len(self.question.slos) else []
-        self.report = replace(self.report, servers=servers, crossovers=crossovers, took_s=took_s)
-        write_capacity(folder, self.report)
+def search_servers(question: CapacityReport, slos: Slos, running: Running) -> Iterator[CellRun]:
+    """Search one server after the other; each gets an equal part of the remaining time."""
+    report, began_s, names = replace(question, run=running.id), time.monotonic(), list(running.scenario.servers)
+    for number, name in enumerate(names):
+        left_s = max(0.0, began_s + question.budget_s - time.monotonic())
+        deadline_s = time.monotonic() + left_s / (len(names) - number)
+        search = ServerSearch(report, running, name, slos[name], deadline_s, began_s)
+        try:
+            yield from search.cells()
+        finally:
+            report = search.write()
 
 
 class ServerSearch:
-    """The search on one server, with its results so far."""
+    """The search on one server. `report` has the results of the servers before it."""
 
-    def __init__(self, whole: CapacitySearch, running: Running, name: str, deadline_s: float) -> None:
-        self.whole = whole
+    def __init__(
+        self,
+        report: CapacityReport,
+        running: Running,
+        name: str,
+        slos: Sequence[CapacitySlo],
+        deadline_s: float = math.inf,
+        began_s: float = 0.0,
+    ) -> None:
+        self.report = report
         self.running = running
         self.name = name
+        self.slos = slos
         self.deadline_s = deadline_s
-        self.slos = whole.question.slos[name]
-        self.slo = SloSearch(whole.question.max_level) if self.slos else None
-        self.knee = KneeSearch(whole.question.max_level) if whole.question.knee else None
-        self.probes: list[MeasuredProbe] = []
+        self.began_s = began_s  # of the whole search
+        self.probes: list[Probe] = []
+        self.measured: list[MeasuredProbe] = []  # their results
         self.reasons: list[Reason] = []
         self.started = False
-        self.drift: CapacityDrift | None = None
-        self._blocks: list[list[LoadBlock]] = []  # of each probe
+        self.drift: Reason | None = None
         self._answer_s: float | None = None  # duration of an answer at the last level
         self._waits = True  # for requests of the last probe
         self._failures_decide = False  # in some probe so many requests failed that an SLO was broken by them alone
+
+    @property
+    def loads(self) -> Mapping[str, Load]:
+        """The load of the search, or those of its mix."""
+        return self.running.scenario.loads
+
+    def write(self) -> CapacityReport:
+        """Write the report with the newest results of this server."""
+        servers = [*self.report.servers, self.result()]
+        is_last = len(servers) == len(self.running.scenario.servers)
+        crossovers = find_crossovers(servers) if is_last else []
+        took_s = time.monotonic() - self.began_s
+        report = replace(self.report, servers=servers, crossovers=crossovers, took_s=took_s)
+        write_capacity(self.running.folder, report)
+        return report
 
     def cells(self) -> Iterator[CellRun]:
         """Run probes until the searches have their answers, or the time is over. Restart a server that died."""
         for _ in range(MAX_RESTARTS + 1):
             if (task := self._next_probe()) is None:
                 return
-            first, parts = self._cells_of(task[1])[0], self.whole.question.parts
+            first, parts = self._cells_of(task[1])[0], list(self.loads)
             try:
                 refuse_too_long(self.running, self.name, parts)
                 with endpoint_of(self.running, first) as endpoint:
                     refuse_too_long(self.running, self.name, parts, endpoint.served_by.startup)
                     self.started = True
                     if endpoint.served_by.simulated:
-                        self.whole.report = replace(self.whole.report, simulated=True)
+                        self.report = replace(self.report, simulated=True)
                     while (task := self._next_probe()) is not None:
                         can_go_on = yield from self._run(endpoint, self._make_probe(*task))
                         if not can_go_on:
@@ -413,120 +301,126 @@ class ServerSearch:
                 self.reasons.append(
                     because("capacity_not_started", f"not measured: {error.what}", error=error.what, failure=failure)
                 )
-                self.whole.progress.line(f"{self.name}: {error.what}. {error.next_step}".strip())
+                self.running.progress.line(f"{self.name}: {error.what}. {error.next_step}".strip())
                 return
             if self.probes[-1].state != "died":
                 return
 
     def result(self) -> ServerCapacity:
         """Return the results so far."""
-        slo = None if self.slo is None or not self.started else self.slo.answer()
-        if slo is not None:
-            failed = [probe for probe in self.probes if probe.purpose == "slo" and probe.state in ("fail", "died")]
-            if above := [probe for probe in failed if probe.level == slo.above]:
-                slo = replace(slo, broken=self._most_missed_slo(above[0]))
+        max_level = self.report.max_level
         return ServerCapacity(
             server=self.name,
-            slo=slo,
-            knee=self.knee.answer() if self.knee is not None and self.knee.measured else None,
+            slo=self._with_broken(slo_answer(self.probes, max_level)) if self.slos and self.started else None,
+            knee=knee_answer(self.probes, max_level),
             drift=self.drift,
             reasons=self.reasons,
             started=self.started,
-            probes=self.probes,
+            probes=self.measured,
         )
 
-    def _most_missed_slo(self, probe: MeasuredProbe) -> str | None:
+    def _with_broken(self, answer: CapacityAnswer) -> CapacityAnswer:
+        """Add the SLO that the level above the answer missed most."""
+        of_level = [one for one in self.measured if one.purpose == "slo" and one.level == answer.above]
+        failed = next((one for one in of_level if one.state in ("fail", "died")), None)
         missed = [
             ((1 - share) / (1 - slo.share), slo.text)
-            for slo, share in zip(self.slos, probe.met, strict=True)
+            for slo, share in zip(self.slos, failed.met if failed else (), strict=False)
             if share is not None
         ]
-        return max(missed)[1] if missed else None
+        return replace(answer, broken=max(missed)[1]) if missed else answer
 
-    def _next_probe(self) -> tuple[Purpose, int] | None:
-        """Return purpose and level of the next probe: for the SLOs, then for the knee, then for drift."""
-        if self.slo is not None and (level := self.slo.next_level()) is not None:
+    def _next_probe(self) -> tuple[Purpose, int, float] | None:
+        """Return purpose, level and precision of the next probe: for the SLOs, then for the knee, then for drift."""
+        max_level = self.report.max_level
+        if self.slos and (level := next_slo_level(self.probes, max_level)) is not None:
             # Failures that are enough to break an SLO may not depend on the load; the lowest level shows it at once.
             lowest_measured = any(probe.level == 1 for probe in self.probes)
-            return "slo", 1 if self._failures_decide and not lowest_measured else level
-        if self.knee is not None and (level := self.knee.next_level()) is not None:
-            return "knee", level
+            return "slo", 1 if self._failures_decide and not lowest_measured else level, 0.0
+        if self.report.knee and (knee := next_knee_level(self.probes, max_level)) is not None:
+            return "knee", *knee
         if len(self.probes) < 2 or self.probes[-1].purpose == "drift" or time.monotonic() > self.deadline_s:
             return None
-        return "drift", self.probes[self._repeated_probe()].level
+        return "drift", self._repeated_probe().level, 0.0
 
-    def _repeated_probe(self) -> int:
-        """Return the number of the probe that is repeated to show drift: of the knee an early one, else the first that
-        passed, else the first.
+    def _repeated_probe(self) -> Probe:
+        """Return the probe that is repeated to show drift: of the knee an early one, else the first that passed, else
+        the first.
         """
-        measured = [number for number, blocks in enumerate(self._blocks) if blocks]
-        of_knee = [number for number in measured if self.probes[number].purpose == "knee"]
-        passed = [number for number in measured if self.probes[number].state == "pass"]
-        return (of_knee[len(of_knee) // 3 :] or passed or measured or [0])[0]
+        measured = [probe for probe in self.probes if probe.blocks]
+        of_knee = [probe for probe in measured if probe.purpose == "knee"]
+        passed = [probe for probe in measured if probe.state == "pass"]
+        return (of_knee[len(of_knee) // 3 :] or passed or measured or self.probes)[0]
 
     def _run(self, endpoint: Endpoint, probe: Probe) -> Generator[CellRun, None, bool]:
         """Run one probe and record it. Return whether another one can follow on this server start."""
-        is_first = not self.probes
         cell_runs = self._measure(endpoint, probe)
-        loads = self.whole.report.loads_at(probe.level)
+        loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
-        at = format_loads(self.whole.report, probe.level)
         death = because("capacity_died", f"the server died at {at}, which counts as not held", loads=loads)
         yield from (replace(cell_run, failed=death if died else None) for cell_run in cell_runs)
-        is_short = not probe.decided and (probe.hopeless or time.monotonic() > self.deadline_s)
-        starts_low = is_short and probe.hopeless and is_first and _may_start_low(probe.purpose, probe.level)
+        is_short = probe.state == "open" and (probe.hopeless or time.monotonic() > self.deadline_s)
+        starts_low = is_short and probe.hopeless and self._may_start_low(probe)
         can_go_on = not problems and (starts_low or not is_short)
-        self._record(cell_runs, probe, probe.end(died=died, late=is_short))
-        if starts_low and not problems and self.slo is not None:
-            self.slo.climbs = True
-            answer_s, budget_s = probe.cutter.typical_s or 0.0, self.whole.question.budget_s
+        is_stopped = is_short or bool(problems) or probe.purpose == "drift"
+        probe.end("died" if died else "stopped" if is_stopped else "unresolved")
+        if problems and not died:  # its load generator failed: what was measured until then decides nothing
+            probe.state = "stopped"
+        self._record(probe, [cell_run.id for cell_run in cell_runs])
+        if probe.purpose == "drift" and probe.state == "done":
+            self.drift = find_drift(probe.level, self._repeated_probe().blocks, probe.blocks)
+        if starts_low and not problems:
+            answer_s, budget_s = probe.cutter.typical_s or 0.0, self.report.budget_s
             text = f"an answer takes {duration(answer_s)} at {at}, too long for a search of all levels within the "
             text += f"budget of {duration(budget_s)}: it starts at the lowest one instead"
             values = {"answer_s": answer_s, "budget_s": budget_s}
             self.reasons.append(because("capacity_starts_low", text, loads=loads, **values))
-        elif died or can_go_on:
-            self._update_search(probe, died)
         self.reasons += [death] if died else problems
         if not can_go_on and not problems and probe.purpose != "drift":
             self.reasons.append(self._budget_reason(probe))
-        self.whole.write(self.running.folder, self.result())
+        self.write()
         return can_go_on
 
-    def _make_probe(self, purpose: Purpose, level: int) -> Probe:
-        evidence: ProbeEvidence | KneeProbe | None = None
-        if purpose == "slo":
-            evidence = ProbeEvidence([slo.share for slo in self.slos])
-        elif self.knee is not None:
-            is_repeated = purpose == "drift"
-            evidence = KneeProbe(level, LADDER_PRECISION, MAX_BLOCKS, []) if is_repeated else self.knee.probe(level)
-        cutter, whole_search = self._cutter(level, purpose), not self.probes and _may_start_low(purpose, level)
+    def _may_start_low(self, probe: Probe) -> bool:
+        """Whether this is the first probe of a search that could start lower."""
+        return not self.probes and probe.purpose == "slo" and probe.level > 1
 
-        def least_s() -> float | None:
+    def _make_probe(self, purpose: Purpose, level: int, precision: float) -> Probe:
+        cutter = self._cutter(level, purpose)
+
+        def min_s() -> float | None:
             """Of the first probe: the whole search, else it starts low. Then one probe. What later ones can still
             measure is worth having.
             """
-            is_first = all(probe.state == "stopped" for probe in self.probes)
+            is_first = all(one.state == "stopped" for one in self.probes)
             times = self._search_s(cutter) if is_first else None
-            return None if times is None else times[whole_search]
+            return None if times is None else times[self._may_start_low(probe)]
 
-        return Probe(purpose, level, evidence, cutter, self.slos, self.deadline_s, least_s)
+        more: dict[str, Any] = {"cutter": cutter, "deadline_s": self.deadline_s, "min_s": min_s, "slos": self.slos}
+        if purpose == "slo":
+            probe = Probe(level, **more)
+        elif purpose == "knee":
+            probe = make_knee_probe(level, precision, self.probes, **more)
+        else:
+            decide = decide_throughput if self.report.knee else _decide_drift
+            probe = Probe(level, decide=decide, purpose=purpose, **more)
+        return probe
 
     def _search_s(self, cutter: BlockCutter) -> tuple[float, float] | None:
         """The least seconds of a probe, and about those of the search; None before the first answer."""
         if cutter.typical_s is None:
             return None
-        pause_s = max(load_pace(load, 1.0).pause_s for load in self.whole.loads.values())
-        return describe_search_s(self.whole.question.max_level, cutter.typical_s + pause_s)
+        return describe_search_s(self.report.max_level, cutter.typical_s + max(map(pause_s, self.loads.values())))
 
     def _budget_reason(self, probe: Probe) -> Reason:
         """Why the time was too short, with the time that a search needs."""
-        budget_s, servers = self.whole.question.budget_s, len(self.whole.question.slos)
+        budget_s, servers = self.report.budget_s, len(self.running.scenario.servers)
         probe_s, search_s = self._search_s(probe.cutter) or (None, None)
         needed_s = None if search_s is None else search_s * servers
         if probe.hopeless and probe_s is not None and needed_s is not None:
-            loads, answer_s = self.whole.report.loads_at(probe.level), probe.cutter.typical_s or 0.0
-            text = f"an answer takes {duration(answer_s)} at {format_loads(self.whole.report, probe.level)}, so one "
+            loads, answer_s = self.report.loads_at(probe.level), probe.cutter.typical_s or 0.0
+            text = f"an answer takes {duration(answer_s)} at {format_loads(self.report, probe.level)}, so one "
             text += f"probe takes {duration_up(probe_s)} or more, and the budget of {duration(budget_s)} is too short "
             text += f"for it; a whole search takes about {duration_up(needed_s)} (--budget), less with a smaller "
             text += "--max-users"
@@ -538,74 +432,56 @@ class ServerSearch:
         text += f"{needed} can find it, or --max-users where the first probes have too many"
         return because("capacity_budget", text, budget_s=budget_s, servers=servers, search_s=needed_s)
 
-    def _update_search(self, probe: Probe, died: bool) -> None:
-        level, evidence = probe.level, probe.evidence
-        if probe.purpose == "drift":
-            self.drift = drift_of(level, self._blocks[self._repeated_probe()], probe.blocks)
-        elif isinstance(evidence, KneeProbe) and self.knee is not None:
-            if died:
-                self.knee.fail(level)
-            else:
-                self.knee.take(level, evidence)
-        elif isinstance(evidence, ProbeEvidence) and self.slo is not None:
-            self.slo.take(level, evidence)  # an open probe counts as unresolved
-
-    def _amounts(self, level: int) -> dict[str, float]:
-        """Return the users, rate or speed of each load at a level."""
-        question, loads = self.whole.question, self.whole.loads
-        return {part: question.fixed.get(part) or level * level_step(loads[part]) for part in loads}
+    def _loads_at(self, level: int) -> dict[str, Load]:
+        """Return the load, or those of the mix, with their amounts at a level."""
+        amounts, budget_s = self.report.amounts(level), self.report.budget_s
+        return {part: load_at(load, amounts[part], budget_s) for part, load in self.loads.items()}
 
     def _cutter(self, level: int, purpose: Purpose) -> BlockCutter:
-        is_mix, amounts = self.whole.question.is_mix, self._amounts(level)
-        paces = {part if is_mix else None: load_pace(self.whole.loads[part], amounts[part]) for part in amounts}
+        is_mix = bool(self.report.members)
+        loads = {part if is_mix else None: load for part, load in self._loads_at(level).items()}
         # A thread for each load of a mix reads its records every POLL_S.
         flush_s = FLUSH_S + 2 * POLL_S if is_mix else FLUSH_S
-        return BlockCutter(self.slos, paces, whole_tokens=purpose != "slo" and self.knee is not None, flush_s=flush_s)
+        return BlockCutter(self.slos, loads, whole_tokens=purpose != "slo" and self.report.knee, flush_s=flush_s)
 
     def _warmup(self, loads: Collection[Load]) -> Warmup | None:
         """Return a warm-up until the server is steady, limited to the time of some conversations; None: one wave."""
-        given = self.whole.scenario.warmup
+        given = self.running.scenario.warmup
         if given is not None and given.requests == 0:
             return given
         max_s = FIRST_WARMUP_S
         if (answer_s := self._answer_s) is not None:
             if answer_s > SLOW_ANSWER_S:
                 return None
-            longest_s = max((requests_per_task(load) + 2) * (answer_s + load_pace(load, 1.0).pause_s) for load in loads)
+            longest_s = max((requests_per_task(load) + 2) * (answer_s + pause_s(load)) for load in loads)
             max_s = min(MAX_WARMUP_S, max(MIN_WARMUP_S, longest_s))
         max_requests = max(MIN_WARMUP_REQUESTS, *(WARMUP_WAVES * wave_size(load) for load in loads))
         return Warmup(until="steady", within=STEADY_WITHIN, max_s=max_s, max_requests=max_requests)
 
-    def _cells_of(self, level: int, visit: int = 1) -> list[Cell]:
-        """Return the cells of a probe: LOAD-LEVEL, or MIX-LEVEL.LOAD for a mix; later visits of a level numbered."""
-        question = self.whole.question
-        name = f"{question.load}-{level}" + (f"-{visit}" if visit > 1 else "")
-        names = [f"{name}.{part}" for part in question.parts] if question.is_mix else [name]
+    def _cells_of(self, level: int) -> list[Cell]:
+        """Return the cells of the next probe: LOAD-LEVEL, or MIX-LEVEL.LOAD for a mix; later visits of a level are
+        numbered.
+        """
+        visit = 1 + sum(probe.level == level for probe in self.probes)
+        name = f"{self.report.load}-{level}" + (f"-{visit}" if visit > 1 else "")
+        names = [f"{name}.{part}" for part in self.loads] if self.report.members else [name]
         return [cell_of(self.name, one, 1) for one in names]
 
     def _measure(self, endpoint: Endpoint, probe: Probe) -> list[CellRun]:
         """Run the cells of one probe."""
-        whole, question, level = self.whole, self.whole.question, probe.level
-        whole.visits[self.name, level] += 1
-        cells = self._cells_of(level, whole.visits[self.name, level])
-        loads = {
-            cell.load: load_at(whole.loads[part], amount, question.budget_s)
-            for cell, (part, amount) in zip(cells, self._amounts(level).items(), strict=True)
-        }
-        mixes = {} if cells[0].mix is None else {cells[0].mix: question.parts}
-        whole.scenario = replace(
-            whole.scenario, loads={**whole.scenario.loads, **loads}, mixes={**whole.scenario.mixes, **mixes}
-        )
+        running, level, cells = self.running, probe.level, self._cells_of(probe.level)
+        loads = {cell.load: load for cell, load in zip(cells, self._loads_at(level).values(), strict=True)}
+        mixes = {} if cells[0].mix is None else {cells[0].mix: list(self.loads)}
+        known = running.file.manifest.scenario
+        scenario = replace(known, loads={**known.loads, **loads}, mixes={**known.mixes, **mixes})
         # Each probe has new prompts, lengths and arrivals.
-        seed = whole.scenario.seed + whole.visits.total() - 1
-        scenario = replace(whole.scenario, warmup=self._warmup(loads.values()), seed=seed)
-        running = replace(self.running, experiment=replace(self.running.experiment, scenario=scenario))
+        seed = scenario.seed + len(self.probes) + sum(len(server.probes) for server in self.report.servers)
+        own = replace(scenario, warmup=self._warmup(loads.values()), seed=seed)
         self._wait_until_idle(endpoint)
-        whole.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {format_loads(whole.report, level)}"
+        running.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {format_loads(self.report, level)}"
         begun: dict[str, Any] = {"started_wall_s": time.time(), "served_by": endpoint.served_by, "seed": seed}
-        running.file.update(
-            *(CellRun(**msgspec.structs.asdict(cell), **begun) for cell in cells), scenario=whole.scenario
-        )
+        running.file.update(*(CellRun(**msgspec.structs.asdict(cell), **begun) for cell in cells), scenario=scenario)
+        running = replace(running, experiment=replace(running.experiment, scenario=own))
         cell_runs = run_group(running, cells, endpoint, probe)
         self._answer_s = probe.cutter.typical_s or self._answer_s
         return [replace(cell_run, seed=seed) for cell_run in cell_runs]
@@ -615,7 +491,7 @@ class ServerSearch:
         if not self._waits or not self.probes:
             return
         max_s = max(0.0, min(MAX_IDLE_WAIT_S, self.deadline_s - time.monotonic()))
-        left = wait_until_idle(partial(in_flight, endpoint, self.running.api_key), max_s, self.whole.progress.stage)
+        left = wait_until_idle(partial(in_flight, endpoint, self.running.api_key), max_s, self.running.progress.stage)
         if left:
             text = (
                 f"{max_s:.0f} s after a probe the server still worked on {round(left):,} requests: of other users, or "
@@ -624,53 +500,46 @@ class ServerSearch:
             self.reasons.append(because("capacity_not_idle", text, requests=round(left), seconds=max_s))
             self._waits = False
 
-    def _record(self, cell_runs: list[CellRun], probe: Probe, state: Any) -> None:
-        blocks, level, purpose = probe.blocks, probe.level, probe.purpose
-        seconds = sum(block.seconds for block in blocks)
-        measured = MeasuredProbe(
-            cells=[cell_run.id for cell_run in cell_runs],
-            level=level,
-            purpose=purpose,
-            state=state,
-            blocks=len(blocks),
-            answers=sum(block.answers for block in blocks),
-            seconds=seconds,
-            counts=[
-                (sum(block.counts[slo][0] for block in blocks), sum(block.counts[slo][1] for block in blocks))
-                for slo in range(len(self.slos))
-            ],
-            missed=probe.missed,
-            queued=probe.queued,
-            answer_s=probe.cutter.answer_s,
-            tok_s=sum(block.output_tokens for block in blocks) / seconds if seconds else None,
-        )
-        self.probes.append(measured)
-        failed = sum(block.failed for block in blocks)
-        if failed and state == "fail":
-            loads, at_lowest = self.whole.report.loads_at(level), level == 1
-            self._failures_decide |= any(failed > (1 - slo.share) * measured.answers for slo in self.slos)
-            values = {"loads": loads, "failed": failed, "answers": measured.answers}
-            text, at = f"{failed:,} of {measured.answers:,} requests failed", format_loads(self.whole.report, level)
-            if not at_lowest:
-                text = f"at {at} {text}, and a failed request meets no SLO (`harness report` has the causes)"
-                self.reasons.append(because("capacity_failures", text, **values))
-            elif not any(reason.code == "capacity_failures_always" for reason in self.reasons):
-                message = last_line(probe.failure) if probe.failure else None
-                text += (
-                    f" at {at}, the lowest load: these failures do not depend on the load, so the answer is no limit "
-                )
-                text += "of users" + (f". The first: {message}" if message else "")
-                self.reasons.append(because("capacity_failures_always", text, **values, message=message))
-        self._blocks.append(blocks)
-        text = format_loads(self.whole.report, level) + (" once more" if purpose == "drift" else "")
+    def _record(self, probe: Probe, cells: list[str]) -> None:
+        """Keep an ended probe and its result, and print it."""
+        measured, at = probe.result(cells), format_loads(self.report, probe.level)
+        self.probes.append(probe)
+        self.measured.append(measured)
+        failed = sum(block.failed for block in probe.blocks)
+        if failed and probe.state == "fail":
+            self._note_failures(probe, failed, measured.answers)
+        text = at + (" once more" if probe.purpose == "drift" else "")
         for slo, share in zip(self.slos, measured.met, strict=True):
-            if share is not None and purpose != "knee":
+            if share is not None and probe.purpose != "knee":
                 text += f", {100 * share:.1f} % within {slo.text}"
-        outcome = {"pass": "meets the SLOs", "fail": "breaks the SLOs", "died": "the server died"}.get(state, state)
-        self.whole.progress.line(
-            f"{self.name}, probe {len(self.probes)}: {text}: {outcome} ({count(measured.answers, 'answer')} in "
-            f"{duration(seconds)})"
+        outcomes: dict[ProbeState, str] = {
+            "pass": "meets the SLOs",
+            "fail": "breaks the SLOs",
+            "died": "the server died",
+        }
+        self.running.progress.line(
+            f"{self.name}, probe {len(self.probes)}: {text}: {outcomes.get(probe.state, probe.state)} "
+            f"({count(measured.answers, 'answer')} in {duration(measured.seconds)})"
         )
+
+    def _note_failures(self, probe: Probe, failed: int, answers: int) -> None:
+        """Add the reason that failed requests took part in a failed probe."""
+        self._failures_decide |= any(failed > (1 - slo.share) * answers for slo in self.slos)
+        loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
+        values = {"loads": loads, "failed": failed, "answers": answers}
+        text = f"{failed:,} of {answers:,} requests failed"
+        if probe.level > 1:
+            text = f"at {at} {text}, and a failed request meets no SLO (`harness report` has the causes)"
+            self.reasons.append(because("capacity_failures", text, **values))
+        elif not any(reason.code == "capacity_failures_always" for reason in self.reasons):
+            message = last_line(probe.failure) if probe.failure else None
+            text += f" at {at}, the lowest load: these failures do not depend on the load, so the answer is no limit "
+            text += "of users" + (f". The first: {message}" if message else "")
+            self.reasons.append(because("capacity_failures_always", text, **values, message=message))
+
+
+def _decide_drift(probe: Probe) -> ProbeState:
+    return "done" if len(probe.blocks) >= DRIFT_BLOCKS else "open"
 
 
 def last_line(text: str) -> str:

@@ -1,33 +1,30 @@
 """`harness capacity` on the embedded engine: answers, exit codes, what it leaves, and blocks cut from records."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from harness.analysis.derive import waited_in_listen_queue
-from harness.analysis.evidence import ProbeEvidence
-from harness.analysis.levels import level_step, load_at
-from harness.analysis.result import (
+from harness.analysis.capacity import (
+    CapacityAnswer,
     CapacityReport,
-    MeasuredProbe,
     ServerCapacity,
-    drift_of,
     find_crossovers,
+    find_drift,
+    level_step,
+    load_at,
     read_capacity,
 )
-from harness.analysis.search import SloCapacity
-from harness.analysis.slo import FLUSH_S, BlockCutter, LoadBlock, LoadPace, parse_slos, scenario_slos
+from harness.analysis.derive import waited_in_listen_queue
+from harness.analysis.probe import MeasuredProbe, Probe
+from harness.analysis.slo import FLUSH_S, BlockCutter, ProbeBlock, parse_slos, scenario_slos
 from harness.base.errors import HarnessError
 from harness.base.summary import sentence
 from harness.records.manifest import read_run
 from harness.report.capacity import answer_reasons, capacity_lines, crossover_reason
 from harness.run.capacity import (
-    CapacitySearch,
-    Probe,
     ServerSearch,
     define_search,
     in_flight,
@@ -35,6 +32,7 @@ from harness.run.capacity import (
 )
 from harness.run.experiment import prepare
 from harness.run.progress import Progress
+from harness.run.running import Running
 from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.file import load_scenario
 from harness.serve.lifecycle import attach_to_server
@@ -216,6 +214,10 @@ def ended(at_s: float, ttft_s: float, **more: Any) -> Any:
     return request(sent_s=at_s - 1.0, ended_s=1.0, chunks_s=[ttft_s, 1.0], **more)
 
 
+def at_rate(rate: float) -> Load:
+    return Load(user="batch", arrivals=Arrivals(rate=rate))
+
+
 def test_blocks_count_the_answers_that_ended_in_them() -> None:
     cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]))
     cutter.add([ended(10.2, 0.1, phase="warmup"), ended(11.0, 0.1)])
@@ -224,20 +226,20 @@ def test_blocks_count_the_answers_that_ended_in_them() -> None:
     cutter.add([ended(12.5, 0.9), ended(12.9, 0.2, error="http"), ended(13.0, 0.1), ended(14.0, 0.1)])
     cutter.add([ended(13.0, 0.1, error="unfinished")])
     (block,) = cutter.cut(13.0 + FLUSH_S)
-    assert (block.begin_s, block.end_s, block.answers) == (10.0, 13.0, 5)
+    assert (block.begin_s, block.seconds, block.answers) == (10.0, 3.0, 5)
     assert block.counts == [(3, 5)], "the warm-up's answer counts, and the failed one met nothing"
     assert cutter.cut(16.0) == []
-    cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]), {None: LoadPace(min_s=3.0)})
+    cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]), {None: at_rate(1.0)})
     cutter.add([ended(at_s, 0.1) for at_s in (1.0, 2.0, 2.5, 3.5, 5.9, 7.0)])
     blocks = cutter.cut(20.0)
-    assert [(block.begin_s, block.end_s, block.counts) for block in blocks] == [
-        (0.0, 3.0, [(3, 3)]), (3.0, 9.0, [(3, 3)]),
+    assert [(block.begin_s, block.seconds, block.counts) for block in blocks] == [
+        (0.0, 3.0, [(3, 3)]), (3.0, 6.0, [(3, 3)]),
     ], "a block with too few answers is joined to the next"  # fmt: skip
 
 
 def test_blocks_of_a_mix_fit_its_slowest_load_and_count_each_slo_by_its_load() -> None:
     slos = parse_slos(["chat: ttft_p95<=0.5s", "job: ttft_p95<=0.5s"], ["chat", "job"])
-    cutter = BlockCutter(slos, {"chat": LoadPace(pause_s=1.0), "job": LoadPace()})
+    cutter = BlockCutter(slos, {"chat": Load(user="chat", think_s=[1.0, 1.0]), "job": Load(user="batch")})
     cutter.add([ended(float(at_s), 0.1, load="both.job") for at_s in range(1, 13)])
     assert cutter.block_s is None, "no chat has its answer yet"
     cutter.add([ended(float(at_s), 0.9, load="both.chat") for at_s in (2, 4, 6, 8)])
@@ -248,7 +250,7 @@ def test_blocks_of_a_mix_fit_its_slowest_load_and_count_each_slo_by_its_load() -
 def test_a_growing_queue_does_not_make_blocks_longer() -> None:
     slos = parse_slos(["ttft_p95<=0.5s"])
     growing = [request(sent_s=float(n), ended_s=1.0 + n, chunks_s=[0.1, 1.0 + n]) for n in range(60)]
-    closed, opened = BlockCutter(slos), BlockCutter(slos, {None: LoadPace(open_loop=True)})
+    closed, opened = BlockCutter(slos), BlockCutter(slos, {None: at_rate(9.0)})
     for cutter in (closed, opened):
         cutter.add(growing)
     assert (closed.block_s, opened.block_s) == (3 * 30.5, 3 * 10.5)
@@ -269,21 +271,19 @@ def test_levels_are_tenths_of_a_rate_or_of_the_speed_of_a_trace() -> None:
 
 
 def test_drift_is_noticed_beyond_chance() -> None:
-    def blocks(*e2e_s: float) -> list[LoadBlock]:
-        cutter = BlockCutter([], {None: LoadPace(min_s=1.0)})
-        for number, value in enumerate(e2e_s):
-            cutter.add([request(sent_s=float(number), ended_s=value, chunks_s=[0.1, value])] * 3)
-        return cutter.cut(100.0)
+    def blocks(*e2e_s: float) -> list[ProbeBlock]:
+        return [ProbeBlock(seconds=1.0, e2e_s=value) for value in e2e_s]
 
     first = blocks(0.10, 0.11, 0.10, 0.11, 0.10)
-    same, slower = drift_of(1, first, first), drift_of(1, first, blocks(0.12, 0.13, 0.12, 0.13, 0.12))
-    assert same is not None and not same.drifted and same.ratio == 1
-    assert slower is not None and slower.drifted and 1.05 < slower.low < slower.ratio < 1.2 < slower.high
-    assert drift_of(1, first[:1], first) is None
+    same, slower = find_drift(1, first, first), find_drift(1, first, blocks(0.12, 0.13, 0.12, 0.13, 0.12))
+    assert same is not None and not same.values["drifted"] and same.values["ratio"] == 1
+    assert slower is not None and slower.values["drifted"]
+    assert 1.05 < slower.values["low"] < slower.values["ratio"] < 1.2 < slower.values["high"]
+    assert find_drift(1, first[:1], first) is None
 
 
 def test_an_unresolved_search_says_what_is_known() -> None:
-    slo = SloCapacity(kind="unresolved", level=None, low=8, high=15)
+    slo = CapacityAnswer(kind="unresolved", level=None, low=8, high=15, complete=True)
     report = CapacityReport(
         run="r", load="people", unit="users", step=1.0, max_level=256, slos=["ttft_p95<=2s"], shares=[0.95],
         budget_s=60.0, servers=[ServerCapacity(server="s", slo=slo)],
@@ -306,7 +306,7 @@ def test_what_a_stopped_search_measured_is_in_its_answer() -> None:
         run="r", load="people", unit="users", step=1.0, max_level=8, slos=["ttft_p95<=20s"], shares=[0.95],
         budget_s=60.0, servers=[],
     )  # fmt: skip
-    slo = SloCapacity(kind="unresolved", level=None, low=None, high=None, complete=False)
+    slo = CapacityAnswer(kind="unresolved", level=None, low=None, high=None, complete=False)
     (answer,) = answer_reasons(report, ServerCapacity(server="s", slo=slo, probes=probes))
     assert [(each["met"], each["total"], each["loads"][0]["amount"]) for each in answer.values["known"]] == [
         (51, 51, 3.0), (1, 9, 6.0),
@@ -331,7 +331,7 @@ def test_a_connection_whose_first_syn_was_lost(connect_s: float | None, retries:
 
 def test_misses_and_their_connections_are_counted_while_a_probe_runs() -> None:
     slos = parse_slos(["ttft_p95<=1s"])
-    watch = Probe("slo", 1, ProbeEvidence([0.95]), BlockCutter(slos), slos, math.inf)
+    watch = Probe(1, slos)
     slow = {"chunks_s": [2.0, 3.0], "ended_s": 3.0}
     watch.add_records(
         [
@@ -364,9 +364,9 @@ def test_a_budget_too_short_for_one_probe_is_refused_with_the_time_needed(tmp_pa
 @pytest.mark.parametrize(("answer_s", "one_wave"), [(None, False), (0.5, False), (40.0, True)])
 def test_a_warm_up_of_a_slow_server_is_one_wave(tmp_path: Path, answer_s: float | None, one_wave: bool) -> None:
     path = write(tmp_path, **QUICK | {"warmup": {"until": "steady"}})
-    experiment, question = define_search(prepare(path), None, [EASY], max_level=8, budget_s=60.0)
-    made = CapacitySearch(experiment, question, Progress(Console()))
-    search = ServerSearch(made, None, "one", 0.0)  # type: ignore[arg-type]  # it runs nothing
+    experiment, question, slos = define_search(prepare(path), None, [EASY], max_level=8, budget_s=60.0)
+    running = Running(None, experiment, Progress(Console()))  # type: ignore[arg-type]  # it runs nothing
+    search = ServerSearch(question, running, "one", slos["one"])
     search._answer_s = answer_s
     warmup = search._warmup(experiment.scenario.loads.values())
     assert (warmup is None) == one_wave
@@ -389,12 +389,12 @@ def test_two_servers_cross() -> None:
     llamacpp = knees("llamacpp", {1: [50.0, 50.1], 2: [80.0, 80.2], 4: [100.0], 8: [110.0, 110.1], 16: [112.0]})
     vllm = knees("vllm", {1: [20.0, 20.02], 2: [40.0, 40.1], 4: [80.0], 8: [150.0, 150.3], 16: [250.0]})
     (found,) = find_crossovers([llamacpp, vllm])
-    assert (found.base, found.side, found.answer.kind) == ("llamacpp", "vllm", "from")
+    assert (found.base, found.side, found.kind) == ("llamacpp", "vllm", "from")
     said = sentence(crossover_reason(found))
     assert said.startswith("vllm gives more tok/s than llamacpp from 6 users, 95 % interval ")
     assert said.endswith("; with fewer, llamacpp does")
     (turned,) = find_crossovers([vllm, llamacpp])
-    assert turned.answer.kind == "until"
+    assert turned.kind == "until"
     assert "llamacpp gives more tok/s than vllm below 6 users" in sentence(crossover_reason(turned))
     assert find_crossovers([vllm]) == []
     lower, higher = {1: [1.0, 1.01], 2: [2.0, 2.01]}, {1: [3.0, 3.01], 2: [4.0, 4.01]}

@@ -7,22 +7,25 @@ import math
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import numpy as np
 
+from harness.analysis.capacity import CapacityAnswer
 from harness.analysis.knee import (
     GRID_STEP,
     KNEE_SHARE,
-    LADDER_PRECISION,
     MIN_BLOCKS,
-    KneeAnswer,
-    KneeBlock,
-    KneeProbe,
-    KneeSearch,
+    decide_throughput,
     estimate_throughput,
     fit_unimodal,
+    knee_answer,
+    make_knee_probe,
+    next_knee_level,
 )
+from harness.analysis.probe import Probe
+from harness.analysis.slo import ProbeBlock
 from harness.base.files import ROOT
 from harness.simulated.engine import EngineConfig
 from tests.support.virtual import VirtualRequest, VirtualWork, closed_loop
@@ -82,7 +85,7 @@ def knee_server(seed: int) -> KneeServer:
     return KneeServer(kind, config, work)
 
 
-def blocks_of_time(requests: Iterator[VirtualRequest], users: int, warm_up: int = 2) -> Iterator[KneeBlock]:
+def blocks_of_time(requests: Iterator[VirtualRequest], users: int, warm_up: int = 2) -> Iterator[ProbeBlock]:
     """Output tokens per block of time, without the first `warm_up` answers of each user.
 
     Tokens of a request leave evenly between its first and its last. A block is known when all requests that were under
@@ -102,7 +105,7 @@ def blocks_of_time(requests: Iterator[VirtualRequest], users: int, warm_up: int 
             request = next(requests)
             ended.append(request)
             open_ -= request.sent_s <= end < request.ended_s
-        yield KneeBlock(length, sum(_tokens_within(r, start, end) for r in ended))
+        yield ProbeBlock(seconds=length, output_tokens=sum(_tokens_within(r, start, end) for r in ended))
         ended = [r for r in ended if r.ended_s > end]
         start = end
 
@@ -115,21 +118,22 @@ def _tokens_within(request: VirtualRequest, start: float, end: float) -> float:
     return one + (request.output_tokens - 1) * max(0.0, min(end, last) - max(start, first)) / (last - first)
 
 
-def measure(server: KneeServer, level: int, seed: int) -> Iterator[KneeBlock]:
+def measure(server: KneeServer, level: int, seed: int) -> Iterator[ProbeBlock]:
     return blocks_of_time(closed_loop(server.config, level, server.work, seed=seed), level)
 
 
-def searched(server: KneeServer, seed: int) -> tuple[KneeAnswer, float]:
+def searched(server: KneeServer, seed: int) -> tuple[CapacityAnswer, float]:
     """The whole search: its answer and the measured seconds. A level that is visited again gets other requests."""
-    search, visits, seconds = KneeSearch(MAX_LEVEL, seed=seed), 0, 0.0
-    while (level := search.next_level()) is not None:
-        probe, visits = search.probe(level), visits + 1
-        blocks = measure(server, level, seed * 1000 + visits)
+    probes: list[Probe] = []
+    while (step := next_knee_level(probes, MAX_LEVEL, seed)) is not None:
+        probe = make_knee_probe(*step, probes)
+        blocks = measure(server, probe.level, seed * 1000 + len(probes) + 1)
         while probe.state == "open":
             probe.add(next(blocks))
-        search.take(level, probe)
-        seconds += probe.seconds
-    return search.answer(), seconds
+        probes.append(probe)
+    answer = knee_answer(probes, MAX_LEVEL, seed)
+    assert answer is not None
+    return answer, sum(probe.seconds for probe in probes)
 
 
 class Truth(msgspec.Struct, frozen=True):
@@ -148,8 +152,8 @@ def grid() -> list[int]:
 
 def truth(server: KneeServer, precision: float = 0.005, max_blocks: int = 60) -> Truth:
     """The grid measured by the probe of the search, longer where it is near the peak, then the levels in between."""
-    streams: dict[int, Iterator[KneeBlock]] = {}
-    blocks: dict[int, list[KneeBlock]] = {}
+    streams: dict[int, Iterator[ProbeBlock]] = {}
+    blocks: dict[int, list[ProbeBlock]] = {}
 
     def rate(level: int) -> float:
         if level not in streams:
@@ -169,7 +173,7 @@ def truth(server: KneeServer, precision: float = 0.005, max_blocks: int = 60) ->
     levels, grid_s, best = grid(), 0.0, 0.0
     for level in levels:
         rate(level)
-        probe = KneeProbe(level, LADDER_PRECISION, max_blocks, [], best)
+        probe = Probe(level, decide=partial(decide_throughput, best=best), purpose="knee")
         for block in blocks[level]:
             probe.add(block)
         while probe.state == "open":
@@ -197,7 +201,7 @@ def truth(server: KneeServer, precision: float = 0.005, max_blocks: int = 60) ->
     return Truth(high if high <= MAX_LEVEL / 2 else None, rate(MAX_LEVEL) / peak, grid_s)
 
 
-def _fitted(blocks: dict[int, list[KneeBlock]]) -> dict[int, float]:
+def _fitted(blocks: dict[int, list[ProbeBlock]]) -> dict[int, float]:
     levels = sorted(blocks)
     rates = [estimate_throughput(blocks[level]) for level in levels]
     fit = fit_unimodal(

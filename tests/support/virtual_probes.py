@@ -14,8 +14,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from harness.analysis.evidence import BLOCK_ANSWERS, ProbeEvidence
-from harness.analysis.search import SloSearch
+from harness.analysis.capacity import log_grid, next_slo_level
+from harness.analysis.probe import Probe
+from harness.analysis.slo import BLOCK_ANSWERS, CapacitySlo, ProbeBlock, parse_slos
 from harness.analysis.slo_rule import LatencySample, observed
 from harness.base.files import ROOT
 from harness.simulated.engine import EngineConfig
@@ -98,8 +99,9 @@ class SeededQuestion(NamedTuple):
     tpot_s: float | None
 
     @property
-    def shares(self) -> list[float]:
-        return [0.95 for bound in (self.ttft_s, self.tpot_s) if bound is not None]
+    def slos(self) -> list[CapacitySlo]:
+        bounds = {"ttft": self.ttft_s, "tpot": self.tpot_s}
+        return parse_slos([f"{name}_p95<={1e3 * bound}ms" for name, bound in bounds.items() if bound is not None])
 
     def samples(self, requests: list[VirtualRequest]) -> list[LatencySample]:
         """The latency of each SLO relative to its bound."""
@@ -135,23 +137,29 @@ def blocks(server: SeededServer, level: int, seed: int) -> Iterator[list[Virtual
         block.append(request)
 
 
-def run_probe(question: SeededQuestion, level: int, probe: ProbeEvidence, seed: int) -> None:
-    for block in blocks(question.server, level, seed):
-        if probe.add(question.samples(block), mean_answer_s(block)) != "open":
-            return
+def run_probe(question: SeededQuestion, level: int, seed: int) -> Probe:
+    probe = Probe(level, question.slos)
+    for requests in blocks(question.server, level, seed):
+        if add_block(probe, question, requests) != "open":
+            break
+    probe.end()
+    return probe
+
+
+def add_block(probe: Probe, question: SeededQuestion, requests: list[VirtualRequest]) -> str:
+    block = ProbeBlock(seconds=1.0, samples=question.samples(requests), answers=len(requests))
+    return probe.add(block, mean_answer_s(requests))
 
 
 def mean_answer_s(requests: list[VirtualRequest]) -> float | None:
     return statistics.fmean(r.e2e_s for r in requests) if requests else None
 
 
-def run_search(question: SeededQuestion, seed: int = 1) -> SloSearch:
-    search = SloSearch(MAX_LEVEL)
-    while (level := search.next_level()) is not None:
-        probe = ProbeEvidence(question.shares)
-        run_probe(question, level, probe, seed * 1000 + len(search.results))
-        search.take(level, probe)
-    return search
+def run_search(question: SeededQuestion, seed: int = 1) -> list[Probe]:
+    probes: list[Probe] = []
+    while (level := next_slo_level(probes, MAX_LEVEL)) is not None:
+        probes.append(run_probe(question, level, seed * 1000 + len(probes)))
+    return probes
 
 
 def seeded_question(seed: int) -> SeededQuestion:
@@ -211,7 +219,7 @@ def true_capacity(question: SeededQuestion) -> int:
 
 def fixed_bisection(question: SeededQuestion, seed: int) -> tuple[int, int]:
     """(level, requests) of a plain bisection whose probes all take FIXED_BLOCKS and believe the share they see."""
-    levels = SloSearch(MAX_LEVEL).levels
+    levels = log_grid(MAX_LEVEL)
     low, high, requests = -1, len(levels), 0
     while high - low > 1:
         middle = (low + high) // 2

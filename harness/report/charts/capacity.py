@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from harness.analysis.result import CapacityReport, MeasuredProbe, ServerCapacity
+from harness.analysis.capacity import CapacityReport, ServerCapacity
+from harness.analysis.probe import MeasuredProbe
 from harness.report.capacity import capacity_lines, probe_cells, probe_headings
 from harness.report.charts import NAME, Chart, Figure, colour, escape_markup, scatter, symbol
 

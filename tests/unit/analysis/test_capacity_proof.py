@@ -12,15 +12,16 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.analysis.evidence import ERROR, MAX_BLOCKS, ProbeEvidence
-from harness.analysis.search import SloCapacity, SloSearch
+from harness.analysis.capacity import CapacityAnswer, slo_answer
+from harness.analysis.probe import ERROR, MAX_BLOCKS, Probe
 from tests.support.nightly import NIGHTLY
 from tests.support.virtual_probes import (
+    MAX_LEVEL,
     SERVERS,
     SeededQuestion,
     SloTruth,
+    add_block,
     blocks,
-    mean_answer_s,
     run_probe,
     run_search,
     seeded_question,
@@ -33,15 +34,15 @@ SEEDS = list(range(SERVERS)) if NIGHTLY else [40, 100, 120, 160, 180]  # these n
 
 
 class Proof(NamedTuple):
-    search: SloSearch
-    answer: SloCapacity
+    probes: list[Probe]
+    answer: CapacityAnswer
     truth: SloTruth
 
 
 @cache
 def proofs() -> list[Proof]:
     searches = [(seed, run_search(seeded_question(seed), seed)) for seed in SEEDS]
-    return [Proof(search, search.answer(), truths()[seed]) for seed, search in searches]
+    return [Proof(search, slo_answer(search, MAX_LEVEL), truths()[seed]) for seed, search in searches]
 
 
 @pytest.mark.parametrize("seed", [120] if not NIGHTLY else range(0, SERVERS, 10))
@@ -68,12 +69,12 @@ def test_the_interval_covers_the_truth() -> None:
 
 def test_most_answers_are_clear_and_close_after_few_probes_and_requests() -> None:
     """All probes of a bisection with fixed samples take 40 blocks. It breaks its SLOs more often."""
-    assert max(len(proof.search.results) for proof in proofs()) <= 9
+    assert max(len(proof.probes) for proof in proofs()) <= 9
     assert sum(proof.answer.kind == "unresolved" for proof in proofs()) <= 0.05 * len(proofs())
     clear = [proof for proof in proofs() if proof.answer.kind == "found"]
     shares = sorted((proof.answer.level or 0) / proof.truth.capacity for proof in clear)
     assert shares[len(shares) // 2] >= 0.85
-    requests = sum(probe.requests for proof in proofs() for probe in proof.search.results)
+    requests = sum(block.answers for proof in proofs() for probe in proof.probes for block in probe.blocks)
     assert requests <= 0.6 * sum(proof.truth.fixed_requests for proof in proofs())
 
 
@@ -90,10 +91,10 @@ def test_error_rates_and_power_of_a_probe() -> None:
             bound = values[int(share * len(values))]
             question = SeededQuestion(server, bound, None)
             for run in runs:
-                probe = ProbeEvidence([0.95])
+                probe = Probe(level, question.slos)
                 for block in run:
-                    probe.add(question.samples(block), mean_answer_s(block))
-                found[probe.stop()] += 1
+                    add_block(probe, question, block)
+                found[probe.end()] += 1
     total = states[0.9].total()
     assert states[0.9]["pass"] == 0 and states[0.9]["fail"] >= 0.6 * total
     assert states[0.94]["pass"] <= 0.05 * total
@@ -107,9 +108,5 @@ def test_a_probe_at_the_edge_is_seldom_wrong(level: int, wrong: str) -> None:
     """A cliff server whose rare waves of preemptions leave 94.9 % with 24 users and nearly all with 23."""
     question = SeededQuestion(seeded_server(17), None, 0.021998388360233316)
     runs = 200 if NIGHTLY else 20
-    states = []
-    for seed in range(runs):
-        probe = ProbeEvidence([0.95])
-        run_probe(question, level, probe, seed)
-        states.append(probe.state)
+    states = [run_probe(question, level, seed).state for seed in range(runs)]
     assert states.count(wrong) <= (ERROR if NIGHTLY else 2 * ERROR) * runs  # type: ignore[arg-type]

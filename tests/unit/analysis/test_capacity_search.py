@@ -11,11 +11,18 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.evidence import ProbeEvidence
-from harness.analysis.levels import level_step, load_at, load_pace, log_grid
-from harness.analysis.result import find_crossing
-from harness.analysis.search import SloCapacity, SloSearch
-from harness.analysis.slo import FLUSH_S, BlockCutter, LoadBlock, parse_slos
+from harness.analysis.capacity import (
+    CapacityAnswer,
+    find_crossing,
+    level_step,
+    load_at,
+    log_grid,
+    next_slo_level,
+    probe_limit,
+    slo_answer,
+)
+from harness.analysis.probe import Probe
+from harness.analysis.slo import FLUSH_S, BlockCutter, ProbeBlock, parse_slos
 from harness.analysis.slo_rule import LatencySample, observed
 from harness.scenario import Arrivals, Load
 from harness.simulated.engine import EngineConfig
@@ -27,59 +34,66 @@ from tests.support.virtual import VirtualWork, poisson
 
 
 ANSWER_S = 1.0  # a block is three seconds long
+SLO = parse_slos(["ttft_p95<=0.5s"])
 
 
-def block_of(probe: ProbeEvidence, margins: Sequence[float]) -> LatencySample:
-    """The next block of a probe, with latencies relative to the bound, sent at equal distances."""
-    return observed(np.array(margins), 3 * ANSWER_S * (probe.blocks + np.arange(len(margins)) / max(1, len(margins))))
+def add(probe: Probe, *samples: LatencySample) -> str:
+    """Add a block with a sample of each SLO."""
+    return probe.add(ProbeBlock(seconds=3 * ANSWER_S, samples=list(samples)), ANSWER_S)
 
 
-def counted_block(probe: ProbeEvidence, met: int, total: int) -> LatencySample:
-    """A block in which so many of the requests meet the SLO, in a random order."""
+def sample_of(probe: Probe, margins: Sequence[float]) -> LatencySample:
+    """That of the next block of a probe, with latencies relative to the bound, sent at equal distances."""
+    sent_s = 3 * ANSWER_S * (len(probe.blocks) + np.arange(len(margins)) / max(1, len(margins)))
+    return observed(np.array(margins), sent_s)
+
+
+def counted_sample(probe: Probe, met: int, total: int) -> LatencySample:
+    """One in which so many of the requests meet the SLO, in a random order."""
     margins = [0.5 + 0.01 * i / total for i in range(met)] + [1.5] * (total - met)
-    return block_of(probe, random.Random(probe.blocks).sample(margins, total))
+    return sample_of(probe, random.Random(len(probe.blocks)).sample(margins, total))
 
 
-def run_probe(attainment: float, seed: int = 0, block: int = 20) -> ProbeEvidence:
+def run_probe(level: int, attainment: float, seed: int = 0, block: int = 20) -> Probe:
     """A probe of independent requests."""
-    dice, probe = random.Random(seed), ProbeEvidence([0.95])
+    dice, probe = random.Random(seed), Probe(level, SLO)
     while probe.state == "open":
-        probe.add([block_of(probe, [dice.random() / attainment for _ in range(block)])], ANSWER_S)
+        add(probe, sample_of(probe, [dice.random() / attainment for _ in range(block)]))
+    probe.end()
     return probe
 
 
 def test_one_broken_slo_is_enough_to_fail_and_all_must_hold_to_pass() -> None:
-    probe = ProbeEvidence([0.95, 0.95])
+    probe = Probe(1, [*SLO, *SLO])
     while probe.state == "open":
-        probe.add([counted_block(probe, 20, 20), counted_block(probe, 10, 20)], ANSWER_S)
+        add(probe, counted_sample(probe, 20, 20), counted_sample(probe, 10, 20))
     assert probe.state == "fail"
-    probe = ProbeEvidence([0.95, 0.95])
+    probe = Probe(1, [*SLO, *SLO])
     while probe.state == "open":
-        probe.add([counted_block(probe, 40, 40), counted_block(probe, 0, 0)], ANSWER_S)
+        add(probe, counted_sample(probe, 40, 40), counted_sample(probe, 0, 0))
     assert probe.state == "unresolved", "an SLO without requests has no evidence"
 
 
 def test_requests_that_the_end_of_a_probe_cut_after_the_bound_have_missed_it() -> None:
     """A quarter of the requests is never answered, and all others are fast."""
-    slos, cutter = parse_slos(["ttft_p95<=0.5s"]), BlockCutter(parse_slos(["ttft_p95<=0.5s"]))
-    probe = ProbeEvidence([slo.share for slo in slos])
+    probe = Probe(1, SLO)
+    cutter = probe.cutter
     sent = [request(index=i, sent_s=1000 + 0.1 * i, chunks_s=[0.1, 0.2], ended_s=0.2) for i in range(1200)]
     cutter.add([one for i, one in enumerate(sent) if i % 4])
     for block in cutter.cut(1200.0):
-        probe.add(block.samples, cutter.answer_s)
+        probe.add(block, cutter.answer_s)
     assert probe.state == "pass"
     stuck = [replace(one, error="unfinished", chunks_s=[], ended_s=1125 - one.sent_s) for one in sent[::4]]
     cutter.add([*stuck, request(sent_s=1124.9, error="unfinished", chunks_s=[], ended_s=0.1)])
     (cut,) = cutter.cut_samples()
     assert len(cut.state) == 300, "the last one had just begun"
-    probe.add_cut([cut], cutter.answer_s)
-    assert probe.stop() == "fail"
+    assert probe.end() == "fail"
 
 
 def test_requests_in_flight_beyond_the_bound_have_missed_it_at_once_and_once() -> None:
     """Most requests are never answered: the probe fails while they are in flight, also without answers."""
-    slos, cutter = parse_slos(["ttft_p95<=0.5s"]), BlockCutter(parse_slos(["ttft_p95<=0.5s"]))
-    probe = ProbeEvidence([slo.share for slo in slos])
+    probe = Probe(1, SLO)
+    cutter = probe.cutter
     good = [request(id=f"g{i}", sent_s=1000 + 0.1 * i, chunks_s=[0.1, 1.0], ended_s=1.0) for i in range(20)]
     late_ones = {"error": "unfinished", "chunks_s": [], "ended_s": 4.0}
     stuck = [request(id=f"s{i}", sent_s=1000 + 0.04 * (i % 47), **late_ones) for i in range(48)]
@@ -90,8 +104,8 @@ def test_requests_in_flight_beyond_the_bound_have_missed_it_at_once_and_once() -
     blocks = cutter.cut(1020.0)
     assert [block.counts for block in blocks] == [[(20, 68)], *[[(0, 0)]] * 5]
     for block in blocks:
-        probe.add(block.samples, cutter.answer_s)
-    assert (probe.state, probe.blocks) == ("fail", 3), "time passes, though no more answers come"
+        probe.add(block, cutter.answer_s)
+    assert (probe.state, len(probe.blocks)) == ("fail", 3), "time passes, though no more answers come"
     late = [replace(one, error=None, chunks_s=[18.0], ended_s=21.0) for one in stuck[:3]]
     cutter.add([*late, *(replace(one, ended_s=25.0) for one in stuck[3:]), young])
     assert [len(sample.state) for sample in cutter.cut_samples()] == [0], "each of them counted"
@@ -99,16 +113,17 @@ def test_requests_in_flight_beyond_the_bound_have_missed_it_at_once_and_once() -
 
 
 def test_a_server_that_answers_nothing_at_all_ends_a_probe() -> None:
-    def probed(users: int) -> ProbeEvidence:
-        cutter, probe = BlockCutter(parse_slos(["ttft_p95<=0.5s"])), ProbeEvidence([0.95])
+    def probed(users: int) -> tuple[str, int]:
+        probe = Probe(users, SLO)
+        cutter = probe.cutter
         stuck = [request(id=f"{i}", error="unfinished", chunks_s=[], ended_s=0.6) for i in range(users)]
         cutter.note_in_flight("r1-a-x", stuck)
         for block in cutter.cut(1200.0):
-            probe.add(block.samples, cutter.answer_s)
-        return probe
+            probe.add(block, cutter.answer_s)
+        return probe.state, len(probe.blocks)
 
-    assert (probed(16).state, probed(16).blocks) == ("fail", 3)
-    assert (probed(1).state, probed(1).blocks) == ("unresolved", 40), "one incident decides nothing"
+    assert probed(16) == ("fail", 3)
+    assert probed(1) == ("unresolved", 40), "one incident decides nothing"
 
 
 @pytest.mark.parametrize(
@@ -128,24 +143,23 @@ def test_a_server_that_answers_nothing_at_all_ends_a_probe() -> None:
 def test_how_many_blocks_a_probe_takes(
     first: list[tuple[int, int]], rest: tuple[int, int], state: str, number: int
 ) -> None:
-    probe = ProbeEvidence([0.95])
+    probe = Probe(1, SLO)
     for block in first:
-        probe.add([counted_block(probe, *block)], ANSWER_S)
+        add(probe, counted_sample(probe, *block))
     while probe.state == "open":
-        probe.add([counted_block(probe, *rest)], ANSWER_S)
-    assert (probe.state, probe.blocks) == (state, number)
+        add(probe, counted_sample(probe, *rest))
+    assert (probe.state, len(probe.blocks)) == (state, number)
 
 
 # The largest load that meets the SLOs.
 
 
-def search_capacity(capacity: int, max_level: int = 256, seed: int = 0) -> SloCapacity:
-    search = SloSearch(max_level)
-    while (level := search.next_level()) is not None:
-        share = 0.999 if level <= capacity else 0.5
-        search.take(level, run_probe(share, 100 * seed + len(search.results)))
-    assert len(search.results) <= 9
-    return search.answer()
+def search_capacity(capacity: int, max_level: int = 256, seed: int = 0) -> CapacityAnswer:
+    probes: list[Probe] = []
+    while (level := next_slo_level(probes, max_level)) is not None:
+        probes.append(run_probe(level, 0.999 if level <= capacity else 0.5, 100 * seed + len(probes)))
+    assert len(probes) <= 9
+    return slo_answer(probes, max_level)
 
 
 @pytest.mark.parametrize("capacity", [1, 9, 23, 255])
@@ -162,45 +176,55 @@ def test_more_than_the_maximum_not_even_one_and_unresolved_are_answers() -> None
     more, none = search_capacity(300), search_capacity(0)
     assert (more.kind, more.level, more.high) == ("more_than", 256, None)
     assert (none.kind, none.level, none.high) == ("none", 0, 0)
-    search = SloSearch(256)
-    while (level := search.next_level()) is not None:
-        search.take(level, run_probe(0.95))
-    assert (search.answer().kind, search.answer().level) == ("unresolved", None)
-    assert {result.state for result in search.results} == {"unresolved"}
+    probes: list[Probe] = []
+    while (level := next_slo_level(probes, 256)) is not None:
+        probes.append(run_probe(level, 0.95))
+    answer = slo_answer(probes, 256)
+    assert (answer.kind, answer.level) == ("unresolved", None)
+    assert {probe.state for probe in probes} == {"unresolved"}
 
 
 def test_a_search_of_a_slow_server_climbs_from_the_lowest_level() -> None:
-    search, tried = SloSearch(256), []
-    search.climbs = True
-    while (level := search.next_level()) is not None:
-        tried.append(level)
-        search.take(level, run_probe(0.999 if level <= 5 else 0.5, len(search.results)))
-    answer = search.answer()
-    assert tried[:4] == [1, 2, 4, 8] and len(tried) <= search.max_probes
+    stopped = Probe(16, SLO)
+    stopped.end("stopped")
+    probes = [stopped]
+    while (level := next_slo_level(probes, 256)) is not None:
+        probes.append(run_probe(level, 0.999 if level <= 5 else 0.5, len(probes) - 1))
+    answer = slo_answer(probes, 256)
+    assert [probe.level for probe in probes[1:5]] == [1, 2, 4, 8] and len(probes) <= 1 + probe_limit(256)
     assert (answer.kind, answer.level) == ("found", 5)
 
 
+def test_a_server_that_died_does_not_hold_that_level() -> None:
+    probes: list[Probe] = []
+    while (level := next_slo_level(probes, 8)) is not None:
+        probes.append(Probe(level, SLO) if level > 3 else run_probe(level, 0.999))
+        probes[-1].end("died" if level > 3 else "unresolved")
+    answer = slo_answer(probes, 8)
+    assert (answer.kind, answer.level, answer.high, answer.above) == ("found", 3, 3, 4)
+
+
 def test_both_bounds_are_confirmed_though_one_stays_unresolved() -> None:
-    search, tries = SloSearch(8), {4: 0, 5: 0}
-    while (level := search.next_level()) is not None:
+    probes, tries = list[Probe](), {4: 0, 5: 0}
+    while (level := next_slo_level(probes, 8)) is not None:
         tries[level] = tries.get(level, 0) + 1
         share = 1.0 if level < 4 or (level == 4 and tries[4] == 1) else 0.95 if level == 4 else 0.5
-        search.take(level, run_probe(share, len(search.results)))
-    answer = search.answer()
+        probes.append(run_probe(level, share, len(probes)))
+    answer = slo_answer(probes, 8)
     assert (answer.level, answer.high, answer.above) == (4, 4, 5)
-    assert [probe.state for probe in search.results if probe.level == 5] == ["fail", "fail"]
+    assert [probe.state for probe in probes if probe.level == 5] == ["fail", "fail"]
 
 
 def test_an_answer_for_which_no_probe_was_left_says_so() -> None:
     """The second probe of 6 users is unresolved, and it is one of the last."""
-    search, shares = SloSearch(256), {"pass": 0.999, "fail": 0.5, "unresolved": 0.95}
+    probes, shares = list[Probe](), {"pass": 0.999, "fail": 0.5, "unresolved": 0.95}
     states = ["fail", "pass", "unresolved", "fail", "pass", "fail", "pass", "unresolved", "fail"]
     for number, state in enumerate(states):
-        level = search.next_level()
+        level = next_slo_level(probes, 256)
         assert level is not None
-        search.take(level, run_probe(shares[state], number))
-    assert [result.level for result in search.results] == [16, 3, 7, 11, 5, 9, 6, 6, 9]
-    answer = search.answer()
+        probes.append(run_probe(level, shares[state], number))
+    assert [probe.level for probe in probes] == [16, 3, 7, 11, 5, 9, 6, 6, 9]
+    answer = slo_answer(probes, 256)
     assert (answer.kind, answer.level, answer.above, answer.unconfirmed) == ("found", 6, 9, [6])
 
 
@@ -216,14 +240,15 @@ class RateCase(NamedTuple):
     rate: float  # of the scenario
     slo: str
 
-    def blocks(self, level: int, seed: int) -> Iterator[LoadBlock]:
+    def blocks(self, level: int, seed: int) -> Iterator[ProbeBlock]:
         """Blocks at a level, cut from records as they come; the first 50 answers are the warm-up."""
         work = VirtualWork(prompt_tokens=(50, 150), output_tokens=(20, 60))
         load = Load(user="batch", duration_s=9.0, arrivals=Arrivals(rate=self.rate))
         amount = level * level_step(load)
-        arrivals = load_at(load, amount, 9.0).arrivals
+        scaled = load_at(load, amount, 9.0)
+        arrivals = scaled.arrivals
         assert arrivals is not None and arrivals.rate is not None
-        cutter = BlockCutter(parse_slos([self.slo]), {None: load_pace(load, amount)})
+        cutter = BlockCutter(parse_slos([self.slo]), {None: scaled})
         for number, answer in enumerate(poisson(self.config, arrivals.rate, work, seed=seed)):
             phase = "warmup" if number < 50 else "measured"
             chunks_s = [answer.ttft_s, answer.e2e_s]
@@ -240,16 +265,17 @@ class RateCase(NamedTuple):
     "case", [RateCase(SLOW, 0.05, "ttft_p95<=20s"), RateCase(FAST, 50.0, "ttft_p95<=30ms")], ids=["0.05/s", "50/s"]
 )
 def test_the_capacity_is_found_at_any_rate(case: RateCase) -> None:
-    search = SloSearch(64)
-    while (level := search.next_level()) is not None:
-        probe = ProbeEvidence([0.95])
-        for block in case.blocks(level, len(search.results)):
-            if probe.add(block.samples, statistics.fmean([block.e2e_s or 0.0])) != "open":
+    probes: list[Probe] = []
+    while (level := next_slo_level(probes, 64)) is not None:
+        probe = Probe(level, parse_slos([case.slo]))
+        for block in case.blocks(level, len(probes)):
+            if probe.add(block, statistics.fmean([block.e2e_s or 0.0])) != "open":
                 break
-        search.take(level, probe)
-    answer = search.answer()
+        probe.end()
+        probes.append(probe)
+    answer = slo_answer(probes, 64)
     assert answer.kind == "found" and answer.level is not None and answer.above is not None
-    assert case.attainment(answer.level) >= 0.95 > case.attainment(answer.above)
+    assert case.attainment(int(answer.level)) >= 0.95 > case.attainment(answer.above)
 
 
 # The level from which on one server is better.

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.analysis.result import CapacityReport
+from harness.analysis.capacity import CapacityReport
 from harness.base.summary import (
     NO_SAMPLE,
     CellSummary,
