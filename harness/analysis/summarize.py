@@ -72,23 +72,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
     folder, run, planned_cells = data.folder, data.run, data.planned
     check_texts = [*run.scenario.checks, *extra_checks]
     slos = slo_sets(check_texts)
-    cells = {name: planned_cells[name] for name in data.cells}
-    imported = read_numbers(folder, run)
-    models, finishing = _usual_models(data), _servers_with_finishes(data)
-    sessions = notes.number_sessions(run)
-    summaries = [
-        _summarize_cell(
-            data,
-            cell,
-            slos,
-            session=sessions.get(name) if any(sessions.values()) else None,
-            imported=imported.get(name),
-            model=models.get(cell.server),
-            sends_finish=cell.server in finishing,
-        )
-        for name, cell in cells.items()
-    ]
-    summaries = _with_client_errors(run, summaries, check_texts)
+    summaries = _with_client_errors(run, _summarize_cells(data, slos), check_texts)
     run_reasons, not_run = validity.run_reasons(run, data.damaged, data.unknown_cells), validity.missing_cells(run)
     failed = {cell.id for cell in summaries if cell.failed is not None}
     measured = [cell for cell in summaries if cell.id not in failed]
@@ -133,6 +117,24 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         comparison=comparison,
     )
     return with_checks(Summarized(summary, data), run, read_reference(folder), extra_checks)
+
+
+def _summarize_cells(data: RunData, slos: SloSets) -> list[CellSummary]:
+    imported = read_numbers(data.folder, data.run)
+    models, finishing = _usual_models(data), _servers_with_finishes(data)
+    sessions = notes.number_sessions(data.run)
+    return [
+        _summarize_cell(
+            data,
+            data.planned[name],
+            slos,
+            session=sessions.get(name) if any(sessions.values()) else None,
+            imported=imported.get(name),
+            model=models.get(data.planned[name].server),
+            sends_finish=data.planned[name].server in finishing,
+        )
+        for name in data.cells
+    ]
 
 
 def with_checks(

@@ -132,7 +132,7 @@ def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
             ("markdown", "csv")}  # fmt: skip
     assert "54 of 60 (90.0%)" in made["markdown"]
     rows = {row["server"]: row for row in csv.DictReader(made["csv"].splitlines())}
-    assert (rows["bad"]["answers_valid"], rows["bad"]["answers_right_share"]) == ("54", "0.8")
+    assert (rows["bad"]["answers_valid"], rows["bad"]["right_share"]) == ("54", "0.8")
     assert "54 of 60 (90.0%)" in (where / "report.html").read_text()
 
 
