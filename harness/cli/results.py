@@ -81,26 +81,31 @@ def _find_or_import_run(given: Path, runs: Path) -> Path:
     return cli.find_run(given, runs)
 
 
+AgainstOpt = Annotated[
+    list[Path] | None, cli.option("RUN", "A run of the other side; may be repeated. RUN... are then one group.")
+]
+AcrossOpt = Annotated[
+    Literal["machine"] | None,
+    cli.option(None, "Group the runs by machine; the machine is the one thing in which they differ."),
+]
+HistoryOpt = Annotated[
+    bool, cli.flag("--history", "Compare the one RUN with all earlier runs of its scenario on its machine.")
+]
+
+
 @cli.command(short_help="Compare runs of the same work.")
 def compare(
     run_folders: Annotated[
         list[Path], typer.Argument(metavar="RUN", help="Run directories or ids; the first is the baseline.")
     ],
-    against: Annotated[
-        list[Path] | None, cli.option("RUN", "A run of the other side; may be repeated. RUN... are then one group.")
-    ] = None,
+    against: AgainstOpt = None,
     about: cli.AboutOpt = None,
-    across: Annotated[
-        Literal["machine"] | None,
-        cli.option(None, "Group the runs by machine; the machine is the one thing in which they differ."),
-    ] = None,
+    across: AcrossOpt = None,
     output: Annotated[
         Literal["terminal", "markdown", "json", "junit", "html"],
         cli.flag("--format", "What to print."),
     ] = "terminal",
-    history: Annotated[
-        bool, cli.flag("--history", "Compare the one RUN with all earlier runs of its scenario on its machine.")
-    ] = False,
+    history: HistoryOpt = False,
     checks: Annotated[
         list[str] | None,
         cli.option("CHECK", "What must hold of every side but the baseline; may be repeated.", "--check"),
