@@ -133,7 +133,7 @@ def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
     assert "54 of 60 (90.0%)" in made["markdown"]
     rows = {row["server"]: row for row in csv.DictReader(made["csv"].splitlines())}
     assert (rows["bad"]["answers_valid"], rows["bad"]["right_share"]) == ("54", "0.8")
-    assert "54 of 60 (90.0%)" in (where / "report.html").read_text()
+    assert "54 of 60 <small>(90.0%)</small>" in (where / "report.html").read_text()
 
 
 def test_exact_lengths_that_are_not_exact_are_counted_and_make_the_run_invalid(tmp_path: Path) -> None:
