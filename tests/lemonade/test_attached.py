@@ -80,7 +80,7 @@ def test_with_four_slots_there_is_no_note(on_llamacpp: Lemond, tmp_path: Path) -
 
 def test_a_job_during_the_load_makes_the_run_invalid(loaded: Lemond, tmp_path: Path) -> None:
     """A job holds an exclusive slot: chats that are sent meanwhile wait for it."""
-    step = {"id": "a", "op": "chat", "params": {"model": "user.Gguf", "max_tokens": 1500, "ignore_eos": True,
+    step = {"id": "a", "op": "chat", "params": {"model": "user.Gguf", "max_tokens": 400, "ignore_eos": True,
             "messages": [{"role": "user", "content": "Hello."}]}}  # fmt: skip
     watch = monitor(loaded)
     state = watch.state()
