@@ -42,9 +42,14 @@ CONTEXTS, USERS, PROMPTS = (512, 4096, 16384, 65536), (1, 4, 16, 64), (512, 2048
 _WORDS: dict[Word | None, str] = {
     "at-limit": "at the limit of the hardware",
     "normal": "normal",
-    "slow": "slow: something is wrong",
+    "slow": "slow",
     None: "above what this hardware allows without speculation",
 }
+
+
+_WRONG = (
+    "Something is wrong: eager mode, kernels not made for this GPU, a CPU fallback, another process or a power limit."
+)
 
 
 class Question(Struct, frozen=True, kw_only=True):
@@ -76,6 +81,7 @@ class UsersBound(Struct, frozen=True, kw_only=True):
     """Users at once, all of them together."""
 
     users: int
+    context: int = 0  # of each user; 0 where the cache is not known
     max_tok_s: float
     spread_max_tok_s: float | None = None  # estimate for experts that all users touch
 
@@ -182,10 +188,18 @@ def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | No
         measured_bandwidth_gb_s=measured_gb_s,
     )
     if size is None or shape is None:
-        return replace(
-            known, sentence=f"{gpu.name} reads {figures(gpu.bandwidth_gb_s)} GB/s. Give a model for its speed."
-        )
+        return replace(known, sentence=_sentence_without_size(question, gpu))
     return _with_speed(known, size, gpu, shape.longest, question.measured_tok_s)
+
+
+def _sentence_without_size(question: Question, gpu: GpuSpec) -> str:
+    name = gpu.name[:1].upper() + gpu.name[1:]
+    reads = "" if question.bandwidth_gb_s is not None and question.gpu is None else f"{name} reads "
+    known = f"{reads}{figures(gpu.bandwidth_gb_s)} GB/s."
+    if question.model is None:
+        return f"{known} Give a model for its speed."
+    unknown = "its speed is not known: neither its files nor its config.json tell the size of its weights"
+    return f"{question.model}: {unknown}. Give its parameters by hand: --params 14B --bits 16. {known}"
 
 
 def _read_shape(question: Question) -> ModelShape | None:
@@ -198,7 +212,8 @@ def _read_shape(question: Question) -> ModelShape | None:
     active = params if question.active_params is None else parse_params("--active-params", question.active_params)
     if active > params:
         raise HarnessError(
-            f"--active-params: {active:.4g} are more than all ({params:.4g})", next_step="Give those of one token."
+            f"--active-params: {question.active_params} are more than all parameters ({question.params})",
+            next_step="Give those of one token, as 3B of 30B.",
         )
     per_param, number_bits = parse_bits(question.bits)
     name = f"{question.params} at {question.bits}{' bit' if question.bits.isdigit() else ''}"
@@ -288,6 +303,7 @@ def _with_speed(
     total = decode_bound(size, gpu, users=known.users, context=context, gpus=gpus)
     likely = decode_bound(size, gpu, users=known.users, context=context, gpus=gpus, spread=True)
     counts = sorted({*USERS, known.users})
+    each = 0 if size.kv_token_bytes is None else context or min(4096, longest or 4096)
     lengths = sorted({length for length in CONTEXTS if longest is None or length <= longest} | {context} - {0})
     if size.kv_token_bytes is None:
         lengths = []
@@ -300,7 +316,7 @@ def _with_speed(
         contexts=[_context_bound(size, gpu, length, gpus) for length in lengths]
         if size.kv_token_bytes is not None
         else [],
-        many_users=[_users_bound(size, gpu, users, context or min(4096, longest or 4096), gpus) for users in counts],
+        many_users=[_users_bound(size, gpu, users, each, gpus) for users in counts],
         prompts=[_prompt_floor(size, gpu, tokens, gpus) for tokens in prompts],
         weights=list(_other_weights(size, gpu, known)),
     )
@@ -326,7 +342,7 @@ def _users_bound(size: ModelSize, gpu: GpuSpec, users: int, context: int, gpus: 
     likely = (
         decode_bound(size, gpu, users=users, context=context, gpus=gpus, spread=True) if size.routed_bytes else None
     )
-    return UsersBound(users=users, max_tok_s=bound, spread_max_tok_s=likely)
+    return UsersBound(users=users, context=context, max_tok_s=bound, spread_max_tok_s=likely)
 
 
 def _prompt_floor(size: ModelSize, gpu: GpuSpec, tokens: int, gpus: int) -> PromptFloor:
@@ -371,7 +387,8 @@ def _sentence(found: Expectation, gpu: GpuSpec) -> str:
     given = f"({whom}{after}, {bandwidth})"
     if found.measured_tok_s is not None and found.share is not None:
         speed = f"{figures(found.measured_tok_s)} tok/s is {_WORDS[found.word]}"
-        return f"{speed}, for {where}: {100 * found.share:.0f} % of {bound} {given}."
+        wrong = f" {_WRONG}" if found.word == "slow" else ""
+        return f"{speed} for {where}: {100 * found.share:.0f} % of {bound} {given}.{wrong}"
     typical = f"; {_range(found.one_user_typical_tok_s)} is typical" if found.users == 1 else ""
     return f"{where}: {bound} {given}{typical}."
 
@@ -406,7 +423,7 @@ def _speed_lines(found: Expectation) -> list[str]:
             ]
         )
     rows = [
-        ["Users at once", *(f"{each.users:,}" for each in found.many_users)],
+        [f"Users, context {each:,}" if (each := found.many_users[0].context) else "Users at once", *(f"{one.users:,}" for one in found.many_users)],
         ["  tok/s of all at most", *(figures(each.max_tok_s) for each in found.many_users)],
     ]
     if any(each.spread_max_tok_s is not None for each in found.many_users):

@@ -7,7 +7,7 @@ from harness.advice.rules import Found, RowFacts, gain, rule
 from harness.analysis.time_split import KV_FULL
 from harness.base.engines import default_reserve, safe_utilization
 from harness.base.summary import Action
-from harness.base.units import figures, milliseconds
+from harness.base.units import count, figures, milliseconds
 
 MIN_COST = 0.05  # of the time
 UNUSED = 8.0  # a context this many times as long as the longest request
@@ -32,10 +32,10 @@ def kv_cache_full(row: RowFacts) -> Found | None:
     cost = waited + (1 - waited) * again
     if cost < MIN_COST:
         return None
-    fits = sequences_that_fit(row)
-    measured = f"{preempted:,.0f} preemptions in {requests:,.0f} requests; the KV cache was up to {usage:.0%} full"
+    fits = row.sequences_that_fit
+    measured = f"{count(int(preempted), 'preemption')} in {count(round(requests), 'request')}; the KV cache was up to {usage:.0%} full"
     if fits is not None:
-        measured += f", and holds {fits} of these requests; up to {row.most('running_max') or 0:.0f} ran"
+        measured += f", and holds {fits} of these requests at once; up to {row.most('running_max') or 0:.0f} ran"
     return Found(
         cost=cost,
         measured=measured,
@@ -43,24 +43,6 @@ def kv_cache_full(row: RowFacts) -> Found | None:
         actions=_room_actions(row, fits),
         values={"preemptions": preempted, "requests": requests, "kv_usage": usage, "fits": fits},
     )
-
-
-def kv_tokens(row: RowFacts) -> int | None:
-    """The tokens that the KV cache holds; None: not known."""
-    startup = row.served.startup
-    if startup is None:
-        return None
-    if startup.kv_cache_tokens is None and startup.kv_cache_blocks and startup.kv_block_size:
-        return startup.kv_cache_blocks * startup.kv_block_size
-    return startup.kv_cache_tokens
-
-
-def sequences_that_fit(row: RowFacts) -> int | None:
-    """How many of the row's longer requests (p95) the KV cache holds at once; None: not known."""
-    tokens = kv_tokens(row)
-    if tokens is None or not len(row.tokens):
-        return None
-    return max(1, int(tokens / float(np.percentile(row.tokens, 95))))
 
 
 def _room_actions(row: RowFacts, fits: int | None) -> list[Action]:
@@ -113,7 +95,7 @@ def context_unused(row: RowFacts) -> Found | None:
     values = {"context": context, "longest": longest, "needed": needed}
     measured = f"the context has {context:,} tokens, and the longest request had {longest:,.0f}"
     if not row.shares_context:
-        held = kv_tokens(row)
+        held = row.kv_tokens
         if held is None or held >= FEW_CONTEXTS * context:
             return None
         why = f"the KV cache has {held:,} tokens, and the server starts only if it holds one whole context"
@@ -128,10 +110,10 @@ def context_unused(row: RowFacts) -> Found | None:
     return Found(
         cost=0.5 * waiting / row.in_flight,
         measured=measured,
-        why=f"{slots} slots of {context:,} tokens take the memory of {slots * context // needed} slots of {needed:,}",
+        why=f"{count(slots, 'slot')} of {context:,} tokens take the memory of {slots * context // needed} slots of {needed:,}",
         actions=[
             row.action(
-                f"{more} slots of {needed:,} tokens",
+                f"{count(more, 'slot')} of {needed:,} tokens",
                 {"sequences": more, "context": more * needed},
                 gain=gain("running", more / slots, f"{figures(more / slots)} times as many at once in the same memory"),
                 risk="longer requests fail; each answer is slower while more run",
@@ -164,9 +146,10 @@ def prefix_recomputed(row: RowFacts) -> Found | None:
     expected = None
     if ttft_s:
         left_s = max(0.0, ttft_s - saved_s)
-        expected = gain("ttft_mean", left_s / ttft_s, f"a mean TTFT of about {milliseconds(left_s)} ms")
+        text = f"a mean TTFT of about {milliseconds(left_s)} instead of {milliseconds(ttft_s)} ms"
+        expected = gain("ttft_mean", left_s / ttft_s, text)
     held, turns = (
-        kv_tokens(row),
+        row.kv_tokens,
         "; ".join(f"turn {turn}: {a - b:,.0f} of {a:,.0f}" for turn, (a, b) in by_turn.items()),
     )
     if row.setting("prefix_cache") is False:
@@ -175,7 +158,7 @@ def prefix_recomputed(row: RowFacts) -> Found | None:
             row.action("Switch the prefix cache on", {"prefix_cache": None}, gain=expected),
         )
     elif (slots := row.whole("sequences")) is not None and row.shares_context and slots < row.in_flight:
-        why = f"{row.in_flight} conversations share {slots} slots, and each keeps only the last one"
+        why = f"{row.in_flight} conversations share {count(slots, 'slot')}, and each keeps only the last one"
         context = row.whole("context")
         changes = {"sequences": row.in_flight} | ({} if context is None else {"context": context * row.in_flight})
         action = row.action(f"{row.in_flight} slots, one for each conversation", changes, risk="more memory")

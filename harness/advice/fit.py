@@ -63,7 +63,7 @@ def estimate_fit(
     unknown = list(model.unknown)
     weights = model.weights_bytes
     if weights is None:
-        unknown.append("the size of the weights: there are no safetensors of it on this machine")
+        unknown.append("the size of the weights: its safetensors are not, or not whole, on this machine")
     else:
         weights = -(-weights // settings.tensor_parallel)
     if model.longest is not None and length > model.longest:

@@ -133,7 +133,7 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
         geometry=geometry,
         longest=longest if type(longest) is int and 1 <= longest <= MAX_SIZE else None,
         kv_bytes=kv_bytes,
-        weights_bytes=weights_bytes,
+        weights_bytes=None if size is None or size.weights_bytes != weights_bytes else weights_bytes,
         size=None if size is None else with_cache(size, geometry, kv_bytes or 2),
         unknown=unknown,
     )
@@ -159,7 +159,7 @@ def _folder_size(
 ) -> ModelSize | None:
     """Return what a token reads, by the headers of the files; without files by the configuration."""
     share = _routed_share(text)
-    doubts: list[str] = []
+    doubt = "its files are not on this machine"
     if weights_bytes is not None:
         files = list_safetensors(folder, _read_index(folder))
         layers = text.get("num_hidden_layers")
@@ -172,15 +172,17 @@ def _folder_size(
                 routed_share=share,
                 weights_bytes=weights_bytes,
             )
-        except HarnessError:
-            doubts.append("the headers of its files cannot be read: all of their bytes count")
-            return ModelSize(name=name, weights_bytes=weights_bytes, read_bytes=weights_bytes, doubts=doubts)
+        except HarnessError as error:  # such as pointers of Git LFS, which are not the weights
+            doubt = error.what
     try:
         parts = _count_parameters(text)
     except _UnknownError:
-        return None
+        if weights_bytes is None:
+            return None
+        doubts = [f"{doubt}: all bytes of the files count"]
+        return ModelSize(name=name, weights_bytes=weights_bytes, read_bytes=weights_bytes, doubts=doubts)
     per_param, bits = _bytes_per_param(quantization)
-    doubts.append("its files are not on this machine: parameters are counted by its config.json")
+    doubts = [f"{doubt}: parameters are counted by its config.json"]
     sizes = {
         part: (params * (2.0 if part in ("embedding", "head") else per_param), params) for part, params in parts.items()
     }

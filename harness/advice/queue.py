@@ -6,7 +6,7 @@ from harness.advice.rules import Found, RowFacts, gain, rule
 from harness.analysis.numbers import generated_tokens
 from harness.analysis.time_split import SHARE
 from harness.base.summary import Action, Reason
-from harness.base.units import figures, milliseconds, short_percent
+from harness.base.units import count, figures, milliseconds, short_percent
 from harness.records.table import Gaps, join_gaps
 
 MUCH_SLOWER = 0.9  # of the throughput with fewer requests at once
@@ -31,20 +31,22 @@ def more_is_slower(row: RowFacts) -> Found | None:
     why = "what the server does for each further request grows faster than the gain of a larger batch"
     if preempted:
         why = (
-            f"the KV cache was {usage:.0%} full, and {preempted:,.0f} times a request was preempted and computed again"
+            f"the KV cache was {usage:.0%} full, and a request was preempted and computed again {count(int(preempted), 'time')}"
         )
-    factor = best_rate / rate
-    text = f"{figures(factor)} times the tokens per second, as measured with {best.in_flight} at once"
+    factor, at_once, least = best_rate / rate, best.in_flight, ""
+    if preempted and (fits := row.sequences_that_fit) is not None and best.in_flight < fits < row.in_flight:
+        at_once, least = fits, "at least "  # more than was measured, and still none is preempted
+    text = f"{least}{figures(factor)} times the tokens per second, as measured with {best.in_flight} at once"
     expected = gain("output_tok_s", factor, text)
     return Found(
         cost=1 - rate / best_rate,
-        measured=f"{figures(rate)} tok/s with {row.in_flight} requests at once, and {figures(best_rate)} with "
+        measured=f"{figures(rate)} tok/s with {count(row.in_flight, 'request')} at once, and {figures(best_rate)} with "
         f"{best.in_flight}",
         why=why,
-        actions=[slower_action(row, best.in_flight, expected)],
+        actions=[slower_action(row, at_once, expected)],
         values={
             "tok_s": rate, "in_flight": row.in_flight, "best_tok_s": best_rate, "best_in_flight": best.in_flight,
-            "preemptions": preempted,
+            "at_once": at_once, "preemptions": preempted,
         },
     )  # fmt: skip
 
@@ -62,7 +64,7 @@ def faster_with_fewer(row: RowFacts) -> RowFacts | None:
 def slower_action(row: RowFacts, sequences: int, expected: Reason | None) -> Action:
     """At most so many sequences at once."""
     return row.action(
-        f"At most {sequences} sequences at once",
+        f"At most {count(sequences, 'sequence')} at once",
         {"sequences": sequences},
         gain=expected,
         risk="requests beyond it wait for their first token",
@@ -93,7 +95,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
     fits = row.in_flight if not usage else min(row.in_flight, int(0.9 * slots / usage))
     ttft_s, waited_s = row.row.pooled.ttft.mean, None if split is None else split.queue_s
     expected = None
-    measured = f"{slots} requests ran at once and up to {row.most('waiting_max'):.0f} waited"
+    measured = f"{count(slots, 'request')} ran at once and up to {row.most('waiting_max'):.0f} waited"
     if waited_s is not None:
         measured += f", {milliseconds(waited_s)} ms on average"
         if ttft_s and fits == row.in_flight:
@@ -111,7 +113,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
         why=f"{row.title} runs at most {slots} at once",
         actions=[
             row.action(
-                f"Up to {fits} sequences at once",
+                f"Up to {count(fits, 'sequence')} at once",
                 changes,
                 gain=expected,
                 risk="each answer is slower while more run at once; more memory where slots share a context",

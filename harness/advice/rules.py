@@ -118,6 +118,23 @@ class RowFacts(Struct, frozen=True, dict=True):
         return np.sort(together[~np.isnan(together)])
 
     @cached_property
+    def kv_tokens(self) -> int | None:
+        """The tokens that the KV cache holds; None: not known."""
+        startup = self.served.startup
+        if startup is None:
+            return None
+        if startup.kv_cache_tokens is None and startup.kv_cache_blocks and startup.kv_block_size:
+            return startup.kv_cache_blocks * startup.kv_block_size
+        return startup.kv_cache_tokens
+
+    @cached_property
+    def sequences_that_fit(self) -> int | None:
+        """How many of the row's longer requests (p95) the KV cache holds at once; None: not known."""
+        if self.kv_tokens is None or not len(self.tokens):
+            return None
+        return max(1, int(self.kv_tokens / float(np.percentile(self.tokens, 95))))
+
+    @cached_property
     def neighbours(self) -> "list[RowFacts]":
         """The valid rows of this server with the same requests, of which more or fewer are sent at once."""
         rows = [one for one in self.run_rows if one.row.server == self.row.server and one.row.load != self.row.load]

@@ -277,7 +277,9 @@ def _read_gguf_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
 def _gguf_tensor(reader: _Reader) -> Tensor:
     name, dimensions = reader.text(), reader.number("I")
     numbers = _multiply([reader.number("Q") for _ in range(min(dimensions, 9))])
-    kind, block, size = _GGML_TYPES[reader.number("I")]
+    if (number := reader.number("I")) not in _GGML_TYPES:
+        raise ValueError(f"the type of a tensor is not known: {number}")
+    kind, block, size = _GGML_TYPES[number]
     reader.number("Q")  # its place
     return Tensor(name, kind, numbers, numbers // block * size)
 

@@ -38,6 +38,8 @@ def test_the_question_of_the_strix_halo_owner(tmp_path: Path) -> None:
     assert bounds == {"FP16": 9, "FP8": 17, "AWQ": 29, "Q8_0": 17, "Q4_K_M": 30}
     assert [(each.context, round(each.max_tok_s, 2)) for each in found.contexts][:2] == [(512, 9.12), (4096, 8.89)]
     assert [round(each.max_tok_s) for each in found.many_users] == [9, 33, 100, 206]
+    assert {each.context for each in found.many_users} == {4096}
+    assert any(line.startswith("Users, context 4,096 ") for line in format_answer(found))
     assert round(found.prompts[1].min_ttft_s, 2) == 0.91
     assert len(format_answer(found)) <= 25
 
@@ -50,6 +52,20 @@ def test_a_model_by_hand(tmp_path: Path, bits: str, tok_s: float, word: str | No
     found = answer(Question(params="14B", bits=bits, gpu="gfx1151", measured_tok_s=tok_s), tmp_path)
     assert (found.word, found.gpu) == (word, "Radeon 8060S")
     assert "gfx1151 is taken for Radeon 8060S" in (found.bandwidth_source or "")
+
+
+def test_a_slow_speed_says_what_may_be_wrong(tmp_path: Path) -> None:
+    found = answer(Question(params="14B", bits="4", gpu="gfx1151", measured_tok_s=5.6), tmp_path)
+    assert found.sentence.startswith("5.6 tok/s is slow for 14B at 4 bit on Radeon 8060S: 17 % of at most 33.2 tok/s (")
+    assert ". Something is wrong: eager mode, " in found.sentence
+
+
+def test_a_model_whose_size_is_not_known(tmp_path: Path) -> None:
+    """The answer says so, and does not ask for the model that was given."""
+    folder = model(tmp_path / "m", {"model_type": "new"})
+    found = answer(Question(model=str(folder), gpu="gfx1151"), tmp_path)
+    assert found.one_user_max_tok_s is None
+    assert found.sentence.startswith(f"{folder}: its speed is not known") and "--params" in found.sentence
 
 
 def test_experts_of_many_users(tmp_path: Path) -> None:

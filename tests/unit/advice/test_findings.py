@@ -204,7 +204,7 @@ def of_engine(**names: Any) -> Change:
 
 
 BETTER: dict[str, Change] = {
-    "more_is_slower": of_engine(max_num_seqs="best_in_flight"),
+    "more_is_slower": of_engine(max_num_seqs="at_once"),
     "queue_with_room": of_engine(max_num_seqs="fits"),
     "prefix_recomputed": of_engine(enable_prefix_caching=True),
     "prompts_freeze_answers": of_engine(max_num_batched_tokens="less"),
@@ -249,6 +249,23 @@ def test_an_expected_gain_has_the_direction_of_its_measurement(tmp_path: Path, c
     ratio = values[1] / values[0]
     assert (ratio > 1) == (expected.values["factor"] > 1)
     assert abs(ratio - 1) > 0.05
+
+
+@pytest.mark.parametrize(("fewer", "at_once"), [(1, 5), (5, 5)])
+def test_a_full_cache_takes_as_many_sequences_as_fit(tmp_path: Path, fewer: int, at_once: int) -> None:
+    """The cache has 2,048 tokens, a request at most 380: more fit than the one at a time that was measured, too."""
+    cause = Cause(EngineSetup(engine=TIGHT), {"fewer": batch(fewer), "ten": batch(10)}, 360)
+    before = measured(tmp_path / "before", cause).summary
+    assert before.findings is not None
+    (one, *_) = before.findings
+    action = one.actions[0]
+    assert (one.code, one.values["at_once"], list(action.settings.values())) == (
+        "more_is_slower", at_once, [f"max_num_seqs: {at_once}"]
+    )  # fmt: skip
+    setup = replace(cause.setup, engine=replace(TIGHT, max_num_seqs=at_once))
+    after = measured(tmp_path / "after", cause, setup).summary
+    ratio = value_of(after.rows[1], "output_tok_s") / value_of(before.rows[1], "output_tok_s")
+    assert action.gain is not None and ratio > 0.95 * action.gain.values["factor"]
 
 
 def first_settings(folder: Path, code: str, **served: Any) -> dict[str, str]:

@@ -76,7 +76,7 @@ def test_what_is_not_known_is_said_and_nothing_is_made_up(tmp_path: Path) -> Non
     assert (fit.weights_bytes, fit.token_bytes, fit.kv_bytes, fit.capacity, fit.fits) == (None,) * 5
     assert fit.unknown == [
         "the KV cache per token: layers of another form (attn_layer_period in config.json)",
-        "the size of the weights: there are no safetensors of it on this machine",
+        "the size of the weights: its safetensors are not, or not whole, on this machine",
     ]
     shape = qwen3(tmp_path / "b")
     for settings, unknown in (

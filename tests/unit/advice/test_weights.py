@@ -99,7 +99,19 @@ def test_a_configuration_alone_counts_parameters(tmp_path: Path) -> None:
     assert (round(size.weights_bytes / 2e9, 1), round(size.params / 1e9, 1)) == (30.5, 3.0)
 
 
+def test_files_that_are_not_the_weights_do_not_count(tmp_path: Path) -> None:
+    """Such as the pointers that `git clone` leaves without Git LFS: they are no 134 bytes of weights."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1503300328\n"
+    known = read_model(model(tmp_path / "a", QWEN3 | {"intermediate_size": 3072, "vocab_size": 151_936})).size
+    (tmp_path / "a" / "model.safetensors").write_bytes(pointer)
+    shape = read_model(tmp_path / "a")
+    assert shape.size is not None and known is not None
+    assert (shape.size.read_bytes, shape.weights_bytes) == (known.read_bytes, None)
+    assert "header cannot be read" in shape.size.doubts[0]
+
+
 def test_a_header_that_cannot_be_read_counts_the_file(tmp_path: Path) -> None:
+    """Where config.json does not tell the size either."""
     model(tmp_path, QWEN3)
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
     size = read_model(tmp_path).size
