@@ -422,8 +422,12 @@ def _speed_lines(found: Expectation) -> list[str]:
                 ["  typical", *(_range(each.typical_tok_s) for each in found.contexts)],
             ]
         )
+    context = found.many_users[0].context
     rows = [
-        [f"Users, context {each:,}" if (each := found.many_users[0].context) else "Users at once", *(f"{one.users:,}" for one in found.many_users)],
+        [
+            f"Users, context {context:,}" if context else "Users at once",
+            *(f"{each.users:,}" for each in found.many_users),
+        ],
         ["  tok/s of all at most", *(figures(each.max_tok_s) for each in found.many_users)],
     ]
     if any(each.spread_max_tok_s is not None for each in found.many_users):

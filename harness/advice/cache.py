@@ -33,7 +33,8 @@ def kv_cache_full(row: RowFacts) -> Found | None:
     if cost < MIN_COST:
         return None
     fits = row.sequences_that_fit
-    measured = f"{count(int(preempted), 'preemption')} in {count(round(requests), 'request')}; the KV cache was up to {usage:.0%} full"
+    measured = f"{count(int(preempted), 'preemption')} in {count(round(requests), 'request')}"
+    measured += f"; the KV cache was up to {usage:.0%} full"
     if fits is not None:
         measured += f", and holds {fits} of these requests at once; up to {row.most('running_max') or 0:.0f} ran"
     return Found(
@@ -110,7 +111,8 @@ def context_unused(row: RowFacts) -> Found | None:
     return Found(
         cost=0.5 * waiting / row.in_flight,
         measured=measured,
-        why=f"{count(slots, 'slot')} of {context:,} tokens take the memory of {slots * context // needed} slots of {needed:,}",
+        why=f"{count(slots, 'slot')} of {context:,} tokens take the memory of "
+        f"{slots * context // needed} slots of {needed:,}",
         actions=[
             row.action(
                 f"{count(more, 'slot')} of {needed:,} tokens",

@@ -30,9 +30,8 @@ def more_is_slower(row: RowFacts) -> Found | None:
     preempted, usage = row.most("preemptions") or 0.0, row.most("kv_usage_max") or 0.0
     why = "what the server does for each further request grows faster than the gain of a larger batch"
     if preempted:
-        why = (
-            f"the KV cache was {usage:.0%} full, and a request was preempted and computed again {count(int(preempted), 'time')}"
-        )
+        times = count(int(preempted), "time")
+        why = f"the KV cache was {usage:.0%} full, and a request was preempted and computed again {times}"
     factor, at_once, least = best_rate / rate, best.in_flight, ""
     if preempted and (fits := row.sequences_that_fit) is not None and best.in_flight < fits < row.in_flight:
         at_once, least = fits, "at least "  # more than was measured, and still none is preempted
