@@ -179,7 +179,7 @@ class ReadTimes:
         A step of the realtime clock between arrival and read breaks this.
         """
         reads, stamps = self.reads_ns.tolist(), self.stamps_ns.tolist()
-        if stamps and stamps[0] >= sent_ns and stamps == sorted(stamps) and max(map(sub, stamps, reads)) <= SLACK_NS:
+        if stamps and 0 < sent_ns <= stamps[0] and stamps == sorted(stamps) and max(map(sub, stamps, reads)) <= SLACK_NS:
             return True  # the usual case, without a loop in Python
         latest_ns = sent_ns
         for read_ns, stamp_ns in zip(self.reads_ns, self.stamps_ns, strict=True):

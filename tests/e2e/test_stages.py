@@ -192,7 +192,8 @@ def test_stages_follow_each_other_without_draining(tmp_path: Path) -> None:
         assert all(mark.cpu_max is not None for mark in ends)
     summary = json.loads((folder / "summary.json").read_bytes())
     assert (summary["valid"], summary["reasons"]) == (True, [])
-    assert {"code": "no_token_counter", "values": {"cells": 3, "of": 3}} in summary["notes"]
+    counters = [note["values"] for note in summary["notes"] if note["code"] == "no_token_counter"]
+    assert counters == [{"cells": 3, "of": 3}]
     assert [row["load"] for row in summary["rows"]] == ["p@2", "p@6", "p@3"]
     rates = [row["pooled"]["output_tok_s"] for row in summary["rows"]]
     assert rates[1] > 1.8 * rates[0] and rates[1] > 1.4 * rates[2]
@@ -219,9 +220,10 @@ def test_an_interrupted_load_with_stages_keeps_its_results(tmp_path: Path) -> No
     listed = " ".join(called("list", "runs", "--runs", str(tmp_path), cwd=tmp_path).out.split())
     assert "1/3 interrupted" in listed
     assert "(simulated): interrupted before all cells had run" in listed
-    assert json.loads((folder / "summary.json").read_bytes())["reasons"] == [
-        {"code": "interrupted", "text": "interrupted before all cells had run"},
-        {"code": "cells_missing", "values": {"ran": 1, "planned": 3}},
-        {"code": "not_ended", "cell": "r1-a-p@6"},
-        {"code": "not_reached", "cell": "r1-a-p@3"},
+    reasons = json.loads((folder / "summary.json").read_bytes())["reasons"]
+    assert [(reason["code"], reason.get("values"), reason.get("cell")) for reason in reasons] == [
+        ("interrupted", None, None),
+        ("cells_missing", {"ran": 1, "planned": 3}, None),
+        ("not_ended", None, "r1-a-p@6"),
+        ("not_reached", None, "r1-a-p@3"),
     ]
