@@ -179,9 +179,9 @@ class ReadTimes:
         A step of the realtime clock between arrival and read breaks this.
         """
         reads, stamps = self.reads_ns.tolist(), self.stamps_ns.tolist()
-        if stamps and 0 < sent_ns <= stamps[0] and stamps == sorted(stamps):  # the usual case, without a loop in Python
-            if max(map(sub, stamps, reads)) <= SLACK_NS:
-                return True
+        usual = stamps and 0 < sent_ns <= stamps[0] and stamps == sorted(stamps)  # found without a loop in Python
+        if usual and max(map(sub, stamps, reads)) <= SLACK_NS:
+            return True
         latest_ns = sent_ns
         for read_ns, stamp_ns in zip(self.reads_ns, self.stamps_ns, strict=True):
             if not stamp_ns or not latest_ns - SLACK_NS <= stamp_ns <= read_ns + SLACK_NS:
