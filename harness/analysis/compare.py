@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -11,9 +11,10 @@ from msgspec import Struct
 from harness.analysis import comparable
 from harness.analysis.checks import compared_metrics, evaluate
 from harness.analysis.comparable import collect_facts, find_differences, refuse_unlike
-from harness.analysis.equal_runs import EqualRuns, find_equal_runs
+from harness.analysis.equal_runs import EqualRuns, RowKey, find_equal_runs
 from harness.analysis.summarize import summary_of
 from harness.analysis.verdicts import (
+    ComparedSides,
     Measured,
     comparison_metrics,
     decide_verdicts,
@@ -44,10 +45,10 @@ class _Side(Struct, frozen=True):
     runs: list[Run]
     summaries: list[Summary]
 
-    def row_in_runs(self, row: tuple[str, str]) -> list[Row]:
+    def row_in_runs(self, row: RowKey) -> list[Row]:
         return [found for summary in self.summaries for found in summary.rows if found.key == row]
 
-    def measured(self, row: tuple[str, str], name: str) -> Measured:
+    def measured(self, row: RowKey, name: str) -> Measured:
         return Measured(
             name=name,
             load_name=row[1],
@@ -56,14 +57,34 @@ class _Side(Struct, frozen=True):
             cells=[{cell.id: cell for cell in summary.cells} for summary in self.summaries],
         )
 
-    def answers(self, row: tuple[str, str]) -> list[Answers]:
+    def answers(self, row: RowKey) -> list[Answers]:
         """The quality of a row's answers in each run that checked them."""
         return [found.pooled.answers for found in self.row_in_runs(row) if found.pooled.answers is not None]
 
-    def common_rows(self) -> list[tuple[str, str]]:
+    def common_rows(self) -> list[RowKey]:
         """Rows (server, load) that every run of the group has."""
         first, *others = [[row.key for row in summary.rows] for summary in self.summaries]
         return [row for row in first if all(row in other for other in others)]
+
+
+class _ComparedRow(NamedTuple):
+    """A row of a side, and the same row of the baseline."""
+
+    row: RowKey
+    number: int  # of the side; the baseline has 0
+    side: Measured
+    base: Measured
+
+    def pairs(self, equal: EqualRuns, metrics: Sequence[str] | None = None) -> Iterator[ComparedSides]:
+        """The comparisons by each metric, by default those of verdicts."""
+        known = equal.known(self.row, [(0, self.base), (self.number, self.side)])
+        return pair_by_metric(self.side, self.base, within_run=False, known=known, metrics=metrics)
+
+    def refuse_other_definitions(self) -> None:
+        """Raise UnlikeError if the two sides define a compared metric differently."""
+        for metric in comparison_metrics(self.side, self.base):
+            if (conflict := definition_difference(self.side, self.base, metric)) is not None:
+                raise UnlikeError(conflict, next_step="Compare runs of one tool, or measure both with `harness run`.")
 
 
 def compare_runs(
@@ -91,94 +112,67 @@ def compare_runs(
         )
     _refuse_checks(groups, checks)
     sides = [_read_side(group, checks) for group in groups]
-    rows = [row for row in sides[0].common_rows() if all(row in side.common_rows() for side in sides[1:])]
+    rows = _common_rows(sides)
+    all_runs = [run for side in sides for run in side.runs]
+    _refuse_repeated(all_runs)
+    compared = _compared_rows(sides, rows)
+    for each in compared:
+        each.refuse_other_definitions()
+    refuse_unlike(all_runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
+    equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
+    comparison = decide_verdicts([pair for each in compared for pair in each.pairs(equal)], equal.source())
+    verdicts = [msgspec.structs.replace(each, baseline=sides[0].name) for each in comparison.verdicts]
+    results_of_checks = []
+    for number, side in enumerate(sides[1:], 1):
+        own = [each for each in compared if each.number == number]
+        found = _evaluate_checks(checks, (sides[0], side), own, comparison, equal, provisional=provisional)
+        several = len(sides) > 2
+        results_of_checks += [_of_side(result, side) for result in found] if several else found
+    return msgspec.structs.replace(
+        comparison,
+        verdicts=[with_exit(verdict, provisional=provisional) for verdict in verdicts],
+        simulated=any(run.simulated for run in all_runs),
+        sides=[side.name for side in sides],
+        differences=find_differences([collect_facts(side.runs[0], rows) for side in sides]),
+        checks=results_of_checks,
+        notes=list(_notes(sides, rows)),
+    )
+
+
+def _common_rows(sides: Sequence[_Side]) -> list[RowKey]:
+    """The rows that all sides have. Raises HarnessError without any."""
+    first, *others = [side.common_rows() for side in sides]
+    rows = [row for row in first if all(row in other for other in others)]
     if not rows:
         raise HarnessError(
             "the runs have no row in common: none of their servers and loads have the same names",
             next_step="Give servers and loads that are to be compared the same names in both scenarios.",
         )
-    all_runs = [run for side in sides for run in side.runs]
-    _refuse_repeated(all_runs)
-    base_side, *other_sides = sides
-    several = len(other_sides) > 1
-    compared = [
-        (
-            number,
-            row,
-            side.measured(row, f"{' / '.join(row)} ({side.name})" if several else " / ".join(row)),
-            base_side.measured(row, f"{' / '.join(row)} ({base_side.name})"),
-        )
-        for number, side in enumerate(other_sides, 1)
-        for row in rows
-    ]
-    for _, _, side, base in compared:
-        for metric in comparison_metrics(side, base):
-            if (conflict := definition_difference(side, base, metric)) is not None:
-                raise UnlikeError(conflict, next_step="Compare runs of one tool, or measure both with `harness run`.")
-    refuse_unlike(all_runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
-    equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
-    pairs = [
-        pair
-        for number, row, side, base in compared
-        for pair in pair_by_metric(
-            side,
-            base,
-            within_run=False,
-            known=equal.known(row, [(0, base), (number, side)]),
-        )
-    ]
-    comparison = decide_verdicts(pairs, equal.source())
-    comparison = msgspec.structs.replace(
-        comparison, verdicts=[msgspec.structs.replace(each, baseline=base_side.name) for each in comparison.verdicts]
-    )
+    return rows
 
-    def check_side(number: int) -> list[CheckResult]:
-        names = {side.name: " / ".join(row) for of, row, side, _ in compared if of == number}
-        verdicts = [
-            msgspec.structs.replace(each, side=names[each.side], provisional=each.provisional and not provisional)
-            for each in comparison.verdicts
-            if each.side in names
-        ]
-        own = msgspec.structs.replace(comparison, verdicts=verdicts)
-        ratios = [
-            msgspec.structs.replace(each, provisional=each.provisional and not provisional)
-            for each in _check_ratios(checks, (base_side, sides[number]), rows, equal, number)
-        ]
-        return _evaluate_checks(checks, sides[number], base_side, rows, own, ratios, several)
 
-    return msgspec.structs.replace(
-        comparison,
-        verdicts=[with_exit(verdict, provisional=provisional) for verdict in comparison.verdicts],
-        simulated=any(run.simulated for run in all_runs),
-        sides=[side.name for side in sides],
-        differences=find_differences([collect_facts(side.runs[0], rows) for side in sides]),
-        checks=[result for number in range(1, len(sides)) for result in check_side(number)],
-        notes=list(_notes(sides, rows)),
-    )
+def _compared_rows(sides: Sequence[_Side], rows: Sequence[RowKey]) -> list[_ComparedRow]:
+    """Each row of each other side with that of the baseline. With several other sides the name has the side."""
+    base, *others = sides
+    compared = []
+    for number, side in enumerate(others, 1):
+        for row in rows:
+            name = " / ".join(row)
+            own = side.measured(row, f"{name} ({side.name})" if len(others) > 1 else name)
+            compared.append(_ComparedRow(row, number, own, base.measured(row, f"{name} ({base.name})")))
+    return compared
 
 
 def _check_ratios(
-    checks: Sequence[str],
-    sides: tuple[_Side, _Side],
-    rows: Sequence[tuple[str, str]],
-    equal: EqualRuns,
-    number: int = 1,
+    checks: Sequence[str], sides: tuple[_Side, _Side], rows: Sequence[RowKey], equal: EqualRuns, number: int = 1
 ) -> list[Verdict]:
     """The verdicts on a side, the second, by each metric that a check compares. `number`: of this side in `equal`."""
     base, side = sides
-    pairs = [
-        pair
-        for row in rows
-        for own, other in [(side.measured(row, " / ".join(row)), base.measured(row, base.name))]
-        for pair in pair_by_metric(
-            own,
-            other,
-            within_run=False,
-            known=equal.known(row, [(0, other), (number, own)]),
-            metrics=compared_metrics(checks),
-        )
+    metrics = compared_metrics(checks)
+    compared = [
+        _ComparedRow(row, number, side.measured(row, " / ".join(row)), base.measured(row, base.name)) for row in rows
     ]
-    return decide_verdicts(pairs).verdicts
+    return decide_verdicts([pair for each in compared for pair in each.pairs(equal, metrics)]).verdicts
 
 
 def with_exit(verdict: Verdict, *, provisional: bool) -> Verdict:
@@ -194,7 +188,7 @@ def with_exit(verdict: Verdict, *, provisional: bool) -> Verdict:
     return msgspec.structs.replace(verdict, fails=fails)
 
 
-def _notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> Iterator[Reason]:
+def _notes(sides: Sequence[_Side], rows: Sequence[RowKey]) -> Iterator[Reason]:
     """Notes on imported runs, KV caches of different sizes, and answers of different quality."""
     if unchecked := [run.id for side in sides for run in side.runs if run.status == "unchecked"]:
         text = "NOT CHECKED: nothing shows whether the load generator kept up and the server stayed up in the imported "
@@ -274,18 +268,29 @@ def _refuse_checks(groups: Sequence[Sequence[Path]], checks: Sequence[str]) -> N
 
 def _evaluate_checks(
     checks: Sequence[str],
-    side: _Side,
-    base: _Side,
-    rows: Sequence[tuple[str, str]],
+    sides: tuple[_Side, _Side],
+    compared: Sequence[_ComparedRow],
     comparison: Comparison,
-    ratios: list[Verdict],
-    several: bool,
+    equal: EqualRuns,
+    *,
+    provisional: bool,
 ) -> list[CheckResult]:
+    """The checks of a side, the second, whose rows are `compared`, against the first. In checks a row has no side."""
+    base, side = sides
+    names = {each.side.name: " / ".join(each.row) for each in compared}
+    rows = [each.row for each in compared]
+    own = [msgspec.structs.replace(each, side=names[each.side]) for each in comparison.verdicts if each.side in names]
+    verdicts, ratios = (
+        [msgspec.structs.replace(each, provisional=each.provisional and not provisional) for each in found]
+        for found in (own, _check_ratios(checks, sides, rows, equal, compared[0].number))
+    )
     side_rows, base_rows = ([row for row in group.summaries[0].rows if row.key in rows] for group in (side, base))
-    results = evaluate(checks, side_rows, comparison, Reference(run=base.runs[0].id, rows=base_rows, ratios=ratios))
-    if not several:
-        return results
-    return [msgspec.structs.replace(result, check=f"{result.check} ({side.name})") for result in results]
+    reference = Reference(run=base.runs[0].id, rows=base_rows, ratios=ratios)
+    return evaluate(checks, side_rows, msgspec.structs.replace(comparison, verdicts=verdicts), reference)
+
+
+def _of_side(result: CheckResult, side: _Side) -> CheckResult:
+    return msgspec.structs.replace(result, check=f"{result.check} ({side.name})")
 
 
 def _read_side(folders: Sequence[Path], checks: Sequence[str]) -> _Side:
@@ -356,7 +361,7 @@ def make_reference(
     return msgspec.structs.replace(reference, ratios=_check_ratios(texts, sides, rows, equal))
 
 
-def _comparison_refusal(base: Run, run: Run, rows: Sequence[tuple[str, str]], about: str | None) -> Reason | None:
+def _comparison_refusal(base: Run, run: Run, rows: Sequence[RowKey], about: str | None) -> Reason | None:
     """Why the two are not compared. Equal runs are compared even if they do not differ in `about`."""
     reason = None
     for allowed in dict.fromkeys([None, about]):

@@ -157,11 +157,11 @@ def waited_in_listen_queue(rows: Rows) -> Bools:
     return found
 
 
-_FORMULAS: dict[str, Callable[[Rows], Floats]] = {
+FORMULAS: dict[str, Callable[[Rows], Floats]] = {
     "ttft": ttft, "ttfo": ttfo, "tpot": tpot, "e2e": e2e, "send_lag": send_lag,
     "connect": lambda rows: rows.connect_s,
 }  # fmt: skip
-SAMPLES = (*_FORMULAS, *FROM_SCHEDULE)  # latencies of which a request has one
+SAMPLES = (*FORMULAS, *FROM_SCHEDULE)  # latencies of which a request has one
 
 
 def latency_s(rows: Rows, latency: str) -> Floats:
@@ -169,7 +169,7 @@ def latency_s(rows: Rows, latency: str) -> Floats:
     if latency in FROM_SCHEDULE:  # a request without a scheduled time was due when it was sent
         found: Floats = latency_s(rows, latency.removesuffix("_sched")) + np.nan_to_num(send_lag(rows))
         return found
-    values_s = _FORMULAS[latency](rows)
+    values_s = FORMULAS[latency](rows)
     return np.where(arrived_in_one_read(rows), np.nan, values_s) if latency == "tpot" else values_s
 
 

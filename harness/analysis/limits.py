@@ -8,10 +8,11 @@ from typing import Literal
 import numpy as np
 from msgspec.structs import replace
 
+from harness.analysis.derive import FROM_SCHEDULE
 from harness.analysis.latencies import PERMILLES, latency_sample
 from harness.analysis.numbers import carried_per_answer
 from harness.analysis.stats import Array, percentile
-from harness.base.metrics import METRICS, number_names
+from harness.base.metrics import LATENCIES, METRICS, number_names
 from harness.base.summary import LARGE, CellSummary, ClientLimit, Numbers, Reason, because
 from harness.records.records import MAX_CPU, SLACK_S, ProcessMark
 from harness.records.run_data import CellData
@@ -26,10 +27,12 @@ MAX_LOST = 0.02  # of a request's time, between its answer and the next request:
 MAX_CORE_WAIT = 0.05  # of the time, waiting for a free core
 
 _CHUNKS = ["gap"]
-_FIRST_CHUNK = ["ttft", "ttfo", "tpot", "ttft_sched"]
+_REQUEST_TIMES = [latency.name for latency in LATENCIES if latency.words and latency.slo]
+_LAST_CHUNK = ["e2e", "e2e_sched"]  # times that no first chunk changes
+_FIRST_CHUNK = [name for name in _REQUEST_TIMES if name not in _LAST_CHUNK]
 _RATES = ["wall", "output_tok_s", "input_tok_s", "requests_per_s"]
-_TIMES = [*_FIRST_CHUNK, "e2e", "e2e_sched", *_CHUNKS]
-_FROM_SCHEDULE = ["ttft_sched", "e2e_sched"]
+_TIMES = [*_FIRST_CHUNK, *_LAST_CHUNK, *_CHUNKS]
+_FROM_SCHEDULE = list(FROM_SCHEDULE)
 _RUN_AGAIN = "a load process was killed: run again"
 
 
@@ -201,10 +204,10 @@ def client_errors(
     earlier_s = np.sort(times_s - rooms_s) if len(rooms_s) == len(times_s) else np.zeros(max(1, len(times_s)))
     times_s, rooms_s = np.sort(times_s), np.sort(rooms_s)
     steps = max(1.0, carried_per_answer(cell) - 1)  # token intervals of an answer
-    for latency in ("ttft", "ttfo", "tpot", "e2e", "ttft_sched", "e2e_sched"):
+    for latency in _REQUEST_TIMES:
         is_tpot = latency == "tpot"
-        first_shared = len(rooms_s) > 0 and not latency.startswith("e2e")
-        sent_late = len(lags_s) > 0 and latency.endswith("_sched")
+        first_shared = len(rooms_s) > 0 and latency in _FIRST_CHUNK
+        sent_late = len(lags_s) > 0 and latency in _FROM_SCHEDULE
         for name, permille in PERMILLES.items():
             metric = METRICS[f"{latency}_{name}"]
             value_s = metric.of(numbers)

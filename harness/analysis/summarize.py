@@ -119,20 +119,24 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
     return with_checks(Summarized(summary, data), run, read_reference(folder), extra_checks)
 
 
+class _RunFacts(NamedTuple):
+    """What the run as a whole says about its cells."""
+
+    data: RunData
+    slos: SloSets
+    imported: Mapping[str, Numbers]  # by cell, of another tool
+    models: Mapping[str, str]  # by server, that most of its answers name
+    finishing: Collection[str]  # servers of which an answer has a finish reason
+
+
 def _summarize_cells(data: RunData, slos: SloSets) -> list[CellSummary]:
-    imported = read_numbers(data.folder, data.run)
-    models, finishing = _usual_models(data), _servers_with_finishes(data)
+    imported, models = read_numbers(data.folder, data.run), _usual_models(data)
+    facts = _RunFacts(data, slos, imported, models, _servers_with_finishes(data))
     sessions = notes.number_sessions(data.run)
+    if not any(sessions.values()):
+        sessions = {}
     return [
-        _summarize_cell(
-            data,
-            data.planned[name],
-            slos,
-            session=sessions.get(name) if any(sessions.values()) else None,
-            imported=imported.get(name),
-            model=models.get(data.planned[name].server),
-            sends_finish=data.planned[name].server in finishing,
-        )
+        _summarize_cell(data.planned[name], _collect_evidence(facts, data.planned[name]), sessions.get(name))
         for name in data.cells
     ]
 
@@ -281,72 +285,68 @@ def _server_metrics(data: RunData, cell: Cell) -> tuple[list[MetricsSample], Ser
     return metrics, server_load(metrics, sent_wall_s=first_any, ended_wall_s=last_any, measured_wall_s=measured)
 
 
-def _summarize_cell(
-    data: RunData,
-    cell: Cell,
-    slos: SloSets,
-    *,
-    session: int | None,
-    imported: Numbers | None,
-    model: str | None,
-    sends_finish: bool,
-) -> CellSummary:
+def _collect_evidence(facts: _RunFacts, cell: Cell) -> validity.Evidence:
+    data = facts.data
     run, of_cell, marks = data.run, data.cells[cell.id], data.marks.get(cell.id, [])
-    ran, (one, seed) = run.ran.get(cell.id), effective_load(run, cell)
-    numbers = imported or without_unknown_numbers(compute_numbers([of_cell], slos=slos), run.origin)
-    if run.origin is None:
-        numbers = replace(numbers, schedule=schedule_kept(of_cell, one, seed, numbers.window_s))
+    ran, (load, seed) = run.ran.get(cell.id), effective_load(run, cell)
+    is_import = run.origin is not None
+    numbers = facts.imported.get(cell.id) or without_unknown_numbers(
+        compute_numbers([of_cell], slos=facts.slos), run.origin
+    )
+    if not is_import:
+        numbers = replace(numbers, schedule=schedule_kept(of_cell, load, seed, numbers.window_s))
     rate = None if cell.mix else numbers.output_tok_s  # the energy of a mix belongs to all of its loads
     tokens = None if rate is None else rate * (numbers.window_s or 0.0)
-    machine = machine_load(data.telemetry.get(cell.id, []), _wall_window(of_cell), tokens)
     metrics, server = _server_metrics(data, cell)
-    warmup = summarize_warmup(of_cell, marks, None if run.origin else first_arrival_s(one, seed))
-    evidence = validity.Evidence(
+    return validity.Evidence(
         cell=cell.id,
         ran=ran,
         was_reached=cell.stage is None or len(of_cell.rows) > 0,
         running=ran is None and run.status == "running",
-        load=one,
+        load=load,
         max_error_rate=run.scenario.max_error_rate,
         data=of_cell,
         numbers=numbers,
         server_load=server,
-        machine_load=machine,
+        machine_load=machine_load(data.telemetry.get(cell.id, []), _wall_window(of_cell), tokens),
         marks=marks,
-        warmup=warmup,
-        model=model,
-        sends_finish=sends_finish,
+        warmup=summarize_warmup(of_cell, marks, None if is_import else first_arrival_s(load, seed)),
+        model=facts.models.get(cell.server),
+        sends_finish=cell.server in facts.finishing,
         last_sample=metrics[-1] if metrics else None,
-        tokens=None if run.origin is not None else request_tokens(one, run.scenario.prompts),
+        tokens=None if is_import else request_tokens(load, run.scenario.prompts),
         exact_prompts=run.scenario.prompts.tokenizer is not None,
         workers=run.workers,
-        imported=run.origin is not None,
+        imported=is_import,
         shared_server=cell.mix is not None or cell.stage is not None,
     )
-    limited = client_limits(one, of_cell, numbers, marks, run.workers)
+
+
+def _summarize_cell(cell: Cell, evidence: validity.Evidence, session: int | None) -> CellSummary:
+    load, of_cell, numbers, marks = evidence.load, evidence.data, evidence.numbers, evidence.marks
+    ran, server = evidence.ran, evidence.server_load
+    limited = client_limits(load, of_cell, numbers, marks, evidence.workers)
     limits = [limit for limit, _ in limited]
-    errors = client_errors(one, of_cell, numbers, marks, limits)
+    errors = client_errors(load, of_cell, numbers, marks, limits)
     phases = ran.served_by.phases if ran is not None else []
     split = time_split(numbers, server, mixed=cell.mix is not None)
     others = timed_others(numbers, server) if cell.mix is None else None
     error = _rate_error(of_cell)
-    problems = validity.check_cell(evidence)
-    if ran is not None and ran.failed is not None:
-        problems = [replace(ran.failed, cell=cell.id)]
+    failed = None if ran is None else ran.failed
     return CellSummary(
         **asdict(cell),
         session=session,
         numbers=numbers,
         server_load=server,
-        machine_load=machine,
+        machine_load=evidence.machine_load,
         ready_s=sum(phase.seconds for phase in phases) if phases else None,
-        warmup=warmup,
+        warmup=evidence.warmup,
         bad_fields=[
             BadFields(field=bad.field, code=bad.code, requests=requests, got=bad.got, limit=bad.limit)
             for requests, bad in of_cell.bad.values()
         ],
-        failed=None if ran is None else ran.failed,
-        problems=problems,
+        failed=failed,
+        problems=validity.check_cell(evidence) if failed is None else [replace(failed, cell=cell.id)],
         notes=[*notes.cell_notes(evidence, limited), *([] if others is None else [others])],
         limits=limits,
         time=split,

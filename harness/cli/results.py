@@ -128,14 +128,10 @@ def compare(
     from harness.run.experiment import validate_checks
 
     validate_checks(checks or [])
-    if history and len(run_folders) != 1:
-        raise HarnessError(
-            f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
-        )
-    first, second = ([cli.find_run(run, runs) for run in side] for side in (run_folders, against or []))
     if history:
-        _compare_with_history(first[0], output, runs, results)
+        _compare_with_history(run_folders, output, runs, results)
         return
+    first, second = ([cli.find_run(run, runs) for run in side] for side in (run_folders, against or []))
     groups = group_by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
         validate_checks(checks or [], scenario.servers, scenario.loads)
@@ -170,12 +166,16 @@ def _print_all_differences(folders: list[Path], output: str) -> None:
     cli.print_page_as(output, {"sides": sides, "differences": differences}, page, "Differences")
 
 
-def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
+def _compare_with_history(run_folders: list[Path], output: str, runs: Path, results: Path) -> None:
     from harness.analysis.history import read_history
     from harness.report import history as pages
     from harness.report import junit
 
-    history = read_history(folder, runs, results)
+    if len(run_folders) != 1:
+        raise HarnessError(
+            f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
+        )
+    history = read_history(cli.find_run(run_folders[0], runs), runs, results)
     cli.print_page_as(
         output,
         history,

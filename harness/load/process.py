@@ -30,7 +30,7 @@ from harness.scenario import Arrivals, Load, connections_per_process, requests_p
 from harness.scenario.behaviour import AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Workload
-from harness.workload.job import Job, loads_of, read_api_key, rows_of, secrets_of_server, workload_of
+from harness.workload.job import Job, cells_of, loads_of, read_api_key, secrets_of_server, workload_of
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay, cached_replay
 
@@ -104,7 +104,7 @@ class LoadProcess:
         """Raises HarnessError if inputs of the job cannot be used."""
         self.job = job
         self.loads = loads_of(job)
-        self._rows = rows_of(job)
+        self._cells = cells_of(job)
         self.recorder = recorder
         self.listeners = Listeners()
         self._no_request_due_until_s = 0.0  # monotonic: the latest end of a user's known wait
@@ -263,7 +263,7 @@ class LoadProcess:
     def _request_id(self, work: Work) -> str:
         """Return the id of a request, unique among all runs: servers write it into their logs."""
         place = str(work.index) if work.index >= 0 else f"w{-work.index}"
-        return "-".join(part for part in (self.job.run, self._rows[work.cell_number][0], place) if part)
+        return "-".join(part for part in (self.job.run, self._cells[work.cell_number][0], place) if part)
 
     def _encode_body(self, work: Work) -> bytes:
         load, index, workload = self._load(work), work.question_index, self._workloads[work.load_number]
@@ -283,7 +283,7 @@ class LoadProcess:
     def _create_record(self, exchange: Exchange, answer: Answer, work: Work) -> Request:
         load, tools, index = self._load(work), work.tools, work.question_index
         workload, check, sent_s = self._workloads[work.load_number], AnswerCheck(), exchange.start_ns / 1e9
-        cell, load_name = self._rows[work.cell_number]
+        cell, load_name = self._cells[work.cell_number]
         if load.answer is not None and answer.error is None:
             check = check_answer(load.answer, workload.choices(index), workload.label(index), answer.text)
         is_planned = (work.turn or 1) == 1 and not work.changed  # later turns contain answers

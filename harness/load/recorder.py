@@ -24,7 +24,7 @@ from harness.load.reader import IdleQueue
 from harness.load.sequencer import Work
 from harness.records.records import KNOWN_FINISHES, ProcessMark, Request
 from harness.scenario.workers import MACHINE
-from harness.workload.job import Job, in_flight_file, loads_of, rows_of
+from harness.workload.job import Job, cells_of, in_flight_file, loads_of
 
 TICK_S = 0.05
 _WINDOW_S = 5.0
@@ -182,7 +182,7 @@ class Recorder:
         self.users_gone = [0] * self._loads  # users that ended before they were stopped
         self.health = Health()
         self.idle = IdleQueue()  # makes the records
-        self._cells = [cell for cell, _ in rows_of(job)] if job.load_name else ["by-hand"]  # of stages, or of a mix
+        self._cells = [cell for cell, _ in cells_of(job)] if job.load_name else ["by-hand"]  # of stages, or of a mix
         self._stage = 0  # the last measured one
         self._sent_of = [0] * len(self._cells)
         self._recorded_of = [0] * len(self._cells)

@@ -30,11 +30,10 @@ BATCH = 10_000
 EXTRA = "parquet"  # the optional dependencies of pyproject.toml that hold pyarrow
 # Columns before and after the fields of a record; docs/method.md has the formulas.
 RUN_COLUMNS = {"run": "string", "server": "string", "repeat": "int64"}
+DERIVED = ("ttft", "tpot", "e2e")  # latencies by their names in harness.base.metrics; the others are fields of a record
 DERIVED_COLUMNS = {
     "sent_wall_s": "double",  # Unix time
-    "ttft": "double",
-    "tpot": "double",
-    "e2e": "double",
+    **dict.fromkeys(DERIVED, "double"),
 }
 _TYPES = {str: "string", int: "int64", float: "double", bool: "bool"}
 
@@ -131,11 +130,9 @@ def _record_rows(run: Run, requests: Iterator[tuple[Request, float | None]]) -> 
 def _batch_rows(run: Run, batch: Sequence[tuple[Request, float | None]]) -> Iterator[dict[str, Any]]:
     cells = {cell.id: cell for cell in run.cells}
     rows = rows_of([request for request, _ in batch])
-    derived = np.array([np.where(rows.good, derive.ttft(rows), np.nan), derive.tpot(rows), derive.e2e(rows)])
-    derived[1][~rows.good] = np.nan
+    derived = np.array([np.where(rows.good, derive.FORMULAS[name](rows), np.nan) for name in DERIVED])
     for (request, wall_s), values in zip(batch, derived.T.tolist(), strict=True):
         cell = cells.get(request.cell)
-        ttft_s, tpot_s, e2e_s = (None if math.isnan(value) else value for value in values)
         yield {
             "run": run.id,
             "server": field_or_none(cell, "server"),
@@ -143,9 +140,7 @@ def _batch_rows(run: Run, batch: Sequence[tuple[Request, float | None]]) -> Iter
             **{name: getattr(request, name) for name in request.__struct_fields__},
             "bad_fields": msgspec.json.encode(request.bad_fields).decode() if request.bad_fields else None,
             "sent_wall_s": wall_s,
-            "ttft": ttft_s,
-            "tpot": tpot_s,
-            "e2e": e2e_s,
+            **{name: None if math.isnan(value) else value for name, value in zip(DERIVED, values, strict=True)},
         }
 
 

@@ -32,11 +32,11 @@ from harness.workload.job import (
     Job,
     StageStarted,
     WaitsForWorkers,
+    cells_of,
     idle_file,
     in_flight_file,
     loads_of,
     read_status,
-    rows_of,
     status_file,
     user_count,
 )
@@ -120,7 +120,7 @@ class Monitor:
     def follow_stage(self, stage: int) -> None:
         """Show the records of this stage only; without stages, of all loads of a mix."""
         self.duration_s = self.job.stages[stage].duration_s if self.job.stages else self.job.load.duration_s
-        self._cells = {self.job.stages[stage].cell} if self.job.stages else {cell for cell, _ in rows_of(self.job)}
+        self._cells = {self.job.stages[stage].cell} if self.job.stages else {cell for cell, _ in cells_of(self.job)}
         self.measured = Accumulator()  # of the measured requests
         self.warmup_ended = 0
         self.observed = Observed(Path(self.job.requests_path).parent)

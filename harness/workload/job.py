@@ -77,7 +77,7 @@ def loads_of(job: Job) -> list[Job]:
     return [job, *job.others]
 
 
-def rows_of(job: Job) -> list[tuple[str, str]]:
+def cells_of(job: Job) -> list[tuple[str, str]]:
     """Return the cells of a job's records, each with the name of its load: of a stage, or of a load of a mix."""
     if job.stages:
         return [(stage.cell, stage.load_name) for stage in job.stages]

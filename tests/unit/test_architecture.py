@@ -144,5 +144,19 @@ def test_each_template_belongs_to_one_server_type() -> None:
     assert len({engine.name for engine in engines()}) == len({engine.place for engine in engines()}) == len(engines())
 
 
+MAX_LINES = 60  # of a function, without its decorators
+
+
+def test_no_function_is_long() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in (*modules(), *sorted((ROOT / "locustfiles").rglob("*.py")))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MAX_LINES
+    ]
+    assert long == []
+
+
 def test_every_seeded_defect_has_its_place() -> None:
     assert list(misplaced()) == []
