@@ -85,8 +85,10 @@ def test_what_runs_and_with_which_settings(variables: Variables, tmp_path: Path)
         # Its engine listens inside the container only, and is read there.
         source = endpoint.metrics_source
         assert callable(source)
-        text = source()
-        assert "llamacpp:requests_processing" in text and "lemonade_server_up 1" in text
+        assert "llamacpp:requests_processing" in source()
+        until(
+            lambda: "lemonade_server_up 1" in source()
+        )  # Lemonade gets a second for its own, too short on a busy machine
         assert make_token_counter(endpoint.url, "user.Tiny", None, endpoint.ask_engine)("one two three") > 1
         assert endpoint.problems(endpoint.state()) == []
     log = (tmp_path / "logs" / "c.server.log").read_text()

@@ -274,7 +274,8 @@ def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) 
     begun = min(record.sent_s for record in measured)
     ended = sorted((one.sent_s + one.ended_s, one.ended_s > 0.15) for one in warm)
     before = [slow for at, slow in ended if at < begun]
-    assert before[:16] == [True] * 16  # how many slow ones follow depends on the batches that the machine's load makes
+    # The first wave meets new shapes; which later ones do depends on the batches that the machine's load makes.
+    assert before[:8] == [True] * 8 and sum(before) >= 16
     assert len(ended) - len(before) >= 4  # undrained: others were in flight when the first measured one was sent
     assert [mark.steady for mark in ends_of(tmp_path, 2)] == [True, True]
 
