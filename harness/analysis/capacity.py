@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from harness.analysis.probe import MeasuredProbe, Probe
-from harness.analysis.slo import ProbeBlock
+from harness.analysis.slo import CapacitySlo, ProbeBlock
 from harness.analysis.stats import welch_effect
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.summary import Reason, because
@@ -265,13 +265,13 @@ def next_slo_level(probes: Sequence[Probe], max_level: int) -> int | None:
     return min(to_confirm, key=lambda level: tries[level]) if to_confirm else None
 
 
-def slo_answer(probes: Sequence[Probe], max_level: int) -> CapacityAnswer:
-    """The largest load that meets the SLOs, after the probes so far."""
+def slo_answer(probes: Sequence[Probe], max_level: int, *, complete: bool | None = None) -> CapacityAnswer:
+    """The largest load that meets the SLOs, after the probes so far. `complete`: None if a search decides it."""
     levels, counted = log_grid(max_level), _counted(probes)
     nets, states = _net_passes(counted, levels), _posterior(counted, levels)
     low, high = _bracket(nets)
     first, last = _interval(states)
-    complete = next_slo_level(probes, max_level) is None
+    complete = next_slo_level(probes, max_level) is None if complete is None else complete
     answer = partial(
         CapacityAnswer,
         complete=complete,
@@ -287,6 +287,20 @@ def slo_answer(probes: Sequence[Probe], max_level: int) -> CapacityAnswer:
     last = max(last or 0, high - 1)
     above = min((level for level in levels if level > last and nets[level] < 0), default=None)
     return answer(kind="found", level=low, low=min(first, low), high=last, above=above)
+
+
+def with_broken(
+    answer: CapacityAnswer, all_probes: Sequence[MeasuredProbe], slos: Sequence[CapacitySlo]
+) -> CapacityAnswer:
+    """Add the SLO that the level above the answer missed most."""
+    of_level = [one for one in all_probes if one.purpose == "slo" and one.level == answer.above]
+    failed = next((one for one in of_level if one.state in ("fail", "died")), None)
+    missed = [
+        ((1 - share) / (1 - slo.share), slo.text)
+        for slo, share in zip(slos, failed.met if failed else (), strict=False)
+        if share is not None
+    ]
+    return msgspec.structs.replace(answer, broken=max(missed)[1]) if missed else answer
 
 
 def _counted(probes: Sequence[Probe]) -> list[Probe]:

@@ -205,11 +205,7 @@ def block_limit(shares: Sequence[float]) -> int:
 def decide_slos(probe: Probe) -> ProbeState:
     """Decide whether the level meets all SLOs, with a probability of ERROR at most of a wrong `pass` or `fail` each."""
     number, limit, hope = len(probe.blocks), block_limit(probe.shares), round(HOPE * block_limit(probe.shares))
-    fail_looks = _fail_looks(limit)
-    loss = max(MAX_LOSS, min(1.0, 4 * (1 - max(probe.shares))))  # lower shares allow incidents of a third of a block
-    first = math.ceil(math.log(ERROR / _PASS_LOOKS) / math.log1p(-(1 - max(probe.shares)) / loss))
-    first = min(max(first, MIN_BLOCKS), limit)
-    pass_looks = {first, (first + limit) // 2, limit}
+    fail_looks, pass_looks = _fail_looks(limit), _pass_looks(probe.shares)
     if number not in {*pass_looks, *fail_looks, hope}:
         return "open"
     rules = _rules(probe.shares, probe.blocks, probe.answer_s)
@@ -233,6 +229,20 @@ def _decide_cut(
     if _one_fails(rules, block_limit(shares)):
         return "fail"
     return "unresolved" if state == "pass" and not _all_pass(rules) else state
+
+
+def blocks_needed(shares: Sequence[float], blocks: int) -> int:
+    """The number of blocks at which an open probe with so many blocks is examined next."""
+    looks = _fail_looks(block_limit(shares)) | _pass_looks(shares)
+    return min((look for look in looks if look > blocks), default=blocks)
+
+
+def _pass_looks(shares: Sequence[float]) -> set[int]:
+    limit, allowed = block_limit(shares), 1 - max(shares)
+    loss = max(MAX_LOSS, min(1.0, 4 * allowed))  # lower shares allow incidents of a third of a block
+    first = math.ceil(math.log(ERROR / _PASS_LOOKS) / math.log1p(-allowed / loss))
+    first = min(max(first, MIN_BLOCKS), limit)
+    return {first, (first + limit) // 2, limit}
 
 
 def _fail_looks(limit: int) -> set[int]:

@@ -18,7 +18,7 @@ from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
 from harness.base.summary import NEEDED
 from harness.records.records import CUT, FAILED, OBSERVED, UNKNOWN, Request
-from harness.records.table import rows_of
+from harness.records.table import Rows, rows_of
 from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.behaviour import mean_pause_s
 from harness.scenario.check_syntax import Check, Slo, parse_check
@@ -277,6 +277,10 @@ class BlockCutter:
             }
             few = 1 if self._whole_tokens else BLOCK_ANSWERS
             if any(answers[load] < few for load in self._loads if load not in stuck):
+                # Blocks that end before the next answer change nothing: clocks of stored records may have jumped.
+                ends_s = (request.sent_s + request.ended_s for request in self._waiting)
+                later_s = min((one_s for one_s in ends_s if one_s > end_s), default=now_s)
+                end_s += max(0, (later_s - end_s) // self.block_s) * self.block_s
                 continue
             blocks.append(self._make_block(self._next_s, end_s, ended, answers.total()))
             self._is_cut = True
@@ -294,7 +298,7 @@ class BlockCutter:
         samples = []
         for number, (slo, overdue) in enumerate(zip(self._slos, self._overdue, strict=True)):
             own = [one for one in requests if one.id not in overdue and slo.load in (None, load_of_part(one.load))]
-            samples.append(slo_sample(slo, [*own, *(late[number] if late else ())]))
+            samples.append(slo_sample(slo, rows_of([*own, *(late[number] if late else ())])))
         return samples
 
     def _make_block(self, begin_s: float, end_s: float, ended: list[Request], answers: int) -> ProbeBlock:
@@ -318,9 +322,8 @@ def _mean(values: Collection[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def slo_sample(slo: CapacitySlo, requests: Sequence[Request]) -> LatencySample:
+def slo_sample(slo: CapacitySlo, rows: Rows) -> LatencySample:
     """The latencies of requests relative to the bound of an SLO: at most 1 meets it. Of several bounds the worst."""
-    rows = rows_of(requests)
     margins, met = slo_margins(rows, slo.bounds), meets_slos(rows, slo.bounds)
     values = np.where(met == MISSED, np.maximum(margins, math.nextafter(1.0, 2.0)), margins)
     values = np.where(met == MET, np.minimum(values, 1.0), values)

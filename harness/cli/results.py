@@ -15,6 +15,14 @@ from harness.cli import common as cli
 MAX_CHARS = 100  # of the reason why a run cannot be read
 
 
+OtherSlosOpt = Annotated[
+    list[str] | None,
+    cli.option(
+        "SLO", 'Also the capacity or attainment for other SLOs, such as "ttft_p95<=3s"; may be repeated.', "--slo"
+    ),
+]
+
+
 @cli.command(short_help="Show a run again, from its files.")
 def report(
     run_folder: cli.RunArg,
@@ -23,6 +31,7 @@ def report(
         cli.flag("--format", "What to write."),
     ] = "terminal",
     checks: cli.ChecksOpt = None,
+    slos: OtherSlosOpt = None,
     baseline: cli.BaselineOpt = None,
     about: cli.AboutOpt = None,
     provisional: cli.ProvisionalOpt = False,
@@ -34,14 +43,14 @@ def report(
 
     RUN may be the file of `locust --records`, or a folder with its requests.jsonl: a run directory is made of it.
 
-    With --check or --baseline the run is checked by them once more.
+    With --check or --baseline the run is checked by them once more. --slo answers from the stored requests.
     """
     from harness.advice.findings import with_findings
     from harness.analysis.capacity import read_capacity
     from harness.analysis.compare import make_reference
     from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
     from harness.records.manifest import read_run
-    from harness.report import export, html, junit, markdown, terminal
+    from harness.report import export, html, junit, markdown, terminal, what_if
     from harness.report.page import run_page
     from harness.run.experiment import validate_checks
 
@@ -49,7 +58,9 @@ def report(
     folder = _find_or_import_run(run_folder, runs)
     manifest = read_run(folder)
     validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
-    alone = has_only_summary(folder) and not checks and base is None  # a filed run
+    capacity = read_capacity(folder)
+    other_slos = what_if.parse(slos or [], manifest, capacity)
+    alone = has_only_summary(folder) and not checks and not slos and base is None  # a filed run
     if alone:
         print(f"{folder}: requests.jsonl is missing; this is the stored summary", file=sys.stderr)
     counts = None if alone else summarize_with_counts(folder, checks or [], charted=output == "html")
@@ -58,14 +69,14 @@ def report(
             base, manifest, counts.summary, about=about, checks=checks or [], runs=runs, results=results
         )
         counts = with_checks(counts, manifest, reference, checks or [])
-    counts = None if counts is None else with_findings(counts)
+    counts = None if counts is None else what_if.with_answers(with_findings(counts), capacity, other_slos)
     summary = read_summary(folder) if counts is None else counts.summary
     cli.print_as(
         output,
         summary,
         terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
         html=lambda: html.render_run(folder, manifest, summary, counts),
-        markdown=lambda: markdown.render(run_page(summary, manifest, read_capacity(folder))),
+        markdown=lambda: markdown.render(run_page(summary, manifest, capacity)),
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),
     )

@@ -83,8 +83,10 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
     return slo if server.knee is None else [*slo, knee_reason(server.knee, report.max_level)]
 
 
-def slo_reason(report: CapacityReport, slo: CapacityAnswer, all_probes: Sequence[MeasuredProbe]) -> Reason:
-    """The largest load that meets the SLOs."""
+def slo_reason(
+    report: CapacityReport, slo: CapacityAnswer, all_probes: Sequence[MeasuredProbe], *, what_if: bool = False
+) -> Reason:
+    """The largest load that meets the SLOs. `what_if`: by the probes of a search for others."""
     probes = [probe for probe in all_probes if probe.purpose == "slo"]
     unit, load = report.unit, report.varied if report.members else None
 
@@ -96,10 +98,11 @@ def slo_reason(report: CapacityReport, slo: CapacityAnswer, all_probes: Sequence
 
     next_to = f" next to {format_amounts(report.loads_at(1, fixed=True))}" if report.fixed else ""
     unconfirmed = " and ".join(map(amount, slo.unconfirmed))
-    more = f"; no probe was left to confirm {unconfirmed}" if unconfirmed else ""
+    more = f"; only one probe decided {unconfirmed}" if unconfirmed else ""
     missed, queued = sum(probe.missed for probe in probes), sum(probe.queued for probe in probes)
     waited = f"; {queued:,} of {missed:,} misses waited in the server's listen queue" if queued else ""
-    known = known_levels(report, probes) if slo.kind == "unresolved" else []
+    near = [probe for probe in probes if not what_if or slo.above is None or probe.level <= slo.above]
+    known = known_levels(report, near) if slo.kind == "unresolved" else []
     values: dict[str, Any] = {
         "unit": unit, "load": load, "missed": missed, "queued": queued, "complete": slo.complete, "known": known,
         "next_to": report.loads_at(1, fixed=True), "unconfirmed": [report.amount(level) for level in slo.unconfirmed],
@@ -125,7 +128,9 @@ def slo_reason(report: CapacityReport, slo: CapacityAnswer, all_probes: Sequence
         text += f"at least {amount(slo.low)}; " if slo.low else ""
         text += f"at most {amount(slo.high)}; " if slo.high else ""
     text += (
-        "all probes were made, and the levels in between are too close to the SLOs"
+        "the stored probes do not decide the other levels"
+        if what_if
+        else "all probes were made, and the levels in between are too close to the SLOs"
         if slo.complete
         else "the search was stopped early"
     )

@@ -5,7 +5,17 @@ from collections.abc import Mapping, Sequence
 from harness.analysis.capacity import CapacityReport
 from harness.base import units
 from harness.base.metrics import METRICS
-from harness.base.summary import CheckResult, Comparison, Difference, RunFinding, Summary, Verdict, evidence, sentence
+from harness.base.summary import (
+    CheckResult,
+    Comparison,
+    Difference,
+    Reason,
+    RunFinding,
+    Summary,
+    Verdict,
+    evidence,
+    sentence,
+)
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
@@ -52,9 +62,16 @@ def answer(summary: Summary, run: Run, capacity: CapacityReport | None = None) -
         Paragraph(state, sentences.validity_style(summary, run)),
         *([Bullets(reasons)] if reasons else []),
         *_check_states(summary.checks),
+        *_what_if(summary.what_if),
         Paragraph(about, "fine"),
         *_findings(summary.findings),
     ]
+
+
+def _what_if(answers: Sequence[Reason]) -> list[Element]:
+    """The answers for the SLOs of `report --slo`."""
+    items = [Bullet(sentence(answer)) for answer in answers]
+    return [Paragraph("What if", "heading"), Bullets(items)] if items else []
 
 
 def _findings(findings: Sequence[RunFinding] | None) -> list[Element]:

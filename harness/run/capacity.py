@@ -16,7 +16,6 @@ import requests
 from msgspec.structs import replace
 
 from harness.analysis.capacity import (
-    CapacityAnswer,
     CapacityReport,
     MixMember,
     ServerCapacity,
@@ -29,6 +28,7 @@ from harness.analysis.capacity import (
     probe_limit,
     read_capacity,
     slo_answer,
+    with_broken,
     write_capacity,
 )
 from harness.analysis.knee import decide_throughput, knee_answer, make_knee_probe, next_knee_level
@@ -308,27 +308,16 @@ class ServerSearch:
 
     def result(self) -> ServerCapacity:
         """Return the results so far."""
-        max_level = self.report.max_level
+        max_level, has_slo = self.report.max_level, bool(self.slos) and self.started
         return ServerCapacity(
             server=self.name,
-            slo=self._with_broken(slo_answer(self.probes, max_level)) if self.slos and self.started else None,
+            slo=with_broken(slo_answer(self.probes, max_level), self.measured, self.slos) if has_slo else None,
             knee=knee_answer(self.probes, max_level),
             drift=self.drift,
             reasons=self.reasons,
             started=self.started,
             probes=self.measured,
         )
-
-    def _with_broken(self, answer: CapacityAnswer) -> CapacityAnswer:
-        """Add the SLO that the level above the answer missed most."""
-        of_level = [one for one in self.measured if one.purpose == "slo" and one.level == answer.above]
-        failed = next((one for one in of_level if one.state in ("fail", "died")), None)
-        missed = [
-            ((1 - share) / (1 - slo.share), slo.text)
-            for slo, share in zip(self.slos, failed.met if failed else (), strict=False)
-            if share is not None
-        ]
-        return replace(answer, broken=max(missed)[1]) if missed else answer
 
     def _next_probe(self) -> tuple[Purpose, int, float] | None:
         """Return purpose, level and precision of the next probe: for the SLOs, then for the knee, then for drift."""

@@ -1,0 +1,125 @@
+"""`harness report --slo`: what a stored run says about other SLOs. Nothing is run and nothing is written.
+
+Of a capacity search each probe for the SLOs is cut into blocks again and decided for the new ones. A probe that ended
+before these were decided counts for neither side, so it never bounds the answer. Requests in flight are not stored:
+only ended requests, and those that the end of a probe cut, count.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+from msgspec.structs import replace
+
+from harness.analysis.capacity import CAPACITY_FILE, CapacityReport, ServerCapacity, log_grid, slo_answer, with_broken
+from harness.analysis.probe import MeasuredProbe, Probe, blocks_needed
+from harness.analysis.slo import BlockCutter, CapacitySlo, count_met, parse_slos, slo_sample
+from harness.analysis.slo_rule import Decision, decide, design_effect, share_interval
+from harness.analysis.summarize import Summarized
+from harness.base.errors import HarnessError
+from harness.base.summary import Reason, Row, because
+from harness.base.units import count, short_percent
+from harness.records.manifest import Run
+from harness.records.records import Request
+from harness.records.run_data import RunData
+from harness.report.capacity import format_loads, slo_reason
+from harness.scenario.plan import load_of_part
+
+STEP_S = 0.5  # between two cuts, as in the search
+_RESULTS: dict[Decision, str] = {"pass": "meets it", "fail": "breaks it", "inconclusive": "inconclusive"}
+
+
+def parse(texts: Sequence[str], run: Run, capacity: CapacityReport | None) -> list[CapacitySlo]:
+    """Parse `--slo` as `harness capacity` does. `LOAD: CHECK` is for one load. Raises HarnessError."""
+    return parse_slos(texts, [one.load for one in capacity.members] if capacity is not None else run.scenario.loads)
+
+
+def with_answers(made: Summarized, capacity: CapacityReport | None, slos: Sequence[CapacitySlo]) -> Summarized:
+    """The same with the answers for the SLOs in the summary."""
+    if not slos:
+        return made
+    if capacity is None:
+        rows = [(row, slo) for row in made.summary.rows for slo in slos if slo.load in (None, row.load)]
+        answers = [attainment(made.data, row, slo) for row, slo in rows]
+    else:
+        answers = [one for server in capacity.servers for one in server_answers(made.data, capacity, server, slos)]
+    return made._replace(summary=replace(made.summary, what_if=answers))
+
+
+def attainment(data: RunData, row: Row, slo: CapacitySlo) -> Reason:
+    """How many requests of a row met an SLO, with the interval and the decision of a check."""
+    counted = [data.cells[cell].counted for cell in row.cells if cell in data.cells]
+    samples = [slo_sample(slo, rows) for rows in counted if len(rows)]
+    if not samples:
+        return because("what_if_no_requests", f"{row.name}: no requests", row=row.name, slo=slo.text)
+    met, known = map(sum, zip(*map(count_met, samples), strict=True))
+    n = sum(len(sample.state) for sample in samples)
+    effect = design_effect(samples, row.pooled.e2e.mean).inflation()
+    low, high = share_interval(met, n, effect)[0], share_interval(met + n - known, n, effect)[1]
+    decision = decide(met, n - known, n, slo.share, effect)
+    text = f"{row.name}: {met:,} of {known:,} requests within {slo.text}"
+    text += f" ({n - known:,} unknown)" if n > known else ""
+    text += f", 95 % interval {short_percent(low)} to {short_percent(high)}: {_RESULTS[decision]}"
+    values = {"met": met, "known": known, "unknown": n - known, "low": low, "high": high, "decision": decision}
+    return because("what_if_attainment", text, row=row.name, slo=slo.text, **values)
+
+
+def server_answers(
+    data: RunData, capacity: CapacityReport, server: ServerCapacity, slos: Sequence[CapacitySlo]
+) -> Iterator[Reason]:
+    """The largest load of a server that meets the SLOs, and the probes that ended too early for them."""
+    asked = replace(capacity, slos=[slo.text for slo in slos], shares=[slo.share for slo in slos])
+    stored = [probe for probe in server.probes if probe.purpose == "slo"]
+    levels = log_grid(capacity.max_level)
+    for one in stored:
+        known = all(cell in data.planned and data.planned[cell].load in data.run.scenario.loads for cell in one.cells)
+        if one.level not in levels or not one.cells or not known:
+            raise HarnessError(
+                f"{data.folder / CAPACITY_FILE}: a probe does not fit the run (level {one.level})",
+                next_step="Restore the file, or run `harness capacity` again.",
+            )
+    probes = [replay(data, probe, slos) for probe in stored]
+    results = [probe.result(one.cells) for probe, one in zip(probes, stored, strict=True)]
+    answer = with_broken(slo_answer(probes, capacity.max_level, complete=True), results, slos)
+    text = f"{server.server}, {', '.join(asked.slos)}: "
+    found = slo_reason(asked, answer, results, what_if=True)
+    yield replace(found, text=text + found.text, values={**found.values, "server": server.server, "slos": asked.slos})
+    for probe in probes:
+        if probe.state == "stopped":
+            had, needed = len(probe.blocks), blocks_needed(probe.shares, len(probe.blocks))
+            text = f"{server.server}: the probe at {format_loads(capacity, probe.level)} ended too early for this, "
+            text += f"after {count(had, 'block')} of {needed} or more, and does not count"
+            values = {"loads": capacity.loads_at(probe.level), "blocks": had, "needed": needed}
+            yield because("what_if_too_short", text, server=server.server, **values)
+
+
+def replay(data: RunData, measured: MeasuredProbe, slos: Sequence[CapacitySlo]) -> Probe:
+    """Decide the records of a stored probe for other SLOs. `stopped`: it ended too early for them."""
+    names = [data.planned[cell].load for cell in measured.cells]
+    loads = {load_of_part(name): data.run.scenario.loads[name] for name in names}
+    probe = Probe(measured.level, slos, cutter=BlockCutter(slos, loads, flush_s=0.0))
+    requests = sorted((one for cell in measured.cells for one in _requests(data, cell)), key=_end_s)
+    # Later blocks have no requests that began in them.
+    cut = [_end_s(one) for one in requests if one.error == "unfinished"]
+    stopped_s = min(cut, default=max(map(_end_s, requests), default=0.0))
+    for step, group in groupby(requests, key=lambda one: math.ceil(_end_s(one) / STEP_S)):
+        probe.add_records(list(group))
+        for block in probe.cutter.cut(min(step * STEP_S, stopped_s)):
+            probe.add(block, probe.cutter.answer_s)
+    failed = any(data.run.ran[cell].problems for cell in measured.cells if cell in data.run.ran)
+    probe.end("died" if measured.state == "died" else "stopped")
+    if failed and measured.state != "died":  # its load generator failed
+        probe.state = "stopped"
+    return probe
+
+
+def _requests(data: RunData, cell: str) -> Iterator[Request]:
+    """The records of a cell, on the cell's clock."""
+    found = data.cells.get(cell)
+    for request in found.fetch(np.sort(found.rows.place).tolist()) if found is not None else ():
+        yield replace(request, sent_s=request.sent_s + found.clock.offset_s(request.process)) if found else request
+
+
+def _end_s(request: Request) -> float:
+    return request.sent_s + request.ended_s

@@ -1,0 +1,133 @@
+"""`report --slo`: stored searches and runs are asked about other SLOs."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.analysis.capacity import (
+    CapacityReport,
+    ServerCapacity,
+    next_slo_level,
+    slo_answer,
+)
+from harness.analysis.probe import MeasuredProbe, Probe
+from harness.analysis.slo import BlockCutter, CapacitySlo
+from harness.analysis.summarize import summarize_with_counts
+from harness.base.errors import HarnessError
+from harness.records.records import Request
+from harness.records.run_data import CellData, RunData, cell_data
+from harness.report import markdown, what_if
+from harness.report.page import run_page
+from harness.scenario import Load
+from harness.scenario.plan import Cell, cell_of
+from tests.support.made_runs import request, write_made_run
+from tests.support.virtual import closed_loop
+from tests.support.virtual_probes import MAX_LEVEL, SeededQuestion, SeededServer, seeded_question, truths
+
+
+def records(
+    server: SeededServer, cell: Cell, level: int, slos: list[CapacitySlo], seed: int
+) -> tuple[Probe, list[Request]]:
+    """A probe, and its records: the end of the load cuts the requests in flight."""
+    stream = closed_loop(server.config, level, server.work, seed=seed)
+    probe = Probe(level, slos, cutter=BlockCutter(slos, flush_s=0.0))
+    made: list[Request] = []
+    now_s = 0.0
+    warm = 20 + 3 * level
+    while probe.state == "open":
+        batch = [
+            request(
+                cell=cell.id, load=cell.load, phase="warmup" if len(made) + n < warm else "measured",
+                id=f"{len(made) + n}", sent_s=one.sent_s, ended_s=one.e2e_s, chunks_s=[one.ttft_s, one.e2e_s],
+                first_visible_s=one.ttft_s, output_tokens=one.output_tokens, asked_tokens=one.output_tokens,
+            )
+            for n, one in enumerate(islice(stream, 50))
+        ]  # fmt: skip
+        made += batch
+        probe.add_records(batch)
+        now_s = made[-1].sent_s + made[-1].ended_s
+        for block in probe.cutter.cut(now_s):
+            probe.add(block, probe.cutter.answer_s)
+    for n, one in enumerate(islice(stream, 2 * level)):
+        if one.sent_s < now_s:
+            cut: dict[str, Any] = {"ended_s": now_s - one.sent_s, "error": "unfinished", "chunks_s": []}
+            made.append(request(cell=cell.id, load=cell.load, id=f"cut-{n}", sent_s=one.sent_s, **cut))
+    probe.end()
+    return probe, made
+
+
+def search(folder: Path, question: SeededQuestion, seed: int) -> tuple[RunData, CapacityReport]:
+    """A stored search on a virtual server."""
+    probes: list[Probe] = []
+    measured: list[MeasuredProbe] = []
+    cells: dict[str, CellData] = {}
+    planned: dict[str, Cell] = {}
+    loads: dict[str, Load] = {}
+    while (level := next_slo_level(probes, MAX_LEVEL)) is not None:
+        cell = cell_of("a", f"x-{len(probes)}", 1)
+        probe, made = records(question.server, cell, level, question.slos, 1000 * seed + len(probes))
+        probes.append(probe)
+        measured.append(probe.result([cell.id]))
+        planned[cell.id] = cell
+        loads[cell.load] = Load(user="batch", users=level, think_s=[question.server.work.think_s] * 2)
+        cells[cell.id] = cell_data(made)
+    run = write_made_run(folder)
+    run = replace(run, scenario=replace(run.scenario, loads=loads), cells=[])
+    report = CapacityReport(
+        load="x", unit="users", step=1.0, max_level=MAX_LEVEL, budget_s=60.0,
+        slos=[slo.text for slo in question.slos], shares=[slo.share for slo in question.slos],
+        servers=[ServerCapacity(server="a", slo=slo_answer(probes, MAX_LEVEL), probes=measured)],
+    )  # fmt: skip
+    known: dict[str, Any] = {"marks": {}, "metrics": {}, "telemetry": {}, "damaged": {}, "unknown_cells": {}}
+    return RunData(folder=folder, run=run, planned=planned, cells=cells, **known), report
+
+
+@pytest.mark.parametrize(("seed", "factor"), [(40, 0.7), (120, 0.7)])
+def test_a_search_for_other_slos_covers_the_truth_and_short_probes_bound_nothing(
+    tmp_path: Path, seed: int, factor: float
+) -> None:
+    """The search had stricter bounds than the question whose true capacity is stored."""
+    question = seeded_question(seed)
+    assert question.ttft_s is None and question.tpot_s is not None
+    data, report = search(tmp_path / "r", question._replace(tpot_s=factor * question.tpot_s), seed)
+    (server,) = report.servers
+    answer, *short = what_if.server_answers(data, report, server, question.slos)
+    low, high = answer.values["low"] or 0, answer.values["high"] or MAX_LEVEL
+    assert low <= truths()[seed].capacity <= high
+    assert answer.values["server"] == "a" and answer.values["slos"] == [slo.text for slo in question.slos]
+    assert short and {reason.code for reason in short} == {"what_if_too_short"}
+    assert all(reason.values["blocks"] < reason.values["needed"] for reason in short)
+    levels = {reason.values["loads"][0]["amount"] for reason in short}
+    assert answer.values["above"] not in levels and answer.values["level"] not in levels
+
+
+def test_a_changed_capacity_file_is_an_error(tmp_path: Path) -> None:
+    question = seeded_question(120)
+    data, report = search(tmp_path / "r", question, 120)
+    (server,) = report.servers
+    wrong_values: list[dict[str, Any]] = [{"level": 999}, {"cells": ["unknown"]}, {"cells": []}]
+    for changes in wrong_values:
+        wrong = replace(server, probes=[replace(server.probes[0], **changes)])
+        with pytest.raises(HarnessError, match=r"capacity\.json"):
+            list(what_if.server_answers(data, report, wrong, question.slos))
+
+
+def test_a_row_has_its_attainment_with_interval_and_decision(tmp_path: Path) -> None:
+    run = write_made_run(tmp_path / "r")  # each TTFT is 1.25 s
+    made = summarize_with_counts(tmp_path / "r")
+    slos = what_if.parse(["ttft_p50<=2s", "x: ttft_p95<=1s"], run, None)
+    answers = what_if.with_answers(made, None, slos).summary.what_if
+    assert {reason.values["row"] for reason in answers} == {"a / x", "b / x"}
+    first, second = answers[:2]
+    assert (first.code, first.values["met"], first.values["known"], first.values["unknown"]) == (
+        "what_if_attainment", 20, 20, 0,
+    )  # fmt: skip
+    assert first.values["high"] == 1 and 0 < first.values["low"] < 1
+    assert (second.values["slo"], second.values["met"], second.values["low"]) == ("x: ttft_p95<=1s", 0, 0)
+    page = markdown.render(run_page(replace(made.summary, what_if=answers), run))
+    assert "### What if" in page and "20 of 20 requests within ttft" in page
+    with pytest.raises(HarnessError, match=r"--slo 'wall<=3s'"):
+        what_if.parse(["wall<=3s"], run, None)
