@@ -189,15 +189,13 @@ def abandoned_computed(row: RowFacts) -> Found | None:
     return Found(
         cost=extra / made,
         measured=f"{row.row.pooled.abandoned:,} requests were abandoned; the server computed {extra:,.0f} tokens "
-        f"that no "
-        f"user read, {short_percent(extra / made)} of all",
+        f"that no user read, {short_percent(extra / made)} of all",
         why="a closed connection does not stop a request, for instance behind a proxy that keeps its own connection "
         "open",
         actions=[
             Action(
                 do="Let clients connect to the server directly, or a proxy that passes the end of a connection on; "
-                "else "
-                "bound the length of answers",
+                "else bound the length of answers",
                 settings={f"loads.{row.row.load}": f"output_tokens: {max(16, _typical_read(row))}"},
                 risk="answers that users would read to the end are cut",
                 verify=row.run_again,

@@ -33,6 +33,11 @@ def _lost(found: Share) -> float:
     return 1 - found.share / USUAL_SHARE
 
 
+def _slow(found: Share, why: str, actions: list[Action]) -> Found:
+    values = {"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s}
+    return Found(_lost(found), found.sentence, why, actions, values)
+
+
 def _faster(found: Share) -> str:
     return (
         f"usual are {figures(USUAL_SHARE * found.bound_tok_s)} tok/s and more, of {figures(found.bound_tok_s)} at most"
@@ -48,19 +53,16 @@ def slow_decode(row: RowFacts) -> Found | None:
     found = slow_share(row)
     if found is None or any(cause.check(row) is not None for cause in _CAUSES):
         return None
-    return Found(
-        cost=_lost(found),
-        measured=found.sentence,
+    return _slow(
+        found,
         why="the engine has no fast kernels for this GPU and these weights, runs in part on the CPU, or shares the GPU",
         actions=[
             Action(
-                do=f"Search the server's log for fallbacks ('Triton', 'AITER', 'eager', 'CPU') and try another image "
-                f"or "
+                do="Search the server's log for fallbacks ('Triton', 'AITER', 'eager', 'CPU') and try another image or "
                 f"engine; {_faster(found)}",
                 verify=row.verify("image"),
             )
         ],
-        values={"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s},
     )
 
 
@@ -73,12 +75,10 @@ def eager_mode(row: RowFacts) -> Found | None:
     found = slow_share(row)
     if found is None or row.setting("compiled") is not True:
         return None
-    return Found(
-        cost=_lost(found),
-        measured=found.sentence,
+    return _slow(
+        found,
         why="enforce_eager is on: no graphs",
         actions=[row.action(f"Run with compiled graphs; {_faster(found)}", {"compiled": None})],
-        values={"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s},
     )
 
 
@@ -93,9 +93,8 @@ def untuned_kernels(row: RowFacts) -> Found | None:
     why = next((meaning for words, meaning in known.items() if words in row.log), None)
     if found is None or why is None:
         return None
-    return Found(
-        cost=_lost(found),
-        measured=found.sentence,
+    return _slow(
+        found,
         why=why,
         actions=[
             Action(
@@ -104,7 +103,6 @@ def untuned_kernels(row: RowFacts) -> Found | None:
                 verify=row.verify("variables"),
             )
         ],
-        values={"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s},
     )
 
 
@@ -122,12 +120,10 @@ def aiter_off(row: RowFacts) -> Found | None:
     used = row.environment.get(switch.environment, contents.environment.get(switch.environment) if contents else None)
     if str(used) == str(switch.value):
         return None
-    return Found(
-        cost=_lost(found),
-        measured=found.sentence,
+    return _slow(
+        found,
         why=f"{switch.environment} is not {switch.value}",
         actions=[row.action(f"Use AITER; {_faster(found)}", {"aiter": None})],
-        values={"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s},
     )
 
 
@@ -167,9 +163,8 @@ def power_limited(row: RowFacts) -> Found | None:
         return None
     return Found(
         cost=_lost(found),
-        measured=f"at a power limit for {short_percent(part)} of the time, with {figures(machine.power_mean_w or 0)} "
-        f"W on "
-        f"average; {found.sentence}",
+        measured=f"at a power limit for {short_percent(part)} of the time, with "
+        f"{figures(machine.power_mean_w or 0)} W on average; {found.sentence}",
         why="the power limit of the GPU, the power profile of the system or the power supply",
         actions=[
             Action(

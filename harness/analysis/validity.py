@@ -347,11 +347,11 @@ def _silent_reasons(evidence: Evidence) -> Iterator[Reason]:
     waits_s = derive.silences_s(long)
     longest_s = np.maximum(*waits_s)[(waits_s[0] > first_s) | (waits_s[1] > next_s)]
     if len(longest_s) > MAX_SILENT * sent:
-        requests, most_s = len(longest_s), float(longest_s.max())
-        text = f"{requests} of {count(sent, 'request')} waited up to {most_s:.0f} s without a token: more than "
+        requests, longest_wait_s = len(longest_s), float(longest_s.max())
+        text = f"{requests} of {count(sent, 'request')} waited up to {longest_wait_s:.0f} s without a token: more than "
         text += f"{MAX_SILENT:.0%} waited over {first_s:.0f} s for the first or over {next_s:.0f} s for the next one"
         limits = {"first_s": first_s, "next_s": next_s, "max_share": MAX_SILENT}
-        yield because("requests_silent", text, requests=requests, sent=sent, longest_s=most_s, **limits)
+        yield because("requests_silent", text, requests=requests, sent=sent, longest_s=longest_wait_s, **limits)
 
 
 def median_waits_s(cell: CellData) -> tuple[float | None, float | None]:
