@@ -33,9 +33,12 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
 
 
 def with_findings(made: Summarized) -> Summarized:
-    """The same with the findings, and the shares of what the hardware allows, in the summary."""
+    """The same with the findings, and the shares of what the hardware allows, in the summary. Without an answer of a
+    server nothing was searched.
+    """
     shares, findings = hardware_shares(made.data, made.summary), find(made.data, made.summary)
-    return made._replace(summary=replace(made.summary, hardware_shares=shares, findings=findings))
+    searched = findings if any(row.pooled.succeeded for row in made.summary.rows) else None
+    return made._replace(summary=replace(made.summary, hardware_shares=shares, findings=searched))
 
 
 def hardware_shares(data: RunData, summary: Summary) -> list[Reason]:

@@ -18,7 +18,8 @@ ROOM = 0.75  # of the KV cache: with less in use, it has room for more requests
 
 
 @rule(
-    when="more of the same requests at once gave less than 90 % of the tokens per second, in each repeat",
+    when="more of the same requests at once gave less than 90 % of the tokens per second, in each repeat, and the "
+    "engine runs more of them at once",
     means="The server is beyond its best concurrency: each further request slows the others by more than it adds.",
     actions="as many sequences as gave the most; the others wait in the queue",
 )
@@ -53,7 +54,8 @@ def more_is_slower(row: RowFacts) -> Found | None:
 def faster_with_fewer(row: RowFacts) -> RowFacts | None:
     """The row with fewer of the same requests at once and the highest throughput, if this one has clearly less."""
     rates = row.row.output_tok_s
-    fewer = [one for one in row.neighbours if one.in_flight < row.in_flight and one.row.output_tok_s]
+    at_once = min(row.in_flight, row.whole("sequences") or row.in_flight)  # the engine queues the rest
+    fewer = [one for one in row.neighbours if one.in_flight < at_once and one.row.output_tok_s]
     best = max(fewer, key=lambda one: min(one.row.output_tok_s), default=None)
     if best is None or not rates or row.load.arrivals is not None:
         return None
@@ -124,7 +126,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
 
 @rule(
     when="pauses of over 4 times the median, and of 0.1 s or more, took 20 % of the time of answers, without "
-    "preemptions",
+    "preemptions, and one step computes more than 256 tokens of a prompt",
     means="While a long prompt is computed, all running answers wait: each step has tokens of prompts and of answers.",
     actions="fewer tokens in a step, so that prompts are computed in smaller chunks",
 )
@@ -139,10 +141,10 @@ def prompts_freeze_answers(row: RowFacts) -> Found | None:
     mean = prompt / row.row.pooled.succeeded
     chunk = mean if batched is None else min(batched, mean)  # tokens of a prompt that one step computes
     less = max(256, int(chunk) // 4)
-    expected = None
-    if less < chunk:
-        text = f"longest pauses of about {milliseconds(gaps.max_s * less / chunk)} instead of "
-        expected = gain("gap_max", less / chunk, f"{text}{milliseconds(gaps.max_s)} ms")
+    if less >= chunk:  # one small step computes the whole prompt: the pauses have another reason
+        return None
+    text = f"longest pauses of about {milliseconds(gaps.max_s * less / chunk)} instead of {milliseconds(gaps.max_s)} ms"
+    expected = gain("gap_max", less / chunk, text)
     return Found(
         cost=part,
         measured=f"pauses of up to {milliseconds(gaps.max_s)} ms between chunks, with a median of "

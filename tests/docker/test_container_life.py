@@ -183,13 +183,13 @@ def test_a_port_in_use_is_named(served: Served) -> None:
 @fault(
     "server",
     "a container never becomes ready",
-    seen="did not become ready within 2 s; last seen at GET .../health",
+    seen="did not become ready within 8 s; last seen at GET .../health",
     kept="the last lines of its log",
 )
 def test_never_ready_ends_in_time(served: Served) -> None:
     with (
-        pytest.raises(ServerError, match="did not become ready within 2 s; last seen at GET .*/health") as caught,
-        served(timeout_s=2, extra_args=["--startup-s", 60]),
+        pytest.raises(ServerError, match="did not become ready within 8 s; last seen at GET .*/health") as caught,
+        served(timeout_s=8, extra_args=["--startup-s", 60]),
     ):
         pass
     assert "simulated engine" in caught.value.detail

@@ -193,6 +193,28 @@ def test_a_healthy_run_has_no_finding(tmp_path: Path, seed: int) -> None:
 Change = Callable[[EngineSetup, RunFinding], tuple[EngineSetup, dict[str, Any]]]
 
 
+def later(from_chunk: int, by_s: float, load: str | None = None) -> Callable[[Request], Request]:
+    """All chunks from this one on are later, whatever the reason."""
+    return lambda one: (
+        one if load not in (None, one.load) else replace(
+            one, chunks_s=[at + by_s * (place >= from_chunk) for place, at in enumerate(one.chunks_s)],
+            ended_s=one.ended_s + by_s,
+        )
+    )  # fmt: skip
+
+
+def test_pauses_are_not_of_prompts_that_one_small_step_computes(tmp_path: Path) -> None:
+    paused = Cause(EngineSetup(), {"four": batch(4)}, 67, more={"measured": later(5, 2.0)})
+    assert "prompts_freeze_answers" not in [one.code for one in found(tmp_path / "run", paused)]
+
+
+def test_more_is_slower_needs_more_in_the_engine(tmp_path: Path) -> None:
+    """It runs four at once anyway: a limit of four would change nothing."""
+    four = EngineSetup(engine=replace(HEALTHY, max_num_seqs=4))
+    busy = Cause(four, {"four": batch(4), "ten": batch(10)}, more={"measured": later(0, 1.0, "ten")})
+    assert "more_is_slower" not in [one.code for one in found(tmp_path / "run", busy)]
+
+
 def of_engine(**names: Any) -> Change:
     """A change of the engine: values, or names of the finding's values."""
 
@@ -399,6 +421,11 @@ def test_every_report_has_the_findings_before_the_tables(tmp_path: Path) -> None
     shown = outputs(tmp_path / "run", made.summary)
     for name, heading in (("terminal", "Aggregate"), ("markdown", "|:---")):
         assert shown[name].index("max_num_seqs: 5") < shown[name].index(heading)
+
+
+def test_without_an_answer_of_a_server_nothing_was_searched(tmp_path: Path) -> None:
+    refused = {"measured": lambda one: replace(one, error="http", message="no", chunks_s=[], output_tokens=None)}
+    assert measured(tmp_path / "run", Cause(EngineSetup(), ONE, more=refused)).summary.findings is None
 
 
 def test_no_finding_is_an_answer_and_none_searched_is_not(tmp_path: Path) -> None:
