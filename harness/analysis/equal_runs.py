@@ -20,8 +20,6 @@ from harness.records.manifest import Run, definition_conflict
 
 MAX_EQUAL_RUNS = 20  # of each side, the newest
 CHANGED = 1.5  # a ratio of sides that is no variation between equal runs: 7 standard deviations of the assumption
-OUTLIER_SDS = 7.0  # standard deviations from the other runs; also beyond CHANGED. One such run of a side is left out
-MIN_OTHERS = 3  # other runs of a side, without which none of them is an outlier
 DIVISION_FREEDOM = 2  # equal servers with eight runs between the sides keep their rate of false verdicts
 RowKey = tuple[str, str]  # server and load
 
@@ -85,7 +83,7 @@ def variation_within(sides: Mapping[int, Sequence[Value]], earlier: Sequence[Val
 
     A run that equals only one of the two sides counts for it. One that equals both counts for the nearer in value if
     the sides differ by more than CHANGED. Otherwise time decides: the sides are divided at the place between them that
-    leaves the smallest sum of squares. That choice costs DIVISION_FREEDOM. An outlier of a side counts for none.
+    leaves the smallest sum of squares. That choice costs DIVISION_FREEDOM.
     """
     if not all(sides.values()):
         return 0.0, 0
@@ -106,7 +104,6 @@ def variation_within(sides: Mapping[int, Sequence[Value]], earlier: Sequence[Val
             groups[high if is_high else low].append(value.speed)
     else:
         groups, divided = _divide_by_time(sides, groups, sorted(unknown))
-    groups = {number: _without_outlier(sides[number], values) for number, values in groups.items()}
     squares = sum(_added_squares(sides[number], values) for number, values in groups.items())
     return squares, max(sum(map(len, groups.values())) - divided, 0)
 
@@ -131,29 +128,10 @@ def _divide_by_time(
         }
 
     def squares(made: Mapping[int, list[float]]) -> float:
-        return sum(
-            _added_squares(sides[number], _without_outlier(sides[number], values)) for number, values in made.items()
-        )
+        return sum(_added_squares(sides[number], values) for number, values in made.items())
 
     best = min(map(divided_at, range(len(between) + 1)), key=squares)
     return best, DIVISION_FREEDOM if between else 0
-
-
-def _without_outlier(own: Sequence[Value], others: Sequence[float]) -> list[float]:
-    """Other runs of a side without the farthest one, if it is no variation between equal runs.
-
-    On a machine whose runs scatter widely it is one: the distance counts in standard deviations of the rest.
-    """
-    if len(others) < MIN_OTHERS:
-        return list(others)
-    middle = stats.mean_log([*(value.speed for value in own), *others])
-    farthest = max(others, key=lambda speed: abs(math.log(speed) - middle))
-    kept = list(others)
-    kept.remove(farthest)
-    rest = [*(value.speed for value in own), *kept]
-    spread = math.sqrt(stats.pooled_variance(stats.sum_of_squares(rest), len(rest) - 1))
-    is_outlier = abs(math.log(farthest) - stats.mean_log(rest)) > max(math.log(CHANGED), OUTLIER_SDS * spread)
-    return kept if is_outlier else list(others)
 
 
 def _added_squares(own: Sequence[Value], others: Sequence[float]) -> float:

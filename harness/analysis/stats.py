@@ -20,7 +20,6 @@ Array = NDArray[np.float64]
 
 ASSUMED_SD = 0.04  # of the logarithm of equal runs of a machine, until its runs show how far they differ;
 ASSUMED_FREEDOM = 4  # it counts as much as so many degrees of freedom
-MIN_CONTRADICTING = 2  # degrees of freedom from which runs may contradict the assumption
 BLOCK_ANSWERS = 5  # answer times of a block: neighbouring requests wait for each other, blocks hardly do
 MIN_BLOCKS, MAX_BLOCKS = 4, 40
 MIN_LEVEL = 3  # runs of a level; fewer are outliers, or too new to decide
@@ -148,22 +147,9 @@ def pooled_effect(side: Sequence[float], base: Sequence[float], squares: float =
     for runs in (side, base):
         if len(runs) > 1:
             squares, freedom = squares + sum_of_squares(runs), freedom + len(runs) - 1
-    variance, total = pooled_variance(squares, freedom), ASSUMED_FREEDOM + freedom
+    total = ASSUMED_FREEDOM + freedom
+    variance = (ASSUMED_FREEDOM * ASSUMED_SD**2 + squares) / total
     return Effect(mean_log(side) - mean_log(base), math.sqrt(variance * (1 / len(side) + 1 / len(base))), total)
-
-
-def pooled_variance(squares: float, freedom: int) -> float:
-    """The variance between equal runs: of the assumption and the runs, or of the runs alone if they contradict it.
-
-    They do where an F test at ALPHA says so. On a machine with 30 % between its runs the assumption would otherwise
-    make the interval of a few runs too narrow.
-    """
-    if freedom >= MIN_CONTRADICTING:
-        from scipy.special import fdtri
-
-        if squares / freedom > float(fdtri(freedom, ASSUMED_FREEDOM, 1 - ALPHA)) * ASSUMED_SD**2:
-            return squares / freedom
-    return (ASSUMED_FREEDOM * ASSUMED_SD**2 + squares) / (ASSUMED_FREEDOM + freedom)
 
 
 def is_mostly_assumed(effect: Effect) -> bool:

@@ -461,7 +461,7 @@ def _find_effect(pair: ComparedSides) -> _Found | None:
     if not side or not base:
         return None
     if not pair.within_run:
-        effect = _as_wide_as_repeats(pair, stats.pooled_effect(side, base, *pair.known))
+        effect = stats.pooled_effect(side, base, *pair.known)
         return _Found(effect, "runs", stats.is_mostly_assumed(effect))
     means = [math.exp(stats.mean_log(side))], [math.exp(stats.mean_log(base))]
     if pair.apart:
@@ -473,18 +473,6 @@ def _find_effect(pair: ComparedSides) -> _Found | None:
         return _Found(stats.pooled_effect(*means), "one_run", provisional=True)
     log_ratio = stats.mean_log(side) - stats.mean_log(base)
     return _Found(stats.difference_of(log_ratio, errors), "one_run", provisional=True)
-
-
-def _as_wide_as_repeats(pair: ComparedSides, effect: Effect) -> Effect:
-    """The effect of runs, its interval at least as wide as their repeats alone make it: runs differ by no less."""
-    errors = []
-    for runs in (pair.side_speeds, pair.baseline_speeds):
-        if any(len(run) < 2 for run in runs):
-            return effect  # a single repeat shows no spread
-        variances = [stats.var_log(run) / len(run) for run in runs]
-        errors.append((math.sqrt(sum(variances)) / len(runs), sum(len(run) - 1 for run in runs)))
-    widest = stats.difference_of(effect.log_ratio, errors).half_width() / effect.half_width()
-    return effect._replace(error=effect.error * max(1.0, widest))
 
 
 def _p_value(pair: ComparedSides, effect: Effect) -> float:
