@@ -1,0 +1,423 @@
+"""Which settings `harness tune` starts next, and what its proof says: functions of the starts so far. They run nothing.
+
+A candidate has the index of a value for each setting. Its gain is the logarithm of its result over that of the
+reference near it in time: the first settings that started, which are the default where it starts.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from harness.analysis.stats import sample_size_to_settle
+from harness.analysis.verdicts import ComparedSides, decide_verdicts
+from harness.base.summary import MARGIN, Reason, Verdict, because
+from harness.base.units import count, short_percent
+
+Floats = NDArray[np.float64]
+Candidates = NDArray[np.int64]  # a row each, with the index of a value for each setting
+Cause = Literal["memory", "flag", "timeout", "other"]  # why a candidate failed; "memory" also under load
+Why = Literal["first", "again", "finding", "setting", "combination"]
+
+MAX_CANDIDATES = 20_000  # of all combinations; beyond it, those that differ from the default in fewer settings
+FAILING = 0.3  # assumed share of failures among candidates that need more memory than any that started
+HOPE = 0.05  # no start for a candidate with a smaller chance of bringing MARGIN more than the best
+PATIENCE = 7  # trials without MARGIN more than the best before them, after which the search ends
+REFERENCE_EVERY = 4  # starts, of which one is of the reference: the machine may drift
+MAX_FAILED = 6  # starts; when none succeeds, something else is wrong
+TOGETHER = 0.15  # standard deviation of what settings do only together, as a share of what they do alone
+EXPECTED_SD, EXPECTED_FREEDOM = 0.015, 4  # of the logarithm of equal starts, until the reference shows more
+MIN_BLOCKS, MAX_BLOCKS = 3, 10
+
+
+class Setting(Struct, frozen=True, kw_only=True):
+    """A setting that may be tuned."""
+
+    name: str  # in the engine's file
+    values: tuple[Any, ...]  # in the order of size, if they have one; else of memory
+    default: Any  # one of `values`
+    gain: float  # about what it may change in the logarithm of the result: one standard deviation
+    ordered: bool = True  # whether neighbouring values have similar results
+    memory: int = 0  # 1: later values need as much memory or more; -1: as much or less; 0: it makes no difference
+
+    def index(self, value: Any) -> int:
+        """The place of a value, or of the nearest number. Raises ValueError if there is none."""
+        if value in self.values:
+            return self.values.index(value)
+        numbers = [(abs(each - value), place) for place, each in enumerate(self.values) if _is_number(each, value)]
+        if not self.ordered or not numbers:
+            raise ValueError(f"{self.name}: no value is {value!r}")
+        return min(numbers)[1]
+
+
+class Trial(Struct, frozen=True, kw_only=True):
+    """One start of the server."""
+
+    settings: dict[str, Any] = {}  # those that differ from the default
+    value: float | None = None  # the result, above 0, more is better; None: it failed, or broke a limit
+    cause: Cause | None = None  # of a failure
+    blamed: list[str] = []  # settings that the failure names
+    took_s: float = 0.0
+
+
+class Proposal(Struct, frozen=True, kw_only=True):
+    """The next start."""
+
+    settings: dict[str, Any]  # those that differ from the default
+    why: Why
+    finding: str | None = None  # its code, if a finding suggests it
+    expected: float | None = (
+        None  # its result over that of the reference; None: it is the reference, or nothing is known
+    )
+    low: float | None = None  # the 95 % interval of `expected`
+    high: float | None = None
+
+
+Suggestion = tuple[str, Mapping[str, Any]]  # the code of a finding, and the settings that it advises
+
+
+class Search(Struct, frozen=True, kw_only=True):
+    """What is searched: settings, and the candidates that the machine's memory and other known bounds allow."""
+
+    settings: list[Setting]
+    candidates: Candidates
+
+    @property
+    def default(self) -> tuple[int, ...]:
+        return tuple(setting.index(setting.default) for setting in self.settings)
+
+    def at(self, settings: Mapping[str, Any]) -> tuple[int, ...]:
+        """The candidate with these settings, or the nearest one. Raises ValueError for a value that is none."""
+        return tuple(setting.index(settings.get(setting.name, setting.default)) for setting in self.settings)
+
+    def settings_at(self, at: Sequence[int]) -> dict[str, Any]:
+        """The settings of a candidate that differ from the default."""
+        pairs = zip(self.settings, at, strict=True)
+        return {one.name: one.values[index] for one, index in pairs if one.values[index] != one.default}
+
+    def array(self, trials: Sequence[Trial]) -> Candidates:
+        return np.array([self.at(trial.settings) for trial in trials], dtype=np.int64).reshape(-1, len(self.settings))
+
+
+def make_search(settings: Sequence[Setting], fits: Callable[[dict[str, Any]], bool] = lambda _: True) -> Search:
+    """Return the search of all combinations; beyond MAX_CANDIDATES of those that differ from the default in fewer.
+
+    `fits` gets the settings of a candidate that differ from the default: False for what cannot start or is not safe.
+    """
+    search = Search(settings=list(settings), candidates=np.zeros((0, len(settings)), np.int64))
+    kept = [at for at in _combinations(search) if fits(search.settings_at(at))]
+    return Search(settings=search.settings, candidates=np.array(kept, np.int64).reshape(-1, len(settings)))
+
+
+def _combinations(search: Search) -> list[tuple[int, ...]]:
+    sizes, default = [len(setting.values) for setting in search.settings], search.default
+    if math.prod(sizes) <= MAX_CANDIDATES:
+        return list(itertools.product(*(range(size) for size in sizes)))
+    found = [default]
+    for changed in range(1, len(sizes) + 1):
+        for chosen in itertools.combinations(range(len(sizes)), changed):
+            others = [[index for index in range(sizes[each]) if index != default[each]] for each in chosen]
+            for indexes in itertools.islice(itertools.product(*others), MAX_CANDIDATES - len(found)):
+                new = dict(zip(chosen, indexes, strict=True))
+                found.append(tuple(new.get(place, index) for place, index in enumerate(default)))
+    return found
+
+
+def reference(trials: Sequence[Trial]) -> dict[str, Any] | None:
+    """The settings that all results are compared with: the first that started. None: none did."""
+    return next((trial.settings for trial in trials if trial.value), None)
+
+
+def gains(trials: Sequence[Trial]) -> list[float | None]:
+    """The gain of each trial: the logarithm of its result over the reference's, interpolated between its starts.
+
+    None: the trial has no result.
+    """
+    base = reference(trials)
+    known = [(place, trial.value) for place, trial in enumerate(trials) if trial.value and trial.settings == base]
+    places, logs = [place for place, _ in known], [math.log(value) for _, value in known]
+    return [
+        None if not trial.value else math.log(trial.value) - float(np.interp(place, places, logs))
+        for place, trial in enumerate(trials)
+    ]
+
+
+def start_noise(trials: Sequence[Trial]) -> float:
+    """The standard deviation of the logarithm of one start's result.
+
+    By the differences of neighbouring starts of the reference, so that a drift adds little, and an expectation.
+    """
+    base = reference(trials)
+    logs = [math.log(trial.value) for trial in trials if trial.value and trial.settings == base]
+    squares = sum((after - before) ** 2 / 2 for before, after in itertools.pairwise(logs))
+    freedom = EXPECTED_FREEDOM + max(0, len(logs) - 1)
+    return math.sqrt((EXPECTED_FREEDOM * EXPECTED_SD**2 + squares) / freedom)
+
+
+def excluded(search: Search, at: Candidates, failed: Sequence[Trial]) -> NDArray[np.bool_]:
+    """Which candidates fail by the cause of a failed start.
+
+    Too little memory excludes all that need as much or more; another cause all that share each value which the failure
+    names, or else which differed from the default.
+    """
+    out = np.zeros(len(at), np.bool_)
+    memory = np.array([setting.memory for setting in search.settings])
+    for trial, point in zip(failed, search.array(failed), strict=True):
+        if trial.cause == "memory":
+            out |= np.all((at - point) * memory >= 0, axis=1)
+            continue
+        named = [place for place, setting in enumerate(search.settings) if setting.name in trial.blamed]
+        shared = named or [place for place, index in enumerate(search.default) if point[place] != index]
+        out |= np.all(at[:, shared] == point[shared], axis=1)
+    return out
+
+
+def start_chance(search: Search, at: Candidates, started: Sequence[Trial]) -> Floats:
+    """The chance that candidates start: 1 where one that needs as much memory or more has started."""
+    memory = np.array([setting.memory for setting in search.settings])
+    known = np.zeros(len(at), np.bool_)
+    for point in search.array(started):
+        known |= np.all((at - point) * memory <= 0, axis=1)
+    return np.where(known, 1.0, 1 - FAILING)
+
+
+def _alike(settings: Sequence[Setting], some: Candidates, others: Candidates) -> Floats:
+    """The prior covariance of results: a sum over settings, and a smaller part of all together."""
+    total, together = np.zeros((len(some), len(others))), np.ones((len(some), len(others)))
+    for place, setting in enumerate(settings):
+        distance = np.abs(some[:, place, None] - others[None, :, place]).astype(float)
+        scaled = math.sqrt(5) * distance / max(1.5, (len(setting.values) - 1) / 2)
+        alike = (1 + scaled + scaled**2 / 3) * np.exp(-scaled)  # Matérn 5/2
+        if not setting.ordered:
+            alike = (distance == 0).astype(float)
+        total += setting.gain**2 * alike
+        together *= alike
+    return total + TOGETHER**2 * sum(setting.gain**2 for setting in settings) * together
+
+
+def predict(search: Search, trials: Sequence[Trial], at: Candidates) -> tuple[Floats, Floats]:
+    """The expected gain and its standard deviation of candidates, by a Gaussian process over the trials.
+
+    Raises ValueError without a trial that started.
+    """
+    base = reference(trials)
+    if base is None:
+        raise ValueError("no trial started")
+    seen = [(trial, gain) for trial, gain in zip(trials, gains(trials), strict=True) if gain is not None]
+    seen = [(trial, gain) for trial, gain in seen if trial.settings != base]
+    points = np.vstack([search.array([Trial(settings=base)]), search.array([trial for trial, _ in seen])])
+    noise = 1.75 * start_noise(trials) ** 2  # of a trial and, interpolated or not, of its reference
+    errors = np.array([1e-9, *[noise] * len(seen)]) + 1e-9
+    known = _alike(search.settings, points, points) + np.diag(errors)
+    against = _alike(search.settings, points, at)
+    values = np.array([0.0, *(gain for _, gain in seen)])
+    solved = np.linalg.solve(known, np.column_stack([values, against]))
+    prior = (1 + TOGETHER**2) * sum(setting.gain**2 for setting in search.settings)
+    variance = prior - np.sum(against * solved[:, 1:], axis=0)
+    return against.T @ solved[:, 0], np.sqrt(np.maximum(variance, 1e-12))
+
+
+def best_settings(search: Search, trials: Sequence[Trial], number: int = 1) -> list[dict[str, Any]]:
+    """The tried settings that are expected to bring the most, the reference left out; none if none brings MARGIN."""
+    base = reference(trials)
+    tried: list[dict[str, Any]] = []
+    for trial in trials:
+        if trial.value and trial.settings != base and trial.settings not in tried:
+            tried.append(trial.settings)
+    if not tried:
+        return []
+    mean, _ = predict(search, trials, search.array([Trial(settings=one) for one in tried]))
+    order = np.argsort(-mean, kind="stable")[:number]
+    return [tried[place] for place in order if mean[place] > math.log1p(MARGIN)]
+
+
+def next_start(
+    search: Search, trials: Sequence[Trial], suggestions: Sequence[Suggestion] = (), *, budget_s: float = math.inf
+) -> Proposal | Reason:
+    """The next start, or why the search ends.
+
+    `suggestions`: of the findings about the best settings so far, the worst first. `budget_s`: what is left, of which
+    the proof gets its part. Raises ValueError for a trial with a value that no setting has.
+    """
+    base = reference(trials)
+    if base is None:
+        return _first_start(search, trials)
+    ends = _why_end(search, trials, budget_s)
+    if ends is not None:
+        return ends
+    proposal = _suggested(search, trials, suggestions) or _most_promising(search, trials)
+    since = next(place for place, trial in enumerate(reversed(trials)) if trial.settings == base)
+    if isinstance(proposal, Proposal) and since >= REFERENCE_EVERY - 1:
+        return Proposal(settings=base, why="again")
+    return proposal
+
+
+def _first_start(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
+    """The default, or the candidate nearest to it that may start."""
+    left = search.candidates[~excluded(search, search.candidates, trials)]
+    if not len(left) or len(trials) >= MAX_FAILED:
+        text = f"no settings started in {count(len(trials), 'start')}"
+        return because("tune_nothing_starts", text, starts=len(trials))
+    steps = np.abs(left - np.array(search.default))
+    nearest = np.lexsort((steps.sum(axis=1), (steps > 0).sum(axis=1)))[0]
+    return Proposal(settings=search.settings_at(left[nearest]), why="first")
+
+
+def _why_end(search: Search, trials: Sequence[Trial], budget_s: float) -> Reason | None:
+    took = [trial.took_s for trial in trials if trial.value]
+    best = best_settings(search, trials)
+    proof = 3 * block_count(search, trials, best[0]) if best else 0
+    needed_s = (1 + proof) * statistics.fmean(took)
+    if needed_s > budget_s:
+        text = f"the budget has {budget_s / 60:.0f} min left, and one more start and the proof need {needed_s / 60:.0f}"
+        return because("tune_budget", text, left_s=budget_s, needed_s=needed_s)
+    base, highest, since = reference(trials), 0.0, 0
+    for trial, gain in zip(trials, gains(trials), strict=True):
+        if trial.settings != base:
+            better = gain is not None and gain > highest + math.log1p(MARGIN)
+            highest, since = (gain or 0.0, 0) if better else (highest, since + 1)
+    if since < PATIENCE:
+        return None
+    text = f"the last {since} settings brought less than {short_percent(MARGIN)} more than the best before them"
+    return because("tune_patience", text, trials=since)
+
+
+def _suggested(search: Search, trials: Sequence[Trial], suggestions: Sequence[Suggestion]) -> Proposal | None:
+    """What the worst finding suggests that was not tried, on top of the best settings."""
+    best = (best_settings(search, trials) or [reference(trials) or {}])[0]
+    allowed = {tuple(at) for at in _untried(search, trials).tolist()}
+    for code, advised in suggestions:
+        on_top = dict(best)
+        for setting in search.settings:
+            if setting.name in advised:
+                try:
+                    on_top[setting.name] = setting.values[setting.index(advised[setting.name])]
+                except ValueError:
+                    continue
+        at = search.at(on_top)
+        if at in allowed:
+            return _proposal(search, trials, at, "finding", code)
+    return None
+
+
+def _untried(search: Search, trials: Sequence[Trial]) -> Candidates:
+    failed = [trial for trial in trials if trial.cause is not None]
+    tried = {tuple(at) for at in search.array(trials).tolist()}
+    is_open = ~excluded(search, search.candidates, failed)
+    is_open &= np.array([tuple(at) not in tried for at in search.candidates.tolist()], np.bool_)
+    return search.candidates[is_open]
+
+
+def _most_promising(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
+    """The untried candidate with the highest expected improvement over the best."""
+    from scipy.special import ndtr
+
+    left, best = _untried(search, trials), 0.0
+    if not len(left):
+        return because("tune_all_tried", "all settings that can start were tried", trials=len(trials))
+    tried = [Trial(settings=trial.settings) for trial in trials if trial.value]
+    best = max(0.0, float(predict(search, trials, search.array(tried))[0].max()))
+    mean, error = predict(search, trials, left)
+    chance = start_chance(search, left, tried)
+    z = (mean - best) / error
+    improvement = chance * error * (z * ndtr(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
+    hope = float((chance * ndtr((mean - best - math.log1p(MARGIN)) / error)).max())
+    if hope < HOPE:
+        text = f"no untried setting has a chance of {short_percent(HOPE)} to bring {short_percent(MARGIN)} more"
+        return because("tune_no_hope", text, chance=hope)
+    at = tuple(left[int(np.argmax(improvement))].tolist())
+    changed = sum(index != other for index, other in zip(at, search.at(reference(trials) or {}), strict=True))
+    return _proposal(search, trials, at, "setting" if changed == 1 else "combination")
+
+
+def _proposal(
+    search: Search, trials: Sequence[Trial], at: tuple[int, ...], why: Why, finding: str | None = None
+) -> Proposal:
+    mean, error = (float(one[0]) for one in predict(search, trials, np.array([at], np.int64)))
+    low, high = math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)
+    settings = search.settings_at(at)
+    return Proposal(settings=settings, why=why, finding=finding, expected=math.exp(mean), low=low, high=high)
+
+
+def _is_number(*values: Any) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+# The proof: the best settings against the reference, on prompts and seeds that the search did not have.
+
+TuneWord = Literal["set", "keep", "inconclusive"]
+
+
+class TuneAnswer(Struct, frozen=True, kw_only=True):
+    """What the proof says. Ratios are of results: above 1 is better than the reference."""
+
+    verdict: TuneWord
+    settings: dict[str, Any] = {}  # of "set" and "inconclusive": the better ones
+    ratio: float | None = None  # None: nothing was worth a proof
+    low: float | None = None
+    high: float | None = None
+    needed: int | None = None  # of "inconclusive": blocks that would decide it; None: too many
+    verdicts: list[Verdict] = []  # of all settings in the proof
+
+
+def block_count(search: Search, trials: Sequence[Trial], best: Mapping[str, Any]) -> int:
+    """How many blocks of the proof find the expected gain with a power of 80 %: MIN_BLOCKS to MAX_BLOCKS."""
+    mean, _ = predict(search, trials, search.array([Trial(settings=dict(best))]))
+    return blocks_needed(float(mean[0]), start_noise(trials))
+
+
+def blocks_needed(gain: float, noise: float) -> int:
+    """How many blocks find a gain with a power of 80 %, of two comparisons. `noise`: of the logarithm of a result."""
+    found = sample_size_to_settle(gain, (noise**2, noise**2), MIN_BLOCKS - 1, comparisons=2)
+    return MAX_BLOCKS if found is None else min(MAX_BLOCKS, found)
+
+
+def proof_order(blocks: int, sides: int = 3) -> Iterator[list[int]]:
+    """The sides of each block: reference, first, second, in the next block reversed, and so on."""
+    for block in range(blocks):
+        yield list(range(sides)) if block % 2 == 0 else list(reversed(range(sides)))
+
+
+def decide(
+    metric: str, base: Sequence[float], sides: Sequence[tuple[Mapping[str, Any], Sequence[float]]]
+) -> TuneAnswer:
+    """The answer of the proof. `base`: the results of the reference, one for each block; `sides`: settings and results.
+
+    "set": one is better beyond the margin, after Holm's correction. "keep": none is, and none was better by more than
+    the margin. Without sides, nothing was worth a proof: "keep".
+    """
+    if not sides:
+        return TuneAnswer(verdict="keep")
+    pairs = [
+        ComparedSides(
+            side=f"settings {number}",
+            baseline="reference",
+            metric=metric,
+            side_speeds=[values],
+            baseline_speeds=[base],
+            within_run=True,
+        )
+        for number, (_, values) in enumerate(sides, 1)
+    ]
+    verdicts = decide_verdicts(pairs).verdicts
+    order = sorted(
+        range(len(sides)), key=lambda place: (verdicts[place].word != "faster", -(verdicts[place].ratio or 0))
+    )
+    best = verdicts[order[0]]
+    word: TuneWord = "set" if best.word == "faster" else "inconclusive"
+    if word != "set" and (best.ratio or 0.0) <= 1 + MARGIN:
+        word = "keep"
+    return TuneAnswer(
+        verdict=word,
+        settings={} if word == "keep" else dict(sides[verdicts.index(best)][0]),
+        ratio=best.ratio,
+        low=best.low,
+        high=best.high,
+        needed=best.needed if word == "inconclusive" else None,
+        verdicts=verdicts,
+    )

@@ -1,0 +1,179 @@
+"""The search of `harness tune` and the statistics of its proof: functions of the starts so far."""
+
+import math
+
+import pytest
+
+from harness.analysis.tune import (
+    MAX_FAILED,
+    PATIENCE,
+    Proposal,
+    Search,
+    Setting,
+    Trial,
+    best_settings,
+    blocks_needed,
+    decide,
+    excluded,
+    gains,
+    make_search,
+    next_start,
+    proof_order,
+    reference,
+    start_noise,
+)
+from harness.base.summary import Reason
+
+SETTINGS = [
+    Setting(name="sequences", values=(1, 2, 4, 8, 16, 32), default=8, gain=0.4, memory=1),
+    Setting(name="memory", values=(0.6, 0.7, 0.8, 0.9), default=0.7, gain=0.2, memory=1),
+    Setting(name="kv_type", values=("fp8", "auto"), default="auto", gain=0.1, ordered=False, memory=1),
+    Setting(name="compiled", values=(False, True), default=False, gain=0.2, ordered=False),
+]
+
+
+def search() -> Search:
+    return make_search(SETTINGS)
+
+
+def proposed(trials: list[Trial], **advised: int) -> Proposal:
+    found = next_start(search(), trials, [("queue_with_room", advised)] if advised else [])
+    assert isinstance(found, Proposal)
+    return found
+
+
+def test_the_default_comes_first_and_again_every_fourth_start() -> None:
+    assert proposed([]) == Proposal(settings={}, why="first")
+    trials = [Trial(value=100.0)]
+    whys = []
+    for _ in range(8):
+        found = proposed(trials)
+        whys.append(found.why)
+        trials.append(Trial(settings=found.settings, value=100.0 + len(trials)))
+    assert [place for place, why in enumerate(whys) if why == "again"] == [3, 7]
+
+
+def test_what_the_worst_finding_advises_is_tried_first_by_its_nearest_value() -> None:
+    found = proposed([Trial(value=100.0)], sequences=15)
+    assert (found.settings, found.why, found.finding) == ({"sequences": 16}, "finding", "queue_with_room")
+    assert found.low is not None and found.high is not None and found.low < 1 < found.high
+    trials = [Trial(value=100.0), Trial(settings={"sequences": 16}, value=150.0)]
+    assert proposed(trials, sequences=15).why in ("setting", "combination")  # it was tried
+    assert proposed(trials, memory=1).settings == {"sequences": 16, "memory": 0.9}  # on top of what helped
+
+
+def test_a_default_that_does_not_start_is_replaced_by_what_is_nearest_to_it() -> None:
+    trials = [Trial(cause="memory")]
+    found = proposed(trials)
+    assert (found.settings, found.why) == ({"sequences": 4}, "first")
+    trials.append(Trial(settings=found.settings, value=10.0))
+    assert reference(trials) == {"sequences": 4}
+    assert gains([*trials, Trial(settings={"sequences": 2}, value=20.0)])[:2] == [None, 0.0]
+
+
+def test_nothing_starts() -> None:
+    found = next_start(search(), [Trial(cause="other", settings={"sequences": at}) for at in (1, 2, 4, 16, 32, 8)])
+    assert isinstance(found, Reason)
+    assert (found.code, found.values) == ("tune_nothing_starts", {"starts": MAX_FAILED})
+    found = next_start(search(), [Trial(cause="other")])  # the default fails, and shares its values with all
+    assert isinstance(found, Reason) and found.code == "tune_nothing_starts"
+
+
+@pytest.mark.parametrize(
+    ("failed", "out", "in_"),
+    [
+        # too little memory: all that need as much or more, whatever the other settings are
+        (
+            Trial(settings={"memory": 0.9}, cause="memory"),
+            [{"memory": 0.9, "sequences": 16}, {"memory": 0.9, "compiled": True}],
+            [{"memory": 0.8}, {"memory": 0.9, "sequences": 4}, {"memory": 0.9, "kv_type": "fp8"}],
+        ),
+        # another cause: all with these values
+        (
+            Trial(settings={"kv_type": "fp8", "sequences": 16}, cause="other"),
+            [{"kv_type": "fp8", "sequences": 16, "memory": 0.6}],
+            [{"kv_type": "fp8"}, {"sequences": 16}],
+        ),
+        # the failure names the flag
+        (
+            Trial(settings={"kv_type": "fp8", "sequences": 16}, cause="flag", blamed=["kv_type"]),
+            [{"kv_type": "fp8"}, {"kv_type": "fp8", "sequences": 4}],
+            [{"sequences": 16}],
+        ),
+    ],
+)
+def test_a_failed_start_excludes_what_is_worse_by_the_same_cause(
+    failed: Trial, out: list[dict[str, object]], in_: list[dict[str, object]]
+) -> None:
+    points = search().array([Trial(settings=one) for one in [*out, *in_]])
+    assert excluded(search(), points, [failed]).tolist() == [True] * len(out) + [False] * len(in_)
+
+
+def test_no_start_above_what_fits() -> None:
+    fitting = make_search(SETTINGS, lambda changed: changed.get("memory", 0.7) <= 0.7)
+    assert len(fitting.candidates) == 6 * 2 * 2 * 2
+    found = next_start(fitting, [Trial(value=100.0)], [("more_is_slower", {"memory": 0.9})])
+    assert isinstance(found, Proposal)
+    assert found.settings.get("memory", 0.7) <= 0.7
+
+
+def test_results_are_ratios_to_the_reference_near_in_time() -> None:
+    """The machine gets 10 % slower from start to start, and the settings change nothing."""
+    trials = [Trial(settings={} if at % 4 == 0 else {"sequences": at}, value=100 * 0.9**at) for at in range(9)]
+    assert gains(trials) == pytest.approx([0.0] * 9, abs=1e-12)
+
+
+def test_the_noise_is_expected_until_the_reference_shows_it() -> None:
+    assert start_noise([Trial(value=100.0)]) == pytest.approx(0.015)
+    assert start_noise([Trial(value=value) for value in (100.0, 110.0) * 20]) == pytest.approx(0.0644, abs=1e-4)
+
+
+def test_the_search_ends_with_the_budget_and_with_patience() -> None:
+    helped = [Trial(value=100.0, took_s=60), Trial(settings={"sequences": 16}, value=150.0, took_s=60)]
+    found = next_start(search(), helped, budget_s=599)
+    assert isinstance(found, Reason)
+    assert (found.code, found.values) == ("tune_budget", {"left_s": 599, "needed_s": 600})  # one start, three blocks
+    assert isinstance(next_start(search(), helped, budget_s=600), Proposal)
+    others = [{"sequences": at} for at in (1, 2, 4, 32)] + [{"memory": at} for at in (0.6, 0.8, 0.9)]
+    found = next_start(search(), helped + [Trial(settings=one, value=100.0) for one in others[:PATIENCE]])
+    assert isinstance(found, Reason)
+    assert (found.code, found.values) == ("tune_patience", {"trials": PATIENCE})
+
+
+def test_the_search_ends_when_nothing_promises_more() -> None:
+    one = make_search([Setting(name="compiled", values=(False, True), default=False, gain=0.2, ordered=False)])
+    assert isinstance(next_start(one, [Trial(value=100.0)]), Proposal)
+    found = next_start(one, [Trial(value=100.0), Trial(settings={"compiled": True}, value=90.0)])
+    assert isinstance(found, Reason) and found.code == "tune_all_tried"
+    tiny = make_search([Setting(name="compiled", values=(False, True), default=False, gain=0.001, ordered=False)])
+    found = next_start(tiny, [Trial(value=100.0)])
+    assert isinstance(found, Reason) and found.code == "tune_no_hope"
+
+
+def test_the_best_settings_bring_more_than_the_margin() -> None:
+    trials = [Trial(value=100.0), Trial(settings={"sequences": 16}, value=101.0)]
+    assert best_settings(search(), trials, 2) == []
+    trials += [Trial(settings={"sequences": 32}, value=150.0), Trial(settings={"memory": 0.8}, value=140.0)]
+    assert best_settings(search(), trials, 2) == [{"sequences": 32}, {"memory": 0.8}]
+
+
+def test_blocks_of_the_proof() -> None:
+    assert blocks_needed(math.log(1.5), 0.01) == 3
+    assert 4 <= blocks_needed(math.log(1.1), 0.03) <= 9
+    assert blocks_needed(math.log(1.03), 0.03) == 10
+    assert list(proof_order(3)) == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+
+
+def test_the_answer_of_the_proof() -> None:
+    base = [100.0, 101.0, 99.0, 100.0]
+    better, best = {"sequences": 16}, {"sequences": 32}
+    answer = decide("output_tok_s", base, [(better, [130.0, 131, 129, 130]), (best, [142.0, 141, 143, 142])])
+    assert (answer.verdict, answer.settings) == ("set", best)
+    assert answer.ratio == pytest.approx(1.42, abs=0.001)
+    assert answer.low is not None and answer.high is not None and 1.38 < answer.low < 1.42 < answer.high < 1.46
+    equal = decide("output_tok_s", base, [(better, base), (best, [90.0, 91, 89, 90])])
+    assert (equal.verdict, equal.settings) == ("keep", {})
+    wide = decide("output_tok_s", base, [(better, [150.0, 90, 150, 90])])
+    assert (wide.verdict, wide.settings) == ("inconclusive", better)
+    assert wide.needed is not None and wide.needed > 4
+    assert decide("output_tok_s", base, []).verdict == "keep"
