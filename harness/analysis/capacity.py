@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from harness.analysis.probe import MeasuredProbe, Probe
 from harness.analysis.slo import CapacitySlo, ProbeBlock
-from harness.analysis.stats import welch_effect
+from harness.analysis.stats import ASSUMED_FREEDOM, ASSUMED_SD, welch_effect
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.summary import Reason, because
 from harness.base.units import short_percent
@@ -393,29 +393,42 @@ def find_crossovers(servers: Sequence[ServerCapacity]) -> list[CapacityAnswer]:
     return [msgspec.structs.replace(answer, base=base, side=side) for base, side, answer in crossings]
 
 
-def find_crossing(base: Mapping[int, Sequence[float]], side: Mapping[int, Sequence[float]]) -> CapacityAnswer:
+def find_crossing(
+    base: Mapping[int, Sequence[float]],
+    side: Mapping[int, Sequence[float]],
+    *,
+    linear: bool = False,
+    assume_spread: bool = False,
+) -> CapacityAnswer:
     """Compare two servers by their runs at each level, {level: one positive value of each run}. More is better.
 
     At each level that both have, the difference of the mean logarithms of their runs decides which one is better.
     Between two levels it is a straight line over the logarithm of the level. The crossing is where it changes its sign.
     Its interval is that of means drawn with the spread of each server's runs, which is pooled over the levels.
+    `linear`: the values are speeds, and between two levels the times are straight lines over the level itself, as is
+    the time of a token over its context. `assume_spread`: pool an assumed spread of runs, for servers without repeats.
 
     With fewer than two common levels, or a server without two runs at any level, the answer is `cannot_tell`.
     """
     levels = sorted(level for level in base.keys() & side.keys() if base[level] and side[level])
     logs = [[np.log(np.asarray(runs[level], dtype=np.float64)) for level in levels] for runs in (side, base)]
     means = np.array([[runs.mean() for runs in server] for server in logs])
-    differences = means[0] - means[1] if levels else np.empty(0)
-    answer = partial(CapacityAnswer, complete=True, levels=levels, ratios=[math.exp(value) for value in differences])
+    ratios = [math.exp(value) for value in means[0] - means[1]] if levels else []
+    answer = partial(CapacityAnswer, complete=True, levels=levels, ratios=ratios)
     inconclusive = answer(kind="cannot_tell", level=None, low=None, high=None)
     freedom = [sum(len(runs) - 1 for runs in server) for server in logs]
-    if len(levels) < 2 or min(freedom) < 1:
+    if len(levels) < 2 or (min(freedom) < 1 and not assume_spread):
         return inconclusive
-    axis = np.log(np.array(levels, dtype=np.float64))
+
+    def difference(of_side: Floats, of_base: Floats) -> Floats:
+        return np.exp(-of_base) - np.exp(-of_side) if linear else of_side - of_base
+
+    axis = np.array(levels, dtype=np.float64) if linear else np.log(np.array(levels, dtype=np.float64))
     generator = np.random.default_rng(20261124)
-    drawn = differences + _drawn_errors(logs[0], generator) - _drawn_errors(logs[1], generator)
+    errors = [_drawn_errors(runs, generator, assumed=assume_spread) for runs in logs]
+    differences, drawn = difference(*means)[None], difference(means[0] + errors[0], means[1] + errors[1])
     kinds = _classify(drawn)
-    kind: AnswerKind = _classify(differences[None])[0].item()
+    kind: AnswerKind = _classify(differences)[0].item()
     agree = np.isin(kinds, [kind, "always"] if kind in ("from", "until") else [kind])
     if kind == "cannot_tell" or agree.mean() < (1 + MASS) / 2:
         return inconclusive
@@ -424,15 +437,20 @@ def find_crossing(base: Mapping[int, Sequence[float]], side: Mapping[int, Sequen
     # A draw in which the side is always better crosses at or beyond the end of the levels.
     end = axis[0] if kind == "from" else axis[-1]
     crossings = np.where(kinds[agree] == "always", end, _last_sign_changes(axis, drawn[agree]))
-    low, high = np.exp(np.quantile(crossings, [(1 - MASS) / 2, (1 + MASS) / 2]))
-    level = float(np.exp(_last_sign_changes(axis, differences[None])[0]))
-    return answer(kind=kind, level=level, low=float(low), high=float(high))
+    quantiles = np.quantile(crossings, [(1 - MASS) / 2, (1 + MASS) / 2])
+    found = np.array([_last_sign_changes(axis, differences)[0], *quantiles])
+    level, low, high = found if linear else np.exp(found)
+    return answer(kind=kind, level=float(level), low=float(low), high=float(high))
 
 
-def _drawn_errors(logs: Sequence[Floats], generator: np.random.Generator) -> Floats:
-    """Draws of the errors of the means, as an array of draws x levels: Student's t, as the spread is estimated."""
-    squares = sum(float(((runs - runs.mean()) ** 2).sum()) for runs in logs)
-    freedom = sum(len(runs) - 1 for runs in logs)
+def _drawn_errors(logs: Sequence[Floats], generator: np.random.Generator, *, assumed: bool = False) -> Floats:
+    """Draws of the errors of the means, as an array of draws x levels: Student's t, as the spread is estimated.
+
+    `assumed`: pooled with the assumed spread of equal runs.
+    """
+    freedom = ASSUMED_FREEDOM * assumed + sum(len(runs) - 1 for runs in logs)
+    squares = ASSUMED_FREEDOM * ASSUMED_SD**2 * assumed
+    squares += sum(float(((runs - runs.mean()) ** 2).sum()) for runs in logs)
     spread = np.sqrt(squares / generator.chisquare(freedom, (_DRAWS, 1)))
     return spread * generator.normal(size=(_DRAWS, len(logs))) / np.sqrt([len(runs) for runs in logs])
 

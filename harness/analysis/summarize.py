@@ -10,6 +10,7 @@ import numpy as np
 from msgspec.structs import asdict, replace
 
 from harness.analysis import checks, comparable, derive, notes, validity
+from harness.analysis.crossover import setting_answers
 from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import client_errors, client_limits, limited_fields, with_client_errors
 from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
@@ -39,7 +40,7 @@ from harness.records.manifest import Run, origin_notes, read_numbers, without_un
 from harness.records.run_data import CellData, RunData, effective_load, first_arrival_s
 from harness.records.samples import MetricsSample, machine_load, median_load, server_load
 from harness.records.table import Rows
-from harness.scenario import request_tokens
+from harness.scenario import prompts_of, request_tokens
 from harness.scenario.check_syntax import slo_sets
 from harness.scenario.plan import Cell, baseline_of
 
@@ -87,12 +88,13 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         reasons.append(because("settings_failed", "every setting of the sweep failed"))
     rows = _summarize_rows(data, summaries, slos, _invalid_rows(planned_cells, summaries, not_run))
     working = [row for row in rows if row.failed is None]
-    comparison = None
+    comparison, answers = None, list[Reason]()
     # Probes of a capacity search last as long as they need; capacity.json has their results.
     if not run_reasons and all(cell.stopped_after_s is None for cell in run.cells):
         base = baseline_of(run.scenario)
         by_id = {cell.id: cell for cell in summaries}
         comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario)
+        answers = setting_answers(run, working, summaries)
     summary = Summary(
         run=run.id,
         scenario=run.scenario_name,
@@ -115,6 +117,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         rows=rows,
         cells=summaries,
         comparison=comparison,
+        answers=answers,
     )
     return with_checks(Summarized(summary, data), run, read_reference(folder), extra_checks)
 
@@ -314,7 +317,7 @@ def _collect_evidence(facts: _RunFacts, cell: Cell) -> validity.Evidence:
         model=facts.models.get(cell.server),
         sends_finish=cell.server in facts.finishing,
         last_sample=metrics[-1] if metrics else None,
-        tokens=None if is_import else request_tokens(load, run.scenario.prompts),
+        tokens=None if is_import else request_tokens(load, prompts_of(run.scenario, load)),
         exact_prompts=run.scenario.prompts.tokenizer is not None,
         workers=run.workers,
         imported=is_import,

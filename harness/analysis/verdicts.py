@@ -29,7 +29,7 @@ from harness.base.summary import (
 )
 from harness.base.units import count, ratio_text, short_percent
 from harness.records.manifest import definition_conflict
-from harness.scenario import Load, Scenario, is_open_loop
+from harness.scenario import Load, Scenario, is_open_loop, prompts_of
 from harness.scenario.plan import load_of_part, mix_of
 
 _OTHER_WORK = because("other_work", "one makes text and the other embeddings, which have no output tokens")
@@ -302,6 +302,9 @@ def _default_baseline(row: Row, base: Row, named: Mapping[str, Row], scenario: S
         return named.get(f"{row.server}/{load_of_part(row.load)}") or base
     load, base_load = scenario.loads[row.load], scenario.loads[base.load]
     if load.endpoint != base_load.endpoint and load.user == "imported":
+        same_load = named.get(f"{base.server}/{row.load}")
+        return None if same_load is row else same_load
+    if prompts_of(scenario, load) != prompts_of(scenario, base_load):  # only like is compared with like
         same_load = named.get(f"{base.server}/{row.load}")
         return None if same_load is row else same_load
     same_pacing = (is_paced(load), is_open_loop(load)) == (is_paced(base_load), is_open_loop(base_load))

@@ -462,6 +462,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
     checks: list[CheckResult] = []
+    answers: list[Reason] = []  # of a sweep over context depth, prompt length or users: which server is faster where
     # How near each server came to what its GPUs allow, with the fewest users; none if model or GPU is not known.
     hardware_shares: list[Reason] = []
     what_if: list[Reason] = []  # `report --slo`: capacity and attainment for other SLOs; not stored

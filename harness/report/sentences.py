@@ -67,6 +67,8 @@ def _run_answer(summary: Summary, run: Run) -> str:
         return _slo_answer(slos, summary, run)
     if interference := _interference_answer(summary):
         return interference
+    if summary.answers:
+        return " ".join(map(sentence, summary.answers))
     if summary.comparison is not None and summary.comparison.verdicts:
         return _speedup_answer(summary.comparison, summary.rows)
     return _measurements_answer(summary.rows)

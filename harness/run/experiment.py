@@ -110,19 +110,25 @@ def prepare_recorded(experiment: Experiment) -> Experiment:
 
 def input_files(scenario: Scenario) -> list[str]:
     """Return the files that a scenario names, other than locustfiles, as it writes them."""
-    prompts, loads = scenario.prompts, scenario.loads.values()
-    lengths = [prompts.tokens, *(load.output_tokens for load in loads)]
-    names = [prompts.file, *(each.file for each in lengths if isinstance(each, Lengths))]
+    loads = scenario.loads.values()
+    prompts = [scenario.prompts, *(load.prompts for load in loads if load.prompts is not None)]
+    lengths = [*(each.tokens for each in prompts), *(load.output_tokens for load in loads)]
+    names = [*(each.file for each in prompts), *(each.file for each in lengths if isinstance(each, Lengths))]
     names += [load.trace.file for load in loads if load.trace is not None]
-    names += [prompts.tokenizer] if prompts.tokenizer != SERVER_TOKENIZER else []
+    names += [each.tokenizer for each in prompts if each.tokenizer != SERVER_TOKENIZER]
     return list(dict.fromkeys(name for name in names if name))
 
 
 def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield checks of the scenario's files and of the environment, each with its path in the scenario."""
-    if scenario.prompts.file:
-        yield "$.prompts.file", partial(read_rows, folder / scenario.prompts.file)
-    yield "$.prompts.tokens", partial(pairs_of, scenario.prompts.tokens, folder)
+    prompts = {"$.prompts": scenario.prompts}
+    for name, load in scenario.loads.items():
+        if load.prompts is not None:
+            prompts[f"$.loads.{load_of_part(name) or load_of_stage(name) or name}.prompts"] = load.prompts
+    for path, each in prompts.items():
+        if each.file:
+            yield f"{path}.file", partial(read_rows, folder / each.file)
+        yield f"{path}.tokens", partial(pairs_of, each.tokens, folder)
     yield "$.prompts.tokenizer", partial(local_words, scenario.prompts, folder)
     users: set[str] = set()
     for row, load in scenario.loads.items():

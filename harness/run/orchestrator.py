@@ -35,6 +35,7 @@ from harness.scenario import (
     Warmup,
     connections_per_process,
     locustfile_of,
+    prompts_of,
     warmup_of,
     wave_size,
 )
@@ -364,7 +365,8 @@ def make_job(
     scenario, folder, run_folder = experiment.scenario, experiment.folder, run_folder.resolve()
     jobs = []
     for cell in cells:
-        load, prompts = scenario.loads[cell.load], scenario.prompts
+        load = scenario.loads[cell.load]
+        prompts = prompts_of(scenario, load)
         trace = None if load.trace is None else (folder / load.trace.file).resolve()
         marks = None if trace is None else trace.with_name("processes.jsonl")
         salt_source = f"{cell.id}/{resumed}" if resumed else cell.id

@@ -137,6 +137,18 @@ class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     for_s: Positive  # seconds
 
 
+class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the prompts come from. The sequence is a function of the scenario's seed."""
+
+    kind: Literal["synthetic", "file", "classification"] = "synthetic"  # classification: a few hundred that ship
+    tokens: Tokens | Lengths = 256  # synthetic: length of each prompt, in words of about one token
+    # synthetic: [exact lengths](scenarios.md#exact-prompt-lengths), by a local tokenizer.json or by `server`, its own
+    tokenizer: Line | None = None
+    file: Line | None = None  # file: [your prompts](scenarios.md#prompt-files), relative to the scenario
+    system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # length of a system prompt that all requests share
+    salt: bool = True  # start each prompt with words of the cell, so that no prefix cache of an earlier cell helps
+
+
 class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
@@ -161,6 +173,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     regenerate: Share = 0.0  # chat: share of the questions that are asked again, word for word
     agent: Agent | None = None  # agent: its steps and tools
     rag: Rag | None = None  # rag: the documents
+    prompts: Prompts | None = None  # of this load; default: those of the scenario
     # length of an answer (`max_tokens`); the length of a row of a batch file is used first
     output_tokens: Tokens | Lengths = 128
     # fixed: exactly this length (`ignore_eos`), to compare engines; natural: at most, stop at end-of-sequence
@@ -177,18 +190,6 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     timeout_s: Annotated[float, Meta(ge=0.001, le=1e7)] = 300.0
     vary: dict[str, list[Any] | Span] = {}  # a [sweep](sweeps.md): values by key, such as users or arrivals.rate
     where: Annotated[list[str], Meta(max_length=20)] = []  # conditions, as of a server
-
-
-class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the prompts come from. The sequence is a function of the scenario's seed."""
-
-    kind: Literal["synthetic", "file", "classification"] = "synthetic"  # classification: a few hundred that ship
-    tokens: Tokens | Lengths = 256  # synthetic: length of each prompt, in words of about one token
-    # synthetic: [exact lengths](scenarios.md#exact-prompt-lengths), by a local tokenizer.json or by `server`, its own
-    tokenizer: Line | None = None
-    file: Line | None = None  # file: [your prompts](scenarios.md#prompt-files), relative to the scenario
-    system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # length of a system prompt that all requests share
-    salt: bool = True  # start each prompt with words of the cell, so that no prefix cache of an earlier cell helps
 
 
 class Warmup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -262,6 +263,10 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     generator: Literal["process", "container"] = "process"  # of the load: on this host, or the project's Dockerfile
     api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
     swept: Sweep | None = None  # made from `vary` when the file is read; None: nothing is varied
+
+
+def prompts_of(scenario: Scenario, load: Load) -> Prompts:
+    return load.prompts or scenario.prompts
 
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:

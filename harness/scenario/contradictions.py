@@ -144,6 +144,9 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     several = user in ("chat", "agent", "rag") or (load.batch_size or 1) > 1
     text = "each of its rows is one request; use 'user: batch' without 'batch_size'"
     yield load.trace is not None and several, ".trace", text
+    tokenizer = None if load.prompts is None else load.prompts.tokenizer
+    text = "one tokenizer serves all loads: set it in the scenario's 'prompts'"
+    yield tokenizer not in (None, prompts.tokenizer), ".prompts.tokenizer", text
     amounts = [load.requests, load.duration_s].count(None)
     no_amount = load.trace is None and not load.stages and amounts != 1
     yield no_amount, ".requests", "give exactly one of 'requests' and 'duration_s'"
@@ -152,7 +155,8 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
         yield not load.stream, ".abandon.after_tokens", text
     if load.answer is not None:
         text = "'auto' are the labels of 'prompts.kind: classification'; list the choices"
-        yield load.answer.choice == "auto" and prompts.kind != "classification", ".answer.choice", text
+        kind = (load.prompts or prompts).kind
+        yield load.answer.choice == "auto" and kind != "classification", ".answer.choice", text
         text = "an answer of a form ends where the form ends; add 'output: natural' to the load"
         yield load.output == "fixed", ".answer", text
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.base.errors import Problem, did_you_mean
-from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, SweepRow
+from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, SweepRow, prompts_of
 from harness.scenario.shape import decode
 
 MAX_COMBINATIONS = 10_000  # of one server or load, before `where`
@@ -28,9 +28,19 @@ def expand(scenario: Scenario) -> tuple[Scenario, list[Problem]]:
     """Replace each server and load that has `vary` by its rows. Returns problems too; what has one is left out."""
     problems: list[Problem] = []
     servers, swept_servers = _expand_parts(scenario.servers, "servers", problems)
-    loads, swept_loads = _expand_parts(scenario.loads, "loads", problems)
+    loads, swept_loads = _expand_parts(_with_prompts(scenario), "loads", problems)
     swept = Sweep(servers=swept_servers, loads=swept_loads) if swept_servers or swept_loads else None
     return replace(scenario, servers=servers, loads=loads, swept=swept), problems
+
+
+def _with_prompts(scenario: Scenario) -> dict[str, Load]:
+    """Return the loads; one that varies a key of its prompts has those of the scenario, so that the others are kept."""
+    return {
+        name: replace(load, prompts=prompts_of(scenario, load))
+        if any(key.startswith("prompts.") for key in load.vary)
+        else load
+        for name, load in scenario.loads.items()
+    }
 
 
 def _expand_parts(

@@ -20,7 +20,7 @@ from harness.base.summary import sentence
 from harness.base.units import count
 from harness.failures.table import protected_flags, removed_flags, removed_variables
 from harness.records.manifest import Startup
-from harness.scenario import Gateway, Load, Prompts, Scenario, Server, max_concurrency, request_tokens
+from harness.scenario import Gateway, Load, Prompts, Scenario, Server, max_concurrency, prompts_of, request_tokens
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, find_variable_names, interpolate
 from harness.serve.engine import engine_shares_files
 from harness.serve.lemonade import MAX_THREADS, MODEL_PREFIXES, bare_name, count_server_threads
@@ -308,7 +308,7 @@ def list_notes(scenario: Scenario, threads: int | None = None) -> list[str]:
             notes.append(f"server '{name}': {_OVERRIDE_NOTE}")
         for load_name, load in scenario.loads.items():
             load_notes = (
-                _note_length(server, load, scenario.prompts),
+                _note_length(server, load, prompts_of(scenario, load)),
                 _note_queue(server, load, threads),
                 _note_slots(server, load, scenario.model),
             )
@@ -396,7 +396,7 @@ def context_problem(
     `startup`: what the running server reports; None before its start, when only the scenario's variables are known.
     `attached`: the server was not started by this scenario.
     """
-    tokens = request_tokens(scenario.loads[load], scenario.prompts)
+    tokens = request_tokens(scenario.loads[load], prompts_of(scenario, scenario.loads[load]))
     limit, contexts = None, list[Context | None]()
     if startup is not None:
         limit, engine = startup.max_model_len, next((each for each in engines() if each.name == startup.engine), None)

@@ -12,7 +12,7 @@ import msgspec
 
 from harness.base.errors import HarnessError
 from harness.base.files import read_text
-from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, requests_per_task
+from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, prompts_of, requests_per_task
 from harness.scenario.behaviour import Lengths, Pairs, length_at, read_length_file
 from harness.workload.prompt_file import Message as Message
 from harness.workload.prompt_file import PromptRow, read_rows
@@ -284,26 +284,25 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
     are sent together: bursts or conversations. If the server's tokenizer chooses the words, which are unknown here, it
     has this fact.
     """
-    prompts = scenario.prompts
-    rows = read_rows(folder / prompts.file) if prompts.file else []
-    pairs = pairs_of(prompts.tokens, folder)
-    words = local_words(prompts, folder)
-    by_row = any(row.max_tokens is not None for row in rows)
+    words, tokenizer = local_words(scenario.prompts, folder), scenario.prompts.tokenizer
     digest = hashlib.sha256()
-    if prompts.tokenizer is not None:
-        digest.update(b"tokens counted by the server" if prompts.tokenizer == SERVER_TOKENIZER else b"tokens counted")
+    if tokenizer is not None:
+        digest.update(b"tokens counted by the server" if tokenizer == SERVER_TOKENIZER else b"tokens counted")
+    files = {prompts_of(scenario, load).file for load in scenario.loads.values()}
+    rows_of = {file: read_rows(folder / file) if file else [] for file in files}
     for name, load in sorted(scenario.loads.items()):
         digest.update(msgspec.json.encode([name, scenario.seed, _load_parameters(load)]))
         if load.trace is not None:
             digest.update(msgspec.json.encode(_trace_parameters(load.trace, scenario.seed, folder)))
             continue
-        lengths = pairs_of(load.output_tokens, folder)
+        prompts, lengths = prompts_of(scenario, load), pairs_of(load.output_tokens, folder)
+        rows, pairs = rows_of[prompts.file], pairs_of(prompts.tokens, folder)
         workload = Workload(prompts, load, scenario.seed, None, rows, pairs, lengths, words)
         count, group = load.requests or _TIMED_REQUESTS, requests_per_task(load)
         for first in range(0, count, group):
             requests = [workload.messages(index) for index in range(first, min(first + group, count))]
             digest.update(msgspec.json.encode(requests))
-        if by_row or not isinstance(load.output_tokens, int):
+        if any(row.max_tokens is not None for row in rows) or not isinstance(load.output_tokens, int):
             digest.update(msgspec.json.encode([workload.output_tokens(index) for index in range(count)]))
     return digest.hexdigest()
 
