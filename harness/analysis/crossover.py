@@ -1,13 +1,13 @@
 """The answer of a sweep over context depth, prompt length or users: from which value on another server is faster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from harness.analysis.capacity import CapacityAnswer, find_crossing
+from harness.analysis.capacity import find_crossing
 from harness.analysis.stats import geometric_ratio, welch_effect
 from harness.base.summary import MARGIN, CellSummary, Numbers, Reason, Row, because
-from harness.base.units import factor, short_percent, significant
+from harness.base.units import count, factor, short_percent, significant
 from harness.records.manifest import Run
 from harness.scenario.plan import baseline_of
 
@@ -74,10 +74,14 @@ def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) 
         settings = swept.loads[row.load].settings if row.load in swept.loads else {}
         axis = next((key for key in AXES if isinstance(settings.get(key), int)), None)
         if axis is not None:
-            others = ", ".join(f"{key} {value}" for key, value in settings.items() if key != axis)
+            others = ", ".join(_setting_text(key, value) for key, value in settings.items() if key != axis)
             levels = found.setdefault((swept.loads[row.load].of, axis, others), {}).setdefault(row.server, {})
             levels[settings[axis]] = [valid[name] for name in row.cells if name in valid]
     return [Question(*key, cells=of) for key, of in found.items() if max(map(len, of.values())) > 1]
+
+
+def _setting_text(key: str, value: Any) -> str:
+    return count(value, "user") if key == "users" else f"{key} {value}"
 
 
 def setting_answers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) -> list[Reason]:
@@ -86,7 +90,7 @@ def setting_answers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary])
     answers = [answer for one in questions if (answer := _answer(run, one)) is not None]
     loads = {one.load for one in questions}
     named = {
-        (one.load, one.others): ": ".join(filter(None, (one.load if len(loads) > 1 else "", one.others)))
+        (one.load, one.others): ", ".join(filter(None, (one.load if len(loads) > 1 else "", one.others)))
         for one in questions
     }
     return [

@@ -26,6 +26,7 @@ from harness.records.manifest import Run, ServedBy
 from harness.report import page, sentences, table
 from harness.report.charts import Figure, figures, row_keys, server_keys
 from harness.report.charts.capacity import attainment_chart
+from harness.report.charts.crossover import crossover_charts
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
@@ -124,7 +125,7 @@ def render_run(folder: Path, run: Run, summary: Summary, summarized: Summarized 
 
 def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport | None = None) -> str:
     """Return the page. `capacity`: the result of a capacity search."""
-    charts_of_sweep = sweep_charts(summary, run)
+    charts_of_sweep = crossover_charts(summary, run) or sweep_charts(summary, run)
     charts = [
         *charts_of_sweep,
         figures.throughput_chart(summary, run),

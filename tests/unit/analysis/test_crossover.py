@@ -1,0 +1,156 @@
+"""Which server is faster from which context depth on: the whole way from records to the answer, with a known truth."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from harness.analysis.capacity import find_crossing
+from harness.analysis.crossover import DEPTH, FEW_CACHED
+from harness.analysis.summarize import summarize
+from harness.base.summary import Summary
+from harness.records.manifest import Run
+from harness.records.records import Request
+from harness.report.charts.crossover import crossover_charts
+from harness.report.sentences import run_answer
+from harness.scenario import prompts_of
+from harness.scenario.file import load_scenario
+from harness.scenario.plan import Cell
+from harness.simulated.engine import PRESETS, EngineConfig, Sequence, SimulatedEngine
+from tests.support.made_runs import request, served_by, write_made_run
+from tests.support.nightly import NIGHTLY
+from tests.support.virtual import VirtualWork, closed_loop
+
+ENGINES = {
+    "steep": replace(PRESETS["instant"], step_base_s=0.002, step_per_kv_token_s=1e-6, prefill_per_token_s=20e-6),
+    "flat": replace(PRESETS["instant"], step_base_s=0.005, step_per_kv_token_s=1e-7, prefill_per_token_s=10e-6),
+}
+OUTPUT, PROMPT = 24, 64
+TEXT = """
+version: 1
+question: From which depth on?
+model: m
+servers: {steep: {template: vllm-cpu}, flat: {template: vllm-cpu}}
+loads:
+  depth: {user: batch, requests: 4, output_tokens: 24, vary: {prompts.system_tokens: [0, 1024, 8192]}}
+prompts: {tokens: 64, salt: false}
+repeats: 2
+"""
+
+
+def measured(config: EngineConfig, depth: int, cell: Cell, start_s: float, process: int, cached: bool) -> list[Request]:
+    """Four answers of a cell in virtual time, one after another, after one that fills the cache."""
+    engine = SimulatedEngine(replace(config, enable_prefix_caching=cached))
+    found, now = [], start_s
+    for number in range(5):
+        prompt = [*range(1, depth + 1), *range(10**6 * (number + 1), 10**6 * (number + 1) + PROMPT)]
+        sequence, sent_s, chunks = Sequence(number, prompt, OUTPUT, now), now, []
+        engine.add(sequence)
+        while (step := engine.begin(now)) is not None:
+            now += step.duration_s
+            chunks += [now - sent_s for _ in engine.complete(step, now)]
+        of_cell = {"cell": cell.id, "load": cell.load, "process": process, "id": f"{cell.id}-{number}"}
+        phase = {"phase": "measured", "index": number - 1} if number else {"phase": "warmup"}
+        tokens = {"prompt_tokens": depth + PROMPT, "output_tokens": OUTPUT, "asked_tokens": OUTPUT}
+        times = {"sent_s": sent_s, "ended_s": chunks[-1], "chunks_s": chunks, "first_visible_s": chunks[0]}
+        times["headers_s"] = chunks[0] / 2
+        cached_tokens = sequence.cached_tokens
+        found.append(request(**of_cell, **phase, **tokens, **times, cached_tokens=cached_tokens))
+        now += 0.001
+    return found
+
+
+def made(folder: Path, text: str = TEXT, *, cached: bool = True, spread: float = 0.01) -> tuple[Run, Summary]:
+    path = folder / "which.yaml"
+    path.write_text(text)
+    scenario, dice = load_scenario(path), random.Random(5)
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        depth = prompts_of(scenario, scenario.loads[cell.load]).system_tokens
+        config = replace(ENGINES[cell.server], slowdown=math.exp(dice.gauss(0, spread)))
+        return measured(config, depth, cell, start_s, process, cached)
+
+    run = write_made_run(folder / "run", made_of=scenario, requests=requests, served=lambda cell: served_by())
+    return run, summarize(folder / "run")
+
+
+def true_depth(steep: EngineConfig, flat: EngineConfig) -> float:
+    """Where a token of both takes equally long, by the formula of a step; the context includes prompt and answer."""
+    context = (flat.step_base_s - steep.step_base_s) / (steep.step_per_kv_token_s - flat.step_per_kv_token_s)
+    return context - PROMPT - OUTPUT / 2
+
+
+def test_the_depth_from_which_the_other_server_decodes_faster(tmp_path: Path) -> None:
+    run, summary = made(tmp_path)
+    (answer,) = summary.answers
+    decode, first = answer.values["parts"]
+    truth = true_depth(ENGINES["steep"], ENGINES["flat"])
+    assert (decode["speed"], decode["kind"], decode["side"]) == ("decode", "from", "flat")
+    assert decode["at"] == pytest.approx(truth, rel=0.05)
+    assert decode["low"] < truth < decode["high"] and decode["high"] - decode["low"] < 0.3 * truth
+    assert (first["kind"], first["levels"]) == ("from", [0, 1024, 8192])
+    assert run_answer(summary, run) == answer.text
+    base = [(verdict.side, verdict.baseline) for verdict in summary.comparison.verdicts] if summary.comparison else []
+    assert ("flat / depth-system-tokens-8192", "steep / depth-system-tokens-8192") in base, "only like with like"
+    decode_chart, first_chart = crossover_charts(summary, run)
+    assert [trace["x"] for trace in decode_chart.figure["data"]] == [[0, 1024, 8192]] * 2
+    (band,) = decode_chart.figure["layout"]["shapes"]
+    assert (band["x0"], band["x1"]) == (decode["low"], decode["high"])
+    assert first_chart.body[0][:2] == ["steep", "0"]
+
+
+def test_a_server_without_a_cache_is_named(tmp_path: Path) -> None:
+    _, summary = made(tmp_path, cached=False)
+    note = summary.answers[0].values["parts"][-1]
+    assert (note["level"], note["share"]) == (1024, 0.0) and note["share"] < FEW_CACHED
+
+
+def test_one_server_and_one_repeat(tmp_path: Path) -> None:
+    text = TEXT.replace(", flat: {template: vllm-cpu}", "").replace("repeats: 2", "repeats: 1")
+    run, summary = made(tmp_path, text, spread=0)
+    decode, _ = summary.answers[0].values["parts"]
+    shallow, deep = (0.002 + 1e-6 * (depth + PROMPT + OUTPUT / 2 + 1) for depth in (0, 8192))
+    assert decode["ratio"] == pytest.approx(deep / shallow, rel=0.002)
+    assert len(crossover_charts(summary, run)) == 2
+    (tmp_path / "two").mkdir()
+    _, summary = made(tmp_path / "two", TEXT.replace("repeats: 2", "repeats: 1"), spread=0)
+    decode, _ = summary.answers[0].values["parts"]
+    assert decode["provisional"] and decode["low"] < true_depth(ENGINES["steep"], ENGINES["flat"]) < decode["high"]
+
+
+def test_prompts_of_a_load_keep_the_other_keys_of_the_scenario(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(TEXT)
+    assert [load.prompts for load in load_scenario(path).loads.values()] == [
+        replace(load_scenario(path).prompts, system_tokens=depth) for depth in (0, 1024, 8192)
+    ]
+    assert load_scenario(path).swept is not None and DEPTH in TEXT
+
+
+def test_the_interval_covers_the_depth() -> None:
+    """Two engines of random costs in virtual time, three repeats, 1.5 % between them."""
+    spaces, covered, found = (400 if NIGHTLY else 40), 0, 0
+    for seed in range(spaces):
+        dice = random.Random(seed)
+        flat = replace(ENGINES["flat"], step_base_s=dice.uniform(0.008, 0.02), step_per_kv_token_s=1e-7)
+        context = dice.uniform(1500, 20_000)
+        steep = replace(flat, step_base_s=flat.step_base_s * dice.uniform(0.4, 0.8))
+        steep = replace(steep, step_per_kv_token_s=1e-7 + (flat.step_base_s - steep.step_base_s) / context)
+        runs = [{depth: [speed(one, depth, dice) for _ in range(3)] for depth in (0, 2048, 8192, 32768)}
+                for one in (steep, flat)]  # fmt: skip
+        answer = find_crossing(*runs, linear=True)
+        if answer.low is not None and answer.high is not None:
+            found += 1
+            covered += answer.low <= true_depth(steep, flat) <= answer.high
+    assert found >= 0.95 * spaces and covered >= 0.9 * found
+
+
+def speed(config: EngineConfig, depth: int, dice: random.Random) -> float:
+    """Tokens a second of one run."""
+    config = replace(config, slowdown=math.exp(dice.gauss(0, 0.015)), jitter=0.02, block_size=1024)
+    config = replace(config, num_gpu_blocks=64, max_model_len=2**16)  # a pool of many blocks takes long to make
+    work = VirtualWork(prompt_tokens=(depth + PROMPT, depth + PROMPT), output_tokens=(OUTPUT, OUTPUT))
+    times = [one.tpot_s or 0 for one in closed_loop(config, 1, work, requests=4, seed=dice.randrange(1 << 30))]
+    return len(times) / sum(times)
