@@ -54,7 +54,7 @@ AXES = {
 Cells = dict[str, dict[int, list[CellSummary]]]  # by server and level
 
 
-class Question(NamedTuple):
+class SweepQuestion(NamedTuple):
     """The rows that differ in one number only, apart from their server."""
 
     load: str  # its name in the file
@@ -63,7 +63,7 @@ class Question(NamedTuple):
     cells: Cells
 
 
-def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) -> list[Question]:
+def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) -> list[SweepQuestion]:
     """Group the valid cells of a sweep of loads by what is compared. None where servers are varied, too."""
     swept = run.scenario.swept
     if swept is None or swept.servers:
@@ -77,7 +77,7 @@ def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) 
             others = ", ".join(_setting_text(key, value) for key, value in settings.items() if key != axis)
             levels = found.setdefault((swept.loads[row.load].of, axis, others), {}).setdefault(row.server, {})
             levels[settings[axis]] = [valid[name] for name in row.cells if name in valid]
-    return [Question(*key, cells=of) for key, of in found.items() if max(map(len, of.values())) > 1]
+    return [SweepQuestion(*key, cells=of) for key, of in found.items() if max(map(len, of.values())) > 1]
 
 
 def _setting_text(key: str, value: Any) -> str:
@@ -100,7 +100,7 @@ def setting_answers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary])
     ]
 
 
-def _answer(run: Run, question: Question) -> Reason | None:
+def _answer(run: Run, question: SweepQuestion) -> Reason | None:
     axis, base = AXES[question.axis], baseline_of(run.scenario).server
     base = base if base in question.cells else next(iter(question.cells))
     sides = [server for server in question.cells if server != base]
@@ -120,7 +120,7 @@ def _answer(run: Run, question: Question) -> Reason | None:
     return because("setting_answer", f"{text}.", **values, parts=[part.values for part in parts])
 
 
-def _runs(question: Question, speed: Speed, server: str) -> dict[int, list[float]]:
+def _runs(question: SweepQuestion, speed: Speed, server: str) -> dict[int, list[float]]:
     """The speed of each valid cell, by level."""
     return {
         level: known
@@ -129,7 +129,7 @@ def _runs(question: Question, speed: Speed, server: str) -> dict[int, list[float
     }
 
 
-def _compare(question: Question, speed: Speed, base: str, side: str) -> Reason | None:
+def _compare(question: SweepQuestion, speed: Speed, base: str, side: str) -> Reason | None:
     """From which level on which of two servers is faster, with its interval."""
     runs = _runs(question, speed, base), _runs(question, speed, side)
     repeated = all(any(len(values) > 1 for values in of.values()) for of in runs)
@@ -164,7 +164,7 @@ def _level_text(axis: Axis, level: float) -> str:
     return axis.at.format(significant(round(level, 1) if level < 100 else round(level)))
 
 
-def _range(question: Question, speed: Speed, server: str) -> Reason | None:
+def _range(question: SweepQuestion, speed: Speed, server: str) -> Reason | None:
     """How much slower a single server is at the last level than at the first."""
     runs = _runs(question, speed, server)
     if len(runs) < 2:
@@ -180,7 +180,7 @@ def _range(question: Question, speed: Speed, server: str) -> Reason | None:
     return because("setting_range", text, speed=speed.id, side=server, levels=list(runs), ratio=ratio)
 
 
-def _uncached(run: Run, question: Question) -> list[Reason]:
+def _uncached(run: Run, question: SweepQuestion) -> list[Reason]:
     """The servers that computed the context again, by their count of cached tokens; unknown counts say nothing."""
     notes = []
     for server, levels in question.cells.items():

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from harness.advice.expect import decode_bound, run_gpu, run_model
-from harness.analysis.crossover import AXES, DECODE, FIRST, RATE, Question, Speed, varied_numbers
+from harness.analysis.crossover import AXES, DECODE, FIRST, RATE, Speed, SweepQuestion, varied_numbers
 from harness.base.summary import CellSummary, Summary
 from harness.base.units import significant
 from harness.records.manifest import Run
@@ -20,7 +20,7 @@ _TITLES = {
 
 def crossover_charts(summary: Summary, run: Run) -> list[Chart]:
     """A chart for each load and speed; empty for a run without such a sweep."""
-    questions: dict[tuple[str, str], list[Question]] = {}
+    questions: dict[tuple[str, str], list[SweepQuestion]] = {}
     for one in varied_numbers(run, summary.rows, summary.cells):
         questions.setdefault((one.load, one.axis), []).append(one)
     return [
@@ -31,7 +31,7 @@ def crossover_charts(summary: Summary, run: Run) -> list[Chart]:
     ]
 
 
-def _chart(summary: Summary, run: Run, questions: Sequence[Question], speed: Speed) -> Chart:
+def _chart(summary: Summary, run: Run, questions: Sequence[SweepQuestion], speed: Speed) -> Chart:
     title, unit, formula = _TITLES[speed]
     load, key = questions[0].load, questions[0].axis
     data: list[Figure] = []
