@@ -3,7 +3,7 @@
 import numpy as np
 
 from harness.advice.queue import faster_with_fewer, slower_action
-from harness.advice.rules import Found, RowFacts, gain, rule
+from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule
 from harness.analysis.time_split import KV_FULL
 from harness.base.engines import default_reserve, safe_utilization
 from harness.base.summary import Action
@@ -21,6 +21,7 @@ FEW_CONTEXTS = 2.0  # of the whole length, that the cache holds: then the length
     means="The KV cache holds fewer requests than run at once. A preempted request loses its part of the cache; its "
     "prompt and its answer so far are computed again.",
     actions="as many sequences as fit; a larger safe share of the memory; a KV cache of smaller numbers",
+    requests=ENOUGH,
 )
 def kv_cache_full(row: RowFacts) -> Found | None:
     usage, preempted = row.most("kv_usage_max") or 0.0, row.most("preemptions") or 0.0
@@ -82,6 +83,7 @@ def _safe_share(row: RowFacts) -> float | None:
     means="The server keeps room for requests that this load never sends. Where slots share the memory, each takes a "
     "whole context of it; else the length decides how much memory the server needs to start.",
     actions="a context as long as needed, with more slots in the same memory",
+    requests=ENOUGH,
 )
 def context_unused(row: RowFacts) -> Found | None:
     startup, usual = row.served.startup, row.tokens
@@ -101,15 +103,14 @@ def context_unused(row: RowFacts) -> Found | None:
             return None
         why = f"the KV cache has {held:,} tokens, and the server starts only if it holds one whole context"
         action = row.action(f"A context of {needed:,} tokens", {"context": needed}, risk="longer requests are refused")
-        return Found(0.01, measured, why, [action], values)
+        return Found(None, measured, why, [action], values)
     slots = row.whole("sequences")
     if slots is None or row.in_flight <= slots:
         return None
     more = min(row.in_flight, slots * context // needed)
-    waiting = row.in_flight - slots
     measured += f"; {slots} of {row.in_flight} requests run at once"
     return Found(
-        cost=0.5 * waiting / row.in_flight,
+        cost=row.queued_part,
         measured=measured,
         why=f"{count(slots, 'slot')} of {context:,} tokens take the memory of "
         f"{slots * context // needed} slots of {needed:,}",
@@ -132,6 +133,7 @@ def context_unused(row: RowFacts) -> Found | None:
     "again; "
     "the rest delays the first token.",
     actions="the prefix cache; as many slots as conversations; a larger KV cache; templates that keep earlier turns",
+    requests=ENOUGH,
 )
 def prefix_recomputed(row: RowFacts) -> Found | None:
     by_turn = _turns(row)

@@ -5,6 +5,7 @@ tokens a second; compute bounds many users and long prompts. docs/expect.md has 
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -14,8 +15,9 @@ from msgspec.structs import replace
 from harness.advice.hardware import GpuSpec, identify_gpu
 from harness.analysis.derive import latency_s
 from harness.base.engines import find_template
+from harness.base.errors import HarnessError
 from harness.base.units import GIB, figures
-from harness.machine.gpus import select_serving_gpus
+from harness.machine.gpus import select_container_gpus
 from harness.records.manifest import CellRun, ModelSize, Run
 from harness.records.run_data import CellData, RunData
 
@@ -34,6 +36,7 @@ class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     share: float  # measured / bound; above 1 with speculation
     word: Word | None  # None: above the bound, or no word is defined
+    usual_share: float  # that engines usually reach or exceed with such a model
     bound_tok_s: float
     measured_tok_s: float
     sentence: str
@@ -75,20 +78,36 @@ def decode_bound(
 
 def typical_decode(bound_tok_s: float) -> tuple[float, float]:
     """Return the range of tok/s of one user that engines usually reach."""
-    low, high = TYPICAL_DECODE
-    return (SMALL_NORMAL if bound_tok_s > SMALL_MODEL_TOK_S else low) * bound_tok_s, high * bound_tok_s
+    return _usual_share(bound_tok_s) * bound_tok_s, TYPICAL_DECODE[1] * bound_tok_s
 
 
-def ttft_floor(size: ModelSize, gpu: GpuSpec, tokens: float, gpus: int = 1) -> tuple[float, float | None]:
+def _usual_share(bound_tok_s: float) -> float:
+    return SMALL_NORMAL if bound_tok_s > SMALL_MODEL_TOK_S else TYPICAL_DECODE[0]
+
+
+def ttft_floor(
+    size: ModelSize, gpu: GpuSpec, tokens: float, gpus: int = 1, cached: float = 0
+) -> tuple[float, float | None]:
     """Return the least seconds to the first token after `tokens` uncached prompt tokens: by bandwidth, by compute.
 
-    Attention, which grows with the square of the length, is not counted, so it stays a floor.
+    Each attends to the `cached` ones and to the uncached ones before it.
     """
     read_s = size.read_bytes / (gpu.bandwidth_gb_s * 1e9 * gpus)
     flops = compute_flops(size, gpu)
     if size.params is None or flops is None:
         return read_s, None
-    return read_s, 2 * (size.params - size.head_params) * tokens / (flops * gpus)
+    compute_s = 2 * (size.params - size.head_params) * tokens / flops
+    pairs = _attended(cached + tokens, None) - _attended(cached, None)
+    sliding_pairs = _attended(cached + tokens, size.window) - _attended(cached, size.window)
+    # Two products of keys, queries and values for each pair; engines compute them in 16 bit.
+    attention = 4 * (size.attention_width * pairs + size.sliding_attention_width * sliding_pairs)
+    return read_s, (compute_s + attention / ((gpu.fp16_tflops or 0) * 1e12 or flops)) / gpus
+
+
+def _attended(tokens: float, window: int | None) -> float:
+    """Return the pairs of a token and one that it attends to, after so many tokens."""
+    near = tokens if window is None else min(tokens, window)
+    return near * near / 2 + (tokens - near) * near
 
 
 def compute_flops(size: ModelSize, gpu: GpuSpec) -> float | None:
@@ -121,6 +140,7 @@ def share(data: RunData, cell: CellData) -> Share | None:
     return Share(
         share=result,
         word=word,
+        usual_share=_usual_share(decode_bound(size, gpu, gpus=gpus)),
         bound_tok_s=bound,
         measured_tok_s=tok_s,
         sentence=_share_sentence(result, tok_s, bound, users, gpu, gpus),
@@ -217,13 +237,32 @@ def _ranks(effective: dict[str, Any]) -> int:
 
 
 def run_gpu(run: Run, ran: CellRun) -> tuple[GpuSpec | None, int]:
-    """Return the GPU that a cell's server used, and how many; None where it used none, or one of another machine."""
+    """Return the GPU that a cell's server used, of several the slowest, and how many.
+
+    None where it used none, or one of another machine.
+    """
     served = ran.served_by
     template = None if served.template is None else find_template(served.template)
     is_local = served.template is not None or re.match(r"https?://(?:127\.|localhost|\[::1\])", served.url) is not None
     layers = served.startup.offloaded_layers if served.startup is not None else None
     on_cpu = (template is not None and template.utilization == "host") or (layers or "").startswith("0/")
-    cards = select_serving_gpus(run.machine.gpus)
+    ranks, cards = _ranks(served.effective), used_cards(run, ran)
     if not is_local or on_cpu or not cards:
         return None, 1
-    return identify_gpu(cards[0]), _ranks(served.effective)
+    known = [identify_gpu(card) for card in cards[:ranks]]
+    specs = [spec for spec in known if spec is not None]
+    return (min(specs, key=lambda spec: spec.bandwidth_gb_s) if len(specs) == len(known) else None), ranks
+
+
+def used_cards(run: Run, ran: CellRun) -> list[Mapping[str, Any]]:
+    """Return the GPUs that a cell's server was given, in its order; none where it is not known which."""
+    server = run.scenario.servers.get(ran.server)
+    variables = {} if server is None else server.variables
+    given, devices, numbers = (variables.get(name) for name in ("environment", "devices", "gpus"))
+    environment = {name: str(value) for name, value in given.items()} if isinstance(given, dict) else {}
+    if isinstance(numbers, list):
+        environment["HIP_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
+    try:
+        return select_container_gpus(run.machine.gpus, devices if isinstance(devices, list) else [], environment)
+    except (HarnessError, KeyError):  # ids of GPUs, a variable of the shell, or cards of an older manifest
+        return []

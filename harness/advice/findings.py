@@ -15,8 +15,9 @@ RULES: tuple[AdviceRule, ...] = (*speed.RULES, *cache.RULES, *queue.RULES, *setu
 
 
 def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
-    """Return at most MAX_FINDINGS findings about a run, the worst first. `summary`: of the run, where it is known.
+    """Return at most MAX_FINDINGS findings about a run, the worst first, then those whose cost no number of it shows.
 
+    `summary`: of the run, where it is known.
     A finding of several rows is listed once, with the numbers of the row that it costs most.
     """
     summary = summary or summarize_data(data).summary
@@ -27,9 +28,13 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
         found.setdefault(one.code, []).append(one)
     ranked = []
     for of_code in found.values():
-        of_code.sort(key=lambda one: -one.cost)
+        of_code.sort(key=_rank)
         ranked.append(replace(of_code[0], rows=[name for one in of_code for name in one.rows]))
-    return sorted(ranked, key=lambda one: -one.cost)[:MAX_FINDINGS]
+    return sorted(ranked, key=_rank)[:MAX_FINDINGS]
+
+
+def _rank(finding: RunFinding) -> float:
+    return 1.0 if finding.cost is None else -finding.cost
 
 
 def with_findings(made: Summarized) -> Summarized:

@@ -134,13 +134,18 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
         longest=longest if type(longest) is int and 1 <= longest <= MAX_SIZE else None,
         kv_bytes=kv_bytes,
         weights_bytes=None if size is None or size.weights_bytes != weights_bytes else weights_bytes,
-        size=None if size is None else with_cache(size, geometry, kv_bytes or 2),
+        size=None if size is None else with_cache(size, geometry, kv_bytes or 2, _attention_size(text, geometry)),
         unknown=unknown,
     )
 
 
-def with_cache(size: ModelSize, geometry: Geometry | None, number_bytes: int) -> ModelSize | None:
-    """Return the size with the KV cache that a token reads; None for a model without weights."""
+def with_cache(
+    size: ModelSize, geometry: Geometry | None, number_bytes: int, attention_size: float
+) -> ModelSize | None:
+    """Return the size with the KV cache that a token reads; None for a model without weights.
+
+    `attention_size`: of the queries of a layer; 0: not known.
+    """
     if size.read_bytes <= 0:
         return None
     if geometry is None:
@@ -151,7 +156,21 @@ def with_cache(size: ModelSize, geometry: Geometry | None, number_bytes: int) ->
         kv_token_bytes=geometry.full_layers * layer_bytes,
         sliding_token_bytes=geometry.sliding_layers * layer_bytes,
         window=geometry.window,
+        attention_width=geometry.full_layers * attention_size,
+        sliding_attention_width=geometry.sliding_layers * attention_size,
     )
+
+
+def _attention_size(text: dict[str, Any], geometry: Geometry | None) -> float:
+    """Return query heads x head size, of a latent the mean of key and value; 0 where config.json does not tell."""
+    try:
+        heads = _parse_positive(text, "num_attention_heads")
+        if geometry is None or not geometry.latent:
+            return 0 if geometry is None else heads * geometry.head_size
+        sizes = (_parse_positive(text, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        return heads * sum(sizes) / 2
+    except _UnknownError:
+        return 0
 
 
 def _folder_size(
@@ -277,9 +296,16 @@ def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
         longest=longest if type(longest) is int and 1 <= longest <= MAX_SIZE else None,
         kv_bytes=2,
         weights_bytes=int(size.weights_bytes),
-        size=with_cache(size, geometry, 2),
+        size=with_cache(size, geometry, 2, _gguf_attention_size(text, geometry)),
         unknown=unknown,
     )
+
+
+def _gguf_attention_size(text: dict[str, Any], geometry: Geometry | None) -> float:
+    heads = text.get("attention.head_count")
+    if geometry is None or geometry.latent or not isinstance(heads, int) or not 1 <= heads <= MAX_SIZE:
+        return 0
+    return heads * geometry.head_size
 
 
 def _gguf_geometry(kind: str, text: dict[str, Any]) -> Geometry:

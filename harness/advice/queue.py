@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from harness.advice.rules import Found, RowFacts, gain, rule
+from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule
 from harness.analysis.numbers import generated_tokens
 from harness.analysis.time_split import SHARE
 from harness.base.summary import Action, Reason
@@ -14,6 +14,7 @@ FREEZE_TIMES, FREEZE_S = 4.0, 0.1  # a pause is long beyond so many times the me
 HALF = 0.5  # of the tokens that abandoned requests asked for
 GATEWAY_SHARE = 0.03  # of the time
 MIN_SAMPLES = 5  # of the server's metrics
+MIN_COMPARED, MIN_WAVES = 30, 3  # requests of a row whose rate is compared, and how often all of them at once
 ROOM = 0.75  # of the KV cache: with less in use, it has room for more requests
 
 
@@ -22,6 +23,7 @@ ROOM = 0.75  # of the KV cache: with less in use, it has room for more requests
     "engine runs more of them at once",
     means="The server is beyond its best concurrency: each further request slows the others by more than it adds.",
     actions="as many sequences as gave the most; the others wait in the queue",
+    requests=MIN_COMPARED,
 )
 def more_is_slower(row: RowFacts) -> Found | None:
     best = faster_with_fewer(row)
@@ -59,6 +61,8 @@ def faster_with_fewer(row: RowFacts) -> RowFacts | None:
     best = max(fewer, key=lambda one: min(one.row.output_tok_s), default=None)
     if best is None or not rates or row.load.arrivals is not None:
         return None
+    if any(one.row.pooled.succeeded < max(MIN_COMPARED, MIN_WAVES * one.in_flight) for one in (row, best)):
+        return None
     return best if max(rates) < MUCH_SLOWER * min(best.row.output_tok_s) else None
 
 
@@ -76,6 +80,7 @@ def slower_action(row: RowFacts, sequences: int, expected: Reason | None) -> Act
     when="requests waited in the server's queue for 20 % of their time while at most 75 % of the KV cache was in use",
     means="The server computes fewer requests at once than its memory allows.",
     actions="more sequences or slots",
+    requests=ENOUGH,
 )
 def queue_with_room(row: RowFacts) -> Found | None:
     split, usage = row.row.time, row.most("kv_usage_max")
@@ -85,13 +90,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
         return None
     if running is not None and running <= slots / 2:  # something else keeps requests from running
         return None
-    running_sum, waiting_sum = (
-        sum(one.values.get(name, 0.0) for one in row.samples) for name in ("running", "waiting")
-    )
-    share = waiting_sum / (running_sum + waiting_sum) if running_sum else 0.0  # of the time, by the samples
-    if split is not None and split.queue_s is not None:
-        share = split.queue_s / split.e2e_s
-    if share < SHARE or len(row.samples) < MIN_SAMPLES:
+    if row.queued_part < SHARE or len(row.samples) < MIN_SAMPLES:
         return None
     fits = row.in_flight if not usage else min(row.in_flight, int(0.9 * slots / usage))
     ttft_s, waited_s = row.row.pooled.ttft.mean, None if split is None else split.queue_s
@@ -109,7 +108,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
     if (context := row.whole("context")) is not None and row.shares_context:
         changes["context"] = fits * context
     return Found(
-        cost=share,
+        cost=row.queued_part,
         measured=measured,
         why=f"{row.title} runs at most {slots} at once",
         actions=[
@@ -129,6 +128,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
     "preemptions, and one step computes more than 256 tokens of a prompt",
     means="While a long prompt is computed, all running answers wait: each step has tokens of prompts and of answers.",
     actions="fewer tokens in a step, so that prompts are computed in smaller chunks",
+    requests=ENOUGH,
 )
 def prompts_freeze_answers(row: RowFacts) -> Found | None:
     gaps, batched = join_gaps(row.data.cells[name].counted_gaps for name in row.row.cells), row.whole("batched_tokens")
@@ -175,6 +175,7 @@ def _paused(gaps: Gaps, usual_s: float) -> float:
     when="users left before the answer was complete, and the server computed at least half of what they did not read",
     means="The server does not notice, or ignores, that the user is gone, and computes tokens that are never read.",
     actions="cancel on disconnect: no proxy that hides it; shorter answers",
+    requests=ENOUGH,
 )
 def abandoned_computed(row: RowFacts) -> Found | None:
     if not row.row.pooled.abandoned:
@@ -218,6 +219,7 @@ def _typical_read(row: RowFacts) -> int:
     "often",
     means="The program accepts connections too slowly for its listen queue; a lost SYN is sent again after 1 s.",
     actions="fewer new connections at once; a proxy that keeps connections",
+    requests=ENOUGH,
 )
 def listen_queue_full(row: RowFacts) -> Found | None:
     numbers = row.row.pooled
@@ -225,9 +227,10 @@ def listen_queue_full(row: RowFacts) -> Found | None:
     retried = max(numbers.connect_retried, overflows)
     if retried < 0.01 * numbers.sent or not retried:
         return None
-    busy_s = (numbers.e2e.mean or 0.0) * numbers.succeeded
+    busy_s, connect = (numbers.e2e.mean or 0.0) * numbers.succeeded, numbers.connect
+    waited_s = (connect.mean or 0.0) * connect.n
     return Found(
-        cost=retried * 1.0 / max(1.0, retried + busy_s),
+        cost=waited_s / (waited_s + busy_s) if waited_s and busy_s else None,
         measured=f"{numbers.connect_retried:,} of {numbers.sent:,} requests waited 1 s or more for a connection; the "
         f"listen queue overflowed {overflows:,} times",
         why="the program's listen queue is short, and a connection is opened for each request",
@@ -247,6 +250,7 @@ def listen_queue_full(row: RowFacts) -> Found | None:
     when="a gateway is in front of the server, and takes 3 % of the time or more",
     means="Each request and each chunk passes through one more program.",
     actions="more processes of the gateway, or requests that go to the server itself",
+    requests=ENOUGH,
 )
 def gateway_share(row: RowFacts) -> Found | None:
     split, gateway = row.row.time, row.data.run.scenario.servers[row.row.server].gateway
@@ -299,6 +303,7 @@ def _alone(row: RowFacts) -> list[RowFacts]:
     when="20 % of the time of requests was spent outside the engine, without a gateway",
     means="The program that takes requests, makes tokens of texts and sends the answers is the limit, not the GPU.",
     actions="more API processes; a free core; fewer and larger chunks",
+    requests=ENOUGH,
 )
 def api_process(row: RowFacts) -> Found | None:
     split = row.row.time

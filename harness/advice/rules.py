@@ -4,7 +4,8 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -19,6 +20,7 @@ from harness.records.table import Floats
 from harness.scenario import Load, max_concurrency
 
 MAX_LOG_BYTES = 1_000_000
+ENOUGH = 20  # requests of a row whose times show a cause
 # What rows of the same requests may differ in: how many are sent at once, and for how long.
 _AMOUNTS = {"users", "batch_size", "in_flight", "requests", "processes", "duration_s", "drain_s", "ramp_s"}
 
@@ -26,7 +28,7 @@ _AMOUNTS = {"users", "batch_size", "in_flight", "requests", "processes", "durati
 class Found(NamedTuple):
     """What a rule found in a row; see RunFinding."""
 
-    cost: float
+    cost: float | None  # None: no number of this run shows it
     measured: str
     why: str
     actions: Sequence[Action]
@@ -41,9 +43,10 @@ class AdviceRule(NamedTuple):
     means: str
     actions: str
     check: "Callable[[RowFacts], Found | None]"
+    requests: int = 0  # successful ones of a row, below which its times show nothing
 
     def finding(self, row: "RowFacts") -> RunFinding | None:
-        found = self.check(row)
+        found = self.check(row) if row.row.pooled.succeeded >= self.requests else None
         if found is None:
             return None
         return RunFinding(
@@ -53,14 +56,16 @@ class AdviceRule(NamedTuple):
             means=self.means,
             why=found.why,
             actions=list(found.actions),
-            cost=min(1.0, max(0.0, found.cost)),
+            cost=None if found.cost is None else min(1.0, max(0.0, found.cost)),
             values=found.values,
         )
 
 
-def rule(*, when: str, means: str, actions: str) -> "Callable[[Callable[[RowFacts], Found | None]], AdviceRule]":
+def rule(
+    *, when: str, means: str, actions: str, requests: int = 0
+) -> "Callable[[Callable[[RowFacts], Found | None]], AdviceRule]":
     """Make a rule of a check of a row, whose name is the code of the finding."""
-    return lambda check: AdviceRule(check.__name__, when, means, actions, check)
+    return lambda check: AdviceRule(check.__name__, when, means, actions, check, requests)
 
 
 def gain(metric: str, factor: float, text: str) -> Reason:
@@ -109,6 +114,36 @@ class RowFacts(Struct, frozen=True, dict=True):
                 begin_s, end_s = zero_s + float(rows.sent_s.min()), zero_s + float((rows.sent_s + rows.ended_s).max())
                 found += [one for one in self.data.metrics.get(name, []) if begin_s <= one.wall_s <= end_s]
         return found
+
+    def part_of(self, stage: Literal["prefill", "decode"]) -> float | None:
+        """The share of the requests' time in a stage: by the server's times, else by the first token's; None: unknown."""
+        split, numbers = self.row.time, self.row.pooled
+        if split is not None and (known_s := split.prefill_s if stage == "prefill" else split.decode_s) is not None:
+            return known_s / split.e2e_s
+        if not numbers.e2e.mean or numbers.ttft.mean is None:
+            return None
+        first = min(1.0, numbers.ttft.mean / numbers.e2e.mean)
+        return first if stage == "prefill" else 1 - first
+
+    @cached_property
+    def queued_part(self) -> float:
+        """The share of the requests' time in the server's queue: by its times, else by its samples."""
+        split = self.row.time
+        if split is not None and split.queue_s is not None:
+            return split.queue_s / split.e2e_s
+        running, waiting = (sum(one.values.get(name, 0.0) for one in self.samples) for name in ("running", "waiting"))
+        return waiting / (running + waiting) if running else 0.0
+
+    @cached_property
+    def drafts(self) -> tuple[float, float]:
+        """How many tokens speculation drafted while the row was measured, and how many of them were accepted."""
+        drafted = accepted = 0.0
+        for _, samples in groupby(self.samples, key=lambda one: one.cell):
+            known = [one.values for one in samples if "drafted_tokens" in one.values]
+            if len(known) > 1:
+                drafted += known[-1]["drafted_tokens"] - known[0]["drafted_tokens"]
+                accepted += known[-1].get("accepted_tokens", 0.0) - known[0].get("accepted_tokens", 0.0)
+        return drafted, accepted
 
     @cached_property
     def tokens(self) -> Floats:
@@ -192,6 +227,12 @@ class RowFacts(Struct, frozen=True, dict=True):
         given = self.data.run.scenario.servers[self.row.server].variables.get("environment")
         return dict(given) if isinstance(given, dict) else {}
 
+    def variable(self, name: str) -> str | None:
+        """A variable of the environment, of the scenario or else of the image; None: it is not set, or not known."""
+        contents = self.served.contents
+        value = self.environment.get(name, None if contents is None else contents.environment.get(name))
+        return None if value is None else str(value)
+
     @cached_property
     def log(self) -> str:
         """The start of the server's log, of the first cell of this server that has one."""
@@ -208,7 +249,9 @@ class RowFacts(Struct, frozen=True, dict=True):
         value = self.setting(name)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
-    def action(self, do: str, changes: dict[str, Any], *, gain: Reason | None = None, risk: str = "") -> Action:
+    def action(
+        self, do: str, changes: dict[str, Any], *, gain: Reason | None = None, risk: str = "", verify: str = ""
+    ) -> Action:
         """An action that changes settings of the engine, by name; None: to the value of the engine's file."""
         known = {} if self.engine is None else self.engine.settings
         risks = [risk, *(known[name].risk for name in changes if name in known)]
@@ -217,7 +260,7 @@ class RowFacts(Struct, frozen=True, dict=True):
             settings=self._spell({name: (known[name], value) for name, value in changes.items() if name in known}),
             gain=gain,
             risk="; ".join(filter(None, risks)),
-            verify=self.verify("variables" if self.served.template is not None else "effective"),
+            verify=verify or self.verify("variables" if self.served.template is not None else "effective"),
         )
 
     def verify(self, about: str) -> str:

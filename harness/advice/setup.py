@@ -5,16 +5,18 @@ from typing import Any
 import numpy as np
 
 from harness.advice.expect import decode_bound, run_gpu, run_model, ttft_floor
-from harness.advice.rules import Found, RowFacts, gain, rule
+from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule
 from harness.base.metrics import METRICS
 from harness.base.summary import Action
-from harness.base.units import figures, milliseconds, short_percent
+from harness.base.units import count, figures, milliseconds, short_percent
 from harness.scenario.check_syntax import parse_check
 
 SMALL_SHM = 64 << 20  # Docker's default
 FIRST_SLOW, FIRST_PART = 3.0, 0.1  # times the usual TTFT; of the time of all requests
 CLIENT = 0.05  # of a number
 FEW_ACCEPTED, MIN_DRAFTED = 0.4, 500
+SLOWER = 1.02  # beyond what equal runs differ
+SPECULATION = "harness run speculation"
 
 
 @rule(
@@ -33,7 +35,7 @@ def small_shared_memory(row: RowFacts) -> Found | None:
     if not isinstance(size, int) or size > SMALL_SHM:
         return None
     return Found(
-        cost=0.2,
+        cost=None,
         measured=f"{together} workers share {size >> 20} MiB of /dev/shm",
         why="Docker's default of 64 MiB",
         actions=[row.action("A /dev/shm of 16 GiB, of which only pages in use take memory", {"shm": None})],
@@ -57,7 +59,7 @@ def versions_differ(row: RowFacts) -> Found | None:
         asked = [servers[one].variables.get("image") for one in (row.row.server, other.server)]
         if None not in (version, _version(facts)) and version != _version(facts) and asked[0] == asked[1]:
             return Found(
-                cost=0.02,
+                cost=None,
                 measured=f"{row.row.server} runs {row.title} {version}, {other.server} {_version(facts)}",
                 why="each server brings its own engine",
                 actions=[
@@ -95,7 +97,7 @@ def setting_replaced(row: RowFacts) -> Found | None:
         return None
     (key, (asked, ran)), *_ = different.items()
     return Found(
-        cost=0.05,
+        cost=None,
         measured=f"the scenario gives {key} {asked}, and the server runs with {ran}",
         why="the server limits it, an argument comes twice, or this version does not know it",
         actions=[
@@ -163,6 +165,7 @@ def cold_start(row: RowFacts) -> Found | None:
     when="the load generator's delays may change a number of the row by 5 % or more",
     means="The client is a part of what was measured.",
     actions="more load processes; a free core; another machine for the load",
+    requests=ENOUGH,
 )
 def load_generator(row: RowFacts) -> Found | None:
     errors = {metric: max(error) for metric, error in row.row.client_error.items()}
@@ -171,7 +174,7 @@ def load_generator(row: RowFacts) -> Found | None:
         return None
     more = 2 * row.load.processes
     return Found(
-        cost=min(0.9, errors[worst]),
+        cost=errors[worst],
         measured=f"delays of the load generator are up to {short_percent(errors[worst])} of {worst}",
         why="its processes were busy, or waited for a free core",
         actions=[
@@ -192,26 +195,79 @@ def load_generator(row: RowFacts) -> Found | None:
     actions="fewer drafted tokens, or no speculation; measure with the number of users that you expect",
 )
 def speculation_rejected(row: RowFacts) -> Found | None:
-    samples = [one.values for one in row.samples if "drafted_tokens" in one.values]
-    if len(samples) < 2:
-        return None
-    drafted = samples[-1]["drafted_tokens"] - samples[0]["drafted_tokens"]
-    accepted = samples[-1].get("accepted_tokens", 0.0) - samples[0].get("accepted_tokens", 0.0)
+    drafted, accepted = row.drafts
     if drafted < MIN_DRAFTED or accepted >= FEW_ACCEPTED * drafted:
         return None
     return Found(
-        cost=0.2 * (1 - accepted / drafted),
+        cost=None,
         measured=f"{short_percent(accepted / drafted)} of {drafted:,.0f} drafted tokens were accepted",
         why="the draft does not fit these answers",
         actions=[
-            Action(
-                do="Draft fewer tokens, or start the server without speculation",
+            row.action(
+                "Draft fewer tokens, or start the server without speculation",
+                {"drafts": None},
                 risk="one user alone may be slower",
-                verify=row.verify("variables"),
+                verify=SPECULATION,
             )
         ],
         values={"drafted": drafted, "accepted": accepted},
     )
+
+
+@rule(
+    when="with speculation each token took at least 2 % longer than on the same server without it, in each repeat",
+    means="The draft and the tokens that are not accepted take compute. One user leaves it idle; several users need it.",
+    actions="no speculation from that number of users on",
+    requests=ENOUGH,
+)
+def speculation_costs(row: RowFacts) -> Found | None:
+    ratio = _with_speculation(row)
+    if ratio is None or ratio[1] < SLOWER:
+        return None
+    others = [one for one in row.neighbours if one.in_flight != row.in_flight]
+    known = {one.in_flight: found[0] for one in (row, *others) if (found := _with_speculation(one)) is not None}
+    cheap = [users for users, factor in known.items() if factor < 1]
+    costly = [users for users in known if users > max(cheap, default=0)]
+    if row.in_flight not in costly:  # with more users it pays again: chance, or another cause
+        return None
+    each = ", ".join(f"{users} at once: {figures(factor)} times" for users, factor in sorted(known.items()))
+    drafted, accepted = row.drafts
+    text = f"{short_percent(1 - 1 / ratio[0])} less time for each token, as measured without speculation"
+    return Found(
+        cost=(row.part_of("decode") or 1.0) * (1 - 1 / ratio[0]),
+        measured=f"speculation makes each token slower from {count(min(costly), 'request')} at once on (time of a token "
+        f"with it, {each})",
+        why=f"{short_percent(accepted / drafted)} of the drafted tokens were accepted",
+        actions=[
+            row.action(
+                f"Start the server without speculation for {count(min(costly), 'request')} at once and more",
+                {"drafts": None},
+                gain=gain("tpot_mean", 1 / ratio[0], text),
+                risk="fewer users at once may be slower" if cheap else "",
+                verify=SPECULATION,
+            )
+        ],
+        values={"from": min(costly), "ratios": {str(users): factor for users, factor in sorted(known.items())}},
+    )
+
+
+def _with_speculation(row: RowFacts) -> tuple[float, float] | None:
+    """TPOT with speculation / without: the ratio of the means, and its smallest value over the repeats.
+
+    None where the server does not speculate, or no valid row of the same load and type of server does not.
+    """
+    servers, mine = row.data.run.scenario.servers, row.data.run.scenario.servers[row.row.server]
+    if not row.drafts[0] or row.row.invalid is not None:
+        return None
+    for one in row.run_rows:
+        same = one.row.load == row.row.load and servers[one.row.server].template == mine.template
+        if not same or one.drafts[0] or one.row.invalid is not None:
+            continue
+        with_it, without = ([cell.numbers.tpot.mean for cell in each.cells] for each in (row, one))
+        times, others = [one for one in with_it if one], [one for one in without if one]
+        if times and others:
+            return (sum(times) / len(times)) / (sum(others) / len(others)), min(times) / max(others)
+    return None
 
 
 @rule(
@@ -258,5 +314,5 @@ def slo_beyond_hardware(row: RowFacts) -> Found | None:
 
 RULES = (
     small_shared_memory, versions_differ, setting_replaced, cold_start, load_generator, speculation_rejected,
-    slo_beyond_hardware,
+    speculation_costs, slo_beyond_hardware,
 )  # fmt: skip

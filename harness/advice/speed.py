@@ -1,14 +1,15 @@
 """Findings about the speed of the engine: its share of what the hardware allows, and what slows it."""
 
+import re
+
 import numpy as np
 
-from harness.advice.expect import Share, run_gpu, run_model, share, ttft_floor
+from harness.advice.expect import TYPICAL_PREFILL, Share, run_gpu, run_model, share, ttft_floor, used_cards
 from harness.advice.rules import Found, RowFacts, rule
 from harness.base.summary import Action
 from harness.base.units import GIB, figures, milliseconds, short_percent
 from harness.records.manifest import CellRun
 
-USUAL_SHARE = 0.6  # of the bandwidth: what engines usually reach or exceed
 SLOW_PREFILL = 0.1  # of the compute: engines reach 20 to 60 %
 MIN_PROMPT = 128  # tokens; below it the overhead of a step decides
 OFTEN = 0.5  # of the measured time
@@ -17,7 +18,9 @@ DRIFT = 1.2  # slower at the end than at the start, ...
 DRIFT_S = 20.0  # ... of at least so many seconds
 MIN_REQUESTS = 30  # for a drift
 SHORT_HOST = 1 * GIB  # of free memory: with less, a machine swaps
-AITER_TARGETS = {"gfx942", "gfx950"}
+AITER_TARGETS, _NO_AITER = {"gfx942", "gfx950"}, ("gfx103", "gfx11")  # RDNA 4 has some of its kernels
+# vllm-project/vllm#51136, ROCm/aiter#1552
+_AITER_REFUSED = re.compile(r"^.*(?:AITER is not found or not supported|(?i:aiter) is not supported).*$", re.MULTILINE)
 GTT_SPILL = 2 * GIB  # of a discrete card
 
 
@@ -28,20 +31,19 @@ def slow_share(row: RowFacts) -> Share | None:
     return known if known is not None and known.word == "slow" else None
 
 
-def _lost(found: Share) -> float:
-    """The share of the time that a usual speed would save."""
-    return 1 - found.share / USUAL_SHARE
+def _lost(row: RowFacts, found: Share) -> float | None:
+    """The share of the requests' time that a usual speed of decode would save."""
+    part = row.part_of("decode")
+    return None if part is None else part * (1 - found.share / found.usual_share)
 
 
-def _slow(found: Share, why: str, actions: list[Action]) -> Found:
+def _slow(row: RowFacts, found: Share, why: str, actions: list[Action]) -> Found:
     values = {"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s}
-    return Found(_lost(found), found.sentence, why, actions, values)
+    return Found(_lost(row, found), found.sentence, why, actions, values)
 
 
 def _faster(found: Share) -> str:
-    return (
-        f"usual are {figures(USUAL_SHARE * found.bound_tok_s)} tok/s and more, of {figures(found.bound_tok_s)} at most"
-    )
+    return f"usual are {figures(found.usual_share * found.bound_tok_s)} tok/s and more, of {figures(found.bound_tok_s)} at most"
 
 
 @rule(
@@ -54,6 +56,7 @@ def slow_decode(row: RowFacts) -> Found | None:
     if found is None or any(cause.check(row) is not None for cause in _CAUSES):
         return None
     return _slow(
+        row,
         found,
         why="the engine has no fast kernels for this GPU and these weights, runs in part on the CPU, or shares the GPU",
         actions=[
@@ -76,6 +79,7 @@ def eager_mode(row: RowFacts) -> Found | None:
     if found is None or row.setting("compiled") is not True:
         return None
     return _slow(
+        row,
         found,
         why="enforce_eager is on: no graphs",
         actions=[row.action(f"Run with compiled graphs; {_faster(found)}", {"compiled": None})],
@@ -94,6 +98,7 @@ def untuned_kernels(row: RowFacts) -> Found | None:
     if found is None or why is None:
         return None
     return _slow(
+        row,
         found,
         why=why,
         actions=[
@@ -113,18 +118,48 @@ def untuned_kernels(row: RowFacts) -> Found | None:
 )
 def aiter_off(row: RowFacts) -> Found | None:
     found, switch = slow_share(row), None if row.engine is None else row.engine.settings.get("aiter")
-    targets = {str(gpu.get("target")) for gpu in row.data.run.machine.gpus}
-    if found is None or switch is None or switch.environment is None or not targets & AITER_TARGETS:
+    if found is None or switch is None or switch.environment is None or not _targets(row) & AITER_TARGETS:
         return None
-    contents = row.served.contents
-    used = row.environment.get(switch.environment, contents.environment.get(switch.environment) if contents else None)
-    if str(used) == str(switch.value):
+    if row.variable(switch.environment) == switch.value:
         return None
     return _slow(
+        row,
         found,
         why=f"{switch.environment} is not {switch.value}",
         actions=[row.action(f"Use AITER; {_faster(found)}", {"aiter": None})],
     )
+
+
+@rule(
+    when="AITER is on for an RDNA 2 or 3 GPU, or the server's log says that AITER does not support the GPU",
+    means="AITER's kernels are for Instinct MI300 and MI350. On another GPU the engine ignores it, falls back to slower "
+    "kernels, or crashes.",
+    actions="AITER off",
+)
+def aiter_failing(row: RowFacts) -> Found | None:
+    switch, targets = None if row.engine is None else row.engine.settings.get("aiter"), _targets(row)
+    if switch is None or switch.environment is None or not targets or targets & AITER_TARGETS:
+        return None
+    line = next((one for one in _AITER_REFUSED.findall(row.log)), None)
+    is_on = row.variable(switch.environment) == switch.value and all(one.startswith(_NO_AITER) for one in targets)
+    if line is None and not is_on:
+        return None
+    slow, named = slow_share(row), ", ".join(sorted(targets))
+    measured = (
+        f"{switch.environment} is {row.variable(switch.environment)} on {named}" if is_on else f"AITER on {named}"
+    )
+    return Found(
+        cost=None if slow is None else _lost(row, slow),
+        measured=measured + ("" if slow is None else f"; {slow.sentence}"),
+        why=f"the server's log has: {line.strip()[:200]}" if line else "AITER has no kernels for this GPU",
+        actions=[row.action("Switch AITER off", {"aiter": "0"})],
+        values={"targets": sorted(targets), "line": line},
+    )
+
+
+def _targets(row: RowFacts) -> set[str]:
+    """The targets of the GPUs that the row's server was given."""
+    return {str(card.get("target")) for ran in _ran(row) for card in used_cards(row.data.run, ran)}
 
 
 @rule(
@@ -139,9 +174,9 @@ def cpu_offload(row: RowFacts) -> Found | None:
         return None
     if int(on_gpu) >= int(total):
         return None
-    on_cpu = 1 - int(on_gpu) / int(total)
+    slow = slow_share(row)
     return Found(
-        cost=max(0.2, on_cpu),
+        cost=None if slow is None else _lost(row, slow),
         measured=f"{on_gpu} of {total} layers are on the GPU",
         why="the engine was told so, or the layers did not fit into the GPU's memory",
         actions=[row.action("Put all layers on the GPU", {"offload": None}, risk="the start fails if they do not fit")],
@@ -162,7 +197,7 @@ def power_limited(row: RowFacts) -> Found | None:
     if part < OFTEN:
         return None
     return Found(
-        cost=_lost(found),
+        cost=_lost(row, found),
         measured=f"at a power limit for {short_percent(part)} of the time, with "
         f"{figures(machine.power_mean_w or 0)} W on average; {found.sentence}",
         why="the power limit of the GPU, the power profile of the system or the power supply",
@@ -191,7 +226,7 @@ def other_work(row: RowFacts) -> Found | None:
     found = slow_share(row)
     used = worst.used_bytes / worst.total_bytes
     return Found(
-        cost=used if found is None else max(used, _lost(found)),
+        cost=None if found is None else _lost(row, found),
         measured=f"{used:.0%} of the memory of {worst.render_node} was in use before the server started",
         why="another program holds the GPU's memory",
         actions=[Action(do="End it: `sudo harness doctor` names the programs", verify="harness doctor")],
@@ -210,8 +245,9 @@ def overheated(row: RowFacts) -> Found | None:
         return None
     part = machine.heat_s / window_s
     hottest = "" if machine.temperature_max_c is None else f", at up to {machine.temperature_max_c:.0f} °C"
+    drift = _drift(row)
     return Found(
-        cost=min(0.5, part),
+        cost=None if drift is None else drift[1],
         measured=f"throttled by heat for {short_percent(part)} of the time{hottest}",
         why="cooling",
         actions=[Action(do="Improve the cooling, or lower the power limit so that the clocks stay constant",
@@ -227,25 +263,12 @@ def overheated(row: RowFacts) -> Found | None:
     actions="a warm-up until the server is steady; look at clocks and temperature over time",
 )
 def slower_over_time(row: RowFacts) -> Found | None:
-    if row.load.arrivals is not None or row.load.trace is not None:
+    drift = _drift(row)
+    if drift is None or overheated.check(row) is not None:
         return None
-    ratios = []
-    for cell in row.cells:
-        rows = row.data.cells[cell.id].counted
-        rows = rows.where(rows.good & (rows.output_tokens > 1) & (rows.chunks > 1))
-        if len(rows) < MIN_REQUESTS or float(np.ptp(rows.sent_s)) < DRIFT_S:
-            return None
-        order = np.argsort(rows.sent_s)
-        tpot_s = ((rows.last_chunk_s - rows.first_chunk_s) / (rows.output_tokens - 1))[order]
-        first, middle, last = (float(np.median(part)) for part in np.array_split(tpot_s, 3))
-        if not first or not first <= middle * 1.02 or not middle <= last * 1.02:
-            return None
-        ratios.append(last / first)
-    if not ratios or min(ratios) < DRIFT:
-        return None
-    ratio = float(np.median(ratios))
+    ratio, lost = drift
     return Found(
-        cost=1 - 1 / ratio,
+        cost=lost,
         measured=f"the TPOT of the last third of the requests is {figures(ratio)} times that of the first third",
         why="clocks that fall with the temperature, or other work that grew",
         actions=[
@@ -258,6 +281,28 @@ def slower_over_time(row: RowFacts) -> Found | None:
         ],
         values={"ratio": ratio},
     )
+
+
+def _drift(row: RowFacts) -> tuple[float, float] | None:
+    """How many times the TPOT of the first third the last one has, and the share of the time that it costs."""
+    if row.load.arrivals is not None or row.load.trace is not None:
+        return None
+    ratios, lost = [], []
+    for cell in row.cells:
+        rows = row.data.cells[cell.id].counted
+        rows = rows.where(rows.good & (rows.output_tokens > 1) & (rows.chunks > 1))
+        if len(rows) < MIN_REQUESTS or float(np.ptp(rows.sent_s)) < DRIFT_S:
+            return None
+        order = np.argsort(rows.sent_s)
+        tpot_s = ((rows.last_chunk_s - rows.first_chunk_s) / (rows.output_tokens - 1))[order]
+        first, middle, last = (float(np.median(part)) for part in np.array_split(tpot_s, 3))
+        if not first or not first <= middle * 1.02 or not middle <= last * 1.02:
+            return None
+        ratios.append(last / first)
+        lost.append(1 - first / float(np.mean(tpot_s)))
+    if not ratios or min(ratios) < DRIFT:
+        return None
+    return float(np.median(ratios)), (row.part_of("decode") or 1.0) * float(np.median(lost))
 
 
 @rule(
@@ -291,7 +336,7 @@ def memory_moved(row: RowFacts) -> Found | None:
     else:
         actions.append(Action(do="Choose smaller weights or a shorter context", verify=row.verify("effective")))
     values = {"host_free_bytes": free, "gtt_bytes": spilled}
-    return Found(0.4, measured, "the server needs more memory than there is", actions, values)
+    return Found(None, measured, "the server needs more memory than there is", actions, values)
 
 
 @rule(
@@ -307,20 +352,19 @@ def slow_prefill(row: RowFacts) -> Found | None:
         rows = rows.where(rows.good & (rows.chunks > 0) & (rows.prompt_tokens >= MIN_PROMPT))
         if size is None or gpu is None or not len(rows):
             continue
-        tokens = rows.prompt_tokens - np.nan_to_num(rows.cached_tokens)
+        cached = np.nan_to_num(rows.cached_tokens)
+        tokens = rows.prompt_tokens - cached
         place = int(np.argmin(rows.first_chunk_s / np.maximum(tokens, 1)))
-        _, by_compute_s = ttft_floor(size, gpu, float(tokens[place]), gpus)
+        _, by_compute_s = ttft_floor(size, gpu, float(tokens[place]), gpus, float(cached[place]))
         read_s, ttft_s = ttft_floor(size, gpu, 0.0, gpus)[0], float(rows.first_chunk_s[place])
         if by_compute_s is not None and (reached := max(read_s, by_compute_s) / ttft_s) < SLOW_PREFILL:
             found = found or (reached, ttft_s, max(read_s, by_compute_s), float(tokens[place]))
-    split = row.row.time
     if found is None:
         return None
     reached, ttft_s, floor_s, prompt = found
-    part = split.prefill_s / split.e2e_s if split is not None and split.prefill_s else 0.5
-    usual_s = floor_s / 0.2
+    part, usual_s = row.part_of("prefill"), floor_s / TYPICAL_PREFILL[0]
     return Found(
-        cost=part * (1 - usual_s / ttft_s),
+        cost=None if part is None else part * (1 - usual_s / ttft_s),
         measured=f"at least {milliseconds(ttft_s)} ms to the first token after {prompt:,.0f} tokens: "
         f"{short_percent(reached)} of what compute allows ({milliseconds(floor_s)} ms)",
         why="no fast matrix kernels for this GPU and these weights, small chunks of prompts, or a CPU fallback",
@@ -334,5 +378,13 @@ def _ran(row: RowFacts) -> list[CellRun]:
     return [cell for cell in row.data.run.cells if cell.id in row.row.cells]
 
 
-_CAUSES = (eager_mode, untuned_kernels, aiter_off, cpu_offload, power_limited, other_work)  # of slow decode
+_CAUSES = (
+    eager_mode,
+    untuned_kernels,
+    aiter_off,
+    aiter_failing,
+    cpu_offload,
+    power_limited,
+    other_work,
+)  # of slow decode
 RULES = (*_CAUSES, slow_decode, overheated, slower_over_time, memory_moved, slow_prefill)

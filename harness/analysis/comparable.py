@@ -343,11 +343,16 @@ def start_notes(run: Run) -> list[Reason]:
 def engine_versions(run: Run) -> dict[str, dict[str, str]]:
     """Return the version of each server, by engine, for engines that the servers run in several versions."""
     known: dict[str, dict[str, str]] = {}
-    for cell in run.served:
-        startup = cell.served_by.startup
-        if startup is not None and startup.engine and startup.version:
-            known.setdefault(startup.engine, {})[cell.server] = startup.version
+    for server in run.scenario.servers:
+        for engine, version in server_versions(run, server).items():
+            known.setdefault(engine, {})[server] = version
     return {engine: of for engine, of in known.items() if len(set(of.values())) > 1}
+
+
+def server_versions(run: Run, server: str) -> dict[str, str]:
+    """Return the version of a server's engine, by engine; of several starts the last."""
+    starts = [cell.served_by.startup for cell in run.served if cell.server == server]
+    return {one.engine: one.version for one in starts if one is not None and one.engine and one.version}
 
 
 def kv_cache_note(tokens: Mapping[str, int | None], **values: str) -> Reason | None:

@@ -1,6 +1,7 @@
 """Compares groups of run directories. The first group is the baseline."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -189,17 +190,25 @@ def with_exit(verdict: Verdict, *, provisional: bool) -> Verdict:
 
 
 def _notes(sides: Sequence[_Side], rows: Sequence[RowKey]) -> Iterator[Reason]:
-    """Notes on imported runs, KV caches of different sizes, and answers of different quality."""
+    """Notes on imported runs, versions of an engine, sizes of KV caches, and the quality of answers."""
     if unchecked := [run.id for side in sides for run in side.runs if run.status == "unchecked"]:
         text = "NOT CHECKED: nothing shows whether the load generator kept up and the server stayed up in the imported "
         yield because("runs_unchecked", f"{text}{', '.join(unchecked)}", runs=unchecked)
     for server in dict.fromkeys(server for server, _ in rows):
-        sizes = {}
+        sizes, versions = {}, defaultdict[str, dict[str, str]](dict)
         for side in sides:
+            for run in side.runs:
+                for name, version in comparable.server_versions(run, server).items():
+                    versions[name][side.name] = version
             cells = [cell.served_by for run in side.runs for cell in run.served if cell.server == server]
             sizes[side.name] = comparable.median_measurements(cells).get("startup.kv_cache_tokens")
         if (note := comparable.kv_cache_note(sizes, server=server)) is not None:
             yield note
+        for engine, known in versions.items():
+            if len(set(known.values())) > 1:
+                named = ", ".join(f"{side} {version}" for side, version in known.items())
+                text = f"{server}: different versions of {engine} ({named}), so the comparison includes what changed "
+                yield because("engine_versions", f"{text}between them", server=server, engine=engine, versions=known)
     base, *others = sides
     for side, row in itertools.product(others, rows):
         names = [f"{' / '.join(row)} ({named.name})" for named in (side, base)]

@@ -442,7 +442,8 @@ class RunFinding(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     means: str
     why: str
     actions: list[Action]  # the best first
-    cost: float  # the share of the row's time that it takes, 0 to 1, by measurement or estimate; the rank of findings
+    # the share of the row's time that would be gone without the cause, 0 to 1; null: no number of this run shows it
+    cost: float | None
     values: dict[str, Any] = {}
 
 

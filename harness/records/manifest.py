@@ -85,6 +85,8 @@ class ModelSize(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, o
     kv_token_bytes: float | None = None  # KV cache of a token in layers that keep all tokens
     sliding_token_bytes: float = 0  # likewise in layers that keep the last `window` tokens
     window: int | None = None
+    attention_width: float = 0  # layers that keep all tokens x query heads x head size; 0: not known
+    sliding_attention_width: float = 0  # likewise of layers that keep the last `window` tokens
     number_bits: Literal[4, 8, 16] | None = None  # of the numbers that matrix units multiply
     doubts: list[str] = []  # what is estimated
 

@@ -26,6 +26,7 @@ FAULTS: dict[str, tuple[float | None, str]] = {  # kind: default parameter, and 
     "hang": (3, "after so many events with text the stream stays open and silent"),
     "error-event": (3, "after so many events with text an error object, [DONE], end, as vLLM does"),
     "lemonade-error": (0, "after so many events with text an error object, no [DONE], as Lemonade does"),
+    "deaf": (None, "a request whose user leaves is computed to its end"),
     "malformed": (3, "the event after so many is half of its JSON"),
     "coalesce": (3, "so many events per write"),
     "no-usage": (None, "no usage in the answer"),

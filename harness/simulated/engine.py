@@ -7,6 +7,7 @@ none was, waiting requests are admitted in the order of their arrival.
 
 import random
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from itertools import takewhile
 
@@ -99,6 +100,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     preemption_s: float = 0.0
     compile_s: float = 0.0  # extra time of each of the first steps of a shape ...
     compile_steps: int = 1  # ... and the number of these steps
+    num_speculative_tokens: int = 0  # that are drafted for each request in each decode step ...
+    acceptance_rate: float = 0.0  # ... each accepted with this probability, if those before it were ...
+    draft_per_token_s: float = 0.0  # ... and the time of each, accepted or not
     jitter: float = 0.0
     slowdown: float = 1.0
     seed: int = 0
@@ -110,7 +114,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     num_gpu_blocks: int = 4096
     enable_prefix_caching: bool = True
 
-    def step_s(self, sequences: int, context: int, prefill: int, preempted: int) -> float:
+    def step_s(self, sequences: int, context: int, prefill: int, preempted: int, drafted: int = 0) -> float:
         """Seconds of a step, without jitter and compilation."""
         return (
             self.step_base_s
@@ -118,6 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             + self.step_per_kv_token_s * context
             + self.prefill_per_token_s * prefill
             + self.preemption_s * preempted
+            + self.draft_per_token_s * drafted
         ) * self.slowdown
 
     def problem(self) -> str | None:
@@ -128,6 +133,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in self.__struct_fields__:
             if name != "seed" and getattr(self, name) < 0:
                 return f"{name} must not be negative, got {getattr(self, name)}"
+        if self.acceptance_rate > 1:
+            return f"acceptance_rate must be at most 1, got {self.acceptance_rate}"
         if self.slowdown <= 0 or self.step_base_s + self.step_per_sequence_s <= 0:
             return "a step must take time: step_base_s + step_per_sequence_s and slowdown must be above 0"
         tokens = self.num_gpu_blocks * self.block_size
@@ -183,6 +190,8 @@ class SimulatedEngine:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.drafted = 0
+        self.accepted = 0
         self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._random = random.Random(config.seed)
         self._shapes: Counter[tuple[int, int]] = Counter()  # steps of each shape
@@ -215,25 +224,41 @@ class SimulatedEngine:
             return None
         return self._time_step(work, preempted)
 
-    def complete(self, step: Step, end: float) -> list[Sequence]:
-        """Note that the step is computed. Return the requests that got an output token, in the order of the batch."""
-        emitted: list[Sequence] = []
+    def complete(self, step: Step, end: float) -> Iterator[Sequence]:
+        """Note that the step is computed. Yield a request at each of its output tokens, in the order of the batch."""
         for sequence, count in step.work:
             if not sequence.blocks:
                 continue  # aborted while the step ran
             sequence.computed += count
             if sequence.computed < len(sequence.tokens):
                 continue
-            sequence.output_tokens += 1
-            if sequence.first_token_s is None:
-                sequence.first_token_s = end
-            emitted.append(sequence)
-            if sequence.output_tokens >= sequence.target:
-                self.running.remove(sequence)
-                self.pool.release(sequence.blocks)
-            else:
-                sequence.tokens.append(-sequence.output_tokens)  # the caller may put the real token here
-        return emitted
+            accepted = self._accept(self._drafts(sequence, count))
+            for number in range(1 + accepted):
+                sequence.output_tokens += 1
+                sequence.computed += number > 0
+                if sequence.first_token_s is None:
+                    sequence.first_token_s = end
+                if sequence.output_tokens >= sequence.target:
+                    self.running.remove(sequence)
+                    self.pool.release(sequence.blocks)
+                else:
+                    sequence.tokens.append(-sequence.output_tokens)  # the caller may put the real token here
+                yield sequence
+                if not sequence.blocks:
+                    break  # complete, or aborted by the caller
+
+    def _drafts(self, sequence: Sequence, count: int) -> int:
+        """Return the number of tokens that a step drafts for a request of which it computes `count` tokens."""
+        is_decode = count == 1 and sequence.output_tokens > 0
+        return min(self.config.num_speculative_tokens, sequence.target - sequence.output_tokens - 1) * is_decode
+
+    def _accept(self, drafted: int) -> int:
+        accepted = 0
+        while accepted < drafted and self._random.random() < self.config.acceptance_rate:
+            accepted += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        return accepted
 
     def _schedule_running(self, work: list[tuple[Sequence, int]]) -> tuple[int, int]:
         """Add the running requests to `work`. Return the token budget that remains, and the number of preemptions."""
@@ -309,7 +334,8 @@ class SimulatedEngine:
         config = self.config
         prefill = sum(count for sequence, count in work if not (count == 1 and sequence.output_tokens))
         context = sum(sequence.computed + count for sequence, count in work)
-        duration = config.step_s(len(work), context, prefill, preempted)
+        drafted = sum(self._drafts(sequence, count) for sequence, count in work) if config.num_speculative_tokens else 0
+        duration = config.step_s(len(work), context, prefill, preempted, drafted)
         if config.jitter:
             duration *= 1 + config.jitter * max(-3.0, min(3.0, self._random.gauss(0, 1)))
         duration += self._compile_s(len(work), prefill)

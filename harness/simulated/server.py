@@ -215,7 +215,8 @@ class SimulatedServer:
         while sequence.key in self._answers:
             sequence.key += 1 << 32  # a delayed request started at the same count
         self._answers[sequence.key] = (sequence, answer)
-        answer.http.on_disconnect = lambda: self._abort(sequence, answer, "abort")
+        if "deaf" not in answer.faults:
+            answer.http.on_disconnect = lambda: self._abort(sequence, answer, "abort")
         answer.open()
         self.engine.add(sequence)
         self._wake.set()
@@ -276,9 +277,9 @@ class Metrics:
         self._running = gauge("vllm:num_requests_running", "Number of requests in model execution batches.")
         self._waiting = gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.")
         self._usage = gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.")
-        self._preemptions = counter("vllm:num_preemptions", "Cumulative number of preemption from the engine.")
-        self._queries = counter("vllm:prefix_cache_queries", "Prefix cache queries, in number of queried tokens.")
-        self._hits = counter("vllm:prefix_cache_hits", "Prefix cache hits, in number of cached tokens.")
+        preemptions = counter("vllm:num_preemptions", "Cumulative number of preemption from the engine.")
+        queries = counter("vllm:prefix_cache_queries", "Prefix cache queries, in number of queried tokens.")
+        hits = counter("vllm:prefix_cache_hits", "Prefix cache hits, in number of cached tokens.")
         self._prompt = counter("vllm:prompt_tokens", "Number of prefill tokens processed.")
         self._cached = counter("vllm:prompt_tokens_cached", "Number of cached prompt tokens.")
         self._generated = counter("vllm:generation_tokens", "Number of generation tokens processed.")
@@ -296,7 +297,13 @@ class Metrics:
               block_size=str(config.block_size), num_gpu_blocks=str(config.num_gpu_blocks),
               enable_prefix_caching=str(config.enable_prefix_caching)).set(1)  # fmt: skip
         gauge("simulated_engine_info", "This engine is simulated: no model is computed.", preset=preset).set(1)
-        self._synced = (0, 0, 0)
+        self._counters = [preemptions, queries, hits]
+        if config.num_speculative_tokens:
+            self._counters += [
+                counter("vllm:spec_decode_num_draft_tokens", "Number of draft tokens."),
+                counter("vllm:spec_decode_num_accepted_tokens", "Number of accepted tokens."),
+            ]
+        self._synced = [0] * len(self._counters)
 
     def note_token(self, sequence: Sequence, gap_s: float | None, now: float) -> None:
         """Note an output token. `gap_s` is the time since the previous token, None for the first."""
@@ -322,8 +329,8 @@ class Metrics:
         self._running.set(len(engine.running))
         self._waiting.set(len(engine.waiting))
         self._usage.set(engine.pool.usage)
-        totals = (engine.preemptions, engine.prefix_queries, engine.prefix_hits)
-        for counter, new, old in zip((self._preemptions, self._queries, self._hits), totals, self._synced, strict=True):
+        totals = [engine.preemptions, engine.prefix_queries, engine.prefix_hits, engine.drafted, engine.accepted]
+        for counter, new, old in zip(self._counters, totals, self._synced, strict=False):
             counter.inc(new - old)
         self._synced = totals
         return generate_latest(self._registry)

@@ -173,14 +173,18 @@ def test_metrics_agree_with_what_was_sent(server: Spawned) -> None:
     assert counter(server, "simulated_engine_info") == 1
 
 
-def test_a_client_that_disconnects_ends_its_request(server: Spawned, log_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "tokens", "finish"), [("", 1500, "abort"), ("deaf", 50, "length")])
+def test_a_client_that_disconnects_ends_its_request(
+    server: Spawned, log_path: Path, fault: str, tokens: int, finish: str
+) -> None:
+    headers = {"X-Request-Id": f"leaver{fault}", "X-Simulate-Fault": fault}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
-    connection.request("POST", CHAT, json.dumps(streamed(1500)), {"X-Request-Id": "leaver"})
+    connection.request("POST", CHAT, json.dumps(streamed(tokens)), headers)
     response = connection.getresponse()
     response.read1(10)
     response.close()
     connection.close()
-    assert log_line(log_path, "leaver")["finish"] == "abort"
+    assert log_line(log_path, f"leaver{fault}")["finish"] == finish
     assert counter(server, "vllm:num_requests_running") == 0
 
 

@@ -17,6 +17,7 @@ from harness.records.manifest import Run, ServedBy, Startup
 from harness.records.records import Request, read_marks
 from harness.records.samples import MetricsSample, TelemetrySample
 from harness.scenario import Gateway, Load, Prompts, Scenario, Server
+from harness.scenario.behaviour import abandon_of
 from harness.scenario.plan import Cell
 from harness.simulated.engine import PRESETS, EngineConfig, SimulatedEngine
 from harness.simulated.engine import Sequence as Running
@@ -33,11 +34,11 @@ class EngineSetup(Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig = HEALTHY
     api_s: float = 0.0  # what the API process or a gateway adds to each request
+    deaf: bool = False  # a request whose user leaves is computed to its end
     served: dict[str, Any] = {}  # fields of ServedBy
     startup: dict[str, Any] = {}  # fields of Startup
     telemetry: Callable[[Cell, float], Sequence[TelemetrySample]] = lambda cell, wall_s: ()
     change: Callable[[EngineConfig, float], EngineConfig] | None = None  # of the engine with the time, in seconds
-    more: dict[str, float] = {}  # samples of the server's metrics, by name: their growth per generated token
     marks: dict[str, float] = {}  # fields of the end mark of each load process
     gateway: bool = False
     log: str = ""  # of the server
@@ -54,6 +55,8 @@ class _Now(Struct):
     conversation: int
     sent_s: float
     chunks_s: list[float] = []
+    stays: int | None = None  # chunks after which the user leaves
+    has_left: bool = False
 
 
 def write_engine_run(
@@ -72,7 +75,8 @@ def write_engine_run(
 ) -> Run:
     """Measure each load on each server. `measured`: changes each record; `template`: None is a server that ran already.
 
-    Loads: batch with `batch_size` or `in_flight`, chat with `users`, `turns` and `think_s`; all with `requests`.
+    Loads: batch with `batch_size` or `in_flight`, chat with `users`, `turns`, `think_s` and `abandon.after_tokens`; all
+    with `requests`.
     """
     samples: list[MetricsSample] = []
     telemetry: list[TelemetrySample] = []
@@ -139,13 +143,15 @@ def write_engine_run(
 def _record(one: _Now, cell: Cell, load: Load, setup: EngineSetup, process: int, start_s: float) -> Request:
     late_s = setup.api_s
     chunks_s = [at_s - one.sent_s + late_s for at_s in one.chunks_s]
+    left: dict[str, Any] = {"error": "abandoned", "message": "left", "output_tokens": None, "finish": None}
+    full: dict[str, Any] = {"output_tokens": one.sequence.output_tokens, "finish": "length"}
     return Request(
         id=f"{cell.id}-{one.index}", cell=cell.id, load=cell.load, user_class="BatchAgent", index=one.index,
         user=one.user, process=process, phase="measured", sent_s=start_s + one.sent_s, ended_s=chunks_s[-1],
         clock="kernel", conversation=one.conversation, turn=one.turn, headers_s=min(0.001, chunks_s[0]),
         chunks_s=chunks_s, first_visible_s=chunks_s[0], asked_tokens=one.sequence.target, fixed_length=True,
-        prompt_tokens=one.sequence.prompt_tokens, output_tokens=one.sequence.output_tokens,
-        cached_tokens=one.sequence.cached_tokens or None, finish="length", status=200,
+        prompt_tokens=one.sequence.prompt_tokens, cached_tokens=one.sequence.cached_tokens or None, status=200,
+        **(left if one.has_left else full),
     )  # fmt: skip
 
 
@@ -208,14 +214,25 @@ class _Drive:
         target = self.load.output_tokens
         assert isinstance(target, int)
         one = _Now(Running(self._sent, prompt, target, at_s), user, self._sent, turn, self._sent - turn + 1, at_s)
+        leave = abandon_of(self.load.abandon, 42, self._sent)
+        one.stays = None if leave is None else leave.after_tokens
         self._open[self._sent] = one
         self._sent += 1
         self.engine.add(one.sequence)
 
     def _deliver(self, sequence: Running, now: float) -> None:
         one = self._open[sequence.key]
-        one.chunks_s = [*one.chunks_s, now] if len(one.chunks_s) < 2 else _grown(one.chunks_s, now)
         self.totals["generated_tokens"] += 1
+        if not one.has_left:
+            one.chunks_s = [*one.chunks_s, now] if len(one.chunks_s) < 2 else _grown(one.chunks_s, now)
+        if not one.has_left and one.stays == len(one.chunks_s):
+            one.has_left = True
+            self.done.append(one)
+            self._next(one, now)
+            if not self.setup.deaf:
+                self.engine.abort(sequence)
+                del self._open[sequence.key]
+                return
         if sequence.output_tokens == 1:
             self.totals["prompt_tokens"] += sequence.prompt_tokens
         if sequence.output_tokens < sequence.target:
@@ -225,7 +242,10 @@ class _Drive:
         self.totals["prefill_s"] += sequence.first_token_s - sequence.scheduled_s
         self.totals["decode_s"] += now - sequence.first_token_s
         self.totals["timed_requests"] += 1
-        self.done.append(self._open.pop(sequence.key))
+        self._open.pop(sequence.key)
+        if one.has_left:
+            return
+        self.done.append(one)
         self._talk[one.user] = list(sequence.tokens)
         self._next(one, now + self.setup.api_s)
 
@@ -247,8 +267,9 @@ class _Drive:
             "kv_usage": engine.pool.usage, "preemptions": float(engine.preemptions),
             "prefix_queries": float(engine.prefix_queries), "prefix_hits": float(engine.prefix_hits),
         }  # fmt: skip
-        more = {name: rate * self.totals["generated_tokens"] for name, rate in self.setup.more.items()}
-        self.samples.append((at_s, values | self.totals | more))
+        if engine.config.num_speculative_tokens:
+            values |= {"drafted_tokens": float(engine.drafted), "accepted_tokens": float(engine.accepted)}
+        self.samples.append((at_s, values | self.totals))
 
 
 def _grown(times: list[float], now: float) -> list[float]:

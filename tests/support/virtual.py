@@ -166,7 +166,7 @@ class LeapingEngine(SimulatedEngine):
     def _steps_to_leap(self, open_s: float) -> int:
         """Return the decode steps up to the next event; 0 if the next step is not only decoding."""
         config, n = self.config, len(self.running)
-        if not n or n > config.max_num_batched_tokens or self._can_admit():
+        if not n or n > config.max_num_batched_tokens or self._can_admit() or config.num_speculative_tokens:
             return 0
         # The youngest are most likely to prefill.
         if any(len(one.tokens) - one.computed != 1 or not one.output_tokens for one in reversed(self.running)):

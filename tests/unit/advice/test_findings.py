@@ -1,9 +1,15 @@
-"""Each rule finds its cause in a run on the embedded engine, first; healthy runs have no finding; advice helps."""
+"""Each rule finds its cause in a run on the embedded engine, first; healthy runs have no finding; advice helps.
+
+What an engine does, the embedded engine does: it queues, preempts, speculates, computes for users who left, gets
+slower. What a machine has is a tree of the kernel's files, read by the harness itself: clocks held back, memory in use.
+What a server prints and what Docker reports (eager mode, versions, /dev/shm) is written into the manifest.
+"""
 
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,16 +22,21 @@ from harness.advice.findings import RULES, with_findings
 from harness.analysis.summarize import Summarized, summarize_with_counts
 from harness.base.files import pretty_json
 from harness.base.summary import Row, RunFinding, Summary
-from harness.records.manifest import GpuMemory, Machine, ModelSize, read_run, write_run
+from harness.base.units import GIB
+from harness.machine.gpus import read_gpu_memory, read_machine
+from harness.machine.telemetry import Meter, find_files, read_files
+from harness.records.manifest import Machine, ModelSize, read_run, write_run
 from harness.records.records import Request
-from harness.records.samples import GpuSample, HostSample, TelemetrySample
+from harness.records.samples import TelemetrySample
 from harness.report import html, markdown
 from harness.report.elements import Paragraph
 from harness.report.page import answer, run_page
 from harness.report.terminal import print_report
 from harness.scenario import Load
+from harness.scenario.behaviour import Abandon
 from harness.scenario.plan import Cell
 from harness.simulated.engine import EngineConfig
+from tests.support import fake_gpus, machines
 from tests.support.engine_runs import HEALTHY, STRIX, EngineSetup, write_engine_run
 
 
@@ -53,32 +64,50 @@ def on_gpu(read_gb: float, engine: EngineConfig = HEALTHY, **more: Any) -> Engin
     return EngineSetup(engine=engine, served={"model_size": size} | more.pop("served", {}), **more)
 
 
-def watched(**values: Any) -> Callable[[Cell, float], list[TelemetrySample]]:
-    """Samples of one GPU and the host, every half second."""
+def watched(
+    held_back: str | None = None, *, since_s: float = 0.0, available_gib: float = 60, gtt_gib: float = 0.1
+) -> Callable[[Cell, float], list[TelemetrySample]]:
+    """Samples of the files of a kernel, every half second. `held_back`: what lowers the clocks of its GPU, from a time."""
 
     def samples(cell: Cell, wall_s: float) -> list[TelemetrySample]:
-        gpu = GpuSample(busy_percent=99.0, clock_mhz=2000.0, **values.get("gpu", {}))
-        host = HostSample(cpu_busy=0.1, memory_available_bytes=values.get("free", 60 << 30))
-        return [
-            TelemetrySample(wall_s=wall_s + 0.5 * at, cell=cell.id, gpus={"renderD128": gpu}, host=host)
-            for at in range(-4, 80)
-        ]
+        meter, found = Meter(), []
+        with TemporaryDirectory() as name:
+            root = Path(name)
+            fake_gpus.gpu(root, mem_info_gtt_used=f"{int(gtt_gib * GIB)}\n", gpu_metrics=fake_gpus.apu_table())
+            fake_gpus.host(root, available_kb=int(available_gib * GIB) >> 10)
+            for at in range(-4, 80):
+                held = {} if held_back is None else {held_back: max(0, at - int(2 * since_s) + 1)}
+                (root / fake_gpus.device() / "gpu_metrics").write_bytes(fake_gpus.apu_table(**held))
+                gpus, host, _ = meter.sample(read_files(root, find_files(root)), 0.5 * at)
+                found.append(TelemetrySample(wall_s=wall_s + 0.5 * at, cell=cell.id, gpus=gpus, host=host))
+        return found
 
     return samples
 
 
-def leaves_after(chunks: int) -> Callable[[Request], Request]:
-    """Every second user leaves after so many chunks; the server does not notice."""
-    return lambda one: (
-        one if one.index % 2 else replace(
-            one, chunks_s=one.chunks_s[:chunks], ended_s=one.chunks_s[chunks - 1], error="abandoned", message="left",
-            output_tokens=None, prompt_tokens=None, finish=None,
-        )
-    )  # fmt: skip
+def machine(make: Callable[[Path], Path]) -> Machine:
+    with TemporaryDirectory() as root:
+        return read_machine(make(Path(root)))
 
 
-STRIX_HALO = Machine(name="strix", gpus=[{"target": "gfx1151", "compute_units": 40, "integrated": True}])
-MI300X = Machine(name="node", gpus=[{"target": "gfx942", "compute_units": 304, "integrated": False}])
+def memory_in_use(gib: float) -> dict[str, Any]:
+    """The GPU's memory before the server started, of a Strix Halo with 96 GiB."""
+    with TemporaryDirectory() as root:
+        kernel = machines.gpu(Path(root), 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=gib)
+        return {"gpu_memory_before": read_gpu_memory(kernel)}
+
+
+def drafting(**changes: Any) -> EngineConfig:
+    """Four tokens are drafted in each step, which takes longer with each request."""
+    return replace(HEALTHY, num_speculative_tokens=4, draft_per_token_s=0.003, **changes)
+
+
+def hotter(engine: EngineConfig, at_s: float) -> EngineConfig:
+    return replace(engine, slowdown=1 + at_s / 60)
+
+
+STRIX_HALO, MI300X = machine(machines.strix_halo_carve_out), machine(machines.mi300x_eight)
+LEAVING = Abandon(share=0.5, after_tokens=5)
 GPU = {"template": "vllm-rocm", "machine": STRIX_HALO}
 VLLM = {"engine": "vllm", "version": "0.32.0"}
 TIGHT = replace(STRIX, max_num_seqs=256)
@@ -86,7 +115,6 @@ LONG = replace(HEALTHY, max_num_batched_tokens=8192, max_model_len=8192)
 SMALL_SHM = {"container": {"HostConfig": {"ShmSize": 64 << 20, "IpcMode": "private"}},
              "effective": {"tensor_parallel_size": 2}}  # fmt: skip
 ONE = {"one": batch(1)}
-HELD = {"gpu_memory_before": [GpuMemory(render_node="renderD128", used_bytes=50 << 30, total_bytes=96 << 30)]}
 CAUSES: dict[str, Cause] = {
     "more_is_slower": Cause(EngineSetup(engine=TIGHT), {"five": batch(5), "ten": batch(10)}, 360),
     "kv_cache_full": Cause(EngineSetup(engine=TIGHT), {"ten": batch(10)}, 360),
@@ -98,7 +126,7 @@ CAUSES: dict[str, Cause] = {
         EngineSetup(engine=replace(HEALTHY, enable_prefix_caching=False)), {"talk": chat(4, turns=6)}, 400
     ),
     "prompts_freeze_answers": Cause(EngineSetup(engine=LONG), {"mixed": batch(6, 60, 30)}, 4000),
-    "abandoned_computed": Cause(EngineSetup(), {"leave": chat(4, 60)}, more={"measured": leaves_after(5)}),
+    "abandoned_computed": Cause(EngineSetup(deaf=True), {"leave": chat(4, 60, abandon=LEAVING)}),
     "listen_queue_full": Cause(
         EngineSetup(),
         {"burst": batch(8)},
@@ -112,20 +140,19 @@ CAUSES: dict[str, Cause] = {
         on_gpu(0.5, startup=VLLM, log="Using default MoE config. Performance might be sub-optimal!"), ONE, more=GPU
     ),
     "aiter_off": Cause(on_gpu(10.0, startup=VLLM), ONE, more={"template": "vllm-rocm", "machine": MI300X}),
+    "aiter_failing": Cause(
+        on_gpu(0.5, startup=VLLM, variables={"environment": {"VLLM_ROCM_USE_AITER": "1"}}), ONE, more=GPU
+    ),
     "cpu_offload": Cause(
-        EngineSetup(startup={"engine": "llama.cpp", "offloaded_layers": "20/33"}),
+        on_gpu(0.5, startup={"engine": "llama.cpp", "offloaded_layers": "20/33"}),
         ONE,
         more={"template": "llamacpp", "machine": STRIX_HALO},
     ),
-    "power_limited": Cause(
-        on_gpu(0.5, startup=VLLM, telemetry=watched(gpu={"power_w": 55.0, "held_back": {"power": 1.0}})), ONE, more=GPU
-    ),
-    "other_work": Cause(EngineSetup(), ONE, more={"ran": HELD}),
-    "overheated": Cause(EngineSetup(telemetry=watched(gpu={"held_back": {"heat": 0.5}})), ONE),
-    "slower_over_time": Cause(
-        EngineSetup(change=lambda engine, at_s: replace(engine, slowdown=1 + at_s / 60)), {"one": batch(1, 200)}
-    ),
-    "memory_moved": Cause(EngineSetup(telemetry=watched(free=1 << 28)), ONE),
+    "power_limited": Cause(on_gpu(0.5, startup=VLLM, telemetry=watched("power")), ONE, more=GPU),
+    "other_work": Cause(EngineSetup(), ONE, more={"ran": memory_in_use(50)}),
+    "overheated": Cause(EngineSetup(change=hotter, telemetry=watched("heat", since_s=8)), {"one": batch(1, 200)}),
+    "slower_over_time": Cause(EngineSetup(change=hotter, telemetry=watched()), {"one": batch(1, 200)}),
+    "memory_moved": Cause(EngineSetup(telemetry=watched(available_gib=0.25)), ONE),
     "slow_prefill": Cause(
         on_gpu(1.7, replace(HEALTHY, prefill_per_token_s=2e-3), startup=VLLM), {"one": batch(1, 20)}, 300, more=GPU
     ),
@@ -134,7 +161,7 @@ CAUSES: dict[str, Cause] = {
         EngineSetup(startup=VLLM), ONE, more=GPU, others={"older": EngineSetup(startup=VLLM | {"version": "0.20.1"})}
     ),
     "setting_replaced": Cause(
-        EngineSetup(variables={"max_num_seqs": 64}, served={"effective": {"max_num_seqs": 8}}), ONE
+        EngineSetup(variables={"max_num_seqs": 64}, engine=replace(HEALTHY, max_num_seqs=8)), ONE
     ),
     "cold_start": Cause(EngineSetup(engine=replace(HEALTHY, compile_s=1.0, compile_steps=1)), {"one": batch(1, 20)}),
     "load_generator": Cause(
@@ -142,7 +169,12 @@ CAUSES: dict[str, Cause] = {
         {"four": batch(4)},
         more={"measured": lambda one: replace(one, clock="read")},
     ),
-    "speculation_rejected": Cause(EngineSetup(more={"drafted_tokens": 5.0, "accepted_tokens": 1.0}), ONE),
+    "speculation_rejected": Cause(EngineSetup(engine=drafting(acceptance_rate=0.2)), ONE),
+    "speculation_costs": Cause(
+        EngineSetup(engine=drafting(acceptance_rate=0.7)),
+        {"one": batch(1), "four": batch(4), "eight": batch(8)},
+        others={"plain": EngineSetup()},
+    ),
     "slo_beyond_hardware": Cause(on_gpu(2.0, startup=VLLM), ONE, more=GPU | {"checks": ["tpot_p50 <= 5ms"]}),
 }
 
@@ -172,6 +204,56 @@ def test_a_run_with_one_cause_has_its_finding_first(tmp_path: Path, code: str) -
     findings = found(tmp_path / "run", CAUSES[code])
     assert [one.code for one in findings][:1] == [code]
     assert all(action.do and action.verify for action in findings[0].actions)
+
+
+def test_what_costs_a_known_share_of_the_time_comes_first(tmp_path: Path) -> None:
+    """A queue of two thirds of the time, and a /dev/shm of which no number of the run shows the cost."""
+    cause = CAUSES["queue_with_room"]
+    both = replace(cause.setup, startup=VLLM, served={"effective": {"max_num_seqs": 2, **SMALL_SHM["effective"]},
+                                                      "container": SMALL_SHM["container"]})  # fmt: skip
+    findings = found(tmp_path / "run", cause, both, **GPU)
+    assert [(one.code, one.cost is None) for one in findings] == [
+        ("queue_with_room", False), ("small_shared_memory", True)
+    ]  # fmt: skip
+
+
+def test_few_requests_show_nothing(tmp_path: Path) -> None:
+    """Each cause in so short a run: a limit on sequences was once advised after ten requests of two users."""
+    for code in ("more_is_slower", "kv_cache_full", "queue_with_room", "prompts_freeze_answers", "api_process"):
+        cause = CAUSES[code]
+        loads = {name: replace(load, requests=4) for name, load in cause.loads.items()}
+        assert found(tmp_path / code, replace(cause, loads=loads)) == [], code
+
+
+def test_a_server_that_notices_who_leaves_computes_nothing_for_them(tmp_path: Path) -> None:
+    cause = CAUSES["abandoned_computed"]
+    made = measured(tmp_path / "run", cause, replace(cause.setup, deaf=False)).summary
+    assert (made.rows[0].pooled.abandoned > 20, made.findings) == (True, [])
+
+
+def test_speculation_costs_from_a_number_of_users_on(tmp_path: Path) -> None:
+    findings = found(tmp_path / "run", CAUSES["speculation_costs"])
+    one = next(one for one in findings if one.code == "speculation_costs")
+    ratios = one.values["ratios"]
+    assert (one.values["from"], one.rows) == (4, ["a / eight", "a / four"])
+    assert ratios["1"] < 1 < ratios["4"] < ratios["8"]
+    assert one.actions[0].settings == {"servers.a.variables": 'extra_args: ["--num-speculative-tokens", "0"]'}
+
+
+def test_memory_that_a_card_took_of_the_host_is_found(tmp_path: Path) -> None:
+    card = machine(lambda root: machines.radeon(root, 110000, 24))
+    setup = EngineSetup(telemetry=watched(gtt_gib=4))
+    (one,) = found(tmp_path / "run", Cause(setup, ONE, more={"machine": card}))
+    assert (one.code, one.values["gtt_bytes"]) == ("memory_moved", 4 * GIB)
+
+
+def test_the_log_tells_that_aiter_fails(tmp_path: Path) -> None:
+    line = (
+        "WARNING AITER is not found or not supported on the current platform, QuarkOCP_MX will fall back to emulation."
+    )
+    (one,) = found(tmp_path / "run", Cause(on_gpu(0.5, startup=VLLM, log=f"INFO a\n{line}\n"), ONE, more=GPU))
+    assert (one.code, one.values["line"]) == ("aiter_failing", line)
+    assert one.actions[0].settings == {"servers.a.variables": 'environment: {"VLLM_ROCM_USE_AITER": "0"}'}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -232,6 +314,7 @@ BETTER: dict[str, Change] = {
     "prompts_freeze_answers": of_engine(max_num_batched_tokens="less"),
     "gateway_share": lambda setup, one: (replace(setup, gateway=False, api_s=0.0), {}),
     "cold_start": lambda setup, one: (setup, {"warmup": 4}),
+    "speculation_costs": of_engine(num_speculative_tokens=0),
 }
 
 
@@ -239,7 +322,7 @@ def value_of(row: Row, metric: str) -> float:
     numbers = row.pooled
     known = {
         "ttft_mean": numbers.ttft.mean, "e2e_mean": numbers.e2e.mean, "gap_max": numbers.gap.max,
-        "output_tok_s": numbers.output_tok_s,
+        "output_tok_s": numbers.output_tok_s, "tpot_mean": numbers.tpot.mean,
     }  # fmt: skip
     value = known[metric]
     assert value is not None

@@ -39,7 +39,7 @@ def works(target: SimulatedEngine) -> list[list[tuple[int, int]]]:
     steps = []
     while (step := target.begin(0.0)) is not None:
         steps.append([(s.key, n) for s, n in step.work])
-        target.complete(step, 0.0)
+        list(target.complete(step, 0.0))
     return steps
 
 
@@ -82,7 +82,7 @@ def test_the_youngest_is_preempted_and_computes_everything_again() -> None:
             add(tight, 3, prompt=1, output=1)
         durations.append(round(step.duration_s, 9))
         prefills.append(step.prefill_tokens)
-        tight.complete(step, 0.0)
+        list(tight.complete(step, 0.0))
     # both hold 2 blocks up to 32 tokens; the 33rd of the old one takes the place of the young one
     assert (old.preemptions, young.preemptions, tight.preemptions) == (0, 1, 1)
     assert prefills.index(33 + 1) == 20  # its 16 + 17 tokens and the third one's, once the old one has finished
@@ -127,8 +127,27 @@ def test_an_abort_gives_everything_back_wherever_the_request_is() -> None:
     some.abort(running)
     some.abort(waiting)
     some.abort(running)
-    assert some.complete(step, 1.0) == []
+    assert list(some.complete(step, 1.0)) == []
     assert some.idle and some.pool.free == 64
+
+
+def test_accepted_drafts_are_tokens_of_the_same_step_and_each_draft_takes_time() -> None:
+    sure = engine(num_speculative_tokens=2, acceptance_rate=1.0, draft_per_token_s=0.05)
+    add(sure, 1, prompt=10, output=6)
+    # The first token comes of the prompt, which drafts nothing; the last step drafts no more than is missing.
+    assert run(sure) == [(1.2, [1]), (2.4, [1, 1, 1]), (3.55, [1, 1])]
+    assert (sure.drafted, sure.accepted, sure.idle, sure.pool.free) == (3, 3, True, 64)
+    never = engine(num_speculative_tokens=2, acceptance_rate=0.0, draft_per_token_s=0.05)
+    add(never, 1, prompt=10, output=3)
+    assert run(never) == [(1.2, [1]), (2.35, [1]), (3.45, [1])]
+    assert (never.drafted, never.accepted) == (1, 0)
+
+
+def test_a_draft_is_accepted_if_those_before_it_were() -> None:
+    half = engine(num_speculative_tokens=3, acceptance_rate=0.5, num_gpu_blocks=2000, max_model_len=20_000)
+    add(half, 1, prompt=1, output=10_000)
+    run(half)
+    assert half.accepted / half.drafted == pytest.approx((0.5 + 0.25 + 0.125) / 3, abs=0.02)
 
 
 class Prediction(NamedTuple):
@@ -151,7 +170,7 @@ def predict_batches(config: EngineConfig, requests: Seq[tuple[int, int]], batch:
             now += step.duration_s
             max_running = max(max_running, len(engine.running))
             max_waiting = max(max_waiting, len(engine.waiting))
-            engine.complete(step, now)
+            list(engine.complete(step, now))
     return Prediction(now, engine.preemptions, max_running, max_waiting)
 
 
