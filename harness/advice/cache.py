@@ -7,7 +7,7 @@ from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule
 from harness.analysis.time_split import KV_FULL
 from harness.base.engines import default_reserve, safe_utilization
 from harness.base.summary import Action
-from harness.base.units import count, figures, milliseconds
+from harness.base.units import count, figures, milliseconds, short_percent
 
 MIN_COST = 0.05  # of the time
 UNUSED = 8.0  # a context this many times as long as the longest request
@@ -35,7 +35,7 @@ def kv_cache_full(row: RowFacts) -> Found | None:
         return None
     fits = row.sequences_that_fit
     measured = f"{count(int(preempted), 'preemption')} in {count(round(requests), 'request')}"
-    measured += f"; the KV cache was up to {usage:.0%} full"
+    measured += f"; the KV cache was up to {short_percent(usage)} full"
     if fits is not None:
         measured += f", and holds {fits} of these requests at once; up to {row.most('running_max') or 0:.0f} ran"
     return Found(

@@ -30,7 +30,7 @@ class GpuSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fp16_tflops: float | None  # dense; also of bfloat16; None: not known
     fp8_tflops: float | None = None  # also of INT8; None: no faster than FP16
     fp4_tflops: float | None = None
-    source: str | None = None
+    source: str | None = None  # of the table: the page that was read; None: given by the user
 
     @property
     def name(self) -> str:

@@ -34,7 +34,7 @@ def more_is_slower(row: RowFacts) -> Found | None:
     why = "what the server does for each further request grows faster than the gain of a larger batch"
     if preempted:
         times = count(int(preempted), "time")
-        why = f"the KV cache was {usage:.0%} full, and a request was preempted and computed again {times}"
+        why = f"the KV cache was {short_percent(usage)} full, and a request was preempted and computed again {times}"
     factor, at_once, least = best_rate / rate, best.in_flight, ""
     if preempted and (fits := row.sequences_that_fit) is not None and best.in_flight < fits < row.in_flight:
         at_once, least = fits, "at least "  # more than was measured, and still none is preempted
@@ -103,7 +103,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
             text = f"a mean TTFT of about {milliseconds(left_s)} instead of {milliseconds(ttft_s)} ms"
             expected = gain("ttft_mean", left_s / ttft_s, text)
     if usage is not None:
-        measured += f"; at most {usage:.0%} of the KV cache was in use"
+        measured += f"; at most {short_percent(usage)} of the KV cache was in use"
     changes: dict[str, object] = {"sequences": fits}
     if (context := row.whole("context")) is not None and row.shares_context:
         changes["context"] = fits * context

@@ -116,7 +116,7 @@ class RowFacts(Struct, frozen=True, dict=True):
         return found
 
     def part_of(self, stage: Literal["prefill", "decode"]) -> float | None:
-        """The share of the requests' time in a stage: by the server's times, else by the first token's; None: unknown."""
+        """The share of the requests' time in a stage, by the server's times or else the first token; None: unknown."""
         split, numbers = self.row.time, self.row.pooled
         if split is not None and (known_s := split.prefill_s if stage == "prefill" else split.decode_s) is not None:
             return known_s / split.e2e_s

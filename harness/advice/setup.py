@@ -216,7 +216,7 @@ def speculation_rejected(row: RowFacts) -> Found | None:
 
 @rule(
     when="with speculation each token took at least 2 % longer than on the same server without it, in each repeat",
-    means="The draft and the tokens that are not accepted take compute. One user leaves it idle; several users need it.",
+    means="The draft and the tokens that are not accepted take compute. One user leaves it idle; several need it.",
     actions="no speculation from that number of users on",
     requests=ENOUGH,
 )
@@ -235,8 +235,8 @@ def speculation_costs(row: RowFacts) -> Found | None:
     text = f"{short_percent(1 - 1 / ratio[0])} less time for each token, as measured without speculation"
     return Found(
         cost=(row.part_of("decode") or 1.0) * (1 - 1 / ratio[0]),
-        measured=f"speculation makes each token slower from {count(min(costly), 'request')} at once on (time of a token "
-        f"with it, {each})",
+        measured=f"speculation makes each token slower from {count(min(costly), 'request')} at once on (time of a "
+        f"token with it, {each})",
         why=f"{short_percent(accepted / drafted)} of the drafted tokens were accepted",
         actions=[
             row.action(

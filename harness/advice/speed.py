@@ -43,7 +43,8 @@ def _slow(row: RowFacts, found: Share, why: str, actions: list[Action]) -> Found
 
 
 def _faster(found: Share) -> str:
-    return f"usual are {figures(found.usual_share * found.bound_tok_s)} tok/s and more, of {figures(found.bound_tok_s)} at most"
+    usual = figures(found.usual_share * found.bound_tok_s)
+    return f"usual are {usual} tok/s and more, of {figures(found.bound_tok_s)} at most"
 
 
 @rule(
@@ -132,8 +133,8 @@ def aiter_off(row: RowFacts) -> Found | None:
 
 @rule(
     when="AITER is on for an RDNA 2 or 3 GPU, or the server's log says that AITER does not support the GPU",
-    means="AITER's kernels are for Instinct MI300 and MI350. On another GPU the engine ignores it, falls back to slower "
-    "kernels, or crashes.",
+    means="AITER's kernels are for Instinct MI300 and MI350. On another GPU the engine ignores it, falls back to "
+    "slower kernels, or crashes.",
     actions="AITER off",
 )
 def aiter_failing(row: RowFacts) -> Found | None:
@@ -227,7 +228,7 @@ def other_work(row: RowFacts) -> Found | None:
     used = worst.used_bytes / worst.total_bytes
     return Found(
         cost=None if found is None else _lost(row, found),
-        measured=f"{used:.0%} of the memory of {worst.render_node} was in use before the server started",
+        measured=f"{short_percent(used)} of the memory of {worst.render_node} was in use before the server started",
         why="another program holds the GPU's memory",
         actions=[Action(do="End it: `sudo harness doctor` names the programs", verify="harness doctor")],
         values={"used_bytes": worst.used_bytes, "total_bytes": worst.total_bytes},
@@ -315,7 +316,8 @@ def memory_moved(row: RowFacts) -> Found | None:
     if machine is None:
         return None
     spilled = 0
-    cards = {gpu.get("render_node"): gpu for gpu in row.data.run.machine.gpus if gpu.get("integrated") is False}
+    nodes = [gpu.get("render_node") for gpu in row.data.run.machine.gpus if gpu.get("integrated") is False]
+    cards = {str(node).rpartition("/")[2] for node in nodes}  # of /dev/dri/renderD128, as telemetry names it
     for cell in row.cells:
         for name, gpu in (cell.machine_load.gpus if cell.machine_load is not None else {}).items():
             if gpu.used and name in cards:

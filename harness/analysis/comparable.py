@@ -343,7 +343,7 @@ def start_notes(run: Run) -> list[Reason]:
 def engine_versions(run: Run) -> dict[str, dict[str, str]]:
     """Return the version of each server, by engine, for engines that the servers run in several versions."""
     known: dict[str, dict[str, str]] = {}
-    for server in run.scenario.servers:
+    for server in dict.fromkeys(cell.server for cell in run.served):
         for engine, version in server_versions(run, server).items():
             known.setdefault(engine, {})[server] = version
     return {engine: of for engine, of in known.items() if len(set(of.values())) > 1}

@@ -442,6 +442,8 @@ def finding_parts(finding: RunFinding) -> Iterator[Bullet]:
     """The other parts of a finding, each with its name. A setting is verbatim."""
     yield Bullet(finding.means, mark="Meaning")
     yield Bullet(finding.why, mark="Why")
+    if finding.cost is not None:
+        yield Bullet(f"about {units.short_percent(finding.cost)} of the time", mark="Cost")
     for action in finding.actions:
         yield Bullet(action.do, mark="Do")
         yield from (Bullet("", mark=place, code=text) for place, text in action.settings.items())

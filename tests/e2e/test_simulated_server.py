@@ -173,6 +173,16 @@ def test_metrics_agree_with_what_was_sent(server: Spawned) -> None:
     assert counter(server, "simulated_engine_info") == 1
 
 
+def test_speculation_is_counted() -> None:
+    """Of four drafted tokens all are accepted: an answer of 11 tokens takes three steps."""
+    flags = ("--preset", "instant", "--num-speculative-tokens", "4", "--acceptance-rate", "1")
+    with spawned(*flags) as server:
+        _, *tokens, usage, _ = events(ask(server, CHAT, streamed(11))[2])
+        assert (len(tokens), usage["usage"]["completion_tokens"]) == (11, 11)
+        names = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
+        assert [counter(server, name) for name in names] == [8, 8]
+
+
 @pytest.mark.parametrize(("fault", "tokens", "finish"), [("", 1500, "abort"), ("deaf", 50, "length")])
 def test_a_client_that_disconnects_ends_its_request(
     server: Spawned, log_path: Path, fault: str, tokens: int, finish: str

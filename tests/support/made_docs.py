@@ -163,7 +163,10 @@ def targets_table() -> str:
 
 def rules_table() -> str:
     """Every finding about a run."""
-    rows = [table_row(f"`{rule.code}`", rule.when, rule.means, rule.actions) for rule in RULES]
+    rows = []
+    for rule in RULES:
+        when = f"{rule.when}; {rule.requests} requests or more" if rule.requests else rule.when
+        rows.append(table_row(f"`{rule.code}`", when, rule.means, rule.actions))
     return "".join(["\n", table_row("finding", "when", "meaning", "actions"), "|---|---|---|---|\n", *rows, "\n"])
 
 

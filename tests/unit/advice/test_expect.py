@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.advice.expect import classify, decode_bound, share
+from harness.advice.expect import classify, decode_bound, share, ttft_floor
 from harness.advice.hardware import find_gpu, gpu_specs, identify_gpu
 from harness.base.errors import HarnessError
 from harness.records.manifest import Machine, ModelSize, Startup
@@ -114,8 +114,9 @@ def test_a_card_is_told_from_others_of_its_target(
 
 
 def made_run(
-    folder: Path, *, tok_s: float = 6.4, gpu: str = "gfx1151", users: int = 1, prompt: int = 20, **served: Any
-) -> Any:
+    folder: Path, *, tok_s: float = 6.4, gpu: str = "gfx1151", users: int = 1, prompt: int = 20,
+    cards: list[dict[str, Any]] | None = None, variables: dict[str, Any] | None = None, **served: Any
+) -> Any:  # fmt: skip
     """The share of a run whose users get their tokens at `tok_s` each."""
     values: dict[str, Any] = {"template": "vllm-rocm", "startup": Startup(weights_gib=28e9 / (1 << 30))} | served
 
@@ -131,13 +132,13 @@ def made_run(
     write_made_run(
         folder,
         made_of=scenario(
-            servers={"a": Server(template="vllm-rocm")},
+            servers={"a": Server(template="vllm-rocm", variables=variables or {})},
             loads={"x": Load(user="chat", users=users, requests=4 * users, output_tokens=11)},
             repeats=1,
         ),
         requests=lambda *known: list(records(*known)),
         served=lambda cell: served_by(**values),
-        machine=Machine(name="strix", gpus=[{"target": gpu, "compute_units": 40, "integrated": True}]),
+        machine=Machine(name="strix", gpus=cards or [{"target": gpu, "compute_units": 40, "integrated": True}]),
     )
     data = load(folder)
     return share(data, next(iter(data.cells.values())))
@@ -174,6 +175,47 @@ def test_the_bandwidth_of_several_gpus_adds_up(tmp_path: Path) -> None:
     assert round(found.bound_tok_s, 2) == 18.29
 
 
+CARDS: list[dict[str, Any]] = [
+    {"target": "gfx1100", "compute_units": units, "integrated": False, "render_node": f"/dev/dri/renderD{node}"}
+    for node, units in ((128, 96), (129, 84))
+]
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "gb_s"),
+    [
+        ({}, 1, 960), ({"gpus": [1]}, 1, 800), ({"gpus": [0]}, 1, 960), ({"gpus": [1, 0]}, 2, 1600),
+        ({"environment": {"ROCR_VISIBLE_DEVICES": "1"}}, 1, 800),
+        ({"devices": ["/dev/kfd", "/dev/dri/renderD129"]}, 1, 800),
+        ({"gpus": [2]}, 1, None), ({"environment": {"HIP_VISIBLE_DEVICES": "GPU-1234"}}, 1, None),
+        ({"gpus": "1", "devices": None, "environment": [1]}, 1, 960),
+    ],
+)  # fmt: skip
+def test_the_bound_is_of_the_cards_that_the_server_was_given(
+    tmp_path: Path, variables: dict[str, Any], ranks: int, gb_s: float | None
+) -> None:
+    """A 7900 XTX and a 7900 XT; together each waits for the slower one."""
+    effective = {"tensor_parallel_size": ranks}
+    found = made_run(tmp_path / "run", cards=CARDS, variables=variables, effective=effective, model_size=size(28))
+    assert (None if found is None else round(found.bound_tok_s, 2)) == (None if gb_s is None else round(gb_s / 28, 2))
+
+
+def test_each_token_of_a_prompt_attends_to_those_before_it() -> None:
+    """48 layers of 40 heads of 128: 2 x 48 x 40 x 128 x n^2 operations next to 2 x 14e9 x n."""
+    model = size(28, params=14e9, attention_width=48 * 40 * 128)
+    for tokens in (512, 32_768):
+        expected = (2 * 14e9 * tokens + 2 * 48 * 40 * 128 * tokens**2) / 59.4e12
+        assert ttft_floor(model, STRIX_HALO, tokens)[1] == pytest.approx(expected)
+    # The second half of a prompt attends to the first, which is cached.
+    whole, first, second = (ttft_floor(model, STRIX_HALO, 4096, cached=cached)[1] or 0 for cached in (0, 0, 4096))
+    assert first + second == pytest.approx(ttft_floor(model, STRIX_HALO, 8192)[1])
+    assert second > whole
+    sliding = size(28, params=14e9, sliding_attention_width=48 * 40 * 128, window=1024)
+    pairs = 1024**2 / 2 + (8192 - 1024) * 1024
+    expected = (2 * 14e9 * 8192 + 4 * 48 * 40 * 128 * pairs) / 59.4e12
+    assert ttft_floor(sliding, STRIX_HALO, 8192)[1] == pytest.approx(expected)
+
+
 # Compute units, GHz, FP16 operations of a unit and clock; bits of the bus, GT/s of the memory.
 DATA_SHEETS = {
     "Radeon 8060S": (40, 2.9, 512, 256, 8), "Radeon 8050S": (32, 2.8, 512, 256, 8),
@@ -194,7 +236,7 @@ def test_the_table_agrees_with_units_clocks_and_buses() -> None:
     assert [spec.name for spec in gpu_specs()] == [*DATA_SHEETS]
     for spec in gpu_specs():
         units, ghz, operations, bits, rate = DATA_SHEETS[spec.name]
-        assert spec.compute_units == units
+        assert spec.compute_units == units and spec.source
         assert spec.fp16_tflops == pytest.approx(units * ghz * operations / 1000, rel=0.005), spec.name
         assert spec.bandwidth_gb_s == pytest.approx(bits / 8 * rate, rel=0.01), spec.name
         if spec.fp8_tflops is not None and spec.fp16_tflops is not None:

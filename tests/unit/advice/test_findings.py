@@ -8,6 +8,7 @@ What a server prints and what Docker reports (eager mode, versions, /dev/shm) is
 import io
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -67,7 +68,7 @@ def on_gpu(read_gb: float, engine: EngineConfig = HEALTHY, **more: Any) -> Engin
 def watched(
     held_back: str | None = None, *, since_s: float = 0.0, available_gib: float = 60, gtt_gib: float = 0.1
 ) -> Callable[[Cell, float], list[TelemetrySample]]:
-    """Samples of the files of a kernel, every half second. `held_back`: what lowers the clocks of its GPU, from a time."""
+    """Samples of the files of a kernel, every half second. `held_back`: what lowers the clocks of its GPU."""
 
     def samples(cell: Cell, wall_s: float) -> list[TelemetrySample]:
         meter, found = Meter(), []
@@ -112,7 +113,7 @@ GPU = {"template": "vllm-rocm", "machine": STRIX_HALO}
 VLLM = {"engine": "vllm", "version": "0.32.0"}
 TIGHT = replace(STRIX, max_num_seqs=256)
 LONG = replace(HEALTHY, max_num_batched_tokens=8192, max_model_len=8192)
-SMALL_SHM = {"container": {"HostConfig": {"ShmSize": 64 << 20, "IpcMode": "private"}},
+SMALL_SHM: dict[str, dict[str, Any]] = {"container": {"HostConfig": {"ShmSize": 64 << 20, "IpcMode": "private"}},
              "effective": {"tensor_parallel_size": 2}}  # fmt: skip
 ONE = {"one": batch(1)}
 CAUSES: dict[str, Cause] = {
@@ -179,6 +180,12 @@ CAUSES: dict[str, Cause] = {
 }
 
 
+@pytest.fixture(scope="module")
+def of_cause(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Summary]:
+    """The summary of the run of each cause, which is measured once."""
+    return cache(lambda code: measured(tmp_path_factory.mktemp(code) / "run", CAUSES[code]).summary)
+
+
 def measured(folder: Path, cause: Cause, setup: EngineSetup | None = None, **more: Any) -> Summarized:
     known = cause.more | more
     ran = known.pop("ran", {})
@@ -200,8 +207,8 @@ def test_each_rule_has_a_cause() -> None:
 
 
 @pytest.mark.parametrize("code", CAUSES)
-def test_a_run_with_one_cause_has_its_finding_first(tmp_path: Path, code: str) -> None:
-    findings = found(tmp_path / "run", CAUSES[code])
+def test_a_run_with_one_cause_has_its_finding_first(of_cause: Callable[[str], Summary], code: str) -> None:
+    findings = of_cause(code).findings or []
     assert [one.code for one in findings][:1] == [code]
     assert all(action.do and action.verify for action in findings[0].actions)
 
@@ -231,9 +238,8 @@ def test_a_server_that_notices_who_leaves_computes_nothing_for_them(tmp_path: Pa
     assert (made.rows[0].pooled.abandoned > 20, made.findings) == (True, [])
 
 
-def test_speculation_costs_from_a_number_of_users_on(tmp_path: Path) -> None:
-    findings = found(tmp_path / "run", CAUSES["speculation_costs"])
-    one = next(one for one in findings if one.code == "speculation_costs")
+def test_speculation_costs_from_a_number_of_users_on(of_cause: Callable[[str], Summary]) -> None:
+    one = next(one for one in of_cause("speculation_costs").findings or [] if one.code == "speculation_costs")
     ratios = one.values["ratios"]
     assert (one.values["from"], one.rows) == (4, ["a / eight", "a / four"])
     assert ratios["1"] < 1 < ratios["4"] < ratios["8"]
@@ -329,18 +335,17 @@ def value_of(row: Row, metric: str) -> float:
     return value
 
 
-def test_every_expected_gain_is_measured(tmp_path: Path) -> None:
-    gains = {
-        code for code, cause in CAUSES.items()
-        for one in found(tmp_path / code, cause)[:1] if any(action.gain for action in one.actions)
-    }  # fmt: skip
+def test_every_expected_gain_is_measured(of_cause: Callable[[str], Summary]) -> None:
+    firsts = {code: (of_cause(code).findings or [])[:1] for code in CAUSES}
+    gains = {code for code, first in firsts.items() for one in first if any(action.gain for action in one.actions)}
     assert gains == BETTER.keys()
 
 
 @pytest.mark.parametrize("code", BETTER)
-def test_an_expected_gain_has_the_direction_of_its_measurement(tmp_path: Path, code: str) -> None:
-    cause = CAUSES[code]
-    before = measured(tmp_path / "before", cause).summary
+def test_an_expected_gain_has_the_direction_of_its_measurement(
+    tmp_path: Path, of_cause: Callable[[str], Summary], code: str
+) -> None:
+    cause, before = CAUSES[code], of_cause(code)
     assert before.findings is not None
     one = before.findings[0]
     expected = one.actions[0].gain
@@ -377,8 +382,8 @@ def first_settings(folder: Path, code: str, **served: Any) -> dict[str, str]:
     cause = CAUSES[code]
     template = served.pop("template", "simulated")
     setup = replace(cause.setup, startup=served.pop("startup", {}), served=served)
-    (one, *_) = found(folder, cause, setup, template=template)
-    return one.actions[0].settings
+    findings = found(folder, cause, setup, template=template)
+    return next(one for one in findings if one.code == code).actions[0].settings
 
 
 # The stories of the seeds, with their numbers.

@@ -106,7 +106,11 @@ def test_settings_follow_from_image_arguments_and_machine(tmp_path: Path) -> Non
         "effective": {"max_num_seqs": 256},
     }
     image = serving(**changed, image="vllm/vllm-openai-cpu:v0.33", contents=Contents(rocm="7.3.0"))
-    compare_runs(two(tmp_path / "image", image), about="image")
+    compared = compare_runs(two(tmp_path / "image", image), about="image")
+    assert [(note.code, note.values) for note in compared.notes] == [
+        ("engine_versions", {"server": server, "engine": "vllm", "versions": {"one": "0.32.0", "two": "0.33.0"}})
+        for server in ("a", "b")
+    ]
     arguments = serving(**changed, arguments=["--port", "8000", "--max-num-seqs", "256"])
     compare_runs(two(tmp_path / "arguments", arguments), about="arguments")
     machine = Machine(name="other", kernel="6.18", cores=16)
