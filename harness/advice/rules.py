@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from msgspec import Struct
 
+from harness.analysis import quick
 from harness.base.engines import Engine, Spelling, engines, find_engine
 from harness.base.files import open_file
 from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
@@ -270,6 +271,8 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     @property
     def run_again(self) -> str:
+        if self.data.run.scenario_name == quick.NAME and self.served.template is None:
+            return f"harness quick {shlex.quote(self.served.url)}"
         return f"harness run {shlex.quote(self.data.run.scenario_name)}.yaml"
 
     def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:

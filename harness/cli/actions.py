@@ -42,6 +42,45 @@ WorkersOpt = Annotated[str | None, cli.option("NAMES", "With --url: machines tha
 BindOpt = Annotated[str | None, cli.option("ADDRESS", "With --workers: where they find this machine (port 5557).")]
 
 
+@cli.command(short_help="Measure a running server in 15 seconds.")
+def quick(
+    url: Annotated[
+        str | None,
+        typer.Argument(metavar="URL", help="The server (default: the first one found on this machine).", callback=cli.validate_url),
+    ] = None,
+    model: cli.ModelOpt = None,
+    api_key_env: cli.KeyOpt = None,
+    ca: cli.CaOpt = None,
+    as_json: Annotated[bool, cli.flag("--json", "Print JSON; progress goes to stderr.")] = False,
+    runs: cli.RunsDir = cli.RUNS,
+) -> None:
+    """Measure a running server with one, four and eight users: tok/s, prefill, TTFT, and how near the hardware it is.
+
+    It takes 15 s, and up to a minute at 5 tok/s. It needs no scenario, no tokenizer, and no name of the model.
+    """
+    from harness.analysis.quick import NAME
+    from harness.report.quick import quick_page
+    from harness.report.terminal import print_page
+    from harness.run import experiment as experiments
+    from harness.run import quick as quickly
+    from harness.run.orchestrator import run as run_experiment
+    from harness.run.progress import Progress
+
+    progress = cli.console(stderr=as_json)
+    target = cli.make_target(url or quickly.find_server(), ca=ca)
+    make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.print)
+    with quickly.scenario_path(None, target, NAME, make) as path:
+        folder = run_experiment(experiments.prepare(path, target), runs, Progress(progress))
+    report = quickly.quick_report(folder, target)
+    if as_json:
+        cli.print_json(report)
+    else:
+        print_page(quick_page(report), cli.console())
+        cli.console().print(f"{folder / 'report.html'}")
+    if not report.valid:
+        raise typer.Exit(ExitCode.INVALID)
+
+
 @cli.command(short_help="Start the servers, load them, tear them down, report.")
 def run(
     scenario: cli.ScenarioToResume = None,
@@ -53,6 +92,7 @@ def run(
     ca: cli.CaOpt = None,
     metrics_url: MetricsUrlOpt = None,
     model: cli.ModelOpt = None,
+    api_key_env: cli.KeyOpt = None,
     repeats: cli.RepeatsOpt = None,
     checks: cli.ChecksOpt = None,
     baseline: cli.BaselineOpt = None,
@@ -67,12 +107,15 @@ def run(
 ) -> None:
     """Start the scenario's servers, load them, tear them down, and report.
 
+    With --url and without a scenario it measures a running server as `harness quick` does, and prints the whole report.
     After Ctrl-C, kill -9, a power loss or a failed server, `harness run --resume RUN` measures what is missing.
     With --times the exit code is the worst one of all runs.
     """
+    from harness.analysis import quick
     from harness.analysis.compare import make_reference
     from harness.base.units import read_duration
     from harness.run import experiment as experiments
+    from harness.run import quick as running_scenarios
     from harness.run.budget import budget_steps
     from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
@@ -86,20 +129,20 @@ def run(
     if resume is not None:
         report(_resume(scenario, cli.find_run(resume, runs), target, budget_s, against, junit))
         return
-    if scenario is None:
-        raise HarnessError("missing argument 'SCENARIO'", next_step="`harness run --help` lists the options.")
-    experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
-    if workers is not None:
-        experiment = experiments.with_workers(experiment, workers, bind)
-    _print_notes(experiment.scenario)
+    make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=cli.console().print)
+    with running_scenarios.scenario_path(scenario, target, quick.NAME, make) as path:
+        experiment = experiments.prepare(path, target, model, repeats, checks or [])
+        if workers is not None:
+            experiment = experiments.with_workers(experiment, workers, bind)
+        _print_notes(experiment.scenario)
 
-    def measure() -> None:
-        with cli.junit_until_finished(junit, scenario.stem):
-            steps = None if budget_s is None else budget_steps(budget_s)
-            folder = run_experiment(experiment, runs, Progress(cli.console()), steps, against)
-        report(folder)
+        def measure() -> None:
+            with cli.junit_until_finished(junit, path.stem):
+                steps = None if budget_s is None else budget_steps(budget_s)
+                folder = run_experiment(experiment, runs, Progress(cli.console()), steps, against)
+            report(folder)
 
-    measure() if times == 1 else _repeat(measure, times, every_s)
+        measure() if times == 1 else _repeat(measure, times, every_s)
 
 
 def _resume(
@@ -188,7 +231,7 @@ MaxUsersOpt = Annotated[
 ]
 UserOpt = Annotated[
     Literal["chat", "batch", "agent", "rag"] | None,
-    cli.option(None, "With --url and without a scenario: the kind of users."),
+    cli.option(None, "Without a scenario: the kind of users (default: chat)."),
 ]
 
 
@@ -196,7 +239,7 @@ UserOpt = Annotated[
 def capacity(
     scenario: Annotated[
         Path | None,
-        typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships; not with --user."),
+        typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships (default: with --url)."),
     ] = None,
     slos: Annotated[
         list[str] | None,
@@ -217,6 +260,7 @@ def capacity(
     user: UserOpt = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
+    api_key_env: cli.KeyOpt = None,
     as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
@@ -231,11 +275,14 @@ def capacity(
     from harness.report.capacity import print_capacity
     from harness.run import capacity as searching
     from harness.run import experiment as experiments
+    from harness.run import quick as running_scenarios
     from harness.run.progress import Progress
 
     budget_s = read_duration("--budget", budget)
     target = cli.make_target(url, ca=ca)
-    with experiments.scenario_path(scenario and cli.find_scenario(scenario), user, target, model) as path:
+    make = partial(running_scenarios.user_scenario, user or "chat", model=model, key_name=api_key_env)
+    name = f"capacity-{user or 'chat'}"
+    with running_scenarios.scenario_path(scenario and cli.find_scenario(scenario), target, name, make) as path:
         experiment = experiments.prepare(path, target, model)
         experiment, question, parsed = searching.define_search(
             experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
@@ -251,22 +298,31 @@ def capacity(
 
 @cli.command(short_help="Serve Locust's web UI for a scenario's server.")
 def live(
-    scenario: cli.ScenarioArg,
+    scenario: cli.ScenarioToResume = None,
     server: cli.ServerOpt = None,
     load: cli.LoadOpt = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
+    api_key_env: cli.KeyOpt = None,
+    user: UserOpt = None,
     port: Annotated[int, cli.option("PORT", "Port of the web UI on 127.0.0.1.", min=1, max=65535)] = UI_PORT,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
-    """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C tears everything down."""
+    """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C tears everything down.
+
+    With --url and without a scenario: for a running server.
+    """
     from harness.run import experiment as experiments
     from harness.run import live as living
+    from harness.run import quick as running_scenarios
     from harness.run.progress import Progress
 
-    experiment = experiments.prepare(scenario, cli.make_target(url, ca=ca), model)
-    living.live(experiment, server, load, port, runs, Progress(cli.console()))
+    target, name = cli.make_target(url, ca=ca), user or "chat"
+    make = partial(running_scenarios.user_scenario, name, model=model, key_name=api_key_env)
+    with running_scenarios.scenario_path(scenario, target, f"live-{name}", make) as path:
+        experiment = experiments.prepare(path, target, model)
+        living.live(experiment, server, load, port, runs, Progress(cli.console()))
 
 
 @cli.command(short_help="Validate a scenario and show its plan.")

@@ -20,20 +20,23 @@ from harness.base.files import pretty_json
 from harness.base.redact import printable
 
 COMMANDS = {  # in the order of use
-    "Before a run": ("init", "list", "check", "doctor", "expect"),
-    "Measure": ("run", "capacity", "live", "compose", "worker"),
-    "After a run": ("report", "compare", "plan", "results", "export", "import"),
-    "When something is wrong": ("explain", "clean"),
+    "Measure": ("quick", "run", "capacity", "live", "check", "init"),
+    "Answer": ("expect", "compare", "plan", "explain", "doctor"),
+    "Look": ("report", "results", "list"),
+    "Keep": ("export", "import"),
+    "Help": ("compose", "worker", "clean"),
 }
 # By parameter: the option that it needs, and those that it excludes. A command may have only some of them.
 NEEDS = {
-    "metrics_url": "url", "ca": "url", "bind": "workers", "about": "baseline",
+    "metrics_url": "url", "ca": "url", "api_key_env": "url", "bind": "workers", "about": "baseline",
     "every": "times",
     "free": "total", "total": "free", "active_params": "params", "bits": "params", "image": "measure",
 }  # fmt: skip
 EXCLUDES = {
     "resume": ("model", "repeats", "checks", "workers", "bind", "times"),
     "times": ("junit",),
+    "api_key_env": ("scenario",),
+    "user": ("scenario",),
     "across": ("against", "about"),
     "history": ("against", "about", "across", "checks"),
     "params": ("model",),
@@ -246,7 +249,12 @@ UrlOpt = Annotated[
 ]
 CaOpt = Annotated[Path | None, option("FILE", "With --url https://...: the authority that signed its certificate.")]
 ModelOpt = Annotated[
-    str | None, option("NAME", "Use this model instead of the scenario's.", callback=validate_model_name)
+    str | None,
+    option("NAME", "Use this model instead of the scenario's, or of the server's first.", callback=validate_model_name),
+]
+KeyOpt = Annotated[
+    str | None,
+    option("NAME", "Without a scenario: the environment variable with the server's API key.", "--api-key-env"),
 ]
 ResultsDir = Annotated[
     Path, option("DIR", "The folder of filed results and of the variation between runs.", envvar="HARNESS_RESULTS")

@@ -6,16 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError, Problem, ScenarioError, suggest_row
@@ -37,7 +33,6 @@ from harness.scenario.check_syntax import check_problem, move_check
 from harness.scenario.file import drop_sweep_repeats, read_scenario
 from harness.scenario.plan import load_of_part, load_of_stage, mix_of
 from harness.scenario.workers import Workers, parse_workers
-from harness.serve.lifecycle import attach_to_server
 from harness.serve.lint import find_server_problems
 from harness.serve.security import find_open_secrets_in_text
 from harness.workload import local_words, pairs_of
@@ -337,44 +332,3 @@ def _import_locustfile(path: Path) -> None:
         where = f"{path}, line {lines[-1]}" if lines else f"{path}"
         reason = output.splitlines()[-1].strip() if output else f"exit code {done.returncode}"
         raise HarnessError(f"{where}: the locustfile cannot be imported: {reason}", next_step=_TRY_LOCUSTFILE)
-
-
-# The loads and prompts of each user class for a capacity search without a scenario; docs/capacity.md lists them.
-DEFAULT_LOADS: dict[str, dict[str, Any]] = {
-    "chat": {"user": "chat", "turns": 4, "think_s": [2, 8], "output_tokens": 256, "output": "natural"},
-    "batch": {"user": "batch", "output_tokens": 128},
-    "agent": {"user": "agent", "output_tokens": 256, "output": "natural"},
-    "rag": {"user": "rag", "output_tokens": 256, "output": "natural"},
-}
-DEFAULT_PROMPTS = {"chat": {"tokens": 120, "system_tokens": 200}}
-
-
-@contextmanager
-def scenario_path(given: Path | None, user: str | None, target: Target | None, model: str | None) -> Iterator[Path]:
-    """Yield the path of the given scenario, or of a temporary one for a user class and a running server.
-
-    Raises HarnessError for options that contradict each other, ServerError when the server does not answer.
-    """
-    if given is not None and user is not None:
-        raise HarnessError("--user: the scenario has its own users", next_step="Choose one of its loads with --load.")
-    if given is not None:
-        yield given
-        return
-    if user is None or target is None:
-        example = 'harness capacity --url http://127.0.0.1:8000 --user chat --slo "ttft_p95<=2s"'
-        raise HarnessError(
-            "no scenario, and not both of --url and --user", next_step=f"Give a scenario file, or: {example}"
-        )
-    scenario = {
-        "version": 1,
-        "question": f"How many {user} users does this server hold?",
-        "model": model or attach_to_server(target.url, None).served_by.model or "unknown",
-        "servers": {RUNNING_SERVER: {"template": RUNNING_SERVER}},  # not started: --url replaces it
-        "loads": {user: {**DEFAULT_LOADS[user], "users": 1, "duration_s": 60}},
-        "prompts": DEFAULT_PROMPTS.get(user, {"tokens": 256}),
-        "repeats": 1,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"capacity-{user}.yaml"
-        path.write_text(yaml.safe_dump(scenario, sort_keys=False), encoding="utf-8")
-        yield path

@@ -105,6 +105,7 @@ class RunningModel(Struct, frozen=True):
     """A loaded model, as /health reports it."""
 
     name: str = field(name="model_name", default="")  # without a prefix
+    type: str = "llm"
     recipe: str = ""
     recipe_options: dict[str, Any] = {}
     checkpoint: Any = None

@@ -36,7 +36,7 @@ from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, LoadCall, S
 from harness.serve.containers import LogFile, ServerStatus, StatusReader
 from harness.serve.engine import connect, ensure_image, get_digest, make_labels
 from harness.serve.facts import record_facts
-from harness.serve.lemonade import Api, LemonadeMonitor, LemonadeState, bring_up_model, find_running_model
+from harness.serve.lemonade import Api, LemonadeMonitor, LemonadeState, bring_up_model, find_running_model, get_health
 from harness.serve.probe import PhaseTimer, Post, StartupWatch
 from harness.serve.security import collect_secrets, make_access_notes, require_consent
 from harness.serve.template import write_compose_file
@@ -352,7 +352,7 @@ def _join_gateway(gateway: Endpoint, server: Endpoint) -> Endpoint:
 
 
 @contextlib.contextmanager
-def _reported(what: str, on_wait: Callable[[str], None]) -> Iterator[None]:
+def reported(what: str, on_wait: Callable[[str], None]) -> Iterator[None]:
     """Report what is waited for after some seconds, and then less and less often."""
     ended = threading.Event()
 
@@ -369,6 +369,15 @@ def _reported(what: str, on_wait: Callable[[str], None]) -> Iterator[None]:
         ended.set()
 
 
+def choose_model(base: str, api_key: str | None, key_name: str | None) -> str:
+    """Return the model that a running server has loaded, or the first chat model that it lists. Raises ServerError."""
+    health = get_health(Api(base, api_key), timeout_s=probe.PROBE_TIMEOUT_S)
+    if health is not None and (loaded := [one.name for one in health.loaded if one.type == "llm"]):
+        return loaded[0]
+    with open_session(api_key) as session:
+        return probe.find_model(base, None, session, key_name)
+
+
 def attach_to_server(
     url: str,
     model: str | None,
@@ -380,10 +389,10 @@ def attach_to_server(
 ) -> Endpoint:
     """Return the endpoint of a server that already runs. `key_name`: the environment variable that has the API key.
 
-    `on_wait` is called in another thread, with what is waited for, if that takes seconds. Raises ServerError if the
-    model does not answer.
+    `model`: None takes the one that is loaded, or the first. `on_wait` is called in another thread, with what is waited
+    for, if that takes seconds. Raises ServerError if the model does not answer.
     """
-    with _reported(f"the first answer of {url} (at most {probe.MAX_ANSWER_S:g} s)", on_wait):
+    with reported(f"the first answer of {url} (at most {probe.MAX_ANSWER_S:g} s)", on_wait):
         loaded = find_running_model(probe.parse_base_url(url), model, api_key)  # its models have two names
         served = probe.probe_running_server(url, model if loaded is None else loaded.model, api_key, key_name=key_name)
     parts = urlsplit(served.url)
@@ -401,7 +410,7 @@ def attach_to_server(
             last = ServerStatus(ServerDeath(how="closed", detail=served.url))
         return last
 
-    with _reported(f"the metrics and settings of {url}", on_wait):
+    with reported(f"the metrics and settings of {url}", on_wait):
         own_metrics_url = metrics_url or probe.find_metrics_url(served.url, api_key)
         if loaded is None:
             monitor, metrics_url = None, own_metrics_url

@@ -37,9 +37,17 @@ _MAX_SPECIAL_TOKENS = 16  # that a tokenizer may put around a text
 _TOKENIZER_ADVICE = "Name a local tokenizer.json in prompts.tokenizer, or remove it: a word is then taken for a token."
 _MAX_VERSION = 200  # characters
 
+BUSY = (429, 503)  # of a server that loads its model, or has too much to do
+_LOADING_ADVICE = "The server may still load its model: wait until it is ready, and run it again."
+
 T = TypeVar("T")
 Post = Callable[[str, dict[str, Any]], requests.Response]  # of an address and a body
+_NOT_CHAT = re.compile(r"(?i)embed|rerank|whisper|\bbge\b|\btts\b|kokoro|diffusion|\bsdxl\b|\bflux\b")  # in a name
 _DISTRUST = re.compile(r"certificate verify failed: ([^(]*)")
+
+
+class BusyError(ServerError):
+    """The server answers that it is busy: it may still load its model."""
 
 
 def probe_running_server(
@@ -47,12 +55,12 @@ def probe_running_server(
 ) -> ServedBy:
     """Return the facts of a server that already runs and whose model answers.
 
-    Without `model`, the server must serve exactly one. `key_name`: the environment variable that has the API key.
+    Without `model`, the first one that it lists. `key_name`: the environment variable that has the API key.
     Raises ServerError.
     """
     base = parse_base_url(url)
     with open_session(api_key) as session:
-        served, version = request_first_answer(base, model, session, partial(_post, session), key_name)
+        served, version = request_first_answer(base, model, session, partial(post, session), key_name)
         version = get_version(base, session) or _get_engine_version(base, session) or version
     return ServedBy(url=base, version=version, model=served)
 
@@ -73,7 +81,7 @@ def request_first_answer(
 
     def request_answer() -> str | None:
         response = post(base + "/v1/chat/completions", body)
-        _require_chat_completion(response, base, key_name)
+        require_chat_completion(response, base, key_name)
         headers = (engine.version_header for engine in engines() if engine.version_header is not None)
         return next((response.headers[name] for name in headers if name in response.headers), None)
 
@@ -109,7 +117,9 @@ def find_metrics_url(base: str, api_key: str | None = None) -> str | None:
 
 
 def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
-    """Return the id to send for `model`; without `model`, the only model's. Raises ServerError that lists the ids."""
+    """Return the id to send for `model`; without `model`, that of the first chat model. Raises ServerError that lists
+    the ids.
+    """
     url = base + "/v1/models"
     try:
         response = session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
@@ -122,12 +132,13 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         raise _unexpected_form("a list of models", response) from None
     shown = ", ".join(f"'{id}'" for id in ids[:8]) or "no model at all"
     if model is None:
-        if len(ids) != 1:
-            raise ServerError(f"{base} serves {shown}; choose one", next_step="Give `--model NAME`.")
-        if masked(ids[0], "sure") != ids[0]:
+        first = next((id for id in ids if _NOT_CHAT.search(id) is None), None)
+        if first is None:
+            raise ServerError(f"{base} serves no chat model: {shown}", next_step="Load one, or give `--model NAME`.")
+        if masked(first, "sure") != first:
             what, next_step = unexpected_response.explain_secret_model(base)
             raise ServerError(what, next_step=next_step)
-        return ids[0]
+        return first
     if listed_names(model) & set(ids):
         return model
     close = closest_name(model, ids)
@@ -136,6 +147,14 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         next_step="Set the scenario's 'model' to one of these, or give `--model NAME`"
         + (f" (did you mean '{close}'?)." if close else "."),
     )
+
+
+def has_models(response: requests.Response) -> bool:
+    """Return whether an answer is a list of models."""
+    try:
+        return response.status_code == 200 and bool(unexpected_response.parse_model_ids(response.content))
+    except ValueError:
+        return False
 
 
 def get_version(base: str, session: requests.Session, path: str = "/version") -> str | None:
@@ -167,9 +186,10 @@ def accepts_connections(host: str, port: int) -> bool:
     return True
 
 
-def _post(session: requests.Session, url: str, body: dict[str, Any]) -> requests.Response:
+def post(session: requests.Session, url: str, body: dict[str, Any], *, stream: bool = False) -> requests.Response:
+    """POST a body as JSON. Raises ServerError without an answer."""
     try:
-        return session.post(url, json=body, timeout=MAX_ANSWER_S, allow_redirects=False)
+        return session.post(url, json=body, timeout=MAX_ANSWER_S, allow_redirects=False, stream=stream)
     except requests.RequestException as error:
         raise _make_connection_error(url, error) from None
 
@@ -185,7 +205,10 @@ def require_api(response: requests.Response, base: str, key_name: str | None) ->
     """Raise ServerError for an answer that does not come from an OpenAI-compatible API."""
     _require_expected_server(response, base, key_name)
     if response.status_code != 200:
-        raise ServerError(unexpected_response.describe_status(_to_http_response(response)), next_step=CHECK_ADDRESS)
+        what = unexpected_response.describe_status(_to_http_response(response))
+        if response.status_code in BUSY:
+            raise BusyError(what, next_step=_LOADING_ADVICE)
+        raise ServerError(what, next_step=CHECK_ADDRESS)
 
 
 def _to_http_response(response: requests.Response) -> HttpResponse:
@@ -200,11 +223,13 @@ def _require_expected_server(response: requests.Response, base: str, key_name: s
         raise ServerError(problem[0], next_step=problem[1])
 
 
-def _require_chat_completion(response: requests.Response, base: str, key_name: str | None) -> None:
+def require_chat_completion(response: requests.Response, base: str, key_name: str | None) -> None:
     """Raise ServerError for an answer that is not a chat completion."""
     _require_expected_server(response, base, key_name)
     if response.status_code != 200:
         what = f"the model does not answer: {unexpected_response.describe_status(_to_http_response(response))}"
+        if response.status_code in BUSY:
+            raise BusyError(what, next_step=_LOADING_ADVICE)
         raise ServerError(what, next_step="Look at the server's log.")
     try:
         is_completion = isinstance(decode_json(response.content)["choices"][0]["message"], dict)

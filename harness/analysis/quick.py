@@ -1,0 +1,140 @@
+"""The numbers of `harness quick`: what one, four and eight users at once get, from however few requests there are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from harness.analysis import derive
+from harness.analysis.latencies import token_shares_between
+from harness.analysis.summarize import Summarized
+from harness.base.summary import RunFinding, median_of_known
+from harness.records.records import CUT
+from harness.records.run_data import CellData
+from harness.records.table import Floats, Rows
+from harness.scenario.plan import load_of_stage
+
+NAME = "quick"  # of its runs
+
+
+class QuickLevel(Struct, frozen=True, kw_only=True):
+    """What so many users got. Medians over requests; None: no request has it."""
+
+    users: int
+    answers: int  # that are complete
+    cut: int  # requests that the end of the time cut
+    failed: int
+    tok_s: float | None  # output tokens a second of all users together
+    user_tok_s: float | None  # output tokens a second of one user after the first token, 1 / TPOT
+    prefill_tok_s: float | None  # uncached prompt tokens / TTFT of one user, so that it includes waiting
+    ttft_ms: float | None
+    visible_ms: float | None  # TTFO, where it differs: the model reasons first
+
+
+class QuickReport(Struct, frozen=True, kw_only=True):
+    """The output of `harness quick --json`. Missing is null."""
+
+    run: str  # its directory
+    url: str
+    model: str
+    server: str | None  # its version
+    simulated: bool
+    valid: bool
+    reasons: list[str]
+    one_user_tok_s: float | None
+    prefill_tok_s: float | None  # with one user, as of the following
+    ttft_ms: float | None
+    users: list[QuickLevel]
+    tokens_counted: bool  # False: the server does not report tokens, and a chunk is taken for one
+    prompt_tokens: int | None  # the median
+    answer_tokens: int  # at most
+    level_s: float | None  # seconds of each level
+    share: float | None  # of what the hardware allows for one user
+    share_sentence: str | None
+    finding: RunFinding | None  # the worst one
+    next: dict[str, str]  # commands, each with what it answers
+
+
+def quick_levels(made: Summarized) -> list[QuickLevel]:
+    """Return the levels of a run whose load has stages, in their order."""
+    scenario = made.data.run.scenario
+    names = {name: cell for name, cell in made.data.planned.items() if load_of_stage(cell.load) and cell.repeat == 1}
+    return [
+        _level(scenario.loads[cell.load].users, made.data.cells[name])
+        for name, cell in names.items()
+        if name in made.data.cells
+    ]
+
+
+def _level(users: int, cell: CellData) -> QuickLevel:
+    rows = cell.counted
+    good, started = rows.where(rows.good), rows.where(rows.good | rows.error.is_in(*CUT))
+    tpot_s = _median(_seconds_per_token(good)) or _median(_seconds_per_token(started))
+    uncached = _prompt_tokens(started) - np.nan_to_num(started.cached_tokens)
+    ttft_s = np.where(np.isnan(started.first_chunk_s), np.inf, started.first_chunk_s)  # cut before it: longer
+    ttfo_s = good.first_visible_s
+    late = ttfo_s > good.first_chunk_s
+    cut = int(rows.error.is_in(*CUT).sum())
+    return QuickLevel(
+        users=users,
+        answers=len(good),
+        cut=cut,
+        failed=len(rows) - len(good) - cut,
+        tok_s=_all_tok_s(cell),
+        user_tok_s=None if tpot_s is None else 1 / tpot_s,
+        prefill_tok_s=_median(np.where(ttft_s > 0, uncached / ttft_s, np.nan)) or None,
+        ttft_ms=_milliseconds(_median(ttft_s)),
+        visible_ms=_milliseconds(_median(ttfo_s[late])) if late.any() else None,
+    )
+
+
+def counts_tokens(cells: Sequence[CellData]) -> bool:
+    """Whether the server reports the tokens of its answers."""
+    return not any(np.isnan(cell.counted.output_tokens[cell.counted.good]).any() for cell in cells)
+
+
+def median_prompt(cells: Sequence[CellData]) -> int | None:
+    """Return the median length of the prompts in tokens, as the server counts them, else as planned."""
+    median = median_of_known(value for cell in cells for value in _known(_prompt_tokens(cell.counted)))
+    return None if median is None else round(median)
+
+
+def _seconds_per_token(rows: Rows) -> Floats:
+    """TPOT; where the tokens are not known, the time per chunk."""
+    steps = np.where(rows.chunks >= 2, rows.chunks - 1, np.nan)
+    tpot_s = derive.latency_s(rows, "tpot")
+    found: Floats = np.where(np.isnan(tpot_s), (rows.last_chunk_s - rows.first_chunk_s) / steps, tpot_s)
+    return np.where(found > 0, found, np.nan)
+
+
+def _prompt_tokens(rows: Rows) -> Floats:
+    return np.where(np.isnan(rows.prompt_tokens), rows.asked_prompt_tokens, rows.prompt_tokens)
+
+
+def _all_tok_s(cell: CellData) -> float | None:
+    """Output tokens that all users got inside the window / window. A chunk of an unknown number of tokens is one."""
+    if cell.window_s is None or cell.window_s[1] <= cell.window_s[0]:
+        return None
+    total = 0.0
+    for one in (cell, *cell.neighbours):
+        rows = one.rows.where(one.rows.error.is_in(None, *CUT))
+        tokens = np.where(np.isnan(rows.output_tokens), rows.chunks, rows.output_tokens)
+        total += float((tokens * token_shares_between(rows, *cell.window_s, one.fetch)).sum())
+    return total / (cell.window_s[1] - cell.window_s[0]) or None
+
+
+def _known(values: Floats) -> list[float]:
+    known: list[float] = values[~np.isnan(values)].tolist()
+    return known
+
+
+def _median(values: Any) -> float | None:
+    """Return the median of the known values; None without any, or if it is infinite."""
+    known = values[~np.isnan(values)]
+    median = float(np.median(known)) if len(known) else np.inf
+    return median if np.isfinite(median) else None
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds

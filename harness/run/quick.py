@@ -1,0 +1,262 @@
+"""`harness quick`: find a server, measure how fast it is, and load it with one, four and eight users for seconds.
+
+It is a run of a scenario that is made here: one load with stages, so that one load generator serves all levels.
+"""
+
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import requests
+import yaml
+
+from harness.advice.findings import with_findings
+from harness.analysis.quick import QuickReport, counts_tokens, median_prompt, quick_levels
+from harness.analysis.summarize import summarize_with_counts
+from harness.base.errors import HarnessError, ServerError
+from harness.base.process import pause
+from harness.base.summary import sentence
+from harness.base.trust import open_session
+from harness.failures.unexpected_response import decode_json
+from harness.records.manifest import Run
+from harness.run.experiment import RUNNING_SERVER, Target
+from harness.scenario.behaviour import max_length
+from harness.serve import probe
+from harness.serve.lifecycle import choose_model, reported
+from harness.workload import text
+from harness.workload.job import read_api_key
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+PORTS = (13305, 8000, 8080, 11434)  # where servers of this machine usually are
+LEVELS = (1, 4, 8)  # users
+PROMPT_TOKENS = 100  # words; salt and chat template come on top
+FIRST_TOKENS = 12  # of the answer by which the speed is known
+SLOW_FIRST_S = 3.0  # a slower first token may include the load of the model, so the request is repeated
+MAX_FIRST_S = 20.0  # for the tokens of that answer
+MAX_LOADING_S = 300.0  # for a server that still loads its model
+FIND_S = 1.0
+# Of a capacity search or a live load without a scenario; docs/capacity.md lists them.
+USER_LOADS: dict[str, dict[str, Any]] = {
+    "chat": {"user": "chat", "turns": 4, "think_s": [2, 8], "output_tokens": 256, "output": "natural"},
+    "batch": {"user": "batch", "output_tokens": 128},
+    "agent": {"user": "agent", "output_tokens": 256, "output": "natural"},
+    "rag": {"user": "rag", "output_tokens": 256, "output": "natural"},
+}
+USER_PROMPTS = {"chat": {"tokens": 120, "system_tokens": 200}}
+LIMITS = ["ttft_p95 <= 2s", "tpot_p95 <= 60ms"]
+_TEXT_KEYS = ("content", "reasoning_content", "reasoning")
+
+
+class Effort(NamedTuple):
+    """How much is measured of a server of some speed. Few sizes, so that runs of one server have the same work."""
+
+    output_tokens: int  # of an answer, at most
+    level_s: float  # seconds of each level
+    drain_s: float  # for the answers in flight at the end
+
+
+EFFORTS = (Effort(64, 2.5, 2.0), Effort(48, 5.0, 3.0), Effort(24, 9.0, 5.0), Effort(16, 14.0, 6.0))
+_ANSWERS = 2.2  # of one user, that a level has time for
+
+
+class Speed(NamedTuple):
+    """The speed of one request."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+def find_server(ports: Sequence[int] = PORTS) -> str:
+    """Return the address of the first server on this machine. Raises ServerError that says where it looked."""
+    seen = []
+    for port in ports:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            with open_session(None) as session:
+                response = session.get(f"{url}/v1/models", timeout=FIND_S, allow_redirects=False)
+        except requests.RequestException as error:
+            seen.append(f"{port}: {probe.explain_connection_error(error)}")
+            continue
+        if response.status_code in (401, 403, 503) or probe.has_models(response):
+            return url
+        seen.append(f"{port}: another program answers (HTTP {response.status_code})")
+    raise ServerError(
+        f"no LLM server was found on 127.0.0.1 ({'; '.join(seen)})",
+        next_step="Start the server, or give its address: harness quick http://HOST:PORT",
+    )
+
+
+@contextmanager
+def scenario_path(
+    given: Path | None, target: Target | None, name: str, make: Callable[[Target], dict[str, Any]]
+) -> Iterator[Path]:
+    """Yield the path of the given scenario, or of a temporary one that `make` returns for a running server.
+
+    Raises HarnessError without both.
+    """
+    if given is not None:
+        yield given
+        return
+    if target is None:
+        raise HarnessError(
+            "neither a scenario nor --url is given",
+            next_step="Name a scenario (`harness list scenarios`), or a running server: --url http://127.0.0.1:8000",
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(make(target), sort_keys=False), encoding="utf-8")
+        yield path
+
+
+def quick_scenario(
+    target: Target, model: str | None = None, key_name: str | None = None, say: Say = lambda line: None
+) -> dict[str, Any]:
+    """Return the scenario of `harness quick`, as a file has it. The work fits the speed of the server.
+
+    `model`: None takes the one that is loaded, or the first. Raises ServerError when it does not answer.
+    """
+    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
+    with reported(f"the first answer of {base}", say):
+        chosen = model or _when_ready(lambda: choose_model(base, key, key_name))
+        effort = choose_effort(_when_ready(lambda: measure_speed(base, chosen, key, key_name)))
+    load = {
+        "user": "batch",
+        "stages": [{"users": users, "for_s": effort.level_s} for users in LEVELS],
+        "output_tokens": effort.output_tokens,
+        "output": "natural",
+        "drain_s": effort.drain_s,
+    }
+    question = "How fast is this server with one user, and with several at once?"
+    more = {"prompts": {"tokens": PROMPT_TOKENS}, "warmup": {"requests": 0}}
+    return _scenario(question, chosen, {"users": load}, key_name, **more)
+
+
+def user_scenario(user: str, target: Target, model: str | None = None, key_name: str | None = None) -> dict[str, Any]:
+    """Return a scenario with one kind of users, for a capacity search or a live load. Raises ServerError."""
+    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
+    chosen = model or _when_ready(lambda: choose_model(base, key, key_name))
+    loads = {user: {**USER_LOADS[user], "users": 1, "duration_s": 60}}
+    more = {"prompts": USER_PROMPTS.get(user, {"tokens": 256}), "checks": LIMITS}
+    return _scenario(f"How many {user} users does this server hold?", chosen, loads, key_name, **more)
+
+
+def _scenario(question: str, model: str, loads: dict[str, Any], key_name: str | None, **more: Any) -> dict[str, Any]:
+    servers = {RUNNING_SERVER: {"template": RUNNING_SERVER}}  # not started: --url replaces it
+    scenario = {"version": 1, "question": question, "model": model, "servers": servers, "loads": loads, "repeats": 1}
+    return scenario | more | ({} if key_name is None else {"api_key_env": key_name})
+
+
+def choose_effort(speed: Speed) -> Effort:
+    """Return the largest answers of which one user gets two or more in the time of a level."""
+
+    def fits(effort: Effort) -> bool:
+        return _ANSWERS * (speed.ttft_s + effort.output_tokens * speed.tpot_s) <= effort.level_s
+
+    return next(filter(fits, EFFORTS), EFFORTS[-1])
+
+
+def measure_speed(base: str, model: str, key: str | None, key_name: str | None = None) -> Speed:
+    """Return the speed of a short streamed request. Raises ServerError when the model does not answer."""
+    first = _ask(base, model, key, key_name)
+    return first if first.ttft_s < SLOW_FIRST_S else min(first, _ask(base, model, key, key_name))
+
+
+def _when_ready(ask: Callable[[], T]) -> T:
+    """Return the answer of a server, after a wait while it is busy with the load of its model."""
+    deadline_s = time.monotonic() + MAX_LOADING_S
+    while True:
+        try:
+            return ask()
+        except probe.BusyError:
+            if time.monotonic() > deadline_s:
+                raise
+        pause(probe.RETRY_EVERY_S)
+
+
+def _ask(base: str, model: str, key: str | None, key_name: str | None) -> Speed:
+    prompt = text(PROMPT_TOKENS, time.time_ns(), "speed")  # in no prefix cache
+    message = {"role": "user", "content": prompt}
+    body = {"model": model, "messages": [message], "max_tokens": FIRST_TOKENS, "stream": True}
+    with open_session(key) as session:
+        sent_s = time.monotonic()
+        with probe.post(session, f"{base}/v1/chat/completions", body, stream=True) as response:
+            if response.status_code != 200:
+                probe.require_chat_completion(response, base, key_name)
+            tokens_s = list(_token_times(response, sent_s))
+    took_s = time.monotonic() - sent_s
+    if len(tokens_s) < 2:  # it is not streamed, or came all at once
+        return Speed(took_s / 2, took_s / 2 / FIRST_TOKENS)
+    return Speed(tokens_s[0], (tokens_s[-1] - tokens_s[0]) / (len(tokens_s) - 1))
+
+
+def _token_times(response: requests.Response, sent_s: float) -> Iterator[float]:
+    """Yield the seconds from sending to each event with text, at most MAX_FIRST_S after the first one."""
+    begin_s = None
+    try:
+        for event in probe.read_events(response):
+            if _has_text(event.data):
+                now_s = time.monotonic() - sent_s
+                begin_s = now_s if begin_s is None else begin_s
+                yield now_s
+                if now_s - begin_s > MAX_FIRST_S:
+                    return
+    except requests.RequestException as error:
+        what = f"{response.url}: the answer broke off ({probe.explain_connection_error(error)})"
+        raise ServerError(what, next_step="Look at the server's log.") from None
+
+
+def _has_text(data: bytes) -> bool:
+    try:
+        delta = decode_json(data)["choices"][0]["delta"]
+        return any(delta.get(key) for key in _TEXT_KEYS)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return False
+
+
+def quick_report(folder: Path, target: Target) -> QuickReport:
+    """Return what a finished run of a `quick_scenario` found."""
+    made = with_findings(summarize_with_counts(folder))
+    data, summary = made.data, made.summary
+    load, ran = next(iter(data.run.scenario.loads.values())), next(iter(data.run.cells))
+    levels, cells = quick_levels(made), list(data.cells.values())
+    one, share = levels[0], next(iter(summary.hardware_shares), None)
+    return QuickReport(
+        run=str(folder),
+        url=target.url,
+        model=data.run.scenario.model,
+        server=ran.served_by.version,
+        simulated=summary.simulated,
+        valid=bool(summary.valid),
+        reasons=[sentence(reason) for reason in summary.reasons],
+        one_user_tok_s=one.user_tok_s,
+        prefill_tok_s=one.prefill_tok_s,
+        ttft_ms=one.ttft_ms,
+        users=levels,
+        tokens_counted=counts_tokens(cells),
+        prompt_tokens=median_prompt(cells),
+        answer_tokens=max_length(load.output_tokens),
+        level_s=load.duration_s,
+        share=None if share is None else share.values["share"],
+        share_sentence=None if share is None else sentence(share),
+        finding=next(iter(summary.findings or []), None),
+        next=_next_commands(data.run, target.url, one.user_tok_s),
+    )
+
+
+def _next_commands(run: Run, url: str, tok_s: float | None) -> dict[str, str]:
+    """Return three commands to go on with, each with what it answers."""
+    key = run.scenario.api_key_env
+    server = f"--url {shlex.quote(url)}" + (f" --api-key-env {key}" if key is not None else "")
+    measured = "" if tok_s is None else f" --measured {tok_s:.3g}"
+    again = f"harness quick {server.removeprefix('--url ')}"
+    return {
+        f"harness capacity {server}": f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
+        f"harness expect {shlex.quote(run.scenario.model)}{measured}": "what this machine allows, and whether it is normal",
+        f"{again} && harness compare {run.id} last": "whether a change made it faster",
+    }
