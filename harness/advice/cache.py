@@ -87,7 +87,7 @@ def _safe_share(row: RowFacts) -> float | None:
 )
 def context_unused(row: RowFacts) -> Found | None:
     startup, usual = row.served.startup, row.tokens
-    if startup is None or startup.max_model_len is None or not len(usual):
+    if startup is None or startup.max_model_len is None or not len(usual) or row.is_quick:
         return None
     longest, context = float(usual[-1]), startup.max_model_len
     if context < UNUSED * longest:

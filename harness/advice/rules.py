@@ -270,8 +270,13 @@ class RowFacts(Struct, frozen=True, dict=True):
         return f"{self.run_again}; harness compare {run.id} NEW --about {about}"
 
     @property
+    def is_quick(self) -> bool:
+        """Whether the requests are those of `harness quick`, which say nothing about the user's own."""
+        return self.data.run.scenario_name == quick.NAME and self.served.template is None
+
+    @property
     def run_again(self) -> str:
-        if self.data.run.scenario_name == quick.NAME and self.served.template is None:
+        if self.is_quick:
             return f"harness quick {shlex.quote(self.served.url)}"
         return f"harness run {shlex.quote(self.data.run.scenario_name)}.yaml"
 

@@ -29,7 +29,8 @@ class QuickLevel(Struct, frozen=True, kw_only=True):
     user_tok_s: float | None  # output tokens a second of one user after the first token, 1 / TPOT
     prefill_tok_s: float | None  # uncached prompt tokens / TTFT of one user, so that it includes waiting
     ttft_ms: float | None
-    visible_ms: float | None  # TTFO, where it differs: the model reasons first
+    reasons: bool  # whether the model reasons before it answers
+    visible_ms: float | None  # TTFO of such answers; None also where no text was visible
 
 
 class QuickReport(Struct, frozen=True, kw_only=True):
@@ -61,13 +62,14 @@ def quick_levels(made: Summarized) -> list[QuickLevel]:
     scenario = made.data.run.scenario
     names = {name: cell for name, cell in made.data.planned.items() if load_of_stage(cell.load) and cell.repeat == 1}
     return [
-        _level(scenario.loads[cell.load].users, made.data.cells[name])
+        level_of(scenario.loads[cell.load].users, made.data.cells[name])
         for name, cell in names.items()
         if name in made.data.cells
     ]
 
 
-def _level(users: int, cell: CellData) -> QuickLevel:
+def level_of(users: int, cell: CellData) -> QuickLevel:
+    """Return the numbers of a cell."""
     rows = cell.counted
     good, started = rows.where(rows.good), rows.where(rows.good | rows.error.is_in(*CUT))
     tpot_s = _median(_seconds_per_token(good)) or _median(_seconds_per_token(started))
@@ -85,6 +87,7 @@ def _level(users: int, cell: CellData) -> QuickLevel:
         user_tok_s=None if tpot_s is None else 1 / tpot_s,
         prefill_tok_s=_median(np.where(ttft_s > 0, uncached / ttft_s, np.nan)) or None,
         ttft_ms=_milliseconds(_median(ttft_s)),
+        reasons=bool((started.reasoning_chunks > 0).any()),
         visible_ms=_milliseconds(_median(ttfo_s[late])) if late.any() else None,
     )
 

@@ -326,8 +326,9 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
     server_ended = evidence.ran is not None and bool(evidence.ran.problems)  # it closes connections when it ends
     if numbers.resent > MAX_RESENT * numbers.sent and not server_ended:
         yield resent_reason(numbers, max_share=MAX_RESENT)
-    # A load that was stopped as planned may have ended before its first answer.
-    if not numbers.succeeded and evidence.was_reached and (evidence.stopped_after_s is None or numbers.failed):
+    # A load that was stopped as planned, or a short stage, may have ended before its first answer.
+    is_cut = evidence.stopped_after_s is not None or (bool(load.stages) and numbers.unfinished == numbers.sent)
+    if not numbers.succeeded and evidence.was_reached and (numbers.failed or not is_cut):
         yield because("none_succeeded", "no measured request succeeded")
     if wrong := int(derive.has_wrong_length(evidence.good).sum()):
         trace, tokens = load.trace is not None, load.output_tokens if isinstance(load.output_tokens, int) else None

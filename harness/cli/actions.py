@@ -17,7 +17,7 @@ from harness.cli import common as cli
 
 if TYPE_CHECKING:
     from harness.base.summary import Reference
-    from harness.run.experiment import Target
+    from harness.run.experiment import Experiment, Target
     from harness.scenario import Scenario
 
 UI_PORT = 8089  # Locust's own
@@ -44,9 +44,9 @@ BindOpt = Annotated[str | None, cli.option("ADDRESS", "With --workers: where the
 
 @cli.command(short_help="Measure a running server in 15 seconds.")
 def quick(
-    url: Annotated[
+    address: Annotated[
         str | None,
-        typer.Argument(metavar="URL", help="The server (default: the first one found on this machine).", callback=cli.validate_url),
+        typer.Argument(metavar="URL", help="The server (default: found on this machine).", callback=cli.validate_url),
     ] = None,
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
@@ -67,7 +67,8 @@ def quick(
     from harness.run.progress import Progress
 
     progress = cli.console(stderr=as_json)
-    target = cli.make_target(url or quickly.find_server(), ca=ca)
+    target = cli.make_target(address or quickly.find_server(), ca=ca)
+    assert target is not None
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.print)
     with quickly.scenario_path(None, target, NAME, make) as path:
         folder = run_experiment(experiments.prepare(path, target), runs, Progress(progress))
@@ -83,7 +84,7 @@ def quick(
 
 @cli.command(short_help="Start the servers, load them, tear them down, report.")
 def run(
-    scenario: cli.ScenarioToResume = None,
+    scenario: cli.OptionalScenario = None,
     resume: ResumeOpt = None,
     budget: BudgetOpt = None,
     times: TimesOpt = 1,
@@ -116,9 +117,6 @@ def run(
     from harness.base.units import read_duration
     from harness.run import experiment as experiments
     from harness.run import quick as running_scenarios
-    from harness.run.budget import budget_steps
-    from harness.run.orchestrator import run as run_experiment
-    from harness.run.progress import Progress
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
@@ -137,12 +135,25 @@ def run(
         _print_notes(experiment.scenario)
 
         def measure() -> None:
-            with cli.junit_until_finished(junit, path.stem):
-                steps = None if budget_s is None else budget_steps(budget_s)
-                folder = run_experiment(experiment, runs, Progress(cli.console()), steps, against)
-            report(folder)
+            report(_measure(experiment, runs, budget_s, against, junit))
 
         measure() if times == 1 else _repeat(measure, times, every_s)
+
+
+def _measure(
+    experiment: "Experiment",
+    runs: Path,
+    budget_s: float | None,
+    against: "Callable[..., Reference] | None",
+    junit: Path | None,
+) -> Path:
+    from harness.run.budget import budget_steps
+    from harness.run.orchestrator import run
+    from harness.run.progress import Progress
+
+    with cli.junit_until_finished(junit, experiment.path.stem):
+        steps = None if budget_s is None else budget_steps(budget_s)
+        return run(experiment, runs, Progress(cli.console()), steps, against)
 
 
 def _resume(
@@ -237,10 +248,7 @@ UserOpt = Annotated[
 
 @cli.command(short_help="Find how many users a server holds.")
 def capacity(
-    scenario: Annotated[
-        Path | None,
-        typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships (default: with --url)."),
-    ] = None,
+    scenario: cli.OptionalScenario = None,
     slos: Annotated[
         list[str] | None,
         cli.option(
@@ -282,7 +290,7 @@ def capacity(
     target = cli.make_target(url, ca=ca)
     make = partial(running_scenarios.user_scenario, user or "chat", model=model, key_name=api_key_env)
     name = f"capacity-{user or 'chat'}"
-    with running_scenarios.scenario_path(scenario and cli.find_scenario(scenario), target, name, make) as path:
+    with running_scenarios.scenario_path(scenario, target, name, make) as path:
         experiment = experiments.prepare(path, target, model)
         experiment, question, parsed = searching.define_search(
             experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
@@ -298,7 +306,7 @@ def capacity(
 
 @cli.command(short_help="Serve Locust's web UI for a scenario's server.")
 def live(
-    scenario: cli.ScenarioToResume = None,
+    scenario: cli.OptionalScenario = None,
     server: cli.ServerOpt = None,
     load: cli.LoadOpt = None,
     url: cli.UrlOpt = None,

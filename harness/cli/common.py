@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -229,9 +230,14 @@ _SCENARIO = typer.Argument(
 )
 ScenarioArg = Annotated[Path, _SCENARIO]
 RunArg = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=complete_run)
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, its id, `last`, or a scenario: its newest run.",
+        autocompletion=complete_run,
+    ),
 ]
-ScenarioToResume = Annotated[Path | None, _SCENARIO]
+OptionalScenario = Annotated[Path | None, _SCENARIO]
 RunsDir = Annotated[Path, option("DIR", "The folder that holds the run directories.", envvar="HARNESS_RUNS")]
 ServerOpt = Annotated[str | None, option("NAME", "Which of the scenario's servers (default: the first).")]
 ChecksOpt = Annotated[
@@ -262,6 +268,7 @@ ResultsDir = Annotated[
 PIPE_WIDTH = 160  # columns of what is no terminal
 MIN_WIDTH = 40
 RUNS = Path("runs")
+LAST = "last"  # stands for the newest run
 RESULTS = Path("results")
 
 
@@ -365,7 +372,7 @@ def make_target(url: str | None, metrics_url: str | None = None, ca: Path | None
 def find_run(given: Path, runs: Path) -> Path:
     from harness.records.directory import run_folders
 
-    for folder in (given, runs / given):
+    for folder in (given, runs / given, *_newest_run(str(given), runs)):
         # `read_run` explains a run.json that is no regular file, or that this user may not read.
         if os.path.lexists(folder / "run.json"):
             return folder
@@ -376,6 +383,15 @@ def find_run(given: Path, runs: Path) -> Path:
         + (f"; did you mean '{close[0]}'?" if close else ""),
         next_step=f"`harness list runs --runs {runs}` lists the runs.",
     )
+
+
+def _newest_run(name: str, runs: Path) -> list[Path]:
+    """Return the newest run: any (`last`), or of a scenario; none where there is no such run."""
+    from harness.records.directory import run_folders
+
+    names = [folder.name for folder in run_folders(runs)]
+    own = [one for one in names if re.fullmatch(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-[0-9a-f]{{4}}", one)]
+    return [runs / one for one in (names if name == LAST else own)[-1:]]
 
 
 def find_baseline(given: Path, runs: Path) -> Path:

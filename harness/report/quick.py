@@ -9,7 +9,7 @@ from harness.report.elements import Bullet, Bullets, Element, Paragraph, plain_g
 from harness.report.sentences import finding_parts
 
 _HEAD = ("Users", "tok/s per user", "tok/s of all", "Prefill tok/s", "TTFT ms", "Answers")
-_SHARE_UNKNOWN = "Share of what the hardware allows: not known, because it takes a known GPU and the model's files here."
+_SHARE_UNKNOWN = "Share of what the hardware allows: not known (it takes a known GPU, and the model's files here)."
 
 
 def quick_page(report: QuickReport) -> list[Element]:
@@ -57,8 +57,9 @@ def _about(report: QuickReport) -> str:
     prompt = "" if report.prompt_tokens is None else f"prompts of about {count(report.prompt_tokens, 'token')}, "
     level = "" if report.level_s is None else f", {report.level_s:g} s for each number of users"
     counted = "" if report.tokens_counted else "; the server reports no tokens, so each chunk counts as one"
-    visible = next((level.visible_ms for level in report.users if level.visible_ms is not None), None)
-    reasons = "" if visible is None else f"; the model reasons first, its visible text comes after {figures(visible)} ms"
+    visible = next((one.visible_ms for one in report.users if one.visible_ms is not None), None)
+    text = "no text is visible within these tokens" if visible is None else f"text comes after {figures(visible)} ms"
+    reasons = f"; the model reasons first, {text}" if any(one.reasons for one in report.users) else ""
     return f"Medians; {prompt}answers of at most {report.answer_tokens} tokens{level}{counted}{reasons}."
 
 

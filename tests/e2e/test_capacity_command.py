@@ -193,8 +193,8 @@ def test_wrong_input_is_named(tmp_path: Path, given: dict[str, Any], scenario: d
 def test_a_wrong_command_line_is_named(tmp_path: Path) -> None:
     write(tmp_path, **QUICK)
     for options, problem in (
-        (["small.yaml", "--user", "chat"], "--user: the scenario has its own users"),
-        (["--user", "chat"], "no scenario, and not both of --url and --user"),
+        (["small.yaml", "--user", "chat"], "--user does not go with scenario"),
+        (["--user", "chat"], "neither a scenario nor --url is given"),
     ):
         done = called("capacity", *options, "--slo", EASY, cwd=tmp_path)
         assert (done.code, done.out) == (1, "") and problem in done.err

@@ -39,7 +39,9 @@ def test_version_and_help(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["run"], "missing argument 'SCENARIO'\nnext: `harness run --help` lists the options."),
+        (["run"], "neither a scenario nor --url is given\nnext: Name a scenario"),
+        (["quick", "not an address"], "address: 'not an address' is not the address of a server"),
+        (["run", "S", "--url", "http://x", "--api-key-env", "KEY"], "--api-key-env does not go with scenario"),
         (["liv"], "no such command 'liv'. Did you mean 'live'?\nnext: `harness --help` lists the commands."),
         (["import", "none.json"], "none.json: cannot be read (No such file or directory)\nnext: Give the file"),
         (["run", "first-look", "--repeats", "0"], "--repeats: Input should be greater than or equal to 1 (got '0')"),

@@ -1,5 +1,6 @@
 """The wheel, installed without the checkout, works from an empty directory."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.base.files import COMPOSE, LOCUSTFILES, RESULTS, ROOT, SCENARIOS
-from tests.support.command import PATIENCE_S, write
+from tests.support.command import PATIENCE_S
+from tests.support.simulated import spawned
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +37,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.with_name("harness")
 
 
-def run(installed: Path, *args: str, cwd: Path) -> str:
+def run(installed: Path, *args: str, cwd: Path, quiet: bool = True) -> str:
+    """The output of a command; `quiet`: it has no progress."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([installed, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0 and not (quiet and done.stderr), done.stderr
     return done.stdout
 
 
@@ -61,9 +64,15 @@ def test_scenarios_are_listed_and_found_by_each_name(installed: Path, tmp_path: 
         assert "/site-packages/" in run(installed, "check", name, cwd=tmp_path).splitlines()[0]
 
 
-def test_a_run_and_its_report(installed: Path, tmp_path: Path) -> None:
-    small = write(tmp_path)
-    run(installed, "run", small.name, "--runs", "runs", cwd=tmp_path)
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert "VALID" in run(installed, "report", str(folder), cwd=tmp_path)
-    assert (folder / "report.html").exists()
+def test_a_quick_measurement_and_its_report(installed: Path, tmp_path: Path) -> None:
+    with spawned(quiet=True) as running:
+        text = run(installed, "quick", running.url, "--json", cwd=tmp_path, quiet=False)
+    quick = json.loads(text)
+    assert quick["valid"] and quick["simulated"] and quick["model"] == "simulated"
+    assert [level["users"] for level in quick["users"]] == [1, 4, 8]
+    assert all(level["answers"] and level["tok_s"] > 0 for level in quick["users"])
+    assert min(quick["one_user_tok_s"], quick["prefill_tok_s"], quick["ttft_ms"]) > 0
+    assert quick["share"] is None and quick["prompt_tokens"] <= 128 and len(quick["next"]) == 3
+    assert (tmp_path / quick["run"] / "report.html").exists()
+    for name in (quick["run"], "last", "quick"):
+        assert "VALID" in run(installed, "report", name, cwd=tmp_path)

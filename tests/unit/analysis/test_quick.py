@@ -1,0 +1,65 @@
+"""The numbers of `harness quick`, from few requests, of which some were cut."""
+
+from typing import Any
+
+import pytest
+
+from harness.analysis.quick import QuickLevel, counts_tokens, level_of, median_prompt
+from harness.records.records import Request
+from harness.records.run_data import CellData, cell_data
+from tests.support.made_runs import request
+
+
+def cell(*requests: Request, **known: Any) -> CellData:
+    return cell_data(requests, window_s=(0.0, 10.0), **known)
+
+
+def answer(sent_s: float = 0.0, **changes: Any) -> Request:
+    """11 tokens at 10 a second after half a second."""
+    return request(**{"sent_s": sent_s, "prompt_tokens": 100, "cached_tokens": 20} | changes)
+
+
+def level(found: CellData, users: int = 1) -> QuickLevel:
+    return level_of(users, found)
+
+
+def test_one_answer_has_all_numbers() -> None:
+    found = level(cell(answer()))
+    assert (found.answers, found.cut, found.failed) == (1, 0, 0)
+    assert found.user_tok_s == pytest.approx(10)
+    assert found.tok_s == pytest.approx(1.1)  # 11 tokens in a window of 10 s
+    assert found.prefill_tok_s == pytest.approx(160)  # 80 tokens that were not cached, in half a second
+    assert found.ttft_ms == pytest.approx(500)
+    assert found.visible_ms is None
+
+
+def test_without_token_counts_a_chunk_is_one() -> None:
+    uncounted = cell(answer(output_tokens=None, prompt_tokens=None, cached_tokens=None, asked_prompt_tokens=50))
+    found = level(uncounted)
+    assert found.user_tok_s == pytest.approx(10) and found.tok_s == pytest.approx(1.1)
+    assert found.prefill_tok_s == pytest.approx(100)
+    assert not counts_tokens([uncounted]) and counts_tokens([cell(answer())])
+    assert median_prompt([uncounted]) == 50
+
+
+def test_only_cut_requests_have_their_speed() -> None:
+    found = level(cell(answer(error="unfinished", output_tokens=None, finish=None)))
+    assert (found.answers, found.cut) == (0, 1)
+    assert found.user_tok_s == pytest.approx(10) and found.tok_s == pytest.approx(1.1)
+
+
+def test_a_request_that_was_cut_before_its_first_token_waited_longer() -> None:
+    waiting = answer(error="unfinished", output_tokens=None, finish=None, chunks_s=[], first_visible_s=None)
+    assert level(cell(answer(), waiting, waiting)).ttft_ms is None
+    assert level(cell(answer(), answer(), waiting)).ttft_ms == pytest.approx(500)
+
+
+def test_failed_requests_have_no_speed() -> None:
+    failed = answer(error="http", status=500, output_tokens=None, finish=None, chunks_s=[], first_visible_s=None)
+    found = level(cell(failed))
+    assert (found.answers, found.failed) == (0, 1)
+    assert (found.user_tok_s, found.tok_s, found.prefill_tok_s, found.ttft_ms) == (None, None, None, None)
+
+
+def test_a_model_that_reasons_first_shows_when_its_text_comes() -> None:
+    assert level(cell(answer(first_visible_s=1.2))).visible_ms == pytest.approx(1200)

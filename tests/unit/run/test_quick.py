@@ -1,0 +1,154 @@
+"""A running server: which one, which model, how fast, and the scenario that fits it."""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from harness.base.errors import HarnessError, ServerError
+from harness.base.process import free_port
+from harness.run.experiment import Target, prepare
+from harness.run.quick import (
+    EFFORTS,
+    LEVELS,
+    LIMITS,
+    USER_LOADS,
+    Effort,
+    Speed,
+    choose_effort,
+    find_server,
+    quick_scenario,
+    scenario_path,
+    user_scenario,
+)
+from harness.serve import probe
+from tests.support.http_double import Handler, listening
+
+KEY = "a-key-of-the-test"
+LISTED = ["bge-m3", "Qwen3-Embedding-0.6B", "Qwen3-8B", "gpt-oss-20b"]
+
+
+def event(**delta: str) -> str:
+    return f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n"
+
+
+def double(
+    models: Sequence[str] = LISTED, *, busy: int = 0, key: str | None = None, asked: list[str] | None = None
+) -> type[Handler]:
+    """A server that is busy for so many requests."""
+    left = [busy]
+
+    class Double(Handler):
+        def refused(self) -> bool:
+            if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
+                self.answer(401, '{"error": "no key"}')
+                return True
+            if left[0]:
+                left[0] -= 1
+                self.answer(503, '{"error": {"message": "Loading model"}}')
+                return True
+            return False
+
+        def do_GET(self) -> None:
+            if self.path != "/v1/models":
+                self.answer(404)
+            elif not self.refused():
+                self.answer(200, json.dumps({"data": [{"id": name} for name in models]}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.body())
+            if not self.refused():
+                if asked is not None:
+                    asked.append(body["model"])
+                events = [event(role="assistant"), event(reasoning_content="a"), event(content="b"), "data: [DONE]\n\n"]
+                self.answer(200, "".join(events), "text/event-stream")
+
+    return Double
+
+
+class Printer(Handler):
+    """Another program on a port."""
+
+    def do_GET(self) -> None:
+        self.answer(200, "<title>Printer</title>", "text/html")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "RETRY_EVERY_S", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("speed", "effort"),
+    [
+        (Speed(0.02, 0.01), EFFORTS[0]),
+        (Speed(0.3, 0.05), EFFORTS[2]),
+        (Speed(1.7, 0.2), EFFORTS[3]),  # 5 tok/s
+        (Speed(60.0, 10.0), EFFORTS[3]),
+    ],
+)
+def test_the_work_fits_the_speed(speed: Speed, effort: Effort) -> None:
+    assert choose_effort(speed) == effort
+
+
+def test_a_slow_server_takes_a_minute_at_most() -> None:
+    assert (
+        max(len(LEVELS) * one.level_s + one.drain_s for one in EFFORTS) <= 46
+    )  # and the start and the end of the load
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_the_first_server_of_this_machine_is_found(key: str | None) -> None:
+    with listening(Printer) as printer, listening(double(key=key)) as url, listening(double()) as other:
+        ports = [free_port(), *(int(each.rpartition(":")[2]) for each in (printer, url, other))]
+        assert find_server(ports) == url
+
+
+def test_without_a_server_the_error_says_where_it_looked() -> None:
+    closed = free_port()
+    with listening(Printer) as printer, pytest.raises(ServerError) as caught:
+        port = printer.rpartition(":")[2]
+        find_server([closed, int(port)])
+    assert caught.value.exit_code == 2
+    assert str(closed) in caught.value.what and port in caught.value.what
+
+
+def test_the_first_chat_model_is_taken_and_its_load_waited_for(tmp_path: Path) -> None:
+    asked: list[str] = []
+    with listening(double(busy=3, asked=asked)) as url:
+        made = quick_scenario(Target(url))
+    assert made["model"] == "Qwen3-8B" and set(asked) == {"Qwen3-8B"}
+    assert made["loads"]["users"]["output_tokens"] == EFFORTS[0].output_tokens
+
+
+def test_a_key_is_named_and_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", KEY)
+    with listening(double(key=KEY)) as url:
+        with pytest.raises(ServerError):
+            quick_scenario(Target(url))
+        made = quick_scenario(Target(url), key_name="KEY_OF_TEST")
+    assert made["api_key_env"] == "KEY_OF_TEST" and KEY not in json.dumps(made)
+
+
+def test_a_server_without_a_chat_model_is_refused() -> None:
+    with listening(double(LISTED[:2])) as url, pytest.raises(ServerError, match="no chat model"):
+        quick_scenario(Target(url))
+
+
+def test_the_scenarios_are_valid() -> None:
+    with ExitStack() as stack:
+        target = Target(stack.enter_context(listening(double())))
+        made = {"quick": lambda target: quick_scenario(target)}
+        made |= {user: lambda target, user=user: user_scenario(user, target) for user in USER_LOADS}  # type: ignore[misc]
+        for name, make in made.items():
+            path = stack.enter_context(scenario_path(None, target, name, make))
+            scenario = prepare(path, target).scenario
+            assert scenario.model == "Qwen3-8B"
+            assert scenario.checks == ([] if name == "quick" else LIMITS)
+
+
+def test_a_scenario_or_a_server_is_needed() -> None:
+    with pytest.raises(HarnessError, match="neither"), scenario_path(None, None, "x", lambda target: {}):
+        pass
