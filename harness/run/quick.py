@@ -65,7 +65,7 @@ EFFORTS = (Effort(64, 2.5, 2.0), Effort(48, 5.0, 3.0), Effort(24, 9.0, 5.0), Eff
 _ANSWERS = 2.2  # of one user, that a level has time for
 
 
-class Speed(NamedTuple):
+class FirstSpeed(NamedTuple):
     """The speed of one request."""
 
     ttft_s: float
@@ -153,18 +153,18 @@ def _scenario(question: str, model: str, loads: dict[str, Any], key_name: str | 
     return scenario | more | ({} if key_name is None else {"api_key_env": key_name})
 
 
-def choose_effort(speed: Speed) -> Effort:
+def choose_effort(speed: FirstSpeed) -> Effort:
     """Return the largest answers of which one user gets two or more in the time of a level."""
 
     fitting = (one for one in EFFORTS if _ANSWERS * _answer_s(speed, one.output_tokens) <= one.level_s)
     return next(fitting, EFFORTS[-1])
 
 
-def _answer_s(speed: Speed, tokens: int = FIRST_TOKENS) -> float:
+def _answer_s(speed: FirstSpeed, tokens: int = FIRST_TOKENS) -> float:
     return speed.ttft_s + tokens * speed.tpot_s
 
 
-def measure_speed(base: str, model: str, key: str | None, key_name: str | None = None) -> Speed:
+def measure_speed(base: str, model: str, key: str | None, key_name: str | None = None) -> FirstSpeed:
     """Return the speed of a short streamed request. Raises ServerError when the model does not answer.
 
     A slow one is repeated: it may have included the load of the model, or met a busy machine.
@@ -189,7 +189,7 @@ def _when_ready(ask: Callable[[], T]) -> T:
         pause(probe.RETRY_EVERY_S)
 
 
-def _ask(base: str, model: str, key: str | None, key_name: str | None) -> Speed:
+def _ask(base: str, model: str, key: str | None, key_name: str | None) -> FirstSpeed:
     prompt = text(PROMPT_TOKENS, time.time_ns(), "speed")  # in no prefix cache
     message = {"role": "user", "content": prompt}
     body = {"model": model, "messages": [message], "max_tokens": FIRST_TOKENS, "stream": True}
@@ -201,8 +201,8 @@ def _ask(base: str, model: str, key: str | None, key_name: str | None) -> Speed:
             tokens_s = list(_token_times(response, sent_s))
     took_s = time.monotonic() - sent_s
     if len(tokens_s) < 2:  # it is not streamed, or came all at once
-        return Speed(took_s / 2, took_s / 2 / FIRST_TOKENS)
-    return Speed(tokens_s[0], (tokens_s[-1] - tokens_s[0]) / (len(tokens_s) - 1))
+        return FirstSpeed(took_s / 2, took_s / 2 / FIRST_TOKENS)
+    return FirstSpeed(tokens_s[0], (tokens_s[-1] - tokens_s[0]) / (len(tokens_s) - 1))
 
 
 def _token_times(response: requests.Response, sent_s: float) -> Iterator[float]:

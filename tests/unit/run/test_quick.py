@@ -16,7 +16,7 @@ from harness.run.quick import (
     LIMITS,
     USER_LOADS,
     Effort,
-    Speed,
+    FirstSpeed,
     choose_effort,
     find_server,
     quick_scenario,
@@ -83,13 +83,13 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("speed", "effort"),
     [
-        (Speed(0.02, 0.01), EFFORTS[0]),
-        (Speed(0.3, 0.05), EFFORTS[2]),
-        (Speed(1.7, 0.2), EFFORTS[3]),  # 5 tok/s
-        (Speed(60.0, 10.0), EFFORTS[3]),
+        (FirstSpeed(0.02, 0.01), EFFORTS[0]),
+        (FirstSpeed(0.3, 0.05), EFFORTS[2]),
+        (FirstSpeed(1.7, 0.2), EFFORTS[3]),  # 5 tok/s
+        (FirstSpeed(60.0, 10.0), EFFORTS[3]),
     ],
 )
-def test_the_work_fits_the_speed(speed: Speed, effort: Effort) -> None:
+def test_the_work_fits_the_speed(speed: FirstSpeed, effort: Effort) -> None:
     assert choose_effort(speed) == effort
 
 
