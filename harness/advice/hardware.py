@@ -6,13 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError, did_you_mean
-from harness.base.files import read_bytes
+from harness.base.files import read_bytes, read_table
 from harness.base.units import GIB
 
 
@@ -44,8 +42,7 @@ class _HardwareTable(Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def _read_table() -> _HardwareTable:
-    text = Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")
-    return msgspec.convert(yaml.safe_load(text), _HardwareTable)
+    return read_table(Path(__file__).with_name("hardware.yaml"), _HardwareTable)
 
 
 def gpu_specs() -> list[GpuSpec]:

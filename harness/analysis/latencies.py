@@ -64,9 +64,8 @@ def distribution(samples: Sequence[LatencySample], answer_s: float | None = None
     effect = design.inflation()
     found = slo_rule.percentiles(samples, list(PERMILLES.values()))
     known = dict(zip(PERMILLES, found, strict=True))
-    intervals: dict[str, tuple[float | None, float | None]] = {
-        name: slo_rule.percentile_interval(samples, permille, effect) for name, permille in PERMILLES.items()
-    }
+    known_intervals = slo_rule.percentile_intervals(samples, list(PERMILLES.values()), effect)
+    intervals = dict(zip(PERMILLES, known_intervals, strict=True))
     if len(ages) or unknown:
         intervals["mean"] = float((values.sum() + ages.sum()) / (n + len(ages) + unknown)), None
     if len(ages):

@@ -45,8 +45,10 @@ class LatencySample(NamedTuple):
 
     def of_state(self, *states: int) -> Floats:
         """The values of the requests in one of the states."""
-        chosen: Floats = self.value_s[np.isin(self.state, states)]
-        return chosen
+        chosen = np.zeros(len(self.state), dtype=np.bool_)
+        for state in states:
+            chosen |= self.state == state
+        return self.value_s[chosen]
 
 
 def observed(values_s: Floats, sent_s: Floats | None = None) -> LatencySample:
@@ -99,10 +101,12 @@ def kaplan_meier(samples: Sequence[LatencySample]) -> tuple[Floats, Floats]:
     """The distribution function: the different values in rising order, and the share of the requests up to each."""
     events = np.sort(np.concatenate([sample.of_state(OBSERVED) for sample in samples] or [np.empty(0)]))
     ages = np.sort(np.concatenate([sample.of_state(AT_LEAST) for sample in samples] or [np.empty(0)]))
-    times, counts = np.unique(events, return_counts=True)
+    up_to = np.flatnonzero(np.append(events[1:] != events[:-1], len(events) > 0)) + 1  # events up to each value
+    times = events[up_to - 1]
     if not len(ages):
-        return times, np.cumsum(counts) / max(len(events), 1)
-    at_risk = len(events) - np.searchsorted(events, times) + len(ages) - np.searchsorted(ages, times)
+        return times, up_to / max(len(events), 1)
+    counts = np.diff(up_to, prepend=0)
+    at_risk = len(events) - up_to + counts + len(ages) - np.searchsorted(ages, times)
     return times, 1 - np.cumprod(1 - counts / at_risk)
 
 
@@ -177,11 +181,12 @@ def _block_requests(sent_s: Floats, n: int, answer_s: float | None) -> int:
 def _correlation_effect(repeats: Sequence[Floats]) -> float:
     """The effect of an autoregressive series with the correlation of neighbouring ranks, corrected for its bias."""
     centered = [ranks - ranks.mean() for ranks in repeats if len(ranks) > 1]
-    squares = sum(float(ranks @ ranks) for ranks in centered)
+    # Sums of products, because `@` would start threads.
+    squares = sum(float((ranks * ranks).sum()) for ranks in centered)
     if squares <= 0:
         return 1.0
     n = sum(map(len, centered))
-    correlation = sum(float(ranks[1:] @ ranks[:-1]) for ranks in centered) / squares
+    correlation = sum(float((ranks[1:] * ranks[:-1]).sum()) for ranks in centered) / squares
     correlation = min(max(correlation + (1 + 3 * correlation) / n, 0.0), _MAX_CORRELATION)
     return (1 + correlation) / (1 - correlation)
 
@@ -223,10 +228,10 @@ def interval_counts(n: int, share: float, effect: float, alpha: float = ALPHA) -
     )
 
 
-def percentile_interval(
-    samples: Sequence[LatencySample], permille: int, effect: float
-) -> tuple[float | None, float | None]:
-    """The interval of a percentile: for which bounds `decide` neither passes nor fails. None: no bound on that side.
+def percentile_intervals(
+    samples: Sequence[LatencySample], permilles: Sequence[int], effect: float
+) -> list[tuple[float | None, float | None]]:
+    """The interval of each percentile: for which bounds `decide` neither passes nor fails. None: no bound on that side.
 
     A bound b at or above the second value passes, one below the first fails. Failed requests miss every bound; if they
     alone fail the check (`failures_decide`), the first value is None, too.
@@ -235,16 +240,14 @@ def percentile_interval(
         np.concatenate(parts) for parts in zip(*((one.state, one.value_s) for one in samples), strict=True)
     )
     n = len(states)
-    fails, passes = interval_counts(n, permille / 1000, effect)
-    low_s = high_s = None
-    at_best, at_worst = _ends(states, values)
-    if fails >= 0:
-        best = float(np.partition(at_best, fails)[fails])
-        low_s = best if 0 < best < math.inf else None
-    if 0 < passes <= n:
-        worst = float(np.partition(at_worst, passes - 1)[passes - 1])
-        high_s = worst if math.isfinite(worst) else None
-    return low_s, high_s
+    at_best, at_worst = map(np.sort, _ends(states, values))
+    found = []
+    for permille in permilles:
+        fails, passes = interval_counts(n, permille / 1000, effect)
+        best = float(at_best[fails]) if fails >= 0 else 0.0
+        worst = float(at_worst[passes - 1]) if 0 < passes <= n else math.inf
+        found.append((best if 0 < best < math.inf else None, worst if math.isfinite(worst) else None))
+    return found
 
 
 class Draws(NamedTuple):
@@ -261,7 +264,7 @@ def percentile_draws(samples: Sequence[LatencySample], permille: int, effect: fl
     """Resample a percentile in blocks of dependent requests: n / effect of them are drawn.
 
     The number of requests up to the true percentile is then binomial, so its distribution is inverted instead of
-    drawing from it. Against an exact value the interval is that of `percentile_interval`.
+    drawing from it. Against an exact value the interval is that of `percentile_intervals`.
     """
     from scipy.special import betainc
 

@@ -177,8 +177,10 @@ def rate_error(sent_s: Array, ended_s: Array, work: Array) -> tuple[float, int] 
     blocks = min(MAX_BLOCKS, int((end - start) / (BLOCK_ANSWERS * float(took.mean()))))
     if blocks < MIN_BLOCKS:
         return None
-    edges = np.linspace(start, end, blocks + 1)
-    done = np.array([float(work @ np.clip((edge - sent_s) / took, 0.0, 1.0)) for edge in edges])
+    done = []
+    for edge in np.linspace(start, end, blocks + 1):
+        going = (sent_s < edge) & (edge < ended_s)
+        done.append(work[ended_s <= edge].sum() + (work[going] * (edge - sent_s[going]) / took[going]).sum())
     rates = np.diff(done)
     if rates.mean() <= 0:
         return None

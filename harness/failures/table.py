@@ -5,15 +5,16 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
-import yaml
 from msgspec import Struct
 
 from harness.base.engines import engines, safe_utilization_from_log
+from harness.base.files import read_table
 from harness.base.redact import masked
 
+_FOLDER = Path(__file__).parent
 # Files in the order of preference for one line; within a file the first row that matches decides.
 # *: rows of the engines. `kernel` comes before `gpu`: its lines name the GPU's fault exactly.
 FILES = ("docker", "memory", "kernel", "gpu", "*", "host", "requests", "arguments", "exits", "engine")
@@ -101,8 +102,11 @@ class RemovedFlag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 def rules() -> tuple[Rule, ...]:
     """Return all rows."""
     engine_rows = [row for engine in engines() for row in engine.failures]
-    rows = [row for name in FILES for row in (engine_rows if name == "*" else _read_yaml(f"table/{name}.yaml"))]
-    return tuple(msgspec.convert(rows, list[Rule]))
+    rows = list[Rule]()
+    for name in FILES:
+        path = _FOLDER / "table" / f"{name}.yaml"
+        rows += msgspec.convert(engine_rows, list[Rule]) if name == "*" else read_table(path, list[Rule])
+    return tuple(rows)
 
 
 @cache
@@ -152,23 +156,19 @@ def _compile_bounded(regex: str) -> re.Pattern[str]:
 @cache
 def removed_variables() -> dict[str, str]:
     """Return removed_variables.yaml: environment variables that vLLM no longer knows, each with what to do instead."""
-    return msgspec.convert(_read_yaml("removed_variables.yaml"), dict[str, str])
+    return read_table(_FOLDER / "removed_variables.yaml", dict[str, str])
 
 
 @cache
 def removed_flags() -> dict[str, RemovedFlag]:
     """Return removed_flags.yaml, by flag."""
-    return {row.flag: row for row in msgspec.convert(_read_yaml("removed_flags.yaml"), list[RemovedFlag])}
+    return {row.flag: row for row in read_table(_FOLDER / "removed_flags.yaml", list[RemovedFlag])}
 
 
 def protected_flags(variable: str) -> dict[str, str]:
     """Return the flags that a server sets itself in the arguments of a variable, each with what to do instead."""
     rows = [row for engine in engines() for row in engine.command.protected if row.variable == variable]
     return {flag: row.advice for row in rows for flag in row.flags}
-
-
-def _read_yaml(name: str) -> Any:
-    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
 MAX_VALUE_CHARS = 300

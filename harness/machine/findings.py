@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
+from harness.base.files import read_table
 from harness.base.units import count, gib
 from harness.machine.gpus import read_gfx_table, read_machine
 
@@ -51,8 +51,7 @@ class FindingKind(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 @cache
 def finding_kinds() -> dict[str, FindingKind]:
     """Return findings.yaml, by id."""
-    text = Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8")
-    return {row.id: row for row in msgspec.convert(yaml.safe_load(text), list[FindingKind])}
+    return {row.id: row for row in read_table(Path(__file__).with_name("findings.yaml"), list[FindingKind])}
 
 
 def make_finding(id: str, level: Level, fact: str, case: str = "", **values: Any) -> Finding:

@@ -13,13 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-import yaml
 from msgspec import Struct
 
 from harness.base.engines import Column, Standing, engines, match_any
 from harness.base.errors import HarnessError
-from harness.base.files import read_bytes
+from harness.base.files import read_bytes, read_table
 from harness.records.manifest import GpuMemory, Machine
 
 
@@ -372,8 +370,7 @@ def support_columns() -> dict[str, Column]:
 
 @cache
 def read_gfx_table() -> GfxTable:
-    text = Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8")
-    return msgspec.convert(yaml.safe_load(text), GfxTable)
+    return read_table(Path(__file__).with_name("targets.yaml"), GfxTable)
 
 
 def find_unsupported_targets(image: str, targets: Iterable[str]) -> list[str]:

@@ -5,15 +5,16 @@ times are not kept: the rows have what is derived from them, `Gaps` has the gaps
 a record again.
 """
 
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from struct import pack
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from harness.base.files import UNDECODABLE, open_file
@@ -49,10 +50,9 @@ class Words(Struct):
     texts: list[str | None]
 
     @classmethod
-    def of(cls, words: Iterable[str | None]) -> "Words":
-        known: dict[str | None, int] = {None: 0}
-        codes = np.array([known.setdefault(word, len(known)) for word in words], dtype=np.int32)
-        return cls(codes, list(known))
+    def of(cls, words: Sequence[str | None]) -> "Words":
+        code_of = {word: code for code, word in enumerate(dict.fromkeys((None, *words)))}
+        return cls(np.fromiter(map(code_of.__getitem__, words), np.int32, len(words)), list(code_of))
 
     @property
     def known(self) -> Bools:
@@ -60,8 +60,7 @@ class Words(Struct):
         return found
 
     def is_in(self, *words: str | None) -> Bools:
-        codes = [code for code, text in enumerate(self.texts) if text in words]
-        found: Bools = np.isin(self.codes, codes)
+        found: Bools = np.array([text in words for text in self.texts])[self.codes]
         return found
 
     def counts(self) -> dict[str, int]:
@@ -74,10 +73,11 @@ class Words(Struct):
         return Words(self.codes[chosen], self.texts)
 
 
-class Rows(Struct, kw_only=True):
+class Rows:
     """Requests as columns, in the order of their records; a field of a record has its name there and its meaning.
 
-    Times are in seconds, `sent_s` on the axis of the cell. A missing number is NaN.
+    Times are in seconds, `sent_s` on the axis of the cell. A missing number is NaN. Of chosen rows a column is made when
+    it is first read: most numbers need few of them.
     """
 
     place: Integers  # of the record in its source
@@ -125,8 +125,12 @@ class Rows(Struct, kw_only=True):
     model: Words
     message: Words  # of failed requests: one example of all that differ only in numbers
 
+    def __init__(self, rows: "Rows | None" = None, chosen: Any = None, **columns: Any) -> None:
+        self._all, self._chosen = rows, chosen
+        self.__dict__.update(columns)
+
     def __len__(self) -> int:
-        return len(self.sent_s)
+        return len(self.index)
 
     @property
     def good(self) -> Bools:
@@ -135,17 +139,23 @@ class Rows(Struct, kw_only=True):
 
     def where(self, chosen: Any) -> "Rows":
         """The rows of a mask, a slice or an array of positions."""
-        columns: dict[str, Any] = {}
-        count = len(self.place[chosen])
-        for name in self.__struct_fields__:
-            column = getattr(self, name)
-            if isinstance(column, Words):
-                columns[name] = column.where(chosen)
-            elif len(column) and column.strides == (0,) and not isinstance(chosen, slice):  # takes no memory
-                columns[name] = np.broadcast_to(column[:1].reshape(()), count)
-            else:
-                columns[name] = column[chosen]
-        return Rows(**columns)
+        return Rows(self, chosen)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in COLUMNS or self._all is None:
+            raise AttributeError(name)
+        column = getattr(self._all, name)
+        if isinstance(column, Words):
+            found: Any = column.where(self._chosen)
+        elif len(column) and column.strides == (0,) and not isinstance(self._chosen, slice):  # takes no memory
+            found = np.broadcast_to(column[:1].reshape(()), len(self))
+        else:
+            found = column[self._chosen]
+        setattr(self, name, found)
+        return found
+
+
+COLUMNS = tuple(Rows.__annotations__)
 
 
 class Gaps(Struct):
@@ -240,19 +250,21 @@ def read_cells(path: Path, clocks: Mapping[str, Clock], *, charted: bool = False
 def _read_block(
     block: Block, clocks: Mapping[str, Clock], charted: bool
 ) -> tuple[dict[str, CellRecords], dict[str, int], Lines]:
-    found: dict[str, tuple[list[int], list[Request]]] = {}
+    found: dict[str, tuple[list[int], list[Request], list[bytes]]] = {}
     unknown: dict[str, int] = {}
     lines = Lines()
     for place, request in read_block(block, lines):
         if request.cell not in clocks:
             unknown[request.cell] = unknown.get(request.cell, 0) + 1
             continue
-        places, requests = found.setdefault(request.cell, ([], []))
+        places, requests, times = found.setdefault(request.cell, ([], [], []))
         places.append(place)
         requests.append(request)
+        times.append(_chunk_times(request))
+        request.chunks_s.clear()  # at once: the next request has its numbers in the same memory, which is in the cache
     cells = {}
-    for name, (places, requests) in found.items():
-        cells[name] = records_of(requests, clocks[name], places=places, charted=charted)
+    for name, (places, requests, times) in found.items():
+        cells[name] = _records_of(requests, times, clocks[name], places, charted=charted)
         cells[name].rows = _packed(cells[name].rows)
         requests.clear()
     return cells, unknown, lines
@@ -260,8 +272,7 @@ def _read_block(
 
 def read_block(block: Block, lines: Lines) -> Iterator[tuple[int, Request]]:
     """Yield the records of a block with their places in the file, and count its lines. Damaged lines are skipped."""
-    decode = msgspec.json.Decoder(Request).decode
-    place = block.start
+    decode, place = msgspec.json.Decoder(Request).decode, block.start
     for line in block.lines():
         lines.count += 1
         try:
@@ -303,28 +314,47 @@ def records_of(
     requests: Sequence[Request], clock: Clock, *, places: Sequence[int] | None = None, charted: bool = False
 ) -> CellRecords:
     """The table of some requests of one cell. `places`: of their records, by default their positions."""
+    times = [_chunk_times(one) for one in requests]
+    return _records_of(requests, times, clock, range(len(requests)) if places is None else places, charted=charted)
+
+
+def _chunk_times(request: Request) -> bytes:
+    """The chunk times of a request as an array of doubles."""
+    return pack(f"{len(request.chunks_s)}d", *request.chunks_s)
+
+
+def _records_of(
+    requests: Sequence[Request], times: Sequence[bytes], clock: Clock, places: Sequence[int], *, charted: bool
+) -> CellRecords:
     possible = [one if _is_possible(one) else drop_impossible_counts(one) for one in requests]
     bad: dict[tuple[str, str], tuple[int, BadField]] = {}
     for wrong in (wrong for one in possible for wrong in one.bad_fields):
         number, first = bad.get((wrong.field, wrong.code), (0, wrong))
         bad[wrong.field, wrong.code] = (number + 1, first)
 
+    columns: dict[str, tuple[Any, ...]] = dict.fromkeys(Request.__struct_fields__, ())
+    columns |= dict(zip(columns, zip(*map(astuple, possible), strict=True), strict=False))
+
     def column(name: str, kind: Any = np.float64) -> Any:
-        return np.array([getattr(one, name) for one in possible], dtype=kind)
+        found = columns[name]
+        if found and found[0] is None and found.count(None) == len(found):
+            return np.full(len(found), np.nan)  # numpy takes long for each None
+        return np.array(found, dtype=kind)
 
     values: dict[str, Any] = {name: column(name) for name in (*_NUMBERS, *_TOKEN_COUNTS)}
     values |= {name: column(name, np.bool_) for name in _FLAGS}
     values |= {name: column(name, np.int64) for name in ("index", "process")}
-    values |= {name: Words.of([getattr(one, name) for one in possible]) for name in _WORDS}
+    values |= {name: Words.of(columns[name]) for name in _WORDS}
+    failures = [None if error in CUT else error for error in columns["error"]]
     values["sent_s"] += clock.offsets_s(values["process"])
-    chunks = _Chunks(possible)
+    chunks = _Chunks(times)
     rows = Rows(
         **values,
         **chunks.columns,
-        place=np.arange(len(possible)) if places is None else np.array(places, dtype=np.int64),
-        measured=np.array([one.phase == "measured" for one in possible], dtype=np.bool_),
-        read_clock=np.array([one.clock == "read" for one in possible], dtype=np.bool_),
-        message=Words.of(example_messages((None if one.error in CUT else one.error, one.message) for one in possible)),
+        place=np.array(places, dtype=np.int64),
+        measured=Words.of(columns["phase"]).is_in("measured"),
+        read_clock=Words.of(columns["clock"]).is_in("read"),
+        message=Words.of(list(example_messages(zip(failures, columns["message"], strict=True)))),
     )
     in_one_read = (rows.chunks > 1) & (rows.chunks - 1 <= rows.coalesced)
     gaps = chunks.gaps(rows.measured & rows.good & ~in_one_read)
@@ -339,30 +369,28 @@ def rows_of(requests: Sequence[Request]) -> Rows:
 
 def _is_possible(request: Request) -> bool:
     """Whether the counts of most answers are possible; False: not known."""
-    prompt, output = request.prompt_tokens, request.output_tokens
+    prompt, output, cached = request.prompt_tokens, request.output_tokens, request.cached_tokens
     return (
-        request.cached_tokens is None
-        and request.reasoning_tokens is None
+        request.reasoning_tokens is None
         and (prompt is None or 1 <= prompt <= MAX_TOKENS)
         and (output is None or 0 <= output <= (MAX_TOKENS if request.asked_tokens is None else request.asked_tokens))
+        and (cached is None or 0 <= cached <= (prompt or MAX_TOKENS))
     )
 
 
 class _Chunks:
     """The chunk times of some requests, all in a row."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        times = array("d")
-        for one in requests:
-            times.fromlist(one.chunks_s)
-        self.times_s = np.frombuffer(times, dtype=np.float64) if times else np.empty(0)
-        self._n = np.array([len(one.chunks_s) for one in requests], dtype=np.int64)
+    def __init__(self, times: Sequence[bytes]) -> None:
+        self.times_s = np.frombuffer(b"".join(times), dtype=np.float64)
+        self._n = np.array(list(map(len, times)), dtype=np.int64) // self.times_s.itemsize
         self._streams = np.flatnonzero(self._n)
         ends = np.cumsum(self._n)[self._streams]
         starts = ends - self._n[self._streams]
         self._ends = ends
-        self._gaps_s = np.diff(self.times_s, append=0.0)  # the last one of each request is no gap
-        self._gaps_s[ends - 1] = -np.inf
+        self._gaps_s = np.empty_like(self.times_s)
+        np.subtract(self.times_s[1:], self.times_s[:-1], out=self._gaps_s[:-1])
+        self._gaps_s[ends - 1] = -np.inf  # the last one of each request is no gap
         none = np.full(len(self._n), np.nan)
         self.columns: dict[str, Any] = {
             "chunks": self._n.astype(np.float64),
@@ -379,7 +407,8 @@ class _Chunks:
         longest_s = np.maximum.reduceat(self._gaps_s, starts)
         self.columns["longest_gap_s"][self._streams] = np.where(np.isfinite(longest_s), longest_s, np.nan)
         self.columns["first_shared"][self._streams] = self._gaps_s[starts] == 0.0
-        earlier = (self._gaps_s < -SLACK_S) & np.isfinite(self._gaps_s)
+        earlier = self._gaps_s < -SLACK_S
+        earlier[ends - 1] = False
         self.columns["disordered"][self._streams] = np.logical_or.reduceat(earlier, starts)
 
     def gaps(self, chosen: Bools) -> Gaps:
@@ -390,17 +419,20 @@ class _Chunks:
         is_chosen = np.repeat(chosen, self._n)
         is_chosen[self._ends - 1] = False
         gaps_s = self._gaps_s[is_chosen]
-        bins = np.maximum(gaps_s, _MIN_GAP_S).view(np.int64) >> _GAP_SHIFT
+        min_s, max_s = float(gaps_s.min()), float(gaps_s.max())
+        bins = np.maximum(gaps_s, _MIN_GAP_S, out=gaps_s).view(np.int64)  # in place: new memory takes longer
+        bins >>= _GAP_SHIFT
         first = int(bins.min())
+        bins -= first
         total_s = self.columns["last_chunk_s"][chosen] - self.columns["first_chunk_s"][chosen]
         return Gaps(
             requests=int(chosen.sum()),
             n=len(gaps_s),
             total_s=float(total_s.sum()),
-            min_s=float(gaps_s.min()),
-            max_s=float(gaps_s.max()),
+            min_s=min_s,
+            max_s=max_s,
             first=first,
-            counts=np.bincount(bins - first),
+            counts=np.bincount(bins),
         )
 
     def tokens(self, rows: Rows, clock: Clock) -> Tokens | None:
@@ -433,7 +465,7 @@ def join_records(parts: Sequence[CellRecords]) -> CellRecords:
 
 def _packed(rows: Rows) -> Rows:
     """The rows with a single value for each column that has only one."""
-    for name in rows.__struct_fields__:
+    for name in COLUMNS:
         column = getattr(rows, name)
         if name != "place" and not isinstance(column, Words) and _is_constant(column):
             setattr(rows, name, column[:1].reshape(()).copy())
@@ -453,7 +485,7 @@ def _joined(parts: Sequence[Rows]) -> Rows:
     warmup = int((~measured).sum())
     order = slice(None) if not measured[:warmup].any() else np.argsort(measured, kind="stable")
     columns: dict[str, Any] = {}
-    for name in Rows.__struct_fields__:
+    for name in COLUMNS:
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], Words):
             columns[name] = _joined_words(values).where(order)

@@ -10,6 +10,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -18,7 +19,7 @@ import msgspec
 from harness.base.errors import BadLines, HarnessError
 from harness.base.files import DOCS, open_file
 from harness.records.clock import Clock
-from harness.records.records import Block, Lines, read_marks
+from harness.records.records import Lines, read_marks, split_blocks
 from harness.records.table import read_block
 from harness.scenario import Trace
 
@@ -126,7 +127,7 @@ def _record_rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[TraceR
     path = Path(file.name)
     marks, clocks, lines = read_marks(path.resolve().with_name("processes.jsonl")), dict[str, Clock](), Lines()
     rows = list[TraceRow]()
-    for _, request in read_block(Block(str(path), 0, path.stat().st_size), lines):
+    for _, request in chain.from_iterable(read_block(block, lines) for block in split_blocks(path)):
         cell = request.cell
         if cell not in clocks:
             clocks[cell] = Clock(mark for mark in marks if mark.cell == cell)

@@ -15,9 +15,9 @@ import yaml
 from msgspec import Struct
 
 from harness.base.errors import HarnessError
+from harness.base.files import read_table
 from harness.base.units import GIB
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, and every command reads these files
 Standing = Literal["validated", "supported", "code", "wheels", "prepared", "unsupported"]
 
 
@@ -184,7 +184,7 @@ def engines() -> tuple[Engine, ...]:
     found = []
     for path in Path(__file__).parent.glob("*.yaml"):
         try:
-            found.append(msgspec.convert(yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER), Engine))
+            found.append(read_table(path, Engine))
         except (yaml.YAMLError, msgspec.ValidationError) as error:
             raise HarnessError(
                 f"{path}: not the facts of a server type: {error}",

@@ -21,7 +21,7 @@ from harness.analysis.slo_rule import (
     LatencySample,
     observed,
     percentile_draws,
-    percentile_interval,
+    percentile_intervals,
     ratio_interval,
     requests_to_decide,
     share_draws,
@@ -194,7 +194,7 @@ def test_against_an_exact_value_the_interval_of_a_ratio_is_that_of_the_percentil
     dice = np.random.default_rng(3)
     one = LatencySample(np.arange(600.0), dice.random(600), dice.choice(states, 600).astype(np.int8))
     for permille in (100, 500, 900, 990):
-        low, high = percentile_interval([one], permille, effect)
+        low, high = percentile_intervals([one], [permille], effect)[0]
         found = ratio_interval(percentile_draws([one], permille, effect), EXACT)
         assert [end is None for end in found] == [low is None, high is None]
         assert [end or 0.0 for end in found] == pytest.approx([(end or 0.0) / 2 for end in (low, high)], rel=1e-12)

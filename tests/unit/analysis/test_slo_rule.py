@@ -18,7 +18,7 @@ from harness.analysis.slo_rule import (
     decide,
     design_effect,
     interval_counts,
-    percentile_interval,
+    percentile_intervals,
     percentiles,
     requests_to_decide,
     share_interval,
@@ -182,22 +182,22 @@ def test_without_censoring_percentiles_are_exact() -> None:
 
 def test_a_quarter_that_is_never_answered_fails_every_bound_below_its_age() -> None:
     one = sample(np.array([0.02, 0.02, 0.02, 20.0] * 50), [OBSERVED, OBSERVED, OBSERVED, AT_LEAST] * 50)
-    low_s, high_s = percentile_interval([one], 950, 1.0)
+    low_s, high_s = percentile_intervals([one], [950], 1.0)[0]
     assert low_s is not None and low_s > 20.0 and high_s is None
     assert percentiles([one], [500, 950]) == [KnownPercentile(0.02, None), KnownPercentile(None, 20.0)]
 
 
 def test_an_age_that_equals_the_bound_is_a_miss() -> None:
     one = sample(np.ones(200), [AT_LEAST] * 200)
-    low_s, _ = percentile_interval([one], 900, 1.0)
+    low_s, _ = percentile_intervals([one], [900], 1.0)[0]
     assert low_s == math.nextafter(1.0, 2.0)
 
 
 def test_unknown_latencies_leave_the_check_open() -> None:
     one = sample(np.array([0.02, math.nan] * 150), [OBSERVED, UNKNOWN] * 150)
-    assert percentile_interval([one], 950, 1.0) == (0.02, None), "at any bound at least half may be met"
+    assert percentile_intervals([one], [950], 1.0)[0] == (0.02, None), "at any bound at least half may be met"
     few = sample(np.array([0.02] * 500 + [math.nan]), [OBSERVED] * 500 + [UNKNOWN])
-    assert percentile_interval([few], 950, 1.0) == (0.02, 0.02)
+    assert percentile_intervals([few], [950], 1.0)[0] == (0.02, 0.02)
 
 
 def test_the_interval_of_a_percentile_is_where_the_share_is_not_decided() -> None:
@@ -207,7 +207,7 @@ def test_the_interval_of_a_percentile_is_where_the_share_is_not_decided() -> Non
     one = sample(values, list(states))
     n = len(states)
     for effect in (1.0, 2.5):
-        low_s, high_s = percentile_interval([one], 800, effect)
+        low_s, high_s = percentile_intervals([one], [800], effect)[0]
         for bound_s in np.linspace(0.01, 1.2, 200):
             met = int((np.isin(states, [OBSERVED, AT_MOST]) & (values <= bound_s)).sum())
             missed = int(((states == OBSERVED) & (values > bound_s) | (states == AT_LEAST) & (values >= bound_s)).sum())
