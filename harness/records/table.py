@@ -76,8 +76,8 @@ class Words(Struct):
 class Rows:
     """Requests as columns, in the order of their records; a field of a record has its name there and its meaning.
 
-    Times are in seconds, `sent_s` on the axis of the cell. A missing number is NaN. Of chosen rows a column is made when
-    it is first read: most numbers need few of them.
+    Times are in seconds, `sent_s` on the axis of the cell. A missing number is NaN. A column of chosen
+    rows is made when it is first read: most numbers need few of them.
     """
 
     place: Integers  # of the record in its source
