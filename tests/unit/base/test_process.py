@@ -190,7 +190,7 @@ def test_a_closed_terminal_does_not_interrupt_the_teardown(tmp_path: Path) -> No
         assert os.read(master, 100).startswith(b"begun")
         os.close(master)
         child.send_signal(signal.SIGHUP)
-        assert child.wait(10) == 0
+        assert child.wait(PATIENCE_S) == 0
     finally:
         process.stop(child)
     assert (tmp_path / "down").exists()
