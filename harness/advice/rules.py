@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from harness.analysis import quick
 from harness.base.engines import Engine, Spelling, engines, find_engine
+from harness.base.engines.settings import as_number, flag_words, merge_words
 from harness.base.files import open_file
 from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
 from harness.records.manifest import ServedBy
@@ -220,7 +221,7 @@ class RowFacts(Struct, frozen=True, dict=True):
             return value
         words = self.served.arguments
         at = next((place for place, word in enumerate(words[:-1]) if word == spelled.flag), None)
-        return None if at is None else _number(words[at + 1])
+        return None if at is None else as_number(words[at + 1])
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -256,9 +257,11 @@ class RowFacts(Struct, frozen=True, dict=True):
         """An action that changes settings of the engine, by name; None: to the value of the engine's file."""
         known = {} if self.engine is None else self.engine.settings
         risks = [risk, *(known[name].risk for name in changes if name in known)]
+        has = {name: value for name, value in changes.items() if name in known}
         return Action(
             do=do,
-            settings=self._spell({name: (known[name], value) for name, value in changes.items() if name in known}),
+            settings=self._spell({name: (known[name], value) for name, value in has.items()}),
+            changes={name: known[name].value if value is None else value for name, value in has.items()},
             gain=gain,
             risk="; ".join(filter(None, risks)),
             verify=verify or self.verify("variables" if self.served.template is not None else "effective"),
@@ -289,17 +292,20 @@ class RowFacts(Struct, frozen=True, dict=True):
         if self.front.options is not None:
             return self._spell_options(spelled, values)
         if self.served.template is None:
-            words = [word for name, one in spelled.items() for word in _words(one, values[name])]
+            words = [word for name, one in spelled.items() for word in flag_words(one, values[name])]
             return {f"arguments of {self.title}": shlex.join(words)} if words else {}
         lines = [f"{one.variable}: {json.dumps(values[name])}" for name, one in spelled.items() if one.variable]
         chosen = {one.environment: values[name] for name, one in spelled.items() if one.environment}
         if chosen:
             lines.append(f"environment: {json.dumps(self.environment | chosen)}")
         if more := [
-            word for name, one in spelled.items() if one.flag and not one.variable for word in _words(one, values[name])
+            word
+            for name, one in spelled.items()
+            if one.flag and not one.variable
+            for word in flag_words(one, values[name])
         ]:
             given = self.data.run.scenario.servers[self.row.server].variables.get("extra_args", [])
-            extra = _merged([str(word) for word in given] if isinstance(given, list) else [], more)
+            extra = merge_words([str(word) for word in given] if isinstance(given, list) else [], more)
             lines.append(f"extra_args: {json.dumps(extra)}")
         return {self._variables: "\n".join(lines)} if lines else {}
 
@@ -316,10 +322,10 @@ class RowFacts(Struct, frozen=True, dict=True):
         keys = [*own.values(), *options.arguments.values()]
         entry = {key: used[key] for key in keys if used.get(key)} if isinstance(used, dict) else {}
         entry |= {own[name]: value for name, value in values.items() if name in own}
-        words = [word for name, one in spelled.items() if name not in own for word in _words(one, values[name])]
+        words = [word for name, one in spelled.items() if name not in own for word in flag_words(one, values[name])]
         key = options.arguments.get(self.engine.name)
         if words and key is not None:
-            entry[key] = " ".join(_merged(str(entry.get(key, "")).split(), words))
+            entry[key] = " ".join(merge_words(str(entry.get(key, "")).split(), words))
         if not entry:
             return {}
         model = self.served.model or self.data.run.scenario.model
@@ -328,29 +334,3 @@ class RowFacts(Struct, frozen=True, dict=True):
         if self.served.template is None:
             return places
         return {self._variables: "\n".join(f"{name}: {json.dumps(value)}" for name, value in entry.items())} | places
-
-
-def _words(spelled: Spelling, value: Any) -> list[str]:
-    if spelled.flag is None:
-        return []
-    return [spelled.flag] if spelled.switch else [spelled.flag, str(value)]
-
-
-def _merged(given: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Arguments with those of `words` in place of the same flags."""
-    flags = {word for word in words if word.startswith("--")}
-    kept: list[str] = []
-    dropping = False
-    for word in given:
-        if word.startswith("-"):
-            dropping = word.partition("=")[0] in flags
-        if not dropping:
-            kept.append(word)
-    return [*kept, *words]
-
-
-def _number(text: str) -> Any:
-    try:
-        return int(text)
-    except ValueError:
-        return text

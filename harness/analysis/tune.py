@@ -6,8 +6,10 @@ reference near it in time: the first settings that started, which are the defaul
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import numpy as np
@@ -16,12 +18,16 @@ from numpy.typing import NDArray
 
 from harness.analysis.stats import sample_size_to_settle
 from harness.analysis.verdicts import ComparedSides, decide_verdicts
-from harness.base.summary import MARGIN, Reason, Verdict, because
+from harness.base.engines import Engine, Tuning
+from harness.base.engines.settings import CONTEXT, MEMORY, SEQUENCES, find_spelling, read_setting
+from harness.base.summary import MARGIN, Reason, RunFinding, Verdict, because
 from harness.base.units import count, short_percent
 
 Floats = NDArray[np.float64]
 Candidates = NDArray[np.int64]  # a row each, with the index of a value for each setting
-Cause = Literal["memory", "flag", "timeout", "other"]  # why a candidate failed; "memory" also under load
+# Why a candidate failed. "memory": the GPU or the host has too little, also under load; "cache": the engine's share of
+# it leaves too little for the KV cache.
+Cause = Literal["memory", "cache", "flag", "timeout", "other"]
 Why = Literal["first", "again", "finding", "setting", "combination"]
 
 MAX_CANDIDATES = 20_000  # of all combinations; beyond it, those that differ from the default in fewer settings
@@ -44,6 +50,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     gain: float  # about what it may change in the logarithm of the result: one standard deviation
     ordered: bool = True  # whether neighbouring values have similar results
     memory: int = 0  # 1: later values need as much memory or more; -1: as much or less; 0: it makes no difference
+    cache: int | None = None  # 1: later values leave as much for the KV cache or less; -1: more; None: as `memory`
 
     def index(self, value: Any) -> int:
         """The place of a value, or of the nearest number. Raises ValueError if there is none."""
@@ -81,6 +88,17 @@ class Proposal(Struct, frozen=True, kw_only=True):
 Suggestion = tuple[str, Mapping[str, Any]]  # the code of a finding, and the settings that it advises
 
 
+class Bounds(Struct, frozen=True, kw_only=True):
+    """What is known of the machine and the load, and bounds the search."""
+
+    target: str | None = None  # of the GPU, such as gfx1151; None: no GPU
+    safe_memory: float | None = None  # the largest share of the GPU's memory that is safe
+    at_once: int | None = None  # requests that the load has in flight at most; None: that is what is searched
+    tokens: int | None = None  # of the load's longest request, with its answer
+    change_answers: bool = False  # whether settings may change what the model answers
+    model_has: frozenset[str] = frozenset()  # of the `model` of settings
+
+
 class Search(Struct, frozen=True, kw_only=True):
     """What is searched: settings, and the candidates that the machine's memory and other known bounds allow."""
 
@@ -99,6 +117,11 @@ class Search(Struct, frozen=True, kw_only=True):
         """The settings of a candidate that differ from the default."""
         pairs = zip(self.settings, at, strict=True)
         return {one.name: one.values[index] for one, index in pairs if one.values[index] != one.default}
+
+    def needs(self, cause: Cause) -> Candidates:
+        """Of each setting, whether later values fail rather for lack of "memory", or of "cache"."""
+        pairs = ((setting.memory, setting.cache) for setting in self.settings)
+        return np.array([memory if cause == "memory" or cache is None else cache for memory, cache in pairs])
 
     def array(self, trials: Sequence[Trial]) -> Candidates:
         return np.array([self.at(trial.settings) for trial in trials], dtype=np.int64).reshape(-1, len(self.settings))
@@ -126,6 +149,69 @@ def _combinations(search: Search) -> list[tuple[int, ...]]:
                 new = dict(zip(chosen, indexes, strict=True))
                 found.append(tuple(new.get(place, index) for place, index in enumerate(default)))
     return found
+
+
+def declared_search(
+    front: Engine,
+    engine: Engine,
+    variables: Mapping[str, Any],
+    bounds: Bounds,
+    effective: Mapping[str, Any] | None = None,
+    fits: Callable[[dict[str, Any]], bool] = lambda _: True,
+) -> Search:
+    """Return the search of the settings that the engine's file declares. `effective`: what the server reports.
+
+    `front`, `engine` and `variables` as in harness.base.engines.settings. A setting whose value is not known is not
+    searched; after the first start the server reports more of them.
+    """
+    settings, at_least, now = [], {}, {}
+    for name in engine.settings:
+        spelled = find_spelling(front, engine, name)
+        if spelled is None or spelled.tune is None:
+            continue
+        now[name] = read_setting(front, engine, variables, name, effective)
+        setting = _declared(name, spelled.tune, now[name], bounds)
+        if setting is not None:
+            settings.append(setting)
+            if spelled.tune.at_least is not None:
+                at_least[name] = spelled.tune.at_least
+
+    def is_allowed(changed: dict[str, Any]) -> bool:
+        values = now | changed
+        if bounds.safe_memory is not None and (values.get(MEMORY) or 0) > bounds.safe_memory:
+            return False
+        pairs = ((values[name], values.get(other)) for name, other in at_least.items())
+        return all(low is None or value >= low for value, low in pairs) and fits(changed)
+
+    return make_search(settings, is_allowed)
+
+
+def _declared(name: str, tune: Tuning, value: Any, bounds: Bounds) -> Setting | None:
+    """A setting as declared, with the values that make a difference here. None: there is none besides its own."""
+    values = [each for each in tune.values if _has_target(tune.targets.get(str(each)), bounds.target)]
+    if name == SEQUENCES and bounds.at_once is not None:
+        enough = next((each for each in values if each >= bounds.at_once), None)
+        values = [each for each in values if enough is None or each <= enough]
+    if name == CONTEXT:
+        values = [each for each in values if bounds.tokens is not None and each >= bounds.tokens]
+    if name == MEMORY and bounds.safe_memory is not None:
+        values = sorted({*(each for each in values if each < bounds.safe_memory), bounds.safe_memory})
+    if value not in values:
+        if value is None:
+            return None
+        at = next((place for place, each in enumerate(values) if _is_number(each, value) and each > value), None)
+        values.insert(len(values) if at is None else at, value)
+    is_for_others = (tune.answers and not bounds.change_answers) or tune.model not in (None, *bounds.model_has)
+    if len(values) < 2 or is_for_others:
+        return None
+    return Setting(
+        name=name, values=tuple(values), default=value, gain=tune.gain, ordered=tune.ordered, memory=tune.memory,
+        cache=tune.cache,
+    )  # fmt: skip
+
+
+def _has_target(patterns: Sequence[str] | None, target: str | None) -> bool:
+    return patterns is None or (target is not None and any(fnmatchcase(target, each) for each in patterns))
 
 
 def reference(trials: Sequence[Trial]) -> dict[str, Any] | None:
@@ -166,10 +252,9 @@ def excluded(search: Search, at: Candidates, failed: Sequence[Trial]) -> NDArray
     names, or else which differed from the default.
     """
     out = np.zeros(len(at), np.bool_)
-    memory = np.array([setting.memory for setting in search.settings])
     for trial, point in zip(failed, search.array(failed), strict=True):
-        if trial.cause == "memory":
-            out |= np.all((at - point) * memory >= 0, axis=1)
+        if trial.cause in ("memory", "cache"):
+            out |= np.all((at - point) * search.needs(trial.cause) >= 0, axis=1)
             continue
         named = [place for place, setting in enumerate(search.settings) if setting.name in trial.blamed]
         shared = named or [place for place, index in enumerate(search.default) if point[place] != index]
@@ -179,10 +264,10 @@ def excluded(search: Search, at: Candidates, failed: Sequence[Trial]) -> NDArray
 
 def start_chance(search: Search, at: Candidates, started: Sequence[Trial]) -> Floats:
     """The chance that candidates start: 1 where one that needs as much memory or more has started."""
-    memory = np.array([setting.memory for setting in search.settings])
+    memory, cache = search.needs("memory"), search.needs("cache")
     known = np.zeros(len(at), np.bool_)
     for point in search.array(started):
-        known |= np.all((at - point) * memory <= 0, axis=1)
+        known |= np.all(((at - point) * memory <= 0) & ((at - point) * cache <= 0), axis=1)
     return np.where(known, 1.0, 1 - FAILING)
 
 
@@ -303,6 +388,35 @@ def _suggested(search: Search, trials: Sequence[Trial], suggestions: Sequence[Su
         if at in allowed:
             return _proposal(search, trials, at, "finding", code)
     return None
+
+
+def suggestions(findings: Sequence[RunFinding], slots: int | None = None) -> list[Suggestion]:
+    """What findings advise, the worst first. `slots`: that share the context, which is advised for all together."""
+    found: list[Suggestion] = []
+    for finding in findings:
+        for action in finding.actions:
+            changes = dict(action.changes)
+            if slots is not None and CONTEXT in changes:
+                changes[CONTEXT] //= changes.get(SEQUENCES, slots)
+            if changes:
+                found.append((finding.code, changes))
+    return found
+
+
+_CACHE_ROWS = re.compile(r"mem\.(no_cache_blocks|autofit|kv_lt_one_request|mamba_blocks)")
+_WORDS: dict[Cause, set[str]] = {
+    "memory": {"mem", "memory", "oom"},
+    "flag": {"cli", "flag", "token", "unsupported", "quantization", "aiter"},
+    "timeout": {"timeout"},
+}
+
+
+def failure_cause(row: str | None) -> Cause:
+    """The cause of a failed start by the words of its id in the table of failures; None: it is in none."""
+    if row is None or _CACHE_ROWS.match(row):
+        return "other" if row is None else "cache"
+    words = set(re.split(r"[._]", row))
+    return next((cause for cause, own in _WORDS.items() if words & own), "other")
 
 
 def _untried(search: Search, trials: Sequence[Trial]) -> Candidates:

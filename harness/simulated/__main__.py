@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from harness.simulated.answer import FAULTS, parse_fault
-from harness.simulated.engine import DEFAULT_PRESET, PRESETS, EngineConfig
+from harness.simulated.engine import DEFAULT_PRESET, MEMORY, PRESETS, EngineConfig
 from harness.simulated.server import ServerConfig, SimulatedServer, log
 
 
@@ -54,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
             add("--num-gpu-blocks-override", dest=field.name, type=int, metavar="N")
         else:
             add(flag, type=field.type, metavar="S" if field.name.endswith("_s") else "N")
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="N",
+        help="share of the GPU's memory for the engine, which decides the size of the KV cache and whether it starts",
+    )
+    add("--free-memory-gib", type=float, metavar="N", help="what other programs leave of the GPU's memory")
     add("--natural-output-tokens", type=int, default=120, metavar="N", help="mean length of an answer left to itself")
     add("--send-log", type=Path, metavar="FILE", help="append the true send time of every chunk, as JSON lines")
     add("--fault", action="append", default=[], metavar="KIND[:N][@NTH]", help="of each NTH request; see below")
@@ -67,6 +74,8 @@ def _config(options: argparse.Namespace) -> ServerConfig:
     parameters = {name: getattr(options, name) for name in EngineConfig.__struct_fields__}
     overrides = {name: value for name, value in parameters.items() if value is not None}
     engine = msgspec.structs.replace(PRESETS[options.preset], **overrides)
+    if options.gpu_memory_utilization is not None:
+        engine = _with_memory(engine, options)
     if problem := engine.problem():
         raise ValueError(problem)
     if not 0 <= options.port < 65536:
@@ -80,7 +89,24 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         natural_output_tokens=options.natural_output_tokens,
         send_log=options.send_log,
         faults=[parse_fault(text) for text in options.fault],
+        gpu_memory_utilization=options.gpu_memory_utilization,
     )
+
+
+def _with_memory(engine: EngineConfig, options: argparse.Namespace) -> EngineConfig:
+    """Return the engine with the KV cache that its share of the memory has room for. Raises ValueError as vLLM does."""
+    memory = MEMORY[options.preset]
+    if options.free_memory_gib is not None:
+        memory = msgspec.structs.replace(memory, free_gib=options.free_memory_gib)
+    if problem := memory.problem(options.gpu_memory_utilization):
+        raise ValueError(problem)
+    blocks = memory.blocks(options.gpu_memory_utilization, engine)
+    if blocks < 1:
+        raise ValueError(
+            "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
+            "engine."
+        )
+    return msgspec.structs.replace(engine, num_gpu_blocks=blocks)
 
 
 async def _run(config: ServerConfig, startup_s: float, fail_start: str | None, exit_code: int) -> int:
@@ -114,7 +140,10 @@ def _log_start(config: ServerConfig) -> None:
     engine = config.engine
     tokens = engine.num_gpu_blocks * engine.block_size
     log(f"simulated engine: no model is computed, all timing comes from preset {config.preset}")
-    log("parameters: " + ", ".join(f"{name}={value}" for name, value in msgspec.structs.asdict(engine).items()))
+    parameters = msgspec.structs.asdict(engine)
+    if config.gpu_memory_utilization is not None:
+        parameters["gpu_memory_utilization"] = config.gpu_memory_utilization
+    log("parameters: " + ", ".join(f"{name}={value}" for name, value in parameters.items()))
     for fault in config.faults:
         log(f"fault {fault.kind}:{fault.parameter:g}, every {fault.every}")
     log(f"GPU KV cache size: {tokens:,} tokens, Maximum concurrency for {engine.max_model_len:,} tokens per request: "

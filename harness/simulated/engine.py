@@ -146,6 +146,35 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return None
 
 
+class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of the GPU, in GiB, and what takes it besides the KV cache."""
+
+    total_gib: float
+    free_gib: float
+    weights_gib: float
+    block_gib: float  # of a block of the KV cache
+    batched_token_gib: float  # activations, for each token of max_num_batched_tokens
+    sequence_gib: float  # for each of max_num_seqs
+
+    def problem(self, utilization: float) -> str | None:
+        """Return why an engine does not start with this share of the memory, as vLLM says it; None: it starts."""
+        if not 0 < utilization <= 1:
+            return f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}"
+        if (wanted := self.total_gib * utilization) <= self.free_gib:
+            return None
+        return (
+            f"Free memory on device ({self.free_gib:.2f}/{self.total_gib:.2f} GiB) on startup is less than desired GPU "
+            f"memory utilization ({utilization}, {wanted:.2f} GiB). Decrease GPU memory utilization or reduce GPU "
+            "memory used by other processes."
+        )
+
+    def blocks(self, utilization: float, config: EngineConfig) -> int:
+        """Return the number of blocks of the KV cache, which is 0 or less where nothing is left for it."""
+        other = self.weights_gib + self.batched_token_gib * config.max_num_batched_tokens
+        other += self.sequence_gib * config.max_num_seqs
+        return int((self.total_gib * utilization - other) / self.block_gib)
+
+
 class Sequence:
     """One request in the engine. `tokens` are the prompt and the answer so far; `computed` of them are in the cache."""
 
@@ -373,5 +402,15 @@ PRESETS: dict[str, EngineConfig] = {
         max_num_batched_tokens=131072,
         max_model_len=131072,
         num_gpu_blocks=65536,
+    ),
+}
+
+# With a gpu_memory_utilization of 0.75 and the preset's other settings, the caches have the sizes above.
+MEMORY: dict[str, EngineMemory] = {
+    "strix-halo-qwen3.5-0.8b": EngineMemory(
+        total_gib=96, free_gib=76.45, weights_gib=1.7, block_gib=0.428, batched_token_gib=1 / 256, sequence_gib=1 / 64
+    ),
+    "instant": EngineMemory(
+        total_gib=96, free_gib=76.45, weights_gib=1.7, block_gib=1 / 1024, batched_token_gib=0, sequence_gib=1 / 64
     ),
 }

@@ -37,6 +37,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     natural_output_tokens: int = 120
     send_log: Path | None = None
     faults: list[InjectedFault] = []
+    gpu_memory_utilization: float | None = None  # from which the size of the KV cache follows; None: it was given
 
 
 def log(text: str) -> None:

@@ -130,8 +130,25 @@ class Version(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     only_if: str | None = None  # this server's answer to GET /; other servers may have the same path
 
 
+class Tuning(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How `harness tune` may change a setting."""
+
+    values: list[Any]  # in the order of size, if they have one; else of the memory that they need
+    default: Any = None  # of the engine; None: it depends on the machine, and the engine reports it
+    given: bool = False  # whether it is tuned only where the server has it, because its report does not rule
+    gain: float  # about what it may change in the logarithm of the result: one standard deviation
+    ordered: bool = True  # whether neighbouring values have similar results
+    memory: Literal[-1, 0, 1] = 0  # 1: later values need as much memory or more; -1: as much or less
+    cache: Literal[-1, 0, 1] | None = None  # 1: later values leave less for the KV cache; None: as `memory`
+    answers: bool = False  # whether other values may change what the model answers
+    targets: dict[str, list[str]] = {}  # value: the GPU targets with which it is tried; others are tried with all
+    at_least: str | None = None  # a setting whose value is its smallest
+    also: dict[str, Any] = {}  # settings that change together with it, and their values; VALUE: its own
+    model: str | None = None  # what the model must have, such as mtp
+
+
 class Spelling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a setting that findings advise is written for an engine."""
+    """How a setting, which findings advise or `harness tune` changes, is written for an engine."""
 
     flag: str | None = None  # of its command line; None: it has none, only the template's variable
     variable: str | None = None  # of its template
@@ -140,6 +157,8 @@ class Spelling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     switch: bool = False  # the flag takes no value
     effective: str | None = None  # its name among the settings that the server reports; default: that of the flag
     risk: str = ""  # of this engine, in addition
+    part: str | None = None  # a regular expression: its group in the variable's text is the setting
+    tune: Tuning | None = None  # None: `harness tune` leaves it as it is
 
 
 class OptionsFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,12 +1,14 @@
 """The search of `harness tune` and the statistics of its proof: functions of the starts so far."""
 
 import math
+from typing import Any
 
 import pytest
 
 from harness.analysis.tune import (
     MAX_FAILED,
     PATIENCE,
+    Bounds,
     Proposal,
     Search,
     Setting,
@@ -14,15 +16,20 @@ from harness.analysis.tune import (
     best_settings,
     blocks_needed,
     decide,
+    declared_search,
     excluded,
+    failure_cause,
     gains,
     make_search,
     next_start,
     proof_order,
     reference,
     start_noise,
+    suggestions,
 )
-from harness.base.summary import Reason
+from harness.base.engines import engines
+from harness.base.summary import Action, Reason, RunFinding
+from harness.failures.table import rules
 
 SETTINGS = [
     Setting(name="sequences", values=(1, 2, 4, 8, 16, 32), default=8, gain=0.4, memory=1),
@@ -177,3 +184,104 @@ def test_the_answer_of_the_proof() -> None:
     assert (wide.verdict, wide.settings) == ("inconclusive", better)
     assert wide.needed is not None and wide.needed > 4
     assert decide("output_tok_s", base, []).verdict == "keep"
+
+
+def declared(name: str, variables: dict[str, Any], **bounds: Any) -> Search:
+    engine = next(one for one in engines() if one.name == name)
+    return declared_search(engine, engine, variables, Bounds(**bounds), {"max_num_batched_tokens": 2048})
+
+
+def values(search: Search) -> dict[str, tuple[Any, ...]]:
+    return {setting.name: setting.values for setting in search.settings}
+
+
+def test_the_settings_are_those_that_the_engine_declares() -> None:
+    """`max_num_batched_tokens` is not given, but reported; the memory share is not given."""
+    found = declared("simulated", {"max_num_seqs": 10})
+    assert values(found) == {
+        "sequences": (1, 2, 4, 6, 8, 10, 12, 16, 32, 64, 128, 256),
+        "batched_tokens": (256, 512, 1024, 2048, 4096, 8192),
+    }
+    assert (found.settings_at(found.default), [one.default for one in found.settings]) == ({}, [10, 2048])
+
+
+def test_no_more_sequences_than_the_load_has() -> None:
+    assert values(declared("simulated", {"max_num_seqs": 4}, at_once=25))["sequences"] == (1, 2, 4, 6, 8, 12, 16, 32)
+
+
+def test_memory_is_searched_up_to_the_safe_share_and_never_above() -> None:
+    """The default is above it: it is no candidate, and the search starts with what is nearest."""
+    found = declared("simulated", {"gpu_memory_utilization": 0.92}, safe_memory=0.78)
+    assert values(found)["memory"] == (0.5, 0.6, 0.7, 0.75, 0.78, 0.92)
+    assert {found.settings_at(at).get("memory", 0.92) for at in found.candidates} == {0.5, 0.6, 0.7, 0.75, 0.78}
+    first = next_start(found, [])
+    assert isinstance(first, Proposal)
+    assert first.settings == {"memory": 0.78}
+
+
+GIVEN = {
+    "max_num_seqs": 64, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.75, "kv_cache_dtype": "auto",
+    "enforce_eager": False, "attention_backend": None, "speculative_config": None, "enable_prefix_caching": True,
+    "enable_chunked_prefill": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bounds", "more"),
+    [
+        ({}, set()),
+        ({"target": "gfx1151"}, {"attention"}),
+        ({"target": "gfx942"}, {"attention", "aiter"}),
+        ({"target": "gfx942", "change_answers": True}, {"attention", "aiter", "kv_type"}),
+        ({"target": "gfx1151", "change_answers": True}, {"attention"}),  # it has no FP8 units
+        ({"model_has": frozenset({"mtp"})}, {"speculation"}),
+    ],
+)
+def test_what_the_gpu_and_the_model_allow(bounds: dict[str, Any], more: set[str]) -> None:
+    found = set(values(declared("vllm", GIVEN, at_once=64, **bounds)))
+    assert found == {"sequences", "batched_tokens", "memory", "compiled", "prefix_cache", "chunked_prefill"} | more
+
+
+def test_a_value_below_another_setting_is_no_candidate() -> None:
+    """vLLM refuses fewer tokens in a step than sequences."""
+    found = declared("vllm", GIVEN | {"max_num_seqs": 1024})
+    assert {
+        (changed.get("sequences", 1024), changed.get("batched_tokens", 512))
+        for at in found.candidates
+        if (changed := found.settings_at(at)).get("sequences", 1024) == 1024
+    } == {(1024, tokens) for tokens in (1024, 2048, 4096, 8192, 16384)}
+
+
+def test_a_context_is_not_shorter_than_the_longest_request() -> None:
+    slots = {"parallel": 4, "ctx_size": 16384}
+    assert "context" not in values(declared("llama.cpp", slots))
+    engine = next(one for one in engines() if one.name == "llama.cpp")
+    found = declared_search(engine, engine, slots, Bounds(tokens=1500, at_once=8), {"ctx_per_slot": 4096})
+    assert values(found)["context"] == (2048, 4096, 8192, 16384, 32768)
+    assert values(found)["sequences"] == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("row", "cause"),
+    [
+        ("mem.free_lt_util", "memory"), ("mem.hip_oom", "memory"), ("host.oom_kill", "memory"),
+        ("mem.no_cache_blocks", "cache"), ("mem.kv_lt_one_request_v0", "cache"), ("cli.unknown_flag", "flag"),
+        ("lemonade.protected_flag", "flag"), ("engine.start_timeout", "timeout"), ("gpu.fault", "other"),
+        (None, "other"),
+    ],
+)  # fmt: skip
+def test_causes_of_failures(row: str | None, cause: str) -> None:
+    assert row is None or row in {rule.id for rule in rules()}
+    assert failure_cause(row) == cause
+
+
+def test_what_findings_advise() -> None:
+    """The context of slots is advised for all of them together."""
+
+    def finding(code: str, **changes: int) -> RunFinding:
+        action = Action(do="", changes=changes, verify="")
+        return RunFinding(code=code, rows=[], measured="", means="", why="", actions=[action], cost=0.5)
+
+    found = [finding("queue_with_room", sequences=8, context=32768), finding("cold_start"), finding("x", context=4096)]
+    assert suggestions(found, 4) == [("queue_with_room", {"sequences": 8, "context": 4096}), ("x", {"context": 1024})]
+    assert suggestions(found)[0] == ("queue_with_room", {"sequences": 8, "context": 32768})

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from harness.simulated.engine import PRESETS, BlockPool, EngineConfig, Sequence, SimulatedEngine, block_hashes
+from harness.failures.explain import explain
+from harness.simulated.__main__ import main
+from harness.simulated.engine import MEMORY, PRESETS, BlockPool, EngineConfig, Sequence, SimulatedEngine, block_hashes
 
 PLAIN = EngineConfig(
     step_base_s=1.0, step_per_sequence_s=0.1, prefill_per_token_s=0.01, enable_prefix_caching=False, max_model_len=1024,
@@ -233,3 +235,38 @@ def test_a_cap_at_what_the_cache_holds_turns_the_loss_into_waiting() -> None:
     assert wall(1) / capped.wall_s == pytest.approx(2.03, abs=0.02)
     assert (capped.max_running, capped.max_waiting, capped.preemptions) == (5, 5, 0)
     assert (free.max_running, free.preemptions) == (10, 22)
+
+
+# The memory of the modelled GPU.
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_usual_share_of_the_memory_gives_the_cache_of_the_preset(preset: str) -> None:
+    blocks = MEMORY[preset].blocks(0.75, PRESETS[preset])
+    assert blocks == pytest.approx(PRESETS[preset].num_gpu_blocks, rel=0.05)
+
+
+def test_more_memory_and_fewer_sequences_leave_more_for_the_cache() -> None:
+    memory = MEMORY["strix-halo-qwen3.5-0.8b"]
+    shares = [memory.blocks(share, STRIX) for share in (0.70, 0.75, 0.78)]
+    assert shares == sorted(shares) and len(set(shares)) == 3
+    assert memory.blocks(0.75, msgspec.structs.replace(STRIX, max_num_seqs=10)) > memory.blocks(0.75, STRIX)
+    assert memory.blocks(0.75, msgspec.structs.replace(STRIX, max_num_batched_tokens=512)) > memory.blocks(0.75, STRIX)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "id_"),
+    [
+        (["--gpu-memory-utilization", "0.92"], "mem.free_lt_util"),
+        (["--gpu-memory-utilization", "0.78", "--free-memory-gib", "70"], "mem.free_lt_util"),
+        (["--gpu-memory-utilization", "0.1"], "mem.no_cache_blocks"),
+        (["--gpu-memory-utilization", "0.2"], "mem.kv_lt_one_request_v0"),
+    ],
+)
+def test_too_little_memory_is_refused_as_vllm_does(
+    arguments: list[str], id_: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    found = explain(capsys.readouterr().err)
+    assert found is not None
+    assert found.id == id_
