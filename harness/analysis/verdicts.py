@@ -29,7 +29,7 @@ from harness.base.summary import (
 )
 from harness.base.units import count, ratio_text, short_percent
 from harness.records.manifest import definition_conflict
-from harness.scenario import Load, Scenario, is_open_loop, prompts_of
+from harness.scenario import Load, Scenario, asks_known, is_open_loop, prompts_of
 from harness.scenario.plan import load_of_part, mix_of
 
 _OTHER_WORK = because("other_work", "one makes text and the other embeddings, which have no output tokens")
@@ -279,6 +279,7 @@ def _compared_rows(
     rows: Sequence[Row], cells: Mapping[str, CellSummary], baseline: tuple[str, str], scenario: Scenario
 ) -> list[tuple[Measured, Measured]]:
     """The pairs of rows to compare: first those with the baseline row, last those that the scenario names."""
+    rows = [row for row in rows if not asks_known(scenario.loads[row.load])]  # they are compared by their answers
     base = next((row for row in rows if row.key == baseline), None)
     if base is None:
         return []

@@ -304,6 +304,8 @@ class LoadProcess:
             tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
             answer_valid=check.valid,
             answer_right=check.right,
+            answer_digest=check.digest,
+            item=workload.item(index),
             bad_fields=list(answer.bad.values()),
             status=exchange.status,
             **{name: getattr(work, name) for name in _WORK_FIELDS},

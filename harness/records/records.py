@@ -148,7 +148,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     bad_fields: list[BadField] = []  # of the answer: their values were not possible, and are missing above
     vectors: Count | None = None  # of an answer to embeddings
     answer_valid: bool | None = None  # whether it has the form that was asked for; None: none was, or it failed
-    answer_right: bool | None = None  # whether it is the label that is known to be right
+    answer_right: bool | None = None  # whether it is the label, or the answer, that is known to be right
+    item: Count | None = None  # number of the question, where the right answers are known: it may be asked again
+    answer_digest: str | None = None  # of the answer in one spelling, where the right answers are known
     finish: str | None = None  # finish reason
     model: str | None = None  # that the text of the answer is of, as the server says; "A then B" if it changed
     status: Annotated[int, msgspec.Meta(ge=0, le=999)] | None = None  # three digits, whatever they are

@@ -118,11 +118,13 @@ class Rows:
     vectors: Floats
     answer_valid: Floats  # 1 or 0
     answer_right: Floats
+    item: Floats
     retry_after_s: Floats
     load: Words
     error: Words
     finish: Words
     model: Words
+    answer_digest: Words
     message: Words  # of failed requests: one example of all that differ only in numbers
 
     def __init__(self, rows: "Rows | None" = None, chosen: Any = None, **columns: Any) -> None:
@@ -292,11 +294,12 @@ def records_at(path: Path, places: Iterable[int]) -> Iterator[Request]:
 
 _TOKEN_COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
 _FLAGS = ("resent", "fixed_length")
-_WORDS = ("load", "error", "finish", "model")
+_WORDS = ("load", "error", "finish", "model", "answer_digest")
 _NUMBERS = (
     "user", "sent_s", "ended_s", "batch", "scheduled_s", "connect_s", "connect_retries", "headers_s", "textless",
     "first_visible_s", "coalesced", "coalesced_late", "asked_tokens", "asked_prompt_tokens", "reasoning_chunks",
-    "tool_chunks", "tool_calls", "tool_calls_valid", "vectors", "answer_valid", "answer_right", "retry_after_s",
+    "tool_chunks", "tool_calls", "tool_calls_valid", "vectors", "answer_valid", "answer_right", "item",
+    "retry_after_s",
 )  # fmt: skip
 
 

@@ -286,6 +286,11 @@ def is_open_loop(load: Load) -> bool:
     return load.arrivals is not None or load.trace is not None
 
 
+def asks_known(load: Load) -> bool:
+    """Whether the right answers are known, so that the load is about answers and not about speed."""
+    return load.answer is not None and load.answer.known is not None
+
+
 def requests_per_task(load: Load) -> int:
     """Return the requests of one user task: a conversation, an agent's task or a burst. Own locustfiles: 1."""
     if load.user == "chat":
@@ -331,7 +336,7 @@ class RequestTokens(Struct, frozen=True):
 
 def request_tokens(load: Load, prompts: Prompts) -> RequestTokens | None:
     """Return the tokens of a load's first requests; None where files or an own locustfile decide them."""
-    if load.user not in USERS or load.trace is not None or prompts.kind != "synthetic":
+    if load.user not in USERS or load.trace is not None or prompts.kind != "synthetic" or asks_known(load):
         return None
     if is_length_file(prompts.tokens) or is_length_file(load.output_tokens):
         return None

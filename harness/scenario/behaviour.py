@@ -4,6 +4,7 @@ Each random value is a function of the seed and the request's index alone.
 """
 
 import bisect
+import hashlib
 import itertools
 import json
 import math
@@ -235,13 +236,16 @@ _CHOICE = Meta(description="'auto' or a list of texts is expected")
 
 
 class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The form that an answer must have. Exactly one of the first two."""
+    """The form that an answer must have. Exactly one of the first three."""
 
     # answers are one of these texts; auto: the labels of `kind: classification`
     choice: Annotated[Literal["auto"] | list[str], Meta(description="'auto' or a list of texts is expected")] | None = (
         None
     )
     json_schema: dict[str, Any] | None = None  # answers are JSON of this schema
+    # the right answers are known ([same answers](trust.md)): computed: of 1,000 questions that ship, which replace the
+    # prompts; file: the key `answer` of a line of the prompt file
+    known: Literal["computed", "file"] | None = None
     # the field of the request: OpenAI's (vLLM, llama.cpp), vLLM's own, llama.cpp's own, none
     send: Literal["response_format", "structured_outputs", "grammar", "nothing"] = "response_format"
 
@@ -278,11 +282,12 @@ class AnswerCheck(Struct, frozen=True):
 
     valid: bool | None = None
     right: bool | None = None
+    digest: str | None = None  # of the answer, where the right one is known
 
 
 def answer_fields(form: Structured, choices: Sequence[str]) -> dict[str, Any]:
     """Return the fields to add to the body of a request. `choices`: the choices of this request."""
-    if form.send == "nothing":
+    if form.send == "nothing" or form.known is not None:
         return {}
     if form.send == "grammar":
         return {"grammar": "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)}
@@ -301,6 +306,10 @@ def check_answer(form: Structured, choices: Sequence[str], label: str | None, te
     A choice may have the quotes of a JSON string. For an object, its property `label` is compared. Surrounding space
     is ignored.
     """
+    if form.known is not None:
+        answer = read_answer(text, label)
+        right = None if label is None else answer == read_answer(label, label)
+        return AnswerCheck(answer != "", right, hashlib.sha256(answer.encode("utf-8", "replace")).hexdigest()[:12])
     text = text.strip()
     if form.json_schema is None:
         bare = _strip_json_quotes(text)
@@ -314,6 +323,40 @@ def check_answer(form: Structured, choices: Sequence[str], label: str | None, te
         return AnswerCheck(False, None if label is None else False)
     chosen = value.get("label") if isinstance(value, dict) else value
     return AnswerCheck(valid, None if label is None else valid and chosen == label)
+
+
+_MAX_READ_CHARS = 20_000  # of the end of an answer that is compared with the right one
+_MAX_LINE_CHARS = 1000
+_INTEGER = re.compile(r"(?<!\d)-?\d[\d,]{0,40}(?![\d-])")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_LEAD = re.compile(r".*\banswer\b[^:]{0,40}:(?=\s*\S)", re.IGNORECASE)  # "The answer is: "
+
+
+def read_answer(text: str, right: str | None) -> str:
+    """Return the answer in a text in one spelling, so that "**42**" and "The answer is 42." are the same; "" for none.
+
+    `right`: the right answer; its form (a number, a date, JSON) says what to look for. Reasoning up to `</think>` does
+    not count. Without such a form it is the last line, or without a right answer the whole text.
+    """
+    text = text.rpartition("</think>")[2][-_MAX_READ_CHARS:].replace("```", "\n").strip()
+    if right is not None and right.startswith("{"):
+        try:
+            value = json.loads(text[text.find("{") : text.rfind("}") + 1])
+            return json.dumps(value, sort_keys=True, ensure_ascii=True)
+        except (ValueError, RecursionError):
+            return _plain(text)
+    if right is not None and (form := next((one for one in (_DATE, _INTEGER) if one.fullmatch(right)), None)):
+        found = form.findall(text)
+        return found[-1].replace(",", "") if found else _plain(text)
+    if right is None:
+        return _plain(text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    return _plain(_LEAD.sub("", lines[-1][-_MAX_LINE_CHARS:].replace("*", ""))) if lines else ""
+
+
+def _plain(text: str) -> str:
+    """Return a text without the spelling that does not matter: case, space, marks around it, spaces after commas."""
+    return re.sub(r"\s*,\s*", ",", " ".join(text.lower().split())).strip(" .!\"'`*()")
 
 
 class _Steps:

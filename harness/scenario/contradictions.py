@@ -16,7 +16,7 @@ _ONE_OF: dict[type, tuple[str, ...]] = {  # exactly one of these keys must be gi
     Arrivals: ("rate", "points", "wave"),
     Lengths: ("fixed", "uniform", "lognormal", "file"),
     Lognormal: ("p95", "sigma"),
-    Structured: ("choice", "json_schema"),
+    Structured: ("choice", "json_schema", "known"),
     Warmup: ("requests", "duration_s", "until"),
 }
 _FILES: dict[type, tuple[str, ...]] = {  # relative to the scenario
@@ -157,6 +157,11 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
         text = "'auto' are the labels of 'prompts.kind: classification'; list the choices"
         kind = (load.prompts or prompts).kind
         yield load.answer.choice == "auto" and kind != "classification", ".answer.choice", text
+        text = "'file' are the answers of 'prompts.kind: file'; for the questions that ship write 'computed'"
+        yield load.answer.known == "file" and kind != "file", ".answer.known", text
+        single = user == "batch" and load.trace is None and load.endpoint == "chat"
+        text = "each question is one chat request without a history; use 'user: batch'"
+        yield load.answer.known is not None and not single, ".answer.known", text
         text = "an answer of a form ends where the form ends; add 'output: natural' to the load"
         yield load.output == "fixed", ".answer", text
 

@@ -36,6 +36,8 @@ FAULTS: dict[str, tuple[float | None, str]] = {  # kind: default parameter, and 
     "empty": (None, "one token without text; of embeddings an empty vector"),
     "wrong": (None, "a structured answer has another choice than the right one"),
     "invalid": (None, "a structured answer has not the form that was asked for"),
+    "mistakes": (0.1, "so large a share of the questions that ship is answered wrong, always the same ones"),
+    "flips": (0.02, "so large a share of the answers to them is another one than usual"),
     "exit": (10, "command line only: the process ends with status 1 after so many requests"),
     "never-ready": (None, "command line only: /health answers 503 forever"),
 }

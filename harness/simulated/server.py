@@ -170,9 +170,10 @@ class SimulatedServer:
         prefix = {"chat": "chatcmpl-", "text": "cmpl-", "embeddings": "embd-"}[kind]
         request = wire.parse_completion(body, chat, config.model, config.engine.max_model_len, prefix + request_id)
         number = wire.prompt_hash(request.prompt, config.engine.seed)
-        form, words = wire.answer_form(body), None
+        form, text = wire.answer_form(body), wire.prompt_text(body, chat)
+        shares = faults.get("mistakes", 0.0), faults.get("flips", 0.0)
+        words = wire.known_words(text, config.engine.seed, self._count, *shares)
         if form is not None:
-            text = wire.prompt_text(body, chat)
             words = wire.form_words(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
         sent = Sent(request_id, http.received_s, len(request.prompt))
         answer = CompletionAnswer(http, request, sent, faults, number, words, vectors)

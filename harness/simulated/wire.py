@@ -5,6 +5,7 @@ Each piece is one socket write. Connections are kept alive. Each word between sp
 
 import asyncio
 import json
+import random
 import socket
 import time
 import zlib
@@ -429,8 +430,23 @@ def _find_label(text: str) -> str | None:
     return next((_labels()[part] for part in reversed(text.split("\n\n")) if part in _labels()), None)
 
 
-@cache
+def known_words(question: str, seed: int, place: int, mistakes: float, flips: float) -> list[str] | None:
+    """Return the words of the answer to a question that ships: the right one, but for shares of `mistakes`, which
+    depend on question and seed, and of `flips`, which depend on the `place` of the request. None: another question.
+    """
+    right = _read_pairs("questions.jsonl", "prompt", "answer").get(question)
+    if right is None:
+        return None
+    draw = random.Random(f"{seed}:{question}").random
+    is_right = (draw() >= mistakes) != (random.Random(f"{seed}:{place}").random() < flips)
+    return right.split(" ") if is_right else [WORDS[int(draw() * len(WORDS))]]
+
+
 def _labels() -> dict[str, str]:
-    lines = files("harness").joinpath("data", "classification.jsonl").read_bytes().splitlines()
-    items = [msgspec.json.decode(line) for line in lines]
-    return {item["text"]: item["label"] for item in items}
+    return _read_pairs("classification.jsonl", "text", "label")
+
+
+@cache
+def _read_pairs(name: str, key: str, value: str) -> dict[str, str]:
+    items = map(msgspec.json.decode, files("harness").joinpath("data", name).read_bytes().splitlines())
+    return {item[key]: item[value] for item in items}

@@ -59,6 +59,12 @@ def _shuffled(seed: int) -> tuple[Item, ...]:
     return tuple(sorted(_items(), key=lambda item: draw()))
 
 
+@cache
+def questions() -> list[PromptRow]:
+    """The questions with a known answer that ship; tests/support/made_questions.py makes them."""
+    return read_rows(Path(str(files("harness").joinpath("data", "questions.jsonl"))))
+
+
 _SYSTEM_PLACE = "system"  # place of the shared system prompt in the seeded sequence
 
 
@@ -82,28 +88,28 @@ class Workload(NamedTuple):
         another salt. Each prompt of the warm-up has its own words after the shared system prompt: if the measurement
         uses the same row or item, it is new to the cache.
         """
-        prompts, seed, words = self.prompts, self.seed, self.words
+        prompts, seed, words, known = self.prompts, self.seed, self.words, self.known
         if self.replay is not None and index >= 0:
             messages = _user_message(_trace_prompt(self.replay, seed, index, tuple(words)))
         else:
             messages = self._prompt(index)
             if index < 0:
                 messages[0] = _with_prefix(text(SALT_WORDS, seed, f"warm-up{index}", words), messages[0])
-            if prompts.system_tokens:
+            if prompts.system_tokens and known != "computed":
                 system_prompt = text(prompts.system_tokens, seed, _SYSTEM_PLACE, words)
                 messages.insert(0, {"role": "system", "content": system_prompt})
-        if self.salt:
+        if self.salt and known is None:  # the same question is asked in every cell
             messages[0] = _with_prefix(self.salt, messages[0])
         return messages
 
     def _prompt(self, index: int) -> list[Message]:
         prompts, seed = self.prompts, self.seed
-        if prompts.kind == "synthetic":
+        if prompts.kind == "synthetic" and self.known is None:
             tokens = length_at(prompts.tokens, "prompt", seed, index, self.prompt_lengths)
             return _user_message(text(tokens, seed, index, self.words))
-        if prompts.kind == "classification":
+        if prompts.kind == "classification" and self.known is None:
             return _user_message(_question(_item_at(seed, index)))
-        row = self.rows[index % len(self.rows)]
+        row = self._rows[index % len(self._rows)]
         if row.prompt is not None:
             return _user_message(row.prompt)
         return list(row.messages or [])
@@ -113,7 +119,7 @@ class Workload(NamedTuple):
         salt = SALT_WORDS if self.salt else 0
         if self.replay is not None and index >= 0:
             return self.replay.prompt_tokens[index] + salt
-        if self.prompts.kind != "synthetic":
+        if self.prompts.kind != "synthetic" or self.known is not None:
             return None
         added = self.prompts.system_tokens + (SALT_WORDS if index < 0 else 0) + salt
         return length_at(self.prompts.tokens, "prompt", self.seed, index, self.prompt_lengths) + added
@@ -122,7 +128,7 @@ class Workload(NamedTuple):
         """Return the maximum tokens of the answer: of its row in a trace or batch file, else of the load."""
         if self.replay is not None and index >= 0:
             return self.replay.output_tokens[index]
-        row = self.rows[index % len(self.rows)] if self.rows else None
+        row = self._rows[index % len(self._rows)] if self._rows else None
         if row is not None and row.max_tokens is not None:
             return row.max_tokens
         return length_at(self.load.output_tokens, "output", self.seed, index, self.output_lengths)
@@ -134,8 +140,25 @@ class Workload(NamedTuple):
             return _labels()[_item_at(self.seed, index).kind]
         return [] if answer is None else list(answer.choice or [])
 
+    @property
+    def known(self) -> str | None:
+        """Whose right answers are known; None: those of no request."""
+        return None if self.load.answer is None else self.load.answer.known
+
+    @property
+    def _rows(self) -> Sequence[PromptRow]:
+        return questions() if self.known == "computed" else self.rows
+
+    def item(self, index: int) -> int | None:
+        """Return the number of the question of a measured request, where the right answers are known."""
+        if self.known is None or index < 0:
+            return None
+        return index % len(self._rows)
+
     def label(self, index: int) -> str | None:
-        """Return the right label; None if it is unknown."""
+        """Return the right label or answer; None if it is unknown."""
+        if self.known is not None:
+            return self._rows[index % len(self._rows)].answer
         return _item_at(self.seed, index).label if self.prompts.kind == "classification" else None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.base.errors import BadLines, HarnessError
 from harness.base.files import read_bytes
@@ -30,6 +31,7 @@ class PromptRow(msgspec.Struct, frozen=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     max_tokens: int | None = None  # of the answer, if the file limits it
+    answer: str | None = None  # the right one, if the file has it
 
 
 class _ShareGptMessage(msgspec.Struct, frozen=True):
@@ -62,6 +64,7 @@ class _Line(msgspec.Struct, frozen=True):
     messages: list[_Message] | None = None
     conversations: list[_ShareGptMessage] | None = None
     body: _Body | None = None
+    answer: str | None = None
 
 
 _decoder = msgspec.json.Decoder(_Line)
@@ -78,12 +81,13 @@ def read_rows(path: str | Path) -> list[PromptRow]:
     try:
         for number, line in _numbered_lines(data):
             try:
-                row = _prompt_row(_decoder.decode(line) if isinstance(line, bytes) else line)
+                decoded = _decoder.decode(line) if isinstance(line, bytes) else line
+                row = _prompt_row(decoded)
             except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
                 bad.add(number, str(error))
                 continue
             if row is not None:
-                rows.append(row)
+                rows.append(row if decoded.answer is None else replace(row, answer=decoded.answer))
     except (msgspec.DecodeError, RecursionError) as error:
         raise HarnessError(f"{path}: {error}", next_step=_ADVICE) from None
     bad.raise_errors()
