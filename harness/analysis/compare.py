@@ -13,6 +13,7 @@ from harness.analysis import comparable
 from harness.analysis.checks import compared_metrics, evaluate
 from harness.analysis.comparable import collect_facts, find_differences, refuse_unlike
 from harness.analysis.equal_runs import EqualRuns, RowKey, find_equal_runs
+from harness.analysis.same_answers import same_answers_of_runs
 from harness.analysis.summarize import summary_of
 from harness.analysis.verdicts import (
     ComparedSides,
@@ -135,6 +136,9 @@ def compare_runs(
         simulated=any(run.simulated for run in all_runs),
         sides=[side.name for side in sides],
         differences=find_differences([collect_facts(side.runs[0], rows) for side in sides]),
+        same_answers=list(
+            same_answers_of_runs([(side.name, group) for side, group in zip(sides, groups, strict=True)])
+        ),
         checks=results_of_checks,
         notes=list(_notes(sides, rows)),
     )

@@ -16,6 +16,7 @@ from harness.analysis.latencies import (
     pool_distributions,
     token_shares_between,
 )
+from harness.analysis.same_answers import answers_by_question, changed_share
 from harness.analysis.schedule import pool_schedules
 from harness.analysis.slo_rule import LatencySample
 from harness.base.summary import Answers, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
@@ -219,6 +220,7 @@ def answer_quality(good: Sequence[Rows]) -> Answers | None:
         labelled=labelled,
         right=right if labelled else None,
         right_share=right / labelled if labelled else None,
+        changed_share=changed_share(answers_by_question(good)),
     )
 
 

@@ -14,6 +14,7 @@ from harness.analysis.crossover import setting_answers
 from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import client_errors, client_limits, limited_fields, with_client_errors
 from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
+from harness.analysis.same_answers import same_answers
 from harness.analysis.schedule import load_kind, schedule_kept, summarize_warmup
 from harness.analysis.stats import rate_error
 from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split, timed_others
@@ -40,7 +41,7 @@ from harness.records.manifest import Run, origin_notes, read_numbers, without_un
 from harness.records.run_data import CellData, RunData, effective_load, first_arrival_s
 from harness.records.samples import MetricsSample, machine_load, median_load, server_load
 from harness.records.table import Rows
-from harness.scenario import prompts_of, request_tokens
+from harness.scenario import asks_known, prompts_of, request_tokens
 from harness.scenario.check_syntax import slo_sets
 from harness.scenario.plan import Cell, baseline_of
 
@@ -118,6 +119,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         cells=summaries,
         comparison=comparison,
         answers=answers,
+        same_answers=[] if run_reasons else same_answers(data),
     )
     return with_checks(Summarized(summary, data), run, read_reference(folder), extra_checks)
 
@@ -186,7 +188,8 @@ def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Seq
         rows.setdefault((cell.server, cell.load), []).append(cell)
     found: dict[str, CellSummary] = {}
     for (_, name), row in rows.items():
-        judged = checks.judged_metrics(run.scenario.loads[name]) if len(rows) > 1 else set()
+        load = run.scenario.loads[name]  # of one with known answers only the answers are compared
+        judged = checks.judged_metrics(load) if len(rows) > 1 and not asks_known(load) else set()
 
         def is_judged(metric: str, cell: CellSummary, judged: Collection[str] = frozenset(judged)) -> bool:
             return metric in judged or checks.is_changed_by(cell, metric, cell.client_error[metric], check_texts)

@@ -13,6 +13,7 @@ FORMAT_VERSION = 1  # of run.json, summary.json and baseline.json
 # The rules of verdicts, see docs/method.md.
 ALPHA = 0.05  # of tests and intervals
 POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
+ANSWER_MARGIN = 0.03  # of right answers: a server that has at most so many less gives the same answers
 MARGIN = 0.02  # smaller differences are treated as noise: "faster" and "slower" are larger, "same" is within it
 LARGE = 0.25  # a difference that a provisional verdict, and an error of the load generator that a result, cannot carry
 MAX_REPEATS = 100  # beyond which no number of repeats is suggested
@@ -120,6 +121,32 @@ class Answers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     labelled: int = 0  # answers whose right label is known
     right: int | None = None
     right_share: float | None = None  # right / labelled
+    # Where the right answers are known, of the questions that were asked again: in so large a share of the pairs of
+    # answers to one question the two differ. None: none was asked again.
+    changed_share: float | None = None
+
+
+class SameAnswers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The answers of a row, or of a side, to the same questions as those of the baseline. Shares are of 0 to 1."""
+
+    side: str
+    baseline: str
+    load: str
+    questions: int  # that both answered
+    differ: float  # share of the pairs of answers, one of each side, that differ
+    noise: tuple[float | None, float | None]  # such a share within the side and within the baseline; None: asked once
+    flips: float | None = None  # differ - the mean of the noise: what the other server changes; None: noise not known
+    flips_low: float | None = None  # its 95 % interval, as of the following
+    flips_high: float | None = None
+    right: tuple[float, float]  # share of right answers of side and baseline
+    lost: float  # questions that only the baseline answers right; one of two answers counts half, as of the following
+    gained: float  # questions that only the side answers right
+    difference: float  # right answers of the side - those of the baseline
+    low: float
+    high: float
+    cut: float = 0.0  # share of the answers of the side with more of them that max_tokens cut; above 5 %: inconclusive
+    word: Literal["same", "worse", "inconclusive"]  # same: at most ANSWER_MARGIN less right answers
+    needed: int | None = None  # about so many questions would decide it
 
 
 class PromptLengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -463,6 +490,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rows: list[Row]
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
+    same_answers: list[SameAnswers] = []  # of loads whose right answers are known: each server against the baseline's
     checks: list[CheckResult] = []
     answers: list[Reason] = []  # of a sweep over context depth, prompt length or users: which server is faster where
     # How near each server came to what its GPUs allow, with the fewest users; none if model or GPU is not known.
@@ -524,5 +552,6 @@ class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     simulated: bool = False  # an engine's model was measured, not hardware
     sides: list[str] = []  # baseline first
     differences: list[Difference] = []  # of the manifests of the sides
+    same_answers: list[SameAnswers] = []  # of loads whose right answers are known
     checks: list[CheckResult] = []
     notes: list[Reason] = []  # on the sides

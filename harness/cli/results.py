@@ -128,9 +128,9 @@ def compare(
     """Compare runs of the same work: a ratio with its interval and a verdict for each row, and the differences of the
     manifests. Of runs that cannot be compared, it shows all differences.
 
-    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. A
-    provisional "slower" counts with --provisional, or when its whole interval is beyond 25 %. With --history 4 when
-    the run is slower than its history and the shift exceeds the machine's own variation.
+    Exit code 4 when a side is slower than the baseline, its answers are worse, or a check failed; 5 when a check is
+    inconclusive. A provisional "slower" counts with --provisional, or when its whole interval is beyond 25 %. With
+    --history 4 when the run is slower than its history and the shift exceeds the machine's own variation.
     """
     from harness.analysis.compare import compare_runs, group_by_machine
     from harness.records.manifest import UnlikeError, read_run
@@ -158,7 +158,8 @@ def compare(
         raise
     page = comparison_page(comparison)
     cli.print_page_as(output, comparison, page, "Comparison", junit=lambda: junit.comparison_xml(comparison))
-    if any(verdict.fails == "yes" for verdict in comparison.verdicts):
+    worse = any(answers.word == "worse" for answers in comparison.same_answers)
+    if worse or any(verdict.fails == "yes" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
     cli.exit_after_checks(comparison.checks)
 

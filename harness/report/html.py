@@ -24,6 +24,7 @@ from harness.base.metrics import LIVE
 from harness.base.summary import Summary, sentence
 from harness.records.manifest import Run, ServedBy
 from harness.report import page, sentences, table
+from harness.report.answers import answers_chart, same_answers_page
 from harness.report.charts import Figure, figures, row_keys, server_keys
 from harness.report.charts.capacity import attainment_chart
 from harness.report.charts.crossover import crossover_charts
@@ -135,6 +136,7 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         figures.request_chart(summary, data),
         startup_chart(run),
         *([] if capacity is None else [attainment_chart(capacity)]),
+        *([answers_chart(summary.same_answers)] if summary.same_answers else []),
     ]
     bounds = figures.slo_bounds(summary)
     charts = [figures.with_slo_lines(chart, bounds) for chart in charts]
@@ -175,10 +177,11 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
 def _verdicts(summary: Summary) -> list[Element]:
     """The verdicts with their intervals and p-values."""
     if summary.comparison is None:
-        return []
+        return same_answers_page(summary.same_answers)
     found = page.verdicts(summary.comparison, "")
     confidence = page.verdict_grid(summary.comparison.verdicts)
-    return [*found, Fold("Confidence: intervals, p-values and what would settle it", [confidence])]
+    folded = Fold("Confidence: intervals, p-values and what would settle it", [confidence])
+    return [*found, folded, *same_answers_page(summary.same_answers)]
 
 
 def _server_differences(run: Run) -> list[Element]:

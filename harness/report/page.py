@@ -18,6 +18,7 @@ from harness.base.summary import (
 )
 from harness.records.manifest import Run
 from harness.report import sentences, words
+from harness.report.answers import same_answers_page
 from harness.report.capacity import capacity_lines
 from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
 from harness.report.table import machine_table, results_table, schedule_table, time_table
@@ -37,6 +38,7 @@ def run_page(
     return [
         *answer(summary, run, capacity),
         *([Paragraph("Verdicts", "heading"), *verdicts(summary.comparison, _RUN_HINT)] if summary.comparison else []),
+        *same_answers_page(summary.same_answers),
         results_table(summary, run),
         *schedule_table(summary, run),
         *time_table(summary),
@@ -146,6 +148,7 @@ def comparison_page(comparison: Comparison) -> list[Element]:
         verdict_grid(comparison.verdicts),
         *(Paragraph(f"Warning: {sentence(note)}", "warning") for note in comparison.notes),
         *verdicts(comparison, "the table has all of them"),
+        *same_answers_page(comparison.same_answers),
         *checks(comparison.checks),
         *(differences(comparison.differences, comparison.sides) if comparison.sides else []),
     ]

@@ -31,8 +31,10 @@ from harness.base.summary import (
 from harness.base.units import count
 from harness.records.manifest import Run
 from harness.report import words
+from harness.report.answers import answers_sentence, row_sentence
 from harness.report.elements import LIMITED, Bullet
 from harness.report.verdict_text import describe_ratio, format_speedup, verdict_sentence, verdict_word
+from harness.scenario import asks_known
 from harness.scenario.check_syntax import SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
 
@@ -48,6 +50,7 @@ def run_answer(summary: Summary, run: Run) -> str:
     answer = _run_answer(summary, run)
     if answer.startswith("No answer"):
         return answer
+    answer = " ".join([answer, *map(answers_sentence, summary.same_answers)]).strip()
     for engine, versions in engine_versions(run).items():
         known = ", ".join(f"{name} {version}" for name, version in versions.items())
         answer += f" The servers run different versions of {engine} ({known}), so the comparison includes what changed "
@@ -71,6 +74,9 @@ def _run_answer(summary: Summary, run: Run) -> str:
         return " ".join(map(sentence, summary.answers))
     if summary.comparison is not None and summary.comparison.verdicts:
         return _speedup_answer(summary.comparison, summary.rows)
+    known = [row for row in summary.rows if row.load in run.scenario.loads and asks_known(run.scenario.loads[row.load])]
+    if known and len(known) == len(summary.rows):
+        return "" if summary.same_answers else " ".join(map(row_sentence, known))
     return _measurements_answer(summary.rows)
 
 
@@ -78,7 +84,8 @@ def comparison_answer(comparison: Comparison) -> str:
     """The answer of `harness compare`: whether a side is slower than the first; and other versions of the engine."""
     versions = [each for each in comparison.differences if each.key.endswith("startup.version")]
     shown = [f"The engine's versions differ: {', '.join(each.values)}." for each in versions[:1]]
-    return " ".join([_comparison_answer(comparison), *shown])
+    answers = map(answers_sentence, comparison.same_answers)
+    return " ".join([*([_comparison_answer(comparison)] if comparison.verdicts else []), *answers, *shown])
 
 
 def _comparison_answer(comparison: Comparison) -> str:

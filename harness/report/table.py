@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from harness.base import units
 from harness.base.metrics import LATENCIES, METRICS, VALUES, Metric
-from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
+from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, SameAnswers, Summary, Verdict, median_of_known
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
 from harness.report.elements import Grid, TableColumn
@@ -28,6 +28,7 @@ class TableLine(Struct, frozen=True, kw_only=True):
     verdicts: list[Verdict] = []  # against the baseline, or of a part of a mix against the same load alone
     baseline: bool
     against: str = ""  # the other side of the verdicts, if it is not the run's baseline
+    answers: SameAnswers | None = None  # of the row's server
     rate_mark: str = ""  # set if the rate is defined otherwise than in the first row
 
     @property
@@ -79,6 +80,7 @@ def table_lines(summary: Summary, run: Run) -> list[TableLine]:
                 verdicts=list(own.values()),
                 baseline=row.name == baseline,
                 against=other if own and other != baseline else "",
+                answers=next((one for one in summary.same_answers if one.side == row.server), None),
                 rate_mark="" if rate == rates[0] else OTHERWISE,
             )
         )
@@ -237,6 +239,13 @@ _VERDICT_COLUMNS = (
         "Welch’s interval on logarithms against a margin of 2 %, corrected for the number of comparisons (Holm)",
         _format_verdict, "verdict",
     ),
+    TableColumn(
+        "same_answers", "Same answers",
+        "Whether the server gives as many right answers as that of the baseline to questions whose answers are known, "
+        "and the difference in points. Same: at most 3 points less.",
+        "Tango’s 95 % interval of the paired difference against 3 points",
+        lambda line: line.answers and f"{line.answers.word} ({100 * line.answers.difference:+.1f})", "verdict",
+    ),
 )  # fmt: skip
 
 
@@ -253,6 +262,7 @@ def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
         "input_rate": vectors or any(row.input_tok_s and not row.output_tok_s for row in numbers),
         "valid": bool(answers),
         "right": any(form.labelled for form in answers),
+        "same_answers": bool(summary.same_answers),
     }
     latencies = [
         _latency_column(latency, tail if at == "tail" or (at, tail) == ("p95", "p90") else at)
@@ -260,7 +270,8 @@ def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
         for at in (latency.vectors if vectors else latency.table)
     ]
     work = (column for column in _WORK_COLUMNS if applies.get(column.key, True))
-    return (*work, *latencies, *_VERDICT_COLUMNS)
+    verdicts = (column for column in _VERDICT_COLUMNS if applies.get(column.key, True))
+    return (*work, *latencies, *verdicts)
 
 
 def results_table(summary: Summary, run: Run, below: Mapping[str, str] | None = None) -> Grid:

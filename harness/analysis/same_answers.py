@@ -1,0 +1,223 @@
+"""Whether two servers give the same answers to questions whose right answers are known, by docs/method.md.
+
+The sample is the question. Each side is asked twice or more: what its own answers differ by is its noise.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from harness.base.summary import ANSWER_MARGIN, POWER, SameAnswers
+from harness.records import run_data
+from harness.records.run_data import RunData
+from harness.records.table import Floats, Rows
+from harness.scenario import asks_known
+from harness.scenario.plan import baseline_of
+
+_Z = 1.959964  # of 95 % intervals
+MAX_CUT = 0.05  # of a side's answers that max_tokens may cut: what is cut is neither right nor wrong
+_MAX_NEEDED = 1_000_000
+
+
+class KnownAnswer(NamedTuple):
+    digest: str
+    right: bool | None  # None: the right answer is not known
+    cut: bool = False  # by max_tokens
+
+
+Answered = Mapping[int, Sequence[KnownAnswer]]
+"""By question, all answers of a side in their order."""
+
+
+def answers_by_question(good: Iterable[Rows]) -> dict[int, list[KnownAnswer]]:
+    """The answers of successful requests whose question is known."""
+    found: dict[int, list[KnownAnswer]] = {}
+    for rows in good:
+        cut = rows.finish.is_in("length")
+        for place in np.flatnonzero(~np.isnan(rows.item) & rows.answer_digest.known).tolist():
+            right = None if np.isnan(rows.answer_right[place]) else bool(rows.answer_right[place])
+            digest = rows.answer_digest.texts[rows.answer_digest.codes[place]] or ""
+            found.setdefault(int(rows.item[place]), []).append(KnownAnswer(digest, right, bool(cut[place])))
+    return found
+
+
+def changed_share(answers: Answered) -> float | None:
+    """The noise of a side: the mean share of the pairs of answers to one question that differ; None: asked once."""
+    shares = [_differ_within(found) for found in answers.values() if len(found) > 1]
+    return sum(shares) / len(shares) if shares else None
+
+
+def _differ_within(found: Sequence[KnownAnswer]) -> float:
+    n = len(found)
+    equal = sum(number * (number - 1) for number in Counter(one.digest for one in found).values())
+    return 1 - equal / (n * (n - 1))
+
+
+def _differ_between(side: Sequence[KnownAnswer], base: Sequence[KnownAnswer]) -> float:
+    counts = Counter(one.digest for one in base)
+    return 1 - sum(counts[one.digest] for one in side) / (len(side) * len(base))
+
+
+def compare_answers(side: Answered, base: Answered, names: tuple[str, str], load: str = "") -> SameAnswers | None:
+    """The verdict on two sides; None where they answered no question in common, or no right answer is known.
+
+    Flips above the noise are the energy distance with the discrete metric (Székely and Rizzo 2013): 0 where each
+    question has the same distribution of answers on both sides, however much they change when asked again.
+    """
+    common = sorted(side.keys() & base.keys())
+    rights = [(_right_share(side[one]), _right_share(base[one])) for one in common]
+    known = [(own, other) for own, other in rights if own is not None and other is not None]
+    if not known:
+        return None
+    differ = np.array([_differ_between(side[one], base[one]) for one in common])
+    twice = [place for place, one in enumerate(common) if min(len(side[one]), len(base[one])) > 1]
+    noises = np.array([[_differ_within(found[common[place]]) for place in twice] for found in (side, base)])
+    cut = max(_cut_share(side), _cut_share(base))
+    lost = sum(max(0.0, other - own) for own, other in known)
+    gained = sum(max(0.0, own - other) for own, other in known)
+    # The mean of several answers varies less than one answer: as many more questions with one answer each do.
+    more = (lost + gained) / sum((own - other) ** 2 for own, other in known) if lost + gained else 1.0
+    low, high = tango_interval(more * gained, more * lost, more * len(known))
+    difference = (gained - lost) / len(known)
+    return SameAnswers(
+        side=names[0],
+        baseline=names[1],
+        load=load,
+        questions=len(common),
+        differ=float(differ.mean()),
+        noise=(changed_share(side), changed_share(base)),
+        **_flips(differ[twice] - noises.mean(axis=0)) if twice else {},
+        right=(sum(own for own, _ in known) / len(known), sum(other for _, other in known) / len(known)),
+        lost=lost,
+        gained=gained,
+        difference=difference,
+        low=low,
+        high=high,
+        cut=cut,
+        word="inconclusive" if cut > MAX_CUT else _word(low, high),
+        needed=_needed(known, difference),
+    )
+
+
+def _word(low: float, high: float) -> Literal["same", "worse", "inconclusive"]:
+    return "same" if low > -ANSWER_MARGIN else "worse" if high < -ANSWER_MARGIN else "inconclusive"
+
+
+def _cut_share(answers: Answered) -> float:
+    cut = [one.cut for found in answers.values() for one in found]
+    return sum(cut) / len(cut)
+
+
+def _right_share(found: Sequence[KnownAnswer]) -> float | None:
+    known = [one.right for one in found if one.right is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _flips(excess: Floats) -> dict[str, float]:
+    """The mean excess with its interval. Where no question shows any, as much as 95 % of such samples would miss."""
+    mean, n = float(excess.mean()), len(excess)
+    error = float(excess.std(ddof=1)) / math.sqrt(n) if n > 1 else 1.0
+    unseen = 1 - 0.05 ** (1 / n)
+    return {
+        "flips": mean,
+        "flips_low": max(mean - _Z * error, -1.0),
+        "flips_high": min(max(mean + _Z * error, unseen), 1.0),
+    }
+
+
+def _needed(known: Sequence[tuple[float, float]], difference: float) -> int | None:
+    from scipy.special import ndtri
+
+    spread = float(np.std([own - other for own, other in known]))
+    distance = abs(difference + ANSWER_MARGIN)
+    if not spread or not distance:
+        return None
+    needed = math.ceil(((_Z + float(ndtri(POWER))) * spread / distance) ** 2)
+    return needed if needed <= _MAX_NEEDED else None
+
+
+def tango_interval(gained: float, lost: float, n: float) -> tuple[float, float]:
+    """The 95 % score interval of the difference (gained - lost) / n of two paired shares.
+
+    Tango, Statistics in Medicine 17 (1998) 891-908. Its ends are found by bisection.
+    """
+
+    def score(delta: float) -> float:
+        b = (2 * n - gained + lost) * delta - gained - lost
+        c = -lost * delta * (1 - delta)
+        q = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # lost / n, if the difference is delta
+        variance = n * (2 * q + delta * (1 - delta))
+        distance = gained - lost - n * delta
+        return (
+            distance / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, distance) if distance else 0.0
+        )
+
+    return _bisect(score, (gained - lost) / n, -1.0, _Z), _bisect(score, (gained - lost) / n, 1.0, -_Z)
+
+
+def _bisect(score: Callable[[float], float], near: float, far: float, target: float) -> float:
+    """The value between `near`, where the falling function `score` is 0, and `far`, where it is `target`."""
+    for _ in range(60):
+        middle = (near + far) / 2
+        if abs(score(middle)) < abs(target):
+            near = middle
+        else:
+            far = middle
+    return near
+
+
+def same_answers(data: RunData) -> list[SameAnswers]:
+    """The verdicts of a run: each server against that of the baseline, for each load whose right answers are known."""
+    base = baseline_of(data.run.scenario).server
+    found = []
+    for load in _loads(data):
+        sides = _by_server(data, load)
+        others = {name: answers for name, answers in sides.items() if name != base} if base in sides else {}
+        found += [compare_answers(answers, sides[base], (name, base), load) for name, answers in others.items()]
+    return [one for one in found if one is not None]
+
+
+def same_answers_of_runs(sides: Sequence[tuple[str, Sequence[Path]]]) -> Iterator[SameAnswers]:
+    """The verdicts of groups of runs against the first, for each server and load that all have with records."""
+    loaded = [
+        (name, [run_data.load(folder) for folder in folders if (folder / "requests.jsonl").exists()])
+        for name, folders in sides
+    ]
+    (base_name, base), *others = loaded
+    for name, runs in others:
+        for load in dict.fromkeys(load for data in base for load in _loads(data)):
+            own, other = _joined(runs, load), _joined(base, load)
+            for server in own.keys() & other.keys():
+                found = compare_answers(
+                    own[server], other[server], (f"{server} ({name})", f"{server} ({base_name})"), load
+                )
+                if found is not None:
+                    yield found
+
+
+def _loads(data: RunData) -> list[str]:
+    return [name for name, load in data.run.scenario.loads.items() if asks_known(load)]
+
+
+def _by_server(data: RunData, load: str) -> dict[str, dict[int, list[KnownAnswer]]]:
+    """The answers of each server, of all its valid cells in their order."""
+    cells: dict[str, list[Rows]] = {}
+    for name, cell in data.planned.items():
+        if cell.load == load and name in data.cells:
+            counted = data.cells[name].counted
+            cells.setdefault(cell.server, []).append(counted.where(counted.good))
+    return {server: answers_by_question(rows) for server, rows in cells.items()}
+
+
+def _joined(runs: Sequence[RunData], load: str) -> dict[str, dict[int, list[KnownAnswer]]]:
+    """The answers of each server in all of some runs."""
+    joined: dict[str, dict[int, list[KnownAnswer]]] = {}
+    for data in runs:
+        for server, answers in _by_server(data, load).items():
+            for question, found in answers.items():
+                joined.setdefault(server, {}).setdefault(question, []).extend(found)
+    return joined
