@@ -246,6 +246,7 @@ class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # the right answers are known ([same answers](trust.md)): computed: of 1,000 questions that ship, which replace the
     # prompts; file: the key `answer` of a line of the prompt file
     known: Literal["computed", "file"] | None = None
+    think: bool = False  # known: whether a model may reason first, where its chat template has `enable_thinking`
     # the field of the request: OpenAI's (vLLM, llama.cpp), vLLM's own, llama.cpp's own, none
     send: Literal["response_format", "structured_outputs", "grammar", "nothing"] = "response_format"
 
@@ -287,7 +288,9 @@ class AnswerCheck(Struct, frozen=True):
 
 def answer_fields(form: Structured, choices: Sequence[str]) -> dict[str, Any]:
     """Return the fields to add to the body of a request. `choices`: the choices of this request."""
-    if form.send == "nothing" or form.known is not None:
+    if form.known is not None:
+        return {} if form.think else {"chat_template_kwargs": {"enable_thinking": False}}
+    if form.send == "nothing":
         return {}
     if form.send == "grammar":
         return {"grammar": "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)}

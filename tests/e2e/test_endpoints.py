@@ -12,6 +12,7 @@ import yaml
 
 from harness.analysis.compare import answer_difference as difference
 from harness.analysis.summarize import read_summary
+from harness.base.files import ROOT
 from harness.base.summary import Answers, PromptLengths, Row, Summary, evidence, sentence, sentences
 from harness.records.records import Request, read_requests
 from harness.scenario import Prompts
@@ -134,6 +135,25 @@ def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
     rows = {row["server"]: row for row in csv.DictReader(made["csv"].splitlines())}
     assert (rows["bad"]["answers_valid"], rows["bad"]["right_share"]) == ("54", "0.8")
     assert "54 of 60 <small>(90.0%)</small>" in (where / "report.html").read_text()
+
+
+def test_a_server_with_more_mistakes_gives_worse_answers(tmp_path: Path) -> None:
+    questions = (ROOT / "harness" / "data" / "questions.jsonl").read_text().splitlines()[:60]
+    (tmp_path / "mine.jsonl").write_text("\n".join(questions))
+    where, summary, records = run(
+        tmp_path,
+        servers={"one": embedded("--fault", "flips:0.05"), "bad": embedded("--fault", "mistakes:0.5")},
+        loads={"l": {"user": "batch", "in_flight": 6, "requests": 120, "output": "natural", "output_tokens": 40,
+                     "answer": {"known": "file"}}},
+        prompts={"kind": "file", "file": "mine.jsonl"},
+    )  # fmt: skip
+    (verdict,) = summary.same_answers
+    assert (verdict.side, verdict.word, verdict.questions, verdict.noise[0]) == ("bad", "worse", 60, 0.0)
+    assert verdict.right[1] > 0.85 and verdict.noise[1] is not None and 0 < verdict.noise[1] < 0.25
+    assert summary.reasons == []  # answers do not depend on how busy this machine is
+    page = (where / "report.html").read_text()
+    assert "Answers that differ" in page and "Same answers" in page
+    assert {len(record.answer_digest or "") for record in records} == {12}
 
 
 def test_exact_lengths_that_are_not_exact_are_counted_and_make_the_run_invalid(tmp_path: Path) -> None:

@@ -32,10 +32,16 @@ def test_llamacpp_keeps_to_choices(tmp_path: Path, say: Say) -> None:
         }
         for way in ("response_format", "grammar")
     }
+    loads["known"] = {**WORK, "output": "natural", "output_tokens": 8, "answer": {"known": "computed"}}
     prompts = {"kind": "classification"}
     servers = {"it": llamacpp()}
     ran = run(write_scenario(tmp_path, "labels", model="tiny", servers=servers, loads=loads, prompts=prompts))
-    _keeps_to(ran, tuple(loads), say)
+    _keeps_to(ran, ("response-format", "grammar"), say)
+    known = [record for record in ran.records if record.load == "known" and record.phase == "measured"]
+    assert {(record.item, record.error, record.answer_right) for record in known} == {
+        (i, None, False) for i in range(12)
+    }
+    assert all(record.answer_digest for record in known)
 
 
 def test_vllm_counts_prompts_exactly_and_completes(on_vllm: Timed, say: Say) -> None:

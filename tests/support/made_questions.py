@@ -70,8 +70,9 @@ def extraction(draw: random.Random) -> tuple[str, Any]:
     day = datetime.date(2026, draw.randint(1, 12), draw.randint(1, 28))
     note = f"Order {order}: {name} of {city} asks for {draw.randint(2, 40)} {thing} by {day}, for {price} euros in all."
     wanted, value = draw.choice((
-        ("the order number", order), ("the city", city), ("the ordered product", thing), ("the price in euros, as a number",
-        str(price)), ("the date as YYYY-MM-DD", str(day)), ("the customer's name", name),
+        ("the order number", order), ("the city", city), ("the ordered product", thing),
+        ("the price in euros, as a number", str(price)), ("the date as YYYY-MM-DD", str(day)),
+        ("the customer's name", name),
     ))  # fmt: skip
     return f"{note}\n\nWhat is {wanted}? {_ONLY.format('it')}", value
 

@@ -81,7 +81,7 @@ def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: boo
 @pytest.mark.parametrize(
     ("form", "problem"),
     [
-        (Structured(choice="auto", json_schema={}), ": give exactly one of 'choice' and 'json_schema'"),
+        (Structured(choice="auto", json_schema={}), ": give exactly one of 'choice', 'json_schema' and 'known'"),
         (Structured(choice=["a"]), ".choice: two or more different texts are expected, got ['a']"),
         (Structured(choice=["a", " b"]), ".choice: two or more different texts are expected, got ['a', ' b']"),
         (Structured(json_schema={"type": "text"}), ".json_schema.type: expected one of array, boolean, integer, null, "

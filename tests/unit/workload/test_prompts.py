@@ -3,14 +3,17 @@
 import json
 import statistics
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from harness.base.errors import HarnessError
+from harness.base.files import ROOT
 from harness.scenario import Load, Prompts
 from harness.scenario.behaviour import (
     Lengths,
     Lognormal,
+    Structured,
     length_at,
     max_length,
     read_length_file,
@@ -27,6 +30,7 @@ from harness.workload import (
     workload_sha256,
 )
 from harness.workload.prompt_file import PromptRow, read_rows
+from tests.support import made_questions
 from tests.support.command import write
 from tests.support.engines.paths import QWEN3_100M
 
@@ -238,3 +242,28 @@ def test_problems_of_a_prompt_file_are_told_together_up_to_a_few(tmp_path: Path)
         f"{path}:5: exactly one of 'messages', 'prompt' and 'input' is expected in the body",
         f"{path}:6: exactly one of 'prompt' and 'messages' is expected",
     ]
+
+
+def known_load(known: Literal["computed", "file"]) -> Load:
+    return Load(user="batch", requests=2000, output="natural", answer=Structured(known=known))
+
+
+def test_the_questions_that_ship_are_the_made_ones_and_are_asked_again_without_a_salt() -> None:
+    shipped = (ROOT / "harness" / "data" / "questions.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in shipped] == list(made_questions.questions())
+    workload = Workload(Prompts(system_tokens=5), known_load("computed"), 1, "some salt", [PromptRow("mine")])
+    first, again, warmup = (workload.messages(index) for index in (3, 1003, -3))
+    assert first == again == [{"role": "user", "content": json.loads(shipped[3])["prompt"]}]
+    assert warmup[0]["content"].endswith(json.loads(shipped[997])["prompt"])
+    assert [workload.item(index) for index in (3, 1003, -3)] == [3, 3, None]
+    assert (workload.label(1003), workload.prompt_tokens(3)) == (json.loads(shipped[3])["answer"], None)
+
+
+def test_a_prompt_file_may_have_the_right_answers(tmp_path: Path) -> None:
+    lines = ['{"prompt": "1 + 1?", "answer": "2"}', '{"messages": [{"role": "user", "content": "x"}]}']
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    rows = read_rows(tmp_path / "mine.jsonl")
+    workload = Workload(Prompts(kind="file", file="mine.jsonl"), known_load("file"), 1, None, rows)
+    assert [(workload.item(index), workload.label(index)) for index in range(3)] == [(0, "2"), (1, None), (0, "2")]
+    problems = [problem.path for problem in contradictions(known_load("file"), tmp_path, Prompts())]
+    assert problems == [".answer.known"]

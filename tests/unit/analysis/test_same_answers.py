@@ -1,0 +1,172 @@
+"""Same answers: the interval, flips above the noise, the word, and how often it is wrong."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.analysis.compare import compare_runs
+from harness.analysis.same_answers import KnownAnswer, compare_answers, tango_interval
+from harness.analysis.summarize import summarize
+from harness.base.summary import SameAnswers
+from harness.records.manifest import read_run
+from harness.records.records import Request
+from harness.report.markdown import render
+from harness.report.page import comparison_page, run_page
+from harness.scenario import Load, Server
+from harness.scenario.behaviour import Structured, check_answer, read_answer
+from harness.scenario.plan import Cell
+from tests.support.made_runs import request, scenario, write_made_run
+
+Side = dict[int, list[KnownAnswer]]
+
+
+def side(texts: list[list[str]], right: str = "42") -> Side:
+    """The answers to questions whose right answer is `right`."""
+    return {number: [KnownAnswer(text, text == right) for text in texts] for number, texts in enumerate(texts)}
+
+
+def found(own: Side, base: Side) -> SameAnswers:
+    result = compare_answers(own, base, ("own", "base"))
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "n", "low", "high"),
+    [  # without a change its ends are z² / (n + z²), that of Wilson
+        (0, 0, 44, -0.0803, 0.0803),
+        (0, 0, 1000, -0.0038, 0.0038),
+        (12, 40, 1000, -0.0432, -0.0144),
+        (40, 12, 1000, 0.0144, 0.0432),
+    ],
+)
+def test_the_interval_is_tangos(gained: int, lost: int, n: int, low: float, high: float) -> None:
+    assert tango_interval(gained, lost, n) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_what_a_server_changes_when_asked_again_is_no_flip() -> None:
+    steady, noisy = [["42", "42"]] * 100, [["42", "42"], ["42", "7"], ["7", "42"], ["7", "7"]] * 25
+    same = found(side(noisy), side(noisy))
+    assert (same.noise, same.right, same.difference) == ((0.5, 0.5), (0.5, 0.5), 0.0)
+    assert same.flips == pytest.approx(-0.25) and same.flips_low is not None  # the pairs of one question go together
+    other = found(side([["7", "7"]] * 4 + steady[4:]), side(steady))
+    assert (other.differ, other.noise, other.flips, other.lost, other.gained) == (0.04, (0.0, 0.0), 0.04, 4, 0)
+    equal = found(side(steady), side(steady))
+    assert (equal.flips, equal.flips_low, equal.word) == (0.0, 0.0, "inconclusive")  # 100 questions are too few
+    assert equal.flips_high == pytest.approx(1 - 0.05**0.01)
+
+
+def test_another_wrong_answer_is_a_flip_and_no_loss() -> None:
+    other = found(side([["7", "7"]] * 10), side([["8", "8"]] * 10))
+    assert (other.differ, other.flips, other.difference, other.lost) == (1.0, 1.0, 0.0, 0)
+
+
+def test_answers_asked_once_have_no_noise_and_cut_ones_no_verdict() -> None:
+    once = found(side([["42"]] * 2000), side([["42"]] * 2000))
+    assert (once.noise, once.flips, once.word) == ((None, None), None, "same")
+    cut = {number: [KnownAnswer("42", True, number % 10 == 0)] * 2 for number in range(2000)}
+    assert (found(cut, cut).cut, found(cut, cut).word) == (0.1, "inconclusive")
+    assert compare_answers(side([["42"]]), {7: [KnownAnswer("42", True)]}, ("a", "b")) is None
+
+
+READ = {True: KnownAnswer("r", True), False: KnownAnswer("w", False)}
+
+
+def simulated(lost: float, gained: float, trials: int, noise: float = 0.0, n: int = 1000) -> list[SameAnswers]:
+    """Verdicts on a side that loses and gains such shares of the questions. Each answer changes with `noise`."""
+    random = np.random.default_rng(5)
+
+    def answers(right: Any) -> Side:
+        seen = right[:, None] != (random.random((n, 2)) < noise)
+        return {number: [READ[bool(first)], READ[bool(again)]] for number, (first, again) in enumerate(seen)}
+
+    verdicts = []
+    for _ in range(trials):
+        base, draw = random.random(n) < 0.8, random.random(n)
+        own = np.where(base, draw >= lost / 0.8, draw < gained / 0.2)
+        verdicts.append(found(answers(own), answers(base)))
+    return verdicts
+
+
+def test_the_error_rates_are_those_of_the_method_page() -> None:
+    words = {change: [one.word for one in simulated(*change, trials=30)] for change in ((0.06, 0.03), (0.08, 0.02))}
+    assert words[0.06, 0.03].count("worse") <= 1  # on the bound: at most 5 %
+    assert words[0.08, 0.02].count("worse") >= 24  # 6 points: at least 80 %
+    flips = [one.flips or 0.0 for one in simulated(0.0, 0.0, trials=5, noise=0.02)]
+    assert abs(float(np.mean(flips))) < 0.003  # nothing but noise
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "read"),
+    [
+        ("The answer is 42.", "42", "42"),
+        ("30 + 12 = **42**", "42", "42"),
+        ("1,234", "1234", "1234"),
+        ("From 3-4: -5", "-5", "-5"),
+        ("It is 2011-05-13.", "2011-05-13", "2011-05-13"),
+        ("Answer: **B**", "B", "b"),
+        ("B) Chen", "B", "b) chen"),
+        ("a , b,C.", "a, b, c", "a,b,c"),
+        ('```json\n{"b": 1, "a": 2}\n```', '{"a": 2, "b": 1}', '{"a": 2, "b": 1}'),
+        ("<think>41</think>\n42", "42", "42"),
+        ("no JSON", '{"a": 2}', "no json"),
+        ("", "x", ""),
+        ("Some  Text", None, "some text"),
+    ],
+)
+def test_an_answer_is_read_in_one_spelling(text: str, right: str | None, read: str) -> None:
+    assert read_answer(text, right) == read
+
+
+def test_a_right_answer_is_recognised_and_the_digest_is_of_the_reading() -> None:
+    form = Structured(known="computed")
+    first, second, wrong = (check_answer(form, [], "42", text) for text in ("42", "It is 42.", "43"))
+    assert (first.right, second.right, wrong.right) == (True, True, False)
+    assert first.digest == second.digest != wrong.digest
+    assert check_answer(form, [], "x", "  ").valid is False
+
+
+def asked(wrong: dict[str, int]) -> Callable[[Cell, int, float], list[Request]]:
+    """Requests of a cell: 1,000 questions twice, so many of them wrong by server."""
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        return [
+            request(
+                id=f"{cell.id}-{index}", cell=cell.id, load=cell.load, process=process, index=index,
+                sent_s=start_s + index, finish="stop", fixed_length=False,
+                item=index % 1000, answer_valid=True,
+                answer_right=index % 1000 >= wrong[cell.server],
+                answer_digest="right" if index % 1000 >= wrong[cell.server] else "wrong",
+            )
+            for index in range(2000)
+        ]  # fmt: skip
+
+    return requests
+
+
+KNOWN = scenario(
+    servers={"a": Server(template="vllm-cpu"), "b": Server(template="vllm-cpu")},
+    loads={"x": Load(user="batch", requests=2000, output="natural", answer=Structured(known="computed"))},
+    repeats=1,
+)
+
+
+def test_a_run_and_a_comparison_notice_wrong_answers(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", made_of=KNOWN, requests=asked({"a": 50, "b": 130}))
+    summary = summarize(tmp_path / "one")
+    (verdict,) = summary.same_answers
+    assert (verdict.side, verdict.baseline, verdict.word, verdict.lost, verdict.gained) == ("b", "a", "worse", 80, 0)
+    assert verdict.right == (0.87, 0.95) and verdict.flips == pytest.approx(0.08)
+    assert summary.comparison is None  # their speed is not compared
+    answers = summary.rows[0].pooled.answers
+    assert answers is not None and (answers.right_share, answers.changed_share) == (0.95, 0.0)
+    text = render(run_page(summary, read_run(tmp_path / "one")))
+    assert "Answers of b to 1,000 questions: WORSE" in text and "worse (-8.0)" in text
+    write_made_run(tmp_path / "two", made_of=KNOWN, requests=asked({"a": 50, "b": 50}), git_commit="abd")
+    comparison = compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    seen = {one.side: (one.word, one.difference) for one in comparison.same_answers}
+    assert seen == {"a (two)": ("same", 0.0), "b (two)": ("same", 0.08)}
+    assert "Answers of b (two)" in render(comparison_page(comparison))
