@@ -66,7 +66,7 @@ def test_declared_and_used_variables_are_the_same(template: str) -> None:
     used = meta.find_undeclared_variables(Environment().parse(text)) - {"locust"}
     if template == "locust":
         used = set(re.findall(r"\blocust\.(\w+)", text))
-    optional = {"start_period", *re.findall(r"(\w+) (?:\| default\(|is defined)", text)}  # what it may set for a part
+    optional = {"health", *re.findall(r"(\w+) (?:\| default\(|is defined)", text)}  # what it may set for a part
     assert used - optional == set(read_variables(template)) - optional
     assert set(read_variables(template)) <= used
 
