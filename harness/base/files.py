@@ -51,7 +51,7 @@ def _refuse_irregular(mode: int, path: str | Path) -> None:
 
 def read_table(path: Path, kind: type[T]) -> T:
     """Return the content of a YAML file of this package."""
-    return msgspec.convert(yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER), kind)
+    return msgspec.convert(own_yaml(path.read_text(encoding="utf-8")), kind)
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -65,6 +65,14 @@ def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict",
         if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 1024} KiB", str(path))
         return file.read()
+
+
+def own_yaml(text: str) -> Any:
+    """Return the value of a YAML text that ships or that a template made. Raises yaml.YAMLError.
+
+    `harness.scenario.shape` reads those from outside: deep nesting crashes libyaml.
+    """
+    return yaml.load(text, Loader=_LOADER)
 
 
 def pretty_json(value: Any) -> bytes:

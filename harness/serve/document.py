@@ -6,11 +6,9 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
-
 from harness.base.engines import engines
 from harness.base.errors import HarnessError
-from harness.base.files import COMPOSE, read_text
+from harness.base.files import COMPOSE, own_yaml, read_text
 from harness.scenario import Scenario
 from harness.serve.compose_file import SERVER, make_url, parse_compose, parse_port
 from harness.serve.engine import get_local_digests
@@ -76,7 +74,7 @@ GRAFANA_PORT = 3000
 
 @cache
 def _read_monitoring() -> dict[str, Any]:
-    monitoring: dict[str, Any] = yaml.safe_load(read_text(COMPOSE / "monitoring.yaml"))
+    monitoring: dict[str, Any] = own_yaml(read_text(COMPOSE / "monitoring.yaml"))
     return monitoring
 
 

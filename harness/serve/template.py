@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from harness.base.engines import engines, find_template
 from harness.base.errors import HarnessError, Problem, ScenarioError, did_you_mean
-from harness.base.files import COMPOSE, read_text
+from harness.base.files import COMPOSE, own_yaml, read_text
 from harness.base.process import free_port
 from harness.machine.gpus import choose_cpu_dtype, find_device_groups
 from harness.scenario import Gateway, Scenario, Server
@@ -114,7 +114,7 @@ def read_variables(template: str) -> dict[str, Variable]:
         )
     text, declared = read_text(path), dict[str, Any]()
     for part in (text, *(read_text(COMPOSE / f"{name}.yaml.j2") for name in _INCLUDED.findall(text))):
-        declared = declared | yaml.safe_load(part.split("{#", 1)[-1].split("#}", 1)[0]) | declared
+        declared = declared | own_yaml(part.split("{#", 1)[-1].split("#}", 1)[0]) | declared
     variables = msgspec.convert(declared, dict[str, Variable])
     return {
         name: msgspec.structs.replace(variable, default=find_pin(template).image) if variable.pinned else variable
@@ -392,14 +392,14 @@ def find_server(scenario: Scenario, name: str) -> Server:
 
 def add_gateway(server: str, gateway: str) -> str:
     """Return the Compose file of a server with that of its gateway added, both as text."""
-    compose, added = yaml.safe_load(server), yaml.safe_load(gateway)
+    compose, added = own_yaml(server), own_yaml(gateway)
     compose["x-amd-llm-load"]["gateway"] = added.pop("x-amd-llm-load")
     return _merge_yaml(compose, added)
 
 
 def add_services(compose: str, added: dict[str, Any]) -> str:
     """Return the Compose file with these services and configs added."""
-    return _merge_yaml(yaml.safe_load(compose), added)
+    return _merge_yaml(own_yaml(compose), added)
 
 
 def _merge_yaml(compose: dict[str, Any], added: dict[str, Any]) -> str:
