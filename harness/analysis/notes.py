@@ -92,7 +92,8 @@ def _server_notes(evidence: Evidence) -> Iterator[Reason]:
     if evidence.ran is not None:
         yield from evidence.ran.served_by.notes
         yield from _context_note(evidence.ran.served_by, evidence.tokens)
-        yield from queue_notes(evidence.ran.served_by, evidence.load)
+        # Of slots, the finding `queue_with_room` says what they cost.
+        yield from (one for one in queue_notes(evidence.ran.served_by, evidence.load) if one.code != "engine_slots")
     if (warmup := evidence.warmup) is not None and warmup.steady is not None:
         after = "its bound" if warmup.seconds is None else f"{warmup.seconds:.1f} s"
         sent = count(warmup.requests, "warm-up request")

@@ -228,7 +228,8 @@ class Generator:
         self.runner.quit()
 
     def _stop_gracefully(self, max_s: float, *, cut: bool = False) -> None:
-        """Stop several load processes at the end of a load, and wait at most `max_s` until they have stopped.
+        """Stop several load processes at the end of a load, and wait at most `max_s` until they have stopped. One that
+        counts as ready may have begun, and not have said so yet.
 
         They finish their requests in flight, or cut them (`cut`). Without this, at the end of --run-time, Locust's
         master waits for its workers for half a second only.
@@ -239,7 +240,8 @@ class Generator:
         runner.send_message(_STOP, {"cut": cut})
         clients = runner.clients
         wait_until(
-            lambda: {c.id for c in [*clients.running, *clients.spawning]} <= self._stopped, max_s + _MAX_MESSAGE_S
+            lambda: {c.id for c in [*clients.ready, *clients.running, *clients.spawning]} <= self._stopped,
+            max_s + _MAX_MESSAGE_S,
         )
 
     def _on_stop(self, msg: Any, **_: object) -> None:

@@ -28,7 +28,8 @@ from tests.support.load_runs import ROOT, make_job, records_of, wait_for_records
 
 SILENCE_S = 12.0  # of the watchdog; a fork of Locust has to start within it, on a busy machine as well
 QUIET_S = 13.0
-SILENT = "although each may take 0.5 s"
+TIMEOUT_S = 3.0  # of a request, on a busy machine as well
+SILENT = f"although each may take {TIMEOUT_S:.0f} s"
 
 WAITS = """
 from locust import constant, task
@@ -58,8 +59,8 @@ class Hangs(LLMUser):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `timeout_s` of 0.5 s."""
-    monkeypatch.setattr(driving, "MAX_SILENCE_S", SILENCE_S - 1.5)
+    """With `timeout_s` of TIMEOUT_S, of which the watchdog grants three."""
+    monkeypatch.setattr(driving, "MAX_SILENCE_S", SILENCE_S - 3 * TIMEOUT_S)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
     monkeypatch.setattr(subprocess, "Popen", prefork.Popen)
 
@@ -75,7 +76,7 @@ def driven(folder: Path, url: str, job: Job, locustfile: Path | None = None) -> 
 
 
 def load(**more: Any) -> Load:
-    return Load(**{"user": "batch", "output_tokens": 5, "timeout_s": 0.5, **more})
+    return Load(**{"user": "batch", "output_tokens": 5, "timeout_s": TIMEOUT_S, **more})
 
 
 def even(*points: list[float]) -> Arrivals:

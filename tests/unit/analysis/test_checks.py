@@ -16,6 +16,7 @@ from harness.analysis.latencies import distribution
 from harness.analysis.slo_rule import LatencySample
 from harness.analysis.stats import samples_needed
 from harness.base.files import SCENARIOS
+from harness.base.metrics import LATENCIES
 from harness.base.summary import (
     CheckResult,
     Comparison,
@@ -106,7 +107,7 @@ NO_SLOS = "SLOs in parentheses belong to attainment and goodput: goodput(ttft<=1
         ("error_rate < 1 s", "'s' is not a unit of error_rate; use no unit or '%'"),
         ("goodput >= 0.95", NO_SLOS),
         ("goodput(ttft_p95<=1s) >= 1",
-         "'ttft_p95' is not a latency of a request; known: ttft, ttfo, tpot, e2e, ttft_sched, e2e_sched"),
+         f"'ttft_p95' is not a latency of a request; known: {', '.join(one.name for one in LATENCIES if one.slo)}"),
         ("goodput(ttft<=1s tpot<=1s) >= 1", "'s tpot<=1s' is not a unit of ttft; use 's' or 'ms'"),
         ("goodput(ttft<=1s) >= 2",
          "a share is at most 1; for requests a second write goodput with 'req/s'"),
