@@ -141,7 +141,8 @@ class Rows:
 
     def where(self, chosen: Any) -> "Rows":
         """The rows of a mask, a slice or an array of positions."""
-        return Rows(self, chosen)
+        is_mask = isinstance(chosen, np.ndarray) and chosen.dtype == np.bool_
+        return self if is_mask and chosen.all() else Rows(self, chosen)
 
     def __getattr__(self, name: str) -> Any:
         if name not in COLUMNS or self._all is None:

@@ -3,8 +3,10 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -46,6 +48,10 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 
 
+LOCUSTFILES = sorted((ROOT / "locustfiles").glob("*.py"))
+MAX_LINES = 60  # of a function, without its decorators
+
+
 def modules() -> list[Path]:
     return sorted((ROOT / "harness").rglob("*.py"))
 
@@ -54,19 +60,38 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT / "harness").with_suffix("").parts[0]
 
 
-def imports(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+class Source(NamedTuple):
+    """What the tests look at in a module."""
+
+    imports: set[str]
+    classes: list[str]
+    texts: list[str]  # that the program uses: no docstrings, no names of modules
+    long: list[str]  # functions
+
+
+@cache
+def source(path: Path) -> Source:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = Source(set(), [], [], [])
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found.imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            found.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if (node.end_lineno or 0) - node.lineno >= MAX_LINES:
+                found.long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            found.texts.append(node.value)
     return found
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_follow_the_table(path: Path) -> None:
-    names = imports(path)
+    names = source(path).imports
     here = room(path)
     if here != "load":
         assert not {name for name in names if name.split(".")[0] in ("locust", "gevent")}
@@ -86,8 +111,8 @@ def test_a_newcomer_can_name_the_parts() -> None:
 
 
 def test_the_locustfiles_see_the_load_room_and_what_it_sees() -> None:
-    for path in (ROOT / "locustfiles").glob("*.py"):
-        own = {name for name in imports(path) if name.startswith("harness")}
+    for path in LOCUSTFILES:
+        own = {name for name in source(path).imports if name.startswith("harness")}
         assert all(name.split(".")[1] in ALLOWED["load"] | {"base", "load", "analysis"} for name in own), path
 
 
@@ -98,9 +123,7 @@ def test_the_load_room_names_all_its_modules() -> None:
 
 
 def test_class_names_are_unique() -> None:
-    paths = [*modules(), *(ROOT / "locustfiles").glob("*.py")]
-    trees = [ast.walk(ast.parse(path.read_text())) for path in paths]
-    names = Counter(node.name for tree in trees for node in tree if isinstance(node, ast.ClassDef))
+    names = Counter(name for path in [*modules(), *LOCUSTFILES] for name in source(path).classes)
     assert [name for name, times in names.items() if times > 1] == []
 
 
@@ -123,16 +146,10 @@ NAMED_IN = {
 SERVERS = re.compile("vllm|llama|lemonade|ollama|local-?ai|litellm|sglang", re.IGNORECASE)
 
 
-def texts_of(path: Path) -> list[str]:
-    """The texts of a module that the program uses: no docstrings, no names of modules."""
-    tree = ast.parse(path.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
-    return [node.value for node in constants if isinstance(node.value, str)]
-
-
 def test_a_server_type_is_named_in_its_file_and_nowhere_else() -> None:
-    named = {str(path.relative_to(ROOT / "harness")) for path in modules() if any(map(SERVERS.search, texts_of(path)))}
+    named = {
+        str(path.relative_to(ROOT / "harness")) for path in modules() if any(map(SERVERS.search, source(path).texts))
+    }
     allowed = {path: next((at for at in NAMED_IN if path == at or path.startswith(f"{at}/")), None) for path in named}
     assert [path for path, at in allowed.items() if at is None] == []
     assert set(allowed.values()) == set(NAMED_IN) - {"base/engines"}, "an exception that nothing needs"
@@ -144,18 +161,8 @@ def test_each_template_belongs_to_one_server_type() -> None:
     assert len({engine.name for engine in engines()}) == len({engine.place for engine in engines()}) == len(engines())
 
 
-MAX_LINES = 60  # of a function, without its decorators
-
-
 def test_no_function_is_long() -> None:
-    long = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
-        for path in (*modules(), *sorted((ROOT / "locustfiles").rglob("*.py")))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - node.lineno >= MAX_LINES
-    ]
-    assert long == []
+    assert [name for path in [*modules(), *LOCUSTFILES] for name in source(path).long] == []
 
 
 def test_every_seeded_defect_has_its_place() -> None:

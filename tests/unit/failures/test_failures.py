@@ -524,4 +524,6 @@ def test_numbers_that_no_server_prints(number: str) -> None:
     lines = [
         path.read_text(errors="replace") for path in (Path(__file__).parents[2] / "data" / "startup").glob("*.txt")
     ]
-    parse_log_lines([re.sub(r"\d+(?:\.\d+)?", number, line) for line in "\n".join(lines).splitlines()])
+    parse_log_lines(
+        list(dict.fromkeys(re.sub(r"\d+(?:\.\d+)?", number, line) for line in "\n".join(lines).splitlines()))
+    )
