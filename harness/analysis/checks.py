@@ -119,7 +119,7 @@ def is_changed_by(cell: CellSummary, metric: str, error: tuple[float, float], te
             continue
         if metric != check.metric or value is None:
             continue
-        if check.server is not None and (check.server, check.load) != (cell.server, cell.load):
+        if not check.concerns(cell.server, cell.load):
             continue
         holds = OPERATORS[check.operator]
         ends = (value * (1 - error[0]), value * (1 + error[1]))
@@ -145,7 +145,7 @@ def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
             )
             for server in scenario.servers
             for name, load in scenario.loads.items()
-            if load.requests is not None and (check.server is None or (server, name) == (check.server, check.load))
+            if load.requests is not None and check.concerns(server, name)
             for fewest, needed in [_planned_requests_needed(check, load, scenario.repeats)]
             if load.requests * scenario.repeats < needed
         ]
@@ -178,10 +178,8 @@ def _evaluate_check(
     samples: Samples | None,
 ) -> CheckResult:
     """The result of the worst row, with the evidence of all rows that share its status."""
-    if check.server is not None:
-        chosen = [row for row in rows if row.key == (check.server, check.load)]
-    else:
-        chosen = list(rows)
+    chosen = [row for row in rows if check.concerns(*row.key)]
+    if check.load is None:
         if comparison is not None and (check.metric == "speedup" or (check.relative and reference is None)):
             # Only rows that are compared with the run's baseline row.
             base = comparison.verdicts[0].baseline if comparison.verdicts else None

@@ -1,7 +1,6 @@
 """The SLOs of a capacity search, and the blocks of its probes, which are cut from the records of a load."""
 
 import math
-import re
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -21,7 +20,7 @@ from harness.records.records import CUT, FAILED, OBSERVED, UNKNOWN, Request
 from harness.records.table import Rows, rows_of
 from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.behaviour import mean_pause_s
-from harness.scenario.check_syntax import Check, Slo, parse_check
+from harness.scenario.check_syntax import Check, Slo, parse_check, split_checks
 from harness.scenario.plan import load_of_part
 
 BLOCK_ANSWERS = 3  # a block lasts as long as so many answers, thinking included
@@ -30,7 +29,7 @@ MIN_ARRIVALS = 3.0  # of an open loop in a block
 MIN_BLOCK_S = 0.5  # shorter blocks would show when records are flushed
 FLUSH_S = 0.6  # longest time between the end of an answer and its record in the file
 _FIRST, _NEWEST = 20, 200  # answers of which latencies are kept
-EXAMPLE = '--slo "ttft_p95<=2s" --slo "tpot_p95<=60ms"'
+EXAMPLE = '--check "ttft_p95 <= 2s" --check "tpot_p95 <= 60ms"'
 
 
 class CapacitySlo(Struct, frozen=True, kw_only=True):
@@ -60,34 +59,29 @@ def slo_from_check(check: Check) -> CapacitySlo | None:
 
 
 def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[CapacitySlo]:
-    """Parse the SLOs of the command line: one or more checks each, with commas between them. `LOAD: CHECK` is for one
-    of the `loads` of a mix. Raises HarnessError.
+    """Parse the SLOs of the command line, which are checks. `LOAD: CHECK` is for one of the `loads` of a mix.
+
+    Raises HarnessError.
     """
     slos = []
-    for text in (part for given in texts for part in _split_slos(given)):
-        load, colon, rest = text.partition(":")
-        has_load = bool(colon) and load.strip() in loads
+    for text in split_checks(texts):
         try:
-            check = parse_check(rest if has_load else text)
+            check = parse_check(text)
         except ValueError as error:
-            raise HarnessError(f"--slo '{text}': {error}", next_step=f"Write {EXAMPLE}.") from None
-        slo = slo_from_check(check) if check.server is None else None
+            raise HarnessError(f"--check '{text}': {error}", next_step=f"Write {EXAMPLE}.") from None
+        is_known = check.server is None and (check.load is None or check.load in loads)
+        slo = slo_from_check(check) if is_known else None
         if slo is None:
             raise HarnessError(
-                f"--slo '{text}': not an upper bound on a quantile of a latency of requests",
+                f"--check '{text}': not an upper bound on a quantile of a latency of requests",
                 next_step=f"Write {EXAMPLE}.",
             )
-        slos.append(_for_load(slo, load.strip()) if has_load else slo)
+        slos.append(slo if check.load is None else _for_load(slo, check.load))
     return slos
 
 
 def _for_load(slo: CapacitySlo, load: str) -> CapacitySlo:
     return msgspec.structs.replace(slo, load=load, text=f"{load}: {slo.text}")
-
-
-def _split_slos(given: str) -> list[str]:
-    """Split at the commas outside of parentheses."""
-    return [part for part in re.split(r",(?![^(]*\))", given) if part.strip()] or [given]
 
 
 def scenario_slos(scenario: Scenario, server: str, load: str) -> list[CapacitySlo]:
@@ -107,7 +101,7 @@ def _row_slos(scenario: Scenario, server: str, load: str) -> list[CapacitySlo]:
     slos = []
     for text in scenario.checks:
         check = parse_check(text)
-        slo = slo_from_check(check) if check.server in (None, server) and check.load in (None, load) else None
+        slo = slo_from_check(check) if check.concerns(server, load) else None
         if slo is not None and slo not in slos:
             slos.append(slo)
     return slos

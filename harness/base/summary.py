@@ -495,7 +495,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     answers: list[Reason] = []  # of a sweep over context depth, prompt length or users: which server is faster where
     # How near each server came to what its GPUs allow, with the fewest users; none if model or GPU is not known.
     hardware_shares: list[Reason] = []
-    what_if: list[Reason] = []  # `report --slo`: capacity and attainment for other SLOs; not stored
+    what_if: list[Reason] = []  # `report --check` of a search: the capacity for other SLOs; not stored
     findings: list[RunFinding] | None = None  # the worst first; [] none was found; None: not searched
 
 

@@ -249,12 +249,13 @@ UserOpt = Annotated[
 @cli.command(short_help="Find how many users a server holds.")
 def capacity(
     scenario: cli.OptionalScenario = None,
-    slos: Annotated[
+    checks: Annotated[
         list[str] | None,
         cli.option(
-            "SLO",
-            'What users must get, such as "ttft_p95<=2s" (default: the scenario\'s checks); may be repeated.',
-            "--slo",
+            "CHECK",
+            'What users must get, such as "ttft_p95 <= 2s" (default: the scenario\'s checks); may be repeated.',
+            "--check",
+            callback=cli.split_given,
         ),
     ] = None,
     load: Annotated[
@@ -293,7 +294,7 @@ def capacity(
     with running_scenarios.scenario_path(scenario, target, name, make) as path:
         experiment = experiments.prepare(path, target, model)
         experiment, question, parsed = searching.define_search(
-            experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
+            experiment, load, checks or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
         )
         folder, report = searching.capacity(experiment, question, parsed, runs, Progress(cli.console(stderr=as_json)))
     if as_json:

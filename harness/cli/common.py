@@ -194,6 +194,13 @@ def validate_model_name(param: typer.CallbackParam, given: str | None) -> str | 
     return given
 
 
+def split_given(checks: list[str] | None) -> list[str]:
+    """Return each check; one option may have several, with commas between them."""
+    from harness.scenario.check_syntax import split_checks
+
+    return split_checks(checks or [])
+
+
 def check_finite(value: float | None) -> float | None:
     """Refuse nan and inf, which no bound of an option does."""
     if value is not None and not math.isfinite(value):
@@ -241,7 +248,13 @@ OptionalScenario = Annotated[Path | None, _SCENARIO]
 RunsDir = Annotated[Path, option("DIR", "The folder that holds the run directories.", envvar="HARNESS_RUNS")]
 ServerOpt = Annotated[str | None, option("NAME", "Which of the scenario's servers (default: the first).")]
 ChecksOpt = Annotated[
-    list[str] | None, option("CHECK", "A check in addition to the scenario's; may be repeated.", "--check")
+    list[str] | None,
+    option(
+        "CHECK",
+        'A check in addition to the scenario\'s, such as "ttft_p95 <= 2s"; may be repeated.',
+        "--check",
+        callback=split_given,
+    ),
 ]
 LoadOpt = Annotated[str | None, option("NAME", "Which of the scenario's loads (default: the first).")]
 RepeatsOpt = Annotated[int | None, option("N", "Override the scenario's repeats.", min=1)]

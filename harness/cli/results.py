@@ -15,14 +15,6 @@ from harness.cli import common as cli
 MAX_CHARS = 100  # of the reason why a run cannot be read
 
 
-OtherSlosOpt = Annotated[
-    list[str] | None,
-    cli.option(
-        "SLO", 'Also the capacity or attainment for other SLOs, such as "ttft_p95<=3s"; may be repeated.', "--slo"
-    ),
-]
-
-
 @cli.command(short_help="Show a run again, from its files.")
 def report(
     run_folder: cli.RunArg,
@@ -31,7 +23,6 @@ def report(
         cli.flag("--format", "What to write."),
     ] = "terminal",
     checks: cli.ChecksOpt = None,
-    slos: OtherSlosOpt = None,
     baseline: cli.BaselineOpt = None,
     about: cli.AboutOpt = None,
     provisional: cli.ProvisionalOpt = False,
@@ -43,7 +34,8 @@ def report(
 
     RUN may be the file of `locust --records`, or a folder with its requests.jsonl: a run directory is made of it.
 
-    With --check or --baseline the run is checked by them once more. --slo answers from the stored requests.
+    With --check or --baseline the run is checked by them once more. Of a capacity search, --check answers for other
+    SLOs from the stored requests.
     """
     from harness.advice.findings import with_findings
     from harness.analysis.capacity import read_capacity
@@ -57,19 +49,21 @@ def report(
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     folder = _find_or_import_run(run_folder, runs)
     manifest = read_run(folder)
-    validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     capacity = read_capacity(folder)
-    other_slos = what_if.parse(slos or [], manifest, capacity)
-    alone = has_only_summary(folder) and not checks and not slos and base is None  # a filed run
+    if capacity is None:
+        validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
+    other_slos = [] if capacity is None else what_if.parse(checks or [], capacity)
+    alone = has_only_summary(folder) and not checks and base is None  # a filed run
     if alone:
         print(f"{folder}: requests.jsonl is missing; this is the stored summary", file=sys.stderr)
-    counts = None if alone else summarize_with_counts(folder, checks or [], charted=output == "html")
+    own = (checks or []) if capacity is None else []
+    counts = None if alone else summarize_with_counts(folder, own, charted=output == "html")
     if base is not None and counts is not None:
-        reference = make_reference(
-            base, manifest, counts.summary, about=about, checks=checks or [], runs=runs, results=results
-        )
-        counts = with_checks(counts, manifest, reference, checks or [])
-    counts = None if counts is None else what_if.with_answers(with_findings(counts), capacity, other_slos)
+        reference = make_reference(base, manifest, counts.summary, about=about, checks=own, runs=runs, results=results)
+        counts = with_checks(counts, manifest, reference, own)
+    counts = None if counts is None else with_findings(counts)
+    if counts is not None and capacity is not None:
+        counts = what_if.with_answers(counts, capacity, other_slos)
     summary = read_summary(folder) if counts is None else counts.summary
     cli.print_as(
         output,
@@ -119,7 +113,12 @@ def compare(
     history: HistoryOpt = False,
     checks: Annotated[
         list[str] | None,
-        cli.option("CHECK", "What must hold of every side but the baseline; may be repeated.", "--check"),
+        cli.option(
+            "CHECK",
+            "What must hold of every side but the baseline; may be repeated.",
+            "--check",
+            callback=cli.split_given,
+        ),
     ] = None,
     provisional: cli.ProvisionalOpt = False,
     runs: cli.RunsDir = cli.RUNS,

@@ -24,7 +24,7 @@ from harness.load.client import ApiAddress
 from harness.load.process import first_model, load_inputs
 from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
 from harness.scenario.behaviour import Agent, Rag
-from harness.scenario.check_syntax import Slo, parse_check
+from harness.scenario.check_syntax import Slo, request_slos
 from harness.scenario.contradictions import contradictions
 from harness.scenario.shape import decode, load_yaml
 from harness.scenario.workers import FROM_MASTER
@@ -44,8 +44,11 @@ _AMOUNTS: dict[str, tuple[Any, str]] = {  # amounts among Locust's own options, 
 
 
 def slos_of(text: str) -> tuple[Slo, ...]:
-    """Return the SLOs in a text such as "ttft<=2s, tpot<=50ms"; none for an empty text. Raises ValueError."""
-    return parse_check(f"attainment({text}) >= 0").slos if text.strip() else ()
+    """Return the bounds on single requests in checks; none for an empty text. Raises ValueError."""
+    slos = request_slos([text])
+    if text.strip() and not slos:
+        raise ValueError(f"'{text[:60]}' is no upper bound on a percentile of a latency of requests")
+    return slos
 
 
 class Option(NamedTuple):
@@ -90,7 +93,7 @@ OPTIONS = {  # of the web form and the command line
         "warmup", "requests that are sent first and do not count; steady: until the server is steady",
         short_keys=("requests", "until"),
     ),
-    "--slos": Option("slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'", is_text=True),
+    "--check": Option("checks", "for goodput, such as 'ttft_p95 <= 2s, tpot_p95 <= 50ms'", is_text=True),
 }  # fmt: skip
 
 
@@ -126,11 +129,11 @@ def _set_option(raw: dict[str, Any], name: str, text: str, problems: list[Proble
     *parents, key = option.field.split(".")
     for parent in parents:
         raw = raw[parent]
-    if name == "--slos":
+    if name == "--check":
         try:
             slos_of(text)
-        except ValueError:
-            problems.append(Problem("", f"SLOs such as 'ttft<=2s, tpot<=50ms' are expected, got {text[:60]!r}"))
+        except ValueError as error:
+            problems.append(Problem("", str(error)))
     value = text if option.is_text else load_yaml(text, problems)[0]
     if name == "--think":
         raw["think"] = raw["think_s"] = None

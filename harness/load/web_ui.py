@@ -6,6 +6,7 @@ Model output never gets here. Error messages, which may quote a server, are sent
 import logging
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from harness.load.options import (
 )
 from harness.load.recorder import Recorder
 from harness.load.web_access import base_path
+from harness.scenario.check_syntax import Slo, slos_key
 from harness.workload.job import Job
 
 KEY = "llm"  # of the tab and the routes, and of our numbers in a worker's report
@@ -210,15 +212,13 @@ class Live(Collector):
 
     def begin(self) -> None:
         """Start a test with the values of the form."""
-        slos_text = self._options.slos
-        try:
-            self._slos = slos_of(slos_text)
-        except ValueError:  # the load will not start, and reports the error
-            self._slos, slos_text = (), ""
+        self._slos: tuple[Slo, ...] = ()
+        with suppress(ValueError):  # the load will not start, and reports the error
+            self._slos = slos_of(self._options.check)
         self._delta = CounterDelta()
         if self._recorder is not None:
             self._recorder.watcher = lambda request: self._delta.add(request)
-        self.numbers = LiveNumbers(self._lag_s, slos_text)
+        self.numbers = LiveNumbers(self._lag_s, slos_key(self._slos))
         self.error: str | None = None  # why no load could start, or why it was ended
 
     def state(self, query: Any) -> dict[str, Any]:

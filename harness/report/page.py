@@ -71,7 +71,7 @@ def answer(summary: Summary, run: Run, capacity: CapacityReport | None = None) -
 
 
 def _what_if(answers: Sequence[Reason]) -> list[Element]:
-    """The answers for the SLOs of `report --slo`."""
+    """The answers for the SLOs of `report --check` of a capacity search."""
     items = [Bullet(sentence(answer)) for answer in answers]
     return [Paragraph("What if", "heading"), Bullets(items)] if items else []
 

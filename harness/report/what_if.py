@@ -1,6 +1,6 @@
-"""`harness report --slo`: what a stored run says about other SLOs. Nothing is run and nothing is written.
+"""`harness report SEARCH --check`: what a stored capacity search says about other SLOs. Nothing is run or written.
 
-Of a capacity search each probe for the SLOs is cut into blocks again and decided for the new ones. A probe that ended
+Each probe for the SLOs is cut into blocks again and decided for the new ones. A probe that ended
 before these were decided counts for neither side, so it never bounds the answer. Requests in flight are not stored:
 only ended requests, and those that the end of a probe cut, count.
 """
@@ -14,55 +14,28 @@ from msgspec.structs import replace
 
 from harness.analysis.capacity import CAPACITY_FILE, CapacityReport, ServerCapacity, log_grid, slo_answer, with_broken
 from harness.analysis.probe import MeasuredProbe, Probe, blocks_needed
-from harness.analysis.slo import BlockCutter, CapacitySlo, count_met, parse_slos, slo_sample
-from harness.analysis.slo_rule import Decision, decide, design_effect, share_interval
+from harness.analysis.slo import BlockCutter, CapacitySlo, parse_slos
 from harness.analysis.summarize import Summarized
 from harness.base.errors import HarnessError
-from harness.base.summary import Reason, Row, because
-from harness.base.units import count, short_percent
-from harness.records.manifest import Run
+from harness.base.summary import Reason, because
+from harness.base.units import count
 from harness.records.records import Request
 from harness.records.run_data import RunData
 from harness.report.capacity import format_loads, slo_reason
 from harness.scenario.plan import load_of_part
 
 STEP_S = 0.5  # between two cuts, as in the search
-_RESULTS: dict[Decision, str] = {"pass": "meets it", "fail": "breaks it", "inconclusive": "inconclusive"}
 
 
-def parse(texts: Sequence[str], run: Run, capacity: CapacityReport | None) -> list[CapacitySlo]:
-    """Parse `--slo` as `harness capacity` does. `LOAD: CHECK` is for one load. Raises HarnessError."""
-    return parse_slos(texts, [one.load for one in capacity.members] if capacity is not None else run.scenario.loads)
+def parse(texts: Sequence[str], capacity: CapacityReport) -> list[CapacitySlo]:
+    """Parse checks as `harness capacity` does. Raises HarnessError."""
+    return parse_slos(texts, [one.load for one in capacity.members])
 
 
-def with_answers(made: Summarized, capacity: CapacityReport | None, slos: Sequence[CapacitySlo]) -> Summarized:
+def with_answers(made: Summarized, capacity: CapacityReport, slos: Sequence[CapacitySlo]) -> Summarized:
     """The same with the answers for the SLOs in the summary."""
-    if not slos:
-        return made
-    if capacity is None:
-        rows = [(row, slo) for row in made.summary.rows for slo in slos if slo.load in (None, row.load)]
-        answers = [attainment(made.data, row, slo) for row, slo in rows]
-    else:
-        answers = [one for server in capacity.servers for one in server_answers(made.data, capacity, server, slos)]
+    answers = [one for server in capacity.servers for one in server_answers(made.data, capacity, server, slos) if slos]
     return made._replace(summary=replace(made.summary, what_if=answers))
-
-
-def attainment(data: RunData, row: Row, slo: CapacitySlo) -> Reason:
-    """How many requests of a row met an SLO, with the interval and the decision of a check."""
-    counted = [data.cells[cell].counted for cell in row.cells if cell in data.cells]
-    samples = [slo_sample(slo, rows) for rows in counted if len(rows)]
-    if not samples:
-        return because("what_if_no_requests", f"{row.name}: no requests", row=row.name, slo=slo.text)
-    met, known = map(sum, zip(*map(count_met, samples), strict=True))
-    n = sum(len(sample.state) for sample in samples)
-    effect = design_effect(samples, row.pooled.e2e.mean).inflation()
-    low, high = share_interval(met, n, effect)[0], share_interval(met + n - known, n, effect)[1]
-    decision = decide(met, n - known, n, slo.share, effect)
-    text = f"{row.name}: {met:,} of {known:,} requests within {slo.text}"
-    text += f" ({n - known:,} unknown)" if n > known else ""
-    text += f", 95 % interval {short_percent(low)} to {short_percent(high)}: {_RESULTS[decision]}"
-    values = {"met": met, "known": known, "unknown": n - known, "low": low, "high": high, "decision": decision}
-    return because("what_if_attainment", text, row=row.name, slo=slo.text, **values)
 
 
 def server_answers(

@@ -96,7 +96,7 @@ def define_search(
     """Return the experiment with only the load or mix of the search, without checks and comparisons; the report without
     answers; and the SLOs.
 
-    given: the load or mix; None: the first load. slos: as in `--slo`. fix: LOAD=USERS, of loads of a mix. Raises
+    given: the load or mix; None: the first load. slos: as in `--check`. fix: LOAD=USERS, of loads of a mix. Raises
     HarnessError for a load that cannot be varied, and for a search without a goal.
     """
     scenario = experiment.scenario
@@ -110,7 +110,7 @@ def define_search(
     without_slo = [name for name, found in by_server.items() if not found]
     if without_slo and not knee:
         raise HarnessError(
-            f"no SLO for '{without_slo[0]}': no --slo, and no check of the scenario bounds a quantile of a latency",
+            f"no SLO for '{without_slo[0]}': no --check, and no check of the scenario bounds a quantile of a latency",
             next_step=f"Add {EXAMPLE}, or --knee for the throughput alone.",
         )
     loads = {load_of_stage(part) or part: settings for part, settings in loads.items()}

@@ -18,7 +18,7 @@ from harness.run.orchestrator import endpoint_of, make_job, prepare_generator, p
 from harness.run.progress import Progress
 from harness.run.running import create_run
 from harness.scenario import SERVER_TOKENIZER, Scenario, locustfile_of
-from harness.scenario.check_syntax import parse_check, slos_key
+from harness.scenario.check_syntax import parse_check, request_slos
 from harness.scenario.plan import load_of_stage, mix_of, plan
 from harness.serve.document import GRAFANA_PORT, METRICS_PORT, compose_document, prepare_upstream
 from harness.serve.generator import IMAGE, find_path_in_image, list_needed_files
@@ -46,14 +46,14 @@ def live(
     cell_server, cell_load = server_name(experiment, server), load_name(experiment, load)
     if not is_port_free(port):
         raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
-    slos = slos_of_row(experiment.scenario.checks, cell_server, cell_load)
+    checks = checks_of_row(experiment.scenario.checks, cell_server, cell_load)
     # The UI always runs on this host, not in the scenario's `generator: container`.
     experiment = preflight(_single_server(experiment, cell_server, [cell_load], endless=True), progress.line)
     cell = plan(experiment.scenario)[0]
     running = create_run(experiment, [cell], runs, progress)
     try:
         with progress.live(), endpoint_of(running, cell) as endpoint:
-            job = replace(prepare_job(running, [cell], endpoint), slos=slos)
+            job = replace(prepare_job(running, [cell], endpoint), checks=checks)
             start = prepare_generator(running, job, endpoint, (UI_HOST, port))
             # The page reads the files of the watchers.
             with watch_server(running, job, endpoint, INTERVAL_S):
@@ -127,7 +127,7 @@ def compose_file(
     _check_compose_options(scenario, workers, records, headless=headless)
     upstream = prepare_upstream(scenario, name)
     single = _single_server(experiment, name, rows, endless=not headless)
-    job = _compose_job(single, upstream, slos_of_row(scenario.checks, name, rows[0]), has_records=records is not None)
+    job = _compose_job(single, upstream, checks_of_row(scenario.checks, name, rows[0]), has_records=records is not None)
     locustfile = locustfile_of(job.load, experiment.folder)
     text, file = _job_argument(job), find_path_in_image(locustfile)
     local = replace(job, load=replace(job.load, processes=1)) if workers else job  # the workers have the processes
@@ -182,7 +182,7 @@ def _check_compose_options(scenario: Scenario, workers: int, records: Path | Non
         raise HarnessError(f"--records: {records} is not a folder", next_step="Create it first.")
 
 
-def _compose_job(experiment: Experiment, upstream: PreparedServer, slos: str, *, has_records: bool) -> Job:
+def _compose_job(experiment: Experiment, upstream: PreparedServer, checks: str, *, has_records: bool) -> Job:
     """Return the job of the experiment's only load, or of its stages, with paths in the container."""
     scenario, serving = experiment.scenario, upstream.file.serving
     model = scenario.model if serving.lemonade is None else vllm_model_name(serving.lemonade.model)
@@ -192,7 +192,7 @@ def _compose_job(experiment: Experiment, upstream: PreparedServer, slos: str, *,
     return replace(
         job,
         run="",
-        slos=slos,
+        checks=checks,
         requests_path=f"{_RECORDS}/requests.jsonl" if has_records else os.devnull,
         processes_path=f"{_RECORDS}/processes.jsonl" if has_records else os.devnull,
         counter_path=f"{_COUNTERS}/{job.cell}.counter",
@@ -251,9 +251,7 @@ def _escape_dollars(texts: list[str]) -> list[str]:
     return [text.replace("$", "$$") for text in texts]
 
 
-def slos_of_row(checks: list[str], server: str, load: str) -> str:
-    """Return the SLOs of the first check that has some for this row, as text; "" without any."""
-    for check in map(parse_check, checks):
-        if check.slos and (check.server, check.load) in ((None, None), (server, load)):
-            return slos_key(check.slos)
-    return ""
+def checks_of_row(checks: list[str], server: str, load: str) -> str:
+    """Return the checks of this row that bound single requests, as text; "" without any."""
+    own = (check.text.rpartition(":")[2].strip() for check in map(parse_check, checks) if check.concerns(server, load))
+    return ", ".join(text for text in own if request_slos([text]))

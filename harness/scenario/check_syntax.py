@@ -1,4 +1,4 @@
-"""The syntax of checks: `[SERVER/LOAD:] METRIC OP BOUND`, such as `ttft_p95 <= 2s`.
+"""The syntax of checks: `[[SERVER/]LOAD:] METRIC OP BOUND`, such as `ttft_p95 <= 2s`.
 
 METRIC is a name, or `attainment(SLO, ...)` or `goodput(SLO, ...)` with SLOs such as `ttft<=1s`. BOUND is a number with
 its unit, or a multiple of the baseline's value: `0.97 * baseline`. `harness.analysis.checks` evaluates checks.
@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from harness.base.errors import did_you_mean, suggest_row
 from harness.base.metrics import LATENCIES, METRICS, STATISTICS
+from harness.base.summary import NEEDED
 from harness.scenario import LOAD_NAME, NAME
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -64,7 +65,7 @@ class Slo(Struct, frozen=True, kw_only=True):
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """A parsed check. Without server and load it holds for every row."""
+    """A parsed check. Without a server it holds for each of them; without a load, for every row."""
 
     text: str
     server: str | None = None
@@ -74,6 +75,34 @@ class Check(Struct, frozen=True, kw_only=True):
     operator: str
     bound: float  # in seconds or a plain number, or the factor of the baseline's value
     relative: bool = False
+
+    def concerns(self, server: str, load: str) -> bool:
+        """Whether it holds for this row."""
+        return self.server in (None, server) and self.load in (None, load)
+
+
+def split_checks(texts: Iterable[str]) -> list[str]:
+    """Return single checks of texts that may have several, with commas outside of parentheses between them."""
+    return [part.strip() for text in texts for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+
+
+def request_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
+    """Return the bounds on single requests in checks: those of the first attainment or goodput, else of percentiles.
+
+    Raises CheckError.
+    """
+    checks = [parse_check(text) for text in split_checks(texts)]
+    found = next((check.slos for check in checks if check.slos), None)
+    return found or tuple(slo for check in checks if (slo := _request_slo(check)) is not None)
+
+
+def _request_slo(check: Check) -> Slo | None:
+    metric = METRICS[check.metric]
+    if check.relative or metric.latency not in SLO_LATENCIES or metric.statistic not in NEEDED:
+        return None
+    if check.operator not in ("<=", "<"):
+        return None
+    return _parse_slo(f"{metric.latency}{check.operator}{check.text.rpartition(check.operator)[2]}")
 
 
 def slos_key(slos: Iterable[Slo]) -> str:
@@ -121,9 +150,9 @@ def _parse(text: str) -> Check:
     match = _CHECK.fullmatch(text)
     assert match is not None, "every text matches"
     selection, metric, rest = match["selection"], match["metric"], match["rest"].strip()
-    row = None if selection is None else re.fullmatch(f"({NAME})/({LOAD_NAME})", selection.strip())
+    row = None if selection is None else re.fullmatch(f"(?:({NAME})/)?({LOAD_NAME})", selection.strip())
     if selection is not None and row is None:
-        raise CheckError(f"'{selection.strip()}' is not SERVER/LOAD")
+        raise CheckError(f"'{selection.strip()}' is neither SERVER/LOAD nor LOAD")
     if metric not in UNITS:
         raise CheckError(f"'{metric}' is not a metric; {_metric_advice(metric)}")
     if (metric in SLO_METRICS) != (match["slos"] is not None):
@@ -174,6 +203,8 @@ def _parse_amount(text: str, metric: str, units: Mapping[str, float]) -> tuple[s
     number, unit = match.groups()
     if unit not in units:
         known = " or ".join(f"'{name}'" if name else "no unit" for name in units)
+        if not unit:
+            raise CheckError(f"the unit of {metric} is missing after {number}; use {known}")
         raise CheckError(f"{_quoted(unit)} is not a unit of {metric}; use {known}")
     return number, unit, _parse_bound(number) / units[unit]
 

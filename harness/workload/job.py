@@ -61,7 +61,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     processes_path: str  # processes.jsonl of the run
     counter_path: str  # the cell's shared counter: which request of the sequence comes next
     simulated: bool = False  # the server is the embedded engine, which every page shows
-    slos: str = ""  # of a live load, for its goodput
+    checks: str = ""  # of a live load, for its goodput
     machine: int = 0  # number, from 0, of the machine that sends this part of the sequence ...
     machines: int = 1  # ... and the number of machines; each has its own counter
     stages: list[JobStage] = []  # of a load with stages; `cell`, `load_name` and `load` are those of the first

@@ -106,7 +106,7 @@ def test_the_form_proposes_the_scenario_and_shows_what_is_wrong(browser: webdriv
     script(browser, "document.querySelectorAll('.MuiAccordionSummary-root').forEach((e) => e.click())")
     named = "return Object.fromEntries([...document.querySelectorAll('form [name]')].map((e) => [e.name, e.value]))"
     values = wait(browser, named + " ?? null")
-    keys = ("userCount", "outputTokens", "turns", "think", "slos", "arrivals", "output", "stream", "promptTokens")
+    keys = ("userCount", "outputTokens", "turns", "think", "check", "arrivals", "output", "stream", "promptTokens")
     assert [values.get(key) for key in keys] == [
         "4", "7", "2", "0.1 0.4", "ttft<=500ms, tpot<=200ms", "", "fixed", "yes", "8",
     ]  # fmt: skip

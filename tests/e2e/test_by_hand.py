@@ -195,8 +195,8 @@ print(load.endpoint, load.abandon, load.regenerate)
 print(parse().think, load.think_s, load.think == job.load.think)
 """
 WRONG = {
-    "--slos: SLOs such as 'ttft<=2s, tpot<=50ms' are expected, got 'x'": [  # the first of them
-        "--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--slos", "x",
+    "--check: 'error_rate == 0' is no upper bound on a percentile of a latency of requests": [  # the first of them
+        "--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--check", "error_rate == 0",
         "--output-tokens", "many", "--abandon", "{share: 5, after_s: 3}",
     ],
     "--endpoint: ChatUser supports only chat and completions (got embeddings)": ["--endpoint", "embeddings"],

@@ -60,7 +60,7 @@ def report_of(folder: Path) -> CapacityReport:
 
 
 def test_the_maximum_is_an_answer_and_its_run_is_valid(tmp_path: Path) -> None:
-    done = capacity(tmp_path, "--slo", EASY, "--max-users", "1")
+    done = capacity(tmp_path, "--check", EASY, "--max-users", "1")
     assert done.code == 0, done.out + done.err
     assert "one (embedded engine, no real server): holds more than 1 user, the maximum asked for" in done.out
     assert "At most 30 min 0 s for 1 server" in done.out
@@ -85,7 +85,7 @@ def test_json_of_servers_that_do_not_start_are_too_slow_or_fail(tmp_path: Path) 
         "one": server(),
         "busy": server("--fault", "500-html@2"),  # unlike 503, no user waits after it
     }
-    done = capacity(tmp_path, "--slo", HARD, "--max-users", "1", "--json", servers=servers)
+    done = capacity(tmp_path, "--check", HARD, "--max-users", "1", "--json", servers=servers)
     assert done.code in (2, 3) and reasons_but_slowness(only_run(tmp_path / "runs")) == [], done.out + done.err
     broken, one, busy = json.loads(done.out)["servers"]
     assert not broken["started"] and broken["reasons"][0]["code"] == "capacity_not_started"
@@ -99,7 +99,7 @@ def test_json_of_servers_that_do_not_start_are_too_slow_or_fail(tmp_path: Path) 
 
 
 def test_a_level_at_which_the_server_dies_is_not_held(tmp_path: Path) -> None:
-    done = capacity(tmp_path, "--slo", EASY, "--max-users", "2", servers={"one": server("--fault", "exit@60")})
+    done = capacity(tmp_path, "--check", EASY, "--max-users", "2", servers={"one": server("--fault", "exit@60")})
     assert done.code == 0, done.out + done.err
     (one,) = report_of(tmp_path).servers
     assert one.slo is not None and one.slo.kind == "none"
@@ -113,7 +113,7 @@ def test_a_level_at_which_the_server_dies_is_not_held(tmp_path: Path) -> None:
 
 def test_an_interrupted_search_can_be_read(tmp_path: Path) -> None:
     path = write(tmp_path, **QUICK)
-    with going("capacity", str(path), "--runs", "runs", "--slo", EASY, cwd=tmp_path) as command:
+    with going("capacity", str(path), "--runs", "runs", "--check", EASY, cwd=tmp_path) as command:
         until(lambda: any(tmp_path.glob("runs/*/capacity.json")))
         command.interrupt()
         done = command.end()
@@ -140,7 +140,7 @@ def test_a_probe_waits_for_the_requests_of_the_last_one() -> None:
 
 
 def test_a_running_server_without_a_scenario_and_a_spent_budget(tmp_path: Path) -> None:
-    options = ("--user", "batch", "--slo", EASY, "--budget", "5s", "--runs", "runs")
+    options = ("--user", "batch", "--check", EASY, "--budget", "5s", "--runs", "runs")
     with spawned("--preset", "instant", "--model", "tiny", quiet=True) as running:
         done = harness("capacity", "--url", running.url, *options, cwd=tmp_path)
     assert done.code == 5, done.out + done.err
@@ -170,7 +170,7 @@ OPEN: dict[str, Any] = {"user": "chat", "duration_s": 5, "arrivals": {"rate": 1}
     ("given", "scenario", "said"),
     [
         ({}, {}, "no SLO for 'one'"),
-        ({"slos": ["fast"]}, {}, "--slo 'fast'"),
+        ({"slos": ["fast"]}, {}, "--check 'fast'"),
         ({"slos": ["speedup >= 2"]}, {}, "not an upper bound on a quantile of a latency"),
         ({"slos": [EASY], "given": "none"}, {}, "has no load 'none'"),
         ({"knee": True}, {"loads": {"p": OPEN}}, "is an open loop"),
@@ -196,7 +196,7 @@ def test_a_wrong_command_line_is_named(tmp_path: Path) -> None:
         (["small.yaml", "--user", "chat"], "--user does not go with scenario"),
         (["--user", "chat"], "neither a scenario nor --url is given"),
     ):
-        done = called("capacity", *options, "--slo", EASY, cwd=tmp_path)
+        done = called("capacity", *options, "--check", EASY, cwd=tmp_path)
         assert (done.code, done.out) == (1, "") and problem in done.err
 
 
@@ -351,7 +351,7 @@ def test_a_budget_too_short_for_one_probe_is_refused_with_the_time_needed(tmp_pa
     """A slow box: 2 s an answer. The first answers show that 30 s cannot decide anything."""
     slow = {"one": server("--step-base-s", "0.5")}
     loads = {"people": {"user": "batch", "requests": 6, "output_tokens": 4}}
-    done = capacity(tmp_path, "--slo", EASY, "--max-users", "8", "--budget", "25s", servers=slow, loads=loads)
+    done = capacity(tmp_path, "--check", EASY, "--max-users", "8", "--budget", "25s", servers=slow, loads=loads)
     assert done.code == 5, done.out + done.err
     (one,) = report_of(tmp_path).servers
     low, reason = one.reasons
@@ -422,7 +422,7 @@ TOO_LONG: dict[str, Any] = {"servers": {"one": server("--max-model-len", "256")}
 
 @pytest.mark.parametrize("command", ["run", "capacity"])
 def test_a_load_of_which_no_request_fits_is_refused_before_it_is_sent(command: str, tmp_path: Path) -> None:
-    options = ["--slo", EASY, "--max-users", "2"] if command == "capacity" else []
+    options = ["--check", EASY, "--max-users", "2"] if command == "capacity" else []
     path = write(tmp_path, **(QUICK | TOO_LONG))
     done = harness(command, str(path), "--runs", "runs", *options, cwd=tmp_path)
     assert done.code == 2 and "256 tokens for one request" in done.out + done.err
@@ -434,7 +434,7 @@ def test_failures_that_do_not_depend_on_the_load_are_no_limit_of_users(tmp_path:
     """A third of the requests never fits, also those of one user: a second probe shows it, and the answer says it."""
     prompts = {"tokens": {"uniform": [100, 320]}}
     done = capacity(
-        tmp_path, "--slo", "ttft_p90<=20s", "--max-users", "32", servers=TOO_LONG["servers"], prompts=prompts,
+        tmp_path, "--check", "ttft_p90<=20s", "--max-users", "32", servers=TOO_LONG["servers"], prompts=prompts,
         warmup={"requests": 1},
     )  # fmt: skip
     (one,) = report_of(tmp_path).servers

@@ -27,7 +27,7 @@ from tests.support.web_ui import UI, ui
 def test_page_table_and_records_of_two_load_processes_agree(engine: str, tmp_path: Path) -> None:
     """And they are back when their last request has ended, not after the 30 s that it might have had."""
     path = tmp_path / "records.jsonl"
-    options = ["--output-tokens", "5", "--think", "0.05", "--slos", "ttft<=10s", "--records", str(path)]
+    options = ["--output-tokens", "5", "--think", "0.05", "--check", "ttft_p95 <= 10 s", "--records", str(path)]
     with ui(tmp_path, engine, *options, "--processes", "2", locustfile="batch") as live:
         until(lambda: live.state()["workers"] == 2)
         earlier = 0
@@ -111,7 +111,7 @@ def counts_of_the_tab(live: UI) -> tuple[int, int]:
 def test_invalid_values_and_a_server_without_a_model_start_nothing(engine: str, tmp_path: Path) -> None:
     none = tmp_path / "none.jsonl"
     invalid = [
-        ("slos", "fast", "--slos: SLOs such as 'ttft<=2s, tpot<=50ms' are expected, got 'fast'"),
+        ("check", "fast", "--check: check 'fast': 'fast' is not a metric; "),
         ("arrivals", "-3", "--arrivals: a number above 0 is expected, got -3"),
         ("prompts", str(none), f"{none}: the prompts cannot be read (No such file or directory)."),
         ("host", "http://127.0.0.1:99999", "host: 'http://127.0.0.1:99999' has a port that is not a number."),

@@ -455,7 +455,7 @@ def files_allowed(soft: int, hard: int) -> None:
        kept="no run is begun")  # fmt: skip
 def test_more_connections_than_the_process_may_open_are_refused_before_anything_starts(tmp_path: Path) -> None:
     path = write(tmp_path, loads={"many": {"user": "batch", "users": 200, "requests": 400, "output_tokens": 5}})
-    search = ("capacity", "--slo", "e2e_p90 <= 2s", "--max-users", "200")
+    search = ("capacity", "--check", "e2e_p90 <= 2s", "--max-users", "200")
     for arguments, remedy in ((("run",), "or fewer users.\n"), (search, "or a smaller --max-users.\n")):
         command = (*arguments, path.name, "--runs", "runs")
         done = harness(*command, cwd=tmp_path, before=partial(files_allowed, 150, 150))

@@ -29,7 +29,7 @@ from tests.unit.run.test_live_numbers import request
 
 
 def test_what_stock_locust_writes_is_what_was_recorded(tmp_path: Path, engine: str) -> None:
-    options = ["--output-tokens", "5", "--slos", "e2e<=3600s", "--csv", "out/x", "--html", "page.html"]
+    options = ["--output-tokens", "5", "--check", "e2e_p95<=3600s", "--csv", "out/x", "--html", "page.html"]
     records = by_hand(tmp_path, engine, "batch", *options, "--turns", "7", "--processes", "2")
     assert "--turns: BatchAgent ignores this option (got '7')" in log_of(tmp_path)
     assert "--output-tokens: " not in log_of(tmp_path)
@@ -73,7 +73,7 @@ def loaded(folder: Path, engine: str, *more: str) -> Iterator[str]:
     """The address of /metrics of a load that goes on."""
     port = str(free_port())
     options = ["--headless", "--users", "2", "--spawn-rate", "10", "--output-tokens", "3", "--metrics-port", port]
-    child = start(folder, engine, "batch", *options, "--slos", "e2e<=3600s", *more)
+    child = start(folder, engine, "batch", *options, "--check", "e2e_p95<=3600s", *more)
     url = f"http://127.0.0.1:{port}/metrics"
     try:
         until(lambda: child.poll() is not None or b"requests_total{" in read(url))

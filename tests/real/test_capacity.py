@@ -47,7 +47,7 @@ def test_the_answers_agree_with_a_full_grid(tmp_path: Path, server: dict[str, An
     bound_s = 1.15 * known_s[LEVELS[LEVELS.index(knee) + 2]]
     holds = max(level for level, value_s in known_s.items() if value_s <= bound_s)
     search = write_scenario(tmp_path, "search", loads={"l": USER | {"users": 4, "duration_s": 60}}, **work)
-    options = ["--slo", f"e2e_p90 <= {1000 * bound_s:.0f}ms", "--knee", "--max-users", "16", "--budget", "20m"]
+    options = ["--check", f"e2e_p90 <= {1000 * bound_s:.0f}ms", "--knee", "--max-users", "16", "--budget", "20m"]
     done = harness("capacity", search, *options, "--runs", tmp_path / "runs", "--json")
     (found,) = msgspec.json.decode(done.stdout, type=CapacityReport).servers
     say(f"bound {bound_s:.3f} s, grid holds {holds}: {msgspec.json.encode(found).decode()[:6000]}")

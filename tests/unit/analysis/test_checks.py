@@ -103,7 +103,7 @@ NO_SLOS = "SLOs in parentheses belong to attainment and goodput: goodput(ttft<=1
         ("errorrate == 0", "'errorrate' is not a metric; did you mean 'error_rate'?"),
         ("error_rate = 0", "'=' is not a comparison; use one of <= >= == < >"),
         ("wall < ten s", "'ten s' is neither a number nor a multiple such as '0.97 * baseline'"),
-        ("wall < 10", "nothing is not a unit of wall; use 's' or 'ms'"),
+        ("wall < 10", "the unit of wall is missing after 10; use 's' or 'ms'"),
         ("error_rate < 1 s", "'s' is not a unit of error_rate; use no unit or '%'"),
         ("goodput >= 0.95", NO_SLOS),
         ("goodput(ttft_p95<=1s) >= 1",
@@ -113,7 +113,8 @@ NO_SLOS = "SLOs in parentheses belong to attainment and goodput: goodput(ttft<=1
          "a share is at most 1; for requests a second write goodput with 'req/s'"),
         ("wall < baseline * 2", "'baseline * 2' is neither a number nor a multiple such as '0.97 * baseline'"),
         ("speedup >= 0.9 * baseline", "'speedup' is relative to the baseline already; use a plain number"),
-        ("a: wall < 1s", "'a' is not SERVER/LOAD"),
+        ("ttft_p95 <= 3", "the unit of ttft_p95 is missing after 3; use 's' or 'ms'"),
+        ("A/b: wall < 1s", "'A/b' is neither SERVER/LOAD nor LOAD"),
         ("wall(ttft<=1s) < 3 s", NO_SLOS),
     ],
 )  # fmt: skip

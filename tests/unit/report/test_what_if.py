@@ -15,12 +15,10 @@ from harness.analysis.capacity import (
 )
 from harness.analysis.probe import MeasuredProbe, Probe
 from harness.analysis.slo import BlockCutter, CapacitySlo
-from harness.analysis.summarize import summarize_with_counts
 from harness.base.errors import HarnessError
 from harness.records.records import Request
 from harness.records.run_data import CellData, RunData, cell_data
-from harness.report import markdown, what_if
-from harness.report.page import run_page
+from harness.report import what_if
 from harness.scenario import Load
 from harness.scenario.plan import Cell, cell_of
 from tests.support.made_runs import request, write_made_run
@@ -113,21 +111,3 @@ def test_a_changed_capacity_file_is_an_error(tmp_path: Path) -> None:
         wrong = replace(server, probes=[replace(server.probes[0], **changes)])
         with pytest.raises(HarnessError, match=r"capacity\.json"):
             list(what_if.server_answers(data, report, wrong, question.slos))
-
-
-def test_a_row_has_its_attainment_with_interval_and_decision(tmp_path: Path) -> None:
-    run = write_made_run(tmp_path / "r")  # each TTFT is 1.25 s
-    made = summarize_with_counts(tmp_path / "r")
-    slos = what_if.parse(["ttft_p50<=2s", "x: ttft_p95<=1s"], run, None)
-    answers = what_if.with_answers(made, None, slos).summary.what_if
-    assert {reason.values["row"] for reason in answers} == {"a / x", "b / x"}
-    first, second = answers[:2]
-    assert (first.code, first.values["met"], first.values["known"], first.values["unknown"]) == (
-        "what_if_attainment", 20, 20, 0,
-    )  # fmt: skip
-    assert first.values["high"] == 1 and 0 < first.values["low"] < 1
-    assert (second.values["slo"], second.values["met"], second.values["low"]) == ("x: ttft_p95<=1s", 0, 0)
-    page = markdown.render(run_page(replace(made.summary, what_if=answers), run))
-    assert "### What if" in page and "20 of 20 requests within ttft" in page
-    with pytest.raises(HarnessError, match=r"--slo 'wall<=3s'"):
-        what_if.parse(["wall<=3s"], run, None)

@@ -21,9 +21,9 @@ from harness.load.live_metrics import (
     percentiles,
 )
 from harness.records.records import ErrorKind, Request
-from harness.run.live import slos_of_row
+from harness.run.live import checks_of_row
 from harness.scenario import Load
-from harness.scenario.check_syntax import Slo, parse_check
+from harness.scenario.check_syntax import Slo, parse_check, request_slos, slos_key
 from tests.unit.analysis.test_summarize import one_cell
 
 
@@ -153,11 +153,15 @@ def test_a_counter_reports_everything_once() -> None:
     assert [decode_delta(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
 
 
-def test_the_slos_are_those_of_the_row() -> None:
+def test_the_checks_are_those_of_the_row() -> None:
     checks = ["error_rate == 0", "a/bulk: goodput(e2e<=9s) >= 1 req/s", "attainment(ttft<=1s, tpot<=50ms) >= 90%"]
-    assert slos_of_row(checks, "a", "bulk") == "e2e<=9s"
-    assert slos_of_row(checks, "b", "bulk") == "ttft<=1s, tpot<=50ms"
-    assert slos_of_row(checks[:2], "b", "bulk") == ""
+    checks += ["bulk: ttft_p95 <= 2 s", "tpot_mean <= 1s"]
+    found = {
+        server: slos_key(request_slos([checks_of_row(own, server, "bulk")]))
+        for server, own in (("a", checks), ("b", checks), ("c", [*checks[:2], *checks[3:]]))
+    }
+    assert found == {"a": "e2e<=9s", "b": "ttft<=1s, tpot<=50ms", "c": "ttft<=2s"}
+    assert checks_of_row(checks[:2], "b", "bulk") == ""
 
 
 def test_the_numbers_add_up_workers_and_classes(clock: list[float]) -> None:

@@ -94,7 +94,7 @@ def test_in_the_web_ui_a_person_starts_and_ends_the_load(tmp_path: Path) -> None
     text = compose_file(found)
     job = job_in(text)
     assert job.load == msgspec.structs.replace(found.scenario.loads["l"], requests=None)
-    assert job.slos == "ttft<=1s"
+    assert job.checks == "goodput(ttft<=1s) >= 0.5"
     command = yaml.safe_load(text)["services"]["locust"]["command"]
     options = dict(itertools.pairwise(command))
     assert (options["--users"], options["--spawn-rate"], "--headless" in command) == ("8", "4", False)
