@@ -251,7 +251,7 @@ ChecksOpt = Annotated[
     list[str] | None,
     option(
         "CHECK",
-        'A check in addition to the scenario\'s, such as "ttft_p95 <= 2s"; may be repeated.',
+        'A check in addition to those of the scenario, such as "ttft_p95 <= 2s"; may be repeated.',
         "--check",
         callback=split_given,
     ),

@@ -111,15 +111,7 @@ def compare(
         cli.flag("--format", "What to print."),
     ] = "terminal",
     history: HistoryOpt = False,
-    checks: Annotated[
-        list[str] | None,
-        cli.option(
-            "CHECK",
-            "What must hold of every side but the baseline; may be repeated.",
-            "--check",
-            callback=cli.split_given,
-        ),
-    ] = None,
+    checks: cli.ChecksOpt = None,
     provisional: cli.ProvisionalOpt = False,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,

@@ -34,7 +34,9 @@ def parse(texts: Sequence[str], capacity: CapacityReport) -> list[CapacitySlo]:
 
 def with_answers(made: Summarized, capacity: CapacityReport, slos: Sequence[CapacitySlo]) -> Summarized:
     """The same with the answers for the SLOs in the summary."""
-    answers = [one for server in capacity.servers for one in server_answers(made.data, capacity, server, slos) if slos]
+    if not slos:
+        return made
+    answers = [one for server in capacity.servers for one in server_answers(made.data, capacity, server, slos)]
     return made._replace(summary=replace(made.summary, what_if=answers))
 
 

@@ -75,8 +75,9 @@ def live(
                     code = child.stop(GRACE_S)
             raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(running.log_path(cell.id)))
     finally:
-        running.file.finish("live", [because("live_load", "a live load, changed by hand, has no verdicts")])
-        if (running.folder / "requests.jsonl").stat().st_size:
+        if not running.file.discard_if_empty():
+            running.file.finish("live", [because("live_load", "a live load, changed by hand, has no verdicts")])
+        if running.folder.exists() and (running.folder / "requests.jsonl").stat().st_size:
             progress.line(f"What was sent is recorded: harness report {running.folder}")
 
 

@@ -101,6 +101,8 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
                 file.update(cell_run)
     except BaseException as raised:
         error = _disk_error(raised, file) or raised
+        if file.discard_if_empty():
+            raise error from None
         if isinstance(error, KeyboardInterrupt):
             file.finish("interrupted", [because("interrupted", "interrupted before all cells had run")])
         else:

@@ -81,6 +81,13 @@ class RunFile:
         )
         write_run(self.folder, self.manifest)
 
+    def discard_if_empty(self) -> bool:
+        """Remove the directory of an attempt that failed before a request and has no log. Return whether it did."""
+        if any(path.stat().st_size for path in (self.folder / "requests.jsonl", *self.folder.glob("logs/*"))):
+            return False
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return True
+
     def finish(self, status: Status | None = None, reasons: Sequence[Reason] = ()) -> None:
         """Write the last manifest, the summary and the report. Without `status`, the records decide on the validity.
 

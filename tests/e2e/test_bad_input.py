@@ -195,14 +195,17 @@ def test_run_directory_not_writable(tmp_path: Path) -> None:
     assert done.err.splitlines()[0].endswith(": the run directory cannot be written (Permission denied)")
 
 
-# What is found while a server is started leaves a run directory that says so.
+# What is found while a server is started leaves a run directory only where the server has a log.
 
 
 def failed(path: Path, sentence: str, *args: str, **more: Any) -> Done:
-    """A run that fails with exit code 2 says what is wrong and what to do, and its manifest has the same."""
+    """A run that fails with exit code 2 says what is wrong and what to do."""
     done = run(path, *args, **more)
     first, advice = [line for line in done.err.splitlines() if not line.startswith("  | ")]
     assert (done.code, first, advice[:6]) == (2, f"error: {sentence}", "next: ")
+    if not list(path.parent.glob("runs/*/logs/*.server.log")):
+        assert list(path.parent.glob("runs/*")) == []
+        return done
     manifest = read_run(only_run(path.parent / "runs"))
     (reason,) = sentences(manifest.reasons)
     assert manifest.status == "failed" and reason.endswith(sentence)
@@ -210,7 +213,7 @@ def failed(path: Path, sentence: str, *args: str, **more: Any) -> Done:
 
 
 @fault("network", "the port of the server is taken", seen="port ... is in use already", code=2,
-       kept="a run marked failed")  # fmt: skip
+       kept="nothing, no request was sent")  # fmt: skip
 def test_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         one, port = server(), listening.getsockname()[1]
@@ -223,13 +226,13 @@ def test_port_in_use(tmp_path: Path) -> None:
     [
         pytest.param(None, "No such file or directory", marks=fault(
             "engine", "there is no Docker Engine", seen="cannot be used: No such file or directory", code=2,
-            kept="a run marked failed")),
+            kept="nothing, no request was sent")),
         pytest.param(0o600, "Connection refused", marks=fault(
             "engine", "the Docker Engine does not run", seen="cannot be used: Connection refused", code=2,
-            kept="a run marked failed")),
+            kept="nothing, no request was sent")),
         pytest.param(0, "Permission denied", marks=fault(
             "engine", "no permission on the socket of the Docker Engine",
-            seen="cannot be used: Permission denied", code=2, kept="a run marked failed")),
+            seen="cannot be used: Permission denied", code=2, kept="nothing, no request was sent")),
     ],
 )  # fmt: skip
 def test_a_docker_engine_that_cannot_be_used(tmp_path: Path, socket_mode: int | None, sentence: str) -> None:
@@ -270,7 +273,7 @@ class OfflineEngine(Handler):
             "the image example/engine:1 is not on this machine and cannot be pulled: its registry cannot be reached",
             marks=fault("engine", "the image is not there and its registry cannot be reached",
                         seen="is not on this machine and cannot be pulled: its registry cannot be reached", code=2,
-                        kept="a run marked failed"),
+                        kept="nothing, no request was sent"),
         ),
         ({"template": "simulated"}, "the project's image amd-llm-load:local was not built yet"),
     ],
@@ -310,7 +313,7 @@ def test_server_that_is_never_ready(tmp_path: Path) -> None:
     failed(write(tmp_path, servers={"one": one}), message)
 
 
-@fault("server", "the answers are HTML pages", code=2, kept="a run marked failed",
+@fault("server", "the answers are HTML pages", code=2, kept="nothing, no request was sent",
        seen="answers with an HTML page, not with an OpenAI-compatible API (HTTP 200)")  # fmt: skip
 def test_server_whose_answers_are_html(tmp_path: Path) -> None:
     done = run(write(tmp_path, servers={"one": server("--fault", "html")}))
@@ -320,7 +323,7 @@ def test_server_whose_answers_are_html(tmp_path: Path) -> None:
 
 
 @fault("network", "nothing listens at the address", seen="connection refused, nothing listens there", code=2,
-       kept="a run marked failed")  # fmt: skip
+       kept="nothing, no request was sent")  # fmt: skip
 def test_nothing_listens(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}/v1"
     failed(write(tmp_path), f"no answer from {url}/models: connection refused, nothing listens there",
