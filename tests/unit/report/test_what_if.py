@@ -1,4 +1,4 @@
-"""`report --slo`: stored searches and runs are asked about other SLOs."""
+"""`report --check`: stored searches are asked about other SLOs."""
 
 from itertools import islice
 from pathlib import Path
