@@ -10,7 +10,7 @@ from locust import task
 from harness.load.openai_api import Tools, tool_call_message, tool_result_message
 from harness.load.sequencer import Work
 from harness.load.user import LLMUser
-from harness.scenario.behaviour import Agent, chance, pause_s
+from harness.scenario.behaviour import Agent, chance, length_at, pause_s
 from harness.workload import Message
 
 
@@ -21,7 +21,7 @@ class ToolAgent(LLMUser):
     every server gets the same load, whether its model can call tools or not.
     """
 
-    endpoints = ("chat",)
+    endpoints = ("chat", "messages")
     uses = ("--steps", "--sub-agents")
 
     @task
@@ -55,4 +55,5 @@ class ToolAgent(LLMUser):
             if answer.error is None:  # otherwise the next step repeats this one
                 call = tools.first_valid(answer.calls) or tools.planned_call(work.index)
                 history = [*history, *new, tool_call_message(answer.text, call)]
-                new = [tool_result_message(call, self.text(agent.result_tokens, f"tool-{work.index}"))]
+                tokens = length_at(agent.result_tokens, "result", self.seed, work.index)
+                new = [tool_result_message(call, self.text(tokens, f"tool-{work.index}"))]

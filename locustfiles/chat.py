@@ -17,7 +17,7 @@ class ChatUser(LLMUser):
     Sometimes leaves before the answer is complete, or asks the same question again.
     """
 
-    endpoints = ("chat", "completions")
+    endpoints = ("chat", "completions", "messages")
     uses = ("--turns", "--abandon", "--regenerate")
     think_s = (1.0, 5.0)
 

@@ -12,7 +12,7 @@ from harness.scenario.behaviour import Rag, document_of
 class RagUser(LLMUser):
     """Asks one question about a document, reads the answer, thinks. Some documents are more popular than others."""
 
-    endpoints = ("chat",)
+    endpoints = ("chat", "messages")
     uses = ("--documents", "--document-tokens")
     think_s = (1.0, 5.0)
 

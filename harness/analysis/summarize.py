@@ -18,6 +18,7 @@ from harness.analysis.same_answers import same_answers
 from harness.analysis.schedule import load_kind, schedule_kept, summarize_warmup
 from harness.analysis.stats import rate_error
 from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split, timed_others
+from harness.analysis.turns import turn_answers, turn_numbers
 from harness.analysis.verdicts import compare_rows, drift_notes
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
@@ -118,7 +119,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         rows=rows,
         cells=summaries,
         comparison=comparison,
-        answers=answers,
+        answers=answers or turn_answers(rows, run.scenario.loads),
         same_answers=[] if run_reasons else same_answers(data),
     )
     return with_checks(Summarized(summary, data), run, read_reference(folder), extra_checks)
@@ -401,6 +402,7 @@ def _summarize_rows(
         values: dict[str, Any] = {
             name: [value for numbers in valid if (value := getattr(numbers, name)) is not None] for name in WORK
         }
+        is_agent = run.scenario.loads[load].user == "agent"
         row = Row(
             server=server,
             load=load,
@@ -415,6 +417,7 @@ def _summarize_rows(
             failed=next((cell.failed for cell in all_cells if cell.failed is not None), None),
             time=mean_split([cell.time for cell in row_cells]),
             limited_by=common_limit([cell.limited_by for cell in row_cells]),
+            turns=turn_numbers([data.cells[cell.id] for cell in row_cells]) if is_agent else [],
         )
         if run.origin is not None:
             origin = run.origin.of_row(server, load)

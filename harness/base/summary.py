@@ -354,6 +354,18 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     client_error: dict[str, tuple[float, float]] = {}
 
 
+class TurnNumbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One turn of an agent's tasks: means over the successful requests. None: the server does not report it."""
+
+    turn: int
+    requests: int
+    prompt_tokens: float | None = None
+    cached_tokens: float | None = None  # that the server had in its cache
+    new_tokens: float | None = None  # that the context grew by since the turn before
+    recomputed_tokens: float | None = None  # prompt - cached - new: they were in the context before
+    ttft_p50: float | None = None  # seconds
+
+
 class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server under one load, all repeats. The run-level values are the sample of a verdict."""
 
@@ -374,6 +386,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     failed: Reason | None = None  # in a sweep: why its setting failed; then it is not compared
     time: TimeSplit | None = None  # means over the cells with a known time
     limited_by: LimitedBy | None = None  # the limit of more than half of its cells
+    turns: list[TurnNumbers] = []  # of agents
 
     @property
     def key(self) -> tuple[str, str]:

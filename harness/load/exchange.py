@@ -15,6 +15,7 @@ import httptools
 
 from harness.failures.unexpected_response import error_words, to_text
 from harness.load import openai_api
+from harness.load.anthropic_api import as_chat_completion, as_chat_event
 from harness.load.openai_api import Answer
 from harness.load.reader import AnyInbox, ReadTimes
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong, Parser
@@ -52,6 +53,7 @@ class Exchange:
 
     id: str
     embeddings: bool = False  # a request for vectors, not text
+    messages: bool = False  # a request to Anthropic's Messages API
     abandon_after_chunks: int | None = None  # the user leaves after so many chunks
     max_tokens: int | None = None  # of the request; None: it has none
     created_ns: int = field(default_factory=time.monotonic_ns)
@@ -164,6 +166,9 @@ class Exchange:
 
     def _note_event(self, event: Event, read: int) -> None:
         answer = self.answer
+        if self.messages:
+            event, started = as_chat_event(event)
+            openai_api.note_model(started, answer)
         data = event.data.strip()
         self._event_count += bool(data)  # some gateways send empty events as pings
         if data == b"[DONE]":
@@ -197,6 +202,7 @@ class Exchange:
             self._finish_stream()
         elif self.complete:
             body = self.unprocessed_body()
+            body = as_chat_completion(body) if self.messages else body
             openai_api.note_whole_response(body, self.headers, answer, embeddings=self.embeddings)
         if self.failure is not None and not answer.done:
             answer.fail(self.failure.kind, self.failure.message)

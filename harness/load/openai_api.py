@@ -28,12 +28,15 @@ from harness.failures.unexpected_response import (
     is_harmless_name,
     to_text,
 )
+from harness.load.anthropic_api import encode_messages
 from harness.load.sse import Event
 from harness.records.records import KNOWN_FINISHES, TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
 from harness.scenario import Load
 from harness.workload import Message
 
-PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings"}
+PATHS = {
+    "chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings", "messages": "/messages",
+}  # fmt: skip
 
 
 def encode_request(load: Load, model: str, messages: Sequence[Message], max_tokens: int, more: dict[str, Any]) -> bytes:
@@ -42,7 +45,7 @@ def encode_request(load: Load, model: str, messages: Sequence[Message], max_toke
         return msgspec.json.encode({"model": model, "input": join_messages(messages)})
     body: dict[str, Any] = {
         "model": model,
-        **({"messages": messages} if load.endpoint == "chat" else {"prompt": join_messages(messages)}),
+        **({"prompt": join_messages(messages)} if load.endpoint == "completions" else {"messages": messages}),
         "max_tokens": max_tokens,
         "temperature": 0,  # the same choices on both sides of a comparison
         "stream": load.stream,
@@ -54,7 +57,7 @@ def encode_request(load: Load, model: str, messages: Sequence[Message], max_toke
     body |= more
     for name in load.omit:
         body.pop(name, None)
-    return msgspec.json.encode(body)
+    return msgspec.json.encode(encode_messages(body) if load.endpoint == "messages" else body)
 
 
 def join_messages(messages: Sequence[Message]) -> str:
@@ -362,7 +365,7 @@ def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no
     part = choice if delta is None else delta  # completions have `text` next to the finish reason
     channels = _filled_channels(part, answer)
     if channels:
-        _note_model(body, answer)
+        note_model(body, answer)
         if not _add_output(part, channels, answer):
             reasoning = any(channel in channels for channel in _REASONING_CHANNELS)
             answer.reasoning_chunks += reasoning
@@ -424,7 +427,7 @@ def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, 
         answer.fail("not_api", f"status {answer.status} with JSON that has no choices")
         return
     _note_usage(body, answer)
-    _note_model(body, answer)
+    note_model(body, answer)
     answer.done = True
     if _note_finish(choice, answer) is None and has_empty_error(body):
         answer.fail("stream_error", "no finish reason, and its error is empty")
@@ -443,7 +446,7 @@ def _note_vectors(body: Any, answer: Answer) -> None:
         answer.fail("not_api", f"status {answer.status} with JSON that has no data")
         return
     _note_usage(body, answer)
-    _note_model(body, answer)
+    note_model(body, answer)
     answer.done, answer.output_tokens, answer.reasoning_tokens = True, None, None
     vectors = [item.get("embedding") if isinstance(item, dict) else None for item in data]
     answer.vectors = len(vectors)
@@ -507,7 +510,7 @@ def _note_usage(body: dict[str, Any], answer: Answer) -> None:
             setattr(answer, name, value)
 
 
-def _note_model(body: dict[str, Any], answer: Answer) -> None:
+def note_model(body: dict[str, Any], answer: Answer) -> None:
     """Note the model of a text. Other events of routers name the model that was asked for, and none."""
     name = body.get("model")
     if not name or not isinstance(name, str):

@@ -71,7 +71,7 @@ OPTIONS = {  # of the web form and the command line
     ),
     "--endpoint": Option(
         "load.endpoint", "endpoint to load: chat, completions or embeddings",
-        choices=["chat", "completions", "embeddings"],
+        choices=["chat", "completions", "embeddings", "messages"],
     ),
     "--stream": Option("load.stream", "stream the answers", choices=["yes", "no"]),
     "--batch-size": Option("load.batch_size", "batch agents: requests sent at once"),

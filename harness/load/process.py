@@ -19,6 +19,7 @@ from harness.base.process import refuse_too_few_files
 from harness.base.redact import masked, register_secrets
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
+from harness.load import anthropic_api
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Abandoned, Exchange, Failure
 from harness.load.openai_api import PATHS, Answer, encode_request
@@ -160,8 +161,9 @@ class LoadProcess:
             gevent.sleep(_QUIET_SIGN_S)
 
     def create_client(self, load: int = 0) -> Client:
-        timeout_s = self.loads[load].load.timeout_s
-        return Client(self._dialer, self._reader, timeout_s=timeout_s, headers=key_header(self._secret))
+        of_load = self.loads[load].load
+        headers = key_header(self._secret) | (anthropic_api.HEADERS if of_load.endpoint == "messages" else {})
+        return Client(self._dialer, self._reader, timeout_s=of_load.timeout_s, headers=headers)
 
     def with_messages(self, work: Work) -> Work:
         return msgspec.structs.replace(work, messages=self._workloads[work.load_number].messages(work.index))
@@ -192,6 +194,7 @@ class LoadProcess:
         exchange = Exchange(
             id=self._request_id(work),
             embeddings=self._load(work).endpoint == "embeddings",
+            messages=self._load(work).endpoint == "messages",
             abandon_after_chunks=None if work.leave is None else work.leave.after_tokens,
         )
         answer, is_cut = Answer(), False

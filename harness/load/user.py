@@ -59,7 +59,7 @@ class LLMUser(User):
     """Takes requests from the shared sequence and sends them. Each makes one record and one Locust event."""
 
     abstract = True
-    endpoints: ClassVar[tuple[str, ...]] = ("chat", "completions", "embeddings")  # supported endpoints
+    endpoints: ClassVar[tuple[str, ...]] = ("chat", "completions", "embeddings", "messages")  # supported endpoints
     # Options that this class uses, of those which only some classes use; None: all of them.
     uses: ClassVar[tuple[str, ...] | None] = None
     # Minimum and maximum pause, if neither scenario nor options set it.

@@ -119,6 +119,7 @@ class Rows:
     answer_valid: Floats  # 1 or 0
     answer_right: Floats
     item: Floats
+    turn: Floats
     retry_after_s: Floats
     load: Words
     error: Words
@@ -299,7 +300,7 @@ _WORDS = ("load", "error", "finish", "model", "answer_digest")
 _NUMBERS = (
     "user", "sent_s", "ended_s", "batch", "scheduled_s", "connect_s", "connect_retries", "headers_s", "textless",
     "first_visible_s", "coalesced", "coalesced_late", "asked_tokens", "asked_prompt_tokens", "reasoning_chunks",
-    "tool_chunks", "tool_calls", "tool_calls_valid", "vectors", "answer_valid", "answer_right", "item",
+    "tool_chunks", "tool_calls", "tool_calls_valid", "vectors", "answer_valid", "answer_right", "item", "turn",
     "retry_after_s",
 )  # fmt: skip
 

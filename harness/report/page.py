@@ -22,6 +22,7 @@ from harness.report.answers import same_answers_page
 from harness.report.capacity import capacity_lines
 from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
 from harness.report.table import machine_table, results_table, schedule_table, time_table
+from harness.report.turns import turns_page
 from harness.report.verdict_text import verdict_word
 
 _MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
@@ -40,6 +41,7 @@ def run_page(
         *([Paragraph("Verdicts", "heading"), *verdicts(summary.comparison, _RUN_HINT)] if summary.comparison else []),
         *same_answers_page(summary.same_answers),
         results_table(summary, run),
+        *turns_page(summary),
         *schedule_table(summary, run),
         *time_table(summary),
         *(machine_table(summary) if explain else []),

@@ -181,8 +181,8 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stream: bool = True  # streaming answers; without, there is no TTFT
     # fields that this server refuses; without `stream_options` tokens may be unknown, without `temperature` it is not 0
     omit: list[Literal["stream_options", "temperature", "tool_choice"]] = []
-    # completions: the messages as one text; see [endpoints](scenarios.md#endpoints)
-    endpoint: Literal["chat", "completions", "embeddings"] = "chat"
+    # completions: the messages as one text; messages: Anthropic's, see [endpoints](scenarios.md#endpoints)
+    endpoint: Literal["chat", "completions", "embeddings", "messages"] = "chat"
     answer: Structured | None = None  # the form that answers must have; the share of valid answers is reported
     ramp_s: NotNegative = 0.0  # all users are spawned within this time; the warm-up lasts at least as long
     drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish

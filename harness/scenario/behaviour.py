@@ -154,7 +154,7 @@ class Agent(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     done: Share = 0.0  # share of the steps that end the task earlier
     tools: Annotated[int, Meta(ge=1, le=64)] = 4  # definitions sent with each request
     choice: Literal["auto", "required", "none"] = "auto"  # `tool_choice`; vLLM needs a tool parser for `required`
-    result_tokens: Tokens = 200  # length of a tool's result
+    result_tokens: Tokens | Lengths = 200  # length of a tool's result: a file that is read, a command's output
     tool_time: Pause = Pause(mean_s=1.0)  # how long a tool works
     sub_agents: Annotated[int, Meta(ge=0, le=1000)] = 0  # started together by the first step of each task
 

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from harness.base.errors import Problem, did_you_mean
 from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Server, Trace, Warmup
-from harness.scenario.behaviour import Abandon, AnswerSchema, Lengths, Lognormal, Structured
+from harness.scenario.behaviour import Abandon, AnswerSchema, Lengths, Lognormal, Structured, is_length_file
 from harness.scenario.shape import decode
 
 _ONE_OF: dict[type, tuple[str, ...]] = {  # exactly one of these keys must be given
@@ -128,7 +128,13 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
             yield getattr(load, key), f".{key}", f"belongs to 'user: {other}', and this is {user}; remove it"
     needs_chat = user in ("agent", "rag") or (user == "chat" and embeds)
     text = f"'user: {user}' needs the endpoint chat; remove it or use 'user: batch'"
-    yield load.endpoint != "chat" and needs_chat, ".endpoint", text
+    yield load.endpoint not in ("chat", "messages") and needs_chat, ".endpoint", text
+    text = "Anthropic's API has no fixed length of an answer; add 'output: natural' to the load"
+    yield load.endpoint == "messages" and load.output == "fixed", ".endpoint", text
+    of_file = load.agent is not None and is_length_file(load.agent.result_tokens)
+    yield of_file, ".agent.result_tokens", "lengths of results cannot be in a file; use another law"
+    text = "Anthropic's API has no such field; remove 'answer', or use the endpoint chat"
+    yield load.endpoint == "messages" and load.answer is not None, ".answer", text
     yield embeds and load.answer is not None, ".answer", "embeddings have no text to check; remove it"
     yield embeds and load.omit, ".omit", "requests for embeddings have none of these fields; remove it"
     for key, others in _EXCLUDED.items():

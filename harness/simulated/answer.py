@@ -178,6 +178,10 @@ class CompletionAnswer:
             return
         if self._breaks():
             return
+        if self.request.messages:
+            self._out(self.request.end(self._finish_name(finish) or finish, usage))
+            self._end()
+            return
         if usage and self.request.include_usage:
             self._event(self.request.usage_chunk(usage))
         self._done()
@@ -233,7 +237,7 @@ class CompletionAnswer:
         self._events += 1
         if has_text:
             self.sent.chunks_s.append(time.monotonic())
-        self._out(b"data: " + data + b"\n\n")
+        self._out(self.request.event(data))
 
     def _done(self) -> None:
         self._out(b"data: [DONE]\n\n")

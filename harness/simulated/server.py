@@ -62,6 +62,7 @@ class SimulatedServer:
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], None]] = {
             ("POST", "/v1/chat/completions"): lambda http: self._complete(http, "chat"),
             ("POST", "/v1/completions"): lambda http: self._complete(http, "text"),
+            ("POST", "/v1/messages"): lambda http: self._complete(http, "messages"),
             ("POST", "/v1/embeddings"): lambda http: self._complete(http, "embeddings"),
             ("POST", "/tokenize"): self._tokenize,
             ("GET", "/v1/models"): lambda http: http.answer(
@@ -162,13 +163,15 @@ class SimulatedServer:
 
     def _complete(self, http: HttpRequest, kind: str) -> None:
         """Start a completion. Embeddings are a completion of one token, in place of which the vectors are sent."""
-        config, faults, chat, vectors = self.config, self._count_request(http), kind == "chat", 0
+        config, faults, chat, vectors = self.config, self._count_request(http), kind in ("chat", "messages"), 0
         body = wire.parse_json(http.body)
+        body = wire.messages_as_chat(body) if kind == "messages" else body
         if kind == "embeddings":
             body, vectors = wire.embeddings_as_completion(body)
         request_id = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
-        prefix = {"chat": "chatcmpl-", "text": "cmpl-", "embeddings": "embd-"}[kind]
+        prefix = {"chat": "chatcmpl-", "text": "cmpl-", "embeddings": "embd-", "messages": "msg-"}[kind]
         request = wire.parse_completion(body, chat, config.model, config.engine.max_model_len, prefix + request_id)
+        request = msgspec.structs.replace(request, messages=kind == "messages")
         number = wire.prompt_hash(request.prompt, config.engine.seed)
         form, text = wire.answer_form(body), wire.prompt_text(body, chat)
         shares = faults.get("mistakes", 0.0), faults.get("flips", 0.0)

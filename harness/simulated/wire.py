@@ -10,7 +10,7 @@ import socket
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -175,6 +175,27 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     tool: tuple[str, str] | None = None  # the first tool that was offered, and its first parameter
     may_call: bool = True  # a tool
+    messages: bool = False  # answered as Anthropic's Messages API does
+
+    def event(self, chunk: bytes) -> bytes:
+        """A chunk as what is sent: one event; of the Messages API the events that have the same content."""
+        if not self.messages:
+            return b"data: " + chunk + b"\n\n"
+        return b"".join(
+            b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body))
+            for body in _message_events(msgspec.json.decode(chunk), self)
+        )
+
+    def end(self, finish: str, usage: dict[str, Any]) -> bytes:
+        """The last events of a stream of the Messages API."""
+        reason = {"stop_reason": STOP_REASONS[finish]}
+        delta = {"type": "message_delta", "delta": reason, "usage": input_usage(usage)}
+        bodies: tuple[dict[str, Any], ...] = (
+            {"type": "content_block_stop", "index": 0},
+            delta,
+            {"type": "message_stop"},
+        )
+        return b"".join(b"event: %b\ndata: %b\n\n" % (one["type"].encode(), msgspec.json.encode(one)) for one in bodies)
 
     def chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
         """One streamed event; for a text completion `delta` is {"content": text}."""
@@ -189,6 +210,12 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def whole(self, message: dict[str, Any], finish: str, usage: dict[str, Any] | None) -> bytes:
         """The answer to a request that did not stream."""
+        if self.messages:
+            return msgspec.json.encode({
+                "id": self.id, "type": "message", "role": "assistant", "model": self.model,
+                "content": [{"type": "text", "text": message.get("content", "")}],
+                "stop_reason": STOP_REASONS[finish], "usage": input_usage(usage or {}),
+            })  # fmt: skip
         answer = {"role": "assistant", "content": None, **message}
         text = {"message": answer} if self.chat else {"text": message.get("content") or ""}
         choice = {"index": 0, **text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
@@ -204,6 +231,52 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(
             {"id": self.id, "object": kind, "created": self.created, "model": self.model, **more}
         )
+
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def input_usage(usage: dict[str, Any]) -> dict[str, int]:
+    """Token counts as Anthropic names them: the input tokens do not include cached ones."""
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return {"input_tokens": usage.get("prompt_tokens", 0) - cached, "cache_read_input_tokens": cached,
+            "output_tokens": usage.get("completion_tokens", 0)}  # fmt: skip
+
+
+def _message_events(chunk: dict[str, Any], request: CompletionRequest) -> Iterator[dict[str, Any]]:
+    if "error" in chunk:
+        yield {"type": "error", "error": chunk["error"]}
+    for choice in chunk.get("choices", []):
+        delta = choice["delta"]
+        if "role" in delta:
+            usage = {"input_tokens": len(request.prompt), "output_tokens": 0}
+            message = {"id": request.id, "type": "message", "role": "assistant", "content": [], "model": request.model}
+            yield {"type": "message_start", "message": message | {"usage": usage}}
+            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+                yield {"type": "content_block_start", "index": 1, "content_block": block}
+            part = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
+            yield {"type": "content_block_delta", "index": 1, "delta": part}
+        for key, kind, name in (("content", "text_delta", "text"), ("reasoning", "thinking_delta", "thinking")):
+            if delta.get(key):
+                yield {"type": "content_block_delta", "index": 0, "delta": {"type": kind, name: delta[key]}}
+
+
+def messages_as_chat(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request to the Messages API as one for a chat completion."""
+    messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+    for message in body.get("messages") or []:
+        blocks = message.get("content") if isinstance(message, dict) else None
+        texts = [json.dumps(one["input"]) if "input" in one else one.get("content", one.get("text", ""))
+                 for one in blocks] if isinstance(blocks, list) else [blocks]  # fmt: skip
+        messages.append({"role": message.get("role"), "content": " ".join(map(str, texts))})
+    chat = {key: body[key] for key in ("model", "max_tokens", "stream") if key in body} | {"messages": messages}
+    tools = [
+        {"function": {"name": one.get("name"), "parameters": one.get("input_schema")}} for one in body.get("tools", [])
+    ]
+    return chat | ({"tools": tools, "tool_choice": body.get("tool_choice", {}).get("type")} if tools else {})
 
 
 def encode_error(message: str, kind: str, code: int, param: str | None = None) -> bytes:
