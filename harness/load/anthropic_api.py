@@ -72,32 +72,31 @@ def _merge(messages: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[dict[st
     return merged
 
 
-def as_chat_event(event: Event) -> tuple[Event, dict[str, Any]]:
-    """Return the event of a chat completion that has the same content, and the message that it starts, {} for none.
+def as_chat_event(event: Event) -> Event:
+    """Return the event of a chat completion that has the same content. What is not known stays, and so do errors.
 
-    What is not known stays, and so do errors.
+    The model is left out: a message starts with the name that was asked for.
     """
     try:
         body = decode_json(event.data)
     except ValueError:
-        return event, {}
+        return event
     kind = body.get("type") if isinstance(body, dict) else None
     if kind == "message_stop":
-        return Event("message", b"[DONE]"), {}
+        return Event("message", b"[DONE]")
     if kind not in ("message_start", "content_block_start", "content_block_delta", "message_delta"):
         harmless = kind in ("ping", "content_block_stop")
-        return (Event("message", _NOTHING) if harmless else event), {}
+        return Event("message", _NOTHING) if harmless else event
     chunk: dict[str, Any] = {"choices": []}
     if kind == "message_start":
         chunk["usage"] = _usage(_mapping(body.get("message")))
-        return Event("message", msgspec.json.encode(chunk)), _mapping(body.get("message"))
-    if kind == "message_delta":
+    elif kind == "message_delta":
         chunk["usage"] = _usage(body)
         if finish := _mapping(body.get("delta")).get("stop_reason"):
             chunk["choices"] = [{"delta": {}, "finish_reason": _finish(finish)}]
     elif delta := _delta(body):
         chunk["choices"] = [{"delta": delta, "finish_reason": None}]
-    return Event("message", msgspec.json.encode(chunk)), {}
+    return Event("message", msgspec.json.encode(chunk))
 
 
 def _delta(body: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +131,7 @@ def as_chat_completion(raw: bytes) -> bytes:
                 if one.get("type") == "tool_use"
             ]
             choice = {"message": message | {"tool_calls": calls}, "finish_reason": _finish(body.get("stop_reason"))}
-            return msgspec.json.encode({"model": body.get("model"), "choices": [choice], "usage": _usage(body)})
+            return msgspec.json.encode({"choices": [choice], "usage": _usage(body)})
     return raw
 
 

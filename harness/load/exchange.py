@@ -166,9 +166,7 @@ class Exchange:
 
     def _note_event(self, event: Event, read: int) -> None:
         answer = self.answer
-        if self.messages:
-            event, started = as_chat_event(event)
-            openai_api.note_model(started, answer)
+        event = as_chat_event(event) if self.messages else event
         data = event.data.strip()
         self._event_count += bool(data)  # some gateways send empty events as pings
         if data == b"[DONE]":

@@ -365,7 +365,7 @@ def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no
     part = choice if delta is None else delta  # completions have `text` next to the finish reason
     channels = _filled_channels(part, answer)
     if channels:
-        note_model(body, answer)
+        _note_model(body, answer)
         if not _add_output(part, channels, answer):
             reasoning = any(channel in channels for channel in _REASONING_CHANNELS)
             answer.reasoning_chunks += reasoning
@@ -427,7 +427,7 @@ def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, 
         answer.fail("not_api", f"status {answer.status} with JSON that has no choices")
         return
     _note_usage(body, answer)
-    note_model(body, answer)
+    _note_model(body, answer)
     answer.done = True
     if _note_finish(choice, answer) is None and has_empty_error(body):
         answer.fail("stream_error", "no finish reason, and its error is empty")
@@ -446,7 +446,7 @@ def _note_vectors(body: Any, answer: Answer) -> None:
         answer.fail("not_api", f"status {answer.status} with JSON that has no data")
         return
     _note_usage(body, answer)
-    note_model(body, answer)
+    _note_model(body, answer)
     answer.done, answer.output_tokens, answer.reasoning_tokens = True, None, None
     vectors = [item.get("embedding") if isinstance(item, dict) else None for item in data]
     answer.vectors = len(vectors)
@@ -510,7 +510,7 @@ def _note_usage(body: dict[str, Any], answer: Answer) -> None:
             setattr(answer, name, value)
 
 
-def note_model(body: dict[str, Any], answer: Answer) -> None:
+def _note_model(body: dict[str, Any], answer: Answer) -> None:
     """Note the model of a text. Other events of routers name the model that was asked for, and none."""
     name = body.get("model")
     if not name or not isinstance(name, str):

@@ -80,23 +80,27 @@ def test_every_endpoint_is_driven_and_recorded(tmp_path: Path) -> None:
         "text": {"user": "batch", "requests": 6, "output_tokens": 4, "endpoint": "completions"},
         "whole": {"user": "batch", "requests": 6, "output_tokens": 4, "endpoint": "completions", "stream": False},
         "vectors": {"user": "batch", "requests": 6, "endpoint": "embeddings"},
-    }
+        "messages": {"user": "batch", "requests": 6, "output_tokens": 4, "endpoint": "messages", "output": "natural"},
+        "message": {"user": "batch", "requests": 6, "output_tokens": 4, "endpoint": "messages", "output": "natural",
+                    "stream": False},
+    }  # fmt: skip
     prompts = {"tokens": {"uniform": [5, 50]}, "tokenizer": "server"}
     servers = {"one": embedded("--step-base-s", "0.05")}
     where, summary, records = run(tmp_path, servers=servers, loads=loads, prompts=prompts, restart=False)
     assert summary.reasons == []
     by_load = {name: [record for record in records if record.load == name] for name in loads}
-    assert [record.error for record in records] == [None] * 24
+    assert [record.error for record in records] == [None] * 36
     assert all(record.output_tokens == record.asked_tokens for record in records if record.load != "vectors")
     assert len({record.asked_tokens for record in by_load["chat"]}) > 1
     assert all(len(record.chunks_s) == 4 for record in by_load["text"])
-    assert all(record.chunks_s == [] for record in by_load["whole"])
+    assert all(len(record.chunks_s) == 4 for record in by_load["messages"])
+    assert all(record.chunks_s == [] for record in by_load["whole"] + by_load["message"])
     for record in by_load["vectors"]:
         assert (record.vectors, record.output_tokens, record.asked_tokens, record.chunks_s) == (1, None, None, [])
     # The template adds 5 words to a chat; the others are sent as they are.
     rows = rows_of(summary)
     added = {name: row.pooled.prompts.added for name, row in rows.items() if row.pooled.prompts is not None}
-    assert added == {"chat": 5, "text": 0, "whole": 0, "vectors": 0}
+    assert added == {"chat": 5, "text": 0, "whole": 0, "vectors": 0, "messages": 5, "message": 5}
     vectors = rows["vectors"].pooled
     assert (vectors.vectors, vectors.ttft.n, vectors.e2e.n, vectors.output_tok_s) == (6, 0, 6, None)
     assert vectors.input_tok_s == pytest.approx((vectors.prompt_tokens or 0) / (vectors.wall or 1))

@@ -14,6 +14,7 @@ from harness.analysis.summarize import read_summary
 from harness.base.errors import ExitCode, ServerError
 from harness.failures.explain import scan_text
 from harness.records.manifest import read_run
+from harness.records.records import read_requests
 from harness.records.samples import parse_metrics
 from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model
 from harness.serve.lifecycle import attach_to_server
@@ -34,6 +35,10 @@ SCENARIO: dict[str, Any] = {
     "repeats": 1,
     "restart": False,
 }
+AGENT = {
+    "user": "agent", "endpoint": "messages", "requests": 4, "output": "natural", "output_tokens": 8,
+    "agent": {"steps": 2, "tools": 1, "result_tokens": 20, "tool_time": {"mean_s": 0}},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -69,11 +74,16 @@ def test_one_slot_by_default_is_said_in_a_run(loaded: Lemond, tmp_path: Path, sa
 
 def test_with_four_slots_there_is_no_note(on_llamacpp: Lemond, tmp_path: Path) -> None:
     on_llamacpp.load("user.Gguf", llamacpp_args="--parallel 4", ctx_size=8192)
-    done = harness("run", str(write(tmp_path)), "--url", on_llamacpp.url, "--runs", "runs", cwd=tmp_path)
+    loads = SCENARIO["loads"] | {"agent": AGENT}
+    done = harness("run", str(write(tmp_path, loads=loads)), "--url", on_llamacpp.url, "--runs", "runs", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     folder = run_folder(tmp_path / "attached.yaml")
     assert folder is not None
     assert read_run(folder).cells[0].served_by.effective["ctx_per_slot"] == 2048
+    turns = [(one.turn, one.requests) for row in read_summary(folder).rows for one in row.turns]
+    assert turns == [(1, 2), (2, 2)]  # by Anthropic's API
+    agent = [one for one in read_requests(folder / "requests.jsonl") if one.load == "agent"]
+    assert {(one.error, one.finish) for one in agent} == {(None, "length")}  # its streams report no tokens
     assert [note for note in read_summary(folder).notes if note.code == "engine_slots"] == []
     on_llamacpp.unload()
 

@@ -64,7 +64,7 @@ def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Timed:
 
 @pytest.fixture(scope="session")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Timed:
-    """One run on llama.cpp with two slots: people in chats, then bursts."""
+    """One run on llama.cpp with two slots: people in chats, an agent by Anthropic's API, then bursts."""
     scenario = write_scenario(
         tmp_path_factory.mktemp("llamacpp"),
         "chatting",
@@ -73,6 +73,8 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Timed:
         loads={
             "chat": {"user": "chat", "users": 3, "requests": 24, "turns": 4, "think_s": [0, 0.1],
                      "output_tokens": 32, "output": "natural"},
+            "agent": {"user": "agent", "endpoint": "messages", "requests": 6, "output": "natural", "output_tokens": 16,
+                      "agent": {"steps": 3, "tools": 2, "result_tokens": 30, "tool_time": {"mean_s": 0}}},
             "bursts": {"user": "batch", "batch_size": 5, "requests": 60, "output_tokens": 32, "stream": False},
         },
         prompts={"tokens": 40, "system_tokens": 20},

@@ -49,6 +49,19 @@ def test_prompts_grow_with_the_turns(chatting: Timed) -> None:
     assert max(len(turns) for turns in conversations.values()) == 4
 
 
+def test_an_agent_by_anthropics_api_reuses_its_context(chatting: Timed, say: Say) -> None:
+    records = [record for record in of_load(chatting, "agent") if record.phase == "measured"]
+    assert sorted((r.index, r.error, r.status, r.turn) for r in records) == [
+        (i, None, 200, i % 3 + 1) for i in range(6)
+    ]
+    assert all(record.prompt_tokens and record.output_tokens and record.chunks_s for record in records)
+    (row,) = [row for row in chatting.ran.summary.rows if row.load == "agent"]
+    assert [one.requests for one in row.turns] == [2, 2, 2]
+    for one in row.turns[1:]:
+        assert one.cached_tokens and one.new_tokens and one.new_tokens > 30
+    say(", ".join(f"turn {one.turn}: {one.recomputed_tokens} tokens computed again" for one in row.turns))
+
+
 def test_bursts_have_the_length_that_was_asked_for(chatting: Timed) -> None:
     records = [record for record in of_load(chatting, "bursts") if record.phase == "measured"]
     assert sorted((r.index, r.error, r.output_tokens) for r in records) == [(i, None, 32) for i in range(60)]
