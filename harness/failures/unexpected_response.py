@@ -132,6 +132,8 @@ def find_error(value: Any) -> str | None:
         return error_words(value) or "error: no message"
     if isinstance(choices, list) and choices:
         return _find_error_of_choice(choices[0])
+    if value.get("object") == "chat.completion.chunk" and value.keys() <= _KNOWN_KEYS:  # usage alone
+        return None
     return error_words(value) or "error: no message" if _reports_error(value) else None
 
 

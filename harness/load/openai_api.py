@@ -292,11 +292,13 @@ class Answer:
 
 def note_stray_text(raw: bytes, answer: Answer) -> None:
     """Note an error outside of events: Lemonade before 11.6 sends its errors without `data:`, Python its tracebacks."""
+    if not raw:
+        return
     lines = [line for line in raw.splitlines() if line.startswith(b"{")]
     texts = [text for one in (*lines, raw) if (text := _error_text(one)) is not None]
     if texts:
         answer.fail("stream_error", f"{texts[0]} (sent outside of an event)")
-    elif raw:
+    else:
         answer.unknown_event = answer.unknown_event or "text outside of events"
 
 
@@ -337,7 +339,7 @@ def _decoded(raw: bytes) -> Any:
 
 def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no text"] | None:
     """Note one event. Return whether its token has text; None: it has no token."""
-    if not event.data.strip() or is_error_name(event.type):
+    if not event.data.strip() or (event.type != "message" and is_error_name(event.type)):
         note_error(event, answer)
         return None
     try:

@@ -449,13 +449,18 @@ class _Chunks:
         sent_s = np.maximum(0.0, rows.sent_s - clock.start_s)
         each = np.where(known, rows.output_tokens / np.maximum(rows.chunks, 1), 0.0)
         whole = known & (self._n == 0) & rows.good
-        at_s = np.concatenate([self.times_s + np.repeat(sent_s, self._n), (sent_s + rows.ended_s)[whole]])
-        weights = np.concatenate([np.repeat(each, self._n), each[whole]])
+        arrivals = np.append(self._n, np.ones(whole.sum(), dtype=np.int64))
+        weights = np.append(each, each[whole]).repeat(arrivals)
+        at_s = np.append(sent_s, (sent_s + rows.ended_s)[whole]).repeat(arrivals)
         if not len(at_s):
             return None
-        bins = np.clip((at_s / FINE_S).astype(np.int64), 0, MAX_FINE - 1)
+        at_s[: len(self.times_s)] += self.times_s  # in place, as the following
+        at_s /= FINE_S
+        bins = at_s.astype(np.int64)
+        np.clip(bins, 0, MAX_FINE - 1, out=bins)
         first = int(bins.min())
-        return Tokens(first, np.bincount(bins - first, weights=weights).astype(np.float64))
+        bins -= first
+        return Tokens(first, np.bincount(bins, weights=weights).astype(np.float64))
 
 
 def join_records(parts: Sequence[CellRecords]) -> CellRecords:
