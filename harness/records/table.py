@@ -247,7 +247,10 @@ def read_cells(path: Path, clocks: Mapping[str, Clock], *, charted: bool = False
             for name, count in others.items():
                 unknown[name] = unknown.get(name, 0) + count
             for name, part in cells.items():
-                parts.setdefault(name, []).append(part)
+                of_cell = parts.setdefault(name, [])
+                of_cell.append(part)
+                if part is not of_cell[0]:  # the bins of all parts would take more memory than their rows
+                    of_cell[0].gaps, part.gaps = join_gaps([of_cell[0].gaps, part.gaps]), Gaps()
     return FileRecords({name: join_records(parts.pop(name)) for name in list(parts)}, damaged_in_file(lines), unknown)
 
 
