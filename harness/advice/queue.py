@@ -131,7 +131,9 @@ def queue_with_room(row: RowFacts) -> Found | None:
     requests=ENOUGH,
 )
 def prompts_freeze_answers(row: RowFacts) -> Found | None:
-    gaps, batched = join_gaps(row.data.cells[name].counted_gaps for name in row.row.cells), row.whole("batched_tokens")
+    gaps = join_gaps(row.data.cells[name].counted_gaps for name in row.row.cells)
+    setting = "batch" if row.engine is not None and "batch" in row.engine.settings else "batched_tokens"
+    batched = row.whole(setting)
     prompt = row.row.pooled.prompt_tokens
     if not gaps.n or not prompt or row.in_flight < 2 or row.most("preemptions"):
         return None
@@ -153,7 +155,7 @@ def prompts_freeze_answers(row: RowFacts) -> Found | None:
         actions=[
             row.action(
                 f"At most {less} tokens in a step",
-                {"batched_tokens": less},
+                {setting: less},
                 gain=expected,
                 risk="the first token of long prompts comes later",
             )

@@ -1,11 +1,15 @@
 """Real llama.cpp in a container: chats and bursts, and the same server through Docker Compose."""
 
+import re
 from collections import Counter, defaultdict
 from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
 
 from harness.records.records import Request
 from tests.real.conftest import Say, Timed
-from tests.real.parts import left_behind
+from tests.real.parts import left_behind, llamacpp, run, write_scenario
 from tests.support.command import reasons_but_slowness
 
 
@@ -76,6 +80,34 @@ def test_the_servers_counter_agrees_exactly(chatting: Timed, say: Say) -> None:
         counted = cell.server_load.generated_tokens
         say(f"{cell.id}: llamacpp:tokens_predicted_total went on by {counted}, records: {own}")
         assert counted == own
+
+
+def test_the_report_advises_smaller_steps_where_long_prompts_stop_answers_and_they_help(
+    tmp_path: Path, say: Say
+) -> None:
+    """Ratios of pauses in one run: how fast the machine is does not count."""
+    scenario = write_scenario(
+        tmp_path,
+        "pauses",
+        model="tiny",
+        servers={
+            "usual": llamacpp(parallel=4, ctx_size=16384),
+            "small": llamacpp(parallel=4, ctx_size=16384, batch_size=256),
+        },
+        loads={"documents": {"user": "batch", "in_flight": 4, "requests": 20, "output_tokens": 8}},
+        prompts={"tokens": 600},
+    )
+    ran = run(scenario)
+    say(ran.said)
+    one = {finding.code: finding for finding in ran.summary.findings or []}["prompts_freeze_answers"]
+    assert one.rows[0] == "usual / documents"
+    (text,) = one.actions[0].settings.values()
+    assert re.fullmatch(r"batch_size: \d+", text) and 256 <= one.values["less"] < 2048
+    pauses = {
+        server: np.concatenate([np.diff(r.chunks_s) for r in ran.records if r.cell == f"r1-{server}-documents"])
+        for server in ("usual", "small")
+    }
+    assert np.percentile(pauses["usual"], 90) > 1.5 * np.percentile(pauses["small"], 90)
 
 
 def test_the_report_advises_more_and_smaller_slots(chatting: Timed) -> None:
