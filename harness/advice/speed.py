@@ -44,7 +44,7 @@ def _slow(row: RowFacts, found: Share, why: str, actions: list[Action]) -> Found
 
 def _faster(found: Share) -> str:
     usual = figures(found.usual_share * found.bound_tok_s)
-    return f"usual are {usual} tok/s and more, of {figures(found.bound_tok_s)} at most"
+    return f"{usual} tok/s or more is usual, of at most {figures(found.bound_tok_s)}"
 
 
 @rule(

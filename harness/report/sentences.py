@@ -450,7 +450,7 @@ def finding_parts(finding: RunFinding) -> Iterator[Bullet]:
     yield Bullet(finding.means, mark="Meaning")
     yield Bullet(finding.why, mark="Why")
     if finding.cost is not None:
-        yield Bullet(f"about {units.short_percent(finding.cost)} of the time", mark="Cost")
+        yield Bullet(f"about {units.figures(100 * finding.cost, 2)} % of the time", mark="Cost")
     for action in finding.actions:
         yield Bullet(action.do, mark="Do")
         yield from (Bullet("", mark=place, code=text) for place, text in action.settings.items())
