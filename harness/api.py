@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from harness.advice.findings import with_findings
+from harness.analysis.capacity import read_capacity
 from harness.analysis.compare import compare_runs, make_reference
 from harness.analysis.forecast import Forecast, forecast
 from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
@@ -15,6 +16,7 @@ from harness.base.errors import RunError as RunError  # a public name
 from harness.base.summary import Comparison, Summary
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_requests
+from harness.report import what_if
 from harness.report.export import arrow_table
 from harness.scenario.check_syntax import check_problem
 
@@ -70,18 +72,24 @@ def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | Non
     """Compute all numbers, verdicts and checks of a run from its records. Nothing is written.
 
     Of a filed run without its records it is the stored summary. `checks`, such as "ttft_p95 <= 2s", are added to
-    the scenario's. `baseline`: the run to which checks refer with `baseline`. Raises HarnessError for a run that cannot
-    be read, a check that is wrong, and checks of a run without records; RunError for a baseline that is not VALID.
+    the scenario's; of a capacity search they are other SLOs, for which `what_if` answers. `baseline`: the run to which
+    checks refer with `baseline`. Raises HarnessError for a run that cannot be read, a check that is wrong, and checks
+    of a run without records; RunError for a baseline that is not VALID.
     """
     loaded = _loaded(run)
     if not checks and baseline is None and has_only_summary(loaded.path):
         return read_summary(loaded.path)
-    _refuse_wrong(checks, loaded.manifest)
-    made = summarize_with_counts(loaded.path, checks)
+    capacity = read_capacity(loaded.path)
+    _refuse_text(checks)
+    own = checks if capacity is None else []
+    _refuse_wrong(own, loaded.manifest)
+    other_slos = [] if capacity is None else what_if.parse(checks, capacity)
+    made = summarize_with_counts(loaded.path, own)
     if baseline is not None:
-        reference = make_reference(_loaded(baseline).path, loaded.manifest, made.summary, checks=checks)
-        made = with_checks(made, loaded.manifest, reference, checks)
-    return with_findings(made).summary
+        reference = make_reference(_loaded(baseline).path, loaded.manifest, made.summary, checks=own)
+        made = with_checks(made, loaded.manifest, reference, own)
+    made = with_findings(made)
+    return made.summary if capacity is None else what_if.with_answers(made, capacity, other_slos).summary
 
 
 def compare(
@@ -128,11 +136,15 @@ def plan(
 
 
 def _refuse_wrong(checks: Sequence[str], manifest: Run) -> None:
-    if isinstance(checks, str):
-        raise HarnessError(f"checks: a list is expected, got '{checks}'", next_step=f"Write checks=['{checks}'].")
+    _refuse_text(checks)
     for text in checks:
         if (problem := check_problem(text, manifest.scenario.servers, manifest.scenario.loads)) is not None:
             raise HarnessError(problem)
+
+
+def _refuse_text(checks: Sequence[str]) -> None:
+    if isinstance(checks, str):
+        raise HarnessError(f"checks: a list is expected, got '{checks}'", next_step=f"Write checks=['{checks}'].")
 
 
 def _loaded(run: AnyRun) -> LoadedRun:

@@ -69,9 +69,13 @@ def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[Capaci
             check = parse_check(text)
         except ValueError as error:
             raise HarnessError(f"--check '{text}': {error}", next_step=f"Write {EXAMPLE}.") from None
-        is_known = check.server is None and (check.load is None or check.load in loads)
-        slo = slo_from_check(check) if is_known else None
-        if slo is None:
+        if check.server is not None or (check.load is not None and check.load not in loads):
+            raise HarnessError(
+                f"--check '{text}': an SLO is for all servers, and for the load or one load of the mix "
+                f"({', '.join(loads) or 'here there is one load'})",
+                next_step=f"Write {EXAMPLE}.",
+            )
+        if (slo := slo_from_check(check)) is None:
             raise HarnessError(
                 f"--check '{text}': not an upper bound on a quantile of a latency of requests",
                 next_step=f"Write {EXAMPLE}.",

@@ -418,7 +418,7 @@ def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one_each_with_the_slos_of
     assert (run.scenario.loads["both-1.people"].users, run.scenario.loads["both-1.job"].users) == (3, 1)
     # The same records, asked about another SLO.
     other = ["people: ttft_p50 <= 30s", "job: ttft_p50 <= 0.002ms"]
-    again = summarize(only_run(tmp_path / "runs"), slos=other).what_if[0]
+    again = summarize(only_run(tmp_path / "runs"), checks=other).what_if[0]
     assert (again.code, again.values["broken"], again.values["slos"]) == ("capacity_none", other[1], other)
     assert again.values["next_to"] == [{"amount": 3.0, "unit": "users", "load": "people"}]
 
