@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from harness.analysis.capacity import find_crossing
 from harness.analysis.stats import geometric_ratio, welch_effect
 from harness.base.summary import MARGIN, CellSummary, Numbers, Reason, Row, because
-from harness.base.units import count, factor, short_percent, significant
+from harness.base.units import count, factor, figures, short_percent
 from harness.records.manifest import Run
 from harness.scenario.plan import baseline_of
 
@@ -114,7 +114,7 @@ def _answer(run: Run, question: SweepQuestion) -> Reason | None:
     ]
     if not parts:
         return None
-    parts += _uncached(run, question) if question.axis == DEPTH else []
+    parts += _uncached(run, question) if question.axis == DEPTH else _speculation(question)
     text = "; ".join(part.text for part in parts)
     values = {"load": question.load, "others": question.others, "axis": question.axis}
     return because("setting_answer", f"{text}.", **values, parts=[part.values for part in parts])
@@ -147,7 +147,7 @@ def _compare(question: SweepQuestion, speed: Speed, base: str, side: str) -> Rea
         text = f"{fast} {speed.faster} than {slow} {axis.everywhere} ({factor(by[0])}x to {factor(by[-1])}x)"
         text += "" if repeated else " (one run, not repeated)"
     elif found.level is not None and found.low is not None and found.high is not None:
-        bounds = f"({interval} {significant(round(found.low, 1))} to {significant(round(found.high, 1))})"
+        bounds = f"({interval} {_number_text(found.low)} to {_number_text(found.high)})"
         where = f"from {at(found.level)} on {bounds}" if found.kind == "from" else f"up to {at(found.level)} {bounds}"
         text = f"{fast} {speed.faster} than {slow} {where}"
         text += "" if found.kind == "from" else f", and {slow} beyond"
@@ -161,7 +161,11 @@ def _compare(question: SweepQuestion, speed: Speed, base: str, side: str) -> Rea
 
 
 def _level_text(axis: Axis, level: float) -> str:
-    return axis.at.format(significant(round(level, 1) if level < 100 else round(level)))
+    return axis.at.format(_number_text(level))
+
+
+def _number_text(value: float) -> str:
+    return figures(value) if value < 100 else f"{value:,.0f}"
 
 
 def _range(question: SweepQuestion, speed: Speed, server: str) -> Reason | None:
@@ -190,6 +194,22 @@ def _uncached(run: Run, question: SweepQuestion) -> list[Reason]:
             text = f"Warning: {server} had {short_percent(shares[level])} of a context of {level:,} tokens in its cache"
             text += ", so its times include computing the rest"
             notes.append(because("depth_not_cached", text, side=server, level=level, share=shares[level]))
+    return notes
+
+
+def _speculation(question: SweepQuestion) -> list[Reason]:
+    """The accepted share of the drafted tokens of each server that speculates, and the tokens of a step."""
+    notes = []
+    for server, levels in question.cells.items():
+        loads = [cell.server_load for cells in levels.values() for cell in cells]
+        drafted, accepted, drafts = (
+            sum(getattr(load, key) or 0 for load in loads) for key in ("drafted_tokens", "accepted_tokens", "drafts")
+        )
+        if drafted:
+            tokens = 1 + accepted / drafts if drafts else None
+            text = f"{server} accepted {short_percent(accepted / drafted)} of its drafted tokens"
+            text += "" if tokens is None else f", {factor(tokens)} tokens a step"
+            notes.append(because("speculation", text, side=server, share=accepted / drafted, tokens_per_step=tokens))
     return notes
 
 

@@ -17,6 +17,7 @@ from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
 from harness.analysis.same_answers import same_answers
 from harness.analysis.schedule import load_kind, schedule_kept, summarize_warmup
 from harness.analysis.stats import rate_error
+from harness.analysis.switching import switching_answers
 from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split, timed_others
 from harness.analysis.turns import turn_answers, turn_numbers
 from harness.analysis.verdicts import compare_rows, drift_notes
@@ -96,7 +97,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         base = baseline_of(run.scenario)
         by_id = {cell.id: cell for cell in summaries}
         comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario)
-        answers = setting_answers(run, working, summaries)
+        answers = [*setting_answers(run, working, summaries), *switching_answers(data, summaries)]
     summary = Summary(
         run=run.id,
         scenario=run.scenario_name,
@@ -168,6 +169,8 @@ def _usual_models(data: RunData) -> dict[str, str]:
     """The model that most answers of each server name."""
     models: dict[str, Counter[str]] = {}
     for name, cell in data.cells.items():
+        if data.run.scenario.loads[data.planned[name].load].model is not None:
+            continue
         named = validity.name_counts(cell.counted.model.where(cell.counted.good))
         models.setdefault(data.planned[name].server, Counter()).update(named)
     return {server: counts.most_common(1)[0][0] for server, counts in models.items() if counts}

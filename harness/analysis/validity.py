@@ -22,7 +22,7 @@ from harness.records.records import CLOSING_S, OBSERVED, SLACK_S, ProcessMark
 from harness.records.run_data import CellData
 from harness.records.samples import MetricsSample
 from harness.records.table import Rows, Words
-from harness.scenario import Load, RequestTokens
+from harness.scenario import Load, RequestTokens, model_at
 from harness.scenario.workers import Workers
 
 MAX_TOKEN_DIFFERENCE = 0.01
@@ -224,10 +224,23 @@ def _times_reasons(evidence: Evidence) -> Iterator[Reason]:
 def _model_reasons(evidence: Evidence) -> Iterator[Reason]:
     """Answers of another model than the others of this server."""
     models = name_counts(evidence.good.model)
-    if len(models) > 1 or (models and evidence.model is not None and evidence.model not in models):
+    if evidence.load.model is not None:
+        yield from _own_model_reasons(evidence)
+    elif len(models) > 1 or (models and evidence.model is not None and evidence.model not in models):
         usual = f"; most answers of this server name {evidence.model}" if evidence.model else ""
         text = f"the answers name different models: {counts_text(models)}{usual}. Another model answered requests"
         yield because("model_changed", text, usual=evidence.model, models=dict(models.most_common()))
+
+
+def _own_model_reasons(evidence: Evidence) -> Iterator[Reason]:
+    """Answers of several models to requests for one."""
+    good = evidence.good
+    asked = np.array([model_at(evidence.load, index) for index in good.index.tolist()], dtype=object)
+    for model in dict.fromkeys(asked.tolist()):
+        models = name_counts(good.model.where(asked == model))
+        if len(models) > 1:
+            text = f"requests for {model} were answered by different models: {counts_text(models)}"
+            yield because("model_changed", text, usual=model, models=dict(models.most_common()))
 
 
 def finish_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:

@@ -225,6 +225,9 @@ class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     generated_tokens: float | None = None  # by the server's counter, warm-up included
     restarted: bool = False  # a counter decreased, or the process has another start time
     prefix_hit_ratio: float | None = None
+    drafts: float | None = None  # steps of a request for which speculation proposed tokens; warm-up included
+    drafted_tokens: float | None = None
+    accepted_tokens: float | None = None
     # Total seconds of all requests that ended in the measured time, and the number of these requests.
     queue_s: float | None = None
     prefill_s: float | None = None
@@ -505,7 +508,8 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
     same_answers: list[SameAnswers] = []  # of loads whose right answers are known: each server against the baseline's
     checks: list[CheckResult] = []
-    answers: list[Reason] = []  # of a sweep over context depth, prompt length or users: which server is faster where
+    # Of a sweep over context depth, prompt length or users, and of loads with several models: what the run found out.
+    answers: list[Reason] = []
     # How near each server came to what its GPUs allow, with the fewest users; none if model or GPU is not known.
     hardware_shares: list[Reason] = []
     what_if: list[Reason] = []  # `report --check` of a search: the capacity for other SLOs; not stored

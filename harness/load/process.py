@@ -27,7 +27,7 @@ from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Quota, Sequencer, Shard, Work
 from harness.records.records import ErrorKind, Request
-from harness.scenario import Arrivals, Load, connections_per_process, requests_per_task
+from harness.scenario import Arrivals, Load, connections_per_process, model_at, requests_per_task
 from harness.scenario.behaviour import AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Workload
@@ -272,7 +272,8 @@ class LoadProcess:
         load, index, workload = self._load(work), work.question_index, self._workloads[work.load_number]
         more = {} if load.answer is None else answer_fields(load.answer, workload.choices(index))
         more |= {} if work.tools is None else work.tools.fields()
-        return encode_request(load, self.model(), work.messages, workload.output_tokens(index), more)
+        model = model_at(load, work.index) or self.model()
+        return encode_request(load, model, work.messages, workload.output_tokens(index), more)
 
     def _finish_answer(self, work: Work, exchange: Exchange) -> Answer:
         try:

@@ -37,18 +37,19 @@ from harness.records.records import Number, Seconds, Whole, append_sample, group
 # prefill_s           counter, seconds from there to their first token
 # decode_s            counter, seconds from there to their last token
 # timed_requests      counter, the requests of these three
-# drafted_tokens      counter, tokens that speculation proposed
+# drafts              counter, steps of a request for which speculation proposed tokens
+# drafted_tokens      counter, tokens that it proposed
 # accepted_tokens     counter, those of them that were kept
 # started_s           when the server's process started, Unix time
 KEYS = (
     "running", "waiting", "kv_usage", "preemptions", "prompt_tokens", "generated_tokens", "prefix_queries",
-    "prefix_hits", "queue_s", "prefill_s", "decode_s", "timed_requests", "drafted_tokens", "accepted_tokens",
-    "started_s",
+    "prefix_hits", "queue_s", "prefill_s", "decode_s", "timed_requests", "drafts", "drafted_tokens",
+    "accepted_tokens", "started_s",
 )  # fmt: skip
 STAGES = ("queue_s", "prefill_s", "decode_s", "timed_requests")
 COUNTERS = (
-    "preemptions", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "drafted_tokens",
-    "accepted_tokens", *STAGES,
+    "preemptions", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "drafts",
+    "drafted_tokens", "accepted_tokens", *STAGES,
 )  # fmt: skip
 _NOT_SUMMED = ("kv_usage", "started_s")  # of several engines (data parallel) the maximum
 
@@ -216,6 +217,9 @@ def server_load(
         generated_tokens=deltas.get("generated_tokens"),
         restarted=restarted,
         prefix_hit_ratio=deltas["prefix_hits"] / queries if queries and "prefix_hits" in deltas else None,
+        drafts=deltas.get("drafts"),
+        drafted_tokens=deltas.get("drafted_tokens"),
+        accepted_tokens=deltas.get("accepted_tokens"),
         **stages,
     )
 

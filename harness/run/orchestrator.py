@@ -295,7 +295,10 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
     death = endpoint.death(now=True)
     of_death = [] if death is None else [death.problem(), death.evidence()]  # may be in `driven` already
     new = [reason for reason in of_death if reason is not None and reason not in driven.problems]
-    problems = [*driven.problems, *new, *endpoint.problems(before)]
+    changes = endpoint.problems(before)
+    if any(running.scenario.loads[cell.load].model is not None for cell in cells):
+        changes = [one for one in changes if one.code not in ("backend_lost", "backend_restarted")]  # models change
+    problems = [*driven.problems, *new, *changes]
     times = driven.started_wall_s, driven.ended_wall_s
     cell_runs = [_cell_run(cell, endpoint.served_by, *times, problems) for cell in cells]
     if watch is None or driven.stopped_s is None:

@@ -174,6 +174,8 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     agent: Agent | None = None  # agent: its steps and tools
     rag: Rag | None = None  # rag: the documents
     prompts: Prompts | None = None  # of this load; default: those of the scenario
+    # of its requests, in place of the scenario's; of a list they take them in turn: `[a, a, b, b]` changes every second
+    model: str | list[str] | None = None  # no Line: a union of it with a list breaks msgspec
     # length of an answer (`max_tokens`); the length of a row of a batch file is used first
     output_tokens: Tokens | Lengths = 128
     # fixed: exactly this length (`ignore_eos`), to compare engines; natural: at most, stop at end-of-sequence
@@ -267,6 +269,12 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 def prompts_of(scenario: Scenario, load: Load) -> Prompts:
     return load.prompts or scenario.prompts
+
+
+def model_at(load: Load, index: int) -> str | None:
+    """Return the model of a request by its index; None: that of the scenario."""
+    models = [load.model] if isinstance(load.model, str) else load.model
+    return models[index % len(models)] if models else None
 
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:

@@ -153,6 +153,8 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     tokenizer = None if load.prompts is None else load.prompts.tokenizer
     text = "one tokenizer serves all loads: set it in the scenario's 'prompts'"
     yield tokenizer not in (None, prompts.tokenizer), ".prompts.tokenizer", text
+    models = [load.model] if isinstance(load.model, str) else load.model
+    yield models is not None and (not models or "" in models), ".model", "the name of a model, or several, are expected"
     amounts = [load.requests, load.duration_s].count(None)
     no_amount = load.trace is None and not load.stages and amounts != 1
     yield no_amount, ".requests", "give exactly one of 'requests' and 'duration_s'"

@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, help="0 picks a free one")
     add("--model", default="simulated", help="the name under which the model is served")
     add("--served-model-name", help="the same, and stronger")
+    add("--other-models", nargs="*", default=[], metavar="NAME", help="models that it has, too")
+    add("--max-loaded-models", type=int, default=1, metavar="N", help="at the same time; requests wait for a switch")
+    add("--switch-s", type=float, default=0.0, metavar="S", help="seconds to load one of several models")
     for field in msgspec.structs.fields(EngineConfig):
         flag = "--" + field.name.replace("_", "-")
         if field.name == "enable_prefix_caching":
@@ -88,6 +91,9 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         port=options.port,
         natural_output_tokens=options.natural_output_tokens,
         send_log=options.send_log,
+        other_models=options.other_models,
+        max_loaded_models=max(1, options.max_loaded_models),
+        switch_s=options.switch_s,
         faults=[parse_fault(text) for text in options.fault],
         gpu_memory_utilization=options.gpu_memory_utilization,
     )

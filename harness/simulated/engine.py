@@ -219,6 +219,7 @@ class SimulatedEngine:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.drafts = 0  # steps of a request with drafted tokens
         self.drafted = 0
         self.accepted = 0
         self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
@@ -285,6 +286,7 @@ class SimulatedEngine:
         accepted = 0
         while accepted < drafted and self._random.random() < self.config.acceptance_rate:
             accepted += 1
+        self.drafts += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
         return accepted

@@ -36,6 +36,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     natural_output_tokens: int = 120
     send_log: Path | None = None
+    other_models: list[str] = []  # that it has, too; all have the timing of `engine`
+    max_loaded_models: int = 1  # the least recently used one is evicted when it has no more requests
+    switch_s: float = 0.0  # to load one of them
     faults: list[InjectedFault] = []
     gpu_memory_utilization: float | None = None  # from which the size of the KV cache follows; None: it was given
 
@@ -52,6 +55,10 @@ class SimulatedServer:
         self.engine = SimulatedEngine(config.engine)
         self.metrics = Metrics(self.engine, config.model, config.preset)
         self.send_log = SendLog(config.send_log)
+        self._models = [config.model, *config.other_models]
+        self._loaded = self._models[: config.max_loaded_models]  # the least recently used first
+        self._loading = asyncio.Lock()
+        self._starting: set[asyncio.Task[None]] = set()
         self._answers: dict[int, tuple[Sequence, CompletionAnswer]] = {}  # by the key of the sequence
         self._connections: set[Connection] = set()
         self._wake = asyncio.Event()
@@ -66,7 +73,7 @@ class SimulatedServer:
             ("POST", "/v1/embeddings"): lambda http: self._complete(http, "embeddings"),
             ("POST", "/tokenize"): self._tokenize,
             ("GET", "/v1/models"): lambda http: http.answer(
-                200, wire.encode_models(config.model, config.engine.max_model_len, self._created)),
+                200, wire.encode_models(self._models, config.engine.max_model_len, self._created)),
             ("GET", "/health"): lambda http: http.answer(503 if self._never_ready else 200, b""),
             ("GET", "/version"): lambda http: http.answer(200, msgspec.json.encode({"version": VERSION})),
             ("GET", "/metrics"): lambda http: http.answer(
@@ -170,7 +177,7 @@ class SimulatedServer:
             body, vectors = wire.embeddings_as_completion(body)
         request_id = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
         prefix = {"chat": "chatcmpl-", "text": "cmpl-", "embeddings": "embd-", "messages": "msg-"}[kind]
-        request = wire.parse_completion(body, chat, config.model, config.engine.max_model_len, prefix + request_id)
+        request = wire.parse_completion(body, chat, self._models, config.engine.max_model_len, prefix + request_id)
         request = msgspec.structs.replace(request, messages=kind == "messages")
         number = wire.prompt_hash(request.prompt, config.engine.seed)
         form, text = wire.answer_form(body), wire.prompt_text(body, chat)
@@ -182,6 +189,10 @@ class SimulatedServer:
         answer = CompletionAnswer(http, request, sent, faults, number, words, vectors)
         if "delay" in faults:
             asyncio.get_running_loop().call_later(faults["delay"], self._start_answer, answer)
+        elif config.other_models:
+            task = asyncio.get_running_loop().create_task(self._start_when_loaded(answer))
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
         else:
             self._start_answer(answer)
 
@@ -209,6 +220,23 @@ class SimulatedServer:
         if "stop-string" in answer.faults:
             answer.stopped_at = max(1, target - int(answer.faults["stop-string"]))
         return target
+
+    async def _start_when_loaded(self, answer: CompletionAnswer) -> None:
+        """Load the model of an answer if needed, one at a time, and start it."""
+        model = answer.request.model
+        async with self._loading:
+            if model in self._loaded:
+                self._loaded.remove(model)
+            else:
+                while len(self._loaded) >= self.config.max_loaded_models:
+                    if any(other.request.model == self._loaded[0] for _, other in self._answers.values()):
+                        await asyncio.sleep(0.001)  # its requests end first
+                    else:
+                        log(f"model {self._loaded.pop(0)} is evicted")
+                await asyncio.sleep(self.config.switch_s)
+                log(f"model {model} is loaded")
+            self._loaded.append(model)
+            self._start_answer(answer)
 
     def _start_answer(self, answer: CompletionAnswer) -> None:
         if answer.http.closed or _reject_by_fault(answer):
@@ -307,6 +335,7 @@ class Metrics:
             self._counters += [
                 counter("vllm:spec_decode_num_draft_tokens", "Number of draft tokens."),
                 counter("vllm:spec_decode_num_accepted_tokens", "Number of accepted tokens."),
+                counter("vllm:spec_decode_num_drafts", "Number of spec decoding drafts."),
             ]
         self._synced = [0] * len(self._counters)
 
@@ -335,6 +364,7 @@ class Metrics:
         self._waiting.set(len(engine.waiting))
         self._usage.set(engine.pool.usage)
         totals = [engine.preemptions, engine.prefix_queries, engine.prefix_hits, engine.drafted, engine.accepted]
+        totals.append(engine.drafts)
         for counter, new, old in zip(self._counters, totals, self._synced, strict=False):
             counter.inc(new - old)
         self._synced = totals

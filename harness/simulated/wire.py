@@ -301,11 +301,14 @@ def embeddings_as_completion(body: dict[str, Any]) -> tuple[dict[str, Any], int]
     return {"model": body.get("model"), "prompt": prompt, "max_tokens": 1, "ignore_eos": True}, len(texts)
 
 
-def parse_completion(body: dict[str, Any], chat: bool, model: str, max_model_len: int, id: str) -> CompletionRequest:
+def parse_completion(
+    body: dict[str, Any], chat: bool, models: Sequence[str], max_model_len: int, id: str
+) -> CompletionRequest:
     """Parse a completion request. Raises BadRequest with vLLM's texts, also if it does not fit the model's context."""
     name = body.get("model")
-    if name is not None and name != model:
-        raise BadRequest(f"The model `{name}` does not exist. Valid aliases: {model}", "model", 404, "NotFoundError")
+    if name is not None and name not in models:
+        valid = ", ".join(models)
+        raise BadRequest(f"The model `{name}` does not exist. Valid aliases: {valid}", "model", 404, "NotFoundError")
     prompt = prompt_ids(body, chat)
     max_tokens = body.get("max_completion_tokens") if chat else None
     if max_tokens is None:
@@ -313,7 +316,7 @@ def parse_completion(body: dict[str, Any], chat: bool, model: str, max_model_len
     options = body.get("stream_options") or {}
     return CompletionRequest(
         id=id,
-        model=model,
+        model=name or models[0],
         created=int(time.time()),
         chat=chat,
         prompt=prompt,
@@ -391,10 +394,10 @@ def usage_of(prompt: int, output: int, cached: int) -> dict[str, Any]:
     }
 
 
-def encode_models(model: str, max_model_len: int, created: int) -> bytes:
-    card = {"id": model, "object": "model", "created": created, "owned_by": "simulated", "root": model,
-            "parent": None, "max_model_len": max_model_len}  # fmt: skip
-    return msgspec.json.encode({"object": "list", "data": [card]})
+def encode_models(models: Sequence[str], max_model_len: int, created: int) -> bytes:
+    cards = [{"id": model, "object": "model", "created": created, "owned_by": "simulated", "root": model,
+              "parent": None, "max_model_len": max_model_len} for model in models]  # fmt: skip
+    return msgspec.json.encode({"object": "list", "data": cards})
 
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -347,7 +347,7 @@ def _load_parameters(load: Load) -> Any:
     shape = {key: getattr(load, key) for key in keys}
     shape |= {} if load.endpoint == "chat" else {"endpoint": load.endpoint}
     shape |= {} if load.answer is None else {"answer": load.answer}
-    behaviour = ("think", "abandon", "regenerate", "in_flight", "agent", "rag", "stages", "omit")
+    behaviour = ("think", "abandon", "regenerate", "in_flight", "agent", "rag", "stages", "omit", "model")
     shape |= {key: value for key in behaviour if (value := getattr(load, key))}
     shape |= {} if load.arrivals is None else {"arrivals": load.arrivals}
     return msgspec.to_builtins(shape)

@@ -1,4 +1,4 @@
-"""The charts of a sweep over context depth, prompt length or users: a speed of each server, and where they cross."""
+"""The charts of summary.answers: speeds over context depth, prompt length or users, and changes of model."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def crossover_charts(summary: Summary, run: Run) -> list[Chart]:
     questions: dict[tuple[str, str], list[SweepQuestion]] = {}
     for one in varied_numbers(run, summary.rows, summary.cells):
         questions.setdefault((one.load, one.axis), []).append(one)
-    return [
+    return [*_switch_chart(summary)] + [
         _chart(summary, run, of, speed)
         for (_, key), of in questions.items()
         for speed in AXES[key].speeds
@@ -55,7 +55,8 @@ def _chart(summary: Summary, run: Run, questions: Sequence[SweepQuestion], speed
             line = {"color": hue, "width": 1.5, "dash": "dash"}
             data.append(scatter(f"{name}: bound", list(bounds), list(bounds.values()), hover, line=line))
             heights += bounds.values()
-    parts = [part for each in summary.answers if each.values["load"] == load for part in each.values["parts"]]
+    of_load = [each for each in summary.answers if each.code == "setting_answer" and each.values["load"] == load]
+    parts = [part for each in of_load for part in each.values["parts"]]
     crossings = [part for part in parts if part.get("speed") == speed.id and part.get("at") is not None]
     layout: Figure = {"xaxis": {"title": {"text": escape_markup(key)}, "rangemode": "tozero", "tickformat": ","}}
     layout |= {"yaxis": axis(unit, heights), "showlegend": True, "shapes": [_band(part) for part in crossings]}
@@ -70,6 +71,33 @@ def _chart(summary: Summary, run: Run, questions: Sequence[SweepQuestion], speed
         body=body,
         empty="" if heights else "No row has this number.",
     )
+
+
+def _switch_chart(summary: Summary) -> list[Chart]:
+    """The time to the first token with and without a change of model, for each server and load."""
+    data, body = list[Figure](), list[list[str]]()
+    for number, values in enumerate(each.values for each in summary.answers if each.code == "model_switch"):
+        name, alone_s = f"{values['side']} / {values['load']}", values["same_s"]
+        times_ms = {"same model": 1000 * alone_s}
+        times_ms |= {f"to {model}": 1000 * (alone_s + each) for model, each in values["by_model_s"].items()}
+        x, hover = list(map(escape_markup, times_ms)), f"%{{x}}<br><b>%{{y:,.1f}} ms</b>{NAME}"
+        marker = {"color": f"@{colour(number)}", "symbol": symbol(number), "size": 12}
+        data.append(scatter(name, x, list(times_ms.values()), hover, "markers", marker=marker))
+        body += [[name, when, significant(value)] for when, value in times_ms.items()]
+    if not data:
+        return []
+    layout = {"xaxis": {"type": "category"}, "yaxis": axis("ms", [y for trace in data for y in trace["y"]])}
+    return [
+        Chart(
+            id="model-switch",
+            title="Time to first token after a change of model",
+            caption="A point for each model that was changed to, and for requests for the model of the one before.",
+            formula="mean of the requests of all repeats",
+            figure={"data": data, "layout": layout | {"showlegend": True}},
+            head=["Row", "Request", "TTFT, ms"],
+            body=body,
+        )
+    ]
 
 
 def _values(speed: Speed, cells: Sequence[CellSummary], level: int) -> list[float]:

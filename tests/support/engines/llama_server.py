@@ -23,6 +23,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("-s", "--seed", type=int, default=None)
     parser.add_argument("-n", "--predict", type=int, default=-1, help="most tokens per answer; -1: no limit")
     parser.add_argument("-t", "--threads", type=int, default=-1)
+    parser.add_argument("-md", "--model-draft", default=None, help="path of a GGUF file that drafts")
     parser.add_argument("--metrics", action="store_true", help="serve /metrics")
     return parser.parse_args()
 
@@ -44,6 +45,9 @@ def main() -> None:
     params.n_predict = asked.predict
     params.cpuparams.n_threads = asked.threads
     params.endpoint_metrics = asked.metrics
+    if asked.model_draft is not None:
+        params.speculative.draft.mparams.path = asked.model_draft
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
     # Blocked before the server starts its threads: they inherit the mask, and sigwait below gets the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:

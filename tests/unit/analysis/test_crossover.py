@@ -1,9 +1,11 @@
 """Which server is faster from which context depth on: the whole way from records to the answer, with a known truth."""
 
+import itertools
 import math
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -15,11 +17,11 @@ from harness.records.manifest import Run
 from harness.records.records import Request
 from harness.report.charts.crossover import crossover_charts
 from harness.report.sentences import run_answer
-from harness.scenario import prompts_of
+from harness.scenario import Load, prompts_of
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Cell
 from harness.simulated.engine import PRESETS, EngineConfig, Sequence, SimulatedEngine
-from tests.support.made_runs import request, served_by, write_made_run
+from tests.support.made_runs import request, served_by, write_lines, write_made_run
 from tests.support.nightly import NIGHTLY
 from tests.support.virtual import VirtualWork, closed_loop
 
@@ -27,6 +29,8 @@ ENGINES = {
     "steep": replace(PRESETS["instant"], step_base_s=0.002, step_per_kv_token_s=1e-6, prefill_per_token_s=20e-6),
     "flat": replace(PRESETS["instant"], step_base_s=0.005, step_per_kv_token_s=1e-7, prefill_per_token_s=10e-6),
 }
+ENGINES["plain"] = replace(ENGINES["flat"], step_base_s=0.02, step_per_sequence_s=0.001, prefill_per_token_s=0)
+ENGINES["drafts"] = replace(ENGINES["plain"], num_speculative_tokens=3, acceptance_rate=0.6, draft_per_token_s=0.001)
 OUTPUT, PROMPT = 24, 64
 TEXT = """
 version: 1
@@ -40,25 +44,36 @@ repeats: 2
 """
 
 
-def measured(config: EngineConfig, depth: int, cell: Cell, start_s: float, process: int, cached: bool) -> list[Request]:
-    """Four answers of a cell in virtual time, one after another, after one that fills the cache."""
-    engine = SimulatedEngine(replace(config, enable_prefix_caching=cached))
-    found, now = [], start_s
-    for number in range(5):
-        prompt = [*range(1, depth + 1), *range(10**6 * (number + 1), 10**6 * (number + 1) + PROMPT)]
-        sequence, sent_s, chunks = Sequence(number, prompt, OUTPUT, now), now, []
-        engine.add(sequence)
-        while (step := engine.begin(now)) is not None:
-            now += step.duration_s
-            chunks += [now - sent_s for _ in engine.complete(step, now)]
+def measured(
+    engine: SimulatedEngine, load: Load, depth: int, cell: Cell, start_s: float, process: int
+) -> list[Request]:
+    """The answers of a cell in virtual time, after one of each user that fills the cache."""
+    made_of, found = dict[int, tuple[Sequence, list[float]]](), list[Request]()
+    now, asked = start_s, msgspec.to_builtins(load.output_tokens)
+
+    def send() -> None:
+        number = len(made_of)
+        starts_s = made_of[load.users][0].arrived_s if number > load.users else now
+        if number < load.users + (load.requests or math.inf) and now < starts_s + (load.duration_s or math.inf):
+            prompt = [*range(1, depth + 1), *range(10**6 * (number + 1), 10**6 * (number + 1) + PROMPT)]
+            made_of[number] = Sequence(number, prompt, asked, now), []
+            engine.add(made_of[number][0])
+
+    for _ in range(load.users):
+        send()
+    while (step := engine.begin(now)) is not None:
+        now += step.duration_s
+        for sequence in engine.complete(step, now):
+            made_of[sequence.key][1].append(now - sequence.arrived_s)
+            if sequence.output_tokens >= asked:
+                send()
+    for number, (sequence, chunks) in made_of.items():
         of_cell = {"cell": cell.id, "load": cell.load, "process": process, "id": f"{cell.id}-{number}"}
-        phase = {"phase": "measured", "index": number - 1} if number else {"phase": "warmup"}
-        tokens = {"prompt_tokens": depth + PROMPT, "output_tokens": OUTPUT, "asked_tokens": OUTPUT}
-        times = {"sent_s": sent_s, "ended_s": chunks[-1], "chunks_s": chunks, "first_visible_s": chunks[0]}
-        times["headers_s"] = chunks[0] / 2
-        cached_tokens = sequence.cached_tokens
-        found.append(request(**of_cell, **phase, **tokens, **times, cached_tokens=cached_tokens))
-        now += 0.001
+        phase = {"phase": "warmup" if number < load.users else "measured", "index": number - load.users}
+        tokens = {"prompt_tokens": depth + PROMPT, "output_tokens": asked, "asked_tokens": asked}
+        times = {"sent_s": sequence.arrived_s, "ended_s": chunks[-1], "chunks_s": chunks}
+        times |= {"first_visible_s": chunks[0], "headers_s": chunks[0] / 2}
+        found.append(request(**of_cell, **phase, **tokens, **times, cached_tokens=sequence.cached_tokens))
     return found
 
 
@@ -66,14 +81,47 @@ def made(folder: Path, text: str = TEXT, *, cached: bool = True, spread: float =
     path = folder / "which.yaml"
     path.write_text(text)
     scenario, dice = load_scenario(path), random.Random(5)
+    counted: dict[str, dict[str, int]] = {}
 
     def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
-        depth = prompts_of(scenario, scenario.loads[cell.load]).system_tokens
-        config = replace(ENGINES[cell.server], slowdown=math.exp(dice.gauss(0, spread)))
-        return measured(config, depth, cell, start_s, process, cached)
+        load = scenario.loads[cell.load]
+        slowdown, seed = math.exp(dice.gauss(0, spread)), dice.randrange(1 << 30)
+        config = replace(ENGINES[cell.server], slowdown=slowdown, seed=seed, enable_prefix_caching=cached)
+        engine = SimulatedEngine(config)
+        found = measured(engine, load, prompts_of(scenario, load).system_tokens, cell, start_s, process)
+        drafted = {"drafts": engine.drafts, "drafted_tokens": engine.drafted, "accepted_tokens": engine.accepted}
+        counted[cell.id] = drafted if config.num_speculative_tokens else {}
+        return found
 
     run = write_made_run(folder / "run", made_of=scenario, requests=requests, served=lambda cell: served_by())
+    samples = [msgspec.json.decode(line) for line in (folder / "run" / "metrics.jsonl").read_bytes().splitlines()]
+    for before, sample in itertools.pairwise(samples):
+        sample["values"] |= counted[sample["cell"]] if before["cell"] == sample["cell"] else {}
+    write_lines(folder / "run" / "metrics.jsonl", samples)
     return run, summarize(folder / "run")
+
+
+USERS = """
+version: 1
+question: Up to how many users does speculation pay?
+model: m
+servers: {plain: {template: vllm-cpu}, drafts: {template: vllm-cpu}}
+loads:
+  users: {user: batch, duration_s: 5, output_tokens: 64, vary: {users: [1, 4, 8, 16, 24]}}
+prompts: {salt: false}
+repeats: 2
+"""
+
+
+def tokens_of_step(config: EngineConfig) -> float:
+    return sum(config.acceptance_rate**place for place in range(config.num_speculative_tokens + 1))
+
+
+def true_users(config: EngineConfig) -> float:
+    """The number of users with which speculation gains nothing: a step costs as many times more as it has tokens."""
+    tokens = tokens_of_step(config)
+    checked = config.draft_per_token_s * config.num_speculative_tokens
+    return config.step_base_s * (tokens - 1) / (config.step_per_sequence_s * (1 - tokens) + checked)
 
 
 def true_depth(steep: EngineConfig, flat: EngineConfig) -> float:
@@ -99,6 +147,16 @@ def test_the_depth_from_which_the_other_server_decodes_faster(tmp_path: Path) ->
     (band,) = decode_chart.figure["layout"]["shapes"]
     assert (band["x0"], band["x1"]) == (decode["low"], decode["high"])
     assert first_chart.body[0][:2] == ["steep", "0"]
+
+
+def test_the_users_up_to_which_speculation_pays(tmp_path: Path) -> None:
+    _, summary = made(tmp_path, USERS)
+    rate, drafts = summary.answers[0].values["parts"]
+    config = ENGINES["drafts"]
+    assert drafts["tokens_per_step"] == pytest.approx(tokens_of_step(config), rel=0.05)
+    assert (rate["speed"], rate["kind"], rate["side"]) == ("rate", "until", "drafts")
+    assert rate["low"] < true_users(ENGINES["drafts"]) < rate["high"]
+    assert rate["at"] == pytest.approx(true_users(ENGINES["drafts"]), rel=0.1)
 
 
 def test_a_server_without_a_cache_is_named(tmp_path: Path) -> None:
@@ -145,6 +203,33 @@ def test_the_interval_covers_the_depth() -> None:
             found += 1
             covered += answer.low <= true_depth(steep, flat) <= answer.high
     assert found >= 0.95 * spaces and covered >= 0.9 * found
+
+
+def test_the_interval_covers_the_users() -> None:
+    """Speculation of random costs, three runs of each number of users, 1.5 % between them."""
+    spaces, covered, found = (1000 if NIGHTLY else 100), 0, 0
+    for seed in range(spaces):
+        dice = random.Random(seed)
+        acceptance, tokens = dice.uniform(0.4, 0.9), dice.randint(2, 5)
+        config = replace(ENGINES["plain"], num_speculative_tokens=tokens, acceptance_rate=acceptance)
+        costs = config.step_base_s * (tokens_of_step(config) - 1) / dice.uniform(2, 20)
+        extra = (costs - config.step_per_sequence_s * (1 - tokens_of_step(config))) / tokens
+        config = replace(config, draft_per_token_s=extra)
+        runs = [
+            {n: [spec_speed(one, n, dice) for _ in range(3)] for n in (1, 2, 4, 8, 16, 32)}
+            for one in (replace(config, num_speculative_tokens=0), config)
+        ]
+        answer = find_crossing(*runs, linear=True)
+        if answer.low is not None and answer.high is not None:
+            found += 1
+            covered += answer.low <= true_users(config) <= answer.high
+    assert found >= 0.95 * spaces and covered >= 0.9 * found
+
+
+def spec_speed(config: EngineConfig, users: int, dice: random.Random) -> float:
+    """Tokens a second of one user in one run."""
+    step_s = config.step_s(users, 0, 0, 0, config.num_speculative_tokens * users)
+    return tokens_of_step(config) / step_s * math.exp(dice.gauss(0, 0.015))
 
 
 def speed(config: EngineConfig, depth: int, dice: random.Random) -> float:

@@ -236,6 +236,8 @@ X = {"user": "batch", "requests": 1}
         # Contradictions.
         ({"servers": {}, "x": {**X, "duration_s": 2}}, {"servers", "x.requests"}),
         ({"x": {"user": "bach", "requests": 1}, "prompts": {"kind": "file"}}, {"x.user", "prompts.file"}),
+        ({"x": {**X, "model": [], "prompts": {"tokenizer": "server"}}}, {"x.model", "x.prompts.tokenizer"}),
+        ({"x": {**X, "model": ["a", ""], "prompts": {"kind": "file"}}}, {"x.model", "x.prompts.file"}),
         ({"x": {"user": "batch", "turns": 3, "think_s": [3, 1]}}, {"x.requests", "x.turns", "x.think_s"}),
         ({"x": {**X, "users": 2, "processes": 4, "in_flight": 2, "batch_size": 2}}, {"x.processes", "x.batch_size"}),
         ({"x": {**X, "answer": {"choice": "auto"}}}, {"x.answer", "x.answer.choice"}),

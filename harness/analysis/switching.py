@@ -1,0 +1,105 @@
+"""What a change of model costs on a server with several models: the time to the first token after it."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from harness.analysis import derive
+from harness.analysis.stats import t_quantile
+from harness.base.summary import ALPHA, CellSummary, Reason, because
+from harness.base.units import count, figures
+from harness.records.run_data import RunData
+from harness.scenario import model_at
+
+
+class ModelRequest(NamedTuple):
+    """A measured request that got a first token."""
+
+    cell: str  # or those of a mix that ran together
+    model: str
+    changed: bool  # the request before it was for another model
+    ttft_s: float
+
+
+def switching_answers(data: RunData, cells: Sequence[CellSummary]) -> list[Reason]:
+    """Return a sentence for each server and load, or mix, with requests for several models."""
+    groups: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for cell in cells:
+        if data.run.scenario.loads[cell.load].model is not None and not cell.problems and cell.again is None:
+            runs = groups.setdefault((cell.server, cell.mix or cell.load), {})
+            runs.setdefault(cell.group or cell.id, []).append(cell.id)
+    answers = []
+    for (server, load), runs in groups.items():
+        requests = [one for group, names in runs.items() for one in _requests(data, group, names)]
+        if (answer := _answer(server, requests)) is not None:
+            loads = {name for _, name in groups}
+            text = f"{load}: {answer.text}" if len(loads) > 1 else answer.text
+            answers.append(because("model_switch", text, load=load, **answer.values))
+    return answers
+
+
+def _requests(data: RunData, group: str, names: Sequence[str]) -> list[ModelRequest]:
+    """The requests of cells that ran together, in the order of sending; those of the warm-up only show the model."""
+    sent: list[tuple[float, str, bool, float]] = []
+    for name in names:
+        cell, load = data.cells[name], data.run.scenario.loads[data.planned[name].load]
+        rows, counted = cell.rows, set(cell.counted.place.tolist())
+        ttfts = np.where(rows.good, derive.ttft(rows), math.nan).tolist()
+        columns = zip(rows.sent_s.tolist(), rows.index.tolist(), rows.place.tolist(), ttfts, strict=True)
+        for sent_s, index, place, ttft_s in columns:
+            wall_s = cell.clock.wall_s(sent_s)
+            sent.append((sent_s if wall_s is None else wall_s, model_at(load, index) or "", place in counted, ttft_s))
+    sent.sort()
+    models = [model for _, model, _, _ in sent]
+    return [
+        ModelRequest(group, model, model != before, ttft_s)
+        for before, (_, model, is_counted, ttft_s) in zip([models[:1] and models[0], *models], sent, strict=False)
+        if is_counted and not math.isnan(ttft_s)
+    ]
+
+
+def _answer(server: str, requests: Sequence[ModelRequest]) -> Reason | None:
+    """The mean extra time to the first token after a change of model. None without changes, or without others."""
+    same = [one.ttft_s for one in requests if not one.changed]
+    changed = [one for one in requests if one.changed]
+    if not same or not changed:
+        return None
+    costs, repeated = _costs(requests)
+    cost, alone_s, low_s, high_s, interval = fmean(costs), fmean(same), None, None, "unknown"
+    if len(costs) > 1:
+        half_s = t_quantile(1 - ALPHA / 2, len(costs) - 1) * float(np.std(costs, ddof=1)) / math.sqrt(len(costs))
+        low_s, high_s = cost - half_s, cost + half_s
+        interval = f"{_ms(low_s)} to {_ms(high_s)}"
+    waited = [one for one in changed if one.ttft_s > max(same)]
+    by_model_s = {
+        model: fmean(one.ttft_s for one in changed if one.model == model) - alone_s
+        for model in sorted({one.model for one in changed})
+    }
+    basis = "" if repeated else "one run, not repeated; "
+    text = f"{server}: a change of model costs {_ms(cost)} ({basis}95 % interval {interval}): the first token comes "
+    text += f"after {_ms(fmean(one.ttft_s for one in changed))} instead of {_ms(alone_s)}; {len(waited)} of "
+    text += f"{count(len(changed), 'change')} waited for the model"
+    if waited:
+        text += f", which had been evicted ({', '.join(f'{_ms(each)} to {name}' for name, each in by_model_s.items())})"
+    values = {"side": server, "cost_s": cost, "low_s": low_s, "high_s": high_s, "changes": len(changed)}
+    values |= {"waited": len(waited), "same_s": alone_s, "by_model_s": by_model_s, "provisional": not repeated}
+    return because("model_switch", f"{text}.", **values)
+
+
+def _costs(requests: Sequence[ModelRequest]) -> tuple[list[float], bool]:
+    """The cost in each run, and True; of a single run that of each change, and False."""
+    runs: dict[str, tuple[list[float], list[float]]] = {}
+    for one in requests:
+        runs.setdefault(one.cell, ([], []))[one.changed].append(one.ttft_s)
+    costs = [fmean(changed) - fmean(same) for same, changed in runs.values() if same and changed]
+    if len(costs) > 1:
+        return costs, True
+    same = fmean(one.ttft_s for one in requests if not one.changed)
+    return [one.ttft_s - same for one in requests if one.changed], False
+
+
+def _ms(seconds: float) -> str:
+    return f"{figures(1000 * seconds)} ms" if abs(seconds) < 1 else f"{figures(seconds)} s"

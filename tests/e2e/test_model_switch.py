@@ -1,0 +1,34 @@
+"""A load with several models on an engine that keeps one loaded: what a change costs, as the command finds it."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.summarize import read_summary
+from tests.support.command import harness
+
+TEXT = """
+version: 1
+question: What does a change of model cost?
+model: a
+servers:
+  engine:
+    template: simulated
+    container: false
+    variables: {preset: instant, extra_args: [--other-models, b, --switch-s, "0.4"]}
+loads: {turns: {user: batch, requests: 12, output_tokens: 4, model: [a, a, b, b]}}
+prompts: {tokens: 20}
+repeats: 1
+"""
+
+
+def test_a_change_costs_the_time_of_a_switch(tmp_path: Path) -> None:
+    (tmp_path / "turns.yaml").write_text(TEXT)
+    done = harness("run", "turns.yaml", cwd=tmp_path)
+    assert done.code == 0, done
+    (folder,) = (tmp_path / "runs").glob("2*")
+    summary = read_summary(folder)
+    (answer,) = summary.answers
+    assert (answer.values["changes"], answer.values["waited"], answer.values["provisional"]) == (6, 6, True)
+    assert answer.values["cost_s"] == pytest.approx(0.4, abs=0.1)
+    assert answer.text in " ".join(done.out.split())

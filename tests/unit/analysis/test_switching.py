@@ -1,0 +1,93 @@
+"""What a change of model costs: from records to the answer, with a known time of a switch."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.summarize import summarize
+from harness.base.summary import Summary
+from harness.records.manifest import read_run
+from harness.records.records import Request
+from harness.report.charts.crossover import crossover_charts
+from harness.report.sentences import run_answer
+from harness.scenario import model_at
+from harness.scenario.file import load_scenario
+from harness.scenario.plan import Cell
+from tests.support.made_runs import request, write_made_run
+from tests.support.nightly import NIGHTLY
+
+SWITCH_S, TTFT_S = 0.8, 0.1
+TEXT = """
+version: 1
+question: What does a change cost?
+model: first
+servers: {one: {template: vllm-cpu}}
+loads: {turns: {user: batch, requests: 12, output_tokens: 11, model: [first, first, first, second, second, second]}}
+repeats: 3
+"""
+
+
+def made(folder: Path, text: str = TEXT, *, switch_s: float = SWITCH_S, seed: int = 1, wrong: bool = False) -> Summary:
+    """A run on a server that loads a model anew after each change; its times have a spread of 5 %."""
+    (folder / "s.yaml").write_text(text)
+    scenario, dice = load_scenario(folder / "s.yaml"), random.Random(seed)
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        load, found, now, loaded = scenario.loads[cell.load], list[Request](), start_s, "first"
+        run_noise = math.exp(dice.gauss(0, 0.01))
+        for index in range(-1, load.requests or 0):
+            model = model_at(load, index) or "first"
+            ttft_s = TTFT_S * math.exp(dice.gauss(0, 0.05))
+            ttft_s += (model != loaded) * switch_s * run_noise * math.exp(dice.gauss(0, 0.05))
+            chunks = [ttft_s + 0.01 * number for number in range(11)]
+            times = {"sent_s": now, "ended_s": chunks[-1], "chunks_s": chunks, "first_visible_s": ttft_s}
+            of_cell = {"cell": cell.id, "load": cell.load, "process": process, "id": f"{cell.id}-{index}"}
+            phase = {"phase": "warmup" if index < 0 else "measured", "index": index}
+            answered = "other" if wrong and index == 4 else model
+            found.append(request(**of_cell, **phase, **times, headers_s=0.001, model=answered))
+            now, loaded = now + chunks[-1], model
+        return found
+
+    write_made_run(folder / f"run{seed}", made_of=scenario, requests=requests)
+    return summarize(folder / f"run{seed}")
+
+
+def test_the_cost_of_a_change_and_how_many_waited(tmp_path: Path) -> None:
+    summary = made(tmp_path)
+    (answer,) = summary.answers
+    values = answer.values
+    assert (values["changes"], values["waited"]) == (12, 12), "the first one, too: the warm-up ended with the other"
+    assert values["cost_s"] == pytest.approx(SWITCH_S, rel=0.05)
+    assert values["low_s"] < SWITCH_S < values["high_s"]
+    assert values["same_s"] == pytest.approx(TTFT_S, rel=0.05)
+    assert list(values["by_model_s"]) == ["first", "second"]
+    assert summary.valid, summary.reasons
+    (chart,) = crossover_charts(summary, read_run(tmp_path / "run1"))
+    assert chart.figure["data"][0]["x"] == ["same model", "to first", "to second"]
+    assert run_answer(summary, read_run(tmp_path / "run1")) == answer.text
+
+
+def test_a_server_that_keeps_both_models_costs_nothing(tmp_path: Path) -> None:
+    (answer,) = made(tmp_path, switch_s=0).answers
+    assert answer.values["low_s"] < 0 < answer.values["high_s"] and answer.values["waited"] < 3
+
+
+def test_one_model_that_answers_for_another_is_invalid(tmp_path: Path) -> None:
+    summary = made(tmp_path, wrong=True)
+    assert [reason.code for reason in summary.reasons] == ["model_changed"] * 3
+
+
+def test_models_of_a_mix_are_in_the_order_of_sending(tmp_path: Path) -> None:
+    text = TEXT.replace("model: [first, first, first, second, second, second]", "model: first")
+    one_run = made(tmp_path, text.replace("repeats: 3", "repeats: 1"))
+    assert one_run.answers == [], "no change"
+
+
+def test_the_interval_covers_the_switch(tmp_path: Path) -> None:
+    runs, covered = (200 if NIGHTLY else 20), 0
+    for seed in range(runs):
+        values = made(tmp_path, seed=100 + seed).answers[0].values
+        covered += values["low_s"] <= SWITCH_S <= values["high_s"]
+    assert covered >= 0.9 * runs - 1
