@@ -337,26 +337,32 @@ def live(
 @cli.command(short_help="Validate a scenario and show its plan.")
 def check(
     scenario: cli.ScenarioArg,
+    url: cli.UrlOpt = None,
+    ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
     repeats: cli.RepeatsOpt = None,
     checks: cli.ChecksOpt = None,
     as_json: cli.JsonOpt = False,
 ) -> None:
-    """Validate a scenario and show its plan, without running anything."""
+    """Validate a scenario and show its plan, without running anything. With --url one request is timed."""
     from harness.run import experiment as experiments
+    from harness.run import quick as quickly
     from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
     from harness.run.preview import preview, show_plan
 
-    experiment = experiments.prepare(scenario, None, model, repeats, checks or [])
-    shown = preview(experiment)
-    of_machine = [*machine_notes(experiment), *predict_shares(experiment)]
+    target = cli.make_target(url, ca=ca)
+    experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
+    speed = None if target is None else quickly.time_one_request(target, experiment.scenario)
+    shown = preview(experiment, speed)
+    of_machine = [] if target is not None else [*machine_notes(experiment), *predict_shares(experiment)]
     if as_json:
         cli.print_json(replace(shown, notes=shown.notes + of_machine))
     else:
         show_plan(experiment, shown, cli.console())
         for note in of_machine:
             cli.console().print(note)
-    check_all_gpus(experiment)
+    if target is None:
+        check_all_gpus(experiment)
 
 
 def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ from harness.base import units
 from harness.base.units import count
 from harness.report import words
 from harness.run.experiment import Experiment
+from harness.run.quick import RequestSpeed
 from harness.scenario import Load, Scenario, Sweep, max_concurrency, requests_per_task, warmup_of
 from harness.scenario.behaviour import Agent, mean_pause_s, typical_length
 from harness.scenario.plan import (
@@ -30,8 +31,7 @@ from harness.scenario.plan import (
 from harness.serve.lint import list_notes, pin_notes
 from harness.workload.traces import Replay, cached_replay
 
-# The speed of the server is unknown before the run.
-ASSUMED_TPOT_S = 0.03
+ASSUMED = RequestSpeed(0.0, 0.03)  # the speed of a server is unknown before the run
 ASSUMED_START_S = 60.0
 ASSUMED_EMBEDDED_START_S = 1.0
 GENERATOR_START_S = 2.0
@@ -63,13 +63,19 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
 
-def preview(experiment: Experiment) -> Preview:
-    """Return the plan of a scenario. Reads its traces; sends nothing."""
+def preview(experiment: Experiment, speed: RequestSpeed | None = None) -> Preview:
+    """Return the plan of a scenario. Reads its traces; sends nothing. `speed`: of a running server."""
     scenario = experiment.scenario
     base, swept = baseline_of(scenario), scenario.swept or Sweep()
     starts = f"{ASSUMED_EMBEDDED_START_S:.0f} s per start of the embedded engine"
     if any(server.container for server in scenario.servers.values()):
         starts = f"{ASSUMED_START_S:.0f} s per container start; a first one downloads, and may compile for minutes"
+    tokens = f"{ASSUMED.tpot_s * 1e3:.0f} ms per token"
+    if speed is not None:
+        tokens = (
+            f"{speed.ttft_s * 1e3:.0f} ms to the first token and {speed.tpot_s * 1e3:.3g} ms per token, as measured"
+        )
+        starts = "no start"
     cpu_count = os.cpu_count()
     return Preview(
         path=str(experiment.path),
@@ -89,13 +95,13 @@ def preview(experiment: Experiment) -> Preview:
         order=[cell.id for cell in plan(scenario)],
         server_starts=count_server_starts(scenario),
         cold=scenario.restart,
-        estimated_s=estimate_s(scenario, experiment.folder),
-        assumed=f"{ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, {starts}",
+        estimated_s=estimate_s(scenario, experiment.folder, speed),
+        assumed=f"{tokens} however many answers come at once, {starts}",
         notes=[
             *_plan_notes(experiment),
             *check_notes(scenario),
-            *list_notes(scenario, cpu_count),
-            *pin_notes(scenario, datetime.now(UTC).date()),
+            *([] if experiment.target else list_notes(scenario, cpu_count)),
+            *([] if experiment.target else pin_notes(scenario, datetime.now(UTC).date())),
         ],
     )
 
@@ -172,54 +178,55 @@ def check_notes(scenario: Scenario) -> list[str]:
     return notes
 
 
-def estimate_s(scenario: Scenario, folder: Path) -> float:
-    """Estimate the seconds of a run by the assumptions above."""
+def estimate_s(scenario: Scenario, folder: Path, measured: RequestSpeed | None = None) -> float:
+    """Estimate the seconds of a run by the assumptions above. `measured`: the speed of a server that already runs."""
+    speed = measured or ASSUMED
     groups_s: dict[str, float] = {}
     started: set[tuple[int, str]] = set()
     for cell in plan(scenario):
         load = scenario.loads[cell.load]
         start_s = ASSUMED_START_S if scenario.servers[cell.server].container else ASSUMED_EMBEDDED_START_S
-        if not scenario.restart and server_start_of(cell) in started:
+        if measured is not None or (not scenario.restart and server_start_of(cell) in started):
             start_s = 0.0
         started.add(server_start_of(cell))
         replay = None if load.trace is None else cached_replay(folder / load.trace.file, load.trace)
         start_s += GENERATOR_START_S
-        load_s = load.ramp_s + _warmup_s(scenario, load) + _work_s(scenario, load, replay)
+        load_s = load.ramp_s + _warmup_s(scenario, load, speed) + _work_s(scenario, load, replay, speed)
         before_s = groups_s.get(cell.group, start_s)
         # Parts of a mix run concurrently; stages follow each other.
         groups_s[cell.group] = max(before_s, start_s + load_s) if cell.mix else before_s + load_s
     return sum(groups_s.values())
 
 
-def _warmup_s(scenario: Scenario, load: Load) -> float:
+def _warmup_s(scenario: Scenario, load: Load, speed: RequestSpeed) -> float:
     warmup = warmup_of(scenario, load)
     if warmup.duration_s is not None:
         return warmup.duration_s
     requests = steadiness(load, warmup).min_answers if warmup.until is not None else warmup.requests or 0
-    return _closed_loop_s(load, requests)
+    return _closed_loop_s(load, requests, speed)
 
 
-def _work_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
+def _work_s(scenario: Scenario, load: Load, replay: Replay | None, speed: RequestSpeed) -> float:
     """Estimate the measured seconds, until the last answer ends."""
     if replay is not None:
-        return replay.at_s[-1] + replay.output_tokens[-1] * ASSUMED_TPOT_S
+        return replay.at_s[-1] + speed.answer_s(replay.output_tokens[-1])
     if load.duration_s is not None:
-        return load.duration_s + min(load.drain_s, _answer_s(load))
+        return load.duration_s + min(load.drain_s, _answer_s(load, speed))
     requests = load.requests or 0
     if load.arrivals is None:
-        return _closed_loop_s(load, requests)
+        return _closed_loop_s(load, requests, speed)
     per_task = requests_per_task(load)
     last_s = Schedule(load.arrivals, scenario.seed).at(-(-requests // per_task) - 1) or 0.0
-    return last_s + _closed_loop_s(replace(load, users=1), min(requests, per_task))
+    return last_s + _closed_loop_s(replace(load, users=1), min(requests, per_task), speed)
 
 
-def _closed_loop_s(load: Load, requests: int) -> float:
+def _closed_loop_s(load: Load, requests: int, speed: RequestSpeed) -> float:
     """Estimate the seconds of requests at full concurrency, each with the pause after it."""
     pause_s = mean_pause_s(load.think or load.think_s)
     if load.user == "agent":
         pause_s = mean_pause_s((load.agent or Agent()).tool_time)  # of each step
-    return -(-requests // max_concurrency(load)) * (_answer_s(load) + pause_s)
+    return -(-requests // max_concurrency(load)) * (_answer_s(load, speed) + pause_s)
 
 
-def _answer_s(load: Load) -> float:
-    return 0.0 if load.endpoint == "embeddings" else typical_length(load.output_tokens) * ASSUMED_TPOT_S
+def _answer_s(load: Load, speed: RequestSpeed) -> float:
+    return speed.answer_s(0 if load.endpoint == "embeddings" else typical_length(load.output_tokens))

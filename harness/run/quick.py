@@ -24,6 +24,7 @@ from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Run
 from harness.run.experiment import RUNNING_SERVER, Target
+from harness.scenario import Scenario
 from harness.scenario.behaviour import max_length
 from harness.serve import probe
 from harness.serve.lifecycle import choose_model, reported
@@ -65,11 +66,15 @@ EFFORTS = (Effort(64, 2.5, 2.0), Effort(48, 5.0, 3.0), Effort(24, 9.0, 5.0), Eff
 _ANSWERS = 2.2  # of one user, that a level has time for
 
 
-class FirstSpeed(NamedTuple):
+class RequestSpeed(NamedTuple):
     """The speed of one request."""
 
     ttft_s: float
     tpot_s: float
+
+    def answer_s(self, tokens: float) -> float:
+        """Return the seconds of an answer of so many tokens."""
+        return self.ttft_s + tokens * self.tpot_s
 
 
 def find_server(ports: Sequence[int] = PORTS) -> str:
@@ -153,18 +158,14 @@ def _scenario(question: str, model: str, loads: dict[str, Any], key_name: str | 
     return scenario | more | ({} if key_name is None else {"api_key_env": key_name})
 
 
-def choose_effort(speed: FirstSpeed) -> Effort:
+def choose_effort(speed: RequestSpeed) -> Effort:
     """Return the largest answers of which one user gets two or more in the time of a level."""
 
-    fitting = (one for one in EFFORTS if _ANSWERS * _answer_s(speed, one.output_tokens) <= one.level_s)
+    fitting = (one for one in EFFORTS if _ANSWERS * speed.answer_s(one.output_tokens) <= one.level_s)
     return next(fitting, EFFORTS[-1])
 
 
-def _answer_s(speed: FirstSpeed, tokens: int = FIRST_TOKENS) -> float:
-    return speed.ttft_s + tokens * speed.tpot_s
-
-
-def measure_speed(base: str, model: str, key: str | None, key_name: str | None = None) -> FirstSpeed:
+def measure_speed(base: str, model: str, key: str | None, key_name: str | None = None) -> RequestSpeed:
     """Return the speed of a short streamed request. Raises ServerError when the model does not answer.
 
     A slow one is repeated: it may have included the load of the model, or met a busy machine.
@@ -174,7 +175,13 @@ def measure_speed(base: str, model: str, key: str | None, key_name: str | None =
     is_slow = first.ttft_s > SLOW_FIRST_S or time.monotonic() - begin_s < SLOW_FIRST_S
     if choose_effort(first) is EFFORTS[0] or not is_slow:
         return first
-    return min(first, _ask(base, model, key, key_name), key=_answer_s)
+    return min(first, _ask(base, model, key, key_name), key=lambda speed: speed.answer_s(FIRST_TOKENS))
+
+
+def time_one_request(target: Target, scenario: Scenario) -> RequestSpeed:
+    """Return the speed of one request of a scenario's model. Raises ServerError when it does not answer."""
+    base, key = probe.parse_base_url(target.url), read_api_key(scenario.api_key_env)
+    return _when_ready(lambda: measure_speed(base, scenario.model, key, scenario.api_key_env))
 
 
 def _when_ready(ask: Callable[[], T]) -> T:
@@ -189,7 +196,7 @@ def _when_ready(ask: Callable[[], T]) -> T:
         pause(probe.RETRY_EVERY_S)
 
 
-def _ask(base: str, model: str, key: str | None, key_name: str | None) -> FirstSpeed:
+def _ask(base: str, model: str, key: str | None, key_name: str | None) -> RequestSpeed:
     prompt = text(PROMPT_TOKENS, time.time_ns(), "speed")  # in no prefix cache
     message = {"role": "user", "content": prompt}
     body = {"model": model, "messages": [message], "max_tokens": FIRST_TOKENS, "stream": True}
@@ -201,8 +208,8 @@ def _ask(base: str, model: str, key: str | None, key_name: str | None) -> FirstS
             tokens_s = list(_token_times(response, sent_s))
     took_s = time.monotonic() - sent_s
     if len(tokens_s) < 2:  # it is not streamed, or came all at once
-        return FirstSpeed(took_s / 2, took_s / 2 / FIRST_TOKENS)
-    return FirstSpeed(tokens_s[0], (tokens_s[-1] - tokens_s[0]) / (len(tokens_s) - 1))
+        return RequestSpeed(took_s / 2, took_s / 2 / FIRST_TOKENS)
+    return RequestSpeed(tokens_s[0], (tokens_s[-1] - tokens_s[0]) / (len(tokens_s) - 1))
 
 
 def _token_times(response: requests.Response, sent_s: float) -> Iterator[float]:

@@ -1,13 +1,41 @@
-"""Reasons are codes with values, and have their sentence where they arise."""
+"""What a summary shows at a prompt and in a notebook."""
 
-from harness.base.summary import Reason, because, sentence
-from tests.support.reasons_in_source import reasons_in_source
+from html.parser import HTMLParser
+
+import pytest
+
+from harness.base.summary import SHOWN_ROWS, Distribution, Numbers, Row, Summary
 
 
-def test_each_reason_has_a_text() -> None:
-    assert [code for code, texts in reasons_in_source().items() if not all(texts)] == []
+def summary(rows: int, name: str = "a") -> Summary:
+    numbers = Numbers(
+        sent=20, succeeded=18, failed=2, unfinished=0, output_tok_s=95.0, ttft=Distribution(n=18, p50=0.05)
+    )
+    made = [
+        Row(server=name, load=f"l{place}", cells=[], wall=[], output_tok_s=[], pooled=numbers) for place in range(rows)
+    ]
+    return Summary(
+        run="r", scenario="s", question="?", simulated=True, valid=True, reasons=[], rows=made, cells=[]
+    )  # fmt: skip
 
 
-def test_the_cell_of_a_reason_comes_first() -> None:
-    assert sentence(because("interrupted", "it ended")) == "it ended"
-    assert sentence(Reason("not_run", "it has not run", cell="r1-a-x")) == "r1-a-x: it has not run"
+@pytest.mark.parametrize("rows", [0, 1, SHOWN_ROWS, SHOWN_ROWS + 1, 100])
+def test_a_prompt_shows_ten_lines_at_most(rows: int) -> None:
+    lines = repr(summary(rows)).splitlines()
+    assert len(lines) == min(rows + 2, 10)
+    assert lines[0] == "r: VALID (simulated)"
+    if rows:
+        assert lines[2].split() == ["a", "/", "l0", "95", "50", "–", "2"]
+    if rows > SHOWN_ROWS:
+        assert lines[-1] == f"... {rows - SHOWN_ROWS} more"
+
+
+def test_a_notebook_shows_all_rows_and_no_markup_of_names() -> None:
+    found: list[str] = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            found.append(tag)
+
+    Tags().feed(summary(12, "<script>")._repr_html_())
+    assert found.count("tr") == 13 and "script" not in found

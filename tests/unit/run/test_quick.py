@@ -10,20 +10,23 @@ import pytest
 from harness.base.errors import HarnessError, ServerError
 from harness.base.process import free_port
 from harness.run.experiment import Target, prepare
+from harness.run.preview import GENERATOR_START_S, preview
 from harness.run.quick import (
     EFFORTS,
     LEVELS,
     LIMITS,
     USER_LOADS,
     Effort,
-    FirstSpeed,
+    RequestSpeed,
     choose_effort,
     find_server,
     quick_scenario,
     scenario_path,
+    time_one_request,
     user_scenario,
 )
 from harness.serve import probe
+from tests.support.command import write
 from tests.support.http_double import Handler, listening
 
 KEY = "a-key-of-the-test"
@@ -83,13 +86,13 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("speed", "effort"),
     [
-        (FirstSpeed(0.02, 0.01), EFFORTS[0]),
-        (FirstSpeed(0.3, 0.05), EFFORTS[2]),
-        (FirstSpeed(1.7, 0.2), EFFORTS[3]),  # 5 tok/s
-        (FirstSpeed(60.0, 10.0), EFFORTS[3]),
+        (RequestSpeed(0.02, 0.01), EFFORTS[0]),
+        (RequestSpeed(0.3, 0.05), EFFORTS[2]),
+        (RequestSpeed(1.7, 0.2), EFFORTS[3]),  # 5 tok/s
+        (RequestSpeed(60.0, 10.0), EFFORTS[3]),
     ],
 )
-def test_the_work_fits_the_speed(speed: FirstSpeed, effort: Effort) -> None:
+def test_the_work_fits_the_speed(speed: RequestSpeed, effort: Effort) -> None:
     assert choose_effort(speed) == effort
 
 
@@ -147,6 +150,17 @@ def test_the_scenarios_are_valid() -> None:
             scenario = prepare(path, target).scenario
             assert scenario.model == "Qwen3-8B"
             assert scenario.checks == ([] if name == "quick" else LIMITS)
+
+
+def test_the_time_of_a_run_follows_from_one_request_to_the_server(tmp_path: Path) -> None:
+    with listening(double()) as url:
+        target = Target(url)
+        experiment = prepare(write(tmp_path), target, "Qwen3-8B")
+        speed = time_one_request(target, experiment.scenario)
+        shown = preview(experiment, RequestSpeed(1.0, 0.5))
+    assert speed.ttft_s > 0 and speed.tpot_s >= 0
+    # A wave of warm-up and three bursts of 5 tokens, and the start of the load generator.
+    assert shown.estimated_s == pytest.approx(4 * (1.0 + 5 * 0.5) + GENERATOR_START_S)
 
 
 def test_a_scenario_or_a_server_is_needed() -> None:
