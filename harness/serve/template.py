@@ -228,7 +228,7 @@ def render(
         if name in declared and values[name] is None:
             values[name] = computed
     try:
-        return _environment().get_template(f"{template}.yaml.j2").render(values)
+        return _environment(COMPOSE).get_template(f"{template}.yaml.j2").render(values)
     except TemplateError as error:
         raise HarnessError(f"{COMPOSE / template}.yaml.j2: {error}", next_step="Correct the template.") from None
 
@@ -237,9 +237,11 @@ def _fill_defaults(declared: dict[str, Variable], given: dict[str, Any]) -> dict
     return {name: given.get(name, variable.default) for name, variable in declared.items()}
 
 
-def _environment() -> SandboxedEnvironment:
+@cache
+def _environment(folder: Path) -> SandboxedEnvironment:
+    """The environment of a folder's templates. It keeps those that it has compiled."""
     environment = SandboxedEnvironment(
-        loader=FileSystemLoader(COMPOSE),
+        loader=FileSystemLoader(folder),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

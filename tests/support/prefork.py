@@ -38,13 +38,19 @@ COMMAND_LINE_BYTES = 4_000  # of a fork, as others see it
 # What most commands import when they are called. Importing it must start nothing and read no setting.
 _COMMANDS = (
     "scipy.stats",
+    "typer._adapters",
     "rich.live",
     "rich.table",
+    "rich._emoji_codes",
     "harness.cli",
     "harness.run.orchestrator",
+    "harness.run.quick",
+    "harness.run.budget",
     "harness.analysis.compare",
     "harness.analysis.history",
+    "harness.report.history",
     "harness.report.html",
+    "harness.report.junit",
     "harness.report.terminal",
     "harness.serve.engine",
     "harness.run.preview",
@@ -285,7 +291,11 @@ def _serve(kind: str) -> NoReturn:
     for name in PRELOADED[kind]:
         importlib.import_module(name)
     if kind == "harness":
-        importlib.import_module("harness.report.html").page_template("report.html.j2")  # compiled as long as it is used
+        # Templates are compiled as long as they are used.
+        importlib.import_module("harness.report.html").page_template("report.html.j2")
+        environment = importlib.import_module("harness.serve.template")._environment(ROOT / "compose")
+        for name in environment.list_templates(filter_func=lambda name: name.endswith(".j2")):
+            environment.get_template(name)
     else:
         inspect.stack()  # Locust looks for its caller's file among those of all modules, which are remembered
     gc.freeze()
