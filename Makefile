@@ -10,6 +10,8 @@ BASE ?= python:3.11-slim
 TEST_PROCESSES ?= 6
 WITHOUT_TIERS := --ignore tests/docker --ignore tests/real --ignore tests/lemonade --ignore tests/browser
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS) --dist loadfile --no-loadscope-reorder
+# Pytest rewrites the assertions of all tests: here once, or each of its processes would.
+REWRITE := $(BIN)/python -m pytest --collect-only -qq > /dev/null
 
 # Where it is set, each of the many processes of the tests compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,10 +32,11 @@ dev: $(VENV)/installed-dev ## Install what the tests need, too
 test: lint test-all ## Run every tier of tests that this machine supports; report the others, with the reason
 
 test-all: dev # The engines are set up while the tests run that need none; the others wait for them.
-	@tests/support/engines/setup-for-tests & \
-	HARNESS_TEST_SETUP=$$! $(PYTEST) -m "not alone" --numprocesses $(TEST_PROCESSES); status=$$?; wait; exit $$status
+	@tests/support/engines/setup-for-tests & setup=$$!; $(REWRITE); \
+	HARNESS_TEST_SETUP=$$setup $(PYTEST) -m "not alone" --numprocesses $(TEST_PROCESSES); status=$$?; wait; exit $$status
 
 test-fast: dev ## Run the tests that need neither Docker nor real engines nor a browser
+	@$(REWRITE) || true
 	$(PYTEST) -m "not alone" $(WITHOUT_TIERS) --numprocesses $(TEST_PROCESSES)
 
 test-nightly: ## Run `make test` with the slow tests and all draws of the simulations (CONTRIBUTING.md lists them)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = ROOT / "compose"
 SCRIPT = str(Path(sys.executable).with_name("harness"))
 MARK = "HARNESS_TEST_MARK"  # in the environment of a command: which test's it is (32 hexadecimal digits)
 # What Python, a library or harness.serve reads once, at its start.
@@ -292,10 +293,10 @@ def _serve(kind: str) -> NoReturn:
         importlib.import_module(name)
     if kind == "harness":
         # Templates are compiled as long as they are used.
-        importlib.import_module("harness.report.html").page_template("report.html.j2")
-        environment = importlib.import_module("harness.serve.template")._environment(ROOT / "compose")
-        for name in environment.list_templates(filter_func=lambda name: name.endswith(".j2")):
-            environment.get_template(name)
+        page = importlib.import_module("harness.report.html").page_template("report.html.j2")
+        for environment in (page.environment, importlib.import_module("harness.serve.template")._environment(COMPOSE)):
+            for name in environment.list_templates(filter_func=lambda name: name.endswith(".j2")):
+                environment.get_template(name)
     else:
         inspect.stack()  # Locust looks for its caller's file among those of all modules, which are remembered
     gc.freeze()

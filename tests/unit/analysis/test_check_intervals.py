@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
-from scipy.signal import lfilter
 from scipy.special import ndtri
 
 from harness.analysis.checks import evaluate
@@ -132,6 +131,8 @@ def against(
     n: int, factor: float, metric: str = "ttft_p95", trials: int = TRIALS, correlation: float = 0.0, bound: float = 1.1
 ) -> Shares:
     """Results of `metric <= 1.1 * baseline` where the true ratio is `factor`, n requests on each side, by AR(1)."""
+    from scipy.signal import lfilter  # a second's import, in the one process that runs this
+
     dice = np.random.default_rng(n)
 
     def sample(value_s: float) -> LatencySample:

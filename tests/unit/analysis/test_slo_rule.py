@@ -6,7 +6,6 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from scipy.signal import lfilter
 from scipy.special import ndtri
 
 from harness.analysis.slo_rule import (
@@ -44,6 +43,8 @@ def sample(values: Floats, states: list[int] | None = None, sent_s: Floats | Non
 
 def correlated(dice: np.random.Generator, n: int, correlation: float) -> Floats:
     """Normal logarithms of latencies with this correlation of neighbours (AR(1)), in steady state."""
+    from scipy.signal import lfilter  # a second's import, in the one process that runs this
+
     noise = dice.standard_normal(n + 200) * math.sqrt(1 - correlation**2)
     series: Floats = lfilter([1], [1, -correlation], noise)[200:]
     return series

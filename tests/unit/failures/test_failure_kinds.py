@@ -17,17 +17,18 @@ DMESG = ("[  812.345678] ", "[Wed Sep  2 09:32:42 2026] ", "Sep 02 09:32:42 box 
 DRIVER = ("amdgpu 0000:c5:00.0: ", "amdgpu 0000:c5:00.0: amdgpu: ", "[drm:amdgpu_job_timedout [amdgpu]] *ERROR* ")
 
 
-@pytest.mark.parametrize(("stamp", "driver"), list(itertools.product(DMESG, DRIVER)))
+PROCESS = (
+    " Process llama-server pid 4242 thread llama-server pid 4242",
+    "Process information: process llama-server pid 4242 thread llama-server:cs0 pid 4243",
+)
+
+
 @pytest.mark.parametrize("ring", ["comp_1.1.0", "gfx_0.0.0", "sdma0", "vcn_unified_0", "gfx", "jpeg_dec_0"])
-def test_a_ring_timeout_names_ring_and_process(stamp: str, driver: str, ring: str) -> None:
-    process = (
-        f"{stamp}{driver} Process llama-server pid 4242 thread llama-server pid 4242",
-        f"{stamp}{driver}Process information: process llama-server pid 4242 thread llama-server:cs0 pid 4243",
-    )
-    for line in process:
-        timeout = f"{stamp}{driver}ring {ring} timeout, signaled seq=7, emitted seq=9"
-        log = f"{stamp}{driver}Dumping IP State\n{timeout}\n{line}\n"
-        failure = explain(log)
+def test_a_ring_timeout_names_ring_and_process(ring: str) -> None:
+    for stamp, driver, process in itertools.product(DMESG, DRIVER, PROCESS):
+        head = stamp + driver
+        timeout = f"{head}ring {ring} timeout, signaled seq=7, emitted seq=9"
+        failure = explain(f"{head}Dumping IP State\n{timeout}\n{head}{process}\n")
         assert failure is not None and (failure.id, failure.number) == ("kernel.ring_timeout", 2)
         assert f"ring {ring} " in failure.cause and "process llama-server, pid 4242" in failure.cause
         assert "lockup_timeout" in failure.fix
