@@ -16,6 +16,7 @@ from harness.analysis.limits import client_errors, client_limits, limited_fields
 from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
 from harness.analysis.same_answers import same_answers
 from harness.analysis.schedule import load_kind, schedule_kept, summarize_warmup
+from harness.analysis.soak import soak_results
 from harness.analysis.stats import rate_error
 from harness.analysis.switching import switching_answers
 from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split, timed_others
@@ -121,6 +122,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         cells=summaries,
         comparison=comparison,
         answers=answers or turn_answers(rows, run.scenario.loads),
+        soaks=soak_results(data),
         same_answers=[] if run_reasons else same_answers(data),
     )
     return with_checks(Summarized(summary, data), run, read_reference(folder), extra_checks)

@@ -361,6 +361,46 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     client_error: dict[str, tuple[float, float]] = {}
 
 
+class Trend(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A straight line through blocks of a soak, with the 95 % interval of its slope."""
+
+    name: str  # "tok/s", or a kind of memory
+    level: float  # mean: tokens a second, bytes, or a share of the KV cache
+    per_hour: float  # of the speed a share, else in the unit of the level
+    low: float
+    high: float
+    grows: bool  # memory: the interval is above 0, and the growth is more than 1 % of the level (5 % of the KV cache)
+    values: list[float] = []  # of the speed: tokens a second in each block
+
+
+class KernelEvent(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A line of the kernel log that the table of failures knows."""
+
+    at_s: float  # since the start of the measured time
+    id: str  # of the entry in the table
+    cause: str
+    text: str
+    serious: bool  # not a warning only
+    in_flight: int  # requests at that moment ...
+    failed: int  # ... and those of them that failed
+
+
+class Soak(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What hours of load showed in a cell."""
+
+    cell: str
+    row: str
+    measured_s: float
+    speed: Trend | None = None  # up to the first failure, as the memory
+    memory: list[Trend] = []
+    failed: int  # requests
+    first_failure_s: float | None = None  # of a request, or the first serious event of the kernel
+    cause: str = ""
+    events: list[KernelEvent] = []
+    kernel_log: bool | None = None  # whether it could be read; None: the machine was not sampled
+    word: Literal["stable", "drifts", "failed", "unknown"]
+
+
 class TurnNumbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One turn of an agent's tasks: means over the successful requests. None: the server does not report it."""
 
@@ -510,6 +550,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rows: list[Row]
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
+    soaks: list[Soak] = []  # of loads of hours
     same_answers: list[SameAnswers] = []  # of loads whose right answers are known: each server against the baseline's
     checks: list[CheckResult] = []
     # Of a sweep over context depth, prompt length or users, and of loads with several models: what the run found out.

@@ -26,6 +26,9 @@ UI_PORT = 8089  # Locust's own
 ResumeOpt = Annotated[
     Path | None, cli.option("RUN", "Go on with this run: keep its complete and valid cells, measure the others again.")
 ]
+DurationOpt = Annotated[
+    str | None, cli.option("TIME", "How long loads with a `duration_s` are measured, such as 8h; replaces theirs.")
+]
 BudgetOpt = Annotated[str | None, cli.option("TIME", "As many repeats as this time allows, such as 2h; at least one.")]
 TimesOpt = Annotated[
     int, cli.option("N", "So many runs, one after another; they show how far equal runs differ.", min=1, max=1000)
@@ -87,6 +90,7 @@ def run(
     scenario: cli.OptionalScenario = None,
     resume: ResumeOpt = None,
     budget: BudgetOpt = None,
+    duration: DurationOpt = None,
     times: TimesOpt = 1,
     every: EveryOpt = None,
     url: cli.UrlOpt = None,
@@ -129,7 +133,8 @@ def run(
         return
     make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=cli.console().print)
     with running_scenarios.scenario_path(scenario, target, quick.NAME, make) as path:
-        experiment = experiments.prepare(path, target, model, repeats, checks or [])
+        duration_s = None if duration is None else read_duration("--duration", duration)
+        experiment = experiments.prepare(path, target, model, repeats, checks or [], duration_s)
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
         _print_notes(experiment.scenario)

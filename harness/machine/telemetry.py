@@ -19,6 +19,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from harness.machine.gpus import read_sysfs
+from harness.machine.kernel_log import KernelLog
 from harness.records.records import append_sample
 from harness.records.samples import ContainerSample, GpuSample, HostSample, TelemetrySample
 
@@ -395,7 +396,7 @@ class Sampler:
         meter = Meter()
         try:
             root = telemetry_root()
-            files = find_files(root, self._container_files)
+            files, kernel_log = find_files(root, self._container_files), KernelLog(root)
             due = time.monotonic()
             is_last = False
             while True:
@@ -405,11 +406,18 @@ class Sampler:
                 due = max(due + self._interval_s, time.monotonic())  # do not catch up after a slow reading
                 gpus, host, container = meter.sample(contents, clock_s)
                 sample = TelemetrySample(
-                    wall_s=wall_s, cell=self.cell, took_s=took_s, gpus=gpus, host=host, container=container
+                    wall_s=wall_s,
+                    cell=self.cell,
+                    took_s=took_s,
+                    gpus=gpus,
+                    host=host,
+                    container=container,
+                    kernel=kernel_log.read(),
                 )
                 append_sample(self._path, sample)
                 self.samples += 1
                 if is_last:
+                    kernel_log.close()
                     return
                 is_last = self._stop.wait(max(0.0, due - time.monotonic()))
         except Exception as failure:  # the measurement goes on without telemetry

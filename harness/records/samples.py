@@ -295,6 +295,13 @@ class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     listen_overflows: Whole | None = None  # ListenOverflows of its network namespace: a counter since its start
 
 
+class KernelLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A line of the kernel log about a GPU, memory or heat."""
+
+    wall_s: Seconds
+    text: str  # shortened
+
+
 class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     wall_s: Seconds  # start of the reading; through a container: its arrival
     cell: str
@@ -302,6 +309,7 @@ class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     gpus: dict[str, GpuSample] = {}  # by render node, such as renderD128
     host: HostSample | None = None
     container: ContainerSample | None = None
+    kernel: list[KernelLine] | None = None  # that are new since the last sample; None: the log cannot be read
 
 
 def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:

@@ -32,6 +32,7 @@ from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.elements import Chart, Element, Fold
+from harness.report.soak import soak_charts, soak_page
 from harness.report.turns import turn_charts, turns_page
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
@@ -138,6 +139,7 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         startup_chart(run),
         *([] if capacity is None else [attainment_chart(capacity)]),
         *turn_charts(summary),
+        *soak_charts(summary),
         *([answers_chart(summary.same_answers)] if summary.same_answers else []),
     ]
     bounds = figures.slo_bounds(summary)
@@ -155,7 +157,12 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         answer=page.answer(summary, run, capacity),
         verdicts=_verdicts(summary),
         results=table.results_table(summary, run, loads),
-        details=[*turns_page(summary), *table.time_table(summary), *table.schedule_table(summary, run)],
+        details=[
+            *turns_page(summary),
+            *soak_page(summary),
+            *table.time_table(summary),
+            *table.schedule_table(summary, run),
+        ],
         machine=table.machine_table(summary),
         notes=page.notes(summary),
         checks=page.checks(summary.checks),

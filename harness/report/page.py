@@ -21,6 +21,7 @@ from harness.report import sentences, words
 from harness.report.answers import same_answers_page
 from harness.report.capacity import capacity_lines
 from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
+from harness.report.soak import soak_page
 from harness.report.table import machine_table, results_table, schedule_table, time_table
 from harness.report.turns import turns_page
 from harness.report.verdict_text import verdict_word
@@ -42,6 +43,7 @@ def run_page(
         *same_answers_page(summary.same_answers),
         results_table(summary, run),
         *turns_page(summary),
+        *soak_page(summary),
         *schedule_table(summary, run),
         *time_table(summary),
         *(machine_table(summary) if explain else []),

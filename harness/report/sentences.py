@@ -12,6 +12,7 @@ from typing import Literal
 
 from harness.analysis.checks import evaluate
 from harness.analysis.comparable import engine_versions
+from harness.analysis.soak import soak_answer
 from harness.analysis.verdicts import without_concurrency
 from harness.base import units
 from harness.base.errors import HarnessError
@@ -61,6 +62,8 @@ def run_answer(summary: Summary, run: Run) -> str:
 def _run_answer(summary: Summary, run: Run) -> str:
     if run.status in ("running", "interrupted", "failed"):
         return "No answer: the run did not come to its end."
+    if summary.soaks:  # a server that failed makes the run INVALID, and is the answer
+        return " ".join(sentence(soak_answer(found)) for found in summary.soaks)
     if summary.valid is False and run.status != "live":
         return "No answer: the run is INVALID."
     checks = [(check, result) for result in summary.checks if (check := _parse_or_none(result.check)) is not None]

@@ -72,6 +72,7 @@ def prepare(
     model: str | None = None,
     repeats: int | None = None,
     checks: Sequence[str] = (),
+    duration_s: float | None = None,
 ) -> Experiment:
     """Load a scenario and apply the options of the command line. Raises HarnessError with all problems found."""
     read = read_scenario(path)
@@ -89,6 +90,12 @@ def prepare(
         (f"--check '{text}'", partial(validate_checks, [text], scenario.servers, scenario.loads)) for text in checks
     )
     _raise_problems(path, problems, itertools.chain(_file_checks(scenario, path.parent), of_options), read.lines)
+    if duration_s is not None:
+        timed = {name: replace(load, duration_s=duration_s) for name, load in scenario.loads.items() if load.duration_s}
+        if not timed:
+            next_step = "Use it with a scenario such as soak; `requests` is a fixed amount of work."
+            raise HarnessError("--duration: no load of this scenario has a 'duration_s'", next_step=next_step)
+        scenario = replace(scenario, loads=scenario.loads | timed)
     model = scenario.model if model is None else model
     scenario = replace(scenario, model=model, checks=[*scenario.checks, *checks])
     if target is not None:

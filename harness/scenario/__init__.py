@@ -186,6 +186,8 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # completions: the messages as one text; messages: Anthropic's, see [endpoints](scenarios.md#endpoints)
     endpoint: Literal["chat", "completions", "embeddings", "messages"] = "chat"
     answer: Structured | None = None  # the form that answers must have; the share of valid answers is reported
+    # a load of hours: the report shows drift, growth of memory, events of the kernel and the first failure
+    soak: bool = False
     ramp_s: NotNegative = 0.0  # all users are spawned within this time; the warm-up lasts at least as long
     drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish
     # a request has failed when for this time no data arrives and the server takes none; pings are no data

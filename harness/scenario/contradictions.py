@@ -140,6 +140,7 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     for key, others in _EXCLUDED.items():
         for other in others if getattr(load, key) else ():
             yield getattr(load, other) is not None, f".{other}", f"does not go with '{key}'; remove one of the two"
+    yield load.soak and load.duration_s is None, ".soak", "needs 'duration_s'; `harness run --duration 8h` changes it"
     if load.think_s is not None:
         yield load.think_s[0] > load.think_s[1], ".think_s", _order_text(load.think_s)
     users = min((stage.users for stage in load.stages), default=load.users)

@@ -1,0 +1,191 @@
+"""What hours of load show: drift of the speed, growth of memory, the first failure, and the kernel's events."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from harness.base.summary import MARGIN, KernelEvent, Reason, Soak, Trend, because
+from harness.base.units import count, duration, gib, short_percent
+from harness.failures.explain import scan_text
+from harness.records.run_data import CellData, RunData
+from harness.records.samples import TelemetrySample
+from harness.records.table import Floats
+
+BLOCKS, MIN_BLOCKS = 20, 8
+MILD = ("kernel.throttled",)  # slower, but no failure
+_GROWTH = 0.01  # of the level, over the whole time: less is no growth
+
+
+def soak_results(data: RunData) -> list[Soak]:
+    """The result of each cell whose load is a soak."""
+    names = [name for name in data.cells if data.run.scenario.loads[data.planned[name].load].soak]
+    return [found for name in names if (found := _result(data, name)) is not None]
+
+
+def _result(data: RunData, name: str) -> Soak | None:
+    cell = data.cells[name]
+    window, rows = cell.window_s, cell.counted
+    if window is None or not len(rows):
+        return None
+    begin, end = window
+    start_wall_s = cell.clock.wall_s(begin)
+    samples = data.telemetry.get(name, [])
+    failed = rows.where(~rows.good & ~rows.error.is_in("unfinished", "abandoned"))
+    first_failed_s = float((failed.sent_s + failed.ended_s).min() - begin) if len(failed) else None
+    events = [] if start_wall_s is None else _events(samples, cell, start_wall_s, begin)
+    serious = [one.at_s for one in events if one.serious]
+    first_s = min([one for one in (first_failed_s, *serious[:1]) if one is not None], default=None)
+    until = end if first_s is None else min(end, begin + max(first_s, 0.0))
+    memory = [] if start_wall_s is None else _memory(data, name, start_wall_s, until - begin)
+    speed = _speed(cell, begin, until)
+    drifts = (
+        speed is not None and not speed.low <= 0 <= speed.high and abs(speed.per_hour) * (until - begin) / 3600 > MARGIN
+    )
+    return Soak(
+        cell=name,
+        row=f"{data.planned[name].server} / {data.planned[name].load}",
+        measured_s=end - begin,
+        speed=speed,
+        memory=memory,
+        failed=len(failed),
+        first_failure_s=first_s,
+        cause=_cause(events, first_s, failed.message.counts()),
+        events=events,
+        kernel_log=None if not samples else any(one.kernel is not None for one in samples),
+        word="failed" if first_s is not None else "unknown" if speed is None else "drifts" if drifts else "stable",
+    )
+
+
+def _is_drift(speed: Trend, hours: float) -> bool:
+    return not speed.low <= 0 <= speed.high and abs(speed.per_hour) * hours > MARGIN
+
+
+def _cause(events: Sequence[KernelEvent], first_s: float | None, messages: dict[str, int]) -> str:
+    """The first serious kernel event up to a minute after the first failure; else the message of an error."""
+    if first_s is None:
+        return ""
+    near = [one for one in events if one.serious and one.at_s <= first_s + 60]
+    return near[0].cause if near else next(iter(messages), "")
+
+
+def _events(samples: Sequence[TelemetrySample], cell: CellData, start_wall_s: float, begin: float) -> list[KernelEvent]:
+    """The kernel's events that the table of failures knows, each with the requests that were in flight then."""
+    lines = [line for sample in samples for line in sample.kernel or []]
+    rows, found = cell.rows, list[KernelEvent]()
+    for line in lines:
+        known = scan_text(line.text).findings
+        if not known:
+            continue
+        at = begin + line.wall_s - start_wall_s
+        in_flight = (rows.sent_s <= at) & (at <= rows.sent_s + rows.ended_s)
+        found.append(
+            KernelEvent(
+                at_s=line.wall_s - start_wall_s,
+                id=known[0].id,
+                cause=known[0].cause,
+                text=line.text,
+                serious=known[0].severity != "warning" and not known[0].hint and known[0].id not in MILD,
+                in_flight=int(in_flight.sum()),
+                failed=int((in_flight & ~rows.good).sum()),
+            )
+        )
+    return found
+
+
+def _speed(cell: CellData, begin: float, end: float) -> Trend | None:
+    """The change of the output tokens a second, as a share per hour."""
+    rows = cell.rows.where(cell.rows.good)
+    at = rows.sent_s + rows.ended_s
+    inside = (at > begin) & (at <= end) & ~np.isnan(rows.output_tokens)
+    edges = np.linspace(begin, end, BLOCKS + 1)
+    tokens, _ = np.histogram(at[inside], edges, weights=rows.output_tokens[inside])
+    seconds = (end - begin) / BLOCKS
+    if seconds <= 0 or (tokens > 0).sum() < MIN_BLOCKS:
+        return None
+    hours = (edges[:-1] + seconds / 2 - begin)[tokens > 0] / 3600
+    slope, error = _slope(hours, np.log(tokens[tokens > 0]))
+    level = float(tokens.mean() / seconds)
+    ends = [math.expm1(max(-50.0, min(50.0, each))) for each in (slope, slope - error, slope + error)]
+    rates = [round(float(each) / seconds, 3) for each in tokens]
+    return Trend(name="tok/s", level=level, per_hour=ends[0], low=ends[1], high=ends[2], grows=False, values=rates)
+
+
+def _slope(x: Floats, y: Floats) -> tuple[float, float]:
+    """The slope of a straight line by least squares, and half of its 95 % interval (Student's t)."""
+    from scipy.special import stdtrit
+
+    n, centred = len(x), x - x.mean()
+    slope = float((centred * y).sum() / (centred**2).sum())
+    rest = y - y.mean() - slope * centred
+    error = math.sqrt(float((rest**2).sum()) / (n - 2) / float((centred**2).sum()))
+    return slope, float(stdtrit(n - 2, 0.975)) * error
+
+
+def _memory(data: RunData, name: str, start_wall_s: float, seconds: float) -> list[Trend]:
+    """The growth of each kind of memory after the first tenth of the time."""
+    samples = data.telemetry.get(name, [])
+
+    def total(field: str) -> Callable[[TelemetrySample], float | None]:
+        def of(sample: TelemetrySample) -> float | None:
+            known = [value for gpu in sample.gpus.values() if (value := getattr(gpu, field)) is not None]
+            return float(sum(known)) if known else None
+
+        return of
+
+    series: dict[str, list[tuple[float, float | None]]] = {
+        "VRAM": [(one.wall_s, total("vram_used_bytes")(one)) for one in samples],
+        "GTT": [(one.wall_s, total("gtt_used_bytes")(one)) for one in samples],
+        "container": [(one.wall_s, None if one.container is None else one.container.memory_bytes) for one in samples],
+        "KV cache": [(one.wall_s, one.values.get("kv_usage")) for one in data.metrics.get(name, [])],
+    }
+    return [found for what, points in series.items() if (found := _growth(what, points, start_wall_s, seconds))]
+
+
+def _growth(
+    what: str, points: Sequence[tuple[float, float | None]], start_wall_s: float, seconds: float
+) -> Trend | None:
+    known = [(at - start_wall_s, value) for at, value in points if value is not None]
+    kept = [(at, value) for at, value in known if 0.1 * seconds <= at <= seconds]
+    blocks: list[tuple[float, float]] = []
+    for _, group in itertools.groupby(kept, key=lambda point: int(point[0] / max(seconds, 1e-9) * BLOCKS)):
+        found = list(group)
+        blocks.append((sum(at for at, _ in found) / len(found), sum(value for _, value in found) / len(found)))
+    if len(blocks) < MIN_BLOCKS:
+        return None
+    at, values = (np.array(column, dtype=np.float64) for column in zip(*blocks, strict=True))
+    slope, error = _slope(at / 3600, values)
+    level = float(values.mean())
+    least = 0.05 if what == "KV cache" else _GROWTH * level
+    grows = slope - error > 0 and slope * seconds / 3600 > least
+    return Trend(name=what, level=level, per_hour=slope, low=slope - error, high=slope + error, grows=grows)
+
+
+def soak_answer(found: Soak) -> Reason:
+    """Whether a soak was stable, how it drifts, or when and why it failed."""
+    values = {"row": found.row, "word": found.word, "first_failure_s": found.first_failure_s}
+    if found.word == "failed":
+        text = f"failed after {duration(found.first_failure_s or 0.0)}: {found.cause or 'no cause is known'}"
+        first = next((one for one in found.events if one.serious), None)
+        if first is not None:
+            text += f" [{first.id}], {count(first.in_flight, 'request')} in flight, {first.failed} of them failed"
+        text += f"; {count(found.failed, 'request')} failed in all"
+    else:
+        text = {"stable": "stable", "drifts": "drifts", "unknown": "no drift is known"}[found.word]
+        text += f" over {duration(found.measured_s)}"
+    if found.speed is not None:
+        low, high = (f"{100 * end:+.1f}" for end in (found.speed.low, found.speed.high))
+        text += f"; speed {100 * found.speed.per_hour:+.1f}\u00a0% per hour ({low} to {high})"
+    growing = [
+        f"{one.name} {short_percent(one.per_hour) if one.name == 'KV cache' else gib(one.per_hour, 2)} per hour"
+        for one in found.memory
+        if one.grows
+    ]
+    if growing:
+        text += f"; growing: {', '.join(growing)}"
+    elif found.memory:
+        text += f"; no growth of {', '.join(one.name for one in found.memory)}"
+    if found.kernel_log is False:
+        text += "; the kernel log could not be read (root may)"
+    return because("soak", f"{found.row}: {text}.", **values)

@@ -1,0 +1,124 @@
+"""A soak: drift, growth of memory, the first failure and the kernel's events, of injected hours."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.analysis.soak import soak_answer
+from harness.analysis.summarize import summarize
+from harness.base.summary import Soak
+from harness.machine.kernel_log import MAX_LINES, KernelLog
+from harness.records.manifest import read_run
+from harness.records.records import Request
+from harness.records.samples import ContainerSample, GpuSample, KernelLine, TelemetrySample
+from harness.report.markdown import render
+from harness.report.page import run_page
+from harness.report.sentences import run_answer
+from harness.scenario import Load, Server
+from harness.scenario.plan import Cell
+from tests.support.made_runs import WALL_S, request, scenario, write_lines, write_made_run
+
+HOURS = 4
+RING = "amdgpu 0000:c5:00.0: ring comp_1.1.0 timeout, signaled seq=37013797, emitted seq=37013799"
+GIB = 1 << 30
+
+
+def soak(
+    folder: Path, *, drift: float = 0.0, leak_gib: float = 0.0, fails_after_h: float | None = None, log: bool = True
+) -> Soak:
+    """Four hours of one request every 12 s: speed changes by `drift` an hour, GTT grows, and the GPU hangs."""
+    draw = random.Random(3)
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        made = []
+        at, index = 0.0, 0
+        while at < HOURS * 3600 - 20:
+            took = 12.0 / (1 + drift) ** (at / 3600) * draw.uniform(0.95, 1.05)
+            hangs = fails_after_h is not None and at + took > fails_after_h * 3600
+            chunks: dict[str, Any] = {"chunks_s": [0.5 + (took - 0.6) * i / 10 for i in range(11)], "ended_s": took}
+            error: dict[str, Any] = {
+                "error": "disconnect", "message": "the server closed the connection", "status": None,
+                "chunks_s": [], "output_tokens": None, "finish": None, "first_visible_s": None,
+            }  # fmt: skip
+            made.append(
+                request(id=f"{index}", cell=cell.id, load=cell.load, process=process, index=index, sent_s=start_s + at,
+                        **chunks | (error if hangs else {}))
+            )  # fmt: skip
+            at, index = at + took, index + 1
+        return made
+
+    load = Load(user="batch", duration_s=HOURS * 3600, output_tokens=11, soak=True)
+    made_of = scenario(servers={"a": Server(template="llamacpp")}, loads={"x": load}, repeats=1, max_error_rate=1.0)
+    run = write_made_run(folder, made_of=made_of, requests=requests)
+    samples = []
+    for minute in range(HOURS * 60):
+        gpu = GpuSample(vram_used_bytes=8 * GIB, gtt_used_bytes=int((10 + leak_gib * minute / 60) * GIB))
+        lines = []
+        if fails_after_h is not None and minute == round(fails_after_h * 60):
+            lines = [KernelLine(wall_s=WALL_S + 1 + fails_after_h * 3600 - 2, text=RING)]
+        container = ContainerSample(memory_bytes=3 * GIB)
+        samples.append(
+            TelemetrySample(wall_s=WALL_S + 1 + 60 * minute, cell=run.order[0], gpus={"renderD128": gpu},
+                            container=container, kernel=lines if log else None)
+        )  # fmt: skip
+    write_lines(folder / "telemetry.jsonl", samples)
+    summary = summarize(folder)
+    run = read_run(folder)
+    assert run_answer(summary, run) == soak_answer(summary.soaks[0]).text
+    assert "Over the hours" in render(run_page(summary, run))
+    return summary.soaks[0]
+
+
+def test_steady_hours_are_stable(tmp_path: Path) -> None:
+    found = soak(tmp_path / "run")
+    assert (found.word, found.first_failure_s, found.events, found.failed) == ("stable", None, [], 0)
+    assert found.speed is not None and found.speed.low <= 0 <= found.speed.high
+    assert {one.name: one.grows for one in found.memory} == {"VRAM": False, "GTT": False, "container": False}
+
+
+def test_a_slow_drift_and_a_leak_are_found_with_their_rates(tmp_path: Path) -> None:
+    found = soak(tmp_path / "run", drift=-0.03, leak_gib=0.25)
+    assert found.word == "drifts" and found.speed is not None
+    assert found.speed.low < -0.03 < found.speed.high < -0.015
+    (gtt,) = [one for one in found.memory if one.grows]
+    assert gtt.name == "GTT" and gtt.per_hour == pytest.approx(0.25 * GIB, rel=0.01)
+    assert "GTT 0.25 GiB per hour" in soak_answer(found).text
+
+
+def test_the_first_failure_is_joined_to_the_kernels_event(tmp_path: Path) -> None:
+    found = soak(tmp_path / "run", fails_after_h=2.5)
+    assert (found.word, found.kernel_log) == ("failed", True)
+    assert found.first_failure_s == pytest.approx(2.5 * 3600, abs=15)
+    (event,) = found.events
+    assert (event.id, event.in_flight, event.failed, event.serious) == ("kernel.ring_timeout", 1, 1, True)
+    assert "comp_1.1.0" in found.cause and found.failed > 100
+    assert found.speed is not None and abs(found.speed.per_hour) < 0.02  # what came after the failure is no drift
+
+
+def test_a_failure_without_a_readable_kernel_log_has_its_error(tmp_path: Path) -> None:
+    found = soak(tmp_path / "run", fails_after_h=2.5, log=False)
+    assert (found.word, found.events, found.kernel_log) == ("failed", [], False)
+    assert found.cause == "the server closed the connection"
+
+
+def test_new_lines_of_the_kernel_log_are_read_once_and_bounded(tmp_path: Path) -> None:
+    assert KernelLog(tmp_path).read() is None
+    (tmp_path / "dev").mkdir()
+    file = tmp_path / "dev" / "kmsg"
+    file.write_text(f"3,1,1000000,-;{RING}\n")
+    log = KernelLog(tmp_path)
+    assert log.read() == []  # what was there before belongs to no load
+    now_us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+    with file.open("a") as more:
+        more.write(f"6,2,{now_us},-;usb 1-1: new device\n SUBSYSTEM=usb\n3,3,{now_us - 2_000_000},-;{RING}\n")
+        more.write("3,4,x,-;amdgpu\n3,5")
+        more.flush()
+        (line,) = log.read() or []
+        assert line.text == RING and line.wall_s == pytest.approx(time.time() - 2, abs=1)
+        more.write(f",{now_us},-;amdgpu: torn\n" + f"3,6,{now_us},-;amdgpu: again\n" * 200)
+    lines = log.read() or []
+    assert (lines[0].text, len(lines)) == ("amdgpu: torn", MAX_LINES)
+    log.close()
