@@ -14,6 +14,7 @@ from harness.records.samples import TelemetrySample
 from harness.records.table import Floats
 
 BLOCKS, MIN_BLOCKS = 20, 8
+MIN_S = 600.0  # of a trend: a shorter time says nothing about an hour
 MILD = ("kernel.throttled",)  # slower, but no failure
 _GROWTH = 0.01  # of the level, over the whole time: less is no growth
 
@@ -102,7 +103,7 @@ def _speed(cell: CellData, begin: float, end: float) -> Trend | None:
     edges = np.linspace(begin, end, BLOCKS + 1)
     tokens, _ = np.histogram(at[inside], edges, weights=rows.output_tokens[inside])
     seconds = (end - begin) / BLOCKS
-    if seconds <= 0 or (tokens > 0).sum() < MIN_BLOCKS:
+    if end - begin < MIN_S or (tokens > 0).sum() < MIN_BLOCKS:
         return None
     hours = (edges[:-1] + seconds / 2 - begin)[tokens > 0] / 3600
     slope, error = _slope(hours, np.log(tokens[tokens > 0]))
@@ -152,7 +153,7 @@ def _growth(
     for _, group in itertools.groupby(kept, key=lambda point: int(point[0] / max(seconds, 1e-9) * BLOCKS)):
         found = list(group)
         blocks.append((sum(at for at, _ in found) / len(found), sum(value for _, value in found) / len(found)))
-    if len(blocks) < MIN_BLOCKS:
+    if len(blocks) < MIN_BLOCKS or seconds < MIN_S:
         return None
     at, values = (np.array(column, dtype=np.float64) for column in zip(*blocks, strict=True))
     slope, error = _slope(at / 3600, values)
@@ -172,8 +173,10 @@ def soak_answer(found: Soak) -> Reason:
             text += f" [{first.id}], {count(first.in_flight, 'request')} in flight, {first.failed} of them failed"
         text += f"; {count(found.failed, 'request')} failed in all"
     else:
-        text = {"stable": "stable", "drifts": "drifts", "unknown": "no drift is known"}[found.word]
+        text = {"stable": "stable", "drifts": "drifts", "unknown": "no failure"}[found.word]
         text += f" over {duration(found.measured_s)}"
+    if found.word == "unknown":
+        text += f"; a drift needs {duration(MIN_S)}, and answers in {MIN_BLOCKS} of {BLOCKS} blocks of it"
     if found.speed is not None:
         low, high = (f"{100 * end:+.1f}" for end in (found.speed.low, found.speed.high))
         text += f"; speed {100 * found.speed.per_hour:+.1f}\u00a0% per hour ({low} to {high})"
