@@ -160,7 +160,9 @@ def test_a_start_that_fails_is_explained_and_leaves_nothing(
     assert advice in caught.value.next_step
 
 
-@fault("engine", "the image lacks the program", seen="the image has no program vllm", kept="a run marked failed")
+@fault(
+    "engine", "the image lacks the program", seen="the image has no program vllm", kept="nothing, no request was sent"
+)
 def test_a_program_that_the_image_lacks_is_named(client: docker.DockerClient, image: str, tmp_path: Path) -> None:
     server = Server(template="vllm-cpu", variables={"image": image, "entrypoint": ["vllm", "serve"],
                     "huggingface_cache": None, "vllm_cache": None})  # fmt: skip
@@ -172,7 +174,9 @@ def test_a_program_that_the_image_lacks_is_named(client: docker.DockerClient, im
     assert remains(client, tmp_path.name) == []
 
 
-@fault("engine", "the port is taken", seen="the port 127.0.0.1:... is in use already", kept="a run marked failed")
+@fault(
+    "engine", "the port is taken", seen="the port 127.0.0.1:... is in use already", kept="nothing, no request was sent"
+)
 def test_a_port_in_use_is_named(served: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
