@@ -17,6 +17,7 @@ CLIENT = 0.05  # of a number
 FEW_ACCEPTED, MIN_DRAFTED = 0.4, 500
 SLOWER = 1.02  # beyond what equal runs differ
 SPECULATION = "harness run speculation"
+NO_SPECULATION = {"drafts": None, "speculation": None}  # of the embedded engine, and of vLLM
 
 
 @rule(
@@ -205,7 +206,7 @@ def speculation_rejected(row: RowFacts) -> Found | None:
         actions=[
             row.action(
                 "Draft fewer tokens, or start the server without speculation",
-                {"drafts": None},
+                NO_SPECULATION,
                 risk="one user alone may be slower",
                 verify=SPECULATION,
             )
@@ -241,7 +242,7 @@ def speculation_costs(row: RowFacts) -> Found | None:
         actions=[
             row.action(
                 f"Start the server without speculation for {count(min(costly), 'request')} at once and more",
-                {"drafts": None},
+                NO_SPECULATION,
                 gain=gain("tpot_mean", 1 / ratio[0], text),
                 risk="fewer users at once may be slower" if cheap else "",
                 verify=SPECULATION,

@@ -238,12 +238,14 @@ def test_a_server_that_notices_who_leaves_computes_nothing_for_them(tmp_path: Pa
     assert (made.rows[0].pooled.abandoned > 20, made.findings) == (True, [])
 
 
-def test_speculation_costs_from_a_number_of_users_on(of_cause: Callable[[str], Summary]) -> None:
+def test_speculation_costs_from_a_number_of_users_on(tmp_path: Path, of_cause: Callable[[str], Summary]) -> None:
     one = next(one for one in of_cause("speculation_costs").findings or [] if one.code == "speculation_costs")
     ratios = one.values["ratios"]
     assert (one.values["from"], one.rows) == (4, ["a / eight", "a / four"])
     assert ratios["1"] < 1 < ratios["4"] < ratios["8"]
     assert one.actions[0].settings == {"servers.a.variables": 'extra_args: ["--num-speculative-tokens", "0"]'}
+    vllm = first_settings(tmp_path / "run", "speculation_rejected", template="vllm-rocm", startup=VLLM)
+    assert vllm == {"servers.a.variables": "speculative_config: null"}
 
 
 def test_memory_that_a_card_took_of_the_host_is_found(tmp_path: Path) -> None:
