@@ -1,9 +1,20 @@
-"""Real llama.cpp: a draft model, whose acceptance is known, and a context that is in the cache."""
+"""Real llama.cpp: a draft model, whose acceptance is known, a context in the cache, and the template of any engine."""
 
 from pathlib import Path
+from typing import Any
 
 from tests.real.conftest import Say
 from tests.real.parts import llamacpp, run, write_scenario
+from tests.support.engines.paths import BASE_IMAGE, LLAMA_SERVER
+
+
+def any_engine(*arguments: str) -> dict[str, Any]:
+    """The same server as an engine that the harness does not know."""
+    command = ["-m", "/models/tiny.gguf", "-a", "tiny", "--host", "0.0.0.0", "--port", "8000", *arguments]
+    volumes = llamacpp()["variables"]["volumes"]
+    access = {"devices": [], "groups": [], "volumes": volumes, "health": "/health", "metrics": "/metrics"}
+    variables = {"image": BASE_IMAGE, "entrypoint": [str(LLAMA_SERVER)], "command": command, **access}
+    return {"template": "openai", "variables": variables}
 
 
 def test_a_draft_model_and_a_cached_context(tmp_path: Path, say: Say) -> None:
@@ -13,7 +24,7 @@ def test_a_draft_model_and_a_cached_context(tmp_path: Path, say: Say) -> None:
         "questions",
         model="tiny",
         servers={
-            "plain": llamacpp(parallel=2),
+            "plain": any_engine("--parallel", "2", "--ctx-size", "20480", "--threads", "1", "--metrics"),
             # The model drafts for itself, so each drafted token is right.
             "drafts": llamacpp(parallel=2, extra_args=["--threads", "1", "--model-draft", "/models/tiny.gguf"]),
         },
@@ -25,6 +36,8 @@ def test_a_draft_model_and_a_cached_context(tmp_path: Path, say: Say) -> None:
     ran = run(scenario)
     say(ran.said)
     assert ran.error == "" and ran.code in (0, 3)
+    plain = next(cell for cell in ran.summary.cells if cell.server == "plain")
+    assert plain.server_load.generated_tokens, "the metrics of an engine without a template of its own"
     users, depth = (answer.values["parts"] for answer in ran.summary.answers)
     (speculation,) = [part for part in users if "tokens_per_step" in part]
     assert speculation["side"] == "drafts" and speculation["share"] > 0.9 and 3 < speculation["tokens_per_step"] <= 4
