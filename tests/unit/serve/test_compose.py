@@ -39,7 +39,8 @@ NAMES = templates()
 
 
 def rendered(template: str, given: dict[str, Any] | None = None, model: str = "org/model") -> str:
-    return render(template, given or {}, model=model, host_port=18000, groups=[44, 992])
+    required = {"image": "any/engine:1"} if template == "openai" else {}
+    return render(template, required | (given or {}), model=model, host_port=18000, groups=[44, 992])
 
 
 def scenario(server: Server, **loads: Load) -> Scenario:
