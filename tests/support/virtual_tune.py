@@ -15,9 +15,7 @@ from msgspec.structs import replace
 from harness.analysis.tune import (
     Cause,
     Proposal,
-    Search,
     Setting,
-    Suggestion,
     Trial,
     TuneAnswer,
     best_settings,
@@ -146,7 +144,7 @@ class Tuned(NamedTuple):
 
 
 def tune(seed: int, draw: int = 0, *, known: bool = True) -> Tuned:
-    """Search and prove in virtual time. `known`: whether the safe share of the memory is known."""
+    """Search and prove in virtual time, without findings. `known`: whether the safe share of the memory is known."""
     space = seeded_space(seed)
     truth = dict(zip(every(space), truths()[seed], strict=True))
     dice = random.Random(f"tune {seed} {draw}")
@@ -157,7 +155,7 @@ def tune(seed: int, draw: int = 0, *, known: bool = True) -> Tuned:
         value = truth[search.at(settings)]
         return None if value is None else value * math.exp(dice.gauss(0, space.noise) + space.drift * len(trials) / 20)
 
-    while isinstance(proposal := next_start(search, trials, _suggestions(space, search, trials)), Proposal):
+    while isinstance(proposal := next_start(search, trials), Proposal):
         cause = start(space, search.at(proposal.settings))
         failed = None if isinstance(cause, EngineConfig) else cause
         trials.append(Trial(settings=proposal.settings, value=result(proposal.settings), cause=failed, took_s=60))
@@ -176,23 +174,6 @@ def tune(seed: int, draw: int = 0, *, known: bool = True) -> Tuned:
         space, trials, proposal, found, answer, (truth[search.at(found)] or 0) / top,
         top / (truth[search.at(base)] or 1), recommended if answer.verdict == "set" else None,
     )  # fmt: skip
-
-
-def _suggestions(space: Space, search: Search, trials: list[Trial]) -> list[Suggestion]:
-    """What the findings about the best settings so far advise: those about the queue and about preemptions."""
-    if (base := reference(trials)) is None:
-        return []
-    config = start(space, search.at((best_settings(search, trials) or [base])[0]))
-    assert isinstance(config, EngineConfig)
-    tokens = config.num_gpu_blocks * config.block_size
-    longest = space.work.prompt_tokens[1] + space.work.output_tokens[1]
-    at_once = min(space.users, config.max_num_seqs)
-    if at_once * 0.75 * longest > tokens:
-        return [("preempted", {"sequences": max(1, tokens // longest)})]
-    usage = at_once * 0.6 * longest / tokens
-    if at_once < space.users and usage < 0.75:
-        return [("queue_with_room", {"sequences": min(space.users, int(0.9 * at_once / usage))})]
-    return []
 
 
 def main() -> None:
