@@ -141,8 +141,8 @@ def test_the_search_ends_with_the_budget_and_with_patience() -> None:
     assert isinstance(found, Reason)
     assert (found.code, found.values) == ("tune_budget", {"left_s": 599, "needed_s": 600})  # one start, three blocks
     assert isinstance(next_start(search(), helped, budget_s=600), Proposal)
-    others = [{"sequences": at} for at in (1, 2, 4, 32)] + [{"memory": at} for at in (0.6, 0.8, 0.9)]
-    others.append({"compiled": True})
+    others: list[dict[str, Any]] = [{"sequences": at} for at in (1, 2, 4, 32)]
+    others += [{"memory": at} for at in (0.6, 0.8, 0.9)] + [{"compiled": True}]
     found = next_start(search(), helped + [Trial(settings=one, value=100.0) for one in others[:PATIENCE]])
     assert isinstance(found, Reason)
     assert (found.code, found.values) == ("tune_patience", {"trials": PATIENCE})

@@ -39,7 +39,7 @@ def test_the_stored_truth_is_what_is_measured(seed: int) -> None:
 def test_the_search_finds_the_best_in_few_starts(known: bool) -> None:
     found = searches(known)
     assert statistics.median(one.share for one in found) >= 0.97
-    assert sum(one.share >= 0.97 for one in found) >= 0.9 * len(found)
+    assert sum(one.share >= 0.97 for one in found) >= (0.9 if known else 0.8) * len(found)
     assert statistics.median(len(one.trials) for one in found) <= 15
 
 
