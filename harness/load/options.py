@@ -313,7 +313,7 @@ def job_of_options(environment: Environment, planned: Job | None, options: Names
         endpoints = getattr(user, "endpoints", (options.endpoint,))
         if options.endpoint not in endpoints:
             raise HarnessError(
-                f"--endpoint: {user.__name__} supports only {' and '.join(endpoints)} (got {options.endpoint})"
+                f"--endpoint: {user.__name__} supports only {', '.join(endpoints)} (got {options.endpoint})"
             )
     return job
 

@@ -199,7 +199,7 @@ WRONG = {
         "--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--check", "error_rate == 0",
         "--output-tokens", "many", "--abandon", "{share: 5, after_s: 3}",
     ],
-    "--endpoint: ChatUser supports only chat and completions (got embeddings)": ["--endpoint", "embeddings"],
+    "--endpoint: ChatUser supports only chat, completions, messages (got embeddings)": ["--endpoint", "embeddings"],
     "--batch-size: does not go with 'in_flight'; remove one of the two": ["--in-flight", "4", "--batch-size", "2"],
     "none.jsonl: the prompts cannot be read (No such file or directory)": ["--prompts", "none.jsonl"],
     "--records: no/place cannot be written (No such file or directory)": ["--records", "no/place"],
