@@ -14,7 +14,7 @@ FREEZE_TIMES, FREEZE_S = 4.0, 0.1  # a pause is long beyond so many times the me
 HALF = 0.5  # of the tokens that abandoned requests asked for
 GATEWAY_SHARE = 0.03  # of the time
 MIN_SAMPLES = 5  # of the server's metrics
-MIN_COMPARED, MIN_WAVES = 30, 3  # requests of a row whose rate is compared, and how often all of them at once
+MIN_COMPARED, MIN_WAVES = 20, 2  # requests of a row whose rate is compared, and how often all of them at once
 ROOM = 0.75  # of the KV cache: with less in use, it has room for more requests
 
 
