@@ -37,6 +37,14 @@ def _rank(finding: RunFinding) -> float:
     return 1.0 if finding.cost is None else -finding.cost
 
 
+def find_of_server(data: RunData, summary: Summary, server: str) -> list[RunFinding]:
+    """Return the findings about the rows of one server, the worst first."""
+    rows: list[RowFacts] = []
+    rows += [RowFacts(data, summary, row, rows) for row in summary.rows if not row.failed and row.pooled.succeeded]
+    of_server = [row for row in rows if row.row.server == server]
+    return sorted(filter(None, (rule.finding(row) for row in of_server for rule in RULES)), key=_rank)
+
+
 def with_findings(made: Summarized) -> Summarized:
     """The same with the findings, and the shares of what the hardware allows, in the summary. Without an answer of a
     server nothing was searched.

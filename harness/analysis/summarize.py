@@ -93,8 +93,8 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
     rows = _summarize_rows(data, summaries, slos, _invalid_rows(planned_cells, summaries, not_run))
     working = [row for row in rows if row.failed is None]
     comparison, answers = None, list[Reason]()
-    # Probes of a capacity search last as long as they need; capacity.json has their results.
-    if not run_reasons and all(cell.stopped_after_s is None for cell in run.cells):
+    # Probes and starts of a search are no repeats: capacity.json and tune.json have its results.
+    if not run_reasons and all(cell.seed is None for cell in run.cells):
         base = baseline_of(run.scenario)
         by_id = {cell.id: cell for cell in summaries}
         comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario)

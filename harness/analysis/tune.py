@@ -124,7 +124,9 @@ class Search(Struct, frozen=True, kw_only=True):
         return np.array([memory if cause == "memory" or cache is None else cache for memory, cache in pairs])
 
     def array(self, trials: Sequence[Trial]) -> Candidates:
-        return np.array([self.at(trial.settings) for trial in trials], dtype=np.int64).reshape(-1, len(self.settings))
+        return np.array([self.at(trial.settings) for trial in trials], dtype=np.int64).reshape(
+            len(trials), len(self.settings)
+        )
 
 
 def make_search(settings: Sequence[Setting], fits: Callable[[dict[str, Any]], bool] = lambda _: True) -> Search:
@@ -134,7 +136,7 @@ def make_search(settings: Sequence[Setting], fits: Callable[[dict[str, Any]], bo
     """
     search = Search(settings=list(settings), candidates=np.zeros((0, len(settings)), np.int64))
     kept = [at for at in _combinations(search) if fits(search.settings_at(at))]
-    return Search(settings=search.settings, candidates=np.array(kept, np.int64).reshape(-1, len(settings)))
+    return Search(settings=search.settings, candidates=np.array(kept, np.int64).reshape(len(kept), len(settings)))
 
 
 def _combinations(search: Search) -> list[tuple[int, ...]]:
@@ -248,15 +250,16 @@ def start_noise(trials: Sequence[Trial]) -> float:
 def excluded(search: Search, at: Candidates, failed: Sequence[Trial]) -> NDArray[np.bool_]:
     """Which candidates fail by the cause of a failed start.
 
-    Too little memory excludes all that need as much or more; another cause all that share each value which the failure
-    names, or else which differed from the default.
+    Too little memory excludes all that need as much or more, of the settings that the failure names, or else of all;
+    another cause all that share each value which the failure names, or else which differed from the default.
     """
     out = np.zeros(len(at), np.bool_)
     for trial, point in zip(failed, search.array(failed), strict=True):
-        if trial.cause in ("memory", "cache"):
-            out |= np.all((at - point) * search.needs(trial.cause) >= 0, axis=1)
-            continue
         named = [place for place, setting in enumerate(search.settings) if setting.name in trial.blamed]
+        if trial.cause in ("memory", "cache"):
+            among = named or list(range(len(search.settings)))
+            out |= np.all(((at - point) * search.needs(trial.cause))[:, among] >= 0, axis=1)
+            continue
         shared = named or [place for place, index in enumerate(search.default) if point[place] != index]
         out |= np.all(at[:, shared] == point[shared], axis=1)
     return out

@@ -14,6 +14,7 @@ from harness.base.redact import masked
 from harness.cli import actions as actions  # importing them registers their commands, in this order
 from harness.cli import results as results
 from harness.cli import tools as tools
+from harness.cli import tune as tune
 from harness.cli.common import app as app
 from harness.cli.common import mute_stdout, print_error, protect_terminal, usage_error
 

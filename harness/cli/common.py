@@ -21,7 +21,7 @@ from harness.base.files import pretty_json
 from harness.base.redact import printable
 
 COMMANDS = {  # in the order of use
-    "Measure": ("quick", "run", "capacity", "live", "check", "init"),
+    "Measure": ("quick", "run", "capacity", "tune", "live", "check", "init"),
     "Answer": ("expect", "compare", "plan", "explain", "doctor"),
     "Look": ("report", "results", "list"),
     "Keep": ("export", "import"),
@@ -34,7 +34,7 @@ NEEDS = {
     "free": "total", "total": "free", "active_params": "params", "bits": "params", "image": "measure",
 }  # fmt: skip
 EXCLUDES = {
-    "resume": ("model", "repeats", "checks", "workers", "bind", "times"),
+    "resume": ("model", "repeats", "checks", "workers", "bind", "times", "goal", "load", "server"),
     "times": ("junit",),
     "api_key_env": ("scenario",),
     "user": ("scenario",),

@@ -44,6 +44,7 @@ def report(
     from harness.records.manifest import read_run
     from harness.report import export, html, junit, markdown, terminal, what_if
     from harness.report.page import run_page
+    from harness.report.tune import read_tune
     from harness.run.experiment import validate_checks
 
     base = None if baseline is None else cli.find_baseline(baseline, runs)
@@ -70,7 +71,7 @@ def report(
         summary,
         terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
         html=lambda: html.render_run(folder, manifest, summary, counts),
-        markdown=lambda: markdown.render(run_page(summary, manifest, capacity)),
+        markdown=lambda: markdown.render(run_page(summary, manifest, capacity, read_tune(folder))),
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),
     )

@@ -33,6 +33,7 @@ from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.elements import Chart, Element, Fold
 from harness.report.soak import soak_charts, soak_page
+from harness.report.tune import TuneReport, read_tune, tune_chart
 from harness.report.turns import turn_charts, turns_page
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
@@ -123,26 +124,20 @@ def render_run(folder: Path, run: Run, summary: Summary, summarized: Summarized 
     are read for them. Raises HarnessError.
     """
     data = read_chart_data(folder) if summarized is None else chart_data(summarized.data)
-    return render(summary, run, data, read_capacity(folder))
+    return render(summary, run, data, read_capacity(folder), read_tune(folder))
 
 
-def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport | None = None) -> str:
-    """Return the page. `capacity`: the result of a capacity search."""
-    charts_of_sweep = crossover_charts(summary, run) or sweep_charts(summary, run)
-    charts = [
-        *charts_of_sweep,
-        figures.throughput_chart(summary, run),
-        figures.first_token_chart(summary, run),
-        figures.tradeoff_chart(summary, run),
-        *(figures.distribution_chart(summary, data, column) for column in LIVE),
-        figures.request_chart(summary, data),
-        startup_chart(run),
-        *([] if capacity is None else [attainment_chart(capacity)]),
-        *turn_charts(summary),
-        *soak_charts(summary),
-        *([answers_chart(summary.same_answers)] if summary.same_answers else []),
-    ]
+def render(
+    summary: Summary,
+    run: Run,
+    data: ChartData,
+    capacity: CapacityReport | None = None,
+    tune: TuneReport | None = None,
+) -> str:
+    """Return the page. `capacity`: the result of a capacity search. `tune`: of a search of settings."""
+    charts_of_sweep = crossover_charts(summary, run) or sweep_charts(summary, run) if tune is None else []
     bounds = figures.slo_bounds(summary)
+    charts = [*charts_of_sweep, *_charts(summary, run, data, capacity, tune)]
     charts = [figures.with_slo_lines(chart, bounds) for chart in charts]
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
     cells = {cell.id: cell for cell in summary.cells}
@@ -154,7 +149,7 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         {line.cell: timeline_figure(line, events[line.cell]) for line in data.timelines},
         summary=summary,
         run=run,
-        answer=page.answer(summary, run, capacity),
+        answer=page.answer(summary, run, capacity, tune),
         verdicts=_verdicts(summary),
         results=table.results_table(summary, run, loads),
         details=[
@@ -181,6 +176,25 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         differences=_server_differences(run),
         served=_distinct_servers(run),
     )
+
+
+def _charts(
+    summary: Summary, run: Run, data: ChartData, capacity: CapacityReport | None, tune: TuneReport | None
+) -> list[Chart]:
+    """The charts of every run, and those of a search or a question."""
+    return [
+        figures.throughput_chart(summary, run),
+        figures.first_token_chart(summary, run),
+        figures.tradeoff_chart(summary, run),
+        *(figures.distribution_chart(summary, data, column) for column in LIVE),
+        figures.request_chart(summary, data),
+        startup_chart(run),
+        *([] if capacity is None else [attainment_chart(capacity)]),
+        *turn_charts(summary),
+        *soak_charts(summary),
+        *([answers_chart(summary.same_answers)] if summary.same_answers else []),
+        *([] if tune is None else [tune_chart(tune)]),
+    ]
 
 
 def _verdicts(summary: Summary) -> list[Element]:

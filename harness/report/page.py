@@ -23,6 +23,7 @@ from harness.report.capacity import capacity_lines
 from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
 from harness.report.soak import soak_page
 from harness.report.table import machine_table, results_table, schedule_table, time_table
+from harness.report.tune import TuneReport, answer_line, tune_elements
 from harness.report.turns import turns_page
 from harness.report.verdict_text import verdict_word
 
@@ -31,14 +32,19 @@ _RUN_HINT = "--explain shows them"
 
 
 def run_page(
-    summary: Summary, run: Run, capacity: CapacityReport | None = None, *, explain: bool = False
+    summary: Summary,
+    run: Run,
+    capacity: CapacityReport | None = None,
+    tune: TuneReport | None = None,
+    *,
+    explain: bool = False,
 ) -> list[Element]:
     """The page of a run: the answer, the verdicts, the tables, and what else is known.
 
-    `capacity`: the result of a capacity search. `explain`: with the host metrics.
+    `capacity`: the result of a capacity search. `tune`: of a search of settings. `explain`: with the host metrics.
     """
     return [
-        *answer(summary, run, capacity),
+        *answer(summary, run, capacity, tune),
         *([Paragraph("Verdicts", "heading"), *verdicts(summary.comparison, _RUN_HINT)] if summary.comparison else []),
         *same_answers_page(summary.same_answers),
         results_table(summary, run),
@@ -54,15 +60,19 @@ def run_page(
     ]
 
 
-def answer(summary: Summary, run: Run, capacity: CapacityReport | None = None) -> list[Element]:
+def answer(
+    summary: Summary, run: Run, capacity: CapacityReport | None = None, tune: TuneReport | None = None
+) -> list[Element]:
     """The first screen: the question, its answer, whether the run counts, how it was measured, and the findings."""
     answers = [sentences.run_answer(summary, run)] if capacity is None else capacity_lines(capacity)
+    answers = answers if tune is None else [answer_line(tune)]
     state = sentences.validity_sentence(summary, run)
     reasons = [Bullet(text, "bad") for text in sentences.group_reasons(summary.reasons)]
     about = f"{summary.scenario}, run {summary.run}. {sentences.design_sentence(run)}"
     return [
         Paragraph(summary.question, "title"),
         *(Paragraph(line, "lead") for line in answers),
+        *([] if tune is None else tune_elements(tune)),
         *(Paragraph(sentence(reason)) for reason in summary.hardware_shares),
         *_simulated(summary.simulated),
         Paragraph(state, sentences.validity_style(summary, run)),

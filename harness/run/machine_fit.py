@@ -33,7 +33,7 @@ from harness.machine.gpus import (
 )
 from harness.machine.memory import SafeShare, compute_share, list_pools
 from harness.run.experiment import Experiment
-from harness.scenario import Server
+from harness.scenario import Scenario, Server
 from harness.serve.compose_file import Service, parse_device
 from harness.serve.engine import get_engine_facts, get_local_digests
 from harness.serve.lint import get_gpu_count, get_option
@@ -180,6 +180,16 @@ def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     except HarnessError as error:
         lines += [f"note: {error.what}", f"  next: {error.next_step}"]
     return lines
+
+
+def safe_share(scenario: Scenario, name: str, root: Path = Path("/")) -> float | None:
+    """Return the largest share of the free GPU memory that is safe for a server now; None: it is not known."""
+    ready = prepare_server(scenario, name)
+    try:
+        share = _compute_share(name, ready.service, get_gpu_count(ready.engine_arguments), root)
+    except HarnessError:
+        return None
+    return None if share.utilization is None else float(share.utilization)
 
 
 def _compute_share(name: str, service: Service, ranks: int, root: Path) -> SafeShare:

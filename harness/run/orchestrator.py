@@ -41,6 +41,7 @@ from harness.scenario import (
 )
 from harness.scenario.plan import Cell, grouped, plan, server_start_of
 from harness.serve.generator import ContainerChild, find_path_in_image
+from harness.serve.lemonade import load_with_options
 from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_files, serve
 from harness.serve.lint import context_problem
 from harness.serve.offline import OfflineResult, run_offline
@@ -185,7 +186,7 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
                         progress.line(f"{group[0].id} is not run: {sentence(reason)}")
                         continue
                     show(group[0])
-                running.file.update(*(_cell_run(cell, endpoint.served_by, time.time()) for cell in group))
+                running.file.update(*(cell_run_of(cell, endpoint.served_by, time.time()) for cell in group))
                 for cell_run in run_group(running, group, endpoint):
                     yield replace(cell_run, gpu_memory_before=memory)
         took_s.update({(cell.server, cell.load): 0.0 for cell in together})
@@ -212,6 +213,9 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
     """Start the server of a cell, or connect to the running server of the command line."""
     scenario, target = running.scenario, running.experiment.target
     if target is not None:
+        if options := scenario.servers[cell.server].variables:  # of `harness tune` on a running Lemonade
+            running.progress.stage("the server loads the model with other options")
+            load_with_options(target.url, scenario.model, options, running.api_key)
         running.progress.stage("asking the server")
         key_name = scenario.api_key_env
         endpoint = attach_to_server(
@@ -281,7 +285,7 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
             nonlocal stage
             if job.stages and (newest := current_stage(job)) > stage:
                 for ended in cells[stage:newest]:
-                    running.file.update(_cell_run(ended, endpoint.served_by, begun_s, time.time()))
+                    running.file.update(cell_run_of(ended, endpoint.served_by, begun_s, time.time()))
                 stage = newest
                 for watcher in watchers:
                     watcher.cell = cells[stage].id
@@ -300,13 +304,13 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
         changes = [one for one in changes if one.code not in ("backend_lost", "backend_restarted")]  # models change
     problems = [*driven.problems, *new, *changes]
     times = driven.started_wall_s, driven.ended_wall_s
-    cell_runs = [_cell_run(cell, endpoint.served_by, *times, problems) for cell in cells]
+    cell_runs = [cell_run_of(cell, endpoint.served_by, *times, problems) for cell in cells]
     if watch is None or driven.stopped_s is None:
         return cell_runs
     return [replace(cell_run, stopped_after_s=watch.measured_s(driven.stopped_s)) for cell_run in cell_runs]
 
 
-def _cell_run(
+def cell_run_of(
     cell: Cell, served_by: ServedBy, begun_s: float, ended_s: float | None = None, problems: Sequence[Reason] = ()
 ) -> CellRun:
     known = msgspec.structs.asdict(cell) | {"served_by": served_by, "problems": list(problems)}
@@ -439,7 +443,7 @@ def _run_offline(running: Running, cell: Cell) -> CellRun:
     for path, lines in ((job.requests_path, records), (job.processes_path, [mark, end])):
         with Path(path).open("ab") as file:
             file.write(msgspec.json.Encoder().encode_lines(lines))
-    return _cell_run(cell, served, head.wall_s, ended_wall_s)
+    return cell_run_of(cell, served, head.wall_s, ended_wall_s)
 
 
 def encode_requests(job: Job) -> bytes:

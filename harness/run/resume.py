@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from harness.base.redact import HIDDEN
 from harness.base.units import count
 from harness.records.directory import drop_cells, lock_folder, prepare_folder
 from harness.records.manifest import Resumption, Run, read_run, write_run
+from harness.records.run_data import recorded_cells
 from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, prepare_recorded
 from harness.run.machine_fit import preflight
@@ -67,11 +68,7 @@ def resume(
                 next_step="Undo that and resume it again, or measure anew with `harness run SCENARIO`: the cells of a "
                 "run must be measured alike.",
             )
-        _wait_for_orphans(run, progress)
-        if needs_docker(experiment):
-            with contextlib.closing(connect()) as client:
-                for item in remove_leftovers(client, run.id, everything=True):
-                    progress.line(f"removed {item}, which the run left")
+        _remove_leftovers(run, experiment, progress)
         kept = complete_cells(folder, run)
         again = [cell for cell in cells if cell.id not in kept]
         if not again and budget_s is None:
@@ -85,6 +82,37 @@ def resume(
         )
         running = Running(RunFile(folder, _reopen(folder, run, kept, cells), make_reference), experiment, progress)
         return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s))
+
+
+@contextlib.contextmanager
+def reopened(
+    folder: Path, kept: Collection[str], progress: Progress, target: Target | None = None
+) -> Iterator[Running]:
+    """Lock a search of settings, and make it a run in progress with the kept cells. Raises HarnessError."""
+    with lock_folder(folder):
+        run, experiment = read_run(folder), recorded_experiment(folder, target)
+        _remove_leftovers(run, experiment, progress)
+        progress.line(f"Run {run.id}: {count(len(kept), 'cell')} stay. Records go to {folder}")
+        yield Running(
+            RunFile(folder, _reopen(folder, run, set(kept), list(recorded_cells(run).values()))), experiment, progress
+        )
+
+
+def recorded_experiment(folder: Path, target: Target | None = None) -> Experiment:
+    """Return the experiment of a run as it was prepared. Raises HarnessError."""
+    inputs = _read_inputs(folder)
+    experiment = _recorded_experiment(read_run(folder), folder, inputs, target)
+    path = Path(inputs.scenario)  # names the runs that follow
+    return replace(experiment, path=path) if path.is_file() else experiment
+
+
+def _remove_leftovers(run: Run, experiment: Experiment, progress: Progress) -> None:
+    """Wait for the load processes of a killed run, and remove its containers."""
+    _wait_for_orphans(run, progress)
+    if needs_docker(experiment):
+        with contextlib.closing(connect()) as client:
+            for item in remove_leftovers(client, run.id, everything=True):
+                progress.line(f"removed {item}, which the run left")
 
 
 def _read_inputs(folder: Path) -> Inputs:

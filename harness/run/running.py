@@ -34,6 +34,7 @@ from harness.run.progress import Progress
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
 from harness.serve.engine import get_engine_version
+from harness.serve.facts import find_ignored_settings
 from harness.workload import workload_sha256
 from harness.workload.job import read_api_key
 
@@ -184,7 +185,7 @@ def create_run(
         write_run(folder, manifest)
         prepare_folder(folder, len(cells))
         inputs = Inputs(
-            scenario=str(experiment.path.resolve()),
+            scenario=str(experiment.folder / experiment.path.resolve().name),
             files={name: digest_files([experiment.folder / name]) for name in input_files(experiment.scenario)},
             url=None if target is None else target.url,
             metrics_url=None if target is None else target.metrics_url,
@@ -257,6 +258,31 @@ def _git_commit() -> str | None:
 Start = Callable[[list[Cell]], Iterator[CellRun]]  # starts a server and runs cells on it until it dies
 
 
+def failed_cell(cell: Cell, template: str, reason: Reason) -> CellRun:
+    """Return the result of a cell whose server did not start."""
+    now_s, served = time.time(), ServedBy(url="", template=template)
+    fields = msgspec.structs.asdict(cell)
+    return CellRun(**fields, started_wall_s=now_s, ended_wall_s=now_s, served_by=served, failed=reason)
+
+
+def start_failure(error: StartError) -> Reason:
+    """Return the result of settings with which a server did not start."""
+    known = error.known
+    why = f"{known['cause']}; to solve it: {known['fix']}" if {"cause", "fix"} <= known.keys() else error.what
+    return because("setting_not_started", f"did not start: {why}", error=error.what, **known)
+
+
+def death_of_setting(cell_run: CellRun) -> Reason | None:
+    """Return the result of settings with which a server died under its load; None: it did not."""
+    death = cell_run.served_by.death
+    if death is None or death.how not in ("ended", "restarted"):
+        return None
+    known = {"failure": death.failure, "cause": death.cause, "fix": death.fix}
+    known = {key: value for key, value in known.items() if value is not None}
+    text = f"{death.problem().text}; to solve it: {death.fix}" if death.fix else death.problem().text
+    return because("setting_died", text, death=msgspec.to_builtins(death.problem()), **known)
+
+
 class FailedSettings:
     """The settings of a sweep with which a server did not start, or died under a load: both are results.
 
@@ -287,9 +313,7 @@ class FailedSettings:
         while True:
             for cell in left:
                 if (reason := self.reason_of(cell)) is not None:
-                    now_s, fields = time.time(), msgspec.structs.asdict(cell)
-                    served = ServedBy(url="", template=self.scenario.servers[cell.server].template)
-                    yield CellRun(**fields, started_wall_s=now_s, ended_wall_s=now_s, served_by=served, failed=reason)
+                    yield failed_cell(cell, self.scenario.servers[cell.server].template, reason)
             left = [cell for cell in left if self.reason_of(cell) is None]
             done: set[str] = set()
             try:
@@ -298,12 +322,7 @@ class FailedSettings:
                     yield self._check_settings(cell_run)
             except StartError as error:
                 self.first_error = self.first_error or error
-                known = error.known
-                why = (
-                    f"{known['cause']}; to solve it: {known['fix']}" if {"cause", "fix"} <= known.keys() else error.what
-                )
-                reason = because("setting_not_started", f"did not start: {why}", error=error.what, **known)
-                self._add(left[0].server, None, reason)
+                self._add(left[0].server, None, start_failure(error))
                 if self.failed.keys() == {(server, None) for server in self.scenario.servers}:
                     raise self.first_error from None
             if not done and (not left or self.reason_of(left[0]) is None):
@@ -318,17 +337,8 @@ class FailedSettings:
         """Add a problem for each varied number that the server reports with another value, and the server's death."""
         swept, problems = self.scenario.swept, list(cell_run.problems)
         settings = swept.servers[cell_run.server].settings if swept and cell_run.server in swept.servers else {}
-        for key, asked in settings.items():
-            ran = cell_run.served_by.effective.get(key.removeprefix("--").replace("-", "_"))
-            are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (asked, ran))
-            if are_numbers and ran != asked:
-                text = f"the sweep asks for {key} {asked}, and the server runs with {ran}"
-                problems.append(because("setting_not_applied", text, key=key, asked=asked, ran=ran))
-        death, reason = cell_run.served_by.death, None
-        if death is not None and death.how in ("ended", "restarted"):
-            known = {"failure": death.failure, "cause": death.cause, "fix": death.fix}
-            known = {key: value for key, value in known.items() if value is not None}
-            text = f"{death.problem().text}; to solve it: {death.fix}" if death.fix else death.problem().text
-            reason = because("setting_died", text, death=msgspec.to_builtins(death.problem()), **known)
+        numbers = {key: value for key, value in settings.items() if not isinstance(value, str)}  # texts may be free
+        problems += find_ignored_settings(cell_run.served_by, numbers)
+        if (reason := death_of_setting(cell_run)) is not None:
             self._add(cell_run.server, cell_run.load, reason)
         return replace(cell_run, problems=problems, failed=reason)

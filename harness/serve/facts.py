@@ -9,7 +9,7 @@ import math
 import posixpath
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.base.engines import FactSource, Start, engines, find_engine
 from harness.base.files import open_file
 from harness.base.redact import masked
+from harness.base.summary import Reason, because
 from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Contents, Phase, ServedBy, Startup
@@ -107,6 +108,56 @@ def _collect_facts(
         return msgspec.convert({name: value for name, value in facts.items() if is_storable(value)}, Startup), effective
     except msgspec.ValidationError:  # an answer of an unknown form
         return log.facts, effective
+
+
+def find_ignored_settings(served: ServedBy, settings: Mapping[str, Any]) -> list[Reason]:
+    """Return a reason for each setting that the server reports with another value.
+
+    `settings`: by variable of the template, or by argument of the engine (`--flag`). What a server does not report, and
+    a value that it chooses itself (`auto`), gives none.
+    """
+    ignored = []
+    for key, asked in settings.items():
+        ran = served.effective.get(key.removeprefix("--").replace("-", "_"))
+        if key == "attention_backend" and served.startup is not None:
+            ran = served.startup.attention_backend
+        if asked != "auto" and not _is_alike(asked, ran):
+            text = f"{key} {asked} was asked for, and the server runs with {ran}"
+            ignored.append(because("setting_not_applied", text, key=key, asked=asked, ran=ran))
+    return ignored
+
+
+_SWITCHES = {"on": True, "enabled": True, "off": False, "disabled": False}
+
+
+def _is_alike(asked: Any, ran: Any) -> bool:
+    """Whether two values may be the same setting: also where they cannot be compared."""
+    if isinstance(asked, bool) or isinstance(ran, bool):
+        return not (isinstance(asked, bool) and isinstance(ran, bool)) or asked == ran
+    if isinstance(asked, int | float) and isinstance(ran, int | float):
+        return asked == ran
+    if isinstance(asked, str) and isinstance(ran, str) and asked and ran:  # one may be a part: fp8 of fp8_e4m3
+        one, other = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (asked, ran))
+        if one in _SWITCHES:
+            return _SWITCHES[one] == _SWITCHES.get(other, _SWITCHES[one])
+        return one in other or other in one
+    return True
+
+
+def find_fallback(served: ServedBy, reference: ServedBy) -> Reason | None:
+    """Return how a server is not the one that ran before with other settings: another model or engine took its place.
+
+    None: it is the same, as far as both report it.
+    """
+    for key in ("model", "engine", "architecture", "recipe", "checkpoint", "device"):
+        values = []
+        for one in (reference, served):
+            of_start = getattr(one.startup, key, None) if one.startup is not None else None
+            values.append(one.model if key == "model" else of_start or one.effective.get(key))
+        if None not in values and values[0] != values[1]:
+            text = f"the server fell back: its {key} is {values[1]}, which was {values[0]} with the settings before"
+            return because("setting_fallback", text, key=key, before=values[0], ran=values[1])
+    return None
 
 
 def _find_model_limit(listed: dict[str, Any], model: str | None) -> int | None:

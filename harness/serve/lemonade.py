@@ -22,6 +22,7 @@ from harness.base.files import UNDECODABLE
 from harness.base.summary import Reason, because
 from harness.base.trust import open_session
 from harness.base.units import count
+from harness.failures.explain import explain_api_error
 from harness.failures.unexpected_response import decode_json, error_message, parse_model_ids
 from harness.records.manifest import ServedBy
 from harness.serve import probe
@@ -396,6 +397,67 @@ def _load_with_saved_options(api: Api, model: str) -> None:
         log = f" Its log has the reason: {LOG_ADVICE}" if "failed to start" in message else ""
         what = f"Lemonade could not load '{model}': {message}"
         raise ServerError(what, next_step=advise_on_message(message) + log)
+
+
+def running_options(url: str, model: str | None, key: str | None) -> dict[str, Any] | None:
+    """Return the options of /load with which a running Lemonade runs a model; None if the server is not Lemonade.
+
+    Loads the model if it is not loaded. Raises ServerError when that fails.
+    """
+    api = Api(probe.parse_base_url(url), key)
+    served = find_running_model(api.url, model, key)
+    health = None if served is None else get_health(api)
+    running = None if served is None or health is None else health.find(str(served.model))
+    if running is None:
+        return None
+    arguments = f"{running.recipe}_args"
+    given = {name: value for name, value in running.recipe_options.items() if name == "ctx_size"}
+    return {**given, arguments: running.recipe_options.get(arguments) or ""}
+
+
+def load_with_options(url: str, model: str, options: dict[str, Any], key: str | None) -> None:
+    """Let a running Lemonade load a model with these options; what its owner saved stays as it is.
+
+    Raises StartError when it does not load, and when it reports success and runs with other options, another engine,
+    other weights, or the process that ran before.
+    """
+    api = Api(probe.parse_base_url(url), key)
+    before = get_health(api)
+    old = None if before is None else before.find(model)
+    body = {"model_name": find_canonical_name(api, model), **options, "save_options": False}
+    answer = _post_or_raise(api, "/load", body, MAX_ATTACHED_LOAD_S)
+    if answer.status_code != 200:
+        message = error_message(answer.content)
+        failure = explain_api_error(message)
+        known = {} if failure is None else {"failure": failure.id, "cause": failure.cause, "fix": failure.fix}
+        what = f"Lemonade could not load '{model}': {message}"
+        raise StartError(what, next_step=advise_on_message(message), **known)
+    health = get_health(api)
+    now = None if health is None else health.find(model)
+    if now is None:
+        raise StartError(f"Lemonade reported that '{model}' is loaded, and its /health does not have it")
+    if (difference := find_other_load(options, old, now)) is not None:
+        raise StartError(
+            f"Lemonade reported that '{model}' is loaded, {difference}",
+            next_step="Look at its log: it may have loaded a fallback, or not have loaded the model again.",
+        )
+
+
+def find_other_load(options: dict[str, Any], old: RunningModel | None, now: RunningModel) -> str | None:
+    """Return how a loaded model is not what was asked for; None: it is that."""
+    for name, asked in options.items():
+        if (now.recipe_options.get(name) or None) != (asked or None):
+            return f"and runs with {name} {now.recipe_options.get(name)!r} instead of {asked!r}"
+    if old is None:
+        return None
+    for name in ("recipe", "checkpoint", "device"):
+        was, is_now = getattr(old, name), getattr(now, name)
+        if was != is_now and not any(key.endswith(("_backend", "_device")) for key in options):
+            return f"and its {name} is {is_now!r}, which was {was!r}"
+    changed = any((old.recipe_options.get(name) or None) != (asked or None) for name, asked in options.items())
+    return (
+        "and the process that ran before goes on: it was not loaded again" if changed and old.pid == now.pid else None
+    )
 
 
 class _Job(Struct, frozen=True):

@@ -1,5 +1,6 @@
 """Lemonade brought up: against the double of it, where no real one can be made to do the same (tests/lemonade)."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import requests
 
-from harness.base.errors import ServerError
+from harness.base.errors import ServerError, StartError
 from harness.records.manifest import ServedBy
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
@@ -18,6 +19,8 @@ from harness.serve.lemonade import (
     RunningModel,
     find_changes,
     get_health,
+    load_with_options,
+    running_options,
 )
 from harness.serve.lifecycle import wait_ready
 from harness.serve.probe import StartupWatch
@@ -178,3 +181,20 @@ def test_a_job_delays_the_requests_of_others(
 )  # fmt: skip
 def test_what_changed_between_two_moments(before: LemonadeState, now: LemonadeState, codes: list[str]) -> None:
     assert [reason.code for reason in find_changes(before, now)] == codes
+
+
+def test_a_running_model_is_loaded_again_with_other_options_and_its_files_stay(tmp_path: Path) -> None:
+    saved = {"user.Tiny": {"ctx_size": 2048, "vllm_args": "--max-num-seqs 1"}}
+    with lemonade(tmp_path, recipe_options=saved) as server:
+        assert running_options(server.url, "user.Tiny", None) == saved["user.Tiny"]
+        first = loaded_model(server)["pid"]
+        changed = {"ctx_size": 2048, "vllm_args": "--max-num-seqs 4"}
+        load_with_options(server.url, "user.Tiny", changed, None)
+        assert running_options(server.url, "user.Tiny", None) == changed and loaded_model(server)["pid"] != first
+        with pytest.raises(StartError) as refused:
+            load_with_options(server.url, "user.Tiny", {"vllm_args": "--gpu-memory-utilization 0.92"}, None)
+        load_with_options(server.url, "user.Tiny", saved["user.Tiny"], None)
+        assert running_options(server.url, "user.Tiny", None) == saved["user.Tiny"]
+    assert "failed to start" in refused.value.what
+    kept = tmp_path / ".config" / "lemonade" / "recipe_options.json"
+    assert json.loads(kept.read_text()) == saved

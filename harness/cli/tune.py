@@ -1,0 +1,85 @@
+"""`harness tune`: the settings found, tested, and verified on fresh requests."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from harness.base.errors import ExitCode, HarnessError
+from harness.cli import common as cli
+
+if TYPE_CHECKING:
+    from harness.report.tune import TuneReport
+
+GoalOpt = Annotated[
+    Literal["throughput", "latency", "goodput", "users", "energy"], cli.option(None, "What to improve.", "--for")
+]
+SlosOpt = Annotated[
+    list[str] | None,
+    cli.option(
+        "CHECK",
+        'What users must get, such as "ttft_p95 <= 2s": for goodput and users, else a limit; may be repeated.',
+        "--check",
+        "--slo",
+        callback=cli.split_given,
+    ),
+]
+ResumeOpt = Annotated[Path | None, cli.option("RUN", "Go on with a search or its proof, after any end.")]
+
+
+@cli.command(short_help="Find better settings of a server, and verify them.")
+def tune(
+    scenario: cli.OptionalScenario = None,
+    goal: GoalOpt = "throughput",
+    load: Annotated[str | None, cli.option("NAME", "Tune for this load (default: all loads together).")] = None,
+    server: cli.ServerOpt = None,
+    checks: SlosOpt = None,
+    budget: Annotated[str, cli.option("TIME", "How long it may take in all, such as 40min or 2h.")] = "2h",
+    url: cli.UrlOpt = None,
+    ca: cli.CaOpt = None,
+    model: cli.ModelOpt = None,
+    resume: ResumeOpt = None,
+    as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,
+    runs: cli.RunsDir = cli.RUNS,
+) -> None:
+    """Find settings of a server that are better than its own, start by start, and verify the best on fresh requests.
+
+    With --url those of a running Lemonade, by its API; its files stay as they are. Exit code 0: set these, or keep the
+    default. 2: no settings start. 3: the proof is INVALID. 5: inconclusive.
+    """
+    from harness.base.units import read_duration
+    from harness.report import terminal
+    from harness.report.tune import tune_page
+    from harness.run import experiment as experiments
+    from harness.run import tune as tuning
+    from harness.run.progress import Progress
+
+    progress, target = Progress(cli.console(stderr=as_json)), cli.make_target(url, ca=ca)
+    if resume is not None:
+        if scenario is not None:
+            raise HarnessError("--resume: the run has a copy of its scenario", next_step="Leave the scenario out.")
+        folder = cli.find_run(resume, runs)
+        report = tuning.resume_tune(folder, runs, progress, target)
+    elif scenario is None:
+        raise HarnessError("no scenario", next_step="Give a scenario, or --resume RUN.")
+    else:
+        experiment = experiments.prepare(scenario, target, model)
+        budget_s = read_duration("--budget", budget)
+        experiment, question = tuning.define_tune(experiment, goal, load, server, checks or [], budget_s)
+        folder, report = tuning.tune(experiment, question, runs, progress)
+    if as_json:
+        cli.print_json(report)
+    else:
+        terminal.print_page(tune_page(report), cli.console())
+        cli.console().print(f"{folder / 'report.html'}")
+    exit_after_tune(report)
+
+
+def exit_after_tune(report: "TuneReport") -> None:
+    codes = {reason.code for reason in report.reasons}
+    if "nothing_started" in codes and all(start.cause for start in report.trials):
+        raise typer.Exit(ExitCode.SERVER)
+    if codes & {"nothing_started", "proof_invalid"}:
+        raise typer.Exit(ExitCode.INVALID)
+    if report.verdict == "inconclusive":
+        raise typer.Exit(ExitCode.INCONCLUSIVE)

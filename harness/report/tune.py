@@ -1,0 +1,257 @@
+"""The result of `harness tune`: tune.json, and its page: the answer, what to paste, the history, the picture."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from harness.base.files import pretty_json, read_json, replace_file
+from harness.base.summary import MARGIN, Reason, Verdict, sentence
+from harness.base.units import NOTHING, count, duration, factor, short_percent
+from harness.report import words
+from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
+from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
+
+TUNE_FILE = "tune.json"
+TUNE_VERSION = 1
+Goal = Literal["throughput", "latency", "goodput", "users", "energy"]
+GOALS: dict[Goal, str] = {
+    "throughput": "more output tokens a second",
+    "latency": "a lower mean end-to-end latency",
+    "goodput": "more requests a second that meet the SLOs",
+    "users": "more users within the SLOs",
+    "energy": "more output tokens per joule",
+}
+WHY = {
+    "first": "reference",
+    "again": "drift check",
+    "finding": "finding",
+    "setting": "promising",
+    "combination": "combination",
+}
+
+
+class TuneStart(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One start of the server in the search."""
+
+    server: str  # in run.json: "default", "try-2"
+    cells: list[str] = []
+    settings: dict[str, Any] = {}  # that differ from the default, by their names in the engine's file
+    why: str = "first"
+    finding: str | None = None
+    value: float | None = None  # the result, more is better; None: it failed, or broke a limit
+    ratio: float | None = None  # to the reference near it in time
+    cause: str | None = None  # of a failure
+    blamed: list[str] = []  # settings that the failure names
+    reason: Reason | None = None  # why there is no value
+    kept: bool = False  # the best so far
+    took_s: float = 0.0
+
+
+class TuneReport(Struct, frozen=True, kw_only=True):
+    """tune.json. Settings are as the server's user writes them, but for those of starts."""
+
+    format_version: int = TUNE_VERSION
+    run: str = ""
+    proof: str | None = None  # the run of the proof
+    scenario: str = ""
+    server: str = ""  # of the scenario
+    goal: Goal = "throughput"
+    slos: list[str] = []
+    levels: dict[str, float] = {}  # of "users": by load its users, or requests a second
+    budget_s: float
+    spent_s: float = 0.0
+    simulated: bool = False
+    safe_memory: float | None = None  # share of the GPU's memory, by the sizes that a refused start logged
+    names: dict[str, str] = {}  # by name in the engine's file: as the server's user writes it
+    trials: list[TuneStart] = []
+    ended: Reason | None = None  # why the search ended
+    verdict: Literal["set", "keep", "inconclusive"] | None = None  # None: it is not known yet
+    settings: dict[str, Any] = {}  # of "set" and "inconclusive"
+    ratio: float | None = None  # to the reference; None: nothing was worth a proof
+    low: float | None = None
+    high: float | None = None
+    needed: int | None = None  # repeats that would settle it
+    starts: int = 0  # of the search and of the proof
+    blocks: int = 0  # of the proof
+    reference: dict[str, Any] = {}  # settings of the reference, if the default did not start
+    verdicts: list[Verdict] = []  # of the proof
+    sides: list[dict[str, Any]] = []  # settings of each of them
+    reasons: list[Reason] = []  # what limits the answer
+    paste: dict[str, str] = {}  # by place: the text
+
+    def spell(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings as the server's user writes them."""
+        return {self.names.get(name, name): value for name, value in settings.items()}
+
+
+def read_tune(folder: Path) -> TuneReport | None:
+    """Read tune.json; None if the run is no search of settings. Raises HarnessError for a damaged file, OSError."""
+    path = folder / TUNE_FILE
+    return read_json(path, TuneReport, TUNE_VERSION) if path.exists() else None
+
+
+def write_tune(folder: Path, report: TuneReport) -> None:
+    replace_file(folder / TUNE_FILE, pretty_json(report))
+
+
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Settings on one line: "max_num_seqs 5, gpu_memory_utilization 0.78"."""
+    return ", ".join(f"{name} {words.format_setting(value)}" for name, value in settings.items()) or "the default"
+
+
+def answer_line(report: TuneReport) -> str:
+    """The answer in one line."""
+    settings, ratio = format_settings(report.settings), _ratio(report.ratio, report.low, report.high)
+    if report.verdict == "set":
+        return f"set this: {settings}: {ratio or 'the default does not start'}"
+    if report.verdict == "keep":
+        tried = len({msgspec.json.encode(start.settings) for start in report.trials}) - 1
+        best = f"; the best of them: {ratio}" if ratio else ""
+        return f"keep the default: {count(max(0, tried), 'other setting')} tried, none brings {_margin()} more{best}"
+    if report.verdict == "inconclusive" and not report.sides and not report.settings:
+        return "inconclusive: no other settings gave a result; a larger --budget tries more"
+    if report.verdict == "inconclusive":
+        settle = "more repeats" if report.needed is None else count(report.needed, "repeat")
+        return f"inconclusive: {settle} would settle it" + (f": {settings}: {ratio}" if ratio else "")
+    return "no answer: the search has not ended (`harness tune --resume` goes on)"
+
+
+def _margin() -> str:
+    return short_percent(MARGIN).replace(" ", "\u00a0")
+
+
+def _ratio(ratio: float | None, low: float | None, high: float | None) -> str:
+    if ratio is None:
+        return ""
+    interval = "" if low is None or high is None else f" ({factor(low)} to {factor(high)})"
+    return f"{factor(ratio)}x{interval}"
+
+
+def tune_elements(report: TuneReport) -> list[Element]:
+    """What follows the answer: how it was found, what to paste, the history."""
+    slos = f" ({', '.join(report.slos)})" if report.slos else ""
+    about = f"For {GOALS[report.goal]}{slos}: "
+    about += f"{count(report.starts, 'start')} in {duration(report.spent_s)}"
+    about += f", {count(report.blocks, 'block')} of them for the proof on fresh requests" if report.blocks else ""
+    if report.proof is not None:
+        about += f": `harness report {report.proof}`"
+    notes = [Bullet(sentence(reason), "fine") for reason in report.reasons]
+    if report.ended is not None:
+        notes.append(Bullet(f"the search ended: {sentence(report.ended)}", "fine"))
+    pasted = [Bullet("", mark=place, code=text) for place, text in report.paste.items()]
+    title = "To keep the default, change nothing." if report.verdict == "keep" else "To paste"
+    tried: list[Element] = [Paragraph("What was tried", "heading"), history(report)] if report.trials else []
+    return [
+        Paragraph(about, "fine"),
+        *([Bullets(notes)] if notes else []),
+        *([Bullets([Bullet(title, parts=pasted)], "findings")] if pasted else []),
+        *tried,
+    ]
+
+
+def tune_page(report: TuneReport) -> list[Element]:
+    """The page of `harness tune`."""
+    simulated = [Paragraph(words.SIMULATED, "simulated")] if report.simulated else []
+    return [Paragraph(answer_line(report), "lead"), *simulated, *tune_elements(report), tune_chart(report)]
+
+
+def history(report: TuneReport) -> Grid:
+    """The starts of the search, and the sides of the proof."""
+    rows = [
+        [
+            str(number),
+            format_settings(report.spell(start.settings)),
+            why_text(start.why, start.finding),
+            result_text(start),
+            "yes" if start.kept else "",
+        ]
+        for number, start in enumerate(report.trials, 1)
+    ]
+    for settings, verdict in zip(report.sides, report.verdicts, strict=False):
+        won = report.verdict == "set" and settings == report.settings
+        result = _ratio(verdict.ratio, verdict.low, verdict.high) or NOTHING
+        rows.append(["proof", format_settings(settings), "fresh requests", result, "yes" if won else ""])
+    head = ("Start", "Tried", "Why", "Result", "Kept")
+    columns = [TableColumn(title.lower(), title, group="text") for title in head]
+    return Grid(id="tune-history", columns=columns, rows=rows, styles=["best" if row[-1] else "" for row in rows])
+
+
+def why_text(why: str, finding: str | None) -> str:
+    return WHY[why] + (f" {finding}" if finding else "")
+
+
+def result_text(start: TuneStart) -> str:
+    """The result of a start: its ratio to the reference, or why there is none."""
+    if start.ratio is not None:
+        return f"{factor(start.ratio)}x"
+    if start.reason is None:
+        return NOTHING if start.value is None else "1 (reference)"
+    code = start.reason.values.get("failure") or start.reason.code  # tune.json has the text
+    return f"{start.cause}: {code}" if start.cause else code
+
+
+def tune_chart(report: TuneReport) -> Chart:
+    """The ratio of each start to the reference, in their order, and the intervals of the proof."""
+    known = [(number, start) for number, start in enumerate(report.trials, 1) if start.ratio is not None]
+    failed = [(number, start) for number, start in enumerate(report.trials, 1) if start.ratio is None]
+    hover = f"%{{text}}: <b>%{{y:.2f}}x</b>{NAME}"
+
+    def text(starts: Sequence[tuple[int, TuneStart]]) -> list[str]:
+        return [escape_markup(format_settings(report.spell(start.settings))) for _, start in starts]
+
+    data: list[Figure] = []
+    if known:
+        line, marker = {"color": "@s1", "width": 1}, {"color": "@s1", "size": 9}
+        x, y = [number for number, _ in known], [start.ratio for _, start in known]
+        data.append(scatter("start", x, y, hover, "lines+markers", text=text(known), line=line, marker=marker))
+    if known and failed:
+        marker = {"color": "@s2", "symbol": "x", "size": 9}
+        shown = f"%{{text}}: no result{NAME}"
+        data.append(
+            scatter("no result", [n for n, _ in failed], [0.0] * len(failed), shown, "markers", text=text(failed),
+                    marker=marker)
+        )  # fmt: skip
+    proven = [
+        (settings, one, one.ratio, one.low, one.high)
+        for settings, one in zip(report.sides, report.verdicts, strict=False)
+        if one.ratio is not None and one.low is not None and one.high is not None
+    ]
+    if proven:
+        bars = {
+            "type": "data", "symmetric": False, "color": "@s3", "thickness": 2, "width": 7,
+            "array": [high - ratio for _, _, ratio, _, high in proven],
+            "arrayminus": [ratio - low for _, _, ratio, low, _ in proven],
+        }  # fmt: skip
+        x = [len(report.trials) + 1 + place for place in range(len(proven))]
+        marker = {"color": "@s3", "symbol": "diamond", "size": 11}
+        names = [escape_markup(format_settings(settings)) for settings, *_ in proven]
+        ratios = [ratio for _, _, ratio, _, _ in proven]
+        data.append(scatter("proof", x, ratios, hover, "markers", text=names, error_y=bars, marker=marker))
+    rule = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1,
+            "line": {"color": "@muted", "width": 1.5, "dash": "dot"}}  # fmt: skip
+    layout: Figure = {
+        "xaxis": {"title": {"text": "start"}, "dtick": 1 if len(report.trials) < 20 else 5},
+        "yaxis": {"title": {"text": "times the reference"}, "rangemode": "tozero"},
+        "shapes": [rule],
+        "showlegend": len(data) > 1,
+    }
+    grid = history(report)
+    return Chart(
+        id="tune",
+        title="Each start against the reference",
+        caption="Starts in their order; then the proof, with its 95 % intervals. Higher is better.",
+        formula=f"result of the start ÷ that of the reference near it in time, for {GOALS[report.goal]}",
+        findings=[answer_line(report)],
+        figure={"data": data, "layout": layout},
+        head=[column.title for column in grid.columns],
+        body=[list(row) for row in grid.rows],
+        empty="" if data else "No start had a result.",
+    )
+
+
+def resume_command(folder: Path) -> str:
+    return f"harness tune --resume {shlex.quote(str(folder))}"

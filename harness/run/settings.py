@@ -1,0 +1,196 @@
+"""Settings of an engine, by their names in its file, as a scenario and as its users write them."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from harness.analysis.tune import Bounds, Search, declared_search
+from harness.base.engines import Context, Engine, Spelling, engines, find_engine, find_template
+from harness.base.engines.settings import CONTEXT, SEQUENCES, change_settings, find_spelling, read_setting
+from harness.base.errors import HarnessError
+from harness.base.files import DOCS
+from harness.machine.gpus import list_gpus
+from harness.records.manifest import Run
+from harness.run.machine_fit import safe_share
+from harness.scenario import Scenario, Server, max_concurrency, request_tokens
+from harness.serve.compose_file import Service
+from harness.serve.document import server_document
+from harness.serve.lemonade import MODEL_PREFIXES
+from harness.serve.template import prepare_server, read_variables
+
+
+def front_of(server: Server) -> Engine | None:
+    """Return the server type that is configured; of a running server with options, the one that has such options."""
+    return find_engine(server.template) or next((one for one in engines() if one.options is not None), None)
+
+
+def engine_of(server: Server, model: str) -> Engine | None:
+    """Return the engine that computes: behind another server by the recipe, the arguments, or the model's name."""
+    front = front_of(server)
+    if front is None or front.options is None:
+        return front
+    arguments, recipe = front.options.arguments, server.variables.get("recipe")
+    by_recipe = [name for name, key in arguments.items() if key == f"{recipe}_args"]
+    given = [name for name, key in arguments.items() if key in server.variables]
+    by_name = [name for name in arguments if name in model.lower()]
+    name = next(iter([*by_recipe, *given, *by_name, *reversed(arguments)]), "")
+    return next((one for one in engines() if one.name == name), None)
+
+
+def spelled_names(server: Server, model: str) -> dict[str, str]:
+    """Return each setting of the engine as its users write it: a variable of the template, or a flag."""
+    names: dict[str, str] = {}
+    front, engine = front_of(server), engine_of(server, model)
+    for name in engine.settings if front is not None and engine is not None else ():
+        assert front is not None and engine is not None
+        one = find_spelling(front, engine, name) or Spelling()
+        names[name] = one.variable or one.environment or (one.flag or name).removeprefix("--").replace("-", "_")
+    context = _context_of(server)
+    return names | (
+        {CONTEXT: "context_per_slot"} if context is not None and (context.slots or context.slots_in) else {}
+    )
+
+
+def with_settings(
+    server: Server, model: str, settings: Mapping[str, Any], effective: Mapping[str, Any] | None = None
+) -> Server:
+    """Return a server with these settings, by their names in the engine's file. `effective`: what it reports."""
+    front, engine = front_of(server), engine_of(server, model)
+    if front is None or engine is None or not settings:
+        return server
+    known = _all_variables(server)
+    new = change_settings(front, engine, known, settings, _context_of(server), effective)
+    changed = {name: value for name, value in new.items() if name not in known or known[name] != value}
+    return replace(server, variables=server.variables | changed)
+
+
+def _all_variables(server: Server) -> dict[str, Any]:
+    """The variables of a server, with the defaults of its template."""
+    declared = {} if find_template(server.template) is None else read_variables(server.template)
+    defaults = {name: one.default for name, one in declared.items() if not one.required}
+    return defaults | server.variables
+
+
+def _context_of(server: Server) -> Context | None:
+    """Which variables limit a request's tokens, also of a running server with options."""
+    front = front_of(server)
+    template = find_template(server.template) or (front and next(iter(front.templates.values()), None))
+    return template.context if template else None
+
+
+def shared_slots(run: Run, name: str) -> int | None:
+    """Return the slots of a server that share its context; None: each request has its own."""
+    server, context = run.scenario.servers[name], _context_of(run.scenario.servers[name])
+    if context is None or not (context.slots or context.slots_in):
+        return None
+    front, engine = front_of(server), engine_of(server, run.scenario.model)
+    ran = [cell.served_by.effective for cell in run.cells if cell.server == name and cell.failed is None]
+    if (
+        front is None
+        or engine is None
+        or not any(one.context and one.context.slots for one in engine.templates.values())
+    ):
+        return None
+    return read_setting(front, engine, _all_variables(server), SEQUENCES, ran[-1] if ran else None) or 1
+
+
+def settings_search(run: Run, safe_memory: float | None = None) -> Search:
+    """Return the search of the settings of a run's server "default". Once it has started, its report counts, too.
+
+    `safe_memory`: by a refused start.
+
+    Raises HarnessError for a server whose settings are not declared.
+    """
+    scenario, server = run.scenario, run.scenario.servers["default"]
+    front, engine = front_of(server), engine_of(server, scenario.model)
+    started = next((cell.served_by for cell in run.cells if cell.failed is None), None)
+    if started is not None and started.startup is not None and front is not None and front.options is not None:
+        engine = next((one for one in engines() if one.name == started.startup.engine), engine)
+    effective = None if started is None else started.effective
+    if front is None or engine is None or all(one.tune is None for one in engine.settings.values()):
+        raise HarnessError(
+            f"server '{server.template}': its settings are not declared, so that there is nothing to tune",
+            next_step=f"Tune another server ({DOCS}/tune.md), or vary its settings in a sweep.",
+        )
+    variables, slots = _all_variables(server), shared_slots(run, "default")
+    if slots is not None and (context := _context_of(server)) is not None and variables.get(context.size):
+        variables[context.size] //= slots  # the setting is that of a slot
+    bounds = _bounds(scenario, server)
+    return declared_search(
+        front, engine, variables, replace(bounds, safe_memory=safe_memory or bounds.safe_memory), effective
+    )
+
+
+def _bounds(scenario: Scenario, server: Server) -> Bounds:
+    """Return what the machine and the loads allow."""
+    asked = [request_tokens(load, scenario.prompts) for load in scenario.loads.values()]
+    longest = [one.prompt_max + one.output_max for one in asked if one is not None]
+    is_known = len(longest) == len(asked) and all(load.user == "batch" for load in scenario.loads.values())
+    running = find_template(server.template) is None
+    service = None if running else prepare_server(scenario, "default").service
+    uses_gpu = service is not None and any("/dev/kfd" in device or "/dev/dri" in device for device in service.devices)
+    cards = list(list_gpus()) if uses_gpu or running else []
+    return Bounds(
+        target=str(cards[0]["target"]) if cards else None,
+        safe_memory=safe_share(scenario, "default") if uses_gpu else None,
+        at_once=max(max_concurrency(load) for load in scenario.loads.values()),
+        tokens=max(longest) if is_known else None,  # conversations grow
+    )
+
+
+def to_paste(scenario: Scenario, name: str, running: bool = False) -> dict[str, str]:
+    """Return by place the text that brings a server's settings to where they are used. `running`: at its own place."""
+    server = scenario.servers[name]
+    front, engine = front_of(server), engine_of(server, scenario.model)
+    pasted: dict[str, str] = {}
+    if front is not None and front.options is not None and engine is not None:
+        options, own = front.options, [one.variable for one in front.settings.values() if one.variable]
+        keys = [*own, options.arguments[engine.name]]
+        entry = {key: server.variables[key] for key in keys if server.variables.get(key)}
+        prefix = "user." if server.variables.get("checkpoint") else options.prefix
+        model = scenario.model if scenario.model.startswith(MODEL_PREFIXES) else prefix + scenario.model
+        pasted[options.name] = json.dumps({model: entry}, indent=1)
+    if running:
+        return pasted
+    service = prepare_server(scenario, name).service
+    if server.container:
+        pasted["docker run"] = docker_run(service)
+    if front is not None and front.options is None:
+        template = find_template(server.template)
+        program = "" if template is None else (template.program or "").strip("[]").replace(",", " ")
+        words = [*(service.entrypoint or program.split()), *(service.command or [])]
+        pasted[f"command of {front.title}"] = shlex.join(words)
+    if server.container:
+        pasted["compose.yaml"] = server_document(scenario, name).rstrip()
+    return pasted
+
+
+def docker_run(service: Service) -> str:
+    """Return the `docker run` command of a service. Secrets stay `${NAME}`."""
+    words = ["docker", "run", "--rm", *(["--init"] if service.init else [])]
+    for flag, values in (
+        ("--device", service.devices), ("--group-add", service.group_add), ("--volume", service.volumes),
+        ("--publish", service.ports), ("--security-opt", service.security_opt), ("--cap-add", service.cap_add),
+        ("--env", [f"{name}={value}" for name, value in service.environment.items()]),
+    ):  # fmt: skip
+        words += [word for value in values for word in (flag, value)]
+    for flag, value in (
+        ("--ipc", service.ipc), ("--shm-size", service.shm_size), ("--memory", service.mem_limit),
+        ("--cpus", service.cpus), ("--user", service.user),
+    ):  # fmt: skip
+        words += [] if value is None else [flag, str(value)]
+    entrypoint, *first = service.entrypoint or [""]
+    words += ["--entrypoint", entrypoint] if entrypoint else []
+    words += [service.image, *first, *(service.command or [])]
+    return " ".join(map(_quote, words))
+
+
+def _quote(word: str) -> str:
+    """A word for a shell, which fills in `${NAME}`; Compose writes a literal $ as $$."""
+    if "${" not in word.replace("$$", ""):
+        return shlex.quote(word.replace("$$", "$"))
+    return '"' + re.sub(r'(["\\`])', r"\\\1", word).replace("$$", "\\$") + '"'

@@ -1,0 +1,642 @@
+"""`harness tune`: search the settings of a server start by start, and prove the best on requests that it never saw.
+
+The search is one run, to which servers are added as harness.analysis.tune proposes them. The proof is another run: the
+reference and the best settings, repeated in blocks.
+"""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from harness.advice.findings import find_of_server
+from harness.analysis.capacity import load_at
+from harness.analysis.slo import CapacitySlo, parse_slos, scenario_slos
+from harness.analysis.summarize import summarize_with_counts
+from harness.analysis.tune import (
+    MIN_BLOCKS,
+    Proposal,
+    Search,
+    Suggestion,
+    Trial,
+    best_settings,
+    block_count,
+    decide,
+    failure_cause,
+    gains,
+    next_start,
+    predict,
+    reference,
+    start_noise,
+    suggestions,
+)
+from harness.base.engines import safe_utilization_from_log
+from harness.base.engines.settings import MEMORY
+from harness.base.errors import HarnessError, ServerError, StartError
+from harness.base.files import open_file
+from harness.base.summary import MARGIN, CellSummary, Reason, Summary, because, sentence
+from harness.base.units import count, duration
+from harness.failures.table import patterns
+from harness.machine.gpus import read_gpu_memory, wait_until_free
+from harness.records.manifest import CellRun, ServedBy, read_run
+from harness.records.records import Request
+from harness.report.tune import (
+    GOALS,
+    Goal,
+    TuneReport,
+    TuneStart,
+    format_settings,
+    read_tune,
+    result_text,
+    resume_command,
+    why_text,
+    write_tune,
+)
+from harness.run.experiment import Experiment, Target, load_name, server_name
+from harness.run.machine_fit import check_all_gpus, resolve_auto
+from harness.run.orchestrator import (
+    cell_run_of,
+    endpoint_of,
+    refuse_too_long,
+    run,
+    run_cells,
+    run_group,
+    run_steps,
+    start_run,
+)
+from harness.run.progress import Progress
+from harness.run.resume import recorded_experiment, reopened, resume
+from harness.run.running import Running, death_of_setting, failed_cell, start_failure, write_results
+from harness.run.settings import settings_search, shared_slots, spelled_names, to_paste, with_settings
+from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, wave_size
+from harness.scenario.plan import Cell, cell_of, grouped
+from harness.serve.facts import find_fallback, find_ignored_settings
+from harness.serve.lemonade import load_with_options, running_options
+from harness.workload.job import read_api_key
+
+DEFAULT = "default"
+MAX_LOG_BYTES = 1_000_000
+NEED_SLOS = ("goodput", "users")
+USERS_LADDER = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the scenario's users
+SIDES = ("first", "second")
+MIN_ANSWERS, MIN_WAVES, MIN_LOAD_S, MAX_LOAD_S = 20, 3, 10.0, 300.0  # of a load in the search; shorter ones end earlier
+FREE_MEMORY = "mem.free_lt_util"  # of the table of failures: a share of the memory that is not free
+PROOF_SEED = 1_000_003  # added to the scenario's seed: the proof has other prompts, lengths and arrivals
+
+
+class LoadWatch:
+    """Ends a load of the search once enough is measured for a ratio."""
+
+    report_after_s: float | None = None
+
+    def __init__(self, load: Load) -> None:
+        self._needed = max(MIN_ANSWERS, MIN_WAVES * wave_size(load))
+        self._ended, self._first_s = 0, math.inf
+
+    def add_records(self, requests: list[Request]) -> None:
+        measured = [request for request in requests if request.phase == "measured"]
+        self._ended += len(measured)
+        self._first_s = min([self._first_s, *(request.sent_s for request in measured)])
+
+    def note_in_flight(self, cell: str, requests: list[Request]) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        took_s = time.monotonic() - self._first_s
+        return took_s > MAX_LOAD_S or (took_s > MIN_LOAD_S and self._ended >= self._needed)
+
+    def measured_s(self, stopped_s: float) -> float:
+        return max(0.0, stopped_s - self._first_s)
+
+
+def define_tune(
+    experiment: Experiment, goal: Goal, load: str | None, server: str | None, slos: Sequence[str], budget_s: float
+) -> tuple[Experiment, TuneReport]:
+    """Return the experiment with only the server and the loads of the search, and the report without answers.
+
+    Raises HarnessError for a goal that needs SLOs and has none, and for a running server that is not Lemonade.
+    """
+    scenario, name = experiment.scenario, server_name(experiment, server)
+    first = load_name(experiment, load or next(one for one in scenario.loads if "." not in one))
+    loads = scenario.loads if load is None else {first: scenario.loads[first]}
+    given = parse_slos(list(slos)) if slos else scenario_slos(scenario, name, first) if goal in NEED_SLOS else []
+    if goal in NEED_SLOS and not given:
+        raise HarnessError(
+            f"--for {goal}: no --check, and no check of the scenario bounds a latency",
+            next_step='add --check "ttft_p95<=2s".',
+        )
+    levels: dict[str, float] = {}
+    if goal == "users":
+        levels, loads = users_ladder(first, scenario.loads[first])
+    chosen = scenario.servers[name]
+    if experiment.target is not None:
+        chosen = replace(chosen, variables=_options_of(experiment.target, scenario))
+    swept_loads = {} if scenario.swept is None or levels else scenario.swept.loads
+    swept_loads = {one: row for one, row in swept_loads.items() if one in loads}
+    scenario = replace(
+        scenario,
+        servers={DEFAULT: chosen},
+        loads=loads,
+        mixes=scenario.mixes if load is None and not levels else {},
+        swept=Sweep(servers={DEFAULT: SweepRow(of=name, settings={})}, loads=swept_loads),
+        baseline=None,
+        compare=[],
+        checks=[],
+        restart=False,
+        repeats=1,
+    )
+    report = TuneReport(
+        scenario=experiment.path.stem,
+        server=name,
+        goal=goal,
+        slos=[slo.text for slo in given],
+        levels=levels,
+        budget_s=budget_s,
+        names=spelled_names(chosen, scenario.model),
+    )
+    return replace(experiment, scenario=scenario), report
+
+
+def users_ladder(name: str, load: Load) -> tuple[dict[str, float], dict[str, Load]]:
+    """Return the amounts of a load at which a start is measured for `--for users`, and these loads, by name."""
+    own = load.users if load.arrivals is None else load.arrivals.rate or 1.0
+    amounts = dict.fromkeys(own * share if load.arrivals else max(1, round(own * share)) for share in USERS_LADDER)
+    levels = {f"{name}-{number}": float(amount) for number, amount in enumerate(amounts, 1)}
+    return levels, {one: load_at(load, amount, MAX_LOAD_S) for one, amount in levels.items()}
+
+
+def _options_of(target: Target, scenario: Scenario) -> dict[str, Any]:
+    options = running_options(target.url, scenario.model, read_api_key(scenario.api_key_env))
+    if options is None:
+        raise HarnessError(
+            f"--url: {target.url} takes no settings while it runs",
+            next_step="Leave --url out, and name a server of the scenario: the harness starts it with each setting.",
+        )
+    return options
+
+
+def tune(experiment: Experiment, report: TuneReport, runs: Path, progress: Progress) -> tuple[Path, TuneReport]:
+    """Search and prove; return the run directory and the report. Raises as `run` does."""
+    check_all_gpus(experiment)
+    experiment = resolve_auto(experiment, progress.line)
+    progress.line(f"At most {duration(report.budget_s)} (--budget), the proof included.")
+    began_s, folder = time.monotonic(), None
+
+    def steps(running: Running, _: list[Cell]) -> Iterator[CellRun]:
+        nonlocal folder
+        folder = running.folder
+        yield from TuneSearch(running, replace(report, run=running.id), began_s).cells()
+
+    with _restored(experiment), _with_resume_advice(lambda: folder, progress):
+        folder = start_run(experiment, [], runs, progress, steps)
+        return folder, prove(folder, experiment, runs, progress, began_s)
+
+
+class TuneSearch:
+    """The starts of the search. Each one answers all loads of the scenario."""
+
+    def __init__(self, running: Running, report: TuneReport, began_s: float) -> None:
+        self.running, self.report, self.began_s = running, report, began_s
+        self.search = settings_search(running.file.manifest, report.safe_memory)
+        self._idle_memory = [] if running.experiment.target else read_gpu_memory()
+        self._advice: dict[str, Sequence[Suggestion]] = {}  # by server: what the findings about it advise
+        self._reference: ServedBy | None = None
+
+    def cells(self) -> Iterator[CellRun]:
+        """Start servers until the search ends, and yield the results of their cells."""
+        self.write()
+        while isinstance(step := self._next(), Proposal):
+            yield from self._start(step)
+        self.report = replace(self.report, ended=step)
+        self.write()
+        self.running.progress.line(f"The search ends: {sentence(step)}.")
+
+    @property
+    def left_s(self) -> float:
+        return self.report.budget_s - (time.monotonic() - self.began_s)
+
+    def write(self) -> None:
+        write_tune(self.running.folder, self.report)
+
+    def _next(self) -> Proposal | Reason:
+        trials = trials_of(self.report)
+        base = reference(trials)
+        best = base if base is None else (best_settings(self.search, trials) or [base])[0]
+        server = next((one.server for one in self.report.trials if one.settings == best), DEFAULT)
+        return next_start(self.search, trials, self._advice.get(server, []), budget_s=max(0.0, self.left_s))
+
+    def _start(self, step: Proposal) -> Iterator[CellRun]:
+        """Start the server with the proposed settings, and measure its loads."""
+        report, known = self.report, self.running.file.manifest.scenario
+        number, same = len(report.trials) + 1, [one for one in report.trials if one.settings == step.settings]
+        name = same[0].server if same else DEFAULT if not step.settings else f"try-{number}"
+        reported = None if self._reference is None else self._reference.effective
+        chosen = with_settings(known.servers[DEFAULT], known.model, step.settings, reported)
+        spelled = report.spell(step.settings)
+        row = SweepRow(of=report.server, settings=spelled)
+        swept = Sweep(servers={**(known.swept or Sweep()).servers, name: row}, loads=(known.swept or Sweep()).loads)
+        scenario = replace(known, servers={**known.servers, name: chosen}, swept=swept)
+        start = TuneStart(server=name, settings=step.settings, why=step.why, finding=step.finding)
+        progress, text = self.running.progress, format_settings(spelled)
+        progress.line(
+            f"Start {number}, {duration(max(0.0, self.left_s))} left: {text} ({why_text(step.why, step.finding)})"
+        )
+        progress.head = f"start {number}: {text}"
+        cells = [cell_of(name, load, 1 + len(same)) for load in scenario.loads]
+        began_s, failed = time.monotonic(), None
+        self.running.file.update(scenario=scenario)
+        try:
+            for cell_run in self._measure(scenario, cells):
+                failed = failed or cell_run.failed
+                yield cell_run
+        except StartError as error:
+            failed = start_failure(error)
+            ran = self.running.file.manifest.ran
+            yield from (failed_cell(cell, chosen.template, failed) for cell in cells if cell.id not in ran)
+        start = replace(start, cells=[cell.id for cell in cells], took_s=time.monotonic() - began_s)
+        if failed is not None and failed.values.get("failure") == FREE_MEMORY:
+            safe = safe_share_in_log(self.running.folder / "logs" / f"{cells[0].id}.server.log")
+            self.report = replace(self.report, safe_memory=safe or self.report.safe_memory)
+            self.search = settings_search(self.running.file.manifest, self.report.safe_memory)
+        self._record(replace(start, **failure_of(failed, report)) if failed is not None else self._with_value(start))
+
+    def _measure(self, scenario: Scenario, cells: list[Cell]) -> Iterator[CellRun]:
+        """Start the server, and run its cells until it dies. Raises StartError."""
+        own = replace(self.running, experiment=replace(self.running.experiment, scenario=scenario))
+        memory = wait_until_free(self._idle_memory) if self._idle_memory else []
+        first, loads = cells[0], list(scenario.loads)
+        refuse_too_long(own, first.server, loads)
+        asked = scenario.swept.servers[first.server].settings if scenario.swept is not None else {}
+        with endpoint_of(own, first) as endpoint:
+            refuse_too_long(own, first.server, loads, endpoint.served_by.startup)
+            for group in grouped(cells, lambda cell: cell.group):
+                if endpoint.check_alive() is not None:
+                    return
+                own.file.update(*(cell_run_of(cell, endpoint.served_by, time.time()) for cell in group))
+                watch = LoadWatch(scenario.loads[group[0].load])
+                for cell_run in run_group(own, group, endpoint, None if group[0].stage else watch):
+                    yield self._checked(replace(cell_run, gpu_memory_before=memory, seed=scenario.seed), asked)
+
+    def _checked(self, cell_run: CellRun, asked: Mapping[str, Any]) -> CellRun:
+        """Add the failure of settings that killed the server, or did not take effect."""
+        served = cell_run.served_by
+        if self._reference is None:
+            self._reference = served
+        failed = death_of_setting(cell_run) or next(iter(find_ignored_settings(served, asked)), None)
+        failed = failed or find_fallback(served, self._reference)
+        return cell_run if failed is None else replace(cell_run, failed=failed)
+
+    def _with_value(self, start: TuneStart) -> TuneStart:
+        """Add the result of a start, or why it has none; and keep what the findings advise."""
+        extra = slo_checks(self.report)
+        made = summarize_with_counts(self.running.folder, extra)
+        cells = [cell for cell in made.summary.cells if cell.id in start.cells]
+        found = find_of_server(made.data, made.summary, start.server)
+        self._advice[start.server] = suggestions(found, shared_slots(read_run(self.running.folder), start.server))
+        self.report = replace(self.report, simulated=made.summary.simulated)
+        self.search = settings_search(
+            self.running.file.manifest, self.report.safe_memory
+        )  # the server reports more than the scenario has
+        result = value_of(cells, self.report)
+        return replace(start, reason=result) if isinstance(result, Reason) else replace(start, value=result)
+
+    def _record(self, start: TuneStart) -> None:
+        """Keep a start with its ratio, and print it."""
+        trials = [*trials_of(self.report), trial_of(start)]
+        base = reference(trials)
+        known = [gain for gain, trial in zip(gains(trials), trials, strict=True) if trial.settings != base]
+        if base is not None and start.settings != base and start.value is not None:
+            gain = gains(trials)[-1] or 0.0
+            start = replace(start, ratio=math.exp(gain), kept=gain == max([0.0, *(one or 0.0 for one in known)]))
+        kept = [replace(one, kept=one.kept and not start.kept) for one in self.report.trials]
+        self.report = replace(
+            self.report, trials=[*kept, start], starts=len(kept) + 1, spent_s=time.monotonic() - self.began_s
+        )
+        self.write()
+        of_reference = "" if start.ratio is None else " the reference"
+        of_reference += "" if start.reason is None else f": {sentence(start.reason)}"
+        self.running.progress.line(f"  {result_text(start)}{of_reference}{', kept' if start.kept else ''}")
+
+
+def trial_of(start: TuneStart) -> Trial:
+    cause: Any = start.cause
+    return Trial(
+        settings=start.settings, value=start.value, cause=cause, blamed=start.blamed, took_s=start.took_s
+    )  # fmt: skip
+
+
+def trials_of(report: TuneReport) -> list[Trial]:
+    return [trial_of(start) for start in report.trials]
+
+
+def failure_of(reason: Reason, report: TuneReport) -> dict[str, Any]:
+    """Return how settings failed: the cause, by the failure table, and the settings that the failure names."""
+    known, text = reason.values.get("failure"), f"{reason.text} {reason.values}"
+    cause = failure_cause(known)
+    words = {name: spelled.removeprefix("--") for name, spelled in report.names.items()}
+    named = [name for name, word in words.items() if word in text or word.replace("_", "-") in text]
+    blamed = [name for name in named if cause == "flag" or reason.values.get("key") == report.names[name]]
+    if known == FREE_MEMORY:  # whatever else needs memory
+        blamed = [MEMORY]
+    return {"cause": cause, "blamed": blamed, "reason": reason}
+
+
+def safe_share_in_log(path: Path) -> float | None:
+    """Return the share of the memory that is safe, by the sizes with which a server refused to start."""
+    with open_file(path) as file:
+        text = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
+    known = (
+        pattern.regex.search(line)
+        for pattern in patterns()
+        if pattern.rule.id == FREE_MEMORY
+        for line in text.splitlines()
+    )
+    match = next(filter(None, known), None)
+    safe = None if match is None else safe_utilization_from_log(match["free"], match["total"])
+    return None if safe is None else float(safe)
+
+
+def slo_checks(report: TuneReport) -> list[str]:
+    """Return a check of all SLOs together, so that each cell has its goodput and attainment."""
+    bounds = [slo.text for one in _slos(report) for slo in _request_bounds(one)]
+    return [f"attainment({', '.join(bounds)}) >= 0"] if bounds else []
+
+
+def _slos(report: TuneReport) -> list[CapacitySlo]:
+    return parse_slos(report.slos) if report.slos else []
+
+
+def _request_bounds(slo: CapacitySlo) -> list[Any]:
+    """Return the bounds of an SLO as of single requests: `ttft<=2s` of `ttft_p95<=2s`."""
+    return [replace(one, text=f"{one.latency}{one.operator}{one.bound_s:g}s") for one in slo.bounds]
+
+
+def value_of(cells: Sequence[CellSummary], report: TuneReport) -> float | Reason:
+    """Return the result of a start, more is better: the geometric mean over its loads; or why there is none."""
+    problems = [problem for cell in cells for problem in cell.problems]
+    if problems or not cells:
+        return problems[0] if problems else because("no_cells", "nothing was measured")
+    if report.levels:
+        return users_value(cells, report)
+    logs = []
+    for cell in cells:
+        value = _cell_value(cell, report)
+        if isinstance(value, Reason):
+            return value
+        logs.append(math.log(value))
+    return math.exp(statistics.fmean(logs))
+
+
+def users_value(cells: Sequence[CellSummary], report: TuneReport) -> float | Reason:
+    """Return the users at which the share of the SLOs is just met, by the shares at the levels around it."""
+    share, known = min(slo.share for slo in _slos(report)), list[tuple[float, float]]()
+    for cell in cells:
+        met = next(iter(cell.numbers.slos.values()), None)
+        if met is None or met.attainment is None:
+            return _no_value(cell, report.goal)
+        known.append((math.log(report.levels[cell.load]), met.attainment))
+    known.sort()
+    below = [one for one in known if one[1] >= share]
+    if not below:
+        return math.exp(known[0][0]) * max(known[0][1], 0.01) / share
+    last = known.index(below[-1])
+    if last + 1 == len(known):
+        return math.exp(known[last][0])
+    (low, met_low), (high, met_high) = known[last], known[last + 1]
+    return math.exp(low + (high - low) * (met_low - share) / (met_low - met_high))
+
+
+def _cell_value(cell: CellSummary, report: TuneReport) -> float | Reason:
+    numbers, machine = cell.numbers, cell.machine_load
+    met = next(iter(numbers.slos.values()), None)
+    shares = [slo.share for slo in _slos(report)]
+    if report.goal == "goodput":
+        least = 0.5 / numbers.window_s if numbers.window_s else None  # none met: as if half a request had
+        return max(met.goodput, least) if met and met.goodput is not None and least else _no_value(cell, "goodput")
+    if met is not None and shares and (met.attainment is None or met.attainment < min(shares)):
+        share = "no" if met.attainment is None else f"{met.attainment:.1%} of the"
+        return because("slo_broken", f"{cell.load}: {share} requests met the SLOs", attainment=met.attainment)
+    value: float | None
+    if report.goal == "latency":
+        latency = numbers.e2e_sched.mean if numbers.e2e_sched.mean is not None else numbers.e2e.mean
+        value = 1 / latency if latency else None
+    elif report.goal == "energy":
+        value = 1 / machine.energy_per_token_j if machine and machine.energy_per_token_j else None
+    else:
+        value = numbers.output_tok_s or numbers.input_tok_s
+    return value or _no_value(cell, report.goal)
+
+
+def _no_value(cell: CellSummary, goal: str) -> Reason:
+    return because("no_goal_value", f"{cell.load}: no number for --for {goal} was measured", goal=goal)
+
+
+def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
+    """Verify the best settings of a search on fresh requests, and write the answer. Goes on with a proof that began."""
+    report = read_tune(folder)
+    assert report is not None
+    search, trials = settings_search(read_run(folder), report.safe_memory), trials_of(report)
+    known = read_run(folder).scenario
+    base = reference(trials)
+    best = [] if base is None else sides_to_prove(search, trials)
+    sides = dict(zip(SIDES, best, strict=False))
+    if base is not None and best:
+        blocks, left_s = block_count(search, trials, best[0]), report.budget_s - (time.monotonic() - began_s)
+        start_s = statistics.fmean(trial.took_s for trial in trials if trial.value is not None)
+        if report.proof is not None:
+            proven = read_run(runs / report.proof).scenario.servers
+            sides = {name: settings for name, settings in sides.items() if name in proven}
+        elif blocks * (1 + len(sides)) * start_s > left_s:
+            sides = {SIDES[0]: best[-1]}
+            blocks = max(MIN_BLOCKS, min(blocks, int(left_s / (2 * start_s))))
+        proof = replace(experiment, scenario=proof_scenario(known, report, {DEFAULT: base, **sides}, blocks, folder))
+        text = ", or ".join(format_settings(report.spell(one)) for one in sides.values())
+        progress.line(f"Proof on fresh requests, {count(blocks, 'block')} with a start of each: {text}")
+
+        def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
+            write_tune(folder, replace(searched, proof=running.id))
+            yield from run_cells(running, cells)
+
+        searched = report
+        if report.proof is None:
+            run(proof, runs, progress, steps)
+        else:
+            resume(runs / report.proof, progress, experiment.target)
+        report = read_tune(folder) or report
+    return finish(folder, report, search, sides, runs, began_s)
+
+
+def sides_to_prove(search: Search, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """Return the best settings, and those that change least among the ones about as good, or the second best."""
+    best = best_settings(search, trials, len(trials))
+    if len(best) < 2:
+        return best
+    mean, _ = predict(search, trials, search.array([Trial(settings=one) for one in best]))
+    close = mean[0] - math.log1p(MARGIN) - start_noise(trials)
+    simple = min((one for one, gain in zip(best, mean, strict=True) if gain >= close), key=len)
+    return [best[0], simple if simple != best[0] else best[1]]
+
+
+def proof_scenario(
+    known: Scenario, report: TuneReport, sides: Mapping[str, Mapping[str, Any]], blocks: int, folder: Path
+) -> Scenario:
+    """Return the scenario of the proof. A load that the search ended early is as long as it was there."""
+    base = next(start for start in report.trials if start.value is not None)
+    ran = read_run(folder).ran
+    loads = dict(known.loads)
+    for name in base.cells:
+        stopped_s, load = ran[name].stopped_after_s, loads[ran[name].load]
+        if stopped_s is not None:
+            loads[ran[name].load] = replace(load, requests=None, duration_s=max(1.0, math.ceil(stopped_s)))
+    rows = {name: SweepRow(of=report.server, settings=report.spell(one)) for name, one in sides.items()}
+    default = known.servers[DEFAULT]
+    return replace(
+        known,
+        question=f"Do the settings that `harness tune` found give {GOALS[report.goal]}?",
+        servers={name: with_settings(default, known.model, one) for name, one in sides.items()},
+        swept=Sweep(servers=rows, loads=(known.swept or Sweep()).loads),
+        loads=loads,
+        repeats=blocks,
+        restart=len(loads) == 1 and default.template != "running",
+        seed=known.seed + PROOF_SEED,
+        baseline=Baseline(server=DEFAULT, load=next(iter(loads))),
+    )
+
+
+def finish(
+    folder: Path, report: TuneReport, search: Search, sides: Mapping[str, Mapping[str, Any]], runs: Path, began_s: float
+) -> TuneReport:
+    """Decide by the proof, and write tune.json and the pages of the search."""
+    base = reference(trials_of(report))
+    values: dict[str, list[float]] = {}
+    invalid: list[Reason] = []
+    reasons = _reference_reasons(report, base)
+    if report.proof is not None and sides:
+        made = summarize_with_counts(runs / report.proof, slo_checks(report))
+        values = proof_values(made.summary, report, [DEFAULT, *sides])
+        invalid = [because("proof_invalid", f"the proof is INVALID: {sentence(one)}") for one in made.summary.reasons]
+        reasons += [*invalid, *(one for row in made.summary.rows if (one := row.failed) is not None)]
+    proven = [(settings, values[name]) for name, settings in sides.items() if len(values.get(name, [])) > 1]
+    answer = decide(report.goal, values.get(DEFAULT, []), proven if values.get(DEFAULT) else [])
+    is_untried = all(start.settings == base for start in report.trials)
+    undecided = base is None or is_untried or bool(invalid) or bool(sides and not proven)
+    verdict = "inconclusive" if undecided else answer.verdict
+    judged = zip((settings for settings, _ in proven), answer.verdicts, strict=True)
+    faster = [(settings, found) for settings, found in judged if found.word == "faster"]
+    if verdict == "set" and faster:  # of about equal ones, those that change least
+        near = [pair for pair in faster if (pair[1].ratio or 0) * (1 + MARGIN) >= (answer.ratio or 0)]
+        simple, found = min(near, key=lambda pair: len(pair[0]))
+        answer = replace(answer, settings=dict(simple), ratio=found.ratio, low=found.low, high=found.high)
+    chosen = answer.settings if verdict != "keep" else {}
+    if verdict == "keep" and base:  # the default does not start
+        verdict, chosen = "set", base
+        answer = replace(answer, ratio=None, low=None, high=None)
+    shown = chosen or (dict(next(iter(sides.values()))) if verdict == "inconclusive" and sides else {})
+    known = read_run(folder).scenario
+    paste: dict[str, str] = {}
+    if verdict == "set":
+        server = with_settings(known.servers[DEFAULT], known.model, chosen)
+        pasted = replace(known, servers={report.server: server})
+        paste = to_paste(pasted, report.server, running=server.template == "running")
+    blocks = len(values.get(DEFAULT, []))
+    report = replace(
+        report,
+        verdict=verdict,
+        settings=report.spell(shown),
+        ratio=answer.ratio,
+        low=answer.low,
+        high=answer.high,
+        needed=answer.needed,
+        verdicts=answer.verdicts,
+        sides=[report.spell(settings) for settings, _ in proven],
+        reference=report.spell(base or {}),
+        blocks=blocks,
+        starts=len(report.trials) + sum(map(len, values.values())),
+        reasons=reasons,
+        spent_s=time.monotonic() - began_s,
+        paste=paste,
+    )
+    write_tune(folder, report)
+    write_results(folder, read_run(folder))
+    return report
+
+
+def _reference_reasons(report: TuneReport, base: Mapping[str, Any] | None) -> list[Reason]:
+    """Return why the reference is not the default."""
+    failed = next((start.reason for start in report.trials if start.reason is not None), None)
+    why = "" if failed is None else f": {sentence(failed)}"
+    if base is None:
+        return [because("nothing_started", f"no settings gave a result{why}")]
+    if not base:
+        return []
+    text = f"the default gave no result{why}. All ratios are to {format_settings(report.spell(base))}, the nearest "
+    return [because("default_fails", text + "settings that start", reason=failed)]
+
+
+def proof_values(summary: Summary, report: TuneReport, sides: Sequence[str]) -> dict[str, list[float]]:
+    """Return by side the results of each block in which all sides have one that work in two blocks or more."""
+    blocks: dict[int, dict[str, float]] = {}
+    for repeat in sorted({cell.repeat for cell in summary.cells}):
+        for side in sides:
+            own = [one for one in summary.cells if (one.repeat, one.server) == (repeat, side) and one.again is None]
+            result = value_of([cell for cell in own if cell.failed is None], report)
+            if not isinstance(result, Reason):
+                blocks.setdefault(repeat, {})[side] = result
+    working = [side for side in sides if sum(side in block for block in blocks.values()) > 1]
+    complete = [block for block in blocks.values() if block.keys() >= set(working)]
+    return {side: [block[side] for block in complete] for side in working}
+
+
+def resume_tune(folder: Path, runs: Path, progress: Progress, target: Target | None = None) -> TuneReport:
+    """Go on with a search or its proof after any end; see `tune`. Raises HarnessError when it cannot be resumed."""
+    report = read_tune(folder)
+    if report is None:
+        raise HarnessError(f"{folder}: not a run of `harness tune`", next_step="`harness run --resume` is for others.")
+    began_s = time.monotonic() - report.spent_s
+    if report.ended is None:
+        kept = {cell for start in report.trials for cell in start.cells}
+        with reopened(folder, kept, progress, target) as running, _restored(running.experiment):
+            search = TuneSearch(running, report, began_s)
+            with _with_resume_advice(lambda: folder, progress):
+                run_steps(running, [], lambda *_: search.cells())
+        report = read_tune(folder) or report
+    if report.verdict is not None:
+        return report
+    experiment = recorded_experiment(folder, target)
+    with _restored(experiment), _with_resume_advice(lambda: folder, progress):
+        return prove(folder, experiment, runs, progress, began_s)
+
+
+@contextlib.contextmanager
+def _with_resume_advice(folder: Callable[[], Path | None], progress: Progress) -> Iterator[None]:
+    """Say how to go on when the search or the proof ends early."""
+    try:
+        yield
+    except BaseException as error:
+        place = folder()
+        if place is not None and (place / "tune.json").exists():
+            advice = f"To go on: {resume_command(place)}"
+            if isinstance(error, HarnessError):
+                error.next_step = " ".join(filter(None, [error.next_step, advice]))
+            elif isinstance(error, KeyboardInterrupt):
+                with contextlib.suppress(OSError):
+                    progress.line(advice)
+        raise
+
+
+@contextlib.contextmanager
+def _restored(experiment: Experiment) -> Iterator[None]:
+    """Give a running Lemonade its own options back at the end."""
+    try:
+        yield
+    finally:
+        scenario, target = experiment.scenario, experiment.target
+        options = scenario.servers[DEFAULT].variables
+        if target is not None and options:
+            with contextlib.suppress(ServerError):
+                load_with_options(target.url, scenario.model, options, read_api_key(scenario.api_key_env))

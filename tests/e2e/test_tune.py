@@ -1,0 +1,114 @@
+"""`harness tune` on the embedded engine: the search, the proof, every end, and going on after a kill."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.base.summary import MARGIN
+from harness.records.manifest import read_run
+from harness.report.tune import TuneReport, read_tune
+from tests.support.command import Done, going, harness, only_run, server, until, write
+
+QUICK: dict[str, Any] = {
+    "servers": {"one": server("--step-base-s", "0.02")},
+    "loads": {"ten": {"user": "batch", "batch_size": 10, "requests": 20, "output_tokens": 5}},
+    "warmup": {"requests": 0},
+}
+# The evening of the seed: vLLM's share of 0.92 is refused, and with ten requests at once the KV cache is too small.
+STORY: dict[str, Any] = {
+    "servers": {
+        "vllm": {
+            "template": "simulated",
+            "container": False,
+            "variables": {
+                "preset": "strix-halo-qwen3.5-0.8b",
+                "gpu_memory_utilization": 0.92,
+                "extra_args": ["--preemption-s", "0.3"],
+            },
+        }
+    },
+    "loads": {"ten": {"user": "batch", "batch_size": 10, "requests": 30, "output_tokens": 40}},
+    "prompts": {"tokens": 300},
+    "warmup": {"requests": 10},
+}
+
+
+def tune(folder: Path, *options: str, **changes: Any) -> Done:
+    return harness("tune", str(write(folder, **(QUICK | changes))), "--runs", "runs", *options, cwd=folder)
+
+
+def report_of(folder: Path) -> TuneReport:
+    found = [report for path in sorted((folder / "runs").iterdir()) if (report := read_tune(path)) is not None]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Path) -> None:
+    path = write(tmp_path, **QUICK)
+    with going("tune", str(path), "--runs", "runs", "--budget", "1s", cwd=tmp_path) as command:
+        until(lambda: any(file.stat().st_size for file in tmp_path.glob("runs/*/requests.jsonl")))
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.end()
+    folder = only_run(tmp_path / "runs")
+    assert report_of(tmp_path).trials == []
+    done = harness("tune", "--resume", folder.name, "--runs", "runs", "--json", cwd=tmp_path)
+    assert done.code == 5, done.out + done.err
+    answer = json.loads(done.out)
+    assert [answer[key] for key in ("verdict", "settings", "ratio", "low", "high", "starts")] == [
+        "inconclusive", {}, None, None, None, 1
+    ]  # fmt: skip
+    (start,) = report_of(tmp_path).trials
+    assert start.value and start.cells == ["r1-default-ten"] and report_of(tmp_path).ended is not None
+    run = read_run(folder)
+    assert (run.status, [cell.id for cell in run.cells], len(run.resumed)) == ("valid", start.cells, 1)
+    shown = harness("report", folder.name, "--runs", "runs", cwd=tmp_path)
+    assert "inconclusive: no other settings gave a result" in shown.out and "What was tried" in shown.out
+    assert "Each start against the reference" in (folder / "report.html").read_text()
+
+
+def test_a_server_that_never_starts_exits_with_its_code(tmp_path: Path) -> None:
+    done = tune(tmp_path, servers={"one": server("--fail-start", "no kernel for this GPU")})
+    assert done.code == 2 and "no kernel for this GPU" in done.out, done.out + done.err
+    report = report_of(tmp_path)
+    assert [reason.code for reason in report.reasons] == ["nothing_started"]
+
+
+def test_bad_options_are_explained_before_a_start(tmp_path: Path) -> None:
+    for options, words in (
+        (["--for", "goodput"], "--for goodput: no --check"),
+        (["--slo", "output_tok_s>=3"], "not an upper bound"),
+        (["--url", "http://127.0.0.1:9"], "takes no settings while it runs"),
+        (["--load", "x"], "has no load 'x'"),
+        (["--budget", "soon"], "--budget"),
+    ):
+        done = tune(tmp_path, *options)
+        assert (done.code in (1, 2), words in done.err) == (True, True), done.err
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.nightly  # two minutes: some thirty starts, of which each takes two seconds of the processor
+def test_the_evening_of_the_seed_ends_with_its_two_settings(tmp_path: Path) -> None:
+    done = tune(tmp_path, "--budget", "40min", "--json", **STORY)
+    assert done.code == 0, done.out + done.err
+    report = report_of(tmp_path)
+    first, base, *_ = report.trials
+    assert (first.cause, first.reason and first.reason.values["failure"]) == ("memory", "mem.free_lt_util")
+    assert report.reference == {"gpu_memory_utilization": 0.78} == report.spell(base.settings)
+    answer = json.loads(done.out)
+    assert answer["verdict"] == "set" and answer["settings"]["gpu_memory_utilization"] <= 0.78
+    assert 4 <= answer["settings"]["max_num_seqs"] <= 10
+    assert answer["ratio"] > 2.5 and 1 + MARGIN < answer["low"] < answer["ratio"] < answer["high"]
+    assert report.proof is not None and read_run(tmp_path / "runs" / report.proof).status == "valid"
+    assert "--max-num-seqs" in report.paste["command of the embedded engine"]
+
+
+@pytest.mark.nightly  # a minute
+def test_the_default_is_kept_where_nothing_is_better(tmp_path: Path) -> None:
+    alone = {"one": {"user": "batch", "batch_size": 1, "requests": 10, "output_tokens": 20}}
+    done = tune(tmp_path, "--budget", "40min", loads=alone)
+    assert done.code == 0 and "keep the default" in done.out, done.out + done.err
+    assert report_of(tmp_path).settings == {}

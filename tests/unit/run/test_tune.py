@@ -1,0 +1,247 @@
+"""`harness tune` without a process: results of starts, causes of failures, what took effect, its page."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.analysis.tune import TuneAnswer
+from harness.base.errors import HarnessError, StartError
+from harness.base.summary import (
+    CellSummary,
+    Distribution,
+    MachineLoad,
+    Numbers,
+    Reason,
+    ServerLoad,
+    SloAttainment,
+    Summary,
+    Verdict,
+    because,
+)
+from harness.failures.table import rules
+from harness.report import html, markdown
+from harness.report.elements import Chart, Grid, Paragraph
+from harness.report.tune import TuneReport, TuneStart, answer_line, read_tune, tune_page, write_tune
+from harness.run.running import start_failure
+from harness.run.settings import docker_run, to_paste
+from harness.run.tune import LoadWatch, failure_of, proof_values, slo_checks, users_ladder, users_value, value_of
+from harness.scenario import Arrivals, Load, Server
+from harness.serve.compose_file import Service
+from harness.serve.facts import find_fallback, find_ignored_settings
+from harness.serve.lemonade import RunningModel, find_other_load
+from tests.support.made_runs import request, scenario, served_by
+
+REPORT = TuneReport(budget_s=3600, names={"sequences": "max_num_seqs", "memory": "gpu_memory_utilization"})
+SLO = "ttft_p95<=2s"
+
+
+def cell(name: str = "c", server: str = "default", repeat: int = 1, **changes: Any) -> CellSummary:
+    given: dict[str, Any] = {"output_tok_s": 50.0, "window_s": 10.0}
+    given |= {key: changes.pop(key) for key in ("output_tok_s", "e2e", "slos") if key in changes}
+    numbers = Numbers(sent=10, succeeded=10, failed=0, unfinished=0, **given)
+    known: dict[str, Any] = {"id": name, "server": server, "load": "l", "repeat": repeat, "server_load": ServerLoad()}
+    return CellSummary(numbers=numbers, **(known | changes))
+
+
+def met(attainment: float, goodput: float) -> dict[str, SloAttainment]:
+    return {"slo": SloAttainment(met=1, attainment=attainment, goodput=goodput)}
+
+
+def test_a_result_is_more_where_the_goal_is_met_better() -> None:
+    two = [cell("a", output_tok_s=20.0), cell("b", output_tok_s=80.0)]
+    assert value_of(two, REPORT) == pytest.approx(40.0), "the geometric mean of the loads"
+    latency = cell(e2e=Distribution(n=10, mean=0.5))
+    assert value_of([latency], replace(REPORT, goal="latency")) == 2.0
+    power = cell(machine_load=MachineLoad(samples=3, gap_max_s=1, energy_per_token_j=0.25))
+    assert value_of([power], replace(REPORT, goal="energy")) == 4.0
+    goodput = replace(REPORT, goal="goodput", slos=[SLO])
+    assert value_of([cell(slos=met(0.8, 1.6))], goodput) == 1.6
+    assert value_of([cell(slos=met(0.0, 0.0))], goodput) == pytest.approx(0.05), "none met: half a request in its time"
+
+
+def test_no_result_has_a_reason() -> None:
+    limited = replace(REPORT, slos=[SLO])
+    broken = because("error_rate", "too many failed")
+    cases: list[tuple[CellSummary, TuneReport, str]] = [
+        (cell(problems=[broken]), REPORT, "error_rate"),
+        (cell(output_tok_s=None), REPORT, "no_goal_value"),
+        (cell(), replace(REPORT, goal="energy"), "no_goal_value"),
+        (cell(slos=met(0.94, 1.0)), limited, "slo_broken"),
+    ]
+    for one, report, code in cases:
+        result = value_of([one], report)
+        assert isinstance(result, Reason) and result.code == code
+    assert value_of([cell(slos=met(0.96, 1.0))], limited) == pytest.approx(50.0)
+    assert slo_checks(limited) == ["attainment(ttft<=2s) >= 0"] and slo_checks(REPORT) == []
+
+
+def test_users_are_read_between_the_levels_around_the_slo() -> None:
+    levels, loads = users_ladder("chat", Load(user="chat", users=8, duration_s=60))
+    assert list(levels.values()) == [2, 4, 8, 16, 32] == [load.users for load in loads.values()]
+    open_levels, open_loads = users_ladder("o", Load(user="chat", users=8, duration_s=60, arrivals=Arrivals(rate=0.5)))
+    assert [load.arrivals.rate for load in open_loads.values() if load.arrivals] == list(open_levels.values())
+    report = replace(REPORT, goal="users", slos=[SLO], levels=levels)
+
+    def users(*shares: float) -> float | Reason:
+        cells = [cell(name, load=name, slos=met(share, 1.0)) for name, share in zip(levels, shares, strict=True)]
+        return users_value(cells, report)
+
+    assert users(1, 1, 0.97, 0.93, 0.5) == pytest.approx(8 * math.sqrt(2))
+    assert users(1, 1, 1, 1, 1) == 32
+    assert users(0.475, 0.2, 0.1, 0, 0) == pytest.approx(1.0), "half the share at two users"
+
+
+def test_a_load_of_the_search_ends_once_enough_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    watch = LoadWatch(Load(user="batch", batch_size=10, requests=1000))
+    watch.add_records([request(phase="warmup", sent_s=90.0)] * 50)
+    assert not watch.is_done(), "a warm-up is not measured"
+    watch.add_records([request(sent_s=95.0)] * 29)
+    now = 106.0
+    assert not watch.is_done(), "three waves are 30"
+    watch.add_records([request(sent_s=96.0)])
+    assert watch.is_done() and watch.measured_s(106.0) == 11.0
+    slow = LoadWatch(Load(user="batch", batch_size=10, requests=1000))
+    slow.add_records([request(sent_s=95.0)])
+    now = 396.0
+    assert slow.is_done(), "at most five minutes"
+
+
+def test_a_failure_of_the_table_has_the_cause_that_excludes() -> None:
+    causes = {
+        rule.id: failure_of(because("setting_not_started", "", failure=rule.id), REPORT)["cause"] for rule in rules()
+    }
+    assert causes["mem.free_lt_util"] == causes["mem.hip_oom"] == causes["host.oom_kill"] == "memory"
+    assert causes["mem.no_cache_blocks"] == causes["mem.kv_lt_one_request"] == "cache"
+    assert causes["cli.unknown_flag"] == "flag" and causes["engine.start_timeout"] == "timeout"
+    assert causes["gpu.fault"] == "other"
+    error = StartError("it ended: unrecognized arguments: --max-num-seqs", failure="cli.unknown_flag")
+    assert failure_of(start_failure(error), REPORT)["blamed"] == ["sequences"]
+
+
+def test_a_setting_that_took_no_effect_is_found() -> None:
+    effective = {"max_num_seqs": 256, "enforce_eager": True, "kv_cache_dtype": "auto", "flash_attn": "enabled"}
+    served = served_by(effective=effective | {"cache_dtype": "fp8"})
+    ignored = {"max_num_seqs": 5, "--enforce-eager": False, "kv_cache_dtype": "fp8"}
+    reasons = find_ignored_settings(served, ignored)
+    assert [reason.values["key"] for reason in reasons] == list(ignored)
+    assert {reason.code for reason in reasons} == {"setting_not_applied"}
+    applied = {"--max-num-seqs": 256, "flash_attn": "on", "--cache-dtype": "fp8_e4m3", "kv_cache_dtype": "auto", "x": 1}
+    assert find_ignored_settings(served, applied) == []
+    assert len(find_ignored_settings(served, {"flash_attn": "off"})) == 1
+
+
+def test_a_fallback_is_found() -> None:
+    first = served_by(model="m", effective={"recipe": "vllm", "device": "gpu"})
+    assert find_fallback(first, first) is None
+    other = find_fallback(replace(first, effective={"recipe": "llamacpp"}), first)
+    assert other is not None and other.values["key"] == "recipe"
+    assert find_fallback(replace(first, model="other"), first) is not None
+    assert find_fallback(replace(first, effective={}), first) is None, "not reported"
+
+
+def test_a_load_that_lemonade_only_reports_is_found() -> None:
+    old = RunningModel(name="m", recipe="vllm", pid=1, recipe_options={"ctx_size": 4096}, checkpoint="c")
+    new = replace(old, pid=2, recipe_options={"ctx_size": 8192})
+    asked = {"ctx_size": 8192, "vllm_args": ""}
+    assert find_other_load(asked, old, new) is None
+    assert "not loaded again" in str(find_other_load(asked, old, replace(new, pid=1)))
+    assert "runs with ctx_size 4096" in str(find_other_load(asked, old, replace(old, pid=2)))
+    assert "its recipe is 'llamacpp'" in str(find_other_load(asked, old, replace(new, recipe="llamacpp")))
+    assert find_other_load({"ctx_size": 4096}, old, old) is None, "nothing to change"
+
+
+def test_the_results_of_the_proof_are_those_of_complete_blocks() -> None:
+    cells = [
+        cell(f"r{repeat}-{side}", side, repeat, output_tok_s=10.0 * repeat + place)
+        for repeat in (1, 2, 3)
+        for place, side in enumerate(("default", "first"))
+    ]
+    cells[5] = replace(cells[5], problems=[because("x", "x")])
+    cells.append(cell("s", "second", failed=because("setting_not_started", "x")))
+    summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=cells)
+    values = proof_values(summary, REPORT, ["default", "first", "second"])
+    assert values == {"default": pytest.approx([10.0, 20.0]), "first": pytest.approx([11.0, 21.0])}
+
+
+def test_what_is_pasted_is_that_of_the_server(tmp_path: Path) -> None:
+    lemonade = Server(
+        template="lemonade", variables={"checkpoint": "a/b", "recipe": "vllm", "ctx_size": 4096, "vllm_args": "--x 1"}
+    )
+    pasted = to_paste(scenario(servers={"s": lemonade}, model="M"), "s")
+    assert json.loads(pasted["recipe_options.json"]) == {"user.M": {"ctx_size": 4096, "vllm_args": "--x 1"}}
+    assert "docker run" in pasted and "compose.yaml" in pasted
+    running = replace(lemonade, template="running", variables={"ctx_size": 4096, "vllm_args": "--x 1"})
+    assert list(to_paste(scenario(servers={"s": running}, model="M"), "s", running=True)) == ["recipe_options.json"]
+    llama = Server(template="llamacpp", variables={"model_path": "/m.gguf", "parallel": 4})
+    pasted = to_paste(scenario(servers={"s": llama}, model="M"), "s")
+    assert "llama-server --alias M" in pasted["command of llama.cpp"] and "--parallel 4" in pasted["docker run"]
+    service = Service(image="i", command=["--a", "b c"], environment={"K": "${K}"}, entrypoint=["x", "y"], ipc="host")
+    assert docker_run(service) == "docker run --rm --env \"K=${K}\" --ipc host --entrypoint x i y --a 'b c'"
+    odd = Service(image="i", command=['a "${B}` $$c', "$$d"])
+    assert docker_run(odd) == 'docker run --rm i "a \\"${B}\\` \\$c" ' + "'$d'"
+
+
+def verdict(ratio: float, low: float, high: float) -> Verdict:
+    return Verdict(side="s", baseline="b", metric="m", ratio=ratio, low=low, high=high, p=0.01, n=(3, 3), word="faster")
+
+
+FOUND = replace(
+    REPORT,
+    run="r",
+    proof="p",
+    verdict="set",
+    settings={"max_num_seqs": 5},
+    ratio=1.42,
+    low=1.35,
+    high=1.49,
+    starts=10,
+    blocks=3,
+    trials=[
+        TuneStart(server="default", value=1.0),
+        TuneStart(server="try-2", settings={"memory": 0.9}, cause="memory", reason=because("x", "no <memory>")),
+        TuneStart(
+            server="try-3", settings={"sequences": 5}, value=1.4, ratio=1.4, kept=True, why="finding", finding="f"
+        ),
+    ],
+    verdicts=[verdict(1.42, 1.35, 1.49)],
+    sides=[{"max_num_seqs": 5}],
+    paste={"recipe_options.json": "{}"},
+)
+
+
+def test_the_first_line_is_the_answer() -> None:
+    assert answer_line(FOUND) == "set this: max_num_seqs 5: 1.42x (1.35 to 1.49)"
+    kept = replace(FOUND, verdict="keep", settings={}, ratio=1.004, low=0.99, high=1.018)
+    assert answer_line(kept).startswith("keep the default: 2 other settings tried")
+    unsure = replace(FOUND, verdict="inconclusive", needed=8)
+    assert answer_line(unsure) == "inconclusive: 8 repeats would settle it: max_num_seqs 5: 1.42x (1.35 to 1.49)"
+    only = replace(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
+    assert answer_line(only) == "set this: gpu_memory_utilization 0.75: the default does not start"
+
+
+def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
+    page = tune_page(FOUND)
+    (grid,) = (element for element in page if isinstance(element, Grid))
+    assert [row[1:] for row in grid.rows] == [
+        ["the default", "reference", "1 (reference)", ""],
+        ["gpu_memory_utilization 0.9", "reference", "memory: x", ""],
+        ["max_num_seqs 5", "finding f", "1.40x", "yes"],
+        ["max_num_seqs 5", "fresh requests", "1.42x (1.35 to 1.49)", "yes"],
+    ]
+    (chart,) = (element for element in page if isinstance(element, Chart))
+    assert [trace["name"] for trace in chart.figure["data"]] == ["start", "no result", "proof"]
+    shown = html.render_page(page, "Tune", ["tune"])
+    assert "memory: x" in shown and "set this: max_num_seqs 5" in markdown.render(page).replace("\\", "")
+    assert isinstance(page[0], Paragraph) and page[0].style == "lead"
+    write_tune(tmp_path, FOUND)
+    assert read_tune(tmp_path) == FOUND and read_tune(tmp_path / "other") is None
+    (tmp_path / "tune.json").write_text("{}")
+    with pytest.raises(HarnessError):
+        read_tune(tmp_path)
+    assert TuneAnswer(verdict="keep").settings == {}
