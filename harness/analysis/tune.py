@@ -260,6 +260,9 @@ def excluded(search: Search, at: Candidates, failed: Sequence[Trial]) -> NDArray
             among = named or list(range(len(search.settings)))
             out |= np.all(((at - point) * search.needs(trial.cause))[:, among] >= 0, axis=1)
             continue
+        if trial.cause == "flag" and named:  # the server does not know it, with whatever value
+            out |= np.any(at[:, named] != np.array(search.default)[named], axis=1)
+            continue
         shared = named or [place for place, index in enumerate(search.default) if point[place] != index]
         out |= np.all(at[:, shared] == point[shared], axis=1)
     return out

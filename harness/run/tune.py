@@ -6,6 +6,7 @@ reference and the best settings, repeated in blocks.
 
 import contextlib
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -339,7 +340,9 @@ def failure_of(reason: Reason, report: TuneReport) -> dict[str, Any]:
     known, text = reason.values.get("failure"), f"{reason.text} {reason.values}"
     cause = failure_cause(known)
     words = {name: spelled.removeprefix("--") for name, spelled in report.names.items()}
-    named = [name for name, word in words.items() if word in text or word.replace("_", "-") in text]
+    named = [
+        name for name, word in words.items() if re.search(rf"(?<![\w-])(?:--)?{word.replace('_', '[_-]')}\b", text)
+    ]
     blamed = [name for name in named if cause == "flag" or reason.values.get("key") == report.names[name]]
     if known == FREE_MEMORY:  # whatever else needs memory
         blamed = [MEMORY]

@@ -122,6 +122,9 @@ def test_a_failure_of_the_table_has_the_cause_that_excludes() -> None:
     assert causes["gpu.fault"] == "other"
     error = StartError("it ended: unrecognized arguments: --max-num-seqs", failure="cli.unknown_flag")
     assert failure_of(start_failure(error), REPORT)["blamed"] == ["sequences"]
+    batches = replace(REPORT, names={"batched_tokens": "ubatch_size", "batch": "batch_size"})
+    unknown = StartError("it does not know --ubatch-size 128", failure="cli.unknown_flag")
+    assert failure_of(start_failure(unknown), batches)["blamed"] == ["batched_tokens"], "not a part of its name"
 
 
 def test_a_setting_that_took_no_effect_is_found() -> None:
