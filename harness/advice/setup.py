@@ -151,6 +151,12 @@ def cold_start(row: RowFacts) -> Found | None:
         why="kernels are compiled at their first use, for each shape",
         actions=[
             Action(
+                do="Measure again: the kernels are compiled now",
+                gain=expected,
+                verify=row.run_again,
+            )
+            if row.is_quick  # it has no warm-up
+            else Action(
                 do="Warm up until the server is steady",
                 settings={"the scenario": "warmup: {until: steady}"},
                 gain=expected,
@@ -174,18 +180,21 @@ def load_generator(row: RowFacts) -> Found | None:
     if worst is None or errors[worst] < CLIENT:
         return None
     more = 2 * row.load.processes
+    # `harness quick` has one load process, and no workers.
+    do = "Free a core, or measure from another machine"
+    action = Action(do=do, verify=row.run_again)
+    if not row.is_quick:
+        action = Action(
+            do=f"{more} load processes, or another machine for the load",
+            settings={f"loads.{row.row.load}": f"processes: {more}"},
+            risk="they need cores, which the server may need too",
+            verify=row.run_again,
+        )
     return Found(
         cost=errors[worst],
         measured=f"delays of the load generator are up to {short_percent(errors[worst])} of {worst}",
         why="its processes were busy, or waited for a free core",
-        actions=[
-            Action(
-                do=f"{more} load processes, or another machine for the load",
-                settings={f"loads.{row.row.load}": f"processes: {more}"},
-                risk="they need cores, which the server may need too",
-                verify=row.run_again,
-            )
-        ],
+        actions=[action],
         values={"metric": worst, "error": errors[worst]},
     )
 

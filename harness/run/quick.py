@@ -7,7 +7,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +15,7 @@ import requests
 import yaml
 
 from harness.advice.findings import with_findings
+from harness.advice.model import find_model, read_model
 from harness.analysis.quick import QuickReport, counts_tokens, median_prompt, quick_levels
 from harness.analysis.summarize import summarize_with_counts
 from harness.base.errors import HarnessError, ServerError
@@ -28,7 +29,7 @@ from harness.scenario import Scenario
 from harness.scenario.behaviour import max_length
 from harness.serve import probe
 from harness.serve.lifecycle import choose_model, reported
-from harness.workload import text
+from harness.workload import SALT_WORDS, text
 from harness.workload.job import read_api_key
 
 T = TypeVar("T")
@@ -36,7 +37,9 @@ Say = Callable[[str], None]
 
 PORTS = (13305, 8000, 8080, 11434)  # where servers of this machine usually are
 LEVELS = (1, 4, 8)  # users
-PROMPT_TOKENS = 100  # words; salt and chat template come on top
+PROMPT_WORDS = (100, 80, 60, 45, 35, 25, 15)  # few sizes, as of `EFFORTS`; salt and chat template come on top
+MAX_PROMPT_TOKENS = 128  # with its template, as the server counts
+TEMPLATE_TOKENS = 60  # about
 FIRST_TOKENS = 12  # of the answer by which the speed is known
 SLOW_FIRST_S = 3.0  # a slower first token may include the load of the model; an answer of less time is cheap to repeat
 MAX_FIRST_S = 20.0  # for the tokens of that answer
@@ -71,6 +74,7 @@ class RequestSpeed(NamedTuple):
 
     ttft_s: float
     tpot_s: float
+    prompt_tokens: int | None = None  # as the server counts them
 
     def answer_s(self, tokens: float) -> float:
         """Return the seconds of an answer of so many tokens."""
@@ -130,7 +134,8 @@ def quick_scenario(
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
     with reported(f"the first answer of {base}", say):
         chosen = model or _when_ready(lambda: choose_model(base, key, key_name))
-        effort = choose_effort(_when_ready(lambda: measure_speed(base, chosen, key, key_name)))
+        speed = _when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
+    effort = choose_effort(speed)
     load = {
         "user": "batch",
         "stages": [{"users": users, "for_s": effort.level_s} for users in LEVELS],
@@ -139,7 +144,7 @@ def quick_scenario(
         "drain_s": effort.drain_s,
     }
     question = "How fast is this server with one user, and with several at once?"
-    more = {"prompts": {"tokens": PROMPT_TOKENS}, "warmup": {"requests": 0}}
+    more = {"prompts": {"tokens": choose_words(speed.prompt_tokens)}, "warmup": {"requests": 0}}
     return _scenario(question, chosen, {"users": load}, key_name, **more)
 
 
@@ -165,17 +170,31 @@ def choose_effort(speed: RequestSpeed) -> Effort:
     return next(fitting, EFFORTS[-1])
 
 
-def measure_speed(base: str, model: str, key: str | None, key_name: str | None = None) -> RequestSpeed:
+def choose_words(prompt_tokens: int | None) -> int:
+    """Return the words of a prompt of at most MAX_PROMPT_TOKENS, by the tokens of the longest one. None: unknown."""
+    longest = PROMPT_WORDS[0]
+    if prompt_tokens is None:
+        return longest
+    template = min(TEMPLATE_TOKENS, prompt_tokens)
+    per_word = (prompt_tokens - template) / longest
+    fitting = (words for words in PROMPT_WORDS if template + (words + SALT_WORDS) * per_word <= MAX_PROMPT_TOKENS)
+    return next(fitting, PROMPT_WORDS[-1])
+
+
+def measure_speed(
+    base: str, model: str, key: str | None, key_name: str | None = None, *, with_usage: bool = False
+) -> RequestSpeed:
     """Return the speed of a short streamed request. Raises ServerError when the model does not answer.
 
-    A slow one is repeated: it may have included the load of the model, or met a busy machine.
+    A slow one is repeated: it may have included the load of the model, or met a busy machine. `with_usage` asks for the
+    tokens of its prompt, which some servers refuse.
     """
     begin_s = time.monotonic()
-    first = _ask(base, model, key, key_name)
+    first = _ask(base, model, key, key_name, with_usage)
     is_slow = first.ttft_s > SLOW_FIRST_S or time.monotonic() - begin_s < SLOW_FIRST_S
     if choose_effort(first) is EFFORTS[0] or not is_slow:
         return first
-    return min(first, _ask(base, model, key, key_name), key=lambda speed: speed.answer_s(FIRST_TOKENS))
+    return min(first, _ask(base, model, key, key_name, with_usage), key=lambda speed: speed.answer_s(FIRST_TOKENS))
 
 
 def time_one_request(target: Target, scenario: Scenario) -> RequestSpeed:
@@ -196,36 +215,42 @@ def _when_ready(ask: Callable[[], T]) -> T:
         pause(probe.RETRY_EVERY_S)
 
 
-def _ask(base: str, model: str, key: str | None, key_name: str | None) -> RequestSpeed:
-    prompt = text(PROMPT_TOKENS, time.time_ns(), "speed")  # in no prefix cache
+def _ask(base: str, model: str, key: str | None, key_name: str | None, with_usage: bool) -> RequestSpeed:
+    prompt = text(PROMPT_WORDS[0], time.time_ns(), "speed")  # in no prefix cache
     message = {"role": "user", "content": prompt}
-    body = {"model": model, "messages": [message], "max_tokens": FIRST_TOKENS, "stream": True}
+    body: dict[str, Any] = {"model": model, "messages": [message], "max_tokens": FIRST_TOKENS, "stream": True}
+    if with_usage:
+        body["stream_options"] = {"include_usage": True}
     with open_session(key) as session:
         sent_s = time.monotonic()
         with probe.post(session, f"{base}/v1/chat/completions", body, stream=True) as response:
             if response.status_code != 200:
                 probe.require_chat_completion(response, base, key_name)
-            tokens_s = list(_token_times(response, sent_s))
+            tokens_s, prompt_tokens = _read_answer(response, sent_s)
     took_s = time.monotonic() - sent_s
     if len(tokens_s) < 2:  # it is not streamed, or came all at once
-        return RequestSpeed(took_s / 2, took_s / 2 / FIRST_TOKENS)
-    return RequestSpeed(tokens_s[0], (tokens_s[-1] - tokens_s[0]) / (len(tokens_s) - 1))
+        return RequestSpeed(took_s / 2, took_s / 2 / FIRST_TOKENS, prompt_tokens)
+    return RequestSpeed(tokens_s[0], (tokens_s[-1] - tokens_s[0]) / (len(tokens_s) - 1), prompt_tokens)
 
 
-def _token_times(response: requests.Response, sent_s: float) -> Iterator[float]:
-    """Yield the seconds from sending to each event with text, at most MAX_FIRST_S after the first one."""
-    begin_s = None
+def _read_answer(response: requests.Response, sent_s: float) -> tuple[list[float], int | None]:
+    """Return the seconds from sending to each event with text, and the tokens of the prompt if the server gives them.
+
+    It reads at most MAX_FIRST_S after the first event with text.
+    """
+    tokens_s, prompt_tokens = list[float](), None
     try:
         for event in probe.read_events(response):
+            now_s = time.monotonic() - sent_s
             if _has_text(event.data):
-                now_s = time.monotonic() - sent_s
-                begin_s = now_s if begin_s is None else begin_s
-                yield now_s
-                if now_s - begin_s > MAX_FIRST_S:
-                    return
+                tokens_s.append(now_s)
+            prompt_tokens = _prompt_tokens(event.data) or prompt_tokens
+            if tokens_s and now_s - tokens_s[0] > MAX_FIRST_S:
+                break
     except requests.RequestException as error:
         what = f"{response.url}: the answer broke off ({probe.explain_connection_error(error)})"
         raise ServerError(what, next_step="Look at the server's log.") from None
+    return tokens_s, prompt_tokens
 
 
 def _has_text(data: bytes) -> bool:
@@ -234,6 +259,14 @@ def _has_text(data: bytes) -> bool:
         return any(delta.get(key) for key in _TEXT_KEYS)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return False
+
+
+def _prompt_tokens(data: bytes) -> int | None:
+    try:
+        tokens = decode_json(data)["usage"]["prompt_tokens"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    return min(tokens, 1 << 20) if type(tokens) is int and tokens > 0 else None
 
 
 def quick_report(folder: Path, target: Target) -> QuickReport:
@@ -262,18 +295,22 @@ def quick_report(folder: Path, target: Target) -> QuickReport:
         share=None if share is None else share.values["share"],
         share_sentence=None if share is None else sentence(share),
         finding=next(iter(summary.findings or []), None),
-        next=_next_commands(data.run, target.url, one.user_tok_s),
+        next=next_commands(data.run, target.url, one.user_tok_s),
     )
 
 
-def _next_commands(run: Run, url: str, tok_s: float | None) -> dict[str, str]:
-    """Return three commands to go on with, each with what it answers."""
+def next_commands(run: Run, url: str, tok_s: float | None) -> dict[str, str]:
+    """Return three commands to go on with, each with what it answers. All of them work on this machine."""
     key = run.scenario.api_key_env
     server = f"--url {shlex.quote(url)}" + (f" --api-key-env {key}" if key is not None else "")
     measured = "" if tok_s is None else f" --measured {tok_s:.3g}"
     again = f"harness quick {server.removeprefix('--url ')}"
+    second = (f"harness live {server}", "its numbers under a load that you set in the browser")
+    with suppress(HarnessError):
+        read_model(find_model(run.scenario.model))  # the name that a server gives its model is often no model here
+        second = f"harness expect {shlex.quote(run.scenario.model)}{measured}", "what this machine allows"
     return {
         f"harness capacity {server}": f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
-        f"harness expect {shlex.quote(run.scenario.model)}{measured}": "what this machine allows, and if it is normal",
+        second[0]: second[1],
         f"{again} && harness compare {run.id} last": "whether a change made it faster",
     }

@@ -388,6 +388,14 @@ def first_settings(folder: Path, code: str, **served: Any) -> dict[str, str]:
     return next(one for one in findings if one.code == code).actions[0].settings
 
 
+@pytest.mark.parametrize("code", ["load_generator", "cold_start"])
+def test_a_quick_run_is_not_advised_to_set_what_it_cannot(tmp_path: Path, code: str) -> None:
+    cause = CAUSES[code]
+    findings = found(tmp_path / "run", cause, template=None, scenario_name="quick")
+    actions = next(one for one in findings if one.code == code).actions
+    assert [action.settings for action in actions] == [{}] and "processes" not in actions[0].do
+
+
 # The stories of the seeds, with their numbers.
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,19 +16,25 @@ from harness.run.quick import (
     EFFORTS,
     LEVELS,
     LIMITS,
+    MAX_PROMPT_TOKENS,
+    PROMPT_WORDS,
     USER_LOADS,
     Effort,
     RequestSpeed,
     choose_effort,
+    choose_words,
     find_server,
+    next_commands,
     quick_scenario,
     scenario_path,
     time_one_request,
     user_scenario,
 )
 from harness.serve import probe
+from harness.workload import SALT_WORDS
 from tests.support.command import write
 from tests.support.http_double import Handler, listening
+from tests.support.made_runs import write_made_run
 
 KEY = "a-key-of-the-test"
 LISTED = ["bge-m3", "Qwen3-Embedding-0.6B", "Qwen3-8B", "gpt-oss-20b"]
@@ -38,9 +45,14 @@ def event(**delta: str) -> str:
 
 
 def double(
-    models: Sequence[str] = LISTED, *, busy: int = 0, key: str | None = None, asked: list[str] | None = None
+    models: Sequence[str] = LISTED,
+    *,
+    busy: int = 0,
+    key: str | None = None,
+    asked: list[str] | None = None,
+    per_word: Any = None,
 ) -> type[Handler]:
-    """A server that is busy for so many requests."""
+    """A server that is busy for so many requests. `per_word`: tokens of a word, if it counts them."""
     left = [busy]
 
     class Double(Handler):
@@ -66,6 +78,10 @@ def double(
                 if asked is not None:
                     asked.append(body["model"])
                 events = [event(role="assistant"), event(reasoning_content="a"), event(content="b"), "data: [DONE]\n\n"]
+                if per_word is not None and body["stream_options"] == {"include_usage": True}:
+                    words = len(body["messages"][0]["content"].split())
+                    usage = {"choices": [], "usage": {"prompt_tokens": per_word * words}}
+                    events.insert(-1, f"data: {json.dumps(usage)}\n\n")
                 self.answer(200, "".join(events), "text/event-stream")
 
     return Double
@@ -100,6 +116,33 @@ def test_a_slow_server_takes_a_minute_at_most() -> None:
     assert (
         max(len(LEVELS) * one.level_s + one.drain_s for one in EFFORTS) <= 46
     )  # and the start and the end of the load
+
+
+@pytest.mark.parametrize(
+    ("per_word", "words"), [(None, 100), (1, 100), (2, 35), (9, 15), (-1, 100), ("many", 100), (10**320, 15)]
+)
+def test_a_prompt_has_fewer_words_where_each_has_more_tokens(per_word: Any, words: int) -> None:
+    with listening(double(per_word=per_word)) as url:
+        assert quick_scenario(Target(url))["prompts"]["tokens"] == words
+
+
+@pytest.mark.parametrize("template", [0, 20, 60])
+@pytest.mark.parametrize("per_word", [1.0, 1.3, 2.3])
+def test_a_prompt_has_at_most_128_tokens(template: int, per_word: float) -> None:
+    words = choose_words(round(template + per_word * PROMPT_WORDS[0]))
+    assert template + per_word * (words + SALT_WORDS) <= MAX_PROMPT_TOKENS
+
+
+def test_the_next_commands_work_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_made_run(tmp_path / "run")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    commands = [one.split()[1] for one in next_commands(run, "http://127.0.0.1:8000", 8.0)]
+    assert commands == ["capacity", "live", "quick"]
+    folder = tmp_path / f"models--{run.scenario.model.replace('/', '--')}" / "snapshots" / "a"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    commands = [one.split()[1] for one in next_commands(run, "http://127.0.0.1:8000", 8.0)]
+    assert commands == ["capacity", "expect", "quick"]
 
 
 @pytest.mark.parametrize("key", [None, KEY])
