@@ -49,6 +49,8 @@ class HttpRequest:
         self.raw(_head(200, kind, {"transfer-encoding": "chunked", **headers}, self._keep_alive))
 
     def piece(self, data: bytes) -> None:
+        if not data:
+            return  # an empty chunk would end the body
         self.raw(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end_stream(self) -> None:

@@ -109,6 +109,14 @@ def test_a_stream_has_the_order_of_vllm(server: Spawned, log_path: Path) -> None
     assert all(e["choices"][0]["text"] for e in events(ask(server, "/v1/completions", text)[2])[:3])
 
 
+def test_a_natural_end_of_a_message_has_its_last_events(server: Spawned) -> None:
+    asked = {"messages": [{"role": "user", "content": "one two three"}], "max_tokens": 2000, "stream": True}
+    body = ask(server, "/v1/messages", asked)[2]
+    data = [json.loads(line.removeprefix(b"data: ")) for line in body.splitlines() if line.startswith(b"data: ")]
+    assert [one["type"] for one in data[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
+    assert data[-2]["delta"] == {"stop_reason": "end_turn"}
+
+
 def test_a_natural_end_is_seeded_and_closes_with_an_empty_event(server: Spawned) -> None:
     first, second = (events(ask(server, CHAT, chat("tell me", stream=True))[2]) for _ in range(2))
     assert [e["choices"] for e in first[:-1]] == [e["choices"] for e in second[:-1]]
