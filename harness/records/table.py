@@ -151,8 +151,8 @@ class Rows:
         column = getattr(self._all, name)
         if isinstance(column, Words):
             found: Any = column.where(self._chosen)
-        elif len(column) and column.strides == (0,) and not isinstance(self._chosen, slice):  # takes no memory
-            found = np.broadcast_to(column[:1].reshape(()), len(self))
+        elif name != "index" and len(column) and column.strides == (0,) and not isinstance(self._chosen, slice):
+            found = np.broadcast_to(column[:1].reshape(()), len(self))  # takes no memory; `index` has the length
         else:
             found = column[self._chosen]
         setattr(self, name, found)

@@ -108,7 +108,7 @@ def test_the_form_proposes_the_scenario_and_shows_what_is_wrong(browser: webdriv
     values = wait(browser, named + " ?? null")
     keys = ("userCount", "outputTokens", "turns", "think", "check", "arrivals", "output", "stream", "promptTokens")
     assert [values.get(key) for key in keys] == [
-        "4", "7", "2", "0.1 0.4", "ttft<=500ms, tpot<=200ms", "", "fixed", "yes", "8",
+        "4", "7", "2", "0.1 0.4", "goodput(ttft<=500ms, tpot<=200ms) >= 50%", "", "fixed", "yes", "8",
     ]  # fmt: skip
     assert complaints(browser) == []
     users = browser.find_element(By.CSS_SELECTOR, "input[name=userCount]")

@@ -30,6 +30,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "ollama": {"mem_limit": "8g"},
     "localai": {"mem_limit": "8g"},
     "vllm-offline": {"shm_size": "16g", "volumes": ["/a:/b:ro"]},
+    "openai": {"image": "engine:1", "command": ["serve", "{model}"], "metrics": "/metrics", "volumes": ["/a:/b:ro"]},
     "sglang-rocm": {"shm_size": "16g", "gpus": [0, 1], "tensor_parallel_size": 2, "volumes": ["/a:/b:ro"]},
     "simulated": {"ipc": "shareable", "devices": ["/dev/null:/dev/kfd"], "groups": [44]},
 }
@@ -50,7 +51,7 @@ def judged(text: str, environment: dict[str, str], folder: Path) -> dict[str, An
 def test_compose_accepts_and_reads_it_as_we_do(
     template: str, odd: bool, compose_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"image": "engine:1"} if template == "openai" else {}
     if odd:
         given = {**GIVEN[template], "environment": {"ODD": ODD, "N": 1}}
         given |= {"extra_args": [ODD, 1, 0.5]} if "extra_args" in read_variables(template) else {}

@@ -9,7 +9,7 @@ import pytest
 from harness.base.errors import ExitCode
 from harness.failures.explain import Diagnosis, explain
 from tests.real.conftest import Say
-from tests.real.parts import RUN_S, llamacpp, run, write_scenario
+from tests.real.parts import RUN_S, llamacpp, run_folder, running, write_scenario
 from tests.support.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 
 CASES = ("flags", "hub", "fraction", "kv-cache", "context")
@@ -83,8 +83,10 @@ def test_context_above_the_model(vllm_outputs: dict[str, str], say: Say) -> None
 
 def test_requests_that_do_not_fit_a_real_server_are_not_sent(tmp_path: Path, say: Say) -> None:
     server = llamacpp(ctx_size=2560)  # shared by ten: 256 tokens for each
-    ran = run(write_scenario(tmp_path, "narrow", model="tiny", servers={"s": server}, loads=LOADS,
-                             prompts={"tokens": 600}))  # fmt: skip
-    say(ran.said + ran.error)
-    assert ran.code == ExitCode.SERVER
-    assert "256 tokens" in ran.said + ran.error
+    scenario = write_scenario(tmp_path, "narrow", model="tiny", servers={"s": server}, loads=LOADS,
+                              prompts={"tokens": 600})  # fmt: skip
+    with running(scenario) as process:
+        code = process.wait(RUN_S)
+    error = scenario.with_suffix(".err").read_text()
+    say(error)
+    assert (code, "256 tokens" in error, run_folder(scenario)) == (ExitCode.SERVER, True, None)
