@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from harness.analysis import quick
 from harness.base import units
 from harness.base.metrics import LATENCIES, METRICS, VALUES, Metric
 from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, SameAnswers, Summary, Verdict, median_of_known
@@ -144,25 +145,41 @@ def _value_column(metric: Metric) -> TableColumn:
 _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
 
 
+def _format_latency(row: Row, latency: Metric, at: str) -> str:
+    """A statistic in milliseconds; a mean with its number of requests, a dash where the row has no such latency."""
+    sample = latency.sample(row.pooled)
+    if at == "mean":
+        return units.NOTHING if sample.mean is None else f"{units.milliseconds(sample.mean)} (n = {sample.n:,})"
+    if at == "max" or (row.pooled.e2e.n and not sample.n and latency.name not in row.missing):
+        # Vectors and answers in one piece have no first token: a dash, not the number of requests needed.
+        return words.format_maximum(sample)
+    return words.format_percentile(row, METRICS[f"{latency.name}_{at}"])
+
+
+def _shown_statistic(rows: Sequence[Row], latency: Metric, at: str, *, quick: bool) -> str | None:
+    """Return `at`, or the highest lower percentile that a row has (of a quick run: every row), or the mean.
+
+    None: no row has the latency.
+    """
+    percentiles = [name for name in reversed(_SHARES) if at in _SHARES and int(name[1:]) <= int(at[1:])]
+    known = [row for row in rows if latency.sample(row.pooled).n]
+    enough = all if quick else any
+    for name in percentiles or [at]:
+        if known and enough(not _format_latency(row, latency, name).startswith("n/a") for row in known):
+            return name
+    return "mean" if percentiles and any(latency.sample(row.pooled).mean is not None for row in known) else None
+
+
 def _latency_column(latency: Metric, at: str) -> TableColumn:
-    longest = at == "max"
-
-    def text(line: TableLine) -> str:
-        numbers = line.row.pooled
-        sample = latency.sample(numbers)
-        if longest or (numbers.e2e.n and not sample.n and latency.name not in line.row.missing):
-            # Vectors and answers in one piece have no first token: a dash, not the number of requests needed.
-            return words.format_maximum(sample)
-        return words.format_percentile(line.row, METRICS[f"{latency.name}_{at}"])
-
-    meaning = "the longest of all" if longest else f"{_SHARES[at]} requests {latency.outcome}"
-    condition = "" if longest else "; printed only when there are enough of them"
+    share = f"{_SHARES.get(at)} requests {latency.outcome}"
+    meaning = {"max": "the longest of all", "mean": "the mean, of few requests"}.get(at, share)
+    condition = "; printed only when there are enough of them" if at in _SHARES else ""
     return TableColumn(
         f"{latency.name}_{at}",
         f"{latency.title} {at}",
         f"{latency.about}: {meaning}. Over the successful requests of all repeats{condition}.",
-        f"{latency.formula}; {'maximum' if longest else f'{at[1:]}th percentile'}",
-        text,
+        f"{latency.formula}; {f'{at[1:]}th percentile' if at in _SHARES else {'max': 'maximum'}.get(at, at)}",
+        lambda line: _format_latency(line.row, latency, at),
         "latency",
         latency.name,
         unit="ms",
@@ -250,7 +267,10 @@ _VERDICT_COLUMNS = (
 
 
 def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
-    """The columns of the main table. The tail percentile is the highest that every row carries, else p95."""
+    """The columns of the main table. The tail percentile is the highest that every row carries, else p95.
+
+    A latency's statistic that no row has is replaced by a lower one; a latency that no row has is left out.
+    """
     numbers = [row.pooled for row in summary.rows]
     samples = [row.ttft for row in numbers if row.ttft.n]
     tails = [at for at in ("p99", "p95", "p90") if samples and all(getattr(s, at) is not None for s in samples)]
@@ -264,11 +284,14 @@ def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
         "right": any(form.labelled for form in answers),
         "same_answers": bool(summary.same_answers),
     }
-    latencies = [
-        _latency_column(latency, tail if at == "tail" or (at, tail) == ("p95", "p90") else at)
-        for latency in LATENCIES
-        for at in (latency.vectors if vectors else latency.table)
-    ]
+    latencies = []
+    for latency in LATENCIES:
+        wanted = (
+            tail if at == "tail" or (at, tail) == ("p95", "p90") else at
+            for at in (latency.vectors if vectors else latency.table)
+        )  # fmt: skip
+        found = (_shown_statistic(summary.rows, latency, at, quick=summary.scenario == quick.NAME) for at in wanted)
+        latencies += [_latency_column(latency, at) for at in dict.fromkeys(found) if at is not None]
     work = (column for column in _WORK_COLUMNS if applies.get(column.key, True))
     verdicts = (column for column in _VERDICT_COLUMNS if applies.get(column.key, True))
     return (*work, *latencies, *verdicts)
@@ -297,7 +320,7 @@ def _detail_grid(
 
     Columns without a known value are left out.
     """
-    shown = [column for column in columns if any(column.text(value) is not None for _, value in values)]
+    shown = [column for column in columns if any(column.text(value) not in (None, "n/a") for _, value in values)]
     rows = [[row.name, *(column.show(value) for column in shown)] for row, value in values if shown]
     row_column = TableColumn("row", "Row", group="name")
     return [Grid(id=name, title=title, columns=[row_column, *shown], rows=rows, note=note)] if rows else []

@@ -119,14 +119,14 @@ def test_a_wide_terminal_has_one_table() -> None:
         "- vllm / ten: 3.13x faster than vllm / one by wall time (95 % interval 3.05x to 3.21x, p = 0.008).",
         "By wall time; one comparison. Differences under 2\u00a0% are treated as noise.",
         "",
-        "                 Wall  Completion  Aggregate                TTFT    TTFT            TPOT             TPOT"
-        "     E2E     E2E                     Speedup",
-        "Server  Load     time      tokens      tok/s  Requests/s  p50 ms  p95 ms          p50 ms           p95 ms"
-        "  p95 ms  max ms   Errors             (95 %)  Verdict",
-        "vllm    one   13.07 s       1,250       95.6        1.91    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
-        "   1,098   1,200        0       1 (baseline)  baseline",
-        "vllm    ten    4.18 s       1,250      299.0        5.98    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
-        "   1,098   1,200  2 of 25  3.13× (3.05–3.21)  faster",
+        "                 Wall  Completion  Aggregate                TTFT    TTFT          TPOT     E2E     E2E "
+        "                    Speedup",
+        "Server  Load     time      tokens      tok/s  Requests/s  p50 ms  p95 ms       mean ms  p95 ms  max ms "
+        "  Errors             (95 %)  Verdict",
+        "vllm    one   13.07 s       1,250       95.6        1.91    52.3   1,098  50.0 (n = 5)   1,098   1,200 "
+        "       0       1 (baseline)  baseline",
+        "vllm    ten    4.18 s       1,250      299.0        5.98    52.3   1,098  50.0 (n = 5)   1,098   1,200 "
+        " 2 of 25  3.13× (3.05–3.21)  faster",
         "",
         "Checks",
         "- FAILED error_rate == 0: 2 failed",
@@ -140,7 +140,7 @@ def test_a_narrow_terminal_has_two_tables_or_a_block_for_each_row() -> None:
     assert max(map(len, text)) <= 90
     assert [" ".join(line.split()) for line in text if line.startswith("Server ")] == [
         "Server Load time tokens tok/s Requests/s (95 %) Verdict",
-        "Server Load p50 ms p95 ms p50 ms p95 ms p95 ms max ms Errors",
+        "Server Load p50 ms p95 ms mean ms p95 ms max ms Errors",
     ]
     *text, page = printed(summary(), 40).splitlines()
     assert max(len(line.rstrip()) for line in text) <= 40
@@ -230,9 +230,9 @@ def test_markdown() -> None:
     assert [line[:30] for line in lines[12:16]] == [
         "### Verdicts", "", "- vllm / ten: 3.13x faster tha", "",
     ]  # fmt: skip
-    assert lines[19] == "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|"
+    assert lines[19] == "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|"
     assert lines[21] == (
-        "| vllm | ten | 4.18 s | 1,250 | 299.0 | 5.98 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 1,098 "
+        "| vllm | ten | 4.18 s | 1,250 | 299.0 | 5.98 | 52.3 | 1,098 | 50.0 (n = 5) | 1,098 "
         "| 1,200 | 2 of 25 | 3.13× (3.05–3.21) | faster |"
     )
     assert [line[:30] for line in lines[23:]] == ["### Checks", "", "- **FAILED**: `error_rate == 0", ""]
@@ -269,15 +269,37 @@ def test_verdicts_that_differ_only_in_their_side_are_one_sentence() -> None:
     ]
 
 
-def test_columns_without_a_value_are_left_out_or_have_a_dash() -> None:
+def test_columns_without_a_value_are_left_out() -> None:
     timed = Load(user="chat", users=8, duration_s=60, output_tokens=128, output="natural", think_s=[1, 2.5])
     one = replace(numbers(10.0, MANY), wall=None, window="timed", window_s=60.0, ttft=NO_SAMPLE, tpot=NO_SAMPLE)
     scenario = replace(run().scenario, loads={"one": timed})
     of = replace(summary(), rows=[replace(row("one", one), wall=[])], comparison=None, checks=[])
     text = markdown.render(run_page(of, replace(run(), scenario=scenario)))
-    assert "| vllm | one | 1,250 | 125 | 2.50 | – |" in text, "no wall time"
+    assert "| vllm | one | 1,250 | 125 | 2.50 | 1,098 |" in text, "no wall time, no first token"
     described = "chat user, closed loop: users 8, duration_s 60, think_s [1 2.5], output_tokens 128, output natural"
     assert f"- `one`: {markdown.escape(described)}\n" in text
-    latencies = [column for column in table_columns(of) if column.group == "latency" and column.unit == "ms"]
-    (line,) = table_lines(of, run())
-    assert [column.show(line) for column in latencies] == [*["–"] * 4, "1,098", "1,200"], "no first token"
+    assert latencies_of(of) == [{"E2E p95": "1,098", "E2E max": "1,200"}], "no first token"
+
+
+def latencies_of(of: Summary) -> list[dict[str, str]]:
+    """The latencies of the main table's rows, by column."""
+    columns = [column for column in table_columns(of) if column.unit == "ms"]
+    return [{column.title: column.show(line) for column in columns} for line in table_lines(of, run())]
+
+
+def test_a_percentile_that_no_row_has_is_replaced_by_a_lower_one_or_the_mean() -> None:
+    some = replace(MANY, n=70, p90=None, p95=None)
+    of = replace(summary(), rows=[row("one", numbers(1.0, FEW)), row("ten", numbers(1.0, some))])
+    tpot = {"TPOT mean": "50.0 (n = 5)"}
+    assert latencies_of(of) == [
+        {"TTFT p50": "n/a (needs 11)", **tpot, "E2E p50": "n/a (needs 11)", "E2E max": "60.0"},
+        {"TTFT p50": "52.3", **tpot, "E2E p50": "52.3", "E2E max": "1,200"},
+    ]
+    quick = replace(of, scenario="quick")  # makes no claim about its requests
+    assert latencies_of(quick) == [
+        {f"{name} mean": "50.0 (n = 5)" for name in ("TTFT", "TPOT", "E2E")} | {"E2E max": "60.0"},
+        {"TTFT mean": "50.0 (n = 70)", **tpot, "E2E mean": "50.0 (n = 70)", "E2E max": "1,200"},
+    ]
+    assert latencies_of(replace(of, rows=[row("one", replace(numbers(1.0, FEW), ttft=NO_SAMPLE, tpot=NO_SAMPLE))])) == [
+        {"E2E mean": "50.0 (n = 5)", "E2E max": "60.0"}
+    ]
