@@ -149,7 +149,8 @@ def _format_latency(row: Row, latency: Metric, at: str) -> str:
     """A statistic in milliseconds; a mean with its number of requests, a dash where the row has no such latency."""
     sample = latency.sample(row.pooled)
     if at == "mean":
-        return units.NOTHING if sample.mean is None else f"{units.milliseconds(sample.mean)} (n = {sample.n:,})"
+        cut = f", {sample.censored:,} cut" if sample.censored else ""
+        return units.NOTHING if sample.mean is None else f"{units.milliseconds(sample.mean)} (n = {sample.n:,}{cut})"
     if at == "max" or (row.pooled.e2e.n and not sample.n and latency.name not in row.missing):
         # Vectors and answers in one piece have no first token: a dash, not the number of requests needed.
         return words.format_maximum(sample)
@@ -172,7 +173,7 @@ def _shown_statistic(rows: Sequence[Row], latency: Metric, at: str, *, quick: bo
 
 def _latency_column(latency: Metric, at: str) -> TableColumn:
     share = f"{_SHARES.get(at)} requests {latency.outcome}"
-    meaning = {"max": "the longest of all", "mean": "the mean, of few requests"}.get(at, share)
+    meaning = {"max": "the longest of all", "mean": "the mean, of few requests; cut ones are not in it"}.get(at, share)
     condition = "; printed only when there are enough of them" if at in _SHARES else ""
     return TableColumn(
         f"{latency.name}_{at}",
