@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from harness.analysis.stats import sample_size_to_settle
@@ -21,7 +22,7 @@ from harness.analysis.verdicts import ComparedSides, decide_verdicts
 from harness.base.engines import Engine, Tuning
 from harness.base.engines.settings import CONTEXT, MEMORY, SEQUENCES, find_spelling, read_setting
 from harness.base.summary import MARGIN, Reason, RunFinding, Verdict, because
-from harness.base.units import count, short_percent
+from harness.base.units import count, duration, short_percent
 
 Floats = NDArray[np.float64]
 Candidates = NDArray[np.int64]  # a row each, with the index of a value for each setting
@@ -36,6 +37,7 @@ HOPE = 0.05  # no start for a candidate with a smaller chance of bringing MARGIN
 PATIENCE = 8  # trials without MARGIN more than the best before them, after which the search ends
 REFERENCE_EVERY = 4  # starts, of which one is of the reference: the machine may drift
 MAX_FAILED = 6  # starts; when none succeeds, something else is wrong
+MIN_MET = 0.01  # a share of 0 has no logarithm
 TOGETHER = 0.15  # standard deviation of what settings do only together, as a share of what they do alone
 EXPECTED_SD, EXPECTED_FREEDOM = 0.015, 4  # of the logarithm of equal starts, until the reference shows more
 MIN_BLOCKS, MAX_BLOCKS = 3, 10
@@ -67,6 +69,7 @@ class Trial(Struct, frozen=True, kw_only=True):
 
     settings: dict[str, Any] = {}  # those that differ from the default
     value: float | None = None  # the result, above 0, more is better; None: it failed, or broke a limit
+    met: float | None = None  # share of the requests within a limit that was broken
     cause: Cause | None = None  # of a failure
     blamed: list[str] = []  # settings that the failure names
     took_s: float = 0.0
@@ -336,6 +339,9 @@ def next_start(
     the proof gets its part. Raises ValueError for a trial with a value that no setting has.
     """
     base = reference(trials)
+    if base is None and any(trial.met is not None for trial in trials):  # first what meets the limits
+        shares = [trial if trial.met is None else replace(trial, value=max(trial.met, MIN_MET)) for trial in trials]
+        return next_start(search, shares, suggestions, budget_s=budget_s)
     if base is None:
         return _first_start(search, trials)
     ends = _why_end(search, trials, budget_s)
@@ -352,7 +358,7 @@ def _first_start(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
     """The default, or the candidate nearest to it that may start."""
     left = search.candidates[~excluded(search, search.candidates, trials)]
     if not len(left) or len(trials) >= MAX_FAILED:
-        text = f"no settings started in {count(len(trials), 'start')}"
+        text = f"no settings gave a result in {count(len(trials), 'start')}"
         return because("tune_nothing_starts", text, starts=len(trials))
     steps = np.abs(left - np.array(search.default))
     nearest = np.lexsort((steps.sum(axis=1), (steps > 0).sum(axis=1)))[0]
@@ -365,7 +371,7 @@ def _why_end(search: Search, trials: Sequence[Trial], budget_s: float) -> Reason
     proof = 3 * block_count(search, trials, best[0]) if best else 0
     needed_s = (1 + proof) * statistics.fmean(took)
     if needed_s > budget_s:
-        text = f"the budget has {budget_s / 60:.0f} min left, and one more start and the proof need {needed_s / 60:.0f}"
+        text = f"the budget has {duration(budget_s)} left; one more start and the proof need {duration(needed_s)}"
         return because("tune_budget", text, left_s=budget_s, needed_s=needed_s)
     base, highest, since = reference(trials), 0.0, 0
     for trial, gain in zip(trials, gains(trials), strict=True):

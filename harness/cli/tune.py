@@ -45,7 +45,7 @@ def tune(
     """Find settings of a server that are better than its own, start by start, and verify the best on fresh requests.
 
     With --url those of a running Lemonade, by its API; its files stay as they are. Exit code 0: set these, or keep the
-    default. 2: no settings start. 3: the proof is INVALID. 5: inconclusive.
+    default. 2: no settings start. 3: no settings gave a result, or the proof is INVALID. 5: inconclusive.
     """
     from harness.base.units import read_duration
     from harness.report import terminal

@@ -107,11 +107,13 @@ def answer_line(report: TuneReport) -> str:
     """The answer in one line."""
     settings, ratio = format_settings(report.settings), _ratio(report.ratio, report.low, report.high)
     if report.verdict == "set":
-        return f"set this: {settings}: {ratio or 'the default does not start'}"
+        return f"set this: {settings}: {ratio or 'the default gave no result'}"
     if report.verdict == "keep":
         tried = len({msgspec.json.encode(start.settings) for start in report.trials}) - 1
         best = f"; the best of them: {ratio}" if ratio else ""
         return f"keep the default: {count(max(0, tried), 'other setting')} tried, none brings {_margin()} more{best}"
+    if any(reason.code == "nothing_started" for reason in report.reasons):
+        return "inconclusive: no settings gave a result"
     if report.verdict == "inconclusive" and not report.sides and not report.settings:
         return "inconclusive: no other settings gave a result; a larger --budget tries more"
     if report.verdict == "inconclusive":
@@ -190,6 +192,8 @@ def result_text(start: TuneStart) -> str:
         return f"{factor(start.ratio)}x"
     if start.reason is None:
         return NOTHING if start.value is None else "1 (reference)"
+    if (met := start.reason.values.get("attainment")) is not None:
+        return f"{short_percent(met)} met the SLOs"
     code = start.reason.values.get("failure") or start.reason.code  # tune.json has the text
     return f"{start.cause}: {code}" if start.cause else code
 

@@ -326,8 +326,9 @@ class TuneSearch:
 
 def trial_of(start: TuneStart) -> Trial:
     cause: Any = start.cause
+    met = None if start.reason is None else start.reason.values.get("attainment")
     return Trial(
-        settings=start.settings, value=start.value, cause=cause, blamed=start.blamed, took_s=start.took_s
+        settings=start.settings, value=start.value, met=met, cause=cause, blamed=start.blamed, took_s=start.took_s
     )  # fmt: skip
 
 
@@ -436,7 +437,8 @@ def _cell_value(cell: CellSummary, report: TuneReport) -> float | Reason:
 
 
 def _no_value(cell: CellSummary, goal: str) -> Reason:
-    return because("no_goal_value", f"{cell.load}: no number for --for {goal} was measured", goal=goal)
+    why = "; nothing on this machine reports its power" if goal == "energy" else ""
+    return because("no_goal_value", f"{cell.load}: no number for --for {goal} was measured{why}", goal=goal)
 
 
 def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
@@ -518,7 +520,7 @@ def finish(
     base = reference(trials_of(report))
     values: dict[str, list[float]] = {}
     invalid: list[Reason] = []
-    reasons = _reference_reasons(report, base)
+    reasons = reference_reasons(report, base)
     if report.proof is not None and sides:
         made = summarize_with_counts(runs / report.proof, slo_checks(report))
         values = proof_values(made.summary, report, [DEFAULT, *sides])
@@ -527,7 +529,7 @@ def finish(
     proven = [(settings, values[name]) for name, settings in sides.items() if len(values.get(name, [])) > 1]
     answer = decide(report.goal, values.get(DEFAULT, []), proven if values.get(DEFAULT) else [])
     is_untried = all(start.settings == base for start in report.trials)
-    undecided = base is None or is_untried or bool(invalid) or bool(sides and not proven)
+    undecided = base is None or is_untried or bool(invalid) or bool(sides and not (proven and values.get(DEFAULT)))
     verdict = "inconclusive" if undecided else answer.verdict
     judged = zip((settings for settings, _ in proven), answer.verdicts, strict=True)
     faster = [(settings, found) for settings, found in judged if found.word == "faster"]
@@ -569,16 +571,19 @@ def finish(
     return report
 
 
-def _reference_reasons(report: TuneReport, base: Mapping[str, Any] | None) -> list[Reason]:
+def reference_reasons(report: TuneReport, base: Mapping[str, Any] | None) -> list[Reason]:
     """Return why the reference is not the default."""
     failed = next((start.reason for start in report.trials if start.reason is not None), None)
+    if base is None:  # what came nearest
+        broken = [start.reason for start in report.trials if start.reason and start.reason.code == "slo_broken"]
+        failed = max(broken, key=lambda one: one.values["attainment"] or 0.0, default=failed)
     why = "" if failed is None else f": {sentence(failed)}"
     if base is None:
         return [because("nothing_started", f"no settings gave a result{why}")]
     if not base:
         return []
-    text = f"the default gave no result{why}. All ratios are to {format_settings(report.spell(base))}, the nearest "
-    return [because("default_fails", text + "settings that start", reason=failed)]
+    text = f"the default gave no result{why}. All ratios are to {format_settings(report.spell(base))}, the first "
+    return [because("default_fails", text + "settings that gave one", reason=failed)]
 
 
 def proof_values(summary: Summary, report: TuneReport, sides: Sequence[str]) -> dict[str, list[float]]:

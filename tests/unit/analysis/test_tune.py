@@ -78,6 +78,16 @@ def test_a_default_that_does_not_start_is_replaced_by_what_is_nearest_to_it() ->
     assert gains([*trials, Trial(settings={"sequences": 2}, value=20.0)])[:2] == [None, 0.0]
 
 
+def test_a_default_that_breaks_a_limit_is_followed_by_what_may_meet_it() -> None:
+    broken = Trial(met=0.3)
+    advised = proposed([broken], sequences=2)
+    assert (advised.settings, advised.finding) == ({"sequences": 2}, "queue_with_room")
+    nearer = [broken, Trial(settings={"sequences": 2}, met=0.9)]
+    assert proposed(nearer).settings["sequences"] < 8, "on from where more requests met it"
+    meets = [*nearer, Trial(settings={"sequences": 1}, value=10.0)]
+    assert reference(meets) == {"sequences": 1} and gains(meets) == [None, None, 0.0]
+
+
 def test_nothing_starts() -> None:
     found = next_start(search(), [Trial(cause="other", settings={"sequences": at}) for at in (1, 2, 4, 16, 32, 8)])
     assert isinstance(found, Reason)

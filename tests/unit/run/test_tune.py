@@ -25,10 +25,20 @@ from harness.base.summary import (
 from harness.failures.table import rules
 from harness.report import html, markdown
 from harness.report.elements import Chart, Grid, Paragraph
-from harness.report.tune import TuneReport, TuneStart, answer_line, read_tune, tune_page, write_tune
+from harness.report.tune import TuneReport, TuneStart, answer_line, read_tune, result_text, tune_page, write_tune
 from harness.run.running import start_failure
 from harness.run.settings import docker_run, to_paste
-from harness.run.tune import LoadWatch, failure_of, proof_values, slo_checks, users_ladder, users_value, value_of
+from harness.run.tune import (
+    LoadWatch,
+    failure_of,
+    proof_values,
+    reference_reasons,
+    slo_checks,
+    trial_of,
+    users_ladder,
+    users_value,
+    value_of,
+)
 from harness.scenario import Arrivals, Load, Server
 from harness.serve.compose_file import Service
 from harness.serve.facts import find_fallback, find_ignored_settings
@@ -225,7 +235,19 @@ def test_the_first_line_is_the_answer() -> None:
     unsure = replace(FOUND, verdict="inconclusive", needed=8)
     assert answer_line(unsure) == "inconclusive: 8 repeats would settle it: max_num_seqs 5: 1.42x (1.35 to 1.49)"
     only = replace(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
-    assert answer_line(only) == "set this: gpu_memory_utilization 0.75: the default does not start"
+    assert answer_line(only) == "set this: gpu_memory_utilization 0.75: the default gave no result"
+    none = TuneReport(budget_s=1, verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
+    assert answer_line(none) == "inconclusive: no settings gave a result"
+
+
+def test_a_broken_limit_says_how_many_requests_met_it() -> None:
+    broken = value_of([cell(slos=met(0.3, 1.0))], replace(REPORT, slos=[SLO]))
+    assert isinstance(broken, Reason)
+    start = TuneStart(server="default", reason=broken)
+    assert trial_of(start).met == 0.3 and result_text(start) == "30 % met the SLOs"
+    best = replace(start, reason=because("slo_broken", "l: 80% of the requests met the SLOs", attainment=0.8))
+    (reason,) = reference_reasons(replace(REPORT, trials=[start, best]), None)
+    assert reason.code == "nothing_started" and "80%" in reason.text
 
 
 def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
