@@ -26,6 +26,7 @@ class TableLine(Struct, frozen=True, kw_only=True):
 
     row: Row
     tokens: float | None  # completion tokens of a cell, median over its cells
+    prefill_tok_s: float | None = None
     verdicts: list[Verdict] = []  # against the baseline, or of a part of a mix against the same load alone
     baseline: bool
     against: str = ""  # the other side of the verdicts, if it is not the run's baseline
@@ -78,6 +79,7 @@ def table_lines(summary: Summary, run: Run) -> list[TableLine]:
             TableLine(
                 row=row,
                 tokens=median_of_known(map(tokens.get, row.cells)),
+                prefill_tok_s=_prefill_tok_s(row, run),
                 verdicts=list(own.values()),
                 baseline=row.name == baseline,
                 against=other if own and other != baseline else "",
@@ -86,6 +88,18 @@ def table_lines(summary: Summary, run: Run) -> list[TableLine]:
             )
         )
     return lines
+
+
+def _prefill_tok_s(row: Row, run: Run) -> float | None:
+    """Prompt tokens that no cache had / TTFT, both means. None: without a TTFT, or if caches may have had some."""
+    numbers, prompts, load = row.pooled, run.scenario.prompts, run.scenario.loads.get(row.load)
+    own = run.origin is None and load is not None and load.user == "batch"
+    cached = numbers.cached_tokens
+    if cached is None and own and (prompts.kind, prompts.system_tokens, prompts.salt) == ("synthetic", 0, True):
+        cached = 0  # each prompt is sent once
+    if numbers.prompt_tokens is None or cached is None or not numbers.succeeded or not numbers.ttft.mean:
+        return None
+    return (numbers.prompt_tokens - cached) / numbers.succeeded / numbers.ttft.mean
 
 
 def format_interval(verdict: Verdict) -> str:
@@ -98,6 +112,13 @@ def format_interval(verdict: Verdict) -> str:
 def _format_rate(line: TableLine) -> str:
     value = line.row.pooled.output_tok_s
     return units.NOTHING if value is None else f"{units.significant(value)}{line.rate_mark}"
+
+
+def _format_user_rate(line: TableLine) -> str | None:
+    tpot = line.row.pooled.tpot
+    tpot_s = tpot.mean if tpot.p50 is None else tpot.p50
+    few = f" (n = {tpot.n:,})" if tpot.p50 is None else ""
+    return f"{units.significant(1 / tpot_s)}{few}" if tpot_s else None
 
 
 def _format_answers(line: TableLine, name: str, of: str) -> str:
@@ -235,6 +256,21 @@ _WORK_COLUMNS = (
         lambda line: _format_answers(line, "right", "labelled"), "work",
     ),
 )  # fmt: skip
+# What one user sees; left out where no row has them.
+_USER_COLUMNS = (
+    TableColumn(
+        "user_rate", "tok/s per user",
+        "Output tokens a second that one user gets after the first token. Of few requests it is of their mean TPOT.",
+        "1 ÷ TPOT p50", _format_user_rate, "latency", "tpot",
+    ),
+    TableColumn(
+        "prefill", "Prefill tok/s",
+        "Prompt tokens a second until the first token, those of a cache left out. With several requests at once the "
+        "wait for the others is in it. Unknown where the server reports no cached tokens and may have some.",
+        "mean uncached prompt tokens ÷ mean TTFT", lambda line: units.significant(line.prefill_tok_s)
+        if line.prefill_tok_s else None, "latency", "ttft",
+    ),
+)  # fmt: skip
 _VERDICT_COLUMNS = (
     TableColumn(
         "errors", "Errors",
@@ -267,7 +303,7 @@ _VERDICT_COLUMNS = (
 )  # fmt: skip
 
 
-def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
+def table_columns(summary: Summary, lines: Sequence[TableLine]) -> tuple[TableColumn, ...]:
     """The columns of the main table. The tail percentile is the highest that every row carries, else p95.
 
     A latency's statistic that no row has is replaced by a lower one; a latency that no row has is left out.
@@ -295,13 +331,14 @@ def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
         latencies += [_latency_column(latency, at) for at in dict.fromkeys(found) if at is not None]
     work = (column for column in _WORK_COLUMNS if applies.get(column.key, True))
     verdicts = (column for column in _VERDICT_COLUMNS if applies.get(column.key, True))
-    return (*work, *latencies, *verdicts)
+    users = (column for column in _USER_COLUMNS if any(map(column.text, lines)))
+    return (*work, *users, *latencies, *verdicts)
 
 
 def results_table(summary: Summary, run: Run, below: Mapping[str, str] | None = None) -> Grid:
     """The main table. `below`: by load the line below its rows."""
-    columns = table_columns(summary)
     lines = table_lines(summary, run)
+    columns = table_columns(summary, lines)
     return Grid(
         id="results",
         columns=columns,

@@ -30,7 +30,7 @@ from harness.report import markdown, sentences, terminal
 from harness.report.capacity import print_capacity
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
-from harness.scenario import Load, Scenario, Server
+from harness.scenario import Load, Prompts, Scenario, Server
 
 FEW = Distribution(n=5, mean=0.05, min=0.04, max=0.06)
 MANY = Distribution(n=200, mean=0.05, min=0.04, max=1.2, p50=0.0523, p90=0.0911, p95=1.0985)
@@ -119,14 +119,14 @@ def test_a_wide_terminal_has_one_table() -> None:
         "- vllm / ten: 3.13x faster than vllm / one by wall time (95 % interval 3.05x to 3.21x, p = 0.008).",
         "By wall time; one comparison. Differences under 2\u00a0% are treated as noise.",
         "",
-        "                 Wall  Completion  Aggregate                TTFT    TTFT          TPOT     E2E     E2E "
-        "                    Speedup",
-        "Server  Load     time      tokens      tok/s  Requests/s  p50 ms  p95 ms       mean ms  p95 ms  max ms "
-        "  Errors             (95 %)  Verdict",
-        "vllm    one   13.07 s       1,250       95.6        1.91    52.3   1,098  50.0 (n = 5)   1,098   1,200 "
-        "       0       1 (baseline)  baseline",
-        "vllm    ten    4.18 s       1,250      299.0        5.98    52.3   1,098  50.0 (n = 5)   1,098   1,200 "
-        " 2 of 25  3.13× (3.05–3.21)  faster",
+        "                 Wall  Completion  Aggregate                   tok/s    TTFT    TTFT          TPOT     E2E  "
+        "   E2E                     Speedup",
+        "Server  Load     time      tokens      tok/s  Requests/s    per user  p50 ms  p95 ms       mean ms  p95 ms  "
+        "max ms   Errors             (95 %)  Verdict",
+        "vllm    one   13.07 s       1,250       95.6        1.91  20 (n = 5)    52.3   1,098  50.0 (n = 5)   1,098   "
+        "1,200        0       1 (baseline)  baseline",
+        "vllm    ten    4.18 s       1,250      299.0        5.98  20 (n = 5)    52.3   1,098  50.0 (n = 5)   1,098   "
+        "1,200  2 of 25  3.13× (3.05–3.21)  faster",
         "",
         "Checks",
         "- FAILED error_rate == 0: 2 failed",
@@ -140,7 +140,7 @@ def test_a_narrow_terminal_has_two_tables_or_a_block_for_each_row() -> None:
     assert max(map(len, text)) <= 90
     assert [" ".join(line.split()) for line in text if line.startswith("Server ")] == [
         "Server Load time tokens tok/s Requests/s (95 %) Verdict",
-        "Server Load p50 ms p95 ms mean ms p95 ms max ms Errors",
+        "Server Load per user p50 ms p95 ms mean ms p95 ms max ms Errors",
     ]
     *text, page = printed(summary(), 40).splitlines()
     assert max(len(line.rstrip()) for line in text) <= 40
@@ -230,9 +230,9 @@ def test_markdown() -> None:
     assert [line[:30] for line in lines[12:16]] == [
         "### Verdicts", "", "- vllm / ten: 3.13x faster tha", "",
     ]  # fmt: skip
-    assert lines[19] == "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|"
+    assert lines[19] == "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|"
     assert lines[21] == (
-        "| vllm | ten | 4.18 s | 1,250 | 299.0 | 5.98 | 52.3 | 1,098 | 50.0 (n = 5) | 1,098 "
+        "| vllm | ten | 4.18 s | 1,250 | 299.0 | 5.98 | 20 (n = 5) | 52.3 | 1,098 | 50.0 (n = 5) | 1,098 "
         "| 1,200 | 2 of 25 | 3.13× (3.05–3.21) | faster |"
     )
     assert [line[:30] for line in lines[23:]] == ["### Checks", "", "- **FAILED**: `error_rate == 0", ""]
@@ -283,8 +283,26 @@ def test_columns_without_a_value_are_left_out() -> None:
 
 def latencies_of(of: Summary) -> list[dict[str, str]]:
     """The latencies of the main table's rows, by column."""
-    columns = [column for column in table_columns(of) if column.unit == "ms"]
-    return [{column.title: column.show(line) for column in columns} for line in table_lines(of, run())]
+    lines = table_lines(of, run())
+    columns = [column for column in table_columns(of, lines) if column.unit == "ms"]
+    return [{column.title: column.show(line) for column in columns} for line in lines]
+
+
+def test_what_one_user_sees() -> None:
+    """Decode speed, and the prompt tokens that no cache had until the first token."""
+
+    def shown(prompts: Prompts, tpot: Distribution = FEW, **values: Any) -> list[str]:
+        of = replace(numbers(1.0, MANY), tpot=tpot, prompt_tokens=2500, **values)
+        scenario = replace(run().scenario, prompts=prompts)
+        (line,) = table_lines(replace(summary(), rows=[row("one", of)]), replace(run(), scenario=scenario))
+        columns = table_columns(summary(), [line])
+        return [column.show(line) for column in columns if column.key in ("user_rate", "prefill")]
+
+    assert shown(Prompts()) == ["20 (n = 5)", "2,000"], "1 / 50 ms; 100 tokens in 50 ms"
+    assert shown(Prompts(), MANY) == ["19.12", "2,000"]
+    assert shown(Prompts(system_tokens=50)) == ["20 (n = 5)"], "the cache may have had it"
+    assert shown(Prompts(system_tokens=50), cached_tokens=1250) == ["20 (n = 5)", "1,000"]
+    assert shown(Prompts(), NO_SAMPLE, ttft=NO_SAMPLE) == []
 
 
 def test_a_percentile_that_no_row_has_is_replaced_by_a_lower_one_or_the_mean() -> None:
