@@ -404,7 +404,18 @@ def init(
         ),
     ] = None,
     server: Annotated[
-        list[str] | None, cli.option("NAME", "The server; give it twice to compare two; without it you are asked.")
+        list[str] | None,
+        cli.option(
+            "NAME",
+            "The server; give it twice to compare two, or two images of one (llamacpp: ROCm and Vulkan); "
+            "without it you are asked.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        cli.option(
+            "URL", "Instead: a server that already runs; one of this machine is found.", callback=cli.validate_url
+        ),
     ] = None,
     model: Annotated[list[str] | None, cli.option("NAME", "The model of each server, as the server knows it.")] = None,
     machine: Annotated[str | None, cli.option("KIND", "strix-halo, radeon, instinct or none (default: found).")] = None,
@@ -412,7 +423,8 @@ def init(
     """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
     from harness.machine.gpus import read_machine
     from harness.run import draft as drafts
-    from harness.run.experiment import prepare
+    from harness.run import quick as quickly
+    from harness.run.experiment import RUNNING_SERVER, prepare
 
     if file.exists():
         raise HarnessError(f"{file}: this file is there already", next_step="Name another file to write.")
@@ -424,21 +436,34 @@ def init(
     )
     servers = list(server or [])
     known = {name: draftable.model for name, draftable in drafts.draftable_servers().items()}
-    while not server and len(servers) < drafts.server_count(wanted):
-        rest = {name: text for name, text in known.items() if name not in servers}
+    if server and url is not None:
+        raise HarnessError("--server and --url are both given", next_step="Give one of them.")
+    found = None
+    if url is None and not servers and drafts.server_count(wanted) == 1 and sys.stdin.isatty():
+        found = quickly.find_running()
+    while not server and url is None and len(servers) < drafts.server_count(wanted):
+        rest = {name: text for name, text in known.items() if name not in servers or drafts.images_to_compare(name)}
+        if found is not None:
+            rest = {RUNNING_SERVER: f"{found.model} at {found.url}"} | rest
         servers.append(ask_choice("Which server? (with the model that is proposed)", "--server", rest))
-    text = drafts.draft(wanted, [drafts.choose("--server", name, known) for name in servers], model or [], kind)
+        if servers == [RUNNING_SERVER] and found is not None:
+            url, model = found.url, model or [found.model]
+    if url is not None:
+        text = drafts.draft_running(wanted, model[0] if model else quickly.model_of(url), kind)
+    else:
+        text = drafts.draft(wanted, [drafts.choose("--server", name, known) for name in servers], model or [], kind)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise HarnessError(f"{file}: cannot be written ({error.strerror})", next_step="Name another file.") from None
-    prepare(file)
+    prepare(file, cli.make_target(url))
     about = (
         "no AMD GPU was found; --machine names one" if kind == "none" and not machine else f"for the machine '{kind}'"
     )
-    print(f"{file}: written ({about}). Next:\n  harness check {shlex.quote(str(file))}")
-    print("\n".join(f"  {line.format(file=shlex.quote(str(file)))}" for line in drafts.COMMANDS[wanted]))
-    if set(servers) != {"simulated"}:
+    given = shlex.quote(str(file)) + ("" if url is None else f" --url {shlex.quote(url)}")
+    print(f"{file}: written ({about}). Next:\n  harness check {given}")
+    print("\n".join(f"  {line.format(file=given)}" for line in drafts.COMMANDS[wanted]))
+    if url is None and set(servers) != {"simulated"}:
         print("If the server already runs, add: --url http://127.0.0.1:PORT --model NAME")
 
 

@@ -298,7 +298,7 @@ def reader(blocks: list[Block]) -> Iterator[Reading[Any]]:
         except BrokenProcessPool:
             raise HarnessError(
                 f"{blocks[0].path}: a process that read it was killed",
-                next_step="Was memory short? `dmesg` says so. It needs about 150 MB for each of its processes.",
+                next_step="Was memory short? `dmesg` says so. It needs about 52 MB for each of its processes.",
             ) from None
 
 

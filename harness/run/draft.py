@@ -1,5 +1,6 @@
 """`harness init`: write a scenario for a server, a machine and a question."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ import yaml
 from harness.base.engines import Draft, engines
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.units import count
+from harness.run.experiment import RUNNING_SERVER
+from harness.serve.template import pins
 
 CONTEXT = 8192  # tokens of one request
 
@@ -55,14 +58,30 @@ def draftable_servers() -> dict[str, Draft]:
     return {name: template.draft for name, template in templates.items() if template.draft is not None}
 
 
+def images_to_compare(template: str) -> dict[str, str]:
+    """Return two images of an engine with several backends, by backend; the first is pinned. Most engines have none."""
+    engine = next(engine for engine in engines() if template in engine.templates)
+    backend = engine.settings.get("backend")
+    pin = next((pin.image.partition("@")[0] for pin in pins() if template in pin.templates), "")
+    found = None if backend is None or backend.part is None else re.search(backend.part, pin)
+    if found is None or backend is None or backend.tune is None:
+        return {}
+    names = [found[1], *(str(name) for name in backend.tune.values if name != found[1])]
+    return {name: pin[: found.start(1)] + name + pin[found.end(1) :] for name in names[:2]}
+
+
 def server_count(question: str) -> int:
     return 2 if question == "compare" else 1
 
 
 def draft(question: str, servers: list[str], models: list[str], machine: str) -> str:
-    """Return the text of a scenario. `models`: of each server; a missing one is its default. Raises HarnessError."""
+    """Return the text of a scenario. `models`: of each server; a missing one is its default. Raises HarnessError.
+
+    The same server twice compares two of its images.
+    """
     needed = server_count(question)
-    if len(servers) != needed or len(set(servers)) != needed:
+    images = images_to_compare(servers[0]) if len(servers) == 2 and servers[0] == servers[1] else {}
+    if len(servers) != needed or (len(set(servers)) != needed and not images):
         raise HarnessError(
             f"--server: the question '{question}' takes {needed} {'different servers' if needed > 1 else 'server'}, "
             f"got {', '.join(servers)}",
@@ -71,21 +90,39 @@ def draft(question: str, servers: list[str], models: list[str], machine: str) ->
     if len(models) > len(servers):
         counts = f"{len(models)} models for {count(len(servers), 'server')}"
         raise HarnessError(f"--model: {counts}", next_step="Give one for each.")
-    drafts = draftable_servers()
-    model_of = {name: drafts[name].model for name in servers} | dict(zip(servers, models, strict=False))
-    own_names = [name for name in servers if drafts[name].named_by_model]
+    drafts, concurrency = draftable_servers(), CONCURRENCY[machine]
+    own_names = sorted({name for name in servers if drafts[name].named_by_model})
     if len(own_names) > 1:
         raise HarnessError(
             f"--server: {' and '.join(own_names)} know their models by a name of their own, and a scenario has one",
             next_step="Compare either of them with another server.",
         )
-    concurrency = CONCURRENCY[machine]
-    first_model = model_of[servers[0]].rpartition("/")[2].partition(":")[0]
+    defaults = (models[:1] or [drafts[servers[0]].model]) * 2 if images else [drafts[name].model for name in servers]
+    models = models + defaults[len(models) :]
+    made = [_draft_server(name, drafts[name], models[at], concurrency) for at, name in enumerate(servers)]
+    for server, image in zip(made, images.values(), strict=False):
+        server["variables"]["image"] = image
+    named = next((models[at] for at, name in enumerate(servers) if name in own_names), None)
+    model = named or models[0].rpartition("/")[2].partition(":")[0]
+    return _scenario(question, model, dict(zip(images or servers, made, strict=True)), concurrency)
+
+
+def draft_running(question: str, model: str, machine: str) -> str:
+    """Return the text of a scenario for a server that already runs. Raises HarnessError."""
+    if server_count(question) > 1:
+        raise HarnessError(
+            f"--url: the question '{question}' takes two servers, which the scenario starts",
+            next_step="Give --server twice, or another question.",
+        )
+    return _scenario(question, model, {RUNNING_SERVER: {"template": RUNNING_SERVER}}, CONCURRENCY[machine])
+
+
+def _scenario(question: str, model: str, servers: dict[str, Any], concurrency: int) -> str:
     scenario: dict[str, Any] = {
         "version": 1,
         "question": QUESTIONS[question],
-        "model": model_of[own_names[0]] if own_names else first_model,
-        "servers": {name: _draft_server(name, drafts[name], model_of[name], concurrency) for name in servers},
+        "model": model,
+        "servers": servers,
         **_loads_and_checks(question, concurrency),
     }
     if question == "compare":

@@ -102,6 +102,24 @@ def find_server(ports: Sequence[int] = PORTS) -> str:
     )
 
 
+class RunningServer(NamedTuple):
+    url: str
+    model: str
+
+
+def find_running() -> RunningServer | None:
+    """Return the first server on this machine that lists a chat model without a key; None without any."""
+    with suppress(HarnessError):
+        url = find_server()
+        return RunningServer(url, model_of(url))
+    return None
+
+
+def model_of(url: str) -> str:
+    """Return the model that a server has loaded, or its first chat model. Raises ServerError."""
+    return choose_model(probe.parse_base_url(url), None, None)
+
+
 @contextmanager
 def scenario_path(
     given: Path | None, target: Target | None, name: str, make: Callable[[Target], dict[str, Any]]

@@ -175,7 +175,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rag: Rag | None = None  # rag: the documents
     prompts: Prompts | None = None  # of this load; default: those of the scenario
     # of its requests, in place of the scenario's; of a list they take them in turn: `[a, a, b, b]` changes every second
-    model: str | list[str] | None = None  # no Line: a union of it with a list breaks msgspec
+    model: str | list[str] | None = None
     # length of an answer (`max_tokens`); the length of a row of a batch file is used first
     output_tokens: Tokens | Lengths = 128
     # fixed: exactly this length (`ignore_eos`), to compare engines; natural: at most, stop at end-of-sequence

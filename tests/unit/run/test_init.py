@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from harness.base.errors import HarnessError
 from harness.run import draft
-from harness.run.experiment import prepare
-from tests.support.command import HARNESS, PATIENCE_S, harness
+from harness.run.experiment import Target, prepare
+from tests.support.command import HARNESS, PATIENCE_S, called, harness
 
 
 @pytest.mark.parametrize("question", draft.QUESTIONS)
@@ -27,6 +28,31 @@ def test_each_draft_is_a_valid_scenario(tmp_path: Path, question: str) -> None:
         scenario = prepare(path).scenario
         assert list(scenario.servers) == servers
         assert len(scenario.compare) == several - 1
+
+
+def test_an_engine_is_compared_with_itself_by_its_images(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text(draft.draft("compare", ["llamacpp", "llamacpp"], ["a/b-GGUF:Q8_0"], "radeon"), encoding="utf-8")
+    scenario = prepare(path).scenario
+    variables = {name: server.variables for name, server in scenario.servers.items()}
+    assert {name: one["image"].split(":server-")[1].split("-")[0] for name, one in variables.items()} == {
+        "rocm": "rocm", "vulkan": "vulkan",
+    }  # fmt: skip
+    assert [one["hf_repo"] for one in variables.values()] == ["a/b-GGUF:Q8_0"] * 2
+    assert scenario.model == "b-GGUF" and scenario.compare[0].against == "rocm/16-at-a-time"
+    with pytest.raises(HarnessError, match="2 different servers"):
+        draft.draft("compare", ["vllm-rocm", "vllm-rocm"], [], "radeon")
+
+
+@pytest.mark.parametrize("question", ["batching", "agents", "classifications"])
+def test_a_draft_for_a_server_that_runs(tmp_path: Path, question: str) -> None:
+    path = tmp_path / "mine.yaml"
+    done = called(
+        "init", path.name, "--question", question, "--url", "http://127.0.0.1:9", "--model", "m", cwd=tmp_path
+    )
+    assert (done.code, done.err) == (0, "")
+    assert f"harness check {path.name} --url http://127.0.0.1:9\n" in done.out
+    assert prepare(path, Target("http://127.0.0.1:9")).scenario.model == "m"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +83,7 @@ def test_without_a_terminal_all_answers_are_options(tmp_path: Path) -> None:
         (("--question", "batchin"), "--question: 'batchin' is not known; did you mean 'batching'?"),
         (("--question", "compare", "--server", "vllm-rocm"), "takes 2 different servers, got vllm-rocm"),
         (("--question", "compare", "--server", "ollama", "--server", "simulated"), "by a name of their own"),
+        (("--question", "compare", "--url", "http://127.0.0.1:9", "--model", "m"), "takes two servers"),
         (("--question", "agents", "--server", "vlm-rocm"), "did you mean 'vllm-rocm'?"),
         (("--question", "agents", "--server", "vllm-rocm", "--model", "a", "--model", "b"), "2 models for 1 server"),
     ],

@@ -24,6 +24,7 @@ from harness.run.quick import (
     choose_effort,
     choose_words,
     find_server,
+    model_of,
     next_commands,
     quick_scenario,
     scenario_path,
@@ -165,6 +166,7 @@ def test_the_first_chat_model_is_taken_and_its_load_waited_for(tmp_path: Path) -
     asked: list[str] = []
     with listening(double(busy=3, asked=asked)) as url:
         made = quick_scenario(Target(url))
+        assert model_of(url) == "Qwen3-8B"
     assert made["model"] == "Qwen3-8B" and set(asked) == {"Qwen3-8B"}
     assert made["loads"]["users"]["output_tokens"] == EFFORTS[0].output_tokens
 
