@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,6 +18,8 @@ from harness.records.table import Floats
 BLOCKS, MIN_BLOCKS = 20, 8
 MIN_S = 600.0  # of a trend: a shorter time says nothing about an hour
 MILD = ("kernel.throttled",)  # slower, but no failure
+_RING, _RECOVERED = "kernel.ring_timeout", "timeout, but soft recovered"
+_RECOVERY_S = 10.0  # of a ring, after its timeout
 _GROWTH = 0.01  # of the level, over the whole time: less is no growth
 
 
@@ -75,24 +79,44 @@ def _events(samples: Sequence[TelemetrySample], cell: CellData, start_wall_s: fl
     """The kernel's events that the table of failures knows, each with the requests that were in flight then."""
     lines = [line for sample in samples for line in sample.kernel or []]
     rows, found = cell.rows, list[KernelEvent]()
+    recovered_s: dict[str | None, list[float]] = {}
+    for line in lines:
+        if _RECOVERED in line.text:
+            recovered_s.setdefault(_ring(line.text), []).append(line.wall_s)
     for line in lines:
         known = scan_text(line.text).findings
         if not known:
             continue
         at = begin + line.wall_s - start_wall_s
         in_flight = (rows.sent_s <= at) & (at <= rows.sent_s + rows.ended_s)
+        failed = int((in_flight & ~rows.good).sum())
+        is_note = known[0].id in MILD or (
+            known[0].id == _RING and not failed and _is_soon(recovered_s.get(_ring(line.text), []), line.wall_s)
+        )
         found.append(
             KernelEvent(
                 at_s=line.wall_s - start_wall_s,
                 id=known[0].id,
                 cause=known[0].cause,
                 text=line.text,
-                serious=known[0].severity != "warning" and not known[0].hint and known[0].id not in MILD,
+                serious=known[0].severity != "warning" and not known[0].hint and not is_note,
                 in_flight=int(in_flight.sum()),
-                failed=int((in_flight & ~rows.good).sum()),
+                failed=failed,
             )
         )
     return found
+
+
+def _is_soon(recovered_s: Sequence[float], at_s: float) -> bool:
+    """Whether one of the ascending times is within _RECOVERY_S after `at_s`."""
+    place = bisect_left(recovered_s, at_s)
+    return place < len(recovered_s) and recovered_s[place] - at_s <= _RECOVERY_S
+
+
+def _ring(text: str) -> str | None:
+    """The ring of a line about its timeout."""
+    found = re.search(r"\bring (\S{1,60}) timeout", text)
+    return None if found is None else found[1]
 
 
 def _speed(cell: CellData, begin: float, end: float) -> Trend | None:

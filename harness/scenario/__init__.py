@@ -256,6 +256,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0)] = 42  # prompts, lengths and think times follow from it
     # a fresh server for each cell (cold); false: one start per repeat and server (warm), the default of a sweep
     restart: bool = True
+    # of a warm sweep: the first cell of each server start once more at its end; false: drift shows in the repeats only
+    drift_cells: bool = True
     warmup: Warmup | None = None  # default: one wave, as many requests as will be in flight at once
     baseline: Baseline | None = None  # default: the first server with the first load
     # more comparisons; all comparisons of a run are corrected for their number

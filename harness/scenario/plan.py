@@ -50,7 +50,8 @@ def plan(scenario: Scenario) -> list[Cell]:
         # The stages of a load stay in their order.
         groups = grouped(forward, lambda cell: cell.group if cell.stage else cell.id)
         cells += forward if repeat % 2 else [cell for group in reversed(groups) for cell in group]
-    return cells if scenario.swept is None or scenario.restart else _repeat_first_cells(cells)
+    has_drift_cells = scenario.swept is not None and scenario.drift_cells and not scenario.restart
+    return _repeat_first_cells(cells) if has_drift_cells else cells
 
 
 def grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> list[list[Cell]]:

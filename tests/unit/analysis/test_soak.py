@@ -2,7 +2,9 @@
 
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -27,9 +29,18 @@ GIB = 1 << 30
 
 
 def soak(
-    folder: Path, *, drift: float = 0.0, leak_gib: float = 0.0, fails_after_h: float | None = None, log: bool = True
+    folder: Path,
+    *,
+    drift: float = 0.0,
+    leak_gib: float = 0.0,
+    fails_after_h: float | None = None,
+    log: bool = True,
+    logged: Mapping[float, str] = MappingProxyType({}),
 ) -> Soak:
-    """Four hours of one request every 12 s: speed changes by `drift` an hour, GTT grows, and the GPU hangs."""
+    """Four hours of one request every 12 s: speed changes by `drift` an hour, GTT grows, and the GPU hangs.
+
+    `logged`: lines of the kernel log, by their seconds from the start.
+    """
     draw = random.Random(3)
 
     def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
@@ -59,6 +70,7 @@ def soak(
         lines = []
         if fails_after_h is not None and minute == round(fails_after_h * 60):
             lines = [KernelLine(wall_s=WALL_S + 1 + fails_after_h * 3600 - 2, text=RING)]
+        lines += [KernelLine(wall_s=WALL_S + 1 + at, text=text) for at, text in logged.items() if at // 60 == minute]
         container = ContainerSample(memory_bytes=3 * GIB)
         samples.append(
             TelemetrySample(wall_s=WALL_S + 1 + 60 * minute, cell=run.order[0], gpus={"renderD128": gpu},
@@ -96,6 +108,22 @@ def test_the_first_failure_is_joined_to_the_kernels_event(tmp_path: Path) -> Non
     assert (event.id, event.in_flight, event.failed, event.serious) == ("kernel.ring_timeout", 1, 1, True)
     assert "comp_1.1.0" in found.cause and found.failed > 100
     assert found.speed is not None and abs(found.speed.per_hour) < 0.02  # what came after the failure is no drift
+
+
+RECOVERED = "amdgpu 0000:c5:00.0: ring comp_1.1.0 timeout, but soft recovered"
+
+
+@pytest.mark.parametrize(
+    ("after_s", "text", "words"),
+    [(0.0, RECOVERED, "stable"), (2.0, RECOVERED, "stable"), (60.0, RECOVERED, "failed"),
+     (2.0, RECOVERED.replace("comp", "gfx"), "failed"), (0.0, RING, "failed")],
+)  # fmt: skip
+def test_a_ring_that_recovers_without_a_failed_request_is_a_note(
+    tmp_path: Path, after_s: float, text: str, words: str
+) -> None:
+    found = soak(tmp_path / "run", logged={3600.0: RING, 3600.0 + after_s: text})
+    assert (found.word, found.failed, {one.id for one in found.events}) == (words, 0, {"kernel.ring_timeout"})
+    assert (found.first_failure_s is None) == (words == "stable")
 
 
 def test_a_failure_without_a_readable_kernel_log_has_its_error(tmp_path: Path) -> None:

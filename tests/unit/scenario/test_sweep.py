@@ -160,6 +160,9 @@ def test_a_server_restarts_only_when_one_of_its_settings_changes(tmp_path: Path)
     assert count_server_starts(scenario) == 4, "servers x repeats"
     scenario = read(tmp_path, text(SEQS, more="repeats: 1\n"))
     assert [cell.again for cell in plan(scenario)] == [None] * 3  # without a second load nothing is repeated
+    for more in ("restart: true", "drift_cells: false"):
+        short = read(tmp_path, text(SEQS, SIZES, f"repeats: 1\n{more}\n"))
+        assert (len(plan(short)), [cell.again for cell in plan(short)]) == (12, [None] * 12)
     again = read(tmp_path, text(SEQS, SIZES, "repeats: 1\nrestart: true\n"))
     assert (len(plan(again)), count_server_starts(again)) == (12, 12)
 
