@@ -392,6 +392,34 @@ def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:
         print(f"'{given[:100]}' is not one of them.")
 
 
+def _draft(
+    question: str, given: list[str], url: str | None, models: list[str], machine: str
+) -> tuple[str, list[str], str | None]:
+    """Return the text of a scenario, its servers, and the address of the one that runs. It asks for what is missing."""
+    from harness.run import draft as drafts
+    from harness.run import quick as quickly
+    from harness.run.experiment import RUNNING_SERVER
+
+    if given and url is not None:
+        raise HarnessError("--server and --url are both given", next_step="Give one of them.")
+    servers, needed = list(given), drafts.server_count(question)
+    known = {name: draftable.model for name, draftable in drafts.draftable_servers().items()}
+    found = None
+    if url is None and not given and needed == 1 and sys.stdin.isatty():
+        found = quickly.find_running()
+    while not given and url is None and len(servers) < needed:
+        rest = {name: text for name, text in known.items() if name not in servers or drafts.images_to_compare(name)}
+        if found is not None:
+            rest = {RUNNING_SERVER: f"{found.model} at {found.url}"} | rest
+        servers.append(ask_choice("Which server? (with the model that is proposed)", "--server", rest))
+        if servers == [RUNNING_SERVER] and found is not None:
+            url, models = found.url, models or [found.model]
+    if url is not None:
+        return drafts.draft_running(question, models[0] if models else quickly.model_of(url), machine), servers, url
+    chosen = [drafts.choose("--server", name, known) for name in servers]
+    return drafts.draft(question, chosen, models, machine), servers, None
+
+
 @cli.command(short_help="Write a scenario of your own from a few answers.")
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The scenario to write.")] = Path("my-scenario.yaml"),
@@ -407,7 +435,7 @@ def init(
         list[str] | None,
         cli.option(
             "NAME",
-            "The server; give it twice to compare two, or two images of one (llamacpp: ROCm and Vulkan); "
+            "The server; give it twice to compare two, or two images of one (ROCm and Vulkan); "
             "without it you are asked.",
         ),
     ] = None,
@@ -423,8 +451,7 @@ def init(
     """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
     from harness.machine.gpus import read_machine
     from harness.run import draft as drafts
-    from harness.run import quick as quickly
-    from harness.run.experiment import RUNNING_SERVER, prepare
+    from harness.run.experiment import prepare
 
     if file.exists():
         raise HarnessError(f"{file}: this file is there already", next_step="Name another file to write.")
@@ -434,24 +461,7 @@ def init(
         question or ask_choice("What do you want to know?", "--question", drafts.QUESTIONS),
         drafts.QUESTIONS,
     )
-    servers = list(server or [])
-    known = {name: draftable.model for name, draftable in drafts.draftable_servers().items()}
-    if server and url is not None:
-        raise HarnessError("--server and --url are both given", next_step="Give one of them.")
-    found = None
-    if url is None and not servers and drafts.server_count(wanted) == 1 and sys.stdin.isatty():
-        found = quickly.find_running()
-    while not server and url is None and len(servers) < drafts.server_count(wanted):
-        rest = {name: text for name, text in known.items() if name not in servers or drafts.images_to_compare(name)}
-        if found is not None:
-            rest = {RUNNING_SERVER: f"{found.model} at {found.url}"} | rest
-        servers.append(ask_choice("Which server? (with the model that is proposed)", "--server", rest))
-        if servers == [RUNNING_SERVER] and found is not None:
-            url, model = found.url, model or [found.model]
-    if url is not None:
-        text = drafts.draft_running(wanted, model[0] if model else quickly.model_of(url), kind)
-    else:
-        text = drafts.draft(wanted, [drafts.choose("--server", name, known) for name in servers], model or [], kind)
+    text, servers, url = _draft(wanted, list(server or []), url, model or [], kind)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
