@@ -20,6 +20,7 @@ from harness.base.units import count
 from harness.records.directory import drop_cells, lock_folder, prepare_folder
 from harness.records.manifest import Resumption, Run, read_run, write_run
 from harness.records.run_data import recorded_cells
+from harness.report.tune import TUNE_FILE, resume_command
 from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, prepare_recorded
 from harness.run.machine_fit import preflight
@@ -132,7 +133,8 @@ def _planned_cells(run: Run, folder: Path) -> list[Cell]:
     is_search = any(cell.seed is not None for cell in run.cells)  # a capacity search has no plan
     if run.origin is not None or run.status == "live" or is_search or not run.order or set(run.order) - planned.keys():
         raise HarnessError(
-            f"{folder}: only a run of `harness run` has a plan that can be resumed", next_step="Start it anew."
+            f"{folder}: only a run of `harness run` has a plan that can be resumed",
+            next_step=f"To go on: {resume_command(folder)}" if (folder / TUNE_FILE).exists() else "Start it anew.",
         )
     return [planned[name] for name in run.order]
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from harness.advice.findings import find_of_server
 from harness.analysis.capacity import load_at
 from harness.analysis.slo import CapacitySlo, parse_slos, scenario_slos
-from harness.analysis.summarize import summarize_with_counts
+from harness.analysis.summarize import Summarized, summarize_with_counts
 from harness.analysis.tune import (
     MIN_BLOCKS,
     Proposal,
@@ -175,8 +175,8 @@ def _options_of(target: Target, scenario: Scenario) -> dict[str, Any]:
     options = running_options(target.url, scenario.model, read_api_key(scenario.api_key_env))
     if options is None:
         raise HarnessError(
-            f"--url: {target.url} takes no settings while it runs",
-            next_step="Leave --url out, and name a server of the scenario: the harness starts it with each setting.",
+            f"--url: {target.url} is no Lemonade that answers, and another server takes no settings while it runs",
+            next_step="Start the Lemonade. Without --url the harness starts a server with each setting.",
         )
     return options
 
@@ -193,7 +193,7 @@ def tune(experiment: Experiment, report: TuneReport, runs: Path, progress: Progr
         folder = running.folder
         yield from TuneSearch(running, replace(report, run=running.id), began_s).cells()
 
-    with _restored(experiment), _with_resume_advice(lambda: folder, progress):
+    with restored(experiment, progress), _with_resume_advice(lambda: folder, progress):
         folder = start_run(experiment, [], runs, progress, steps)
         return folder, prove(folder, experiment, runs, progress, began_s)
 
@@ -205,8 +205,13 @@ class TuneSearch:
         self.running, self.report, self.began_s = running, report, began_s
         self.search = settings_search(running.file.manifest, report.safe_memory)
         self._idle_memory = [] if running.experiment.target else read_gpu_memory()
-        self._advice: dict[str, Sequence[Suggestion]] = {}  # by server: what the findings about it advise
-        self._reference: ServedBy | None = None
+        self.advice: dict[str, Sequence[Suggestion]] = {}  # by server: what the findings about it advise
+        ran = (cell.served_by for cell in running.file.manifest.cells if cell.failed is None)
+        self.reference: ServedBy | None = next(ran, None)
+        if report.trials:  # resumed
+            made = summarize_with_counts(running.folder, slo_checks(report))
+            for name in dict.fromkeys(start.server for start in report.trials if start.cause is None):
+                self._advise(made, name)
 
     def cells(self) -> Iterator[CellRun]:
         """Start servers until the search ends, and yield the results of their cells."""
@@ -229,14 +234,14 @@ class TuneSearch:
         base = reference(trials)
         best = base if base is None else (best_settings(self.search, trials) or [base])[0]
         server = next((one.server for one in self.report.trials if one.settings == best), DEFAULT)
-        return next_start(self.search, trials, self._advice.get(server, []), budget_s=max(0.0, self.left_s))
+        return next_start(self.search, trials, self.advice.get(server, []), budget_s=max(0.0, self.left_s))
 
     def _start(self, step: Proposal) -> Iterator[CellRun]:
         """Start the server with the proposed settings, and measure its loads."""
         report, known = self.report, self.running.file.manifest.scenario
         number, same = len(report.trials) + 1, [one for one in report.trials if one.settings == step.settings]
         name = same[0].server if same else DEFAULT if not step.settings else f"try-{number}"
-        reported = None if self._reference is None else self._reference.effective
+        reported = None if self.reference is None else self.reference.effective
         chosen = with_settings(known.servers[DEFAULT], known.model, step.settings, reported)
         spelled = report.spell(step.settings)
         row = SweepRow(of=report.server, settings=spelled)
@@ -278,7 +283,8 @@ class TuneSearch:
             for group in grouped(cells, lambda cell: cell.group):
                 if endpoint.check_alive() is not None:
                     return
-                own.file.update(*(cell_run_of(cell, endpoint.served_by, time.time()) for cell in group))
+                begun = [cell_run_of(cell, endpoint.served_by, time.time()) for cell in group]
+                own.file.update(*(replace(one, seed=scenario.seed) for one in begun))  # no cell of a plan
                 watch = LoadWatch(scenario.loads[group[0].load])
                 for cell_run in run_group(own, group, endpoint, None if group[0].stage else watch):
                     yield self._checked(replace(cell_run, gpu_memory_before=memory, seed=scenario.seed), asked)
@@ -286,10 +292,10 @@ class TuneSearch:
     def _checked(self, cell_run: CellRun, asked: Mapping[str, Any]) -> CellRun:
         """Add the failure of settings that killed the server, or did not take effect."""
         served = cell_run.served_by
-        if self._reference is None:
-            self._reference = served
+        if self.reference is None:
+            self.reference = served
         failed = death_of_setting(cell_run) or next(iter(find_ignored_settings(served, asked)), None)
-        failed = failed or find_fallback(served, self._reference)
+        failed = failed or find_fallback(served, self.reference)
         return cell_run if failed is None else replace(cell_run, failed=failed)
 
     def _with_value(self, start: TuneStart) -> TuneStart:
@@ -297,14 +303,17 @@ class TuneSearch:
         extra = slo_checks(self.report)
         made = summarize_with_counts(self.running.folder, extra)
         cells = [cell for cell in made.summary.cells if cell.id in start.cells]
-        found = find_of_server(made.data, made.summary, start.server)
-        self._advice[start.server] = suggestions(found, shared_slots(read_run(self.running.folder), start.server))
+        self._advise(made, start.server)
         self.report = replace(self.report, simulated=made.summary.simulated)
         self.search = settings_search(
             self.running.file.manifest, self.report.safe_memory
         )  # the server reports more than the scenario has
         result = value_of(cells, self.report)
         return replace(start, reason=result) if isinstance(result, Reason) else replace(start, value=result)
+
+    def _advise(self, made: Summarized, server: str) -> None:
+        found = find_of_server(made.data, made.summary, server)
+        self.advice[server] = suggestions(found, shared_slots(self.running.file.manifest, server))
 
     def _record(self, start: TuneStart) -> None:
         """Keep a start with its ratio, and print it."""
@@ -608,7 +617,7 @@ def resume_tune(folder: Path, runs: Path, progress: Progress, target: Target | N
     began_s = time.monotonic() - report.spent_s
     if report.ended is None:
         kept = {cell for start in report.trials for cell in start.cells}
-        with reopened(folder, kept, progress, target) as running, _restored(running.experiment):
+        with reopened(folder, kept, progress, target) as running, restored(running.experiment, progress):
             search = TuneSearch(running, report, began_s)
             with _with_resume_advice(lambda: folder, progress):
                 run_steps(running, [], lambda *_: search.cells())
@@ -616,7 +625,7 @@ def resume_tune(folder: Path, runs: Path, progress: Progress, target: Target | N
     if report.verdict is not None:
         return report
     experiment = recorded_experiment(folder, target)
-    with _restored(experiment), _with_resume_advice(lambda: folder, progress):
+    with restored(experiment, progress), _with_resume_advice(lambda: folder, progress):
         return prove(folder, experiment, runs, progress, began_s)
 
 
@@ -638,7 +647,7 @@ def _with_resume_advice(folder: Callable[[], Path | None], progress: Progress) -
 
 
 @contextlib.contextmanager
-def _restored(experiment: Experiment) -> Iterator[None]:
+def restored(experiment: Experiment, progress: Progress) -> Iterator[None]:
     """Give a running Lemonade its own options back at the end."""
     try:
         yield
@@ -646,5 +655,7 @@ def _restored(experiment: Experiment) -> Iterator[None]:
         scenario, target = experiment.scenario, experiment.target
         options = scenario.servers[DEFAULT].variables
         if target is not None and options:
-            with contextlib.suppress(ServerError):
+            try:
                 load_with_options(target.url, scenario.model, options, read_api_key(scenario.api_key_env))
+            except ServerError as error:
+                progress.line(f"{target.url} did not take its own options back ({options}): {error.what}")

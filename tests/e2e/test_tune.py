@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from harness.base.summary import MARGIN
 from harness.records.manifest import read_run
 from harness.report.tune import TuneReport, read_tune
+from harness.run.progress import Progress
+from harness.run.resume import reopened
+from harness.run.tune import TuneSearch
 from tests.support.command import Done, going, harness, only_run, server, until, write
 
 QUICK: dict[str, Any] = {
@@ -68,6 +72,10 @@ def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Pa
     shown = harness("report", folder.name, "--runs", "runs", cwd=tmp_path)
     assert "inconclusive: no other settings gave a result" in shown.out and "What was tried" in shown.out
     assert "Each start against the reference" in (folder / "report.html").read_text()
+    with reopened(folder, start.cells, Progress(Console(quiet=True))) as running:  # what is known of the starts stays
+        search = TuneSearch(running, report_of(tmp_path), 0.0)
+    assert search.reference == run.ran["r1-default-ten"].served_by and search.advice.keys() == {"default"}
+    assert "harness tune --resume" in harness("run", "--resume", folder.name, "--runs", "runs", cwd=tmp_path).err
 
 
 def test_a_server_that_never_starts_exits_with_its_code(tmp_path: Path) -> None:
@@ -81,7 +89,7 @@ def test_bad_options_are_explained_before_a_start(tmp_path: Path) -> None:
     for options, words in (
         (["--for", "goodput"], "--for goodput: no --check"),
         (["--slo", "output_tok_s>=3"], "not an upper bound"),
-        (["--url", "http://127.0.0.1:9"], "takes no settings while it runs"),
+        (["--url", "http://127.0.0.1:9"], "is no Lemonade that answers"),
         (["--load", "x"], "has no load 'x'"),
         (["--budget", "soon"], "--budget"),
     ):

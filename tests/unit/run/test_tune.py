@@ -1,5 +1,6 @@
 """`harness tune` without a process: results of starts, causes of failures, what took effect, its page."""
 
+import io
 import json
 import math
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from harness.analysis.tune import TuneAnswer
 from harness.base.errors import HarnessError, StartError
@@ -26,6 +28,8 @@ from harness.failures.table import rules
 from harness.report import html, markdown
 from harness.report.elements import Chart, Grid, Paragraph
 from harness.report.tune import TuneReport, TuneStart, answer_line, read_tune, result_text, tune_page, write_tune
+from harness.run.experiment import Experiment, Target
+from harness.run.progress import Progress
 from harness.run.running import start_failure
 from harness.run.settings import docker_run, to_paste
 from harness.run.tune import (
@@ -33,6 +37,7 @@ from harness.run.tune import (
     failure_of,
     proof_values,
     reference_reasons,
+    restored,
     slo_checks,
     trial_of,
     users_ladder,
@@ -248,6 +253,15 @@ def test_a_broken_limit_says_how_many_requests_met_it() -> None:
     best = replace(start, reason=because("slo_broken", "l: 80% of the requests met the SLOs", attainment=0.8))
     (reason,) = reference_reasons(replace(REPORT, trials=[start, best]), None)
     assert reason.code == "nothing_started" and "80%" in reason.text
+
+
+def test_options_that_were_not_given_back_are_named(tmp_path: Path) -> None:
+    given = replace(scenario(), servers={"default": Server(template="running", variables={"vllm_args": "--x 1"})})
+    said = io.StringIO()
+    target = Target("http://127.0.0.1:9")
+    with restored(Experiment(tmp_path, given, target), Progress(Console(file=said, width=300))):
+        pass
+    assert "did not take its own options back" in said.getvalue() and "--x 1" in said.getvalue()
 
 
 def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
