@@ -356,7 +356,9 @@ def next_start(
 
 def _first_start(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
     """The default, or the candidate nearest to it that may start."""
-    left = search.candidates[~excluded(search, search.candidates, trials)]
+    left = search.candidates[~excluded(search, search.candidates, [one for one in trials if one.cause is not None])]
+    started = [tuple(at) for at in search.array([one for one in trials if one.cause is None]).tolist()]
+    left = left[[started.count(tuple(at)) < 2 for at in left.tolist()]]  # what disturbed one start may be gone
     if not len(left) or len(trials) >= MAX_FAILED:
         text = f"no settings gave a result in {count(len(trials), 'start')}"
         return because("tune_nothing_starts", text, starts=len(trials))

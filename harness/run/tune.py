@@ -175,8 +175,8 @@ def _options_of(target: Target, scenario: Scenario) -> dict[str, Any]:
     options = running_options(target.url, scenario.model, read_api_key(scenario.api_key_env))
     if options is None:
         raise HarnessError(
-            f"--url: {target.url} is no Lemonade that answers, and another server takes no settings while it runs",
-            next_step="Start the Lemonade. Without --url the harness starts a server with each setting.",
+            f"--url: {target.url} does not answer, or takes no settings while it runs",
+            next_step="Start it if it is down. Else leave --url out: the harness starts a server with each setting.",
         )
     return options
 
@@ -232,6 +232,9 @@ class TuneSearch:
     def _next(self) -> Proposal | Reason:
         trials = trials_of(self.report)
         base = reference(trials)
+        unknown = (one.reason for one in self.report.trials if one.reason and one.reason.code == "no_goal_value")
+        if base is None and (reason := next(unknown, None)) is not None:  # no setting changes that
+            return reason
         best = base if base is None else (best_settings(self.search, trials) or [base])[0]
         server = next((one.server for one in self.report.trials if one.settings == best), DEFAULT)
         return next_start(self.search, trials, self.advice.get(server, []), budget_s=max(0.0, self.left_s))

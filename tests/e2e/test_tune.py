@@ -89,7 +89,7 @@ def test_bad_options_are_explained_before_a_start(tmp_path: Path) -> None:
     for options, words in (
         (["--for", "goodput"], "--for goodput: no --check"),
         (["--slo", "output_tok_s>=3"], "not an upper bound"),
-        (["--url", "http://127.0.0.1:9"], "is no Lemonade that answers"),
+        (["--url", "http://127.0.0.1:9"], "does not answer, or takes no settings"),
         (["--load", "x"], "has no load 'x'"),
         (["--budget", "soon"], "--budget"),
     ):

@@ -88,6 +88,12 @@ def test_a_default_that_breaks_a_limit_is_followed_by_what_may_meet_it() -> None
     assert reference(meets) == {"sequences": 1} and gains(meets) == [None, None, 0.0]
 
 
+def test_a_start_that_gave_no_result_is_repeated_once() -> None:
+    assert proposed([Trial()]) == Proposal(settings={}, why="first")
+    assert proposed([Trial(), Trial()]).settings != {}
+    assert isinstance(next_start(search(), [Trial()] * MAX_FAILED), Reason)
+
+
 def test_nothing_starts() -> None:
     found = next_start(search(), [Trial(cause="other", settings={"sequences": at}) for at in (1, 2, 4, 16, 32, 8)])
     assert isinstance(found, Reason)
