@@ -269,7 +269,11 @@ UrlOpt = Annotated[
 CaOpt = Annotated[Path | None, option("FILE", "With --url https://...: the authority that signed its certificate.")]
 ModelOpt = Annotated[
     str | None,
-    option("NAME", "Use this model instead of the scenario's, or of the server's first.", callback=validate_model_name),
+    option(
+        "NAME",
+        "Use this model instead of the scenario's, or of the server's first; A,B for those of loads.",
+        callback=validate_model_name,
+    ),
 ]
 KeyOpt = Annotated[
     str | None,

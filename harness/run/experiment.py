@@ -26,6 +26,7 @@ from harness.scenario import (
     Server,
     Sweep,
     locustfile_of,
+    models_of_loads,
     size_problem,
 )
 from harness.scenario.behaviour import Lengths
@@ -96,11 +97,29 @@ def prepare(
             next_step = "Use it with a scenario such as soak; `requests` is a fixed amount of work."
             raise HarnessError("--duration: no load of this scenario has a 'duration_s'", next_step=next_step)
         scenario = replace(scenario, loads=scenario.loads | timed)
-    model = scenario.model if model is None else model
-    scenario = replace(scenario, model=model, checks=[*scenario.checks, *checks])
+    scenario = scenario if model is None else _with_models(scenario, model)
+    scenario = replace(scenario, checks=[*scenario.checks, *checks])
     if target is not None:
         scenario = _move_to_running_server(scenario)
     return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target)
+
+
+def _with_models(scenario: Scenario, given: str) -> Scenario:
+    """Replace the scenario's model, or all models of its loads in their order. Raises HarnessError."""
+    named = models_of_loads(scenario)
+    names = [name.strip() for name in given.split(",")]
+    if not named or len(names) == 1:
+        return replace(scenario, model=given)
+    if len(names) != len(named) or "" in names:
+        next_step = f"Give as many, with commas between them, in place of {', '.join(named)}."
+        raise HarnessError(f"--model: the loads name {len(named)} models (got {len(names)})", next_step=next_step)
+    new = dict(zip(named, names, strict=True))
+
+    def renamed(model: str | list[str] | None) -> str | list[str] | None:
+        return [new[one] for one in model] if isinstance(model, list) else None if model is None else new[model]
+
+    loads = {name: replace(load, model=renamed(load.model)) for name, load in scenario.loads.items()}
+    return replace(scenario, model=new.get(scenario.model, names[0]), loads=loads)
 
 
 def prepare_recorded(experiment: Experiment) -> Experiment:

@@ -35,6 +35,7 @@ from harness.scenario import (
     Warmup,
     connections_per_process,
     locustfile_of,
+    models_of_loads,
     prompts_of,
     warmup_of,
     wave_size,
@@ -225,6 +226,7 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
             key_name=key_name,
             metrics_url=target.metrics_url,
             on_wait=running.progress.line,
+            others=models_of_loads(scenario),
         )
         yield _with_model_size(endpoint, None)
         return

@@ -25,7 +25,7 @@ from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Run
 from harness.run.experiment import RUNNING_SERVER, Target
-from harness.scenario import Scenario
+from harness.scenario import Scenario, models_of_loads
 from harness.scenario.behaviour import max_length
 from harness.serve import probe
 from harness.serve.lifecycle import choose_model, reported
@@ -218,7 +218,9 @@ def measure_speed(
 def time_one_request(target: Target, scenario: Scenario) -> RequestSpeed:
     """Return the speed of one request of a scenario's model. Raises ServerError when it does not answer."""
     base, key = probe.parse_base_url(target.url), read_api_key(scenario.api_key_env)
-    return _when_ready(lambda: measure_speed(base, scenario.model, key, scenario.api_key_env))
+    speed = _when_ready(lambda: measure_speed(base, scenario.model, key, scenario.api_key_env))
+    probe.require_models(base, models_of_loads(scenario), key, scenario.api_key_env)
+    return speed
 
 
 def _when_ready(ask: Callable[[], T]) -> T:

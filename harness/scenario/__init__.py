@@ -1,5 +1,6 @@
 """The scenario: what to start, how to load it, and what to find out. Format version 1, see docs/scenarios.md."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -279,6 +280,12 @@ def model_at(load: Load, index: int) -> str | None:
     """Return the model of a request by its index; None: that of the scenario."""
     models = [load.model] if isinstance(load.model, str) else load.model
     return models[index % len(models)] if models else None
+
+
+def models_of_loads(scenario: Scenario) -> list[str]:
+    """Return the models that loads name, each once."""
+    models = [[load.model] if isinstance(load.model, str) else load.model or [] for load in scenario.loads.values()]
+    return list(dict.fromkeys(itertools.chain(*models)))
 
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -386,15 +386,18 @@ def attach_to_server(
     key_name: str | None = None,
     metrics_url: str | None = None,
     on_wait: Callable[[str], None] = lambda line: None,
+    others: Sequence[str] = (),
 ) -> Endpoint:
     """Return the endpoint of a server that already runs. `key_name`: the environment variable that has the API key.
 
-    `model`: None takes the one that is loaded, or the first. `on_wait` is called in another thread, with what is waited
-    for, if that takes seconds. Raises ServerError if the model does not answer.
+    `model`: None takes the one that is loaded, or the first. `others`: models that it must have, too. `on_wait` is
+    called in another thread, with what is waited for, if that takes seconds.
+    Raises ServerError if the model does not answer.
     """
     with reported(f"the first answer of {url} (at most {probe.MAX_ANSWER_S:g} s)", on_wait):
         loaded = find_running_model(probe.parse_base_url(url), model, api_key)  # its models have two names
         served = probe.probe_running_server(url, model if loaded is None else loaded.model, api_key, key_name=key_name)
+        probe.require_models(served.url, others, api_key, key_name)
     parts = urlsplit(served.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     last, checked_s = ServerStatus(), time.monotonic()

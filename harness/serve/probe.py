@@ -5,7 +5,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -147,6 +147,19 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         next_step="Set the scenario's 'model' to one of these, or give `--model NAME`"
         + (f" (did you mean '{close}'?)." if close else "."),
     )
+
+
+def require_models(base: str, models: Sequence[str], api_key: str | None, key_name: str | None) -> None:
+    """Raise ServerError if the server does not list one of the models that loads name."""
+    with open_session(api_key) as session:
+        for model in models:
+            try:
+                find_model(base, model, session, key_name)
+            except ServerError as error:
+                if isinstance(error, BusyError):
+                    raise
+                next_step = "Load it, or give one model of the server for each of the loads': `--model A,B`."
+                raise ServerError(error.what, next_step=next_step) from None
 
 
 def has_models(response: requests.Response) -> bool:

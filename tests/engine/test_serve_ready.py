@@ -151,7 +151,9 @@ def test_a_model_is_chosen_of_those_that_are_served(tmp_path: Path) -> None:
     with server({**GOOD, "GET /v1/models": TWO}) as url:
         with pytest.raises(ServerError, match="does not serve 'one'; it serves 'a', 'b'"):
             ready(url, waiting(tmp_path))
-        assert attach_to_server(url, None).served_by.model == "a", "the first"
+        assert attach_to_server(url, None, others=["b"]).served_by.model == "a", "the first"
+        with pytest.raises(ServerError, match="does not serve 'c'; it serves 'a', 'b'"):
+            attach_to_server(url, None, others=["a", "c"])
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,9 @@ def write_made_run(
     marks: list[ProcessMark] = []
     samples: list[MetricsSample] = []
     cells: list[CellRun] = []
-    now = 0.0
+    now, begins = 0.0, dict[str, float]()  # cells of a mix start together
     for number, cell in enumerate(plan(chosen)):
-        process, begin = 100 + number, now
+        process, begin = 100 + number, begins.setdefault(cell.group if cell.mix else cell.id, now)
         count = chosen.loads[cell.load].requests or 4
         start_s = MONOTONIC_S + begin + 1.0
         made = requests(cell, process, start_s) if requests else work(cell, wall_s(cell), count, process, start_s)
@@ -146,7 +146,7 @@ def write_made_run(
         total = 5.0 + sum(one.output_tokens or 0 for one in made)
         samples.append(MetricsSample(WALL_S + begin + 3.5, cell.id, {"running": 2.0, "waiting": 1.0}))
         samples.append(MetricsSample(WALL_S + end + 1.0, cell.id, {"running": 0.0, "generated_tokens": total}))
-        now = end + 2.0
+        now = max(now, end + 2.0)
         cells.append(
             CellRun(
                 id=cell.id,

@@ -79,10 +79,46 @@ def test_one_model_that_answers_for_another_is_invalid(tmp_path: Path) -> None:
     assert [reason.code for reason in summary.reasons] == ["model_changed"] * 3
 
 
-def test_models_of_a_mix_are_in_the_order_of_sending(tmp_path: Path) -> None:
+def test_a_load_with_one_model_has_no_change(tmp_path: Path) -> None:
     text = TEXT.replace("model: [first, first, first, second, second, second]", "model: first")
     one_run = made(tmp_path, text.replace("repeats: 3", "repeats: 1"))
     assert one_run.answers == [], "no change"
+
+
+MIX = """
+version: 1
+question: What does a change cost?
+model: first
+servers: {one: {template: vllm-cpu}}
+loads:
+  long: {user: batch, duration_s: 12, output_tokens: 2, model: first}
+  short: {user: batch, duration_s: 12, output_tokens: 2, model: second}
+mixes: {both: [long, short]}
+repeats: 1
+"""
+
+
+def test_models_of_a_mix_are_in_the_order_of_sending(tmp_path: Path) -> None:
+    """The short load's requests are in the middle of the long one's: the model changes twice, as often as it waits."""
+    (tmp_path / "s.yaml").write_text(MIX)
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        own = cell.load.rpartition(".")[2]
+        times = {"long": [float(index) for index in range(12)], "short": [5.2, 5.4, 5.6]}[own]
+        found = []
+        for index, at_s in enumerate(times):
+            ttft_s = TTFT_S + SWITCH_S * (bool(cell.mix) and at_s in (5.2, 6.0))
+            sent = {"sent_s": start_s + at_s, "ended_s": ttft_s + 0.01, "chunks_s": [ttft_s, ttft_s + 0.01]}
+            of_cell = {"cell": cell.id, "load": cell.load, "process": process, "id": f"{cell.id}-{index}"}
+            model = {"long": "first", "short": "second"}[own]
+            more = {"index": index, "headers_s": 0.001, "first_visible_s": ttft_s, "model": model}
+            found.append(request(**of_cell, **sent, **more, phase="measured", output_tokens=2, asked_tokens=2))
+        return found
+
+    write_made_run(tmp_path / "run", made_of=load_scenario(tmp_path / "s.yaml"), requests=requests)
+    (answer,) = summarize(tmp_path / "run").answers
+    assert (answer.values["load"], answer.values["changes"], answer.values["waited"]) == ("both", 2, 2)
+    assert answer.values["cost_s"] == pytest.approx(SWITCH_S)
 
 
 def test_the_interval_covers_the_switch(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness.base.errors import HarnessError, ServerError
+from harness.base.files import SCENARIOS
 from harness.base.process import free_port
 from harness.run.experiment import Target, prepare
 from harness.run.preview import GENERATOR_START_S, preview
@@ -206,6 +207,18 @@ def test_the_time_of_a_run_follows_from_one_request_to_the_server(tmp_path: Path
     assert speed.ttft_s > 0 and speed.tpot_s >= 0
     # A wave of warm-up and three bursts of 5 tokens, and the start of the load generator.
     assert shown.estimated_s == pytest.approx(4 * (1.0 + 5 * 0.5) + GENERATOR_START_S)
+
+
+def test_the_models_of_loads_are_named_in_their_order_and_the_server_has_them() -> None:
+    shipped = SCENARIOS / "model-switching.yaml"
+    scenario = prepare(shipped, Target("http://127.0.0.1:9"), "one,two").scenario
+    assert (scenario.model, scenario.loads["alternating"].model) == ("one", ["one"] * 3 + ["two"] * 3)
+    with pytest.raises(HarnessError, match=r"--model: the loads name 2 models \(got 3\)"):
+        prepare(shipped, model="one,two,three")
+    with listening(double()) as url:
+        experiment = prepare(shipped, Target(url), "Qwen3-8B,absent")
+        with pytest.raises(ServerError, match="does not serve 'absent'; it serves"):
+            time_one_request(Target(url), experiment.scenario)
 
 
 def test_a_scenario_or_a_server_is_needed() -> None:
