@@ -37,7 +37,6 @@ HOPE = 0.05  # no start for a candidate with a smaller chance of bringing MARGIN
 PATIENCE = 8  # trials without MARGIN more than the best before them, after which the search ends
 REFERENCE_EVERY = 4  # starts, of which one is of the reference: the machine may drift
 MAX_FAILED = 6  # starts; when none succeeds, something else is wrong
-MIN_MET = 0.01  # a share of 0 has no logarithm
 TOGETHER = 0.15  # standard deviation of what settings do only together, as a share of what they do alone
 EXPECTED_SD, EXPECTED_FREEDOM = 0.015, 4  # of the logarithm of equal starts, until the reference shows more
 MIN_BLOCKS, MAX_BLOCKS = 3, 10
@@ -340,7 +339,7 @@ def next_start(
     """
     base = reference(trials)
     if base is None and any(trial.met is not None for trial in trials):  # first what meets the limits
-        shares = [trial if trial.met is None else replace(trial, value=max(trial.met, MIN_MET)) for trial in trials]
+        shares = [trial if trial.met is None else replace(trial, value=1 + trial.met) for trial in trials]
         return next_start(search, shares, suggestions, budget_s=budget_s)
     if base is None:
         return _first_start(search, trials)

@@ -84,6 +84,8 @@ def test_a_default_that_breaks_a_limit_is_followed_by_what_may_meet_it() -> None
     assert (advised.settings, advised.finding) == ({"sequences": 2}, "queue_with_room")
     nearer = [broken, Trial(settings={"sequences": 2}, met=0.9)]
     assert proposed(nearer).settings["sequences"] < 8, "on from where more requests met it"
+    seen = [Trial(met=0.1, took_s=8), Trial(settings={"sequences": 2}, met=0.7, took_s=8), Trial(met=0.0, took_s=8)]
+    assert isinstance(next_start(search(), seen, budget_s=90), Proposal), "shares near 0 are no noise for the proof"
     meets = [*nearer, Trial(settings={"sequences": 1}, value=10.0)]
     assert reference(meets) == {"sequences": 1} and gains(meets) == [None, None, 0.0]
 
