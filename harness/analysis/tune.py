@@ -301,7 +301,9 @@ def predict(search: Search, trials: Sequence[Trial], at: Candidates) -> tuple[Fl
     base = reference(trials)
     if base is None:
         raise ValueError("no trial started")
-    seen = [(trial, gain) for trial, gain in zip(trials, gains(trials), strict=True) if gain is not None]
+    broken = [None if trial.met is None else math.log((1 + trial.met) / 2) for trial in trials]  # as if it were less
+    known_gains = [one if one is not None else other for one, other in zip(gains(trials), broken, strict=True)]
+    seen = [(trial, gain) for trial, gain in zip(trials, known_gains, strict=True) if gain is not None]
     seen = [(trial, gain) for trial, gain in seen if trial.settings != base]
     points = np.vstack([search.array([Trial(settings=base)]), search.array([trial for trial, _ in seen])])
     noise = 1.75 * start_noise(trials) ** 2  # of a trial and, interpolated or not, of its reference

@@ -22,6 +22,7 @@ from harness.analysis.tune import (
     gains,
     make_search,
     next_start,
+    predict,
     proof_order,
     reference,
     start_noise,
@@ -87,6 +88,8 @@ def test_a_default_that_breaks_a_limit_is_followed_by_what_may_meet_it() -> None
     seen = [Trial(met=0.1, took_s=8), Trial(settings={"sequences": 2}, met=0.7, took_s=8), Trial(met=0.0, took_s=8)]
     assert isinstance(next_start(search(), seen, budget_s=90), Proposal), "shares near 0 are no noise for the proof"
     meets = [*nearer, Trial(settings={"sequences": 1}, value=10.0)]
+    far = search().array([Trial(settings={"sequences": 32})])
+    assert predict(search(), meets, far)[0][0] < 0, "where a limit is broken, less is expected"
     assert reference(meets) == {"sequences": 1} and gains(meets) == [None, None, 0.0]
 
 
