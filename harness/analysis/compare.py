@@ -37,6 +37,7 @@ from harness.base.summary import (
     because,
     sentences,
 )
+from harness.base.units import percent
 from harness.records.manifest import Run, UnlikeError, read_run
 
 
@@ -236,7 +237,7 @@ def answer_difference(
         return None
     parts = []
     for part, counts in differing.items():
-        shares = " and ".join(f"{number:,} of {total:,} ({number / total:.1%})" for number, total in counts)
+        shares = " and ".join(f"{number:,} of {total:,} ({percent(number / total, 1)})" for number, total in counts)
         parts.append(f"{part} are {shares}")
     text = (
         f"the answers of {side} and {baseline} are not of equal quality: {'; '.join(parts)}; speed alone does not say "

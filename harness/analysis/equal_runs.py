@@ -14,7 +14,7 @@ from harness.analysis.verdicts import Measured, metric_values, to_speeds
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
 from harness.base.summary import Reason, Summary, because
-from harness.base.units import count
+from harness.base.units import count, percent
 from harness.records.directory import list_runs
 from harness.records.manifest import Run, definition_conflict
 
@@ -50,7 +50,7 @@ class EqualRuns(Struct, frozen=True):
         """The assumption, and what else the variation between runs is known from."""
         runs = len(self.runs)
         equal = [because("equal_runs", count(runs, "earlier equal run"), runs=runs)] if runs else []
-        assumed = f"{stats.ASSUMED_SD:.0%} assumed (counts as much as 5 runs)"
+        assumed = f"{percent(stats.ASSUMED_SD, 0)} assumed (counts as much as 5 runs)"
         return [because("variation_assumed", assumed, sd=stats.ASSUMED_SD), *equal]
 
     def known(self, row: RowKey, sides: Sequence[tuple[int, Measured]]) -> Callable[[str], tuple[float, int]]:

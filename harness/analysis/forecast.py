@@ -19,7 +19,7 @@ from harness.analysis.summarize import summarize_data
 from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
 from harness.base.summary import CellSummary, Reason, Row, because, sentence
-from harness.base.units import figures
+from harness.base.units import figures, percent
 from harness.records.records import CUT
 from harness.records.run_data import CellData
 from harness.records.run_data import load as load_run_data
@@ -345,9 +345,8 @@ def _checked_trend(repeats: Sequence[CellProgress]) -> float | None | Reason:
 
 def _note_on_repeats(repeats: int) -> Reason:
     if repeats == 1:
-        text = (
-            f"run-to-run variation is unknown (one repeat): a standard deviation of {ASSUMED_RUN_SD:.0%} is assumed; "
-        )
+        text = f"run-to-run variation is unknown (one repeat): a standard deviation of {percent(ASSUMED_RUN_SD, 0)} "
+        text += "is assumed; "
         return because("plan_runs_unknown", text + "`--repeats 5` measures it", sd=ASSUMED_RUN_SD)
     text = f"run-to-run variation is that of {repeats} repeats of one run; other days can differ more"
     return because("plan_repeats_only", text, repeats=repeats)

@@ -14,6 +14,7 @@ from harness.analysis.numbers import carried_per_answer
 from harness.analysis.stats import Array, percentile
 from harness.base.metrics import LATENCIES, METRICS, number_names
 from harness.base.summary import LARGE, CellSummary, ClientLimit, Numbers, Reason, because
+from harness.base.units import percent
 from harness.records.records import MAX_CPU, SLACK_S, ProcessMark
 from harness.records.run_data import CellData
 from harness.records.table import Bools, Rows
@@ -105,8 +106,8 @@ def _cpu_limits(
         if share > MAX_CPU:
             limit, remedy = _limit("cpu", share, MAX_CPU, numbers, affected), _remedy(load, [mark])
             name = process_name(mark.process, marks, workers)
-            text = f"client-limited{_of_numbers(limit)}: load process {name} used {share:.0%} of a core, more than "
-            text += f"{MAX_CPU:.0%}; {remedy.text}"
+            text = f"client-limited{_of_numbers(limit)}: load process {name} used {percent(share, 0)} of a core, "
+            text += f"more than {percent(MAX_CPU, 0)}; {remedy.text}"
             values = {"numbers": limit.numbers, "process": name, "share": share, "max_share": MAX_CPU, "remedy": remedy}
             yield limit, because("client_cpu", text, **values)
 
@@ -142,8 +143,9 @@ def _shared_read_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequ
         return None
     limit = _limit("shared_reads", max(share, first_share), MAX_SHARED, numbers, affected)
     remedy = _remedy(load, marks)
-    text = f"client-limited{_of_numbers(limit)}: {share:.1%} of the chunks and {first_share:.1%} of the first chunks "
-    text += f"were fetched late, together with a later one: their times are upper bounds; at most {MAX_SHARED:.0%} is "
+    text = f"client-limited{_of_numbers(limit)}: {percent(share, 1)} of the chunks and {percent(first_share, 1)} of "
+    text += "the first chunks were fetched late, together with a later one: their times are upper bounds; at most "
+    text += f"{percent(MAX_SHARED, 0)} is "
     text += "allowed; "
     text += remedy.text
     shares = {"chunks": share, "first_chunks": first_share, "max_share": MAX_SHARED}
@@ -159,8 +161,8 @@ def _read_clock_limit(load: Load, cell: CellData, numbers: Numbers, marks: Seque
         return None
     limit, remedy = _limit("read_clock", lag_s, MAX_LOOP_LAG_S, numbers, _TIMES), _remedy(load, marks)
     text = f"client-limited{_of_numbers(limit)}: chunk times are those of the read, and "
-    text += f"{'half' if share == 0.5 else f'{share:.0%}'} of the timers of a load process fired {_ms(lag_s)} or more "
-    text += f"late; at most {MAX_LOOP_LAG_S * 1000:.0f} ms is allowed; {remedy.text}"
+    text += f"{'half' if share == 0.5 else percent(share, 0)} of the timers of a load process fired {_ms(lag_s)} or "
+    text += f"more late; at most {MAX_LOOP_LAG_S * 1000:.0f} ms is allowed; {remedy.text}"
     values = {"numbers": limit.numbers, "share": share, "lag_s": lag_s, "max_s": MAX_LOOP_LAG_S, "remedy": remedy}
     return limit, because("client_read_clock", text, **values)
 
@@ -175,7 +177,7 @@ def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) 
         return None
     limit, remedy = _limit("loop_lag", lag_s, allowed_s, numbers, _RATES), _remedy(load, marks)
     text = f"client-limited{_of_numbers(limit)}: timers of a load process fired {_ms(lag_s)} late on average, "
-    text += f"{lag_s / e2e_s:.1%} of the time of a request; at most {_ms(allowed_s)} is allowed; {remedy.text}"
+    text += f"{percent(lag_s / e2e_s, 1)} of the time of a request; at most {_ms(allowed_s)} is allowed; {remedy.text}"
     times = {"lag_s": lag_s, "share": lag_s / e2e_s, "max_s": allowed_s}
     return limit, because("client_loop_lag", text, numbers=limit.numbers, **times, remedy=remedy)
 
@@ -247,10 +249,8 @@ def with_client_errors(
         if too_large:
             worst = max(too_large, key=lambda metric: max(cell.client_error[metric]))
             share = max(cell.client_error[worst])
-            text = (
-                f"delays of the load generator may be {share:.0%} of the {METRICS[worst].title}; at most {LARGE:.0%} "
-            )
-            text += "is allowed"
+            text = f"delays of the load generator may be {percent(share, 0)} of the {METRICS[worst].title}; at most "
+            text += f"{percent(LARGE, 0)} is allowed"
             reason = because("client_error", text, metric=worst, share=share, max_share=LARGE)
             fields = {METRICS[metric].field for metric in too_large}
             cell = replace(
@@ -355,7 +355,8 @@ def _remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
     if killed_processes(marks):
         return because("remedy_run_again", _RUN_AGAIN)
     if (waited := _max_known(marks, "core_wait") or 0.0) > MAX_CORE_WAIT:
-        text = f"other processes used its core during {waited:.0%} of the time: stop them, or send from another machine"
+        text = f"other processes used its core during {percent(waited, 0)} of the time: stop them, or send from "
+        text += "another machine"
         return because("remedy_free_core", text, share=waited)
     text = f"use more 'processes' ({load.processes}) or machines (--workers), or fewer streams at once"
     return because("remedy_processes", text, processes=load.processes)

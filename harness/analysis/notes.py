@@ -21,7 +21,7 @@ from harness.analysis.validity import (
     throttling_reasons,
 )
 from harness.base.summary import CellSummary, ClientLimit, MachineLoad, Reason, Row, because, sentence
-from harness.base.units import count, date_time, duration, figures
+from harness.base.units import count, date_time, duration, figures, percent
 from harness.records.manifest import Run, ServedBy
 from harness.records.records import KNOWN_FINISHES, MAX_CPU, ProcessMark
 from harness.records.samples import MAX_GAP_S
@@ -66,7 +66,7 @@ def _telemetry_notes(load: MachineLoad) -> Iterator[Reason]:
     power_j, counter_j = load.energy_j, load.counted_energy_j
     if power_j and counter_j and abs(power_j - counter_j) > MAX_ENERGY_DIFFERENCE * counter_j:
         text = f"the energy is {power_j:,.0f} J by the power readings and {counter_j:,.0f} J by the GPUs' own "
-        text += f"counters: they differ by more than {MAX_ENERGY_DIFFERENCE:.0%}"
+        text += f"counters: they differ by more than {percent(MAX_ENERGY_DIFFERENCE, 0)}"
         yield because("energy_differs", text, power_j=power_j, counter_j=counter_j, max_share=MAX_ENERGY_DIFFERENCE)
 
 
@@ -124,8 +124,8 @@ def _read_notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[R
         yield because("read_clock", text, answers=by_read, requests=succeeded)
     joined, chunks = float((good.coalesced - np.nan_to_num(good.coalesced_late)).sum()), float(good.chunks.sum())
     if joined > MAX_COALESCED * chunks and all(limit.what != "shared_reads" for limit in limits):
-        text = f"{joined / chunks:.1%} of the chunks arrived together with a later one (usually the server or a proxy "
-        text += "sends several at once): their times are upper bounds"
+        text = f"{percent(joined / chunks, 1)} of the chunks arrived together with a later one (usually the server "
+        text += "or a proxy sends several at once): their times are upper bounds"
         yield because("shared_reads", text, share=joined / chunks)
 
 
@@ -184,7 +184,7 @@ def _answer_notes(evidence: Evidence) -> Iterator[Reason]:
         yield because("tokens_too_few", text, answers=fewer, requests=succeeded)
     if numbers.reasoning_tokens and numbers.output_tokens:
         share = numbers.reasoning_tokens / numbers.output_tokens
-        text = f"{share:.0%} of the {numbers.output_tokens:,} output tokens were reasoning"
+        text = f"{percent(share, 0)} of the {numbers.output_tokens:,} output tokens were reasoning"
         yield because("reasoning_share", text, share=share, tokens=numbers.output_tokens)
     if numbers.tool_calls is not None:
         text = f"{count(succeeded, 'answer')} held {count(numbers.tool_calls, 'tool call')}, "
@@ -284,9 +284,9 @@ def host_cpu_notes(cells: Sequence[CellSummary], marks: Iterable[ProcessMark]) -
     full = [share for load in loads if (share := load.host_cpu_mean) is not None and share >= HOST_CPU_FULL]
     if full:
         client = max((mark.cpu_max for mark in marks if mark.cpu_max is not None), default=None)
-        text = f"the host's CPU was up to {max(full):.0%} busy in {count(len(full), 'cell')}, which does not make them "
-        text += "INVALID"
+        text = f"the host's CPU was up to {percent(max(full), 0)} busy in {count(len(full), 'cell')}, which does not "
+        text += "make them INVALID"
         if client:
-            text += f": the busiest load process used {client:.0%} of one core ({MAX_CPU:.0%} is allowed), so the "
-            text += "server or another program used the rest"
+            text += f": the busiest load process used {percent(client, 0)} of one core ({percent(MAX_CPU, 0)} is "
+            text += "allowed), so the server or another program used the rest"
         yield because("host_cpu_full", text, cells=len(full), share=max(full), client=client, max_share=MAX_CPU)

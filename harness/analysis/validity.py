@@ -155,7 +155,7 @@ def _server_reasons(evidence: Evidence) -> Iterator[Reason]:
     for gpu in ran.gpu_memory_before:
         if gpu.used_bytes > MAX_FOREIGN_MEMORY * gpu.total_bytes:
             text = f"{gpu.used_bytes / GIB:.1f} of {gib(gpu.total_bytes)} of the memory of {gpu.render_node} were in "
-            text += f"use before the server started; at most {MAX_FOREIGN_MEMORY:.0%} is allowed"
+            text += f"use before the server started; at most {percent(MAX_FOREIGN_MEMORY, 0)} is allowed"
             sizes = {"used_bytes": gpu.used_bytes, "total_bytes": gpu.total_bytes, "max_share": MAX_FOREIGN_MEMORY}
             yield because("memory_in_use", text, gpu=gpu.render_node, **sizes)
     yield from ran.problems
@@ -275,7 +275,7 @@ def _hang_reason(hang: Hang, start_s: float, sample: MetricsSample | None) -> Re
     text = f"the server hung: from second {second:.0f} on {silent} for {hang.seconds:.0f} s, although "
     text += f"{count(hang.requests, 'request')} waited"
     text += f"; its last metrics: {counts_text(state)}" if state else ""
-    text += f", {kv_usage:.0%} of the KV cache in use" if kv_usage else ""
+    text += f", {percent(kv_usage, 0)} of the KV cache in use" if kv_usage else ""
     return because(
         "server_hung",
         text,
@@ -363,7 +363,8 @@ def _silent_reasons(evidence: Evidence) -> Iterator[Reason]:
     if len(longest_s) > MAX_SILENT * sent:
         requests, longest_wait_s = len(longest_s), float(longest_s.max())
         text = f"{requests} of {count(sent, 'request')} waited up to {longest_wait_s:.0f} s without a token: more than "
-        text += f"{MAX_SILENT:.0%} waited over {first_s:.0f} s for the first or over {next_s:.0f} s for the next one"
+        text += f"{percent(MAX_SILENT, 0)} waited over {first_s:.0f} s for the first or over {next_s:.0f} s for the "
+        text += "next one"
         limits = {"first_s": first_s, "next_s": next_s, "max_share": MAX_SILENT}
         yield because("requests_silent", text, requests=requests, sent=sent, longest_s=longest_wait_s, **limits)
 
@@ -395,7 +396,7 @@ def resent_reason(numbers: Numbers, **values: float) -> Reason:
     text = f"{numbers.resent:,} of {count(numbers.sent, 'request')} were sent twice: the server closed a kept "
     text += f"connection within {CLOSING_S:g} s after a response"
     if values:
-        text += f"; at most {MAX_RESENT:.0%} is allowed, because the server may process them twice"
+        text += f"; at most {percent(MAX_RESENT, 0)} is allowed, because the server may process them twice"
     return because("resent", text, resent=numbers.resent, sent=numbers.sent, within_s=CLOSING_S, **values)
 
 
@@ -413,8 +414,8 @@ def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
     short, known = int(derive.has_short_prompt(good).sum()), prompt_lengths([good])
     if short and known is not None:
         text = f"the server counted far fewer tokens than {short:,} of {count(known.requests, 'prompt')} have words "
-        text += f"({known.got:,} of {known.asked:,} in total; at least {MIN_PROMPT_SHARE:.0%} is needed): it cut the "
-        text += "prompts off, or does not count cached tokens. Give it a longer context per slot"
+        text += f"({known.got:,} of {known.asked:,} in total; at least {percent(MIN_PROMPT_SHARE, 0)} is needed): it "
+        text += "cut the prompts off, or does not count cached tokens. Give it a longer context per slot"
         numbers = {"short": short, "prompts": known.requests, "planned": known.asked, "counted": known.got}
         yield because("prompts_short", text, **numbers, min_share=MIN_PROMPT_SHARE)
     more = int(derive.has_more_pieces(good).sum())
@@ -438,7 +439,7 @@ def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
     if difference > MAX_TOKEN_DIFFERENCE * max(served, low):
         counted = f"{low:,}" if high == low else f"at least {low:,}" if high is None else f"{low:,} to {high:,}"
         text = f"the server counted {served:,.0f} generated tokens and the client {counted}, warm-up included: they "
-        text += f"differ by more than {MAX_TOKEN_DIFFERENCE:.0%}"
+        text += f"differ by more than {percent(MAX_TOKEN_DIFFERENCE, 0)}"
         tokens = {"server": served, "min_tokens": low, "max_tokens": high, "max_share": MAX_TOKEN_DIFFERENCE}
         yield because("tokens_differ", text, **tokens)
 
@@ -452,6 +453,6 @@ def throttling_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]
     for name, gpu in load.gpus.items() if load is not None and window_s else ():
         if gpu.used and gpu.heat_s and (gpu.heat_s > MAX_HEAT * (window_s or 0.0)) == invalid:
             text = f"the GPU {name} was throttled by heat (or PROCHOT) during {gpu.heat_s:.1f} of {window_s:.1f} s; "
-            text += f"{'at most' if invalid else 'up to'} {MAX_HEAT:.0%} is allowed"
+            text += f"{'at most' if invalid else 'up to'} {percent(MAX_HEAT, 0)} is allowed"
             times = {"heat_s": gpu.heat_s, "window_s": window_s, "max_share": MAX_HEAT}
             yield because("gpu_throttled", text, gpu=name, **times, invalid=invalid)

@@ -31,9 +31,9 @@ def _fixed(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-def percent(share: float) -> str:
-    """A share with two decimals, and below 1 % three significant digits: "12.50%", "0.00400%"."""
-    return f"{_fixed(100 * share)}%"
+def percent(share: float, decimals: int | None = None) -> str:
+    """A share with so many decimals; None: two, and below 1 % three significant digits: "12.50 %", "0.00400 %"."""
+    return f"{_fixed(100 * share) if decimals is None else f'{100 * share:.{decimals}f}'} %"
 
 
 def factor(value: float, decimals: int = 2) -> str:

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import read_text
 from harness.base.metrics import LIVE
+from harness.base.units import percent
 from harness.load import live_metrics
 from harness.load.live_metrics import ALL, SHARES, TOKEN_TYPES, LiveNumbers, Numbers
 
@@ -113,7 +114,7 @@ def text_table(live: LiveNumbers, *, final: bool = False) -> list[str]:
         share = total["attainment"]
         met = "not known" if total["ended"] else "no request has ended yet"
         if share is not None:
-            met = f"{share:.1%} of the requests that ended, without unknown ones"
+            met = f"{percent(share, 1)} of the requests that ended, without unknown ones"
         lines.append(f"Goodput: requests that met {live.slos} ({met})")
     return lines
 

@@ -124,7 +124,9 @@ def _format_user_rate(line: TableLine) -> str | None:
 def _format_answers(line: TableLine, name: str, of: str) -> str:
     """ "297 of 300 (99.0 %)" """
     number, total = (field_or_none(line.row.pooled.answers, field) for field in (name, of))
-    return f"{number:,} of {total:,} ({number / total:.1%})" if number is not None and total else units.NOTHING
+    if number is None or not total:
+        return units.NOTHING
+    return f"{number:,} of {total:,} ({units.percent(number / total, 1)})"
 
 
 def format_errors(numbers: Numbers) -> str:

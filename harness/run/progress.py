@@ -14,7 +14,7 @@ from rich.text import Text
 
 from harness.base.metrics import METRICS
 from harness.base.redact import masked
-from harness.base.units import count, duration, gib
+from harness.base.units import count, duration, gib, percent
 from harness.run.drive import Monitor
 from harness.scenario.plan import Cell
 
@@ -121,7 +121,7 @@ def describe_numbers(monitor: Monitor) -> list[str]:
     known = {METRICS[name].title: _format_latency(numbers[name]) for name in LATENCIES}
     known |= {"tok/s": _format_number(numbers["output_tok_s"]), "req/s": _format_number(numbers["requests_per_s"])}
     known |= {name: _format_number(server.get(name)) for name in ("running", "waiting")}
-    known["KV"] = f"{server['kv_usage']:.0%}" if server.get("kv_usage") is not None else None
+    known["KV"] = percent(server["kv_usage"], 0) if server.get("kv_usage") is not None else None
     words = [f"{name} {text}" for name, text in known.items() if text is not None]
     words += _describe_gpus(observed["gpus"] or {})
     failures = monitor.measured.failures.items()

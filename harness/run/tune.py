@@ -41,7 +41,7 @@ from harness.base.engines.settings import MEMORY
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.files import open_file
 from harness.base.summary import MARGIN, CellSummary, Reason, Summary, because, sentence
-from harness.base.units import count, duration
+from harness.base.units import count, duration, percent
 from harness.failures.table import patterns
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.records.manifest import CellRun, ServedBy, read_run
@@ -435,7 +435,7 @@ def _cell_value(cell: CellSummary, report: TuneReport) -> float | Reason:
         least = 0.5 / numbers.window_s if numbers.window_s else None  # none met: as if half a request had
         return max(met.goodput, least) if met and met.goodput is not None and least else _no_value(cell, "goodput")
     if met is not None and shares and (met.attainment is None or met.attainment < min(shares)):
-        share = "no" if met.attainment is None else f"{met.attainment:.1%} of the"
+        share = "no" if met.attainment is None else f"{percent(met.attainment, 1)} of the"
         return because("slo_broken", f"{cell.load}: {share} requests met the SLOs", attainment=met.attainment)
     value: float | None
     if report.goal == "latency":

@@ -135,10 +135,10 @@ def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
     assert "none of these" not in text and "billing" not in text
     made = {form: harness("report", str(where), "--format", form, cwd=tmp_path).out for form in
             ("markdown", "csv")}  # fmt: skip
-    assert "54 of 60 (90.0%)" in made["markdown"]
+    assert "54 of 60 (90.0 %)" in made["markdown"]
     rows = {row["server"]: row for row in csv.DictReader(made["csv"].splitlines())}
     assert (rows["bad"]["answers_valid"], rows["bad"]["right_share"]) == ("54", "0.8")
-    assert "54 of 60 <small>(90.0%)</small>" in (where / "report.html").read_text()
+    assert "54 of 60 <small>(90.0 %)</small>" in (where / "report.html").read_text()
 
 
 def test_a_server_with_more_mistakes_gives_worse_answers(tmp_path: Path) -> None:
@@ -177,6 +177,6 @@ def answers(valid: int, right: int | None = None) -> Answers:
 def test_sides_that_are_not_are_told_with_counts() -> None:
     note = difference("a", [answers(9, 8)], "b", [answers(10, 8)])
     assert note is not None and sentence(note) == (
-        "the answers of a and b are not of equal quality: valid are 9 of 10 (90.0%) and 10 of 10 (100.0%); "
+        "the answers of a and b are not of equal quality: valid are 9 of 10 (90.0 %) and 10 of 10 (100.0 %); "
         "speed alone does not say which of the two is better"
     )

@@ -216,7 +216,7 @@ def test_failing_loads(tmp_path: Path) -> None:
 
 
 @fault("server", "every third request is answered 503",
-       seen="2 of 6 requests failed (rejected 2): an error rate of 33.33%", code=3)  # fmt: skip
+       seen="2 of 6 requests failed (rejected 2): an error rate of 33.33 %", code=3)  # fmt: skip
 def test_too_many_errors(tmp_path: Path) -> None:
     # Every third completion request; the first is the question whether the model answers.
     run = ran(write(tmp_path, servers={"one": server("--fault", "503@3")}), 3)

@@ -66,7 +66,8 @@ def test_the_numbers_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ttft_ms == pytest.approx([200, 400], rel=0.02)
     # The first was sent a second before it was seen to have ended.
     assert numbers[4:] == [
-        "tok/s 44", "req/s 4", "running 3", "waiting 2", "KV 25%", "renderD128 50 % 2.0 GiB 750 W", "failed: 1 timeout",
+        "tok/s 44", "req/s 4", "running 3", "waiting 2", "KV 25 %", "renderD128 50 % 2.0 GiB 750 W",
+        "failed: 1 timeout",
     ]  # fmt: skip
     assert monitor.left_s() == 3.0
     monkeypatch.setattr(time, "time", lambda: 1e12)

@@ -266,7 +266,7 @@ def with_a_failed_request(folder: Path, cell: str) -> Summary:
     return summarize(folder)
 
 
-WHY = "r3-{}-x: 1 of 4 requests failed (timeout 1): an error rate of 25.00%, and at most 0.00% is allowed"
+WHY = "r3-{}-x: 1 of 4 requests failed (timeout 1): an error rate of 25.00 %, and at most 0.00 % is allowed"
 
 
 def test_a_failed_cell_takes_the_verdict_of_its_row_only(tmp_path: Path) -> None:

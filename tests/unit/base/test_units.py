@@ -37,6 +37,11 @@ def test_a_time(value_s: float, seconds: str, milliseconds: str, duration: str) 
 
 
 def test_a_share_a_cost_and_an_effect_are_never_rounded_to_zero() -> None:
-    assert [units.percent(share) for share in (0.0, 0.00004, 0.0123, 0.1)] == ["0.00%", "0.00400%", "1.23%", "10.00%"]
+    assert [units.percent(share) for share in (0.0, 0.00004, 0.0123, 0.1)] == [
+        "0.00 %",
+        "0.00400 %",
+        "1.23 %",
+        "10.00 %",
+    ]
     assert [units.factor(cost) for cost in (0.0004, 0.004, 12.5)] == ["0.000400", "0.00400", "12.50"]
     assert [units.figures(value) for value in (0.0000123, 0.012, 112.4)] == ["0.0000123", "0.012", "112"]

@@ -62,7 +62,7 @@ def test_table_csv_and_report_have_the_same_numbers_and_escape_names() -> None:
     lines = text_table(numbers_of(*REQUESTS), final=True)
     rows = [line.split()[:4] for line in lines[1:4]]
     assert rows == [["<Agent>", "1", "0", "0"], ["Chat", "4", "1", "2"], [ALL, "5", "1", "2"]]
-    assert lines[4].startswith(f"Goodput: requests that met {SLOS} (40.0% of the requests that ended, ")
+    assert lines[4].startswith(f"Goodput: requests that met {SLOS} (40.0 % of the requests that ended, ")
     assert len(text_table(numbers_of(*REQUESTS))) == 6  # the last seconds as well
     assert "no request has ended yet" in text_table(numbers_of())[-1]
     numbers = numbers_of(*REQUESTS)
