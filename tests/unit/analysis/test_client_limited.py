@@ -208,7 +208,7 @@ def test_every_report_says_it(run: Path) -> None:
     said = f"VALID, CLIENT-LIMITED: {SAID.format('0.758')}"
     text = markdown.render(run_page(summary, manifest))
     assert f"**{said}**" in text
-    assert "| b | x | 10.03 s‡ | 44 | 4.39‡ |" in text and "‡ | 1,254 | " in text
+    assert "| b | x | 10.03 s‡ | 44 | 4.39‡ |" in text and "0.399‡ | 7.98 | 15.98 | 1,254 | " in text
     assert "| a | x | 15.03 s | 44 | 2.93 |" in text
     (check,) = summary.checks
     assert evidence(check.evidence) == "b / x: 10.03 s (client-limited)"
