@@ -16,7 +16,7 @@ from harness.analysis.latencies import (
     pool_distributions,
     token_shares_between,
 )
-from harness.analysis.same_answers import answers_by_question, changed_share
+from harness.analysis.same_answers import answers_by_question, changed_share, cut_share
 from harness.analysis.schedule import pool_schedules
 from harness.analysis.slo_rule import LatencySample
 from harness.base.summary import Answers, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
@@ -213,6 +213,7 @@ def answer_quality(good: Sequence[Rows]) -> Answers | None:
     valid = sum(int(np.nansum(rows.answer_valid)) for rows in good)
     labelled = sum(int((~np.isnan(rows.answer_right)).sum()) for rows in good)
     right = sum(int(np.nansum(rows.answer_right)) for rows in good)
+    asked = answers_by_question(good)
     return Answers(
         checked=checked,
         valid=valid,
@@ -220,7 +221,8 @@ def answer_quality(good: Sequence[Rows]) -> Answers | None:
         labelled=labelled,
         right=right if labelled else None,
         right_share=right / labelled if labelled else None,
-        changed_share=changed_share(answers_by_question(good)),
+        changed_share=changed_share(asked),
+        cut_share=cut_share(asked) if asked else None,
     )
 
 

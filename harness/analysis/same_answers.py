@@ -76,7 +76,7 @@ def compare_answers(side: Answered, base: Answered, names: tuple[str, str], load
     differ = np.array([_differ_between(side[one], base[one]) for one in common])
     twice = [place for place, one in enumerate(common) if min(len(side[one]), len(base[one])) > 1]
     noises = np.array([[_differ_within(found[common[place]]) for place in twice] for found in (side, base)])
-    cut = max(_cut_share(side), _cut_share(base))
+    cut = max(cut_share(side), cut_share(base))
     lost = sum(max(0.0, other - own) for own, other in known)
     gained = sum(max(0.0, own - other) for own, other in known)
     # The mean of several answers varies less than one answer: as many more questions with one answer each do.
@@ -107,7 +107,8 @@ def _word(low: float, high: float) -> Literal["same", "worse", "inconclusive"]:
     return "same" if low > -ANSWER_MARGIN else "worse" if high < -ANSWER_MARGIN else "inconclusive"
 
 
-def _cut_share(answers: Answered) -> float:
+def cut_share(answers: Answered) -> float:
+    """The share of the answers that max_tokens cut."""
     cut = [one.cut for found in answers.values() for one in found]
     return sum(cut) / len(cut)
 

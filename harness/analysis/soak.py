@@ -45,9 +45,7 @@ def _result(data: RunData, name: str) -> Soak | None:
     until = end if first_s is None else min(end, begin + max(first_s, 0.0))
     memory = [] if start_wall_s is None else _memory(data, name, start_wall_s, until - begin)
     speed = _speed(cell, begin, until)
-    drifts = (
-        speed is not None and not speed.low <= 0 <= speed.high and abs(speed.per_hour) * (until - begin) / 3600 > MARGIN
-    )
+    drifts = speed is not None and _is_drift(speed, (until - begin) / 3600)
     return Soak(
         cell=name,
         row=f"{data.planned[name].server} / {data.planned[name].load}",

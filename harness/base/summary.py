@@ -128,6 +128,7 @@ class Answers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # Where the right answers are known, of the questions that were asked again: in so large a share of the pairs of
     # answers to one question the two differ. None: none was asked again.
     changed_share: float | None = None
+    cut_share: float | None = None  # of the answers to such questions, by max_tokens: neither right nor wrong
 
 
 class SameAnswers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -40,12 +40,16 @@ def answers_sentence(found: SameAnswers) -> str:
 def row_sentence(row: Row) -> str:
     """The quality of one server's answers, and its noise."""
     found = row.pooled.answers
-    if found is None or found.right_share is None:
+    if found is None:
         return ""
-    again = ""
+    parts = []
+    if found.right_share is not None:
+        parts.append(f"{_percent(found.right_share)} of {found.labelled:,} answers are right")
     if found.changed_share is not None:
-        again = f"; asked again, {_percent(found.changed_share)} of the answers differ"
-    return f"{row.name}: {_percent(found.right_share)} of {found.labelled:,} answers are right{again}."
+        parts.append(f"asked again, {_percent(found.changed_share)} of the answers differ")
+    if (found.cut_share or 0.0) > MAX_CUT:
+        parts.append(f"{_percent(found.cut_share)} of the answers were cut, so they say little: raise output_tokens")
+    return f"{row.name}: {'; '.join(parts)}." if parts else ""
 
 
 def same_answers_page(found: Sequence[SameAnswers]) -> list[Element]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from harness.analysis.compare import compare_runs
 from harness.analysis.same_answers import KnownAnswer, compare_answers, tango_interval
@@ -13,6 +14,7 @@ from harness.analysis.summarize import summarize
 from harness.base.summary import SameAnswers
 from harness.records.manifest import read_run
 from harness.records.records import Request
+from harness.report.answers import row_sentence
 from harness.report.markdown import render
 from harness.report.page import comparison_page, run_page
 from harness.scenario import Load, Server
@@ -170,3 +172,14 @@ def test_a_run_and_a_comparison_notice_wrong_answers(tmp_path: Path) -> None:
     seen = {one.side: (one.word, one.difference) for one in comparison.same_answers}
     assert seen == {"a (two)": ("same", 0.0), "b (two)": ("same", 0.08)}
     assert "Answers of b (two)" in render(comparison_page(comparison))
+
+
+def test_the_answer_of_one_server_says_that_its_answers_were_cut(tmp_path: Path) -> None:
+    def cut(cell: Cell, process: int, start_s: float) -> list[Request]:
+        return [replace(one, finish="length") for one in asked({"a": 2000})(cell, process, start_s)]
+
+    one = replace(KNOWN, servers={"a": Server(template="vllm-cpu")})
+    write_made_run(tmp_path / "one", made_of=one, requests=cut)
+    (row,) = summarize(tmp_path / "one").rows
+    assert row.pooled.answers is not None and row.pooled.answers.cut_share == 1.0
+    assert "100.0\u00a0% of the answers were cut" in row_sentence(row)
