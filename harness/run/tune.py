@@ -454,7 +454,10 @@ def _no_value(cell: CellSummary, goal: str) -> Reason:
 
 
 def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
-    """Verify the best settings of a search on fresh requests, and write the answer. Goes on with a proof that began."""
+    """Verify the best settings of a search on fresh requests, and write the answer. Goes on with a proof that began.
+
+    Where nothing beats a reference that is not the default, the proof shows that the reference works.
+    """
     report = read_tune(folder)
     assert report is not None
     search, trials = settings_search(read_run(folder), report.safe_memory), trials_of(report)
@@ -462,17 +465,18 @@ def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, 
     base = reference(trials)
     best = [] if base is None else sides_to_prove(search, trials)
     sides = dict(zip(SIDES, best, strict=False))
-    if base is not None and best:
-        blocks, left_s = block_count(search, trials, best[0]), report.budget_s - (time.monotonic() - began_s)
+    if base is not None and (best or base):
+        blocks = block_count(search, trials, best[0]) if best else MIN_BLOCKS
+        left_s = report.budget_s - (time.monotonic() - began_s)
         start_s = statistics.fmean(trial.took_s for trial in trials if trial.value is not None)
         if report.proof is not None:
             proven = read_run(runs / report.proof).scenario.servers
             sides = {name: settings for name, settings in sides.items() if name in proven}
-        elif blocks * (1 + len(sides)) * start_s > left_s:
+        elif sides and blocks * (1 + len(sides)) * start_s > left_s:
             sides = {SIDES[0]: best[-1]}
             blocks = max(MIN_BLOCKS, min(blocks, int(left_s / (2 * start_s))))
         proof = replace(experiment, scenario=proof_scenario(known, report, {DEFAULT: base, **sides}, blocks, folder))
-        text = ", or ".join(format_settings(report.spell(one)) for one in sides.values())
+        text = ", or ".join(format_settings(report.spell(one)) for one in sides.values() or [base])
         progress.line(f"Proof on fresh requests, {count(blocks, 'block')} with a start of each: {text}")
 
         def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
@@ -533,7 +537,7 @@ def finish(
     values: dict[str, list[float]] = {}
     invalid: list[Reason] = []
     reasons = reference_reasons(report, base)
-    if report.proof is not None and sides:
+    if report.proof is not None:
         made = summarize_with_counts(runs / report.proof, slo_checks(report))
         values = proof_values(made.summary, report, [DEFAULT, *sides])
         invalid = [because("proof_invalid", f"the proof is INVALID: {sentence(one)}") for one in made.summary.reasons]
@@ -541,7 +545,8 @@ def finish(
     proven = [(settings, values[name]) for name, settings in sides.items() if len(values.get(name, [])) > 1]
     answer = decide(report.goal, values.get(DEFAULT, []), proven if values.get(DEFAULT) else [])
     is_untried = all(start.settings == base for start in report.trials)
-    undecided = base is None or is_untried or bool(invalid) or bool(sides and not (proven and values.get(DEFAULT)))
+    is_unproven = bool(sides or base) and not values.get(DEFAULT)
+    undecided = base is None or is_untried or bool(invalid) or is_unproven or bool(sides and not proven)
     verdict = "inconclusive" if undecided else answer.verdict
     judged = zip((settings for settings, _ in proven), answer.verdicts, strict=True)
     faster = [(settings, found) for settings, found in judged if found.word == "faster"]

@@ -98,6 +98,15 @@ def test_bad_options_are_explained_before_a_start(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs/*"))
 
 
+def test_settings_are_proven_where_the_default_does_not_start_and_nothing_is_better(tmp_path: Path) -> None:
+    changes = STORY | {"loads": {"one": {"user": "batch", "batch_size": 1, "requests": 5, "output_tokens": 5}}}
+    done = tune(tmp_path, "--budget", "1s", "--json", **changes | {"warmup": {"requests": 0}})
+    report = report_of(tmp_path)
+    assert (done.code, report.sides, report.blocks) == (0, [], 3), done.out + done.err
+    assert report.proof is not None and read_run(tmp_path / "runs" / report.proof).status == "valid"
+    assert (report.verdict, report.settings, report.ratio) == ("set", {"gpu_memory_utilization": 0.78}, None)
+
+
 @pytest.mark.nightly  # two minutes: some thirty starts, of which each takes two seconds of the processor
 def test_the_evening_of_the_seed_ends_with_its_two_settings(tmp_path: Path) -> None:
     done = tune(tmp_path, "--budget", "40min", "--json", **STORY)
