@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from harness.analysis.capacity import find_crossing
 from harness.analysis.stats import geometric_ratio, welch_effect
+from harness.analysis.verdicts import is_client_limited
 from harness.base.summary import MARGIN, CellSummary, Numbers, Reason, Row, because
 from harness.base.units import count, factor, figures, short_percent
 from harness.records.manifest import Run
@@ -19,6 +20,7 @@ class Speed(NamedTuple):
     """A speed of a cell: what a faster server does, and its unit."""
 
     id: str
+    metric: str
     faster: str
     equal: str
     unit: str
@@ -31,9 +33,11 @@ class Speed(NamedTuple):
         return 1 / seconds if seconds else None
 
 
-DECODE = Speed("decode", "decodes faster", "decode equally fast", "tok/s of each user")
-FIRST = Speed("first", "gives the first token sooner", "give the first token equally soon", "first tokens/s")
-RATE = Speed("rate", "has more throughput", "have equal throughput", "tok/s")
+DECODE = Speed("decode", "tpot_p50", "decodes faster", "decode equally fast", "tok/s of each user")
+FIRST = Speed(
+    "first", "ttft_p50", "gives the first token sooner", "give the first token equally soon", "first tokens/s"
+)
+RATE = Speed("rate", "output_tok_s", "has more throughput", "have equal throughput", "tok/s")
 
 
 class Axis(NamedTuple):
@@ -61,6 +65,7 @@ class SweepQuestion(NamedTuple):
     axis: str
     others: str  # the other varied settings, in words
     cells: Cells
+    limited: list[tuple[str, int]]  # servers and levels at which the load generator limited a speed
 
 
 def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) -> list[SweepQuestion]:
@@ -70,14 +75,22 @@ def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) 
         return []
     valid = {cell.id: cell for cell in cells if not cell.problems}
     found: dict[tuple[str, str, str], Cells] = {}
+    limited: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
     for row in rows:
         settings = swept.loads[row.load].settings if row.load in swept.loads else {}
         axis = next((key for key in AXES if isinstance(settings.get(key), int)), None)
         if axis is not None:
             others = ", ".join(_setting_text(key, value) for key, value in settings.items() if key != axis)
-            levels = found.setdefault((swept.loads[row.load].of, axis, others), {}).setdefault(row.server, {})
+            key = (swept.loads[row.load].of, axis, others)
+            levels = found.setdefault(key, {}).setdefault(row.server, {})
             levels[settings[axis]] = [valid[name] for name in row.cells if name in valid]
-    return [SweepQuestion(*key, cells=of) for key, of in found.items() if max(map(len, of.values())) > 1]
+            if any(is_client_limited(row, speed.metric) for speed in AXES[axis].speeds):
+                limited.setdefault(key, []).append((row.server, settings[axis]))
+    return [
+        SweepQuestion(*key, cells=of, limited=limited.get(key, []))
+        for key, of in found.items()
+        if max(map(len, of.values())) > 1
+    ]
 
 
 def _setting_text(key: str, value: Any) -> str:
@@ -115,6 +128,7 @@ def _answer(run: Run, question: SweepQuestion) -> Reason | None:
     if not parts:
         return None
     parts += _uncached(run, question) if question.axis == DEPTH else _speculation(question)
+    parts += _limited(question)
     text = "; ".join(part.text for part in parts)
     values = {"load": question.load, "others": question.others, "axis": question.axis}
     return because("setting_answer", f"{text}.", **values, parts=[part.values for part in parts])
@@ -182,6 +196,20 @@ def _range(question: SweepQuestion, speed: Speed, server: str) -> Reason | None:
     text = f"{server} {slower} {factor(ratio)}x slower at {_level_text(AXES[question.axis], last)} than at "
     text += f"{_level_text(AXES[question.axis], first)} ({shown})"
     return because("setting_range", text, speed=speed.id, side=server, levels=list(runs), ratio=ratio)
+
+
+def _limited(question: SweepQuestion) -> list[Reason]:
+    """Where the load generator, and not the server, may have made the times."""
+    at = partial(_level_text, AXES[question.axis])
+    return [
+        because(
+            "client_limited",
+            f"Warning: the load generator was the limit with {server} at {at(level)}: these times are partly its own",
+            side=server,
+            level=level,
+        )
+        for server, level in question.limited[-1:]
+    ]
 
 
 def _uncached(run: Run, question: SweepQuestion) -> list[Reason]:

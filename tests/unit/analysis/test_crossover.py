@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.analysis.capacity import find_crossing
-from harness.analysis.crossover import DEPTH, FEW_CACHED
+from harness.analysis.crossover import DEPTH, FEW_CACHED, setting_answers
 from harness.analysis.summarize import summarize
 from harness.base.summary import Summary
 from harness.records.manifest import Run
@@ -163,6 +163,15 @@ def test_a_server_without_a_cache_is_named(tmp_path: Path) -> None:
     _, summary = made(tmp_path, cached=False)
     note = summary.answers[0].values["parts"][-1]
     assert (note["level"], note["share"]) == (1024, 0.0) and note["share"] < FEW_CACHED
+
+
+def test_a_load_generator_that_was_the_limit_is_named_in_the_answer(tmp_path: Path) -> None:
+    run, summary = made(tmp_path)
+    assert "Warning" not in run_answer(summary, run)
+    rows = [replace(row, client_limited=["tpot"] if "8192" in row.load else []) for row in summary.rows]
+    (answer,) = setting_answers(run, rows, summary.cells)
+    limited = [part for part in answer.values["parts"] if set(part) == {"side", "level"}]
+    assert limited == [{"side": "flat", "level": 8192}] and "the load generator was the limit with flat" in answer.text
 
 
 def test_one_server_and_one_repeat(tmp_path: Path) -> None:
