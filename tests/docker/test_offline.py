@@ -94,13 +94,14 @@ def test_more_than_one_ctrl_c_leaves_nothing(client: docker.DockerClient, tmp_pa
     path = write(tmp_path, model="slow", servers={"offline": offline()}, loads=BURSTS)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
         until(lambda: len(remains(client, running_id(tmp_path))) == 2)
+        run_id = running_id(tmp_path)
         while command.process.poll() is None:
             command.interrupt()
             time.sleep(0.03)
         done = command.end()
     assert done.code in (ExitCode.INTERRUPTED, -signal.SIGINT)  # the last one may meet an interpreter that ends
     assert done.err == "interrupted; everything that was started has been torn down\n"
-    assert remains(client, only_run(tmp_path / "runs").name) == []
+    assert remains(client, run_id) == []
 
 
 @fault(
