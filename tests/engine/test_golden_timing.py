@@ -61,7 +61,7 @@ def test_tpot_is_the_time_between_two_tokens_that_were_sent(
     tmp_path: Path, output: Literal["fixed", "natural"], flags: tuple[str, ...], textless: int
 ) -> None:
     send_log = tmp_path / "sent.jsonl"
-    timing = ("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.02", "--send-log", str(send_log))
+    timing = ("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.04", "--send-log", str(send_log))
     load = Load(user="batch", users=8, requests=16, output_tokens=100, output=output)
     with spawned(*timing, "--natural-output-tokens", "60", *flags) as server:
         assert end(start_job(tmp_path, server.url, make_job(tmp_path, load))) == 0, log_of(tmp_path)
@@ -73,7 +73,7 @@ def test_tpot_is_the_time_between_two_tokens_that_were_sent(
         assert (record.output_tokens, record.textless) == (len(times) + textless, textless)
         ratios.append((value_of(derive.tpot, record) or 0.0) / ((times[-1] - times[0]) / (len(times) - 1)))
     assert len(ratios) == 16
-    assert abs(statistics.median(ratios) - 1) < 0.005  # a token more or less: 0.01 and more
+    assert abs(statistics.median(ratios) - 1) < 0.008  # a token more or less: 0.01 and more
     # What older harnesses recorded says nothing of single events. One end token is all that is assumed then.
     old = [msgspec.structs.replace(record, textless=None) for record in records_of(tmp_path)]
     assert textless > 1 or [value_of(derive.tpot, one) for one in old] == [
