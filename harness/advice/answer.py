@@ -12,7 +12,7 @@ from harness.advice.bandwidth import read_measured
 from harness.advice.expect import (
     TYPICAL_PREFILL,
     Word,
-    classify,
+    classify_users,
     decode_bound,
     kv_bytes,
     ttft_floor,
@@ -322,14 +322,13 @@ def _with_speed(
     )
     if measured_tok_s is not None:
         share = measured_tok_s / total
-        # Of experts, all users together read more than those of one.
-        word = classify(measured_tok_s / min(total, likely), bound)
+        word = classify_users(measured_tok_s, total, likely, bound)
         found = replace(found, measured_tok_s=measured_tok_s, share=share, word=word)
         if known.measured_bandwidth_gb_s:
             own = replace(gpu, bandwidth_gb_s=known.measured_bandwidth_gb_s)
             by_measured = decode_bound(size, own, users=known.users, context=context, gpus=gpus)
             found = replace(found, share_of_measured=measured_tok_s / by_measured)
-    return replace(found, sentence=_sentence(found, gpu))
+    return replace(found, sentence=_sentence(found, gpu, likely))
 
 
 def _context_bound(size: ModelSize, gpu: GpuSpec, context: int, gpus: int) -> ContextBound:
@@ -377,10 +376,11 @@ def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterabl
         )
 
 
-def _sentence(found: Expectation, gpu: GpuSpec) -> str:
+def _sentence(found: Expectation, gpu: GpuSpec, likely_tok_s: float) -> str:
     model = found.model.name if found.model is not None else "the model"
     whom = "one user" if found.users == 1 else f"{found.users} users at once"
-    after = f" after {found.context:,} tokens" if found.context else ""
+    counted = found.context and found.model is not None and found.model.kv_token_bytes is not None
+    after = f" after {found.context:,} tokens" if counted else ""
     name = gpu.name if found.gpus == 1 else f"{found.gpus} x {gpu.name}"
     bandwidth = f"{figures(gpu.bandwidth_gb_s * found.gpus)} GB/s"
     where, bound = f"{model} on {name}", f"at most {figures(found.users_max_tok_s or 0)} tok/s"
@@ -388,7 +388,11 @@ def _sentence(found: Expectation, gpu: GpuSpec) -> str:
     if found.measured_tok_s is not None and found.share is not None:
         speed = f"{figures(found.measured_tok_s)} tok/s is {_WORDS[found.word]}"
         wrong = f" {_WRONG}" if found.word == "slow" else ""
-        return f"{speed} for {where}: {100 * found.share:.0f} % of {bound} {given}.{wrong}"
+        of = f"{100 * found.share:.0f} % of {bound}"
+        if found.word is not None and likely_tok_s < (found.users_max_tok_s or 0):
+            near = f"{100 * found.measured_tok_s / likely_tok_s:.0f} % of about {figures(likely_tok_s)} tok/s"
+            of = f"{near} with the experts of all users, {of}"
+        return f"{speed} for {where}: {of} {given}.{wrong}"
     typical = f"; {_range(found.one_user_typical_tok_s)} is typical" if found.users == 1 else ""
     return f"{where}: {bound} {given}{typical}."
 
@@ -443,6 +447,7 @@ def _speed_lines(found: Expectation) -> list[str]:
         )
     if found.weights:
         names = {True: "yes", False: "NO", None: NOTHING}
+        fits = "  fits" if found.model is not None and found.model.kv_token_bytes is not None else "  weights fit"
         heads = ["Other weights", *(each.name for each in found.weights)]
         lines += _table(
             [
@@ -450,7 +455,7 @@ def _speed_lines(found: Expectation) -> list[str]:
                 ["  GB a token reads", *(figures(each.read_bytes / 1e9) for each in found.weights)],
                 ["  tok/s at most", *(figures(each.max_tok_s) for each in found.weights)],
                 ["  typical", *(_range(each.typical_tok_s) for each in found.weights)],
-                ["  fits", *(names[each.fits] for each in found.weights)],
+                [fits, *(names[each.fits] for each in found.weights)],
             ][: 5 if any(each.fits is not None for each in found.weights) else 4]
         )
         lines.append("The bound moves with fewer bytes a token, and with speculation (x accepted tokens a step).")

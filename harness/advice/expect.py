@@ -52,6 +52,15 @@ def classify(share: float, bound_tok_s: float) -> Word | None:
     return "normal" if share >= lowest else "slow"
 
 
+def classify_users(tok_s: float, bound_tok_s: float, likely_tok_s: float, one_user_tok_s: float) -> Word | None:
+    """Return the word for the speed of all users, by the estimate for experts that all users touch.
+
+    Within the bound a speed above the estimate is no sign of speculation: the users' tokens chose the same experts.
+    """
+    near = tok_s / min(bound_tok_s, likely_tok_s)
+    return classify(near if tok_s / bound_tok_s > MAX_SHARE else min(near, 1.0), one_user_tok_s)
+
+
 def kv_bytes(size: ModelSize, context: float) -> float:
     """Return the bytes of the KV cache that a token reads after `context` tokens; 0 where it is not known."""
     kept = min(context, size.window) if size.window is not None else context
@@ -134,7 +143,7 @@ def share(data: RunData, cell: CellData) -> Share | None:
     bound = decode_bound(size, gpu, users=users, context=context, gpus=gpus)
     likely = decode_bound(size, gpu, users=users, context=context, gpus=gpus, spread=True)
     result = tok_s / bound
-    word = classify(tok_s / min(bound, likely), decode_bound(size, gpu, gpus=gpus))
+    word = classify_users(tok_s, bound, likely, decode_bound(size, gpu, gpus=gpus))
     if word == "slow" and users >= MANY_USERS and _prefill_load(cell, size, gpu, gpus) > MAX_PREFILL_LOAD:
         word = None  # prompts of other users take much of the time between two tokens
     return Share(

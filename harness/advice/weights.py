@@ -226,8 +226,10 @@ class _Reader:
     def value(self, kind: int, depth: int = 2) -> Any:
         if kind == _TEXT:
             return self.text()
-        if kind != _ARRAY:
+        if kind in _VALUES:
             return self.number(_VALUES[kind])
+        if kind != _ARRAY:
+            raise ValueError(f"the type of a value is not known: {kind}")
         if not depth:
             raise ValueError("its lists are nested too deeply")
         inner, length = self.number("I"), self.number("Q")
@@ -270,7 +272,7 @@ def _read_gguf_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
                 raise ValueError(f"it would have {tensors} tensors")
             values = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
             return values, [_gguf_tensor(reader) for _ in range(tensors)]
-    except (OSError, ValueError, KeyError, struct.error, OverflowError) as error:
+    except (OSError, ValueError, struct.error, OverflowError) as error:
         raise _damaged(path, error) from None
 
 

@@ -76,6 +76,35 @@ def test_experts_of_many_users(tmp_path: Path) -> None:
     assert last.spread_max_tok_s == pytest.approx(64 * 256 / (30 * (1 - 0.9**64)), rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("tok_s", "word", "part"),
+    [
+        (100, "normal", "50 % of about 200 tok/s "),
+        (300, "at-limit", "150 % of about 200 "),
+        (1300, None, "114 % of at"),
+    ],
+)
+def test_the_share_in_the_sentence_is_the_one_of_its_word(
+    tmp_path: Path, tok_s: float, word: str | None, part: str
+) -> None:
+    """Of experts: all users together read more than one user, and routers that agree read less than the estimate."""
+    asked = Question(params="30B", active_params="3B", bits="Q4_K_M", gpu="Strix Halo", users=8, measured_tok_s=tok_s)
+    found = answer(asked, tmp_path)
+    assert (found.word, round(found.users_max_tok_s or 0)) == (word, 1138)
+    assert part in found.sentence and "1,138 tok/s" in found.sentence
+
+
+def test_what_fits_without_a_cache_is_the_weights(tmp_path: Path) -> None:
+    """The size of the cache is not known from --params: nothing is said of its fit or of a context."""
+    by_hand = answer(Question(params="14B", bits="8", gpu="7900 XTX", users=8, context=32768), tmp_path)
+    assert "32,768" not in by_hand.sentence
+    assert any(line.startswith("  weights fit ") for line in format_answer(by_hand))
+    model(tmp_path / "m", QWEN25_14B)
+    known = answer(Question(model=str(tmp_path / "m"), gpu="7900 XTX", users=8, context=32768), tmp_path)
+    assert "after 32,768 tokens" in known.sentence
+    assert any(line.startswith("  fits ") for line in format_answer(known))
+
+
 def test_the_bandwidth_by_hand_has_no_compute(tmp_path: Path) -> None:
     found = answer(Question(params="1B", bits="8", bandwidth_gb_s=100.0), tmp_path)
     assert (found.one_user_max_tok_s, found.fp16_tflops, found.prompts[0].typical_ttft_s) == (100.0, None, None)
