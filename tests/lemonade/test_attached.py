@@ -83,7 +83,8 @@ def test_with_four_slots_there_is_no_note(on_llamacpp: Lemond, tmp_path: Path) -
     turns = [(one.turn, one.requests) for row in read_summary(folder).rows for one in row.turns]
     assert turns == [(1, 2), (2, 2)]  # by Anthropic's API
     agent = [one for one in read_requests(folder / "requests.jsonl") if one.load == "agent"]
-    assert {(one.error, one.finish) for one in agent} == {(None, "length")}  # its streams report no tokens
+    ends = {(one.error, one.finish) for one in agent}  # random weights may end an answer
+    assert ends <= {(None, "length"), (None, "stop")} and {one.output_tokens for one in agent} == {None}
     assert "the engine has" not in done.out
     on_llamacpp.unload()
 
