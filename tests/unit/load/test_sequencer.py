@@ -256,15 +256,15 @@ def test_a_trace_is_warmed_up_at_its_mean_rate(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def cold() -> Iterator[str]:
     """An engine that needs 0.2 s more for the first two steps of each shape."""
-    with spawned(
-        "--model", "m", "--preset", "instant", "--compile-s", "0.2", "--compile-steps", "2", "--jitter", "0.05"
-    ) as found:
+    # Steps of 20 ms: without them the times of a busy machine's processes would be all that is measured.
+    times = ("--step-base-s", "0.02", "--compile-s", "0.2", "--compile-steps", "2", "--jitter", "0.05")
+    with spawned("--model", "m", "--preset", "instant", *times) as found:
         yield found.url
 
 
 def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) -> None:
-    load = Load(user="batch", users=4, processes=2, in_flight=2, requests=40, output_tokens=20)
-    records = driven(tmp_path, cold, load, Warmup(until="steady"))
+    load = Load(user="batch", users=4, processes=2, in_flight=2, requests=40, output_tokens=5)
+    records = driven(tmp_path, cold, load, Warmup(until="steady", within=0.5))
     warm = [record for record in records if record.phase == "warmup"]
     measured = [record for record in records if record.phase == "measured"]
     assert sorted(record.index for record in measured) == list(range(40))
@@ -272,10 +272,10 @@ def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) 
     assert len(warm) >= 48
     assert max(record.ended_s for record in warm) > 0.2
     begun = min(record.sent_s for record in measured)
-    ended = sorted((one.sent_s + one.ended_s, one.ended_s > 0.15) for one in warm)
+    ended = sorted((one.sent_s + one.ended_s, one.ended_s > 0.25) for one in warm)
     before = [slow for at, slow in ended if at < begun]
-    # The first wave meets new shapes; which later ones do depends on the batches that the machine's load makes.
-    assert before[:8] == [True] * 8 and sum(before) >= 16
+    # Which requests meet new shapes depends on the batches that the machine's load makes: most of the first do.
+    assert sum(before[:16]) > sum(before[-16:])
     assert len(ended) - len(before) >= 4  # undrained: others were in flight when the first measured one was sent
     assert [mark.steady for mark in ends_of(tmp_path, 2)] == [True, True]
 
