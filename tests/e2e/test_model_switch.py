@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from harness.analysis.summarize import read_summary
 from tests.support.command import harness
 
@@ -30,5 +28,7 @@ def test_a_change_costs_the_time_of_a_switch(tmp_path: Path) -> None:
     summary = read_summary(folder)
     (answer,) = summary.answers
     assert (answer.values["changes"], answer.values["waited"], answer.values["provisional"]) == (6, 6, True)
-    assert answer.values["cost_s"] == pytest.approx(0.4, abs=0.1)
+    assert (
+        0.3 < answer.values["cost_s"] < 0.9
+    )  # 0.4, and what a busy machine adds; exact in virtual time, in the unit tests
     assert answer.text in " ".join(done.out.split())
