@@ -5,15 +5,17 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from harness.analysis.validity import MIN_HANG_S
 from harness.base.summary import MARGIN, KernelEvent, Reason, Soak, Trend, because
 from harness.base.units import count, duration, gib, short_percent
 from harness.failures.explain import scan_text
 from harness.records.run_data import CellData, RunData
 from harness.records.samples import TelemetrySample
-from harness.records.table import Floats
+from harness.records.table import Floats, Rows
 
 BLOCKS, MIN_BLOCKS = 20, 8
 MIN_S = 600.0  # of a trend: a shorter time says nothing about an hour
@@ -37,12 +39,12 @@ def _result(data: RunData, name: str) -> Soak | None:
     begin, end = window
     start_wall_s = cell.clock.wall_s(begin)
     samples = data.telemetry.get(name, [])
-    failed = rows.where(~rows.good & ~rows.error.is_in("unfinished", "abandoned"))
-    first_failed_s = float((failed.sent_s + failed.ended_s).min() - begin) if len(failed) else None
+    failed = _failures(rows, begin)
     events = [] if start_wall_s is None else _events(samples, cell, start_wall_s, begin)
-    serious = [one.at_s for one in events if one.serious]
-    first_s = min([one for one in (first_failed_s, *serious[:1]) if one is not None], default=None)
-    until = end if first_s is None else min(end, begin + max(first_s, 0.0))
+    serious = [one for one in events if one.serious]
+    at_s = [one.at_s for one in (*failed[:1], *serious[:1])]
+    first_s = max(0.0, min(at_s)) if at_s else None  # 0: in the warm-up
+    until = end if first_s is None else min(end, begin + first_s)
     memory = [] if start_wall_s is None else _memory(data, name, start_wall_s, until - begin)
     speed = _speed(cell, begin, until)
     drifts = speed is not None and _is_drift(speed, (until - begin) / 3600)
@@ -54,7 +56,7 @@ def _result(data: RunData, name: str) -> Soak | None:
         memory=memory,
         failed=len(failed),
         first_failure_s=first_s,
-        cause=_cause(events, first_s, failed.message.counts()),
+        cause="" if first_s is None else _cause(serious, first_s, failed),
         events=events,
         kernel_log=None if not samples else any(one.kernel is not None for one in samples),
         word="failed" if first_s is not None else "unknown" if speed is None else "drifts" if drifts else "stable",
@@ -65,12 +67,33 @@ def _is_drift(speed: Trend, hours: float) -> bool:
     return not speed.low <= 0 <= speed.high and abs(speed.per_hour) * hours > MARGIN
 
 
-def _cause(events: Sequence[KernelEvent], first_s: float | None, messages: dict[str, int]) -> str:
-    """The first serious kernel event up to a minute after the first failure; else the message of an error."""
-    if first_s is None:
-        return ""
-    near = [one for one in events if one.serious and one.at_s <= first_s + 60]
-    return near[0].cause if near else next(iter(messages), "")
+class _Failure(NamedTuple):
+    at_s: float  # since the start of the window
+    error: str
+
+
+def _failures(rows: Rows, begin: float) -> list[_Failure]:
+    """The requests that failed, the first one first. One that hung failed at its last byte, however the run ended."""
+    signs_s = np.fmax(np.fmax(rows.headers_s, rows.last_chunk_s), 0.0)
+    silent_s = rows.ended_s - signs_s
+    hung = rows.error.is_in("timeout", "unfinished") & (silent_s >= MIN_HANG_S)
+    failed = hung | (~rows.good & ~rows.error.is_in("unfinished", "abandoned"))
+    at_s = rows.sent_s + np.where(hung, signs_s, rows.ended_s) - begin
+    return sorted(
+        _Failure(
+            float(at_s[place]),
+            f"the server sent nothing more to a request, for {duration(float(silent_s[place]))} until its end"
+            if hung[place]
+            else rows.message.texts[rows.message.codes[place]] or "",
+        )
+        for place in np.flatnonzero(failed).tolist()
+    )
+
+
+def _cause(serious: Sequence[KernelEvent], first_s: float, failed: Sequence[_Failure]) -> str:
+    """The first serious kernel event up to a minute after the first failure; else the error of the first request."""
+    near = [one for one in serious if one.at_s <= first_s + 60]
+    return near[0].cause if near else failed[0].error
 
 
 def _events(samples: Sequence[TelemetrySample], cell: CellData, start_wall_s: float, begin: float) -> list[KernelEvent]:
@@ -198,7 +221,7 @@ def soak_answer(found: Soak) -> Reason:
         text = {"stable": "stable", "drifts": "drifts", "unknown": "no failure"}[found.word]
         text += f" over {duration(found.measured_s)}"
     if found.word == "unknown":
-        text += f"; a drift needs {duration(MIN_S)}, and answers in {MIN_BLOCKS} of {BLOCKS} blocks of it"
+        text += f"; a drift shows over {MIN_S / 60:.0f} min or more with answers in {MIN_BLOCKS} of {BLOCKS} blocks"
     if found.speed is not None:
         low, high = (f"{100 * end:+.1f}" for end in (found.speed.low, found.speed.high))
         text += f"; speed {100 * found.speed.per_hour:+.1f}\u00a0% per hour ({low} to {high})"

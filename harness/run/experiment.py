@@ -105,10 +105,13 @@ def prepare(
 
 
 def _with_models(scenario: Scenario, given: str) -> Scenario:
-    """Replace the scenario's model, or all models of its loads in their order. Raises HarnessError."""
+    """Replace the scenario's model where loads use it, else all models of its loads in their order.
+
+    Raises HarnessError where their numbers differ.
+    """
     named = models_of_loads(scenario)
     names = [name.strip() for name in given.split(",")]
-    if not named or len(names) == 1:
+    if not named or (len(names) == 1 and any(load.model is None for load in scenario.loads.values())):
         return replace(scenario, model=given)
     if len(names) != len(named) or "" in names:
         next_step = f"Give as many, with commas between them, in place of {', '.join(named)}."

@@ -218,8 +218,14 @@ def measure_speed(
 def time_one_request(target: Target, scenario: Scenario) -> RequestSpeed:
     """Return the speed of one request of a scenario's model. Raises ServerError when it does not answer."""
     base, key = probe.parse_base_url(target.url), read_api_key(scenario.api_key_env)
-    speed = _when_ready(lambda: measure_speed(base, scenario.model, key, scenario.api_key_env))
-    probe.require_models(base, models_of_loads(scenario), key, scenario.api_key_env)
+    named = models_of_loads(scenario)
+    models = named or [scenario.model]
+    try:
+        speed = _when_ready(lambda: measure_speed(base, models[0], key, scenario.api_key_env))
+    except ServerError:
+        probe.require_models(base, models, key, scenario.api_key_env)  # the models that it has say more
+        raise
+    probe.require_models(base, named, key, scenario.api_key_env)
     return speed
 
 

@@ -150,13 +150,13 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
 
 
 def require_models(base: str, models: Sequence[str], api_key: str | None, key_name: str | None) -> None:
-    """Raise ServerError if the server does not list one of the models that loads name."""
+    """Raise ServerError if the server does not list one of the models of a scenario."""
     with open_session(api_key) as session:
         for model in models:
             try:
                 find_model(base, model, session, key_name)
             except ServerError as error:
-                if isinstance(error, BusyError):
+                if isinstance(error, BusyError) or len(models) == 1:
                     raise
                 next_step = "Load it, or give one model of the server for each of the loads': `--model A,B`."
                 raise ServerError(error.what, next_step=next_step) from None

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from harness.analysis.soak import soak_answer
 from harness.analysis.summarize import summarize
@@ -34,12 +35,13 @@ def soak(
     drift: float = 0.0,
     leak_gib: float = 0.0,
     fails_after_h: float | None = None,
+    hangs_s: float | None = None,
     log: bool = True,
     logged: Mapping[float, str] = MappingProxyType({}),
 ) -> Soak:
     """Four hours of one request every 12 s: speed changes by `drift` an hour, GTT grows, and the GPU hangs.
 
-    `logged`: lines of the kernel log, by their seconds from the start.
+    `hangs_s`: instead of an error, the last answer stops for so long. `logged`: lines of the kernel log, by their seconds from the start.
     """
     draw = random.Random(3)
 
@@ -48,7 +50,7 @@ def soak(
         at, index = 0.0, 0
         while at < HOURS * 3600 - 20:
             took = 12.0 / (1 + drift) ** (at / 3600) * draw.uniform(0.95, 1.05)
-            hangs = fails_after_h is not None and at + took > fails_after_h * 3600
+            fails = fails_after_h is not None and at + took > fails_after_h * 3600
             chunks: dict[str, Any] = {"chunks_s": [0.5 + (took - 0.6) * i / 10 for i in range(11)], "ended_s": took}
             error: dict[str, Any] = {
                 "error": "disconnect", "message": "the server closed the connection", "status": None,
@@ -56,9 +58,12 @@ def soak(
             }  # fmt: skip
             made.append(
                 request(id=f"{index}", cell=cell.id, load=cell.load, process=process, index=index, sent_s=start_s + at,
-                        **chunks | (error if hangs else {}))
+                        **chunks | (error if fails and hangs_s is None else {}))
             )  # fmt: skip
             at, index = at + took, index + 1
+            if fails and hangs_s is not None:
+                made[-1] = replace(made[-1], error="unfinished", ended_s=made[-1].chunks_s[-1] + hangs_s)
+                break
         return made
 
     load = Load(user="batch", duration_s=HOURS * 3600, output_tokens=11, soak=True)
@@ -124,6 +129,16 @@ def test_a_ring_that_recovers_without_a_failed_request_is_a_note(
     found = soak(tmp_path / "run", logged={3600.0: RING, 3600.0 + after_s: text})
     assert (found.word, found.failed, {one.id for one in found.events}) == (words, 0, {"kernel.ring_timeout"})
     assert (found.first_failure_s is None) == (words == "stable")
+
+
+@pytest.mark.parametrize(("hangs_s", "word"), [(40.0, "failed"), (20.0, "stable")])
+def test_an_answer_that_stops_is_a_failure_though_the_run_ended_before_its_timeout(
+    tmp_path: Path, hangs_s: float, word: str
+) -> None:
+    found = soak(tmp_path / "run", fails_after_h=3.9, hangs_s=hangs_s, log=False)
+    assert (found.word, found.failed) == (word, int(word == "failed"))
+    if word == "failed":
+        assert found.first_failure_s == pytest.approx(3.9 * 3600, abs=12) and "40 s" in found.cause
 
 
 def test_a_failure_without_a_readable_kernel_log_has_its_error(tmp_path: Path) -> None:

@@ -215,10 +215,22 @@ def test_the_models_of_loads_are_named_in_their_order_and_the_server_has_them() 
     assert (scenario.model, scenario.loads["alternating"].model) == ("one", ["one"] * 3 + ["two"] * 3)
     with pytest.raises(HarnessError, match=r"--model: the loads name 2 models \(got 3\)"):
         prepare(shipped, model="one,two,three")
+    with pytest.raises(HarnessError, match=r"--model: the loads name 2 models \(got 1\)"):
+        prepare(shipped, model="one")
     with listening(double()) as url:
         experiment = prepare(shipped, Target(url), "Qwen3-8B,absent")
         with pytest.raises(ServerError, match="does not serve 'absent'; it serves"):
             time_one_request(Target(url), experiment.scenario)
+
+
+def test_a_model_that_the_server_does_not_have_is_answered_with_those_it_has(tmp_path: Path) -> None:
+    class Strict(double()):  # type: ignore[misc]
+        def do_POST(self) -> None:
+            self.answer(404, '{"error": {"message": "The model `absent` does not exist."}}')
+
+    with listening(Strict) as url, pytest.raises(ServerError, match="does not serve 'absent'; it serves") as caught:
+        time_one_request(Target(url), prepare(write(tmp_path), Target(url), "absent").scenario)
+    assert "--model NAME" in caught.value.next_step
 
 
 def test_a_scenario_or_a_server_is_needed() -> None:
