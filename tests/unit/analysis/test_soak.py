@@ -41,7 +41,8 @@ def soak(
 ) -> Soak:
     """Four hours of one request every 12 s: speed changes by `drift` an hour, GTT grows, and the GPU hangs.
 
-    `hangs_s`: instead of an error, the last answer stops for so long. `logged`: lines of the kernel log, by their seconds from the start.
+    `hangs_s`: instead of an error, the last answer stops for so long.
+    `logged`: lines of the kernel log, by their seconds from the start.
     """
     draw = random.Random(3)
 
