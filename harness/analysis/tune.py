@@ -40,6 +40,7 @@ MAX_FAILED = 6  # starts; when none succeeds, something else is wrong
 TOGETHER = 0.15  # standard deviation of what settings do only together, as a share of what they do alone
 EXPECTED_SD, EXPECTED_FREEDOM = 0.015, 4  # of the logarithm of equal starts, until the reference shows more
 MIN_BLOCKS, MAX_BLOCKS = 3, 10
+LEAST_BLOCKS = 2  # of a proof that the budget cuts
 
 
 class Setting(Struct, frozen=True, kw_only=True):
@@ -198,6 +199,8 @@ def _declared(name: str, tune: Tuning, value: Any, bounds: Bounds) -> Setting | 
         values = [each for each in values if enough is None or each <= enough]
     if name == CONTEXT:
         values = [each for each in values if bounds.tokens is not None and each >= bounds.tokens]
+        enough = (value or 0) >= (bounds.tokens or 0)  # more takes memory, and brings nothing
+        values = [each for each in values if each <= value] if enough else values[:1]
     if name == MEMORY and bounds.safe_memory is not None:
         values = sorted({*(each for each in values if each < bounds.safe_memory), bounds.safe_memory})
     if value not in values:
@@ -344,7 +347,7 @@ def next_start(
         shares = [trial if trial.met is None else replace(trial, value=1 + trial.met) for trial in trials]
         return next_start(search, shares, suggestions, budget_s=budget_s)
     if base is None:
-        return _first_start(search, trials)
+        return _budget_end(trials, 1 + MIN_BLOCKS, budget_s) or _first_start(search, trials)
     ends = _why_end(search, trials, budget_s)
     if ends is not None:
         return ends
@@ -369,13 +372,10 @@ def _first_start(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
 
 
 def _why_end(search: Search, trials: Sequence[Trial], budget_s: float) -> Reason | None:
-    took = [trial.took_s for trial in trials if trial.value]
     best = best_settings(search, trials)
-    proof = 3 * block_count(search, trials, best[0]) if best else 0
-    needed_s = (1 + proof) * statistics.fmean(took)
-    if needed_s > budget_s:
-        text = f"the budget has {duration(budget_s)} left; one more start and the proof need {duration(needed_s)}"
-        return because("tune_budget", text, left_s=budget_s, needed_s=needed_s)
+    proof = 3 * block_count(search, trials, best[0]) if best else 2 * LEAST_BLOCKS
+    if (spent := _budget_end(trials, 1 + proof, budget_s)) is not None:
+        return spent
     base, highest, since = reference(trials), 0.0, 0
     for trial, gain in zip(trials, gains(trials), strict=True):
         if trial.settings != base:
@@ -385,6 +385,16 @@ def _why_end(search: Search, trials: Sequence[Trial], budget_s: float) -> Reason
         return None
     text = f"the last {since} settings brought less than {short_percent(MARGIN)} more than the best before them"
     return because("tune_patience", text, trials=since)
+
+
+def _budget_end(trials: Sequence[Trial], starts: int, budget_s: float) -> Reason | None:
+    """Why the search ends when so many more starts do not fit into the budget."""
+    took = [trial.took_s for trial in trials if trial.value] or [trial.took_s for trial in trials] or [0.0]
+    needed_s = starts * statistics.fmean(took)
+    if needed_s <= budget_s:
+        return None
+    text = f"the budget has {duration(budget_s)} left; one more start and the proof need {duration(needed_s)}"
+    return because("tune_budget", text, left_s=budget_s, needed_s=needed_s)
 
 
 def _suggested(search: Search, trials: Sequence[Trial], suggestions: Sequence[Suggestion]) -> Proposal | None:
@@ -506,6 +516,49 @@ def blocks_needed(gain: float, noise: float) -> int:
     return MAX_BLOCKS if found is None else min(MAX_BLOCKS, found)
 
 
+def sides_to_prove(search: Search, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """Two settings, the more important one first: the best, and those that change least among the ones about as good.
+
+    Where the best change least, they and the second best.
+    """
+    best = best_settings(search, trials, len(trials))
+    if len(best) < 2:
+        return best
+    mean, _ = predict(search, trials, search.array([Trial(settings=one) for one in best]))
+    close = mean[0] - math.log1p(MARGIN) - start_noise(trials)
+    simple = min((one for one, gain in zip(best, mean, strict=True) if gain >= close), key=len)
+    return [simple, best[0]] if simple != best[0] else best[:2]
+
+
+class ProofPlan(Struct, frozen=True, kw_only=True):
+    """The proof that fits into what is left of the budget."""
+
+    sides: list[dict[str, Any]]  # next to the reference
+    blocks: int
+    block_s: float  # about what a block takes
+    missing_s: float  # without which not even the fewest blocks that decide anything fit; 0: they fit
+
+
+def plan_proof(search: Search, trials: Sequence[Trial], left_s: float) -> ProofPlan | None:
+    """The proof of the best two settings, or of one where time is short; None: there is nothing to prove.
+
+    Settings that replace a default which fails are proven alone where nothing is better.
+    """
+    base = reference(trials)
+    if base is None or not (sides := sides_to_prove(search, trials)) and not base:
+        return None
+    blocks = block_count(search, trials, sides[0]) if sides else MIN_BLOCKS
+
+    def block_s() -> float:
+        took = [[one.took_s for one in trials if one.value and one.settings == side] for side in (base, *sides)]
+        return sum(map(statistics.fmean, took))
+
+    if blocks * block_s() > left_s:
+        sides = sides[:1]
+    missing_s = LEAST_BLOCKS * block_s() - left_s
+    return ProofPlan(sides=sides, blocks=blocks, block_s=block_s(), missing_s=max(0.0, missing_s))
+
+
 def proof_order(blocks: int, sides: int = 3) -> Iterator[list[int]]:
     """The sides of each block: reference, first, second, in the next block reversed, and so on."""
     for block in range(blocks):
@@ -517,8 +570,8 @@ def decide(
 ) -> TuneAnswer:
     """The answer of the proof. `base`: the results of the reference, one for each block; `sides`: settings and results.
 
-    "set": one is better beyond the margin, after Holm's correction. "keep": none is, and none was better by more than
-    the margin. Without sides, nothing was worth a proof: "keep".
+    "set": one is better beyond the margin, after Holm's correction; of about equal ones the shortest. "keep":
+    none is, and none was better by more than the margin. Without sides, nothing was worth a proof: "keep".
     """
     if not sides:
         return TuneAnswer(verdict="keep")
@@ -534,16 +587,18 @@ def decide(
         for number, (_, values) in enumerate(sides, 1)
     ]
     verdicts = decide_verdicts(pairs).verdicts
-    order = sorted(
-        range(len(sides)), key=lambda place: (verdicts[place].word != "faster", -(verdicts[place].ratio or 0))
-    )
-    best = verdicts[order[0]]
+    ratios = [one.ratio or 0.0 for one in verdicts]
+    faster = [place for place, one in enumerate(verdicts) if one.word == "faster"]
+    highest = max(faster or range(len(sides)), key=lambda place: ratios[place])
+    near = [place for place in faster if ratios[place] * (1 + MARGIN) >= ratios[highest]] or [highest]
+    chosen = min(near, key=lambda place: len(sides[place][0]))
+    best = verdicts[chosen]
     word: TuneWord = "set" if best.word == "faster" else "inconclusive"
     if word != "set" and (best.ratio or 0.0) <= 1 + MARGIN:
         word = "keep"
     return TuneAnswer(
         verdict=word,
-        settings={} if word == "keep" else dict(sides[verdicts.index(best)][0]),
+        settings={} if word == "keep" else dict(sides[chosen][0]),
         ratio=best.ratio,
         low=best.low,
         high=best.high,

@@ -24,6 +24,7 @@ SlosOpt = Annotated[
         callback=cli.split_given,
     ),
 ]
+DEFAULT_BUDGET_S = 7200.0
 ResumeOpt = Annotated[Path | None, cli.option("RUN", "Go on with a search or its proof, after any end.")]
 
 
@@ -34,7 +35,9 @@ def tune(
     load: Annotated[str | None, cli.option("NAME", "Tune for this load (default: all loads together).")] = None,
     server: cli.ServerOpt = None,
     checks: SlosOpt = None,
-    budget: Annotated[str, cli.option("TIME", "How long it may take in all, such as 40min or 2h.")] = "2h",
+    budget: Annotated[
+        str | None, cli.option("TIME", "How long it may take in all, such as 40min (default: 2h; resumed: as before).")
+    ] = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
@@ -54,18 +57,20 @@ def tune(
     from harness.run import tune as tuning
     from harness.run.progress import Progress
 
+    budget_s = None if budget is None else read_duration("--budget", budget)
     progress, target = Progress(cli.console(stderr=as_json)), cli.make_target(url, ca=ca)
     if resume is not None:
         if scenario is not None:
             raise HarnessError("--resume: the run has a copy of its scenario", next_step="Leave the scenario out.")
         folder = cli.find_run(resume, runs)
-        report = tuning.resume_tune(folder, runs, progress, target)
+        report = tuning.resume_tune(folder, runs, progress, target, budget_s)
     elif scenario is None:
         raise HarnessError("no scenario", next_step="Give a scenario, or --resume RUN.")
     else:
         experiment = experiments.prepare(scenario, target, model)
-        budget_s = read_duration("--budget", budget)
-        experiment, question = tuning.define_tune(experiment, goal, load, server, checks or [], budget_s)
+        experiment, question = tuning.define_tune(
+            experiment, goal, load, server, checks or [], budget_s or DEFAULT_BUDGET_S
+        )
         folder, report = tuning.tune(experiment, question, runs, progress)
     if as_json:
         cli.print_json(report)

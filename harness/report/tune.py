@@ -1,5 +1,6 @@
 """The result of `harness tune`: tune.json, and its page: the answer, what to paste, the history, the picture."""
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,7 @@ class TuneReport(Struct, frozen=True, kw_only=True):
     low: float | None = None
     high: float | None = None
     needed: int | None = None  # repeats that would settle it
+    more_s: float | None = None  # of "inconclusive": about what they take beyond the budget
     starts: int = 0  # of the search and of the proof
     blocks: int = 0  # of the proof
     reference: dict[str, Any] = {}  # settings of the reference, if the default did not start
@@ -117,8 +119,13 @@ def answer_line(report: TuneReport) -> str:
     if report.verdict == "inconclusive" and not report.sides and not report.settings:
         return "inconclusive: no other settings gave a result; a larger --budget tries more"
     if report.verdict == "inconclusive":
-        settle = "more repeats" if report.needed is None else count(report.needed, "repeat")
-        return f"inconclusive: {settle} would settle it" + (f": {settings}: {ratio}" if ratio else "")
+        seen = [start.ratio for start in report.trials if report.spell(start.settings) == report.settings]
+        known = max((one for one in seen if one is not None), default=None)
+        ratio = ratio or ("not proven" if known is None else f"{_ratio(known, None, None)} in the search, not proven")
+        repeats = "" if report.needed is None else count(report.needed, "repeat")
+        minutes = "" if report.more_s is None else f"{duration(report.more_s)} more"
+        settle = ", ".join(filter(None, [repeats, minutes])) or "more repeats"
+        return f"inconclusive: {settings}: {ratio}; {settle} would settle it"
     return "no answer: the search has not ended (`harness tune --resume` goes on)"
 
 
@@ -142,6 +149,9 @@ def tune_elements(report: TuneReport) -> list[Element]:
     if report.proof is not None:
         about += f": `harness report {report.proof}`"
     notes = [Bullet(sentence(reason), "fine") for reason in report.reasons]
+    if report.verdict == "inconclusive" and report.run:
+        budget = f" --budget {math.ceil((report.spent_s + 1.2 * report.more_s) / 60)}min" if report.more_s else ""
+        notes.append(Bullet(f"to go on: `harness tune --resume {report.run}{budget or ' --budget TIME'}`", "fine"))
     if report.ended is not None:
         notes.append(Bullet(f"the search ended: {sentence(report.ended)}", "fine"))
     pasted = [Bullet("", mark=place, code=text) for place, text in report.paste.items()]

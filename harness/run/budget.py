@@ -13,14 +13,14 @@ from harness.run.running import Running
 from harness.scenario.plan import Cell, plan
 
 
-def budget_steps(seconds: float) -> Steps:
+def budget_steps(seconds: float, max_repeats: int = MAX_REPEATS) -> Steps:
     """Return the steps of a run that starts no repeat which would probably end after this time."""
     ends_s = time.monotonic() + seconds
 
     def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
         file, scenario, took_s = running.file, running.scenario, 0.0
         file.update(only=[cell.id for cell in file.manifest.cells])  # a repeat is in the plan once it starts
-        for index, repeat in enumerate(_repeats(running, cells)):
+        for index, repeat in enumerate(_repeats(running, cells, max_repeats)):
             begun_s = time.monotonic()
             if index and begun_s + took_s > ends_s:
                 break
@@ -35,10 +35,10 @@ def budget_steps(seconds: float) -> Steps:
     return steps
 
 
-def _repeats(running: Running, cells: list[Cell]) -> Iterator[list[Cell]]:
+def _repeats(running: Running, cells: list[Cell], max_repeats: int) -> Iterator[list[Cell]]:
     """Yield the cells of each planned repeat, then those of further repeats."""
     planned = {cell.repeat for cell in running.file.manifest.cells} | {cell.repeat for cell in cells}
-    for number in range(1, MAX_REPEATS + 1):
+    for number in range(1, min(max_repeats, MAX_REPEATS) + 1):
         scenario = replace(running.scenario, repeats=max(number, running.scenario.repeats))
         if repeat := [cell for cell in (cells if number in planned else plan(scenario)) if cell.repeat == number]:
             yield repeat

@@ -16,6 +16,7 @@ from harness.base.errors import HarnessError
 from harness.base.files import read_json
 from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
+from harness.base.summary import MAX_REPEATS
 from harness.base.units import count
 from harness.records.directory import drop_cells, lock_folder, prepare_folder
 from harness.records.manifest import Resumption, Run, read_run, write_run
@@ -50,25 +51,20 @@ def resume(
     target: Target | None = None,
     budget_s: float | None = None,
     make_reference: MakeReference | None = None,
+    max_repeats: int = MAX_REPEATS,
 ) -> Path:
     """Run the cells of a run that are not complete and valid; return its directory.
 
-    `target`: another address of the running server. `budget_s`: a time limit. Raises HarnessError when the run cannot
-    be resumed, or when a resumed measurement would differ; else as `harness.run.orchestrator.run`.
+    `target`: another address of the running server. `budget_s`: a time limit, in which further repeats are run, up to
+    `max_repeats`. Raises HarnessError when the run cannot be resumed, or when a resumed measurement would differ; else
+    as `harness.run.orchestrator.run`.
     """
     with lock_folder(folder):
         run = read_run(folder)
         cells = _planned_cells(run, folder)
         inputs = _read_inputs(folder)
         experiment = _recorded_experiment(run, folder, inputs, target)
-        if changes := list(list_changes(run, experiment, inputs)):
-            more = [f"and {len(changes) - MAX_CHANGES:,} more"] if len(changes) > MAX_CHANGES else []
-            raise HarnessError(
-                f"{folder}: the run cannot be resumed: {changes[0]}",
-                detail="\n".join(changes[1:MAX_CHANGES] + more),
-                next_step="Undo that and resume it again, or measure anew with `harness run SCENARIO`: the cells of a "
-                "run must be measured alike.",
-            )
+        _refuse_changes(folder, run, experiment, inputs)
         _remove_leftovers(run, experiment, progress)
         kept = complete_cells(folder, run)
         again = [cell for cell in cells if cell.id not in kept]
@@ -82,7 +78,7 @@ def resume(
             f"{count(len(again), 'cell')} to run. Records go to {folder}"
         )
         running = Running(RunFile(folder, _reopen(folder, run, kept, cells), make_reference), experiment, progress)
-        return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s))
+        return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s, max_repeats))
 
 
 @contextlib.contextmanager
@@ -100,11 +96,26 @@ def reopened(
 
 
 def recorded_experiment(folder: Path, target: Target | None = None) -> Experiment:
-    """Return the experiment of a run as it was prepared. Raises HarnessError."""
-    inputs = _read_inputs(folder)
-    experiment = _recorded_experiment(read_run(folder), folder, inputs, target)
+    """Return the experiment of a search of settings as it was prepared. Raises HarnessError, also as `resume`."""
+    inputs, run = _read_inputs(folder), read_run(folder)
+    experiment = _recorded_experiment(run, folder, inputs, target)
+    _refuse_changes(folder, run, experiment, inputs, "harness tune SCENARIO")
     path = Path(inputs.scenario)  # names the runs that follow
     return replace(experiment, path=path) if path.is_file() else experiment
+
+
+def _refuse_changes(
+    folder: Path, run: Run, experiment: Experiment, inputs: Inputs, anew: str = "harness run SCENARIO"
+) -> None:
+    """Raise HarnessError when a resumed measurement would differ. `anew`: the command of a new one."""
+    if changes := list(list_changes(run, experiment, inputs)):
+        more = [f"and {len(changes) - MAX_CHANGES:,} more"] if len(changes) > MAX_CHANGES else []
+        raise HarnessError(
+            f"{folder}: the run cannot be resumed: {changes[0]}",
+            detail="\n".join(changes[1:MAX_CHANGES] + more),
+            next_step=f"Undo that and resume it again, or measure anew with `{anew}`: the cells of a run must be "
+            "measured alike.",
+        )
 
 
 def _remove_leftovers(run: Run, experiment: Experiment, progress: Progress) -> None:

@@ -20,31 +20,27 @@ from harness.analysis.capacity import load_at
 from harness.analysis.slo import CapacitySlo, parse_slos, scenario_slos
 from harness.analysis.summarize import Summarized, summarize_with_counts
 from harness.analysis.tune import (
-    MIN_BLOCKS,
     Proposal,
-    Search,
     Suggestion,
     Trial,
     best_settings,
-    block_count,
     decide,
     failure_cause,
     gains,
     next_start,
-    predict,
+    plan_proof,
     reference,
-    start_noise,
     suggestions,
 )
 from harness.base.engines import safe_utilization_from_log
 from harness.base.engines.settings import MEMORY
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.files import open_file
-from harness.base.summary import MARGIN, CellSummary, Reason, Summary, because, sentence
+from harness.base.summary import CellSummary, Reason, Summary, because, sentence
 from harness.base.units import count, duration, percent
 from harness.failures.table import patterns
 from harness.machine.gpus import read_gpu_memory, wait_until_free
-from harness.records.manifest import CellRun, ServedBy, read_run
+from harness.records.manifest import CellRun, Run, ServedBy, read_run
 from harness.records.records import Request
 from harness.report.tune import (
     GOALS,
@@ -58,6 +54,7 @@ from harness.report.tune import (
     why_text,
     write_tune,
 )
+from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, load_name, server_name
 from harness.run.machine_fit import check_all_gpus, resolve_auto
 from harness.run.orchestrator import (
@@ -65,7 +62,6 @@ from harness.run.orchestrator import (
     endpoint_of,
     refuse_too_long,
     run,
-    run_cells,
     run_group,
     run_steps,
     start_run,
@@ -350,7 +346,7 @@ def trials_of(report: TuneReport) -> list[Trial]:
 
 def failure_of(reason: Reason, report: TuneReport) -> dict[str, Any]:
     """Return how settings failed: the cause, by the failure table, and the settings that the failure names."""
-    known, text = reason.values.get("failure"), f"{reason.text} {reason.values}"
+    known, text = reason.values.get("failure"), f"{reason.values.get('error')} {reason.values.get('cause')}"
     cause = failure_cause(known)
     words = {name: spelled.removeprefix("--") for name, spelled in report.names.items()}
     named = [
@@ -458,57 +454,40 @@ def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, 
 
     Where nothing beats a reference that is not the default, the proof shows that the reference works.
     """
-    report = read_tune(folder)
+    report, manifest = read_tune(folder), read_run(folder)
     assert report is not None
-    search, trials = settings_search(read_run(folder), report.safe_memory), trials_of(report)
-    known = read_run(folder).scenario
-    base = reference(trials)
-    best = [] if base is None else sides_to_prove(search, trials)
-    sides = dict(zip(SIDES, best, strict=False))
-    if base is not None and (best or base):
-        blocks = block_count(search, trials, best[0]) if best else MIN_BLOCKS
-        left_s = report.budget_s - (time.monotonic() - began_s)
-        start_s = statistics.fmean(trial.took_s for trial in trials if trial.value is not None)
-        if report.proof is not None:
-            proven = read_run(runs / report.proof).scenario.servers
-            sides = {name: settings for name, settings in sides.items() if name in proven}
-        elif sides and blocks * (1 + len(sides)) * start_s > left_s:
-            sides = {SIDES[0]: best[-1]}
-            blocks = max(MIN_BLOCKS, min(blocks, int(left_s / (2 * start_s))))
-        proof = replace(experiment, scenario=proof_scenario(known, report, {DEFAULT: base, **sides}, blocks, folder))
-        text = ", or ".join(format_settings(report.spell(one)) for one in sides.values() or [base])
-        progress.line(f"Proof on fresh requests, {count(blocks, 'block')} with a start of each: {text}")
+    search, trials = settings_search(manifest, report.safe_memory), trials_of(report)
+    left_s = report.budget_s - (time.monotonic() - began_s)
+    proof = plan_proof(search, trials, left_s)
+    if proof is not None and report.proof is not None:  # it has as many sides as it began with
+        begun = len(read_run(runs / report.proof).scenario.servers) - 1
+        proof = replace(plan_proof(search, trials, math.inf if begun > 1 else 0.0) or proof, missing_s=0.0)
+    sides = {} if proof is None else dict(zip(SIDES, proof.sides, strict=False))
+    blocks = 0 if proof is None else max(proof.blocks, report.needed or 0)
+    if proof is not None and not proof.missing_s:
+        base = reference(trials) or {}
+        scenario = proof_scenario(manifest, report, {DEFAULT: base, **sides}, blocks)
+        text = ", or ".join(format_settings(report.spell(one)) for one in proof.sides or [base])
+        progress.line(f"Proof on fresh requests, at most {count(blocks, 'block')} with a start of each: {text}")
+        within_budget, searched = budget_steps(max(0.0, left_s), blocks), report
 
         def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
             write_tune(folder, replace(searched, proof=running.id))
-            yield from run_cells(running, cells)
+            yield from within_budget(running, cells)
 
-        searched = report
         if report.proof is None:
-            run(proof, runs, progress, steps)
+            run(replace(experiment, scenario=scenario), runs, progress, steps)
         else:
-            resume(runs / report.proof, progress, experiment.target)
+            resume(runs / report.proof, progress, experiment.target, max(0.0, left_s), max_repeats=blocks)
         report = read_tune(folder) or report
-    return finish(folder, report, search, sides, runs, began_s)
+    block_s = 0.0 if proof is None else proof.block_s
+    return finish(folder, report, sides, runs, began_s, blocks, block_s)
 
 
-def sides_to_prove(search: Search, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """Return the best settings, and those that change least among the ones about as good, or the second best."""
-    best = best_settings(search, trials, len(trials))
-    if len(best) < 2:
-        return best
-    mean, _ = predict(search, trials, search.array([Trial(settings=one) for one in best]))
-    close = mean[0] - math.log1p(MARGIN) - start_noise(trials)
-    simple = min((one for one, gain in zip(best, mean, strict=True) if gain >= close), key=len)
-    return [best[0], simple if simple != best[0] else best[1]]
-
-
-def proof_scenario(
-    known: Scenario, report: TuneReport, sides: Mapping[str, Mapping[str, Any]], blocks: int, folder: Path
-) -> Scenario:
+def proof_scenario(manifest: Run, report: TuneReport, sides: Mapping[str, Mapping[str, Any]], blocks: int) -> Scenario:
     """Return the scenario of the proof. A load that the search ended early is as long as it was there."""
     base = next(start for start in report.trials if start.value is not None)
-    ran = read_run(folder).ran
+    known, ran = manifest.scenario, manifest.ran
     loads = dict(known.loads)
     for name in base.cells:
         stopped_s, load = ran[name].stopped_after_s, loads[ran[name].load]
@@ -530,9 +509,18 @@ def proof_scenario(
 
 
 def finish(
-    folder: Path, report: TuneReport, search: Search, sides: Mapping[str, Mapping[str, Any]], runs: Path, began_s: float
+    folder: Path,
+    report: TuneReport,
+    sides: Mapping[str, Mapping[str, Any]],
+    runs: Path,
+    began_s: float,
+    planned: int,
+    block_s: float,
 ) -> TuneReport:
-    """Decide by the proof, and write tune.json and the pages of the search."""
+    """Decide by the proof, and write tune.json and the pages of the search.
+
+    `sides`: to be proven. `planned`: blocks of the proof. `block_s`: about what one takes.
+    """
     base = reference(trials_of(report))
     values: dict[str, list[float]] = {}
     invalid: list[Reason] = []
@@ -548,24 +536,14 @@ def finish(
     is_unproven = bool(sides or base) and not values.get(DEFAULT)
     undecided = base is None or is_untried or bool(invalid) or is_unproven or bool(sides and not proven)
     verdict = "inconclusive" if undecided else answer.verdict
-    judged = zip((settings for settings, _ in proven), answer.verdicts, strict=True)
-    faster = [(settings, found) for settings, found in judged if found.word == "faster"]
-    if verdict == "set" and faster:  # of about equal ones, those that change least
-        near = [pair for pair in faster if (pair[1].ratio or 0) * (1 + MARGIN) >= (answer.ratio or 0)]
-        simple, found = min(near, key=lambda pair: len(pair[0]))
-        answer = replace(answer, settings=dict(simple), ratio=found.ratio, low=found.low, high=found.high)
     chosen = answer.settings if verdict != "keep" else {}
     if verdict == "keep" and base:  # the default does not start
         verdict, chosen = "set", base
         answer = replace(answer, ratio=None, low=None, high=None)
-    shown = chosen or (dict(next(iter(sides.values()))) if verdict == "inconclusive" and sides else {})
-    known = read_run(folder).scenario
-    paste: dict[str, str] = {}
-    if verdict == "set":
-        server = with_settings(known.servers[DEFAULT], known.model, chosen)
-        pasted = replace(known, servers={report.server: server})
-        paste = to_paste(pasted, report.server, running=server.template == "running")
-    blocks = len(values.get(DEFAULT, []))
+    shown = chosen or (dict(next(iter(sides.values()), base or {})) if verdict == "inconclusive" else {})
+    blocks, spent_s = len(values.get(DEFAULT, [])), time.monotonic() - began_s
+    missing_s = block_s * (max(planned, answer.needed or 0) - blocks) if verdict == "inconclusive" else 0.0
+    more_s = max(0.0, missing_s - max(0.0, report.budget_s - spent_s))
     report = replace(
         report,
         verdict=verdict,
@@ -579,13 +557,27 @@ def finish(
         reference=report.spell(base or {}),
         blocks=blocks,
         starts=len(report.trials) + sum(map(len, values.values())),
-        reasons=reasons,
-        spent_s=time.monotonic() - began_s,
-        paste=paste,
+        reasons=[*reasons, *over_budget(report.budget_s, spent_s)],
+        spent_s=spent_s,
+        more_s=more_s or None,
+        paste=pasted(read_run(folder).scenario, report.server, chosen) if verdict == "set" else {},
     )
     write_tune(folder, report)
     write_results(folder, read_run(folder))
     return report
+
+
+def over_budget(budget_s: float, spent_s: float) -> Iterator[Reason]:
+    if spent_s > budget_s:
+        text = f"it took {duration(spent_s)}, and --budget was {duration(budget_s)}: "
+        text += "a start or a block of the proof that begins in it runs to its end"
+        yield because("tune_over_budget", text, spent_s=spent_s, budget_s=budget_s)
+
+
+def pasted(known: Scenario, name: str, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return by place the text that brings these settings to a server."""
+    server = with_settings(known.servers[DEFAULT], known.model, settings)
+    return to_paste(replace(known, servers={name: server}), name, running=server.template == "running")
 
 
 def reference_reasons(report: TuneReport, base: Mapping[str, Any] | None) -> list[Reason]:
@@ -617,12 +609,19 @@ def proof_values(summary: Summary, report: TuneReport, sides: Sequence[str]) -> 
     return {side: [block[side] for block in complete] for side in working}
 
 
-def resume_tune(folder: Path, runs: Path, progress: Progress, target: Target | None = None) -> TuneReport:
-    """Go on with a search or its proof after any end; see `tune`. Raises HarnessError when it cannot be resumed."""
+def resume_tune(
+    folder: Path, runs: Path, progress: Progress, target: Target | None = None, budget_s: float | None = None
+) -> TuneReport:
+    """Go on with a search or its proof after any end; see `tune`. Raises HarnessError when it cannot be resumed.
+
+    `budget_s`: of all parts together, with which also goes on what the earlier budget ended.
+    """
     report = read_tune(folder)
     if report is None:
         raise HarnessError(f"{folder}: not a run of `harness tune`", next_step="`harness run --resume` is for others.")
     began_s = time.monotonic() - report.spent_s
+    if budget_s is not None:
+        report = with_budget(report, budget_s)
     if report.ended is None:
         kept = {cell for start in report.trials for cell in start.cells}
         with reopened(folder, kept, progress, target) as running, restored(running.experiment, progress):
@@ -633,8 +632,22 @@ def resume_tune(folder: Path, runs: Path, progress: Progress, target: Target | N
     if report.verdict is not None:
         return report
     experiment = recorded_experiment(folder, target)
+    write_tune(folder, report)
     with restored(experiment, progress), _with_resume_advice(lambda: folder, progress):
         return prove(folder, experiment, runs, progress, began_s)
+
+
+def with_budget(report: TuneReport, budget_s: float) -> TuneReport:
+    """Return a report that goes on in a larger budget. Raises HarnessError when that is spent already."""
+    if budget_s <= report.spent_s:
+        raise HarnessError(
+            f"--budget: {duration(budget_s)}, of which {duration(report.spent_s)} are spent",
+            next_step="Give more: it is the time of all parts together.",
+        )
+    report = replace(report, budget_s=budget_s)
+    if report.proof is None and report.ended is not None and report.ended.code == "tune_budget":
+        return replace(report, ended=None, verdict=None)
+    return replace(report, verdict=None) if report.verdict == "inconclusive" else report
 
 
 @contextlib.contextmanager

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
-from harness.base.summary import MARGIN
-from harness.records.manifest import read_run
-from harness.report.tune import TuneReport, read_tune
+from harness.base.summary import MARGIN, because
+from harness.records.manifest import read_run, write_run
+from harness.report.tune import TuneReport, TuneStart, read_tune, write_tune
 from harness.run.progress import Progress
 from harness.run.resume import reopened
 from harness.run.tune import TuneSearch
@@ -51,6 +52,10 @@ def report_of(folder: Path) -> TuneReport:
     return found[0]
 
 
+def tried(folder: Path) -> list[TuneStart]:
+    return [start for path in folder.glob("runs/*") for start in (read_tune(path) or TuneReport(budget_s=0)).trials]
+
+
 def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Path) -> None:
     path = write(tmp_path, **QUICK)
     with going("tune", str(path), "--runs", "runs", "--budget", "1s", cwd=tmp_path) as command:
@@ -59,6 +64,11 @@ def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Pa
         command.end()
     folder = only_run(tmp_path / "runs")
     assert report_of(tmp_path).trials == []
+    run = read_run(folder)
+    write_run(folder, replace(run, versions=run.versions | {"locust": "0.1"}))
+    refused = harness("tune", "--resume", folder.name, "--runs", "runs", cwd=tmp_path)
+    assert refused.code == 1 and "versions.locust: 0.1 then" in refused.err, refused.err
+    write_run(folder, run)
     done = harness("tune", "--resume", folder.name, "--runs", "runs", "--json", cwd=tmp_path)
     assert done.code == 5, done.out + done.err
     answer = json.loads(done.out)
@@ -66,6 +76,7 @@ def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Pa
         "inconclusive", {}, None, None, None, 1
     ]  # fmt: skip
     (start,) = report_of(tmp_path).trials
+    assert [reason["code"] for reason in answer["reasons"]] == ["tune_over_budget"] and answer["spent_s"] > 1
     assert start.value and start.cells == ["r1-default-ten"] and report_of(tmp_path).ended is not None
     run = read_run(folder)
     assert (run.status, [cell.id for cell in run.cells], len(run.resumed)) == ("valid", start.cells, 1)
@@ -100,8 +111,20 @@ def test_bad_options_are_explained_before_a_start(tmp_path: Path) -> None:
 
 def test_settings_are_proven_where_the_default_does_not_start_and_nothing_is_better(tmp_path: Path) -> None:
     changes = STORY | {"loads": {"one": {"user": "batch", "batch_size": 1, "requests": 5, "output_tokens": 5}}}
-    done = tune(tmp_path, "--budget", "1s", "--json", **changes | {"warmup": {"requests": 0}})
-    report = report_of(tmp_path)
+    path = write(tmp_path, **QUICK | changes | {"warmup": {"requests": 0}})
+    with going("tune", str(path), "--runs", "runs", cwd=tmp_path) as command:
+        until(lambda: len(tried(tmp_path)) == 2)
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.end()
+    report = report_of(tmp_path)  # as if the search had ended, and with it the budget
+    ended = replace(report, ended=because("tune_patience", "x"), budget_s=report.spent_s)
+    write_tune(tmp_path / "runs" / report.run, ended)
+    resume = ["tune", "--resume", report.run, "--runs", "runs"]
+    done, report = harness(*resume, cwd=tmp_path), report_of(tmp_path)
+    assert (done.code, report.verdict, report.proof) == (5, "inconclusive", None), done.out + done.err
+    assert report.settings == {"gpu_memory_utilization": 0.78} and (report.more_s or 0) > 0
+    assert harness(*resume, "--budget", "1ms", cwd=tmp_path).code == 1
+    done, report = harness(*resume, "--budget", "1h", cwd=tmp_path), report_of(tmp_path)
     assert (done.code, report.sides, report.blocks) == (0, [], 3), done.out + done.err
     assert report.proof is not None and read_run(tmp_path / "runs" / report.proof).status == "valid"
     assert (report.verdict, report.settings, report.ratio) == ("set", {"gpu_memory_utilization": 0.78}, None)

@@ -4,11 +4,13 @@ import math
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from harness.analysis.tune import (
     MAX_FAILED,
     PATIENCE,
     Bounds,
+    ProofPlan,
     Proposal,
     Search,
     Setting,
@@ -22,6 +24,7 @@ from harness.analysis.tune import (
     gains,
     make_search,
     next_start,
+    plan_proof,
     predict,
     proof_order,
     reference,
@@ -186,6 +189,28 @@ def test_the_best_settings_bring_more_than_the_margin() -> None:
     assert best_settings(search(), trials, 2) == [{"sequences": 32}, {"memory": 0.8}]
 
 
+def test_the_proof_fits_into_the_budget() -> None:
+    trials = [Trial(value=100.0, took_s=100), Trial(settings={"sequences": 32}, value=150.0, took_s=40)]
+    trials.append(Trial(settings={"memory": 0.8}, value=140.0, took_s=20))
+    full = plan_proof(search(), trials, 480)
+    assert full == ProofPlan(sides=[{"sequences": 32}, {"memory": 0.8}], blocks=3, block_s=160, missing_s=0)
+    assert plan_proof(search(), trials, 479) == ProofPlan(sides=full.sides[:1], blocks=3, block_s=140, missing_s=0)
+    short = plan_proof(search(), trials, 200)
+    assert short is not None and short.missing_s == 80, "two blocks decide something"
+    also = Trial(settings={"sequences": 32, "compiled": True}, value=150.5, took_s=40)
+    equal = plan_proof(search(), [*trials[:2], also, replace(also, settings={"compiled": True}, value=100.0)], 400)
+    assert equal is not None and equal.sides == [{"sequences": 32}], "of about equal ones, those that change least"
+    assert plan_proof(search(), trials[:1], 1000) is None
+    alone = plan_proof(search(), [Trial(settings={"memory": 0.6}, value=1.0, took_s=5)], 1000)
+    assert alone == ProofPlan(sides=[], blocks=3, block_s=5, missing_s=0), "they replace a default that fails"
+
+
+def test_first_starts_end_with_the_budget() -> None:
+    found = next_start(search(), [Trial(cause="memory", took_s=600)], budget_s=1800)
+    assert isinstance(found, Reason) and found.code == "tune_budget"
+    assert isinstance(next_start(search(), [], budget_s=0), Proposal), "one start has no time before it"
+
+
 def test_blocks_of_the_proof() -> None:
     assert blocks_needed(math.log(1.5), 0.01) == 3
     assert 4 <= blocks_needed(math.log(1.1), 0.03) <= 9
@@ -200,6 +225,9 @@ def test_the_answer_of_the_proof() -> None:
     assert (answer.verdict, answer.settings) == ("set", best)
     assert answer.ratio == pytest.approx(1.42, abs=0.001)
     assert answer.low is not None and answer.high is not None and 1.38 < answer.low < 1.42 < answer.high < 1.46
+    also = {"sequences": 32, "compiled": True}
+    near = decide("output_tok_s", base, [(also, [143.0, 142, 144, 143]), (best, [142.0, 141, 143, 142])])
+    assert near.settings == best and near.ratio == answer.ratio, "of about equal ones, those that change least"
     equal = decide("output_tok_s", base, [(better, base), (best, [90.0, 91, 89, 90])])
     assert (equal.verdict, equal.settings) == ("keep", {})
     wide = decide("output_tok_s", base, [(better, [150.0, 90, 150, 90])])
@@ -279,7 +307,7 @@ def test_a_context_is_not_shorter_than_the_longest_request() -> None:
     assert "context" not in values(declared("llama.cpp", slots))
     engine = next(one for one in engines() if one.name == "llama.cpp")
     found = declared_search(engine, engine, slots, Bounds(tokens=1500, at_once=8), {"ctx_per_slot": 4096})
-    assert values(found)["context"] == (2048, 4096, 8192, 16384, 32768)
+    assert values(found)["context"] == (2048, 4096, 8192, 16384), "more brings nothing"
     assert values(found)["sequences"] == (1, 2, 4, 8)
 
 

@@ -43,6 +43,7 @@ from harness.run.tune import (
     users_ladder,
     users_value,
     value_of,
+    with_budget,
 )
 from harness.scenario import Arrivals, Load, Server
 from harness.serve.compose_file import Service
@@ -137,6 +138,9 @@ def test_a_failure_of_the_table_has_the_cause_that_excludes() -> None:
     assert causes["gpu.fault"] == "other"
     error = StartError("it ended: unrecognized arguments: --max-num-seqs", failure="cli.unknown_flag")
     assert failure_of(start_failure(error), REPORT)["blamed"] == ["sequences"]
+    image = replace(REPORT, names={"backend": "image"})
+    advised = StartError("unknown", failure="cli.unknown_flag", cause="unknown", fix="see --help of the image")
+    assert failure_of(start_failure(advised), image)["blamed"] == [], "advice blames no setting"
     batches = replace(REPORT, names={"batched_tokens": "ubatch_size", "batch": "batch_size"})
     unknown = StartError("it does not know --ubatch-size 128", failure="cli.unknown_flag")
     assert failure_of(start_failure(unknown), batches)["blamed"] == ["batched_tokens"], "not a part of its name"
@@ -238,11 +242,29 @@ def test_the_first_line_is_the_answer() -> None:
     kept = replace(FOUND, verdict="keep", settings={}, ratio=1.004, low=0.99, high=1.018)
     assert answer_line(kept).startswith("keep the default: 2 other settings tried")
     unsure = replace(FOUND, verdict="inconclusive", needed=8)
-    assert answer_line(unsure) == "inconclusive: 8 repeats would settle it: max_num_seqs 5: 1.42x (1.35 to 1.49)"
+    assert answer_line(unsure) == "inconclusive: max_num_seqs 5: 1.42x (1.35 to 1.49); 8 repeats would settle it"
     only = replace(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
     assert answer_line(only) == "set this: gpu_memory_utilization 0.75: the default gave no result"
     none = TuneReport(budget_s=1, verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
     assert answer_line(none) == "inconclusive: no settings gave a result"
+
+
+def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that_is_missing() -> None:
+    cut = replace(FOUND, verdict="inconclusive", ratio=None, low=None, high=None, sides=[], verdicts=[], more_s=1140.0)
+    assert answer_line(cut) == (
+        "inconclusive: max_num_seqs 5: 1.40x in the search, not proven; 19 min 0 s more would settle it"
+    )
+    assert "--resume r --budget 24min" in markdown.render(tune_page(replace(cut, spent_s=60.0)))
+
+
+def test_a_larger_budget_goes_on_with_what_the_smaller_one_ended() -> None:
+    spent = replace(FOUND, verdict="inconclusive", spent_s=3500.0, ended=because("tune_budget", "x"))
+    more = with_budget(spent, 7200)
+    assert (more.budget_s, more.verdict) == (7200, None) and more.ended is not None, "the proof has begun"
+    assert with_budget(replace(spent, proof=None), 7200).ended is None
+    assert with_budget(replace(FOUND, ended=spent.ended), 7200).verdict == "set"
+    with pytest.raises(HarnessError, match="--budget"):
+        with_budget(spent, 3000)
 
 
 def test_a_broken_limit_says_how_many_requests_met_it() -> None:
