@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import tokenizers
+
 from harness.base.summary import Row
+from harness.workload import text, words_of_tokenizer
 from tests.real.conftest import CHOICES, WORK, Say, Timed
 from tests.real.parts import Ran, llamacpp, run, write_scenario
+from tests.support.engines.paths import QWEN3_100M
 
 
 def rows(ran: Ran) -> dict[str, Row]:
@@ -20,6 +24,13 @@ def test_llamacpp_counts_prompts_exactly_and_completes(tmp_path: Path, say: Say)
     prompts = {"tokens": {"uniform": [20, 120]}, "tokenizer": "server", "system_tokens": 10}
     servers = {"it": llamacpp()}
     _is_exact(run(write_scenario(tmp_path, "exact", model="tiny", servers=servers, loads=loads, prompts=prompts)), say)
+
+
+def test_a_local_tokenizer_gives_exact_counts() -> None:
+    path = QWEN3_100M / "tokenizer.json"
+    words, tokenizer = words_of_tokenizer(path), tokenizers.Tokenizer.from_file(str(path))
+    for tokens in (1, 3, 100, 1000):
+        assert len(tokenizer.encode(text(tokens, 3, tokens, words), add_special_tokens=False).ids) == tokens
 
 
 def test_llamacpp_keeps_to_choices(tmp_path: Path, say: Say) -> None:

@@ -41,4 +41,6 @@ def test_a_draft_model_and_a_cached_context(tmp_path: Path, say: Say) -> None:
     users, depth = (answer.values["parts"] for answer in ran.summary.answers)
     (speculation,) = [part for part in users if "tokens_per_step" in part]
     assert speculation["side"] == "drafts" and speculation["share"] > 0.9 and 3 < speculation["tokens_per_step"] <= 4
-    assert [part["speed"] for part in depth] == ["decode", "first"], "all of the context was in the cache"
+    # On a busy machine a note that the load generator was the limit may follow.
+    assert [part["speed"] for part in depth if "speed" in part] == ["decode", "first"]
+    assert not [part for part in depth if "share" in part], "all of the context was in the cache"

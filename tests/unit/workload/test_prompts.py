@@ -26,13 +26,11 @@ from harness.workload import (
     common_words,
     one_token_words,
     text,
-    words_of_tokenizer,
     workload_sha256,
 )
 from harness.workload.prompt_file import PromptRow, read_rows
 from tests.support import made_questions
 from tests.support.command import write
-from tests.support.engines.paths import QWEN3_100M
 
 MANY = 20_000
 
@@ -172,16 +170,6 @@ def test_a_tokenizer_that_cannot_be_met_exactly_is_refused_in_words() -> None:
 
     with pytest.raises(HarnessError, match="it: 932 of 932 common words .* or texts of them have other"):
         one_token_words(one_more, "it")
-
-
-@pytest.mark.skipif(not (QWEN3_100M / "tokenizer.json").exists(), reason="tests/support/engines/setup models")
-def test_a_local_tokenizer_gives_exact_counts() -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    path = QWEN3_100M / "tokenizer.json"
-    words = words_of_tokenizer(path)
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    for tokens in (1, 3, 100, 1000):
-        assert len(tokenizer.encode(text(tokens, 3, tokens, words), add_special_tokens=False).ids) == tokens
 
 
 SHARE = [
