@@ -55,7 +55,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     cache: int | None = None  # 1: later values leave as much for the KV cache or less; -1: more; None: as `memory`
 
     def index(self, value: Any) -> int:
-        """The place of a value, or of the nearest number. Raises ValueError if there is none."""
+        """The place of a value, or of the nearest number. Raises ValueError if no value fits."""
         if value in self.values:
             return self.values.index(value)
         numbers = [(abs(each - value), place) for place, each in enumerate(self.values) if _is_number(each, value)]
@@ -113,7 +113,7 @@ class Search(Struct, frozen=True, kw_only=True):
         return tuple(setting.index(setting.default) for setting in self.settings)
 
     def at(self, settings: Mapping[str, Any]) -> tuple[int, ...]:
-        """The candidate with these settings, or the nearest one. Raises ValueError for a value that is none."""
+        """The candidate with these settings, or the nearest one. Raises ValueError if no value of a setting fits."""
         return tuple(setting.index(settings.get(setting.name, setting.default)) for setting in self.settings)
 
     def settings_at(self, at: Sequence[int]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def declared_search(
 
 
 def _declared(name: str, tune: Tuning, value: Any, bounds: Bounds) -> Setting | None:
-    """A setting as declared, with the values that make a difference here. None: there is none besides its own."""
+    """A setting as declared, with the values that make a difference here. None: only its own value makes sense."""
     values = [each for each in tune.values if _has_target(tune.targets.get(str(each)), bounds.target)]
     if name == SEQUENCES and bounds.at_once is not None:
         enough = next((each for each in values if each >= bounds.at_once), None)

@@ -266,7 +266,7 @@ AboutOpt = Annotated[str | None, option("KEY", "The one manifest key in which th
 UrlOpt = Annotated[
     str | None, option("URL", "Use a server that already runs, such as http://127.0.0.1:8000.", callback=validate_url)
 ]
-CaOpt = Annotated[Path | None, option("FILE", "With --url https://...: the authority that signed its certificate.")]
+CaOpt = Annotated[Path | None, option("FILE", "The authority that signed the certificate of an https server.")]
 ModelOpt = Annotated[
     str | None,
     option(
@@ -285,7 +285,7 @@ ResultsDir = Annotated[
 PIPE_WIDTH = 160  # columns of what is no terminal
 MIN_WIDTH = 40
 RUNS = Path("runs")
-LAST = "last"  # stands for the newest run
+LAST = "last"  # names the newest run
 RESULTS = Path("results")
 
 

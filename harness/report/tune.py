@@ -197,7 +197,7 @@ def why_text(why: str, finding: str | None) -> str:
 
 
 def result_text(start: TuneStart) -> str:
-    """The result of a start: its ratio to the reference, or why there is none."""
+    """The result of a start: its ratio to the reference, or the reason why it is missing."""
     if start.ratio is not None:
         return f"{factor(start.ratio)}x"
     if start.reason is None:

@@ -389,7 +389,7 @@ def _request_bounds(slo: CapacitySlo) -> list[Any]:
 
 
 def value_of(cells: Sequence[CellSummary], report: TuneReport) -> float | Reason:
-    """Return the result of a start, more is better: the geometric mean over its loads; or why there is none."""
+    """Return the result of a start, more is better: the geometric mean over its loads, or why it is missing."""
     problems = [problem for cell in cells for problem in cell.problems]
     if problems or not cells:
         return problems[0] if problems else because("no_cells", "nothing was measured")

@@ -1,0 +1,57 @@
+"""Make the pictures of the pages, light and dark: `python -m tests.support.made_pictures RUN report|sweep`.
+
+`report` is the head of the report (RUN: docs/example), `sweep` the charts of a sweep (RUN: one of docs/sweeps.md).
+"""
+
+import base64
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
+
+from harness.base.files import ROOT
+from tests.browser.conftest import FLAGS
+from tests.support.command import harness
+
+CLIPS = {  # by picture: the width of the window, and what of the page it shows
+    "report": (1100, "return {x: 0, y: 0, width: 1100, height: 775}"),
+    "sweep": (
+        1180,
+        """const titles = [...document.querySelectorAll("h3")];
+        const title = titles.find((one) => one.textContent.startsWith("What was varied"));
+        const charts = title.parentElement.querySelector(".pair").getBoundingClientRect();
+        const top = title.getBoundingClientRect().top;
+        return {x: charts.left, y: top + scrollY, width: charts.width, height: charts.bottom - top}""",
+    ),
+}
+
+
+def main(run: str, picture: str) -> None:
+    width, clip = CLIPS[picture]
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder, "report.html")
+        page.write_text(harness("report", str(Path(run).resolve()), "--format", "html", cwd=Path(folder)).out)
+        options = webdriver.ChromeOptions()
+        options.binary_location = shutil.which("chromium") or "chromium"
+        for flag in (*FLAGS, "--hide-scrollbars", f"--user-data-dir={folder}/profile"):
+            options.add_argument(flag)
+        with webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver"))) as chrome:
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            for scheme in ("light", "dark"):
+                features = [{"name": "prefers-color-scheme", "value": scheme}]
+                chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+                chrome.get(page.as_uri())
+                WebDriverWait(chrome, 60).until(lambda b: b.execute_script("return document.body.dataset.charts"))
+                area = {**chrome.execute_script(clip), "scale": 1}
+                shot = {"format": "png", "captureBeyondViewport": True, "clip": area}
+                data = chrome.execute_cdp_cmd("Page.captureScreenshot", shot)["data"]
+                (ROOT / "docs" / "img" / f"{picture}-{scheme}.png").write_bytes(base64.b64decode(data))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
