@@ -42,7 +42,7 @@ def _result(data: RunData, name: str) -> Soak | None:
     failed = _failures(rows, begin)
     events = [] if start_wall_s is None else _events(samples, cell, start_wall_s, begin)
     serious = [one for one in events if one.serious]
-    at_s = [one.at_s for one in (*failed[:1], *serious[:1])]
+    at_s = [*(one.at_s for one in failed[:1]), *(one.at_s for one in serious[:1])]
     first_s = max(0.0, min(at_s)) if at_s else None  # 0: in the warm-up
     until = end if first_s is None else min(end, begin + first_s)
     memory = [] if start_wall_s is None else _memory(data, name, start_wall_s, until - begin)
