@@ -12,8 +12,9 @@ from harness.advice.bandwidth import read_measured
 from harness.advice.expect import (
     TYPICAL_PREFILL,
     Word,
-    classify_users,
     decode_bound,
+    describe_base,
+    judge,
     kv_bytes,
     ttft_floor,
     typical_decode,
@@ -121,8 +122,9 @@ class Expectation(Struct, frozen=True, kw_only=True):
     one_user_typical_tok_s: tuple[float, float] | None = None
     users_max_tok_s: float | None = None
     measured_tok_s: float | None = None
-    share: float | None = None  # measured / bound
-    word: Word | None = None
+    share: float | None = None  # measured / share_of_tok_s
+    share_of_tok_s: float | None = None  # users_max_tok_s; with the experts of several users the estimate for all
+    word: Word | None = None  # by this share
     share_of_measured: float | None = None  # the same with the measured bandwidth
     contexts: list[ContextBound] = []
     many_users: list[UsersBound] = []
@@ -321,14 +323,13 @@ def _with_speed(
         weights=list(_other_weights(size, gpu, known)),
     )
     if measured_tok_s is not None:
-        share = measured_tok_s / total
-        word = classify_users(measured_tok_s, total, likely, bound)
-        found = replace(found, measured_tok_s=measured_tok_s, share=share, word=word)
+        of, share, word = judge(measured_tok_s, total, likely, bound)
+        found = replace(found, measured_tok_s=measured_tok_s, share=share, share_of_tok_s=of, word=word)
         if known.measured_bandwidth_gb_s:
             own = replace(gpu, bandwidth_gb_s=known.measured_bandwidth_gb_s)
-            by_measured = decode_bound(size, own, users=known.users, context=context, gpus=gpus)
+            by_measured = decode_bound(size, own, users=known.users, context=context, gpus=gpus, spread=of < total)
             found = replace(found, share_of_measured=measured_tok_s / by_measured)
-    return replace(found, sentence=_sentence(found, gpu, likely))
+    return replace(found, sentence=_sentence(found, gpu))
 
 
 def _context_bound(size: ModelSize, gpu: GpuSpec, context: int, gpus: int) -> ContextBound:
@@ -376,25 +377,22 @@ def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterabl
         )
 
 
-def _sentence(found: Expectation, gpu: GpuSpec, likely_tok_s: float) -> str:
+def _sentence(found: Expectation, gpu: GpuSpec) -> str:
     model = found.model.name if found.model is not None else "the model"
     whom = "one user" if found.users == 1 else f"{found.users} users at once"
     counted = found.context and found.model is not None and found.model.kv_token_bytes is not None
     after = f" after {found.context:,} tokens" if counted else ""
     name = gpu.name if found.gpus == 1 else f"{found.gpus} x {gpu.name}"
     bandwidth = f"{figures(gpu.bandwidth_gb_s * found.gpus)} GB/s"
-    where, bound = f"{model} on {name}", f"at most {figures(found.users_max_tok_s or 0)} tok/s"
+    where, most = f"{model} on {name}", found.users_max_tok_s or 0
     given = f"({whom}{after}, {bandwidth})"
-    if found.measured_tok_s is not None and found.share is not None:
+    if found.measured_tok_s is not None and found.share is not None and found.share_of_tok_s is not None:
         speed = f"{figures(found.measured_tok_s)} tok/s is {_WORDS[found.word]}"
         wrong = f" {_WRONG}" if found.word == "slow" else ""
-        of = f"{100 * found.share:.0f} % of {bound}"
-        if found.word is not None and likely_tok_s < (found.users_max_tok_s or 0):
-            near = f"{100 * found.measured_tok_s / likely_tok_s:.0f} % of about {figures(likely_tok_s)} tok/s"
-            of = f"{near} with the experts of all users, {of}"
+        of = f"{100 * found.share:.0f} % of {describe_base(found.share_of_tok_s, most)}"
         return f"{speed} for {where}: {of} {given}.{wrong}"
     typical = f"; {_range(found.one_user_typical_tok_s)} is typical" if found.users == 1 else ""
-    return f"{where}: {bound} {given}{typical}."
+    return f"{where}: {describe_base(most, most)} {given}{typical}."
 
 
 def _range(values: tuple[float, float] | None) -> str:
@@ -405,7 +403,7 @@ def format_answer(found: Expectation) -> list[str]:
     """Return the answer in lines, the sentence first."""
     lines = [found.sentence] if found.sentence else []
     if found.share_of_measured is not None and found.measured_bandwidth_gb_s is not None:
-        note = ": the measured bandwidth is too low" if found.share_of_measured > 1 else ""
+        note = ": the measured bandwidth is too low" if found.share_of_measured > 1 and found.share_of_tok_s == found.users_max_tok_s else ""
         share = f"{100 * found.share_of_measured:.0f} %"
         lines.append(f"It is {share} of the {figures(found.measured_bandwidth_gb_s)} GB/s measured here{note}.")
     if found.bandwidth_source is not None and found.bandwidth_source != "--bandwidth":

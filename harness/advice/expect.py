@@ -34,10 +34,11 @@ MAX_SHARE = 1.02  # above it only speculation explains a speed; clocks and count
 class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How near a measured speed is to what the hardware allows."""
 
-    share: float  # measured / bound; above 1 with speculation
-    word: Word | None  # None: above the bound, or no word is defined
+    share: float  # measured / of_tok_s; above 1 with speculation
+    word: Word | None  # by this share; None: above the bound, or no word is defined
     usual_share: float  # that engines usually reach or exceed with such a model
     bound_tok_s: float
+    of_tok_s: float  # the bound; with the experts of several users the estimate for all of them
     measured_tok_s: float
     sentence: str
 
@@ -52,13 +53,20 @@ def classify(share: float, bound_tok_s: float) -> Word | None:
     return "normal" if share >= lowest else "slow"
 
 
-def classify_users(tok_s: float, bound_tok_s: float, likely_tok_s: float, one_user_tok_s: float) -> Word | None:
-    """Return the word for the speed of all users, by the estimate for experts that all users touch.
+def judge(tok_s: float, bound: float, likely: float, one_user: float) -> tuple[float, float, Word | None]:
+    """Return what the speed of all users is compared with, its share of that, and the word of this share.
 
-    Within the bound a speed above the estimate is no sign of speculation: the users' tokens chose the same experts.
+    It is the bound, or the `likely` speed with the experts that all users touch. Within the bound a speed above the
+    likely one is no sign of speculation: the users' tokens chose the same experts.
     """
-    near = tok_s / min(bound_tok_s, likely_tok_s)
-    return classify(near if tok_s / bound_tok_s > MAX_SHARE else min(near, 1.0), one_user_tok_s)
+    of = bound if tok_s > MAX_SHARE * bound else min(bound, likely)
+    return of, tok_s / of, classify(tok_s / of if of == bound else min(tok_s / of, 1.0), one_user)
+
+
+def describe_base(of: float, bound: float) -> str:
+    """Return what a share is of, in words."""
+    most = f"at most {figures(bound)} tok/s"
+    return most if of == bound else f"about {figures(of)} tok/s with the experts of all users, of {most}"
 
 
 def kv_bytes(size: ModelSize, context: float) -> float:
@@ -142,17 +150,24 @@ def share(data: RunData, cell: CellData) -> Share | None:
     tok_s, users, context = speed
     bound = decode_bound(size, gpu, users=users, context=context, gpus=gpus)
     likely = decode_bound(size, gpu, users=users, context=context, gpus=gpus, spread=True)
-    result = tok_s / bound
-    word = classify_users(tok_s, bound, likely, decode_bound(size, gpu, gpus=gpus))
+    one_user = decode_bound(size, gpu, gpus=gpus)
+    of, reached, word = judge(tok_s, bound, likely, one_user)
     if word == "slow" and users >= MANY_USERS and _prefill_load(cell, size, gpu, gpus) > MAX_PREFILL_LOAD:
         word = None  # prompts of other users take much of the time between two tokens
+    whom = "one user" if users < MANY_USERS else f"{users:.0f} users at once"
+    name = gpu.name if gpus == 1 else f"{gpus} x {gpu.name}"
+    part, than = f"{100 * reached:.0f} % of", "allows" if of == bound else "is estimated to allow"
+    if reached > MAX_SHARE and of == bound:
+        part, whom = f"{figures(reached)} times", f"{whom} without speculation"
+    numbers = f"{figures(tok_s)} of {describe_base(of, bound)}; {name}, {figures(gpu.bandwidth_gb_s * gpus)} GB/s"
     return Share(
-        share=result,
+        share=reached,
         word=word,
-        usual_share=_usual_share(decode_bound(size, gpu, gpus=gpus)),
+        usual_share=_usual_share(one_user),
         bound_tok_s=bound,
+        of_tok_s=of,
         measured_tok_s=tok_s,
-        sentence=_share_sentence(result, tok_s, bound, users, gpu, gpus),
+        sentence=f"{part} what this GPU {than} for {whom} ({numbers})",
     )
 
 
@@ -172,17 +187,6 @@ def _window_s(cell: CellData) -> float:
     if cell.window_s is not None:
         return cell.window_s[1] - cell.window_s[0]
     return float((rows.sent_s + rows.ended_s).max() - rows.sent_s.min())
-
-
-def _share_sentence(share: float, tok_s: float, bound: float, users: float, gpu: GpuSpec, gpus: int) -> str:
-    whom = "one user" if users < MANY_USERS else f"{users:.0f} users at once"
-    gpu_name = gpu.name if gpus == 1 else f"{gpus} x {gpu.name}"
-    numbers = (
-        f"{figures(tok_s)} of at most {figures(bound)} tok/s; {gpu_name}, {figures(gpu.bandwidth_gb_s * gpus)} GB/s"
-    )
-    if share > MAX_SHARE:
-        return f"{figures(share)} times what this GPU allows for {whom} without speculation ({numbers})"
-    return f"{100 * share:.0f} % of what this GPU allows for {whom} ({numbers})"
 
 
 def decode_speed(cell: CellData) -> tuple[float, float, float] | None:

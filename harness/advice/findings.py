@@ -66,6 +66,7 @@ def hardware_shares(data: RunData, summary: Summary) -> list[Reason]:
     reasons = []
     for one, row in lowest.values():
         text = f"{row.name}: {one.sentence}{f': {WORDS[one.word]}' if one.word else ''}"
-        values = {"row": row.name, "share": one.share, "word": one.word, "bound_tok_s": one.bound_tok_s}
-        reasons.append(because("hardware_share", text, **values, measured_tok_s=one.measured_tok_s))
+        values = {"row": row.name, "share": one.share, "word": one.word, "of_tok_s": one.of_tok_s}
+        speeds = {"bound_tok_s": one.bound_tok_s, "measured_tok_s": one.measured_tok_s}
+        reasons.append(because("hardware_share", text, **values, **speeds))
     return reasons

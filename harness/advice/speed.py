@@ -4,7 +4,16 @@ import re
 
 import numpy as np
 
-from harness.advice.expect import TYPICAL_PREFILL, Share, run_gpu, run_model, share, ttft_floor, used_cards
+from harness.advice.expect import (
+    TYPICAL_PREFILL,
+    Share,
+    describe_base,
+    run_gpu,
+    run_model,
+    share,
+    ttft_floor,
+    used_cards,
+)
 from harness.advice.rules import Found, RowFacts, rule
 from harness.base.summary import Action
 from harness.base.units import GIB, figures, milliseconds, short_percent
@@ -38,13 +47,14 @@ def _lost(row: RowFacts, found: Share) -> float | None:
 
 
 def _slow(row: RowFacts, found: Share, why: str, actions: list[Action]) -> Found:
-    values = {"share": found.share, "bound_tok_s": found.bound_tok_s, "tok_s": found.measured_tok_s}
+    values = {"share": found.share, "of_tok_s": found.of_tok_s, "bound_tok_s": found.bound_tok_s}
+    values["tok_s"] = found.measured_tok_s
     return Found(_lost(row, found), found.sentence, why, actions, values)
 
 
 def _faster(found: Share) -> str:
-    usual = figures(found.usual_share * found.bound_tok_s)
-    return f"{usual} tok/s or more is usual, of at most {figures(found.bound_tok_s)}"
+    usual = figures(found.usual_share * found.of_tok_s)
+    return f"{usual} tok/s or more is usual, of {describe_base(found.of_tok_s, found.bound_tok_s)}"
 
 
 @rule(

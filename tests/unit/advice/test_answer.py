@@ -77,21 +77,24 @@ def test_experts_of_many_users(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tok_s", "word", "part"),
+    ("tok_s", "word", "part", "of"),
     [
-        (100, "normal", "50 % of about 200 tok/s "),
-        (300, "at-limit", "150 % of about 200 "),
-        (1300, None, "114 % of at"),
+        (100, "normal", "50 % of about 200 tok/s ", 200),
+        (300, "at-limit", "150 % of about 200 ", 200),
+        (1300, None, "114 % of at", 1138),
     ],
 )
 def test_the_share_in_the_sentence_is_the_one_of_its_word(
-    tmp_path: Path, tok_s: float, word: str | None, part: str
+    tmp_path: Path, tok_s: float, word: str | None, part: str, of: float
 ) -> None:
     """Of experts: all users together read more than one user, and routers that agree read less than the estimate."""
     asked = Question(params="30B", active_params="3B", bits="Q4_K_M", gpu="Strix Halo", users=8, measured_tok_s=tok_s)
     found = answer(asked, tmp_path)
     assert (found.word, round(found.users_max_tok_s or 0)) == (word, 1138)
     assert part in found.sentence and "1,138 tok/s" in found.sentence
+    assert found.share == pytest.approx(tok_s / of, rel=0.002) and round(found.share_of_tok_s or 0) == of
+    measured = answer(asked, strix_halo_carve_out(tmp_path / "root"), measured_gb_s=256.0)
+    assert measured.share_of_measured == measured.share
 
 
 def test_what_fits_without_a_cache_is_the_weights(tmp_path: Path) -> None:

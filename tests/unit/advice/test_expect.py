@@ -257,8 +257,9 @@ def test_the_word_counts_the_experts_of_all_users(tmp_path: Path) -> None:
         "startup": Startup(weights_gib=60e9 / (1 << 30), architecture="Qwen3MoeForCausalLM"),
     }
     found = made_run(tmp_path / "run", tok_s=5, users=8, **values)
-    assert found.share < 0.2, "of a bound with the experts of one user"
-    assert found.word == "normal"
+    assert found.measured_tok_s / found.bound_tok_s < 0.2, "of a bound with the experts of one user"
+    assert (found.word, found.share) == ("normal", found.measured_tok_s / found.of_tok_s)
+    assert found.sentence.startswith(f"{100 * found.share:.0f} % of what this GPU is estimated to allow for 8 users")
 
 
 def test_the_files_of_the_model_count_more_than_the_log(tmp_path: Path) -> None:
