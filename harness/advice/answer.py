@@ -15,6 +15,7 @@ from harness.advice.expect import (
     decode_bound,
     describe_base,
     judge,
+    slowest_gpu,
     kv_bytes,
     ttft_floor,
     typical_decode,
@@ -39,6 +40,7 @@ from harness.machine.memory import (
 )
 from harness.records.manifest import ModelSize
 
+MAX_CONTEXT = 100_000_000
 CONTEXTS, USERS, PROMPTS = (512, 4096, 16384, 65536), (1, 4, 16, 64), (512, 2048, 8192)
 _WORDS: dict[Word | None, str] = {
     "at-limit": "at the limit of the hardware",
@@ -96,12 +98,13 @@ class PromptFloor(Struct, frozen=True, kw_only=True):
 
 
 class OtherWeights(Struct, frozen=True, kw_only=True):
-    """The same model in another type of weights, one user, short context."""
+    """The same model in another type of weights, for the users and the context of the question."""
 
     name: str
     read_bytes: float
-    max_tok_s: float
-    typical_tok_s: tuple[float, float]
+    max_tok_s: float  # of all users together
+    spread_max_tok_s: float | None = None  # as of UsersBound
+    typical_tok_s: tuple[float, float] | None = None  # of one user
     fits: bool | None  # weights, and the cache of all users; None: unknown
 
 
@@ -243,6 +246,16 @@ def parse_params(option: str, text: str) -> float:
     return params
 
 
+def parse_tokens(option: str, text: str) -> int:
+    """Return a number of tokens such as 8192, 32k or 1M, of 1,024 and its square. Raises HarnessError."""
+    match = re.fullmatch(r"([0-9]{1,9})([km]?)", text.lower())
+    tokens = int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2]] if match else 0
+    if not 1 <= tokens <= MAX_CONTEXT:
+        what = f"{option}: a number of tokens from 1 to {MAX_CONTEXT:,} is expected (got '{text[:50]}')"
+        raise HarnessError(what, next_step="Write 8192, or 8k.")
+    return tokens
+
+
 def parse_bits(text: str) -> tuple[float, Any]:
     """Return bytes of a parameter and the width in which it is multiplied, for 4 or Q4_K_M. Raises HarnessError."""
     wanted = {"16": "FP16", "BF16": "FP16", "8": "FP8", "INT8": "FP8", "4": "AWQ", "GPTQ": "AWQ"}.get(
@@ -272,13 +285,17 @@ def _choose_gpu(question: Question, root: Path, measured_gb_s: float | None) -> 
         return gpu, source, False
     cards = select_serving_gpus(list(list_gpus(root)))
     if cards:
-        found = identify_gpu(cards[0])
+        found = slowest_gpu(cards[: question.gpus])
         if found is None:
             return None, None, True
         fitted = fitted_memory(found, root)
-        return (*fitted, True) if fitted is not None else (
-            found, f"data sheet, for {found.memory}" if found.memory else "data sheet", True
-        )  # fmt: skip
+        source = f"data sheet, for {found.memory}" if found.memory else "data sheet"
+        found, source = fitted or (found, source)
+        names = [str(card.get("target")) if (one := identify_gpu(card)) is None else one.name for card in cards]
+        if len(set(names)) > 1:
+            which = "first" if question.gpus == 1 else f"slowest of the first {question.gpus}"
+            source += f"; the {which} of this machine's {', '.join(names)}"
+        return found, source, True
     gb_s = measured_gb_s or read_measured(root)
     if gb_s is None:
         return None, None, True
@@ -309,7 +326,7 @@ def _with_speed(
     lengths = sorted({length for length in CONTEXTS if longest is None or length <= longest} | {context} - {0})
     if size.kv_token_bytes is None:
         lengths = []
-    prompts = [length for length in PROMPTS if longest is None or length <= longest]
+    prompts = sorted({length for length in PROMPTS if length <= (context or longest or length)} | {context} - {0})
     found = replace(
         known,
         one_user_max_tok_s=bound,
@@ -366,14 +383,20 @@ def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterabl
         change = (head - per_param) * size.head_params
         read_bytes = per_param * size.params + change
         weights_bytes = per_param * max(total, size.params) + change
-        other = replace(size, read_bytes=read_bytes, routed_bytes=0, number_bits=16)
-        bound = decode_bound(other, gpu, context=known.context, gpus=known.gpus)
+        routed_bytes = size.routed_bytes and per_param * (total - size.params) / (1 - size.routed_share)
+        other = replace(size, read_bytes=read_bytes, routed_bytes=routed_bytes, number_bits=16)
+        bound = _users_bound(other, gpu, known.users, known.context, known.gpus)
         fits = None
         if known.memory is not None:
             cache = known.users * kv_bytes(size, known.context)
             fits = weights_bytes + cache < known.memory.budget_bytes * known.gpus
         yield OtherWeights(
-            name=name, read_bytes=read_bytes, max_tok_s=bound, typical_tok_s=typical_decode(bound), fits=fits
+            name=name,
+            read_bytes=read_bytes,
+            max_tok_s=bound.max_tok_s,
+            spread_max_tok_s=bound.spread_max_tok_s if known.users > 1 else None,
+            typical_tok_s=typical_decode(bound.max_tok_s) if known.users == 1 else None,
+            fits=fits,
         )
 
 
@@ -446,16 +469,18 @@ def _speed_lines(found: Expectation) -> list[str]:
     if found.weights:
         names = {True: "yes", False: "NO", None: NOTHING}
         fits = "  fits" if found.model is not None and found.model.kv_token_bytes is not None else "  weights fit"
-        heads = ["Other weights", *(each.name for each in found.weights)]
-        lines += _table(
-            [
-                heads,
-                ["  GB a token reads", *(figures(each.read_bytes / 1e9) for each in found.weights)],
-                ["  tok/s at most", *(figures(each.max_tok_s) for each in found.weights)],
-                ["  typical", *(_range(each.typical_tok_s) for each in found.weights)],
-                [fits, *(names[each.fits] for each in found.weights)],
-            ][: 5 if any(each.fits is not None for each in found.weights) else 4]
-        )
+        title = "Other weights" if found.users == 1 else f"Other weights, {found.users:,} users"
+        rows = [
+            [title, *(each.name for each in found.weights)],
+            ["  GB a token reads", *(figures(each.read_bytes / 1e9) for each in found.weights)],
+            ["  tok/s at most", *(figures(each.max_tok_s) for each in found.weights)],
+            ["  with all users' experts", *(figures(each.spread_max_tok_s or 0) for each in found.weights)],
+            ["  typical", *(_range(each.typical_tok_s) for each in found.weights)],
+            [fits, *(names[each.fits] for each in found.weights)],
+        ]
+        first = found.weights[0]
+        known = (True, True, True, first.spread_max_tok_s, first.typical_tok_s, first.fits)
+        lines += _table([row for row, value in zip(rows, known, strict=True) if value is not None])
         lines.append("The bound moves with fewer bytes a token, and with speculation (x accepted tokens a step).")
     return lines
 

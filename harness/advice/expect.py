@@ -5,7 +5,7 @@ tokens a second; compute bounds many users and long prompts. docs/expect.md has 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -262,9 +262,14 @@ def run_gpu(run: Run, ran: CellRun) -> tuple[GpuSpec | None, int]:
     ranks, cards = _ranks(served.effective), used_cards(run, ran)
     if not is_local or on_cpu or not cards:
         return None, 1
-    known = [identify_gpu(card) for card in cards[:ranks]]
+    return slowest_gpu(cards[:ranks]), ranks
+
+
+def slowest_gpu(cards: Sequence[Mapping[str, Any]]) -> GpuSpec | None:
+    """Return the GPU that the others wait for in each step; None where one is not in the table."""
+    known = [identify_gpu(card) for card in cards]
     specs = [spec for spec in known if spec is not None]
-    return (min(specs, key=lambda spec: spec.bandwidth_gb_s) if len(specs) == len(known) else None), ranks
+    return min(specs, key=lambda spec: spec.bandwidth_gb_s) if len(specs) == len(known) else None
 
 
 def used_cards(run: Run, ran: CellRun) -> list[Mapping[str, Any]]:

@@ -66,9 +66,12 @@ def find_gpu(name: str) -> GpuSpec:
     for spec in gpu_specs():
         if (spec.default and spec.target == wanted) or wanted in map(_shorten, spec.names):
             return spec
-    known = {each for spec in gpu_specs() for each in (spec.name, spec.target)}
+    given, is_target = name[:100], wanted.startswith("gfx")
+    known = {each for spec in gpu_specs() for each in ([spec.target] if is_target else spec.names)}
+    alike = [each for each in known if re.findall(r"\d+", each) == re.findall(r"\d+", given)]
+    shown = did_you_mean(given, alike) if alike else f"known: {', '.join(sorted(known))}"  # no other number is meant
     raise HarnessError(
-        f"--gpu: '{name[:100]}' is not in the table; {did_you_mean(name[:100], known)}",
+        f"--gpu: '{given}' is not in the table; {shown}",
         next_step="Give the memory bandwidth of its data sheet instead, as in `--bandwidth 256` (GB/s).",
     )
 

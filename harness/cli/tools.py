@@ -75,9 +75,7 @@ def expect(
         float | None, cli.option("GB/S", "Another memory bandwidth.", min=0.1, max=1e6, callback=cli.check_finite)
     ] = None,
     tensor_parallel: Annotated[int, cli.option("N", "GPUs that share the model.", min=1, max=1024)] = 1,
-    context: Annotated[
-        int | None, cli.option("N", "Tokens of a request, prompt and answer.", min=1, max=100_000_000)
-    ] = None,
+    context: Annotated[str | None, cli.option("N", "Tokens of a request, prompt and answer, such as 8192 or 8k.")] = None,
     users: Annotated[int, cli.option("N", "Requests that run at once.", min=1, max=1_000_000)] = 1,
     measured: Annotated[
         float | None, cli.option("TOK/S", "A speed, of all users together: is it normal?", min=0.001, max=1e9)
@@ -99,7 +97,7 @@ def expect(
 
     Nothing is started or downloaded. Exit code 4 when the model does not fit, or when no memory is left.
     """
-    from harness.advice.answer import Question, answer, format_answer
+    from harness.advice.answer import Question, answer, format_answer, parse_tokens
 
     question = Question(
         model=model,
@@ -109,7 +107,7 @@ def expect(
         gpu=gpu,
         bandwidth_gb_s=bandwidth,
         gpus=tensor_parallel,
-        context=context,
+        context=None if context is None else parse_tokens("--context", context),
         users=users,
         measured_tok_s=measured,
         kv_cache_dtype=kv_cache_dtype,

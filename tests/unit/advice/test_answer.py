@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 
-from harness.advice.answer import Expectation, Question, answer, format_answer, parse_bits, parse_params
+from harness.advice.answer import (
+    Expectation,
+    Question,
+    answer,
+    format_answer,
+    parse_bits,
+    parse_params,
+    parse_tokens,
+)
 from harness.advice.bandwidth import cache_file, read_measured, store_measured
 from harness.advice.hardware import find_gpu, fitted_memory
 from harness.base.errors import HarnessError
 from tests.support.command import harness
-from tests.support.machines import radeon, strix_halo_carve_out, write
+from tests.support.machines import gpu, radeon, strix_halo_carve_out, write
 from tests.unit.advice.test_fit import qwen3
 from tests.unit.advice.test_model import QWEN3, model
 
@@ -132,6 +140,38 @@ def test_this_machines_gpu_and_its_memory(tmp_path: Path) -> None:
     assert (card.gpu, card.memory is not None) == ("Radeon RX 7900 XTX", True)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "gb_s", "which"), [(1, 960, "first"), (2, 640, "slowest of the first 2")]
+)
+def test_of_different_cards_the_slowest_that_is_used_counts(tmp_path: Path, gpus: int, gb_s: float, which: str) -> None:
+    """As in reports of runs. A 7900 XTX and an R9700."""
+    root = radeon(tmp_path, 110000, 24)
+    gpu(root, 120001, minor=129, vram_gib=32, gtt_gib=31, card=True)
+    found = answer(Question(params="8B", gpus=gpus), root)
+    assert found.bandwidth_gb_s == gb_s
+    names = "Radeon RX 7900 XTX, Radeon AI PRO R9700"
+    assert found.bandwidth_source == f"data sheet; the {which} of this machine's {names}"
+
+
+def test_prompts_go_up_to_the_context(tmp_path: Path) -> None:
+    for context, lengths in ((None, [512, 2048, 8192]), (1000, [512, 1000]), (32768, [512, 2048, 8192, 32768])):
+        found = answer(Question(params="14B", gpu="Strix Halo", context=context), tmp_path)
+        assert [each.tokens for each in found.prompts] == lengths
+
+
+def test_other_weights_are_for_the_users_of_the_question(tmp_path: Path) -> None:
+    """The type of the model itself has the numbers of the answer, with experts too."""
+    for more in ({}, {"active_params": "3B"}):
+        found = answer(Question(params="30B", gpu="Strix Halo", users=8, **more), tmp_path)
+        own = found.weights[0]
+        spread = next(each.spread_max_tok_s for each in found.many_users if each.users == 4)
+        assert (own.name, own.max_tok_s, own.typical_tok_s) == ("FP16", found.users_max_tok_s, None)
+        assert (own.spread_max_tok_s is None) == (spread is None)
+        at_8 = answer(Question(params="30B", gpu="Strix Halo", users=8, measured_tok_s=1, **more), tmp_path)
+        assert (own.spread_max_tok_s or own.max_tok_s) == pytest.approx(at_8.share_of_tok_s)
+        assert "Other weights, 8 users" in "\n".join(format_answer(found))
+
+
 def memory_device(speed: int, width: int, size: int = 0x4000) -> bytes:
     raw = bytearray(0x30)
     raw[0x0A:0x0C], raw[0x0C:0x0E] = width.to_bytes(2, "little"), size.to_bytes(2, "little")
@@ -193,6 +233,13 @@ def test_parameters(given: str, params: float) -> None:
     assert parse_params("--params", given) == params
 
 
+def test_tokens_have_a_suffix() -> None:
+    assert [parse_tokens("--context", each) for each in ("8192", "32k", "1M")] == [8192, 32768, 1 << 20]
+    for given in ("", "k", "0", "-1", "1.5k", "32g", "9" * 30, "100000001", "١k"):
+        with pytest.raises(HarnessError, match="--context: "):
+            parse_tokens("--context", given)
+
+
 @pytest.mark.parametrize("given", ["", "B", "-1B", "14G", "nan", "infB", "1e99", "0", "x" * 9999, "1_0B", "١B"])
 def test_no_parameters(given: str) -> None:
     with pytest.raises(HarnessError, match="--params: "):
@@ -216,7 +263,7 @@ def test_the_command(tmp_path: Path) -> None:
         return done.code, (done.out or done.err).splitlines()
 
     assert "--gpu-memory-utilization 0.78 (74.88 GiB)" in expect("--free", "76.45", "--total", "96.0")[1]
-    code, lines = expect("m", "--root", str(root), "--context", "8192", "--measured", "80", "--json")
+    code, lines = expect("m", "--root", str(root), "--context", "8k", "--measured", "80", "--json")
     page = json.loads("\n".join(lines))
     assert (code, [each["target"] for each in page["pools"]]) == (0, ["gfx1151"])
     assert (page["memory"]["utilization"], page["fit"]["token_bytes"], page["fit"]["fits"]) == ("0.92", 114688, True)

@@ -92,6 +92,19 @@ def test_an_unknown_gpu_is_an_error_that_names_the_other_way(given: str) -> None
     assert "--bandwidth" in caught.value.next_step
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("gfx906", "known: gfx1100, "), ("MI100", "known: "), ("7800 XTX", "known: Radeon RX 7800 XT"),
+        ("gfx1150x", "did you mean 'gfx1150'?"), ("Strix Hallo", "did you mean 'Strix Halo'?"),
+    ],
+)  # fmt: skip
+def test_a_gpu_of_another_number_is_not_suggested(given: str, shown: str) -> None:
+    with pytest.raises(HarnessError) as caught:
+        find_gpu(given)
+    assert caught.value.what.startswith(f"--gpu: '{given}' is not in the table; {shown}")
+
+
 def test_each_target_has_one_default() -> None:
     targets = [spec.target for spec in gpu_specs() if spec.default]
     assert sorted(targets) == sorted({spec.target for spec in gpu_specs()})
