@@ -15,8 +15,8 @@ from harness.advice.expect import (
     decode_bound,
     describe_base,
     judge,
-    slowest_gpu,
     kv_bytes,
+    slowest_gpu,
     ttft_floor,
     typical_decode,
 )
@@ -193,17 +193,18 @@ def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | No
         measured_bandwidth_gb_s=measured_gb_s,
     )
     if size is None or shape is None:
-        return replace(known, sentence=_sentence_without_size(question, gpu))
+        return replace(known, sentence=_sentence_without_size(question, gpu, [] if shape is None else shape.broken))
     return _with_speed(known, size, gpu, shape.longest, question.measured_tok_s)
 
 
-def _sentence_without_size(question: Question, gpu: GpuSpec) -> str:
+def _sentence_without_size(question: Question, gpu: GpuSpec, broken: Sequence[str]) -> str:
     name = gpu.name[:1].upper() + gpu.name[1:]
     reads = "" if question.bandwidth_gb_s is not None and question.gpu is None else f"{name} reads "
     known = f"{reads}{figures(gpu.bandwidth_gb_s)} GB/s."
     if question.model is None:
         return f"{known} Give a model for its speed."
     unknown = "its speed is not known: neither its files nor its config.json tell the size of its weights"
+    unknown = "; ".join([unknown, *broken])
     return f"{question.model}: {unknown}. Give its parameters by hand: --params 14B --bits 16. {known}"
 
 
@@ -426,7 +427,11 @@ def format_answer(found: Expectation) -> list[str]:
     """Return the answer in lines, the sentence first."""
     lines = [found.sentence] if found.sentence else []
     if found.share_of_measured is not None and found.measured_bandwidth_gb_s is not None:
-        note = ": the measured bandwidth is too low" if found.share_of_measured > 1 and found.share_of_tok_s == found.users_max_tok_s else ""
+        note = (
+            ": the measured bandwidth is too low"
+            if found.share_of_measured > 1 and found.share_of_tok_s == found.users_max_tok_s
+            else ""
+        )
         share = f"{100 * found.share_of_measured:.0f} %"
         lines.append(f"It is {share} of the {figures(found.measured_bandwidth_gb_s)} GB/s measured here{note}.")
     if found.bandwidth_source is not None and found.bandwidth_source != "--bandwidth":

@@ -6,6 +6,7 @@ keep all tokens and layers with a sliding window are put into groups of equal si
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ _UNSUPPORTED_KEYS = (
 )  # fmt: skip
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_USED_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts")
+_COUNTS = (
+    *_EXPERTS, *_USED_EXPERTS, "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_kv_heads",
+    "head_dim", "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "max_position_embeddings",
+    "sliding_window", "kv_lora_rank", "qk_rope_head_dim", "first_k_dense_replace", "n_shared_experts", "bits",
+)  # fmt: skip
+
+
 class Geometry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The shape that determines the size of a KV cache."""
 
@@ -67,6 +77,7 @@ class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     weights_bytes: int | None = None  # of the files; None: they are not on this machine
     size: ModelSize | None = None
     unknown: list[str] = []  # why something above is None
+    broken: list[str] = []  # values of its config.json that no model has, and that are not used
 
 
 def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
@@ -91,7 +102,7 @@ def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
         if (folder / "config.json").is_file():
             return folder
     raise HarnessError(
-        f"there is no config.json of '{name}', neither as a folder nor in {cache}",
+        f"there is no config.json of '{name[:100]}', neither as a folder nor in {cache}",
         next_step="Give the model's folder, a GGUF file, or `--params 14B --bits 16`; nothing is downloaded here.",
     )
 
@@ -127,6 +138,12 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
     longest = text.get("max_position_embeddings")
     weights_bytes = measure_weights(path)
     size = _folder_size(name or path.name, path, text, quantization, weights_bytes)
+    broken = [
+        f"config.json has {key} {value!r:.50}"
+        for key, value in _broken_values(text | {"bits": quantization.get("bits")})
+    ]
+    if size is not None:
+        size = structs.replace(size, doubts=[*size.doubts, *broken])
     return ModelShape(
         name=name or path.name,
         folder=path,
@@ -136,7 +153,17 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
         weights_bytes=None if size is None or size.weights_bytes != weights_bytes else weights_bytes,
         size=None if size is None else with_cache(size, geometry, kv_bytes or 2, _attention_size(text, geometry)),
         unknown=unknown,
+        broken=broken,
     )
+
+
+def _broken_values(text: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what should be a number of layers, heads, experts, tokens or bits, and cannot be. Lists are of layers."""
+    for key in _COUNTS:
+        value = text.get(key)
+        is_count = type(value) is int and 0 <= value <= MAX_SIZE
+        if not is_count and not isinstance(value, list | dict | None):
+            yield key, value
 
 
 def with_cache(
@@ -210,9 +237,8 @@ def _folder_size(
 
 def _routed_share(text: dict[str, Any]) -> float | None:
     """Return the share of the routed experts that one token uses; None where config.json does not tell."""
-    used = next((text[key] for key in ("num_experts_per_tok", "moe_k", "top_k_experts") if key in text), None)
-    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    known = next((text[key] for key in keys if text.get(key) is not None), None)
+    used = next((text[key] for key in _USED_EXPERTS if key in text), None)
+    known = next((text[key] for key in _EXPERTS if text.get(key) is not None), None)
     if type(used) is not int or type(known) is not int or not 1 <= used <= known:
         return None
     return used / known
@@ -247,6 +273,8 @@ def _count_parameters(text: dict[str, Any]) -> dict[str, float]:
         shape = parse_geometry(text | {"layer_types": None, "sliding_window": None})
         attention = hidden * shape.head_size * (2 * heads + 2 * shape.kv_heads)
     if (share := _routed_share(text)) is None:
+        if any(text.get(key) for key in _EXPERTS):
+            raise _UnknownError("config.json does not tell how many of its experts a token uses")
         dense = 3 * hidden * _parse_positive(text, "intermediate_size")
         parts: dict[str, float] = {"body": layers * (attention + dense), "routed": 0.0}
     else:
@@ -440,7 +468,7 @@ def require_known_dtype(name: str) -> None:
     """Raise HarnessError for an unknown data type."""
     if name not in DTYPE_BYTES:
         raise HarnessError(
-            f"--kv-cache-dtype: '{name}' is not known here; {did_you_mean(name, DTYPE_BYTES)}",
+            f"--kv-cache-dtype: '{name[:100]}' is not known here; {did_you_mean(name, DTYPE_BYTES)}",
             next_step="Leave it out for the model's own.",
         )
 

@@ -148,6 +148,8 @@ def read_safetensors(files: Iterable[Path], packed_bits: int = 4) -> list[Tensor
                 if not 2 <= length <= MAX_HEADER_BYTES:
                     raise ValueError(f"its header would have {length} bytes")
                 header = msgspec.json.decode(file.read(length))
+                ends = [entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"]
+                _require_whole(file, 8 + length + max(ends, default=0))
             tensors += [_safetensor(name, entry, packed_bits) for name, entry in header.items() if name[:2] != "__"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, *UNDECODABLE) as error:
             raise _damaged(path, error) from None
@@ -178,9 +180,16 @@ def _multiply(shape: list[Any]) -> int:
     return numbers
 
 
+def _require_whole(file: io.BufferedReader, size: float) -> None:
+    """Raise ValueError if the file is shorter than its header says, as after half a download."""
+    has = os.fstat(file.fileno()).st_size
+    if has < size:
+        raise ValueError(f"it is not complete: it has {has:,} of {size:,} bytes")
+
+
 def _damaged(path: Path, error: Exception) -> HarnessError:
     text = " ".join(reason_of(error).split())[:200]
-    return HarnessError(f"{path}: its header cannot be read ({text})", next_step="Download the file again.")
+    return HarnessError(f"{path}: cannot be used ({text})", next_step="Download the file again.")
 
 
 # GGUF: a header of typed keys, then the tensors' names, shapes and types. Source: ggml/docs/gguf.md.
@@ -271,19 +280,25 @@ def _read_gguf_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
             if tensors > MAX_TENSORS:
                 raise ValueError(f"it would have {tensors} tensors")
             values = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
-            return values, [_gguf_tensor(reader) for _ in range(tensors)]
+            found = [_gguf_tensor(reader) for _ in range(tensors)]
+            unit = values.get("general.alignment", 32)
+            if type(unit) is not int or unit < 1:
+                raise ValueError(f"its alignment is {str(unit)[:100]}")
+            data_at = -(-file.tell() // unit) * unit
+            _require_whole(file, data_at + max((at + tensor.bytes for tensor, at in found), default=-data_at))
+            return values, [tensor for tensor, _ in found]
     except (OSError, ValueError, struct.error, OverflowError) as error:
         raise _damaged(path, error) from None
 
 
-def _gguf_tensor(reader: _Reader) -> Tensor:
+def _gguf_tensor(reader: _Reader) -> tuple[Tensor, int]:
+    """Return a tensor, and the place of its data after the header."""
     name, dimensions = reader.text(), reader.number("I")
     numbers = _multiply([reader.number("Q") for _ in range(min(dimensions, 9))])
     if (number := reader.number("I")) not in _GGML_TYPES:
         raise ValueError(f"the type of a tensor is not known: {number}")
     kind, block, size = _GGML_TYPES[number]
-    reader.number("Q")  # its place
-    return Tensor(name, kind, numbers, numbers // block * size)
+    return Tensor(name, kind, numbers, numbers // block * size), reader.number("Q")
 
 
 def list_safetensors(folder: Path, index: Mapping[str, Any] | None) -> list[Path]:

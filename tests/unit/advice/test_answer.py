@@ -140,9 +140,7 @@ def test_this_machines_gpu_and_its_memory(tmp_path: Path) -> None:
     assert (card.gpu, card.memory is not None) == ("Radeon RX 7900 XTX", True)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "gb_s", "which"), [(1, 960, "first"), (2, 640, "slowest of the first 2")]
-)
+@pytest.mark.parametrize(("gpus", "gb_s", "which"), [(1, 960, "first"), (2, 640, "slowest of the first 2")])
 def test_of_different_cards_the_slowest_that_is_used_counts(tmp_path: Path, gpus: int, gb_s: float, which: str) -> None:
     """As in reports of runs. A 7900 XTX and an R9700."""
     root = radeon(tmp_path, 110000, 24)
@@ -303,6 +301,35 @@ def test_questions_that_cannot_be_meant(tmp_path: Path, given: list[str], what: 
     done = harness("expect", *given, cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert what in done.err.splitlines()[0]
+
+
+MIXTURE = QWEN25_14B | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "is_known"),
+    [
+        (QWEN25_14B, {"num_hidden_layers": -3}, False), (QWEN25_14B, {"num_key_value_heads": float("nan")}, False),
+        (QWEN25_14B, {"vocab_size": "many"}, False), (MIXTURE, {"num_experts_per_tok": -8}, False),
+        (MIXTURE, {"num_experts": "128"}, False), (QWEN25_14B, {"max_position_embeddings": -1}, True),
+        (QWEN25_14B, {"quantization_config": {"quant_method": "gptq", "bits": -4}}, True),
+    ],
+)  # fmt: skip
+def test_broken_values_of_a_configuration_are_named(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], is_known: bool
+) -> None:
+    found = answer(Question(model=str(model(tmp_path, config | changes)), gpu="MI300X", context=10), tmp_path)
+    assert (found.one_user_max_tok_s is not None) == is_known
+    key, value = list(changes.get("quantization_config", changes).items())[-1]
+    assert f"config.json has {key} {value!r}" in "\n".join(format_answer(found))
+
+
+def test_experts_without_the_number_of_a_token_are_no_dense_model(tmp_path: Path) -> None:
+    for used in (200, None):
+        folder = model(tmp_path, MIXTURE | {"num_experts_per_tok": used})
+        assert answer(Question(model=str(folder), gpu="MI300X", context=10), tmp_path).one_user_max_tok_s is None
+    dense = answer(Question(model=str(model(tmp_path, QWEN25_14B | {"num_experts": 0})), gpu="MI300X"), tmp_path)
+    assert dense.one_user_max_tok_s is not None and len(dense.doubts) == 1
 
 
 def test_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:

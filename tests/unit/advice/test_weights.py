@@ -1,6 +1,8 @@
 """What headers of safetensors and GGUF files tell of a model, damaged ones included."""
 
 import json
+import math
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,7 @@ def test_files_that_are_not_the_weights_do_not_count(tmp_path: Path) -> None:
     shape = read_model(tmp_path / "a")
     assert shape.size is not None and known is not None
     assert (shape.size.read_bytes, shape.weights_bytes) == (known.read_bytes, None)
-    assert "header cannot be read" in shape.size.doubts[0]
+    assert "cannot be used" in shape.size.doubts[0]
 
 
 def test_a_header_that_cannot_be_read_counts_the_file(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_a_header_that_cannot_be_read_counts_the_file(tmp_path: Path) -> None:
 def test_damaged_safetensors_are_errors(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
-    with pytest.raises(HarnessError, match="its header cannot be read"):
+    with pytest.raises(HarnessError, match="cannot be used"):
         read_safetensors([path])
 
 
@@ -149,7 +151,7 @@ def text(value: str) -> bytes:
 
 
 def gguf(path: Path, keys: dict[str, Any], listed: dict[str, tuple[list[int], int]]) -> Path:
-    """A GGUF file without data."""
+    """A GGUF file whose data is a hole."""
     data = b"GGUF" + struct.pack("<IQQ", 3, len(listed), len(keys))
     for name, value in keys.items():
         data += text(name)
@@ -164,6 +166,8 @@ def gguf(path: Path, keys: dict[str, Any], listed: dict[str, tuple[list[int], in
     for name, (shape, kind) in listed.items():
         data += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, 0)
     path.write_bytes(data)
+    sizes = [math.prod(shape) * 4 for shape, _ in listed.values()]
+    os.truncate(path, len(data) + 64 + max(sizes, default=0))
     return path
 
 
@@ -202,13 +206,30 @@ def test_a_gguf_file_has_all_that_is_needed(tmp_path: Path) -> None:
     assert routed.size.read_bytes == size.read_bytes + 256 * 32
 
 
+def test_half_a_download_is_an_error(tmp_path: Path) -> None:
+    """The header comes first, so it is whole; the data of the last tensor is not."""
+    path = gguf(tmp_path / "m.gguf", KEYS, LISTED)
+    whole = os.path.getsize(path)
+    for size in (whole // 10, len(path.read_bytes().rstrip(b"\0")) + 100):
+        os.truncate(path, size)
+        with pytest.raises(HarnessError, match=f"m.gguf: cannot be used .it is not complete: it has {size:,} of "):
+            read_gguf(path)
+    header = json.dumps({"a": {"dtype": "F16", "shape": [100], "data_offsets": [0, 200]}}).encode()
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 199)
+    with pytest.raises(HarnessError, match="it is not complete"):
+        read_safetensors([other])
+    other.write_bytes(other.read_bytes() + b"\0")
+    assert len(read_safetensors([other])) == 1
+
+
 def test_a_file_without_tensors_has_no_size(tmp_path: Path) -> None:
     assert read_model(gguf(tmp_path / "m.gguf", KEYS, {})).size is None
 
 
 def test_the_parts_of_a_gguf_file_are_added_up(tmp_path: Path) -> None:
     first = gguf(tmp_path / "m-00001-of-00002.gguf", KEYS | {"split.count": 2}, {"blk.0.a.weight": ([256], F16)})
-    with pytest.raises(HarnessError, match="m-00002-of-00002.gguf: its header cannot be read"):
+    with pytest.raises(HarnessError, match="m-00002-of-00002.gguf: cannot be used"):
         read_model(first)
     gguf(tmp_path / "m-00002-of-00002.gguf", {"split.count": 2}, {"blk.1.a.weight": ([256], F16)})
     shape = read_model(first)
@@ -231,7 +252,7 @@ def test_the_parts_of_a_gguf_file_are_added_up(tmp_path: Path) -> None:
 def test_damaged_gguf_files_are_errors(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
-    with pytest.raises(HarnessError, match="its header cannot be read"):
+    with pytest.raises(HarnessError, match="cannot be used"):
         read_gguf(path)
 
 
