@@ -8,8 +8,9 @@ from msgspec import Struct
 
 from harness.analysis import derive
 from harness.analysis.latencies import token_shares_between
+from harness.analysis.numbers import compute_numbers
 from harness.analysis.summarize import Summarized
-from harness.base.summary import RunFinding, median_of_known
+from harness.base.summary import NEEDED, Distribution, RunFinding, median_of_known
 from harness.records.records import CUT
 from harness.records.run_data import CellData
 from harness.records.table import Floats, Rows
@@ -19,7 +20,7 @@ NAME = "quick"  # of its runs
 
 
 class QuickLevel(Struct, frozen=True, kw_only=True):
-    """What so many users got. Medians over requests; None: no request has it."""
+    """What so many users got: medians, of fewer than 11 requests means, as in the run's table. None: unknown."""
 
     users: int
     answers: int  # that are complete
@@ -72,9 +73,11 @@ def level_of(users: int, cell: CellData) -> QuickLevel:
     """Return the numbers of a cell."""
     rows = cell.counted
     good, started = rows.where(rows.good), rows.where(rows.good | rows.error.is_in(*CUT))
-    tpot_s = _median(_seconds_per_token(good)) or _median(_seconds_per_token(started))
-    uncached = _prompt_tokens(started) - np.nan_to_num(started.cached_tokens)
-    ttft_s = np.where(np.isnan(started.first_chunk_s), np.inf, started.first_chunk_s)  # cut before it: longer
+    numbers = compute_numbers([cell])
+    tpot_s = _usual(numbers.tpot) or _median(_seconds_per_token(good)) or _median(_seconds_per_token(started))
+    uncached = [_prompt_tokens(rows) - np.nan_to_num(rows.cached_tokens) for rows in (good, started)]
+    prompt = next((float(known.mean()) for one in uncached if len(known := one[~np.isnan(one)])), None)
+    ttft_s, ttft_mean_s = _usual(numbers.ttft), numbers.ttft.mean
     ttfo_s = good.first_visible_s
     late = ttfo_s > good.first_chunk_s
     cut = int(rows.error.is_in(*CUT).sum())
@@ -85,11 +88,18 @@ def level_of(users: int, cell: CellData) -> QuickLevel:
         failed=len(rows) - len(good) - cut,
         tok_s=_all_tok_s(cell),
         user_tok_s=None if tpot_s is None else 1 / tpot_s,
-        prefill_tok_s=_median(np.where(ttft_s > 0, uncached / ttft_s, np.nan)) or None,
-        ttft_ms=_milliseconds(_median(ttft_s)),
+        prefill_tok_s=prompt / ttft_mean_s if prompt and ttft_s and ttft_mean_s else None,
+        ttft_ms=_milliseconds(ttft_s),
         reasons=bool((started.reasoning_chunks > 0).any()),
         visible_ms=_milliseconds(_median(ttfo_s[late])) if late.any() else None,
     )
+
+
+def _usual(sample: Distribution) -> float | None:
+    """The median, of few requests the mean. None: no request has it, or the end cut most of them before it."""
+    if sample.known >= NEEDED["p50"]:
+        return sample.p50
+    return sample.mean if sample.n > sample.censored else None
 
 
 def counts_tokens(cells: Sequence[CellData]) -> bool:

@@ -68,7 +68,7 @@ def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[Capaci
         try:
             check = parse_check(text)
         except ValueError as error:
-            raise HarnessError(f"--check '{text}': {error}", next_step=f"Write {EXAMPLE}.") from None
+            raise HarnessError(f"--{error}", next_step=f"Write {EXAMPLE}.") from None
         if check.server is not None or (check.load is not None and check.load not in loads):
             raise HarnessError(
                 f"--check '{text}': an SLO is for all servers, and for the load or one load of the mix "

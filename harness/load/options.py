@@ -133,7 +133,7 @@ def _set_option(raw: dict[str, Any], name: str, text: str, problems: list[Proble
         try:
             slos_of(text)
         except ValueError as error:
-            problems.append(Problem("", str(error)))
+            problems.append(Problem("", str(error).removeprefix("check ")))  # the option's name comes before it
     value = text if option.is_text else load_yaml(text, problems)[0]
     if name == "--think":
         raw["think"] = raw["think_s"] = None

@@ -221,7 +221,7 @@ def validate_checks(
     for text in checks:
         if (problem := check_problem(text, servers, loads)) is not None:
             next_step = f"{DOCS}/scenarios.md says how checks are written."
-            raise HarnessError(f"--check '{text}': {problem}", next_step=next_step)
+            raise HarnessError(f"--{problem}", next_step=next_step)
 
 
 def check_url(option: str, url: str) -> None:

@@ -127,7 +127,7 @@ def check_problem(text: str, servers: Collection[str] | None, loads: Collection[
         return str(error)
     for kind, name, known in (("server", check.server, servers), ("load", check.load, loads)):
         if name is not None and known is not None and name not in known:
-            return f"'{name}' is not a {kind}; {suggest_row(name, known)}"
+            return f"check '{check.text}': '{name}' is not a {kind}; {suggest_row(name, known)}"
     return None
 
 

@@ -111,7 +111,7 @@ def counts_of_the_tab(live: UI) -> tuple[int, int]:
 def test_invalid_values_and_a_server_without_a_model_start_nothing(engine: str, tmp_path: Path) -> None:
     none = tmp_path / "none.jsonl"
     invalid = [
-        ("check", "fast", "--check: check 'fast': 'fast' is not a metric; "),
+        ("check", "fast", "--check: 'fast': 'fast' is not a metric; "),
         ("arrivals", "-3", "--arrivals: a number above 0 is expected, got -3"),
         ("prompts", str(none), f"{none}: the prompts cannot be read (No such file or directory)."),
         ("host", "http://127.0.0.1:99999", "host: 'http://127.0.0.1:99999' has a port that is not a number."),

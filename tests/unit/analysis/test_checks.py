@@ -524,7 +524,7 @@ def test_what_the_command_line_makes_of_checks() -> None:
     assert move_check("vllm/x: wall < 1 s", "running") == "running/x: wall < 1 s"
     assert move_check("goodput(ttft<=1s) > 1 req/s", "running") == "goodput(ttft<=1s) > 1 req/s"
     # A check must be one that the scenario could have.
-    assert check_problem("b/x: wall < 1 s", ["a"], ["x"]) == "'b' is not a server; known: a"
+    assert check_problem("b/x: wall < 1 s", ["a"], ["x"]) == "check 'b/x: wall < 1 s': 'b' is not a server; known: a"
     assert check_problem("wall < 1", ["a"], ["x"]) is not None
     assert check_problem("a/x: wall < 1 s", ["a"], ["x"]) is None
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from harness.analysis.numbers import compute_numbers
 from harness.analysis.quick import QuickLevel, counts_tokens, level_of, median_prompt
 from harness.records.records import Request
 from harness.records.run_data import CellData, cell_data
@@ -31,6 +32,18 @@ def test_one_answer_has_all_numbers() -> None:
     assert found.prefill_tok_s == pytest.approx(160)  # 80 tokens that were not cached, in half a second
     assert found.ttft_ms == pytest.approx(500)
     assert found.visible_ms is None
+
+
+@pytest.mark.parametrize("answers", [3, 12])
+def test_the_numbers_are_those_of_the_runs_table(answers: int) -> None:
+    """The median, and of few requests the mean."""
+    slow = answer(chunks_s=[2.0 + 0.3 * i for i in range(11)], ended_s=5.0, first_visible_s=2.0)
+    found = cell(*[answer() for _ in range(answers - 1)], slow)
+    numbers = compute_numbers([found])
+    ttft, tpot = (one.mean if one.p50 is None else one.p50 for one in (numbers.ttft, numbers.tpot))
+    assert (level(found).ttft_ms, level(found).user_tok_s) == (1000 * ttft, 1 / tpot)
+    assert ttft == (1.0 if answers < 11 else 0.5) and numbers.ttft.mean is not None
+    assert level(found).prefill_tok_s == pytest.approx(80 / numbers.ttft.mean)
 
 
 def test_without_token_counts_a_chunk_is_one() -> None:
