@@ -20,7 +20,7 @@ NAME = "quick"  # of its runs
 
 
 class QuickLevel(Struct, frozen=True, kw_only=True):
-    """What so many users got: medians, of fewer than 11 requests means, as in the run's table. None: unknown."""
+    """What so many users got: medians, of few requests means, as in the run's table. None: unknown."""
 
     users: int
     answers: int  # that are complete
@@ -59,25 +59,26 @@ class QuickReport(Struct, frozen=True, kw_only=True):
 
 
 def quick_levels(made: Summarized) -> list[QuickLevel]:
-    """Return the levels of a run whose load has stages, in their order."""
-    scenario = made.data.run.scenario
-    names = {name: cell for name, cell in made.data.planned.items() if load_of_stage(cell.load) and cell.repeat == 1}
-    return [
-        level_of(scenario.loads[cell.load].users, made.data.cells[name])
-        for name, cell in names.items()
-        if name in made.data.cells
-    ]
+    """Return the levels of a run whose load has stages, in their order, with the numbers of its table: there TTFT is
+    the median of each level, or the mean of each.
+    """
+    planned = {name: cell for name, cell in made.data.planned.items() if name in made.data.cells and cell.repeat == 1}
+    known = {name: made.data.cells[name] for name, cell in planned.items() if load_of_stage(cell.load)}
+    samples = [compute_numbers([cell]).ttft for cell in known.values()]
+    is_few = any(sample.n and sample.known < NEEDED["p50"] for sample in samples)
+    users = {name: made.data.run.scenario.loads[planned[name].load].users for name in known}
+    return [level_of(users[name], cell, is_few=is_few) for name, cell in known.items()]
 
 
-def level_of(users: int, cell: CellData) -> QuickLevel:
-    """Return the numbers of a cell."""
+def level_of(users: int, cell: CellData, *, is_few: bool) -> QuickLevel:
+    """Return the numbers of a cell. `is_few`: the TTFT is a mean, because a level has too few for a median."""
     rows = cell.counted
     good, started = rows.where(rows.good), rows.where(rows.good | rows.error.is_in(*CUT))
     numbers = compute_numbers([cell])
     tpot_s = _usual(numbers.tpot) or _median(_seconds_per_token(good)) or _median(_seconds_per_token(started))
     uncached = [_prompt_tokens(rows) - np.nan_to_num(rows.cached_tokens) for rows in (good, started)]
     prompt = next((float(known.mean()) for one in uncached if len(known := one[~np.isnan(one)])), None)
-    ttft_s, ttft_mean_s = _usual(numbers.ttft), numbers.ttft.mean
+    ttft_s, ttft_mean_s = _usual(numbers.ttft, is_few), numbers.ttft.mean
     ttfo_s = good.first_visible_s
     late = ttfo_s > good.first_chunk_s
     cut = int(rows.error.is_in(*CUT).sum())
@@ -95,9 +96,9 @@ def level_of(users: int, cell: CellData) -> QuickLevel:
     )
 
 
-def _usual(sample: Distribution) -> float | None:
+def _usual(sample: Distribution, is_few: bool = False) -> float | None:
     """The median, of few requests the mean. None: no request has it, or the end cut most of them before it."""
-    if sample.known >= NEEDED["p50"]:
+    if not is_few and sample.known >= NEEDED["p50"]:
         return sample.p50
     return sample.mean if sample.n > sample.censored else None
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from harness.analysis.quick import QuickLevel, QuickReport
-from harness.base.summary import NEEDED
 from harness.base.units import NOTHING, count, figures
 from harness.report import words
 from harness.report.elements import Bullet, Bullets, Element, Paragraph, plain_grid
@@ -61,7 +60,8 @@ def _about(report: QuickReport) -> str:
     visible = next((one.visible_ms for one in report.users if one.visible_ms is not None), None)
     text = "no text is visible within these tokens" if visible is None else f"text comes after {figures(visible)} ms"
     reasons = f"; the model reasons first, {text}" if any(one.reasons for one in report.users) else ""
-    return f"Medians, of fewer than {NEEDED['p50']} answers means; {prompt}answers of at most {report.answer_tokens} tokens{level}{counted}{reasons}."
+    asked = f"{prompt}answers of at most {report.answer_tokens} tokens{level}"
+    return f"Medians, of few answers means; {asked}{counted}{reasons}."
 
 
 def _finding(report: QuickReport) -> Iterator[Element]:

@@ -21,7 +21,7 @@ def answer(sent_s: float = 0.0, **changes: Any) -> Request:
 
 
 def level(found: CellData, users: int = 1) -> QuickLevel:
-    return level_of(users, found)
+    return level_of(users, found, is_few=False)
 
 
 def test_one_answer_has_all_numbers() -> None:
@@ -44,6 +44,7 @@ def test_the_numbers_are_those_of_the_runs_table(answers: int) -> None:
     assert (level(found).ttft_ms, level(found).user_tok_s) == (1000 * ttft, 1 / tpot)
     assert ttft == (1.0 if answers < 11 else 0.5) and numbers.ttft.mean is not None
     assert level(found).prefill_tok_s == pytest.approx(80 / numbers.ttft.mean)
+    assert level_of(1, found, is_few=True).ttft_ms == 1000 * numbers.ttft.mean, "as another level has too few"
 
 
 def test_without_token_counts_a_chunk_is_one() -> None:
