@@ -75,7 +75,7 @@ def expect(
         float | None, cli.option("GB/S", "Another memory bandwidth.", min=0.1, max=1e6, callback=cli.check_finite)
     ] = None,
     tensor_parallel: Annotated[int, cli.option("N", "GPUs that share the model.", min=1, max=1024)] = 1,
-    context: Annotated[str | None, cli.option("N", "Tokens of a request, prompt and answer, such as 8192 or 8k.")] = None,
+    context: Annotated[str | None, cli.option("N", "Prompt and answer of a request in tokens, as 8192 or 8k.")] = None,
     users: Annotated[int, cli.option("N", "Requests that run at once.", min=1, max=1_000_000)] = 1,
     measured: Annotated[
         float | None, cli.option("TOK/S", "A speed, of all users together: is it normal?", min=0.001, max=1e9)

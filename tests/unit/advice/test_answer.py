@@ -159,14 +159,13 @@ def test_prompts_go_up_to_the_context(tmp_path: Path) -> None:
 
 def test_other_weights_are_for_the_users_of_the_question(tmp_path: Path) -> None:
     """The type of the model itself has the numbers of the answer, with experts too."""
-    for more in ({}, {"active_params": "3B"}):
-        found = answer(Question(params="30B", gpu="Strix Halo", users=8, **more), tmp_path)
+    for active in (None, "3B"):
+        asked = Question(params="30B", active_params=active, gpu="Strix Halo", users=8, measured_tok_s=1)
+        found = answer(asked, tmp_path)
         own = found.weights[0]
-        spread = next(each.spread_max_tok_s for each in found.many_users if each.users == 4)
         assert (own.name, own.max_tok_s, own.typical_tok_s) == ("FP16", found.users_max_tok_s, None)
-        assert (own.spread_max_tok_s is None) == (spread is None)
-        at_8 = answer(Question(params="30B", gpu="Strix Halo", users=8, measured_tok_s=1, **more), tmp_path)
-        assert (own.spread_max_tok_s or own.max_tok_s) == pytest.approx(at_8.share_of_tok_s)
+        assert (own.spread_max_tok_s is None) == (active is None)
+        assert (own.spread_max_tok_s or own.max_tok_s) == pytest.approx(found.share_of_tok_s)
         assert "Other weights, 8 users" in "\n".join(format_answer(found))
 
 

@@ -41,7 +41,7 @@ def test_the_numbers_are_those_of_the_runs_table(answers: int) -> None:
     found = cell(*[answer() for _ in range(answers - 1)], slow)
     numbers = compute_numbers([found])
     ttft, tpot = (one.mean if one.p50 is None else one.p50 for one in (numbers.ttft, numbers.tpot))
-    assert (level(found).ttft_ms, level(found).user_tok_s) == (1000 * ttft, 1 / tpot)
+    assert ttft and tpot and (level(found).ttft_ms, level(found).user_tok_s) == (1000 * ttft, 1 / tpot)
     assert ttft == (1.0 if answers < 11 else 0.5) and numbers.ttft.mean is not None
     assert level(found).prefill_tok_s == pytest.approx(80 / numbers.ttft.mean)
     assert level_of(1, found, is_few=True).ttft_ms == 1000 * numbers.ttft.mean, "as another level has too few"
