@@ -5,6 +5,7 @@ import numpy as np
 from harness.advice.queue import faster_with_fewer, slower_action
 from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule
 from harness.analysis.time_split import KV_FULL
+from harness.analysis.turns import recomputed_by_turn, turn_numbers
 from harness.base.engines import default_reserve, safe_utilization
 from harness.base.summary import Action
 from harness.base.units import count, figures, milliseconds, short_percent
@@ -12,7 +13,6 @@ from harness.base.units import count, figures, milliseconds, short_percent
 MIN_COST = 0.05  # of the time
 UNUSED = 8.0  # a context this many times as long as the longest request
 MIN_AGAIN = 0.3  # of the tokens of earlier turns
-MAX_TURNS = 5000  # requests of a cell whose turns are read
 FEW_CONTEXTS = 2.0  # of the whole length, that the cache holds: then the length decides whether the server starts
 
 
@@ -136,12 +136,13 @@ def context_unused(row: RowFacts) -> Found | None:
     requests=ENOUGH,
 )
 def prefix_recomputed(row: RowFacts) -> Found | None:
-    by_turn = _turns(row)
-    known, cached = (sum(turn[place] for turn in by_turn.values()) for place in (0, 1))
+    cells = [row.data.cells[name] for name in row.row.cells] if row.load.user in ("chat", "agent") else []
+    is_off = row.setting("prefix_cache") is False
+    by_turn = recomputed_by_turn(turn_numbers(cells, nothing_cached=is_off))
+    known, again = (sum(turn[place] for turn in by_turn.values()) for place in (0, 1))
     split, numbers = row.row.time, row.row.pooled
     if not known or split is None or not split.prefill_s or not numbers.prompt_tokens:
         return None
-    again = known - cached
     computed = numbers.prompt_tokens - (numbers.cached_tokens or 0)
     saved_s = split.prefill_s * min(1.0, again / max(1, computed))
     if again < MIN_AGAIN * known or saved_s < MIN_COST * split.e2e_s:
@@ -154,9 +155,9 @@ def prefix_recomputed(row: RowFacts) -> Found | None:
         expected = gain("ttft_mean", left_s / ttft_s, text)
     held, turns = (
         row.kv_tokens,
-        "; ".join(f"turn {turn}: {a - b:,.0f} of {a:,.0f}" for turn, (a, b) in by_turn.items()),
+        "; ".join(f"turn {turn}: {b:,.0f} of {a:,.0f}" for turn, (a, b) in by_turn.items()),
     )
-    if row.setting("prefix_cache") is False:
+    if is_off:
         why, action = (
             "the prefix cache is off",
             row.action("Switch the prefix cache on", {"prefix_cache": None}, gain=expected),
@@ -171,29 +172,9 @@ def prefix_recomputed(row: RowFacts) -> Found | None:
         room = "" if held is None else f": {row.load.users} conversations have up to {longest:,.0f} tokens, of {held:,}"
         why = f"the cache lost them{room}; or the chat template changes earlier turns, such as their thinking"
         action = row.action("A KV cache of 8-bit numbers, which holds about twice as much", {"kv_type": None})
-    values = {"known": known, "cached": cached, "turns": {str(turn): list(pair) for turn, pair in by_turn.items()}}
+    values = {"known": known, "again": again, "turns": {str(turn): list(pair) for turn, pair in by_turn.items()}}
     measured = f"{again:,.0f} of {known:,.0f} tokens of earlier turns were computed again ({turns})"
     return Found(saved_s / split.e2e_s, measured, why, [action], values)
-
-
-def _turns(row: RowFacts) -> dict[int, tuple[float, float]]:
-    """By turn the tokens that were sent before (prompt and answer of the turn before), and how many were cached."""
-    found: dict[int, tuple[float, float]] = {}
-    if row.load.user not in ("chat", "agent"):
-        return found
-    for name in row.row.cells:
-        cell = row.data.cells[name]
-        before: dict[tuple[int, int | None], int] = {}
-        for one in cell.fetch(cell.counted.place[:MAX_TURNS].tolist()):
-            if one.error is not None or one.turn is None or one.prompt_tokens is None or one.output_tokens is None:
-                continue
-            key = one.process, one.conversation
-            if one.turn > 1 and key in before:
-                known, cached = found.get(one.turn, (0.0, 0.0))
-                sent = min(before[key], one.prompt_tokens)
-                found[one.turn] = known + sent, cached + min(sent, one.cached_tokens or 0)
-            before[key] = one.prompt_tokens + one.output_tokens
-    return dict(sorted(found.items()))
 
 
 RULES = (kv_cache_full, context_unused, prefix_recomputed)

@@ -12,8 +12,11 @@ from harness.records.table import Floats
 from harness.scenario import Load
 
 
-def turn_numbers(cells: Sequence[CellData]) -> list[TurnNumbers]:
-    """The turns of the successful requests of some cells, in order; none where they have only one."""
+def turn_numbers(cells: Sequence[CellData], *, nothing_cached: bool = False) -> list[TurnNumbers]:
+    """The turns of the successful requests of some cells, in order; none where they have only one.
+
+    `nothing_cached`: the server has no prefix cache, so a count that it does not report is 0.
+    """
     good = [cell.counted.where(cell.counted.good) for cell in cells]
     turns, prompts, cached, ttft = (
         np.concatenate([np.empty(0), *parts])
@@ -24,6 +27,7 @@ def turn_numbers(cells: Sequence[CellData]) -> list[TurnNumbers]:
             [derive.ttft(rows) for rows in good],
         )
     )
+    cached = np.nan_to_num(cached) if nothing_cached else cached
     found: list[TurnNumbers] = []
     for turn in np.unique(turns[~np.isnan(turns)]).tolist():
         chosen = turns == turn
@@ -53,6 +57,18 @@ def _mean(values: Floats) -> float | None:
     return float(values.mean()) if len(values) and not np.isnan(values).any() else None
 
 
+def recomputed_by_turn(turns: Sequence[TurnNumbers]) -> dict[int, tuple[float, float]]:
+    """By turn after the first: the tokens of all requests that were in the context before, and those computed again.
+
+    Without the turns of which the server does not report what came from its cache.
+    """
+    return {
+        one.turn: (one.requests * (one.prompt_tokens - one.new_tokens), one.requests * one.recomputed_tokens)
+        for one in turns[1:]
+        if one.prompt_tokens is not None and one.new_tokens is not None and one.recomputed_tokens is not None
+    }
+
+
 def turn_answers(rows: Sequence[Row], loads: Mapping[str, Load]) -> list[Reason]:
     """How a coding agent's context grows and what of it is computed again; none unless all loads are such agents."""
     if not rows or not all(load.user == "agent" and load.endpoint == "messages" for load in loads.values()):
@@ -70,13 +86,11 @@ def _answer(row: Row) -> Reason | None:
     text += (
         f"; the first token comes after {' and '.join(waits)} (median of the first and the last turn)" if waits else ""
     )
-    later = [one for one in row.turns[1:] if one.recomputed_tokens is not None]
-    values: dict[str, float] = {}
-    if not later:
+    tokens, values = recomputed_by_turn(row.turns).values(), dict[str, float]()
+    if not tokens:
         text += "; the server does not report what came from its cache"
     else:
-        again = sum(one.recomputed_tokens or 0.0 for one in later)
-        known = sum((one.prompt_tokens or 0.0) - (one.new_tokens or 0.0) for one in later)
+        known, again = (sum(pair[place] for pair in tokens) for place in (0, 1))
         values = {"recomputed_share": again / known if known else 0.0}
         text += f"; of the context that was there before, {percent(values['recomputed_share'])} is computed again"
     return because("turns", f"{text}.", row=row.name, turns=last.turn, **values)

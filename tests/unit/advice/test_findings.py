@@ -264,6 +264,12 @@ def test_the_log_tells_that_aiter_fails(tmp_path: Path) -> None:
     assert one.actions[0].settings == {"servers.a.variables": 'environment: {"VLLM_ROCM_USE_AITER": "0"}'}
 
 
+def test_a_count_of_cached_tokens_that_is_not_reported_is_not_zero(tmp_path: Path) -> None:
+    setup, loads = EngineSetup(engine=replace(HEALTHY, enable_prefix_caching=False)), {"talk": chat(4, turns=6)}
+    setup = replace(setup, served={"effective": {"enable_prefix_caching": True}})
+    assert found(tmp_path / "run", Cause(setup, loads, 400)) == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_healthy_run_has_no_finding(tmp_path: Path, seed: int) -> None:
     setups = [HEALTHY, replace(HEALTHY, enable_prefix_caching=True), replace(HEALTHY, max_num_batched_tokens=512),
