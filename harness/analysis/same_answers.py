@@ -176,7 +176,7 @@ def same_answers(data: RunData) -> list[SameAnswers]:
     base = baseline_of(data.run.scenario).server
     found = []
     for load in _loads(data):
-        sides = _by_server(data, load)
+        sides = _by_server([data], load)
         others = {name: answers for name, answers in sides.items() if name != base} if base in sides else {}
         found += [compare_answers(answers, sides[base], (name, base), load) for name, answers in others.items()]
     return [one for one in found if one is not None]
@@ -191,12 +191,10 @@ def same_answers_of_runs(sides: Sequence[tuple[str, Sequence[Path]]]) -> Iterato
     (base_name, base), *others = loaded
     for name, runs in others:
         for load in dict.fromkeys(load for data in base for load in _loads(data)):
-            own, other = _joined(runs, load), _joined(base, load)
+            own, other = _by_server(runs, load), _by_server(base, load)
             for server in own.keys() & other.keys():
-                found = compare_answers(
-                    own[server], other[server], (f"{server} ({name})", f"{server} ({base_name})"), load
-                )
-                if found is not None:
+                names = f"{server} ({name})", f"{server} ({base_name})"
+                if (found := compare_answers(own[server], other[server], names, load)) is not None:
                     yield found
 
 
@@ -204,21 +202,12 @@ def _loads(data: RunData) -> list[str]:
     return [name for name, load in data.run.scenario.loads.items() if asks_known(load)]
 
 
-def _by_server(data: RunData, load: str) -> dict[str, dict[int, list[KnownAnswer]]]:
-    """The answers of each server, of all its valid cells in their order."""
+def _by_server(runs: Sequence[RunData], load: str) -> dict[str, dict[int, list[KnownAnswer]]]:
+    """The answers of each server in all of some runs, of all its valid cells in their order."""
     cells: dict[str, list[Rows]] = {}
-    for name, cell in data.planned.items():
-        if cell.load == load and name in data.cells:
-            counted = data.cells[name].counted
-            cells.setdefault(cell.server, []).append(counted.where(counted.good))
-    return {server: answers_by_question(rows) for server, rows in cells.items()}
-
-
-def _joined(runs: Sequence[RunData], load: str) -> dict[str, dict[int, list[KnownAnswer]]]:
-    """The answers of each server in all of some runs."""
-    joined: dict[str, dict[int, list[KnownAnswer]]] = {}
     for data in runs:
-        for server, answers in _by_server(data, load).items():
-            for question, found in answers.items():
-                joined.setdefault(server, {}).setdefault(question, []).extend(found)
-    return joined
+        for name, cell in data.planned.items():
+            if cell.load == load and name in data.cells:
+                counted = data.cells[name].counted
+                cells.setdefault(cell.server, []).append(counted.where(counted.good))
+    return {server: answers_by_question(rows) for server, rows in cells.items()}

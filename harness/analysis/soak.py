@@ -4,13 +4,14 @@ import itertools
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from harness.analysis.stats import t_quantile
 from harness.analysis.validity import MIN_HANG_S
-from harness.base.summary import MARGIN, KernelEvent, Reason, Soak, Trend, because
+from harness.base.summary import ALPHA, MARGIN, KernelEvent, Reason, Soak, Trend, because
 from harness.base.units import count, duration, gib, short_percent
 from harness.failures.explain import scan_text
 from harness.records.run_data import CellData, RunData
@@ -160,29 +161,24 @@ def _speed(cell: CellData, begin: float, end: float) -> Trend | None:
 
 def _slope(x: Floats, y: Floats) -> tuple[float, float]:
     """The slope of a straight line by least squares, and half of its 95 % interval (Student's t)."""
-    from scipy.special import stdtrit
-
     n, centred = len(x), x - x.mean()
-    slope = float((centred * y).sum() / (centred**2).sum())
+    squares = float((centred**2).sum())
+    slope = float((centred * y).sum() / squares)
     rest = y - y.mean() - slope * centred
-    error = math.sqrt(float((rest**2).sum()) / (n - 2) / float((centred**2).sum()))
-    return slope, float(stdtrit(n - 2, 0.975)) * error
+    return slope, t_quantile(1 - ALPHA / 2, n - 2) * math.sqrt(float((rest**2).sum()) / (n - 2) / squares)
 
 
 def _memory(data: RunData, name: str, start_wall_s: float, seconds: float) -> list[Trend]:
     """The growth of each kind of memory after the first tenth of the time."""
     samples = data.telemetry.get(name, [])
 
-    def total(field: str) -> Callable[[TelemetrySample], float | None]:
-        def of(sample: TelemetrySample) -> float | None:
-            known = [value for gpu in sample.gpus.values() if (value := getattr(gpu, field)) is not None]
-            return float(sum(known)) if known else None
-
-        return of
+    def total(sample: TelemetrySample, field: str) -> float | None:
+        known = [value for gpu in sample.gpus.values() if (value := getattr(gpu, field)) is not None]
+        return sum(known) if known else None
 
     series: dict[str, list[tuple[float, float | None]]] = {
-        "VRAM": [(one.wall_s, total("vram_used_bytes")(one)) for one in samples],
-        "GTT": [(one.wall_s, total("gtt_used_bytes")(one)) for one in samples],
+        "VRAM": [(one.wall_s, total(one, "vram_used_bytes")) for one in samples],
+        "GTT": [(one.wall_s, total(one, "gtt_used_bytes")) for one in samples],
         "container": [(one.wall_s, None if one.container is None else one.container.memory_bytes) for one in samples],
         "KV cache": [(one.wall_s, one.values.get("kv_usage")) for one in data.metrics.get(name, [])],
     }

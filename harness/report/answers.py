@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from harness.analysis.same_answers import MAX_CUT
+from harness.base import units
 from harness.base.summary import ANSWER_MARGIN, Row, SameAnswers
 from harness.report.charts import Chart, Figure, colour, escape_markup
 from harness.report.elements import Bullet, Bullets, Element, Paragraph, plain_grid
@@ -11,7 +12,7 @@ RULE = f"same: at most {100 * ANSWER_MARGIN:g} points less right answers"
 
 
 def _percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{100 * share:.1f}\u00a0%"
+    return units.NOTHING if share is None else units.percent(share, 1)
 
 
 def _points(share: float) -> str:

@@ -182,4 +182,4 @@ def test_the_answer_of_one_server_says_that_its_answers_were_cut(tmp_path: Path)
     write_made_run(tmp_path / "one", made_of=one, requests=cut)
     (row,) = summarize(tmp_path / "one").rows
     assert row.pooled.answers is not None and row.pooled.answers.cut_share == 1.0
-    assert "100.0\u00a0% of the answers were cut" in row_sentence(row)
+    assert "100.0 % of the answers were cut" in row_sentence(row)
