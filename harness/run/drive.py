@@ -28,10 +28,7 @@ from harness.scenario import MAX_USERS, is_open_loop, max_concurrency, process_c
 from harness.scenario.behaviour import max_length
 from harness.workload.job import (
     SECRETS_ENV,
-    GaveUp,
     Job,
-    StageStarted,
-    WaitsForWorkers,
     cells_of,
     idle_file,
     in_flight_file,
@@ -400,16 +397,16 @@ class ExceptionLog:
 
 def start_errors(job: Job) -> str:
     """Return the errors that the load processes reported, a line each, without repetitions."""
-    texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
+    texts = [status.error for status in read_status(job) if status.error is not None]
     return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))
 
 
 def missing_workers(job: Job) -> str:
     """Describe the missing workers by the master's last report; "" without one."""
-    reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
-    return job.workers.missing_text(reports[-1].here) if job.workers is not None and reports else ""
+    reports = [status.workers for status in read_status(job) if status.workers is not None]
+    return job.workers.missing_text(reports[-1]) if job.workers is not None and reports else ""
 
 
 def current_stage(job: Job) -> int:
     """Return the number of the stage that the load reported last."""
-    return max((status.stage for status in read_status(job) if isinstance(status, StageStarted)), default=0)
+    return max((status.stage for status in read_status(job)), default=0)
