@@ -26,6 +26,7 @@ from harness.records.directory import disk_is_full, release_space
 from harness.records.records import CUT, Request, Tail, read_marks
 from harness.scenario import MAX_USERS, is_open_loop, max_concurrency, process_count
 from harness.scenario.behaviour import max_length
+from harness.serve.generator import ContainerChild
 from harness.workload.job import (
     SECRETS_ENV,
     Job,
@@ -75,25 +76,24 @@ class Watch(Protocol):
     def measured_s(self, stopped_s: float) -> float: ...  # from the first measured request to that monotonic time
 
 
-class Child(Protocol):
-    """A running load generator: a process or a container."""
-
-    def poll(self) -> int | None: ...  # the exit code; None while it runs
-
-    def stop(self, grace_s: float) -> int: ...  # ask it to end, kill it after `grace_s`; return the exit code
-
-
 class LocalChild:
+    """A load generator as a process of this machine."""
+
     def __init__(self, command: list[str], log_path: Path) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRETS_ENV: json.dumps(registered_secrets())}
         with log_path.open("wb") as log:
             self._child = process.start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
         return self._child.poll()
 
     def stop(self, grace_s: float) -> int:
+        """Ask it to end, kill it after `grace_s`, and return the exit code."""
         return process.stop(self._child, grace_s=grace_s)
+
+
+Child = LocalChild | ContainerChild
 
 
 class Monitor:
