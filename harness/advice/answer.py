@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from harness.advice.bandwidth import read_measured
 from harness.advice.expect import (
+    TYPICAL_DECODE,
     TYPICAL_PREFILL,
     Word,
     decode_bound,
@@ -20,7 +21,7 @@ from harness.advice.expect import (
     ttft_floor,
     typical_decode,
 )
-from harness.advice.fit import ModelFit, ServerSettings, estimate_fit, format_fit
+from harness.advice.fit import OTHER_BYTES, ModelFit, ServerSettings, estimate_fit, format_fit
 from harness.advice.hardware import GpuSpec, find_gpu, fitted_memory, identify_gpu
 from harness.advice.model import ModelShape, find_model, read_model, require_known_dtype
 from harness.advice.weights import BYTES_PER_PARAM
@@ -177,11 +178,15 @@ def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | No
         pools=pools,
         memory=memory,
         fit=fit,
-        doubts=[] if size is None else list(size.doubts),
+        doubts=[
+            *([] if size is None else size.doubts),
+            *(f"not known: {why}" for why in ([] if shape is None or fit is not None else shape.unknown)),
+        ],
     )
     if gpu is None:
-        speed = "" if shape is None else "No GPU of the table: its speed is not known. Give --gpu or --bandwidth."
-        return replace(known, sentence=speed)
+        what = f"{source} is not in the table" if source else "No GPU is known"
+        speed = f"{what}: the speed is not known. Give --gpu or --bandwidth."
+        return replace(known, sentence="" if shape is None else speed)
     if measured_gb_s is None and is_local:
         measured_gb_s = read_measured(root)
     known = replace(
@@ -193,19 +198,18 @@ def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | No
         measured_bandwidth_gb_s=measured_gb_s,
     )
     if size is None or shape is None:
-        return replace(known, sentence=_sentence_without_size(question, gpu, [] if shape is None else shape.broken))
+        return replace(known, sentence=_sentence_without_size(question, gpu, shape))
     return _with_speed(known, size, gpu, shape.longest, question.measured_tok_s)
 
 
-def _sentence_without_size(question: Question, gpu: GpuSpec, broken: Sequence[str]) -> str:
+def _sentence_without_size(question: Question, gpu: GpuSpec, shape: ModelShape | None) -> str:
     name = gpu.name[:1].upper() + gpu.name[1:]
     reads = "" if question.bandwidth_gb_s is not None and question.gpu is None else f"{name} reads "
     known = f"{reads}{figures(gpu.bandwidth_gb_s)} GB/s."
-    if question.model is None:
+    if shape is None:
         return f"{known} Give a model for its speed."
-    unknown = "its speed is not known: neither its files nor its config.json tell the size of its weights"
-    unknown = "; ".join([unknown, *broken])
-    return f"{question.model}: {unknown}. Give its parameters by hand: --params 14B --bits 16. {known}"
+    by_hand = "Give its parameters by hand: --params 14B --bits 16."
+    return f"{shape.name}: its speed is not known: {shape.unsized}. {by_hand} {known}"
 
 
 def _read_shape(question: Question) -> ModelShape | None:
@@ -229,6 +233,7 @@ def _read_shape(question: Question) -> ModelShape | None:
         read_bytes=active * per_param,
         params=active,
         routed_bytes=params * per_param if active < params else 0,
+        routed_params=params if active < params else 0,
         routed_share=active / params,
         number_bits=number_bits,
         doubts=["without the model's files the KV cache is not counted, and the input embedding is"],
@@ -271,7 +276,10 @@ def parse_bits(text: str) -> tuple[float, Any]:
 
 
 def _choose_gpu(question: Question, root: Path, measured_gb_s: float | None) -> tuple[GpuSpec | None, str | None, bool]:
-    """Return the GPU, the source of its bandwidth, and whether it is that of this machine."""
+    """Return the GPU, the source of its bandwidth, and whether it is that of this machine.
+
+    Without the GPU the source is the name of one that is not in the table, if there is one.
+    """
     if question.bandwidth_gb_s is not None:
         by_hand = f"{figures(question.bandwidth_gb_s)} GB/s"
         gpu = GpuSpec(names=[by_hand], target="", bandwidth_gb_s=question.bandwidth_gb_s, fp16_tflops=None)
@@ -286,13 +294,13 @@ def _choose_gpu(question: Question, root: Path, measured_gb_s: float | None) -> 
         return gpu, source, False
     cards = select_serving_gpus(list(list_gpus(root)))
     if cards:
+        names = [str(card.get("target")) if (one := identify_gpu(card)) is None else one.name for card in cards]
         found = slowest_gpu(cards[: question.gpus])
         if found is None:
-            return None, None, True
+            return None, next(name for name in names if name.startswith("gfx")), True
         fitted = fitted_memory(found, root)
         source = f"data sheet, for {found.memory}" if found.memory else "data sheet"
         found, source = fitted or (found, source)
-        names = [str(card.get("target")) if (one := identify_gpu(card)) is None else one.name for card in cards]
         if len(set(names)) > 1:
             which = "first" if question.gpus == 1 else f"slowest of the first {question.gpus}"
             source += f"; the {which} of this machine's {', '.join(names)}"
@@ -333,9 +341,7 @@ def _with_speed(
         one_user_max_tok_s=bound,
         one_user_typical_tok_s=typical_decode(bound),
         users_max_tok_s=total,
-        contexts=[_context_bound(size, gpu, length, gpus) for length in lengths]
-        if size.kv_token_bytes is not None
-        else [],
+        contexts=[_context_bound(size, gpu, length, gpus) for length in lengths],
         many_users=[_users_bound(size, gpu, users, each, gpus) for users in counts],
         prompts=[_prompt_floor(size, gpu, tokens, gpus) for tokens in prompts],
         weights=list(_other_weights(size, gpu, known)),
@@ -368,7 +374,8 @@ def _prompt_floor(size: ModelSize, gpu: GpuSpec, tokens: int, gpus: int) -> Prom
     if compute_s is None:
         return PromptFloor(tokens=tokens, min_ttft_s=read_s)
     low, high = TYPICAL_PREFILL
-    typical = (max(read_s, compute_s / high), max(read_s / 0.6, compute_s / low))
+    likely_s, _ = ttft_floor(size, gpu, tokens, gpus, spread=True)
+    typical = (max(likely_s, compute_s / high), max(likely_s / TYPICAL_DECODE[0], compute_s / low))
     return PromptFloor(tokens=tokens, min_ttft_s=max(read_s, compute_s), typical_ttft_s=typical)
 
 
@@ -376,21 +383,23 @@ def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterabl
     """Yield the model in the usual types of weights. vLLM keeps the output head at 16 bit, llama.cpp does not."""
     if size.params is None:
         return
-    total = size.weights_bytes / size.read_bytes * size.params  # parameters of all experts
+    idle_params = (1 - size.routed_share) * size.routed_params  # of experts that a token does not use
+    idle_bytes = (1 - size.routed_share) * size.routed_bytes
+    rest_bytes = max(0.0, size.weights_bytes - size.read_bytes - idle_bytes)  # such as the input embedding
     for name, per_param in BYTES_PER_PARAM.items():
         if name == "MXFP4":
             continue  # a model comes with it or not
         head = per_param if name.startswith("Q") else BYTES_PER_PARAM["FP16"]
         change = (head - per_param) * size.head_params
         read_bytes = per_param * size.params + change
-        weights_bytes = per_param * max(total, size.params) + change
-        routed_bytes = size.routed_bytes and per_param * (total - size.params) / (1 - size.routed_share)
-        other = replace(size, read_bytes=read_bytes, routed_bytes=routed_bytes, number_bits=16)
+        routed_bytes, bits = per_param * size.routed_params, parse_bits(name)[1]
+        other = replace(size, read_bytes=read_bytes, routed_bytes=routed_bytes, number_bits=bits)
         bound = _users_bound(other, gpu, known.users, known.context, known.gpus)
         fits = None
         if known.memory is not None:
-            cache = known.users * kv_bytes(size, known.context)
-            fits = weights_bytes + cache < known.memory.budget_bytes * known.gpus
+            needed = read_bytes + per_param * idle_params + rest_bytes + known.users * kv_bytes(size, known.context)
+            left = known.memory.budget_bytes - needed / known.gpus
+            fits = True if left > OTHER_BYTES[1] else None if left > OTHER_BYTES[0] else False
         yield OtherWeights(
             name=name,
             read_bytes=read_bytes,
@@ -404,8 +413,8 @@ def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterabl
 def _sentence(found: Expectation, gpu: GpuSpec) -> str:
     model = found.model.name if found.model is not None else "the model"
     whom = "one user" if found.users == 1 else f"{found.users} users at once"
-    counted = found.context and found.model is not None and found.model.kv_token_bytes is not None
-    after = f" after {found.context:,} tokens" if counted else ""
+    counted = found.model is not None and found.model.kv_token_bytes is not None
+    after = "" if not counted else f" after {found.context:,} tokens" if found.context else " without a context"
     name = gpu.name if found.gpus == 1 else f"{found.gpus} x {gpu.name}"
     bandwidth = f"{figures(gpu.bandwidth_gb_s * found.gpus)} GB/s"
     where, most = f"{model} on {name}", found.users_max_tok_s or 0
@@ -439,7 +448,7 @@ def format_answer(found: Expectation) -> list[str]:
     if found.one_user_max_tok_s is not None:
         lines += ["", *_speed_lines(found)]
     lines += _memory_lines(found)
-    return lines + [f"Estimated: {doubt}." for doubt in found.doubts]
+    return lines + [f"Note: {doubt}." for doubt in found.doubts]
 
 
 def _speed_lines(found: Expectation) -> list[str]:
@@ -475,6 +484,7 @@ def _speed_lines(found: Expectation) -> list[str]:
         names = {True: "yes", False: "NO", None: NOTHING}
         fits = "  fits" if found.model is not None and found.model.kv_token_bytes is not None else "  weights fit"
         title = "Other weights" if found.users == 1 else f"Other weights, {found.users:,} users"
+        title += f", context {found.context:,}" if found.context and found.contexts else ""
         rows = [
             [title, *(each.name for each in found.weights)],
             ["  GB a token reads", *(figures(each.read_bytes / 1e9) for each in found.weights)],

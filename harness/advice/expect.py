@@ -75,6 +75,12 @@ def kv_bytes(size: ModelSize, context: float) -> float:
     return (size.kv_token_bytes or 0) * context + size.sliding_token_bytes * kept
 
 
+def weights_read(size: ModelSize, tokens: float) -> float:
+    """Return the bytes of the weights that a step of so many tokens reads; of experts an estimate, unless it is one."""
+    idle = float((1.0 - size.routed_share) ** max(1.0, tokens))  # the share of the experts that none of them uses
+    return size.read_bytes + size.routed_bytes * (1.0 - idle - size.routed_share)
+
+
 def decode_bound(
     size: ModelSize, gpu: GpuSpec, *, users: float = 1, context: float = 0, gpus: int = 1, spread: bool = False
 ) -> float:
@@ -83,9 +89,7 @@ def decode_bound(
     The weights are read once a step, the KV cache of each user once. For mixtures of experts it counts the experts of
     one user, so that it stays a bound; with `spread` it estimates those of all, which routers choose independently.
     """
-    step_bytes = size.read_bytes + users * kv_bytes(size, context)
-    if spread and size.routed_bytes:
-        step_bytes += size.routed_bytes * (1 - (1 - size.routed_share) ** users - size.routed_share)
+    step_bytes = weights_read(size, users if spread else 1) + users * kv_bytes(size, context)
     step_s = step_bytes / (gpu.bandwidth_gb_s * 1e9 * gpus)
     flops = compute_flops(size, gpu)
     if size.params is not None and flops is not None:
@@ -99,17 +103,19 @@ def typical_decode(bound_tok_s: float) -> tuple[float, float]:
 
 
 def _usual_share(bound_tok_s: float) -> float:
-    return SMALL_NORMAL if bound_tok_s > SMALL_MODEL_TOK_S else TYPICAL_DECODE[0]
+    """Return the lower end of typical shares: 60 %, for small models less, but no less than 60 tok/s or 35 %."""
+    low = TYPICAL_DECODE[0]
+    return max(SMALL_NORMAL, min(low, low * SMALL_MODEL_TOK_S / bound_tok_s))
 
 
 def ttft_floor(
-    size: ModelSize, gpu: GpuSpec, tokens: float, gpus: int = 1, cached: float = 0
+    size: ModelSize, gpu: GpuSpec, tokens: float, gpus: int = 1, cached: float = 0, *, spread: bool = False
 ) -> tuple[float, float | None]:
     """Return the least seconds to the first token after `tokens` uncached prompt tokens: by bandwidth, by compute.
 
-    Each attends to the `cached` ones and to the uncached ones before it.
+    Each attends to the `cached` ones and to the uncached ones before it. `spread`: as of `decode_bound`.
     """
-    read_s = size.read_bytes / (gpu.bandwidth_gb_s * 1e9 * gpus)
+    read_s = weights_read(size, tokens if spread else 1) / (gpu.bandwidth_gb_s * 1e9 * gpus)
     flops = compute_flops(size, gpu)
     if size.params is None or flops is None:
         return read_s, None

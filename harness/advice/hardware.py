@@ -66,10 +66,13 @@ def find_gpu(name: str) -> GpuSpec:
     for spec in gpu_specs():
         if (spec.default and spec.target == wanted) or wanted in map(_shorten, spec.names):
             return spec
-    given, is_target = name[:100], wanted.startswith("gfx")
+    given, is_target = name[:50], wanted.startswith("gfx")
+    numbers = re.findall(r"\d+", given)
     known = {each for spec in gpu_specs() for each in ([spec.target] if is_target else spec.names)}
-    alike = [each for each in known if re.findall(r"\d+", each) == re.findall(r"\d+", given)]
-    shown = did_you_mean(given, alike) if alike else f"known: {', '.join(sorted(known))}"  # no other number is meant
+    alike = [each for each in known if re.findall(r"\d+", each) == numbers]  # no other number is meant
+    shown = did_you_mean(given, alike) if alike else ""
+    if not shown.startswith("did") and not (alike and numbers):
+        shown = f"known: {', '.join(sorted({spec.target if is_target else spec.name for spec in gpu_specs()}))}"
     raise HarnessError(
         f"--gpu: '{given}' is not in the table; {shown}",
         next_step="Give the memory bandwidth of its data sheet instead, as in `--bandwidth 256` (GB/s).",

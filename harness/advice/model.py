@@ -6,7 +6,6 @@ keep all tokens and layers with a sliding window are put into groups of equal si
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,6 @@ _UNSUPPORTED_KEYS = (
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts")
-_COUNTS = (
-    *_EXPERTS, *_USED_EXPERTS, "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_kv_heads",
-    "head_dim", "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "max_position_embeddings",
-    "sliding_window", "kv_lora_rank", "qk_rope_head_dim", "first_k_dense_replace", "n_shared_experts", "bits",
-)  # fmt: skip
 
 
 class Geometry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,8 +70,8 @@ class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kv_bytes: int | None = None  # of a number in the KV cache, where --kv-cache-dtype is auto
     weights_bytes: int | None = None  # of the files; None: they are not on this machine
     size: ModelSize | None = None
-    unknown: list[str] = []  # why something above is None
-    broken: list[str] = []  # values of its config.json that no model has, and that are not used
+    unsized: str = "it has no weights"  # why size is None
+    unknown: list[str] = []  # why another value above is None
 
 
 def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
@@ -135,35 +129,23 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
     if (path / "hf_quant_config.json").is_file() or quantization.get("kv_cache_scheme"):
         kv_bytes = None
         unknown.append("the KV cache's data type: the checkpoint may bring one of its own; give --kv-cache-dtype")
-    longest = text.get("max_position_embeddings")
     weights_bytes = measure_weights(path)
-    size = _folder_size(name or path.name, path, text, quantization, weights_bytes)
-    broken = [
-        f"config.json has {key} {value!r:.50}"
-        for key, value in _broken_values(text | {"bits": quantization.get("bits")})
-    ]
-    if size is not None:
-        size = structs.replace(size, doubts=[*size.doubts, *broken])
+    size, unsized = None, ""
+    try:
+        size = _folder_size(name or path.name, path, text, quantization, weights_bytes)
+    except _UnknownError as error:
+        unsized = f"neither its files nor its config.json tell the size of its weights: {error}"
     return ModelShape(
         name=name or path.name,
         folder=path,
         geometry=geometry,
-        longest=longest if type(longest) is int and 1 <= longest <= MAX_SIZE else None,
+        longest=_parse_longest(text, "max_position_embeddings", unknown),
         kv_bytes=kv_bytes,
         weights_bytes=None if size is None or size.weights_bytes != weights_bytes else weights_bytes,
         size=None if size is None else with_cache(size, geometry, kv_bytes or 2, _attention_size(text, geometry)),
+        unsized=unsized,
         unknown=unknown,
-        broken=broken,
     )
-
-
-def _broken_values(text: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what should be a number of layers, heads, experts, tokens or bits, and cannot be. Lists are of layers."""
-    for key in _COUNTS:
-        value = text.get(key)
-        is_count = type(value) is int and 0 <= value <= MAX_SIZE
-        if not is_count and not isinstance(value, list | dict | None):
-            yield key, value
 
 
 def with_cache(
@@ -203,17 +185,19 @@ def _attention_size(text: dict[str, Any], geometry: Geometry | None) -> float:
 def _folder_size(
     name: str, folder: Path, text: dict[str, Any], quantization: dict[str, Any], weights_bytes: int | None
 ) -> ModelSize | None:
-    """Return what a token reads, by the headers of the files; without files by the configuration."""
+    """Return what a token reads, by the headers of the files; without files by the configuration.
+
+    Raises _UnknownError where neither has it.
+    """
     share = _routed_share(text)
     doubt = "its files are not on this machine"
     if weights_bytes is not None:
         files = list_safetensors(folder, _read_index(folder))
         layers = text.get("num_hidden_layers")
-        bits = quantization.get("bits")
         try:
             return sum_tensors(
                 name,
-                read_safetensors(files, packed_bits=bits if isinstance(bits, int) and 1 <= bits <= 16 else 4),
+                read_safetensors(files, packed_bits=_bits(quantization) or 4),
                 layers=layers if isinstance(layers, int) else None,
                 routed_share=share,
                 weights_bytes=weights_bytes,
@@ -224,14 +208,15 @@ def _folder_size(
         parts = _count_parameters(text)
     except _UnknownError:
         if weights_bytes is None:
-            return None
+            raise
         doubts = [f"{doubt}: all bytes of the files count"]
         return ModelSize(name=name, weights_bytes=weights_bytes, read_bytes=weights_bytes, doubts=doubts)
     per_param, bits = _bytes_per_param(quantization)
     doubts = [f"{doubt}: parameters are counted by its config.json"]
-    sizes = {
-        part: (params * (2.0 if part in ("embedding", "head") else per_param), params) for part, params in parts.items()
-    }
+    if quantization.get("bits") is not None and _bits(quantization) is None:
+        doubts.append(f"bits is {quantization['bits']!r:.50} in its config.json: 4 are assumed")
+    full = ("embedding", "head", "body") if bits == 4 else ("embedding", "head")  # MXFP4 is for experts only
+    sizes = {part: (params * (2.0 if part in full else per_param), params) for part, params in parts.items()}
     return sum_parts(name, sizes, routed_share=share, number_bits=bits, doubts=doubts)
 
 
@@ -254,8 +239,13 @@ def _bytes_per_param(quantization: dict[str, Any]) -> tuple[float, int]:
         return BYTES_PER_PARAM["MXFP4"], 4
     if method in ("fp8", "fbgemm_fp8") or '"num_bits": 8' in described or quantization.get("load_in_8bit"):
         return BYTES_PER_PARAM["FP8"], 8
+    bits = _bits(quantization)
+    return (bits / 8 * 1.1 if bits else BYTES_PER_PARAM["AWQ"]), 16
+
+
+def _bits(quantization: dict[str, Any]) -> int | None:
     bits = quantization.get("bits")
-    return (bits / 8 * 1.1 if isinstance(bits, int) and 1 <= bits <= 16 else BYTES_PER_PARAM["AWQ"]), 16
+    return bits if type(bits) is int and 1 <= bits <= 16 else None
 
 
 def _count_parameters(text: dict[str, Any]) -> dict[str, float]:
@@ -274,7 +264,8 @@ def _count_parameters(text: dict[str, Any]) -> dict[str, float]:
         attention = hidden * shape.head_size * (2 * heads + 2 * shape.kv_heads)
     if (share := _routed_share(text)) is None:
         if any(text.get(key) for key in _EXPERTS):
-            raise _UnknownError("config.json does not tell how many of its experts a token uses")
+            known = ", ".join(f"{key} is {text[key]!r:.50}" for key in (*_EXPERTS, *_USED_EXPERTS) if key in text)
+            raise _UnknownError(f"{known}, which does not tell how many experts a token uses")
         dense = 3 * hidden * _parse_positive(text, "intermediate_size")
         parts: dict[str, float] = {"body": layers * (attention + dense), "routed": 0.0}
     else:
@@ -316,12 +307,11 @@ def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
         layers=layers - (nextn if type(nextn) is int else 0) if type(layers) is int else None,
         routed_share=used / experts if known and used is not None and experts is not None else None,
     )
-    longest = text.get("context_length")
     return ModelShape(
         name=name or path.name,
         folder=path.parent,
         geometry=geometry,
-        longest=longest if type(longest) is int and 1 <= longest <= MAX_SIZE else None,
+        longest=_parse_longest(text, "context_length", unknown),
         kv_bytes=2,
         weights_bytes=int(size.weights_bytes),
         size=with_cache(size, geometry, 2, _gguf_attention_size(text, geometry)),
@@ -398,11 +388,14 @@ def parse_geometry(config: dict[str, Any], *, encoder_decoder: bool = False) -> 
         head_size = _parse_positive(config, "hidden_size") // _parse_positive(config, "num_attention_heads")
     else:
         raise _UnknownError("config.json has no head_dim")
+    kv_heads, heads = _parse_positive(config, head_keys[0]), _parse_optional(config, "num_attention_heads")
+    if 0 < heads < kv_heads:
+        raise _UnknownError(f"{head_keys[0]} is {kv_heads}, of {heads} heads")
     return Geometry(
         full_layers=layers - sliding,
         sliding_layers=sliding,
         window=_parse_positive(config, "sliding_window") if sliding else None,
-        kv_heads=_parse_positive(config, head_keys[0]),
+        kv_heads=kv_heads,
         head_size=head_size,
     )
 
@@ -430,13 +423,24 @@ def _count_sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int
 
 def _parse_positive(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
-        raise _UnknownError(f"config.json has no usable {key}")
+    if value is None:
+        raise _UnknownError(f"{key} is missing")
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        raise _UnknownError(f"{key} is {value!r:.50}")
     return value
 
 
 def _parse_optional(config: dict[str, Any], key: str) -> int:
     return _parse_positive(config, key) if config.get(key) else 0
+
+
+def _parse_longest(config: dict[str, Any], key: str, unknown: list[str]) -> int | None:
+    """Return the greatest length of a request; None, with the reason in `unknown`, if it is not known."""
+    try:
+        return _parse_optional(config, key) or None
+    except _UnknownError as error:
+        unknown.append(f"the greatest length of a request: {error}")
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

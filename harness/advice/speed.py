@@ -367,10 +367,10 @@ def slow_prefill(row: RowFacts) -> Found | None:
         cached = np.nan_to_num(rows.cached_tokens)
         tokens = rows.prompt_tokens - cached
         place = int(np.argmin(rows.first_chunk_s / np.maximum(tokens, 1)))
-        _, by_compute_s = ttft_floor(size, gpu, float(tokens[place]), gpus, float(cached[place]))
-        read_s, ttft_s = ttft_floor(size, gpu, 0.0, gpus)[0], float(rows.first_chunk_s[place])
+        prompt, ttft_s = float(tokens[place]), float(rows.first_chunk_s[place])
+        read_s, by_compute_s = ttft_floor(size, gpu, prompt, gpus, float(cached[place]), spread=True)
         if by_compute_s is not None and (reached := max(read_s, by_compute_s) / ttft_s) < SLOW_PREFILL:
-            found = found or (reached, ttft_s, max(read_s, by_compute_s), float(tokens[place]))
+            found = found or (reached, ttft_s, max(read_s, by_compute_s), prompt)
     if found is None:
         return None
     reached, ttft_s, floor_s, prompt = found

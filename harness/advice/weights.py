@@ -117,6 +117,7 @@ def sum_parts(
         params=found["body"].params + head.params + share * found["routed"].params,
         head_params=head.params,
         routed_bytes=found["routed"].bytes,
+        routed_params=found["routed"].params,
         routed_share=share if found["routed"].bytes else 1.0,
         number_bits=number_bits,
         doubts=said,

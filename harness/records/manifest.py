@@ -81,6 +81,7 @@ class ModelSize(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, o
     params: float | None = None  # that a token multiplies, output head included; as of the following
     head_params: float = 0  # of them: the output head, which a prompt needs once
     routed_bytes: float = 0  # of weights_bytes: experts among which a router chooses
+    routed_params: float = 0  # likewise
     routed_share: float = 1  # of the routed experts: those that one token uses
     kv_token_bytes: float | None = None  # KV cache of a token in layers that keep all tokens
     sliding_token_bytes: float = 0  # likewise in layers that keep the last `window` tokens

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from harness.advice.answer import (
     Expectation,
@@ -17,6 +18,7 @@ from harness.advice.answer import (
 )
 from harness.advice.bandwidth import cache_file, read_measured, store_measured
 from harness.advice.hardware import find_gpu, fitted_memory
+from harness.advice.model import read_model
 from harness.base.errors import HarnessError
 from tests.support.command import harness
 from tests.support.machines import gpu, radeon, strix_halo_carve_out, write
@@ -27,6 +29,19 @@ QWEN25_14B: dict[str, Any] = {
     "model_type": "qwen2", "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
     "hidden_size": 5120, "intermediate_size": 13824, "vocab_size": 152064, "tie_word_embeddings": False,
     "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+QWEN30_A3: dict[str, Any] = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 40960,
+}  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4,
+    "vocab_size": 201088, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 
 
@@ -73,7 +88,7 @@ def test_a_model_whose_size_is_not_known(tmp_path: Path) -> None:
     folder = model(tmp_path / "m", {"model_type": "new"})
     found = answer(Question(model=str(folder), gpu="gfx1151"), tmp_path)
     assert found.one_user_max_tok_s is None
-    assert found.sentence.startswith(f"{folder}: its speed is not known") and "--params" in found.sentence
+    assert found.sentence.startswith("m: its speed is not known: ") and "--params" in found.sentence
 
 
 def test_experts_of_many_users(tmp_path: Path) -> None:
@@ -159,14 +174,47 @@ def test_prompts_go_up_to_the_context(tmp_path: Path) -> None:
 
 def test_other_weights_are_for_the_users_of_the_question(tmp_path: Path) -> None:
     """The type of the model itself has the numbers of the answer, with experts too."""
-    for active in (None, "3B"):
-        asked = Question(params="30B", active_params=active, gpu="Strix Halo", users=8, measured_tok_s=1)
+    by_hand = Question(params="30B", gpu="Strix Halo", users=8, measured_tok_s=1)
+    experts = replace(by_hand, params=None, model=str(model(tmp_path / "m", QWEN30_A3)))
+    for asked in (by_hand, replace(by_hand, active_params="3B"), experts):
         found = answer(asked, tmp_path)
         own = found.weights[0]
-        assert (own.name, own.max_tok_s, own.typical_tok_s) == ("FP16", found.users_max_tok_s, None)
-        assert (own.spread_max_tok_s is None) == (active is None)
+        assert (own.name, own.typical_tok_s) == ("FP16", None)
+        assert own.max_tok_s == pytest.approx(found.users_max_tok_s)
+        assert (own.spread_max_tok_s is None) == (asked is by_hand)
         assert (own.spread_max_tok_s or own.max_tok_s) == pytest.approx(found.share_of_tok_s)
         assert "Other weights, 8 users" in "\n".join(format_answer(found))
+
+
+def test_other_weights_of_a_model_whose_experts_alone_have_4_bit(tmp_path: Path) -> None:
+    """gpt-oss-120b: 1.55 B parameters in 16 bit, and 114.7 B of experts, of which a token uses 4 of 128."""
+    found = answer(Question(model=str(model(tmp_path, GPT_OSS)), gpu="MI300X", context=10), tmp_path)
+    assert found.model is not None and found.model.params is not None
+    assert found.model.params / 1e9 == pytest.approx(0.9688 + 3.583 + 0.579, abs=0.002)
+    assert found.model.read_bytes / 1e9 == pytest.approx(2 * (0.9688 + 0.579) + 0.53 * 3.583, abs=0.003)
+    fits = {each.name: each.fits for each in found.weights}
+    assert fits == {"FP16": False, "FP8": True, "AWQ": True, "Q8_0": True, "Q4_K_M": True}, "FP16 has 233 GB"
+
+
+def test_a_prompt_reads_all_experts(tmp_path: Path) -> None:
+    """Not surely, so that the bound is of one token's; 512 tokens of 8 of 128 experts miss none."""
+    asked = Question(model=str(model(tmp_path, QWEN30_A3)), gpu="Strix Halo", context=512)
+    prompt, size = answer(asked, tmp_path).prompts[0], read_model(tmp_path).size
+    assert size is not None and prompt.typical_ttft_s is not None
+    all_s = (size.read_bytes + size.routed_bytes * (1 - size.routed_share)) / 256e9
+    assert prompt.min_ttft_s < 0.06 < prompt.typical_ttft_s[0] == pytest.approx(all_s, rel=1e-6)
+
+
+def test_what_is_typical_falls_with_the_context(tmp_path: Path) -> None:
+    found = answer(Question(model=str(model(tmp_path, QWEN30_A3)), gpu="RX 7900 XTX"), tmp_path)
+    low = [each.typical_tok_s[0] for each in found.contexts]
+    assert low == sorted(low, reverse=True) and low[0] >= 60
+
+
+def test_cards_that_are_not_in_the_table_are_named(tmp_path: Path) -> None:
+    root = radeon(tmp_path, 90006, 16)
+    gpu(root, 110000, minor=129, vram_gib=24, gtt_gib=31, card=True)
+    assert answer(Question(params="8B"), root).sentence.startswith("gfx906 is not in the table: ")
 
 
 def memory_device(speed: int, width: int, size: int = 0x4000) -> bytes:
@@ -310,7 +358,8 @@ MIXTURE = QWEN25_14B | {"num_experts": 128, "num_experts_per_tok": 8, "moe_inter
     [
         (QWEN25_14B, {"num_hidden_layers": -3}, False), (QWEN25_14B, {"num_key_value_heads": float("nan")}, False),
         (QWEN25_14B, {"vocab_size": "many"}, False), (MIXTURE, {"num_experts_per_tok": -8}, False),
-        (MIXTURE, {"num_experts": "128"}, False), (QWEN25_14B, {"max_position_embeddings": -1}, True),
+        (MIXTURE, {"num_experts": "128"}, False), (QWEN25_14B, {"hidden_size": [1]}, False),
+        (QWEN25_14B, {"max_position_embeddings": -1}, True), (QWEN25_14B, {"num_key_value_heads": 80}, False),
         (QWEN25_14B, {"quantization_config": {"quant_method": "gptq", "bits": -4}}, True),
     ],
 )  # fmt: skip
@@ -320,7 +369,7 @@ def test_broken_values_of_a_configuration_are_named(
     found = answer(Question(model=str(model(tmp_path, config | changes)), gpu="MI300X", context=10), tmp_path)
     assert (found.one_user_max_tok_s is not None) == is_known
     key, value = list(changes.get("quantization_config", changes).items())[-1]
-    assert f"config.json has {key} {value!r}" in "\n".join(format_answer(found))
+    assert f"{key} is {value!r}" in "\n".join(format_answer(found))
 
 
 def test_experts_without_the_number_of_a_token_are_no_dense_model(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_geometries(tmp_path: Path, config: dict[str, Any], expected: Geometry) 
         (QWEN3 | {"layer_types": ["full_attention"]}, "1 layer_types for 28 layers"),
         (QWEN3 | {"sliding_window": 4096, "use_sliding_window": True}, "it has a sliding window, and config.json does"),
         (QWEN3 | {"num_key_value_heads": None}, "config.json has no num_key_value_heads"),
-        (QWEN3 | {"num_hidden_layers": "28"}, "config.json has no usable num_hidden_layers"),
+        (QWEN3 | {"num_hidden_layers": "28"}, "num_hidden_layers is '28'"),
         (QWEN3 | {"is_encoder_decoder": True}, "an encoder-decoder model"),
         (DEEPSEEK | {"index_topk": 2048}, "layers of another form (index_topk in config.json)"),
         (DEEPSEEK | {"model_type": "kimi_linear"}, "latent attention of 'kimi_linear', of which the cache's form is"),

@@ -262,7 +262,7 @@ def test_damaged_gguf_files_are_errors(tmp_path: Path, data: bytes) -> None:
         ({"qwen3.attention.head_count_kv": [2, 0]}, "the number of key heads differs"),
         ({"qwen3.ssm.state_size": 16}, "layers of another form (ssm.state_size)"),
         ({"qwen3.attention.sliding_window": 1024}, "'qwen3' has a sliding window"),
-        ({"qwen3.block_count": 0}, "config.json has no usable block_count"),
+        ({"qwen3.block_count": 0}, "block_count is 0"),
     ],
 )
 def test_a_gguf_file_with_another_cache_is_unknown(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
