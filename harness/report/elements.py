@@ -80,7 +80,7 @@ class Grid(Struct, frozen=True, kw_only=True):
     @property
     def is_main(self) -> bool:
         """Whether a page shows it as its main table: with a line below each row, and as cards on a phone."""
-        return any(column.group == "verdict" for column in self.columns)
+        return any(column.group in ("latency", "verdict") for column in self.columns)
 
 
 class Chart(Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ import base64
 import gzip
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
@@ -21,11 +21,11 @@ from harness.analysis.comparable import server_differences
 from harness.analysis.summarize import Summarized
 from harness.base import units
 from harness.base.metrics import LIVE
-from harness.base.summary import Summary, sentence
+from harness.base.summary import Distribution, Row, Summary, sentence
 from harness.records.manifest import Run, ServedBy
 from harness.report import page, sentences, table
 from harness.report.answers import answers_chart, same_answers_page
-from harness.report.charts import Figure, figures, row_keys, server_keys
+from harness.report.charts import Figure, figures, row_keys
 from harness.report.charts.capacity import attainment_chart
 from harness.report.charts.crossover import crossover_charts
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
@@ -135,11 +135,14 @@ def render(
     tune: TuneReport | None = None,
 ) -> str:
     """Return the page. `capacity`: the result of a capacity search. `tune`: of a search of settings."""
-    charts_of_sweep = crossover_charts(summary, run) or sweep_charts(summary, run) if tune is None else []
     bounds = figures.slo_bounds(summary)
-    charts = [*charts_of_sweep, *_charts(summary, run, data, capacity, tune)]
-    charts = [figures.with_slo_lines(chart, bounds) for chart in charts]
-    drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
+    answers, others = (
+        [figures.with_slo_lines(chart, bounds) for chart in charts if not chart.empty]
+        for charts in (_answer_charts(summary, run, capacity, tune), _charts(summary, data))
+    )
+    is_sure = summary.valid is not False and run.status not in ("running", "interrupted", "failed")
+    starts = startup_chart(run)
+    drawn = {chart.id: chart.figure for chart in (*answers, *others, starts) if not chart.empty}
     cells = {cell.id: cell for cell in summary.cells}
     events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
     loads = sentences.load_descriptions(run)
@@ -150,7 +153,12 @@ def render(
         summary=summary,
         run=run,
         answer=page.answer(summary, run, capacity, tune),
+        tiles=tiles(summary) if is_sure else [],
+        state=page.state(summary, run),
+        findings=page.findings(summary),
+        first_charts=answers[:1] if is_sure else [],
         verdicts=_verdicts(summary),
+        design=[page.design(summary, run)],
         results=table.results_table(summary, run, loads),
         details=[
             *turns_page(summary),
@@ -159,16 +167,15 @@ def render(
             *table.schedule_table(summary, run),
         ],
         machine=table.machine_table(summary),
-        notes=page.notes(summary),
         checks=page.checks(summary.checks),
         failures=page.failures(summary),
         errors=table.format_errors,
         sentence=sentence,
         startup_facts=startup_facts,
         units=units,
-        charts={chart.id: chart for chart in charts},
-        sweep_charts=charts_of_sweep,
-        server_keys=server_keys(summary),
+        answer_charts=answers[is_sure:],
+        charts=others,
+        starts=starts,
         row_keys=row_keys(summary),
         timelines=list(events),
         timeline_first=_first_timeline(events),
@@ -178,23 +185,55 @@ def render(
     )
 
 
-def _charts(
-    summary: Summary, run: Run, data: ChartData, capacity: CapacityReport | None, tune: TuneReport | None
-) -> list[Chart]:
-    """The charts of every run, and those of a search or a question."""
-    return [
-        figures.throughput_chart(summary, run),
-        figures.first_token_chart(summary, run),
-        figures.tradeoff_chart(summary, run),
-        *(figures.distribution_chart(summary, data, column) for column in LIVE),
-        figures.request_chart(summary, data),
-        startup_chart(run),
+def _answer_charts(summary: Summary, run: Run, capacity: CapacityReport | None, tune: TuneReport | None) -> list[Chart]:
+    """The charts of what the run varied, the one that shows its answer first."""
+    throughput = figures.throughput_chart(summary, run)
+    found = [
         *([] if capacity is None else [attainment_chart(capacity)]),
+        *([] if tune is None else [tune_chart(tune)]),
+        *([answers_chart(summary.same_answers)] if summary.same_answers else []),
         *turn_charts(summary),
         *soak_charts(summary),
-        *([answers_chart(summary.same_answers)] if summary.same_answers else []),
-        *([] if tune is None else [tune_chart(tune)]),
+        *(crossover_charts(summary, run) or sweep_charts(summary, run) if tune is None else []),
+        throughput,
     ]
+    rows = [figures.rows_chart(summary)] if all(chart.empty for chart in found) else []
+    return [*found, *rows, figures.first_token_chart(summary, run), figures.tradeoff_chart(summary, run)]
+
+
+def _charts(summary: Summary, data: ChartData) -> list[Chart]:
+    """The charts of single requests."""
+    distributions = (figures.distribution_chart(summary, data, column) for column in LIVE)
+    return [*distributions, figures.request_chart(summary, data)]
+
+
+def tiles(summary: Summary) -> list[tuple[str, str, str]]:
+    """The three numbers that a reader looks for first: title, value with unit, and where it was measured."""
+    rows = [row for row in summary.rows if row.failed is None and row.invalid is None]
+    names, found = sentences.short_row_names(rows), []
+    for title, unit, more_is_better, of in _TILES:
+        known = [(value, row) for row in rows if (value := of(row))]
+        if known:
+            value, row = (max if more_is_better else min)(known, key=lambda each: each[0])
+            best = f", the best of {len(known)}" if len(known) > 1 else ""
+            found.append((title, f"{units.figures(value)} {unit}", f"{names.get(row.name, row.name)}{best}"))
+    return found[:_SHOWN_TILES]
+
+
+def _middle(sample: Distribution) -> float | None:
+    """The median, or the mean of few requests."""
+    return sample.mean if sample.p50 is None else sample.p50
+
+
+_SHOWN_TILES = 3
+_TILES: tuple[tuple[str, str, bool, Callable[[Row], float | None]], ...] = (  # title, unit, more is better, value
+    ("One user gets", "tok/s", True, lambda row: 1 / tpot_s if (tpot_s := _middle(row.pooled.tpot)) else None),
+    ("All together", "tok/s", True, lambda row: row.pooled.output_tok_s),
+    ("First token after", "ms", False, lambda row: 1000 * (_middle(row.pooled.ttft) or 0.0)),
+    ("Prompt tokens", "tok/s", True, lambda row: row.pooled.input_tok_s),
+    ("Answer after", "ms", False, lambda row: 1000 * (_middle(row.pooled.e2e) or 0.0)),
+    ("Requests", "a second", True, lambda row: row.pooled.requests_per_s),
+)  # fmt: skip
 
 
 def _verdicts(summary: Summary) -> list[Element]:

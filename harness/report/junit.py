@@ -115,10 +115,12 @@ def _differences(sides: Sequence[str], differences: Sequence[Difference]) -> dic
 
 
 def _validity_case(summary: Summary, run: Run) -> Case:
-    validity = sentences.validity_sentence(summary, run)
+    validity, limits = sentences.validity_sentence(summary, run), sentences.client_limit_sentence(summary)
     ended = run.status not in ("running", "failed", "interrupted")
     case = Case(
-        group="validity", name="the run is VALID", evidence="\n".join([validity, *map(sentence, summary.notes)])
+        group="validity",
+        name="the run is VALID",
+        evidence="\n".join(filter(None, [validity, limits, *map(sentence, summary.notes)])),
     )
     if not ended or summary.valid is False:
         reasons = [sentence(reason) for reason in summary.reasons or run.reasons] or [validity]

@@ -1,6 +1,7 @@
 """The pages of a run and of a comparison, as elements. To add something to every report, add it to `run_page`."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from harness.analysis.capacity import CapacityReport
 from harness.base import units
@@ -10,7 +11,6 @@ from harness.base.summary import (
     Comparison,
     Difference,
     Reason,
-    RunFinding,
     Summary,
     Verdict,
     evidence,
@@ -29,6 +29,7 @@ from harness.report.verdict_text import verdict_word
 
 _MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
 _RUN_HINT = "--explain shows them"
+_REASONS = 4  # why a run is INVALID: so many are not folded
 
 
 def run_page(
@@ -39,21 +40,23 @@ def run_page(
     *,
     explain: bool = False,
 ) -> list[Element]:
-    """The page of a run: the answer, the verdicts, the tables, and what else is known.
+    """The page of a run: the answer, the findings, the main table, the verdicts, and what else is known.
 
     `capacity`: the result of a capacity search. `tune`: of a search of settings. `explain`: with the host metrics.
     """
     return [
         *answer(summary, run, capacity, tune),
+        *state(summary, run),
+        *findings(summary),
+        results_table(summary, run),
+        design(summary, run),
         *([Paragraph("Verdicts", "heading"), *verdicts(summary.comparison, _RUN_HINT)] if summary.comparison else []),
         *same_answers_page(summary.same_answers),
-        results_table(summary, run),
         *turns_page(summary),
         *soak_page(summary),
         *schedule_table(summary, run),
         *time_table(summary),
         *(machine_table(summary) if explain else []),
-        *notes(summary),
         *failures(summary),
         *checks(summary.checks),
         *_loads(sentences.load_descriptions(run)),
@@ -63,24 +66,56 @@ def run_page(
 def answer(
     summary: Summary, run: Run, capacity: CapacityReport | None = None, tune: TuneReport | None = None
 ) -> list[Element]:
-    """The first screen: the question, its answer, whether the run counts, how it was measured, and the findings."""
+    """The question and its answer."""
     answers = [sentences.run_answer(summary, run)] if capacity is None else capacity_lines(capacity)
     answers = answers if tune is None else [answer_line(tune)]
-    state = sentences.validity_sentence(summary, run)
-    reasons = [Bullet(text, "bad") for text in sentences.group_reasons(summary.reasons)]
-    about = f"{summary.scenario}, run {summary.run}. {sentences.design_sentence(run)}"
     return [
         Paragraph(summary.question, "title"),
         *(Paragraph(line, "lead") for line in answers),
-        *([] if tune is None else tune_elements(tune)),
-        *(Paragraph(sentence(reason)) for reason in summary.hardware_shares),
         *_simulated(summary.simulated),
-        Paragraph(state, sentences.validity_style(summary, run)),
-        *([Bullets(reasons)] if reasons else []),
-        *_check_states(summary.checks),
+        *([] if tune is None else tune_elements(tune)),
+    ]
+
+
+def state(summary: Summary, run: Run) -> list[Element]:
+    """Whether the run counts and its checks passed, in one word, and why not; the notes are folded."""
+    reasons = [Bullet(text, "bad") for text in sentences.group_reasons(summary.reasons)]
+    limits = list(filter(None, [sentences.client_limit_sentence(summary)]))
+    notes = [Bullet(text, "fine") for text in (*limits, *sentences.group_reasons(summary.notes))]
+    return [
+        Paragraph(*sentences.state_sentence(summary, run)),
+        *_some(reasons, _REASONS, f"{units.count(len(reasons) - _REASONS, 'more reason')}"),
+        *(
+            [Fold(sentences.notes_sentence(summary, len(notes)), [Bullets(notes)], "--explain shows the notes")]
+            if notes
+            else []
+        ),
+    ]
+
+
+def _some(items: Sequence[Bullet], number: int, title: str, kind: Literal["findings", ""] = "") -> list[Element]:
+    """A list of so many items; the others are folded."""
+    shown: list[Element] = [Bullets(items[:number], kind)] if items else []
+    return [*shown, Fold(title, [Bullets(items[number:], kind)], _RUN_HINT)] if len(items) > number else shown
+
+
+def design(summary: Summary, run: Run) -> Paragraph:
+    return Paragraph(f"{summary.scenario}, run {summary.run}. {sentences.design_sentence(run)}", "fine")
+
+
+def findings(summary: Summary) -> list[Element]:
+    """How near the hardware the run is, why it is slower than it could be, and what to change."""
+    items = [
+        Bullet(sentences.finding_sentence(each), "inconclusive", parts=list(sentences.finding_parts(each)))
+        for each in summary.findings or ()
+    ]
+    more = f"{units.count(len(items) - 1, 'more finding')}: {', '.join(each.code for each in summary.findings or ())}"
+    none = summary.findings is not None and not items and summary.valid
+    return [
+        *(Paragraph(sentence(reason)) for reason in summary.hardware_shares),
+        *([Paragraph("FINDINGS: no problem found", "good")] if none else []),
+        *([Paragraph("Findings, the worst first", "heading"), *_some(items, 1, more, "findings")] if items else []),
         *_what_if(summary.what_if),
-        Paragraph(about, "fine"),
-        *_findings(summary.findings),
     ]
 
 
@@ -90,33 +125,8 @@ def _what_if(answers: Sequence[Reason]) -> list[Element]:
     return [Paragraph("What if", "heading"), Bullets(items)] if items else []
 
 
-def _findings(findings: Sequence[RunFinding] | None) -> list[Element]:
-    """Why the run is slower than it could be, and what to change."""
-    if not findings:
-        return [] if findings is None else [Paragraph("FINDINGS: no problem found", "good")]
-    items = [
-        Bullet(sentences.finding_sentence(each), "inconclusive", parts=list(sentences.finding_parts(each)))
-        for each in findings
-    ]
-    return [Paragraph("Findings, the worst first", "heading"), Bullets(items, "findings")]
-
-
 def _simulated(simulated: bool) -> list[Element]:
     return [Paragraph(words.SIMULATED, "simulated")] if simulated else []
-
-
-def _check_states(results: Sequence[CheckResult]) -> list[Element]:
-    """How many checks failed and are inconclusive, and which."""
-    states: list[Element] = []
-    total = units.count(len(results), "check")
-    for status, style in (("failed", "bad"), ("inconclusive", "unsure")):
-        names = [result.check for result in results if result.status == status]
-        if names:
-            word = f"{units.count(len(names), 'check')} {status}".upper()
-            states.append(Paragraph(f"{word}: {', '.join(names)} (of {total})", style))
-    if results and not states:
-        states.append(Paragraph(f"CHECKS PASSED: {len(results)} of {total} passed", "good"))
-    return states
 
 
 def verdicts(comparison: Comparison, hint: str) -> list[Element]:
@@ -128,11 +138,6 @@ def verdicts(comparison: Comparison, hint: str) -> list[Element]:
         title = sentences.hidden_verdicts_text(item.style for item in hidden)
         elements.append(Fold(title, [Bullets(hidden, "verdicts")], hint))
     return [*elements, Paragraph(sentences.method_sentence(comparison), "fine")]
-
-
-def notes(summary: Summary) -> list[Element]:
-    items = [Bullet(text, "fine") for text in sentences.group_reasons(summary.notes)]
-    return [Paragraph("Notes", "heading"), Bullets(items)] if items else []
 
 
 def failures(summary: Summary) -> list[Element]:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
+from harness.analysis import quick
 from harness.analysis.checks import evaluate
 from harness.analysis.comparable import engine_versions
 from harness.analysis.soak import soak_answer
@@ -30,7 +31,7 @@ from harness.base.summary import (
     sentence,
 )
 from harness.base.units import count
-from harness.records.manifest import Run
+from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
 from harness.report.answers import answers_sentence, row_sentence
 from harness.report.elements import LIMITED, Bullet
@@ -73,6 +74,8 @@ def _run_answer(summary: Summary, run: Run) -> str:
         return _slo_answer(slos, summary, run)
     if interference := _interference_answer(summary):
         return interference
+    if summary.scenario == quick.NAME:
+        return _measurements_answer(summary.rows)
     if summary.answers:
         return " ".join(map(sentence, summary.answers))
     if summary.comparison is not None and summary.comparison.verdicts:
@@ -245,7 +248,7 @@ def _speedup_answer(comparison: Comparison, rows: Sequence[Row]) -> str:
     base = comparison.verdicts[0].baseline
     verdicts = [verdict for verdict in comparison.verdicts if verdict.baseline == base]
     best, worst = _largest_effect(verdicts, "faster"), _largest_effect(verdicts, "slower")
-    short = _short_row_names(rows)
+    short = short_row_names(rows)
     against = short.get(base, base)
     several = len({verdict.side for verdict in verdicts}) > 1
     if best is not None:
@@ -291,7 +294,7 @@ def _largest_effect(verdicts: Sequence[Verdict], word: str | None = None) -> Ver
     return max(known, key=rank, default=None)
 
 
-def _short_row_names(rows: Sequence[Row]) -> dict[str, str]:
+def short_row_names(rows: Sequence[Row]) -> dict[str, str]:
     """By row name the load if all rows have one server, the server if all have one load; else empty."""
     servers, loads = {row.server for row in rows}, {row.load for row in rows}
     if len(servers) > 1 and len(loads) > 1:
@@ -303,7 +306,7 @@ def _measurements_answer(rows: Sequence[Row]) -> str:
     """The numbers of the first rows, for a run that compares nothing."""
     if not rows:
         return "Nothing was measured."
-    short = _short_row_names(rows)
+    short = short_row_names(rows)
     if len(rows) == 1:
         return f"{rows[0].name}: {_describe_numbers(rows[0])}."
     shown = "; ".join(f"{short.get(row.name, row.name)}: {_describe_numbers(row)}" for row in rows[:3])
@@ -343,15 +346,13 @@ def validity_sentence(summary: Summary, run: Run) -> str:
     """VALID or INVALID, or why there is no verdict yet. Reasons are listed separately."""
     if run.status in _UNCHECKED:
         return _UNCHECKED[run.status]
-    if (limited := client_limit_sentence(summary)) and summary.valid is not None:
-        return f"{'VALID' if summary.valid else 'INVALID'}, CLIENT-LIMITED: {limited}"
     if summary.valid:
         failed = sum(row.failed is not None for row in summary.rows)
         result = f"; {failed} of {count(len(summary.rows), 'row')} failed, which is their result" if failed else ""
         return f"VALID: all conditions of a trustworthy measurement held{result}"
     if summary.valid is None:
         return (
-            "NOT CHECKED: an imported file does not show whether the load generator kept up, the server stayed up and "
+            "UNCHECKED: an imported file does not show whether the load generator kept up, the server stayed up and "
             "the tokens were counted right"
         )
     if any(verdict.ratio is not None for verdict in (summary.comparison.verdicts if summary.comparison else [])):
@@ -359,13 +360,48 @@ def validity_sentence(summary: Summary, run: Run) -> str:
     return "INVALID: do not trust the rows concerned; the run is not compared with other runs"
 
 
-def validity_style(summary: Summary, run: Run) -> Literal["good", "unsure", "bad"]:
-    """The colour in which a report shows the validity."""
-    if summary.valid is None and run.status == "unchecked":
-        return "unsure"
-    if not summary.valid or run.status != "valid":
-        return "bad"
-    return "unsure" if client_limit_sentence(summary) else "good"
+def state_sentence(summary: Summary, run: Run) -> tuple[str, Literal["good", "unsure", "bad"]]:
+    """One word on a run with its sentence, and its colour: the validity, else the result of its checks.
+
+    A run that was stopped before its end is not "bad".
+    """
+    validity, total = validity_sentence(summary, run), count(len(summary.checks), "check")
+    if run.status in _UNCHECKED or summary.valid is False:
+        return validity, "bad" if run.status == "failed" or run.status not in _UNCHECKED else "unsure"
+    by_status: dict[str, list[str]] = defaultdict(list)
+    for result in summary.checks:
+        by_status[result.status].append(result.check)
+    parts = [(each, f"{len(of)} of {total}: {', '.join(of)}") for each in ("failed", "inconclusive")
+             if (of := by_status[each])]  # fmt: skip
+    if parts:
+        (word, text), *others = parts
+        text += "".join(f"; {other} {more}" for other, more in others)
+        return f"{word.upper()}: {text}", "bad" if word == "failed" else "unsure"
+    if summary.valid is None or not summary.checks:
+        return validity, "unsure" if summary.valid is None else "good"
+    return f"PASSED: {total} passed, and {validity.partition(': ')[2]}", "good"
+
+
+def notes_sentence(summary: Summary, number: int) -> str:
+    """What so many notes on the validity come to, in one plain line."""
+    limited = [row for row in summary.rows if row.client_limited]
+    if any(note.code == "host_cpu_full" for note in summary.notes):
+        why = "This machine was busy"
+    else:
+        why = "The load generator was late" if limited else ""
+    if limited:
+        error = max(map(_largest_error, limited))
+        exact = "were read late" if error < _SHOWN_ERROR else f"are exact to {units.figures(100 * error, 2)}\u00a0%"
+        return f"{why}: numbers with {LIMITED} {exact}"
+    if any(note.code == "import_defined" and note.values["other"] for note in summary.notes):
+        return f"Numbers with {OTHERWISE} are defined otherwise"
+    return f"{why}, but the load generator kept up" if why else f"{count(number, 'note')} on these numbers"
+
+
+def _largest_error(row: Row) -> float:
+    """By how much at most the load generator changed the numbers that it limited, as a share."""
+    limited = (error for each, error in row.client_error.items() if METRICS[each].field in row.client_limited)
+    return max(map(max, limited), default=0.0)
 
 
 def client_limit_sentence(summary: Summary) -> str:
@@ -373,8 +409,7 @@ def client_limit_sentence(summary: Summary) -> str:
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
-            errors = (row.client_error[each] for each in row.client_error if METRICS[each].field in row.client_limited)
-            error = max(map(max, errors), default=0.0)
+            error = _largest_error(row)
             by = "" if error < _SHOWN_ERROR else f" (by {units.figures(100 * error)}\u00a0% at most)"
             rows[number_names(row.client_limited)].append(f"{row.name}{by}")
     if not rows:

@@ -322,6 +322,8 @@ def table_columns(summary: Summary, lines: Sequence[TableLine]) -> tuple[TableCo
         "valid": bool(answers),
         "right": any(form.labelled for form in answers),
         "same_answers": bool(summary.same_answers),
+        "speedup": bool(summary.comparison),
+        "verdict": bool(summary.comparison) or any(row.failed for row in summary.rows),
     }
     latencies = []
     for latency in LATENCIES:

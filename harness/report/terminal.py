@@ -146,7 +146,7 @@ def _cell(grid: Grid, number: int, place: int) -> Text:
     key, text = grid.columns[place].key, words.one_line(grid.rows[number][place])
     if key == "verdict":
         return Text(text, STYLES.get(grid.styles[number], ""))
-    return Text(text, "bold red" if key == "errors" and text != "0" else "")
+    return Text(text, "bold red" if key == "errors" and " of " in text else "")
 
 
 def _print_item(console: Console, text: Text) -> None:
@@ -293,7 +293,7 @@ def forecast_page(forecast: Forecast) -> list[Element]:
     for row in forecast.rows:
         for note in row.notes:
             names_by_note[sentence(note)].append(row.name)
-    notes = [f"no prediction for {name}: {sentence(why)}" for name, why in forecast.refused.items()]
+    notes = [f"no prediction for {each.server} / {each.load}: {sentence(each.reason)}" for each in forecast.refused]
     for text, names in names_by_note.items():
         rows_of = "" if len(names) == len(forecast.rows) else f"{', '.join(names)}: "
         notes.append(f"note: {rows_of}{text}")

@@ -10,7 +10,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -237,6 +237,12 @@ def means_agree(windows: Sequence[Sequence[float]], within: float) -> bool:
 # When requests of an open loop arrive: one seeded schedule for a whole cell. An even or random process of rate 1 gives
 # points; an arrival is the time at which the expected number of arrivals reaches the next point (inversion, see Çınlar,
 # Introduction to Stochastic Processes, 4.7). So every spacing works with every schedule of rates.
+
+
+class Due(Protocol):
+    """The arrival times of a load."""
+
+    def at(self, number: int) -> float | None: ...  # seconds from the start to arrival `number`; None: it never comes
 
 
 class Schedule:

@@ -65,10 +65,6 @@ def row_style(summary: Summary, row: Row) -> tuple[str, str]:
     return colour(names.index(row.server) if len(names) > 1 else load), DASHES[load % len(DASHES)]
 
 
-def server_keys(summary: Summary) -> list[Key]:
-    return [Key(name=name, colour=colour(i)) for i, name in enumerate(server_names(summary))]
-
-
 def row_keys(summary: Summary) -> list[Key]:
     styles = [(row.name, *row_style(summary, row)) for row in summary.rows]
     return [Key(name=name, colour=hue, stroke=STROKES[dash]) for name, hue, dash in styles]

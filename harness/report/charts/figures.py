@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness.analysis.knee import KNEE_SHARE
-from harness.analysis.verdicts import without_concurrency
+from harness.analysis.verdicts import metric_values, without_concurrency
 from harness.base import units
 from harness.base.metrics import METRICS, Metric
 from harness.base.summary import NEEDED, Row, Summary
@@ -121,22 +121,72 @@ def throughput_chart(summary: Summary, run: Run) -> Chart:
         if knee := describe_knee(list(zip(x, medians, strict=True))):
             only_curve = sum(name == server for _, name, _ in curves) == 1
             loads = "" if only_curve else f" ({', '.join(row.load for row in rows)})"
-            findings.append(f"{server}{loads}: {knee}")
+            findings.append(f"{server}{loads}: {knee}" if len(curves) > 1 else knee)
     return Chart(
         id="throughput",
         title="Throughput over concurrency",
-        caption="Aggregate output tokens per second, median of the repeats; whiskers from the least to the most. "
-        "A line joins loads that differ in concurrency alone. Higher is better.",
+        caption="Output tokens a second of all requests together, median and range of the repeats. Higher is better.",
         findings=findings,
         formula=f"tok/s = output tokens inside the window ÷ window; {KNEE}",
-        figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
+        figure=_concurrency_figure(data, summary, run, axis("tok/s")),
         head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Repeats"],
         body=[
             [*_row_cells(row, run), *_median_min_max(row.output_tok_s), str(len(row.output_tok_s))]
             for row in summary.rows
         ],
-        empty="" if data else _NO_CURVE,
+        empty=_empty_curve(data),
     )
+
+
+def _concurrency_figure(data: list[Figure], summary: Summary, run: Run, y_axis: Figure) -> Figure:
+    names = {trace["name"] for trace in data}
+    layout = {"xaxis": _concurrency_axis(summary, run), "yaxis": y_axis, "showlegend": len(names) > 1}
+    return {"data": data, "layout": layout}
+
+
+def _empty_curve(data: Sequence[Figure]) -> str:
+    """Why nothing is drawn: no line has two points."""
+    return "" if any(len(set(trace["x"])) > 1 for trace in data) else _NO_CURVE
+
+
+def rows_chart(summary: Summary) -> Chart:
+    """The rows as bars, by the number that they are compared by."""
+    verdicts = [] if summary.comparison is None else summary.comparison.verdicts
+    wanted = ([verdicts[0].metric] if verdicts else []) + ["output_tok_s", "input_tok_s", "e2e_p50"]
+    cells = {cell.id: cell for cell in summary.cells}
+    known: list[tuple[Row, list[float]]] = []
+    for name in wanted:
+        metric = METRICS[name]
+        samples = ((row, [value for value in metric_values(row, cells, name) if value]) for row in summary.rows)
+        known = [(row, values) for row, values in samples if values and row.failed is None]
+        if len(known) > 1:
+            break
+    scale, unit = (1000, "ms") if metric.latency else (1, metric.unit)
+    samples_shown = [[scale * value for value in values] for _, values in known]
+    medians, names = list(map(statistics.median, samples_shown)), [row.name for row, _ in known]
+    bars: Figure = {
+        "type": "bar", "orientation": "h", "y": list(map(escape_markup, names)), "x": medians,
+        "marker": {"color": [f"@{row_style(summary, row)[0]}" for row, _ in known]},
+        "error_x": whiskers(medians, samples_shown, "@ink"),
+        "hovertemplate": f"%{{y}}<br><b>%{{x:,.4g}} {unit}</b><extra></extra>",
+    }  # fmt: skip
+    return Chart(
+        id="rows",
+        title=f"{metric.title[0].upper()}{metric.title[1:]} of each row",
+        caption="Median of the repeats; whiskers from the least to the most. "
+        f"{'More' if metric.more_is_better else 'Less'} is better.",
+        formula=metric.formula,
+        figure={
+            "data": [bars],
+            "layout": {
+                "height": 110 + 34 * len(known), "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+                "yaxis": {"autorange": "reversed", "type": "category"},
+            },
+        },
+        head=["Row", f"Median, {unit}", "Least", "Most", "Repeats"],
+        body=[[row.name, *_median_min_max([scale * value for value in of]), str(len(of))] for row, of in known],
+        empty="" if len(known) > 1 else "There is one row.",
+    )  # fmt: skip
 
 
 def _row_cells(row: Row, run: Run) -> list[str]:
@@ -160,7 +210,8 @@ def first_token_chart(summary: Summary, run: Run) -> Chart:
         if any(tail is not None for tail in tails):
             line = {"color": hue, "width": 1.5, "dash": "dot"}
             marker = {"color": hue, "symbol": f"{symbol(i)}-open", "size": 7}
-            data.append(_curve_trace(i, server, rows, x, tails, f"{hover} p95", line=line, marker=marker))
+            style = {"line": line, "marker": marker, "showlegend": False}
+            data.append(_curve_trace(i, server, rows, x, tails, f"{hover} p95", **style))
     values = [value for trace in data for value in trace["y"] if value is not None]
     return Chart(
         id="first-token",
@@ -168,10 +219,10 @@ def first_token_chart(summary: Summary, run: Run) -> Chart:
         caption="Solid: half of the requests (p50). Dotted: 95 of 100 requests (p95), where the sample carries it. "
         "Lower is better.",
         formula=f"{METRICS['ttft'].formula}; pXX: XX % of the successful requests of all repeats took at most so long",
-        figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
+        figure=_concurrency_figure(data, summary, run, axis("ms", values)),
         head=["Server", "Load", "At once", "TTFT p50, ms", "TTFT p95, ms", "Requests"],
         body=[[*_row_cells(row, run), *_percentile_cells(row, "ttft")] for row in summary.rows],
-        empty="" if values else _NO_CURVE,
+        empty=_empty_curve(data),
     )
 
 
@@ -209,14 +260,21 @@ def tradeoff_chart(summary: Summary, run: Run) -> Chart:
         "that differ in concurrency alone. Right and low is best.",
         formula="across: tok/s = output tokens inside the window ÷ window, median of the repeats; "
         f"up: {METRICS['e2e'].formula}, percentile over the successful requests of all repeats",
-        figure={"data": data, "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", heights)}},
+        figure={
+            "data": data,
+            "layout": {
+                "xaxis": axis("output tok/s"),
+                "yaxis": axis("ms", heights),
+                "showlegend": len({trace["name"] for trace in data}) > 1,
+            },
+        },
         findings=findings,
         head=["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"],
         body=[
             [*_row_cells(row, run), units.significant(row.pooled.output_tok_s), *_percentile_cells(row, "e2e")]
             for row in summary.rows
         ],
-        empty="" if data else _NO_CURVE,
+        empty="" if len(heights) > 1 else _NO_CURVE,
     )
 
 
@@ -227,8 +285,9 @@ def distribution_chart(summary: Summary, observed: ChartData, latency: Metric) -
         values, shares = distribution_points(observed.rows.get(row.key, RowData()).latencies.get(latency.name, []))
         hue, dash = row_style(summary, row)
         line = {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2}
-        hover = f"%{{y:.1%}} within <b>%{{x:,.1f}} ms</b>{NAME}"
-        curves.append(scatter(row.name, [round(1000 * value, 3) for value in values], shares, hover, line=line, meta=i))
+        hover = f"%{{y:.1f}}\u00a0% within <b>%{{x:,.1f}} ms</b>{NAME}"
+        x, y = [round(1000 * value, 3) for value in values], [round(100 * share, 3) for share in shares]
+        curves.append(scatter(row.name, x, y, hover, line=line, meta=i))
         pooled = latency.sample(row.pooled)
         percentiles = [words.format_percentile(row, METRICS[f"{latency.name}_{name}"]) for name in NEEDED]
         minimum, maximum = units.milliseconds(pooled.min), words.format_maximum(pooled)
@@ -243,12 +302,12 @@ def distribution_chart(summary: Summary, observed: ChartData, latency: Metric) -
             "data": curves,
             "layout": {
                 "xaxis": axis("ms", ends, logarithmic_from=10) | {"rangemode": "normal"},
-                "yaxis": {"tickformat": ".0%", "range": [0, 1.01], "tickvals": [0, 0.25, 0.5, 0.75, 0.95]},
+                "yaxis": {"ticksuffix": "\u00a0%", "range": [0, 101], "tickvals": [0, 25, 50, 75, 95]},
             },
         },
         head=["Server", "Load", "Requests", "Least, ms", "p50", "p90", "p95", "p99", "Most, ms"],
         body=body,
-        empty="" if ends else "No successful request has this number.",
+        empty="" if len(set(ends)) > 1 else "No two requests have different numbers.",
     )
 
 
@@ -289,7 +348,7 @@ def request_chart(summary: Summary, observed: ChartData) -> Chart:
         },
         head=["Server", "Load", "Requests", "Drawn", "Failed", "Slowest, ms"],
         body=body,
-        empty="" if data else "No measured request was recorded.",
+        empty="" if sum(len(trace["x"]) for trace in data) > 1 else "No two measured requests were recorded.",
     )
 
 

@@ -251,7 +251,7 @@ def startup_chart(run: Run) -> Chart:
             for name in order
             if (v := seconds_of.get(name))
         ],
-        empty="" if data else "No start was observed: the server already ran.",
+        empty="" if len(starts) > 1 else "No starts of several servers were observed.",
     )
 
 

@@ -31,7 +31,7 @@ from harness.records.records import Request
 from harness.records.samples import TelemetrySample
 from harness.report import html, markdown
 from harness.report.elements import Paragraph
-from harness.report.page import answer, run_page
+from harness.report.page import run_page
 from harness.report.terminal import print_report
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon
@@ -415,8 +415,8 @@ def test_the_speed_of_14b_in_fp16_is_normal(tmp_path: Path) -> None:
     assert (known.word, round(known.share, 2), made.summary.findings) == ("normal", 0.70, [])
     (stated,) = made.summary.hardware_shares
     assert (stated.values["share"], stated.values["word"], stated.text[-8:]) == (known.share, "normal", ": normal")
-    page = answer(made.summary, made.data.run)
-    assert [element.text for element in page if isinstance(element, Paragraph)][2] == stated.text
+    page = [element.text for element in run_page(made.summary, made.data.run) if isinstance(element, Paragraph)]
+    assert page.index(stated.text) < 5, "on the first screen"
 
 
 def test_ten_at_once_took_two_and_a_half_times_as_long(tmp_path: Path) -> None:

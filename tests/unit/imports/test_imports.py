@@ -61,7 +61,7 @@ def test_every_sample_is_recognised_and_its_reports_say_where_the_run_is_from(na
     folder = import_file(DATA / name, tmp_path / "runs", machine="box")
     run, summary = read_run(folder), summarize(folder)
     assert run.origin is not None and set(run.origin.definitions) <= set(DEFINITIONS)
-    shown = called("report", folder.name, "--runs", str(tmp_path / "runs"), cwd=tmp_path)
+    shown = called("report", folder.name, "--runs", str(tmp_path / "runs"), "--explain", cwd=tmp_path)
     if name in GOOD:
         assert (run.status, run.reasons, summary.valid, shown.code) == ("unchecked", [], None, 0)
     else:
@@ -302,8 +302,8 @@ def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_b
 def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) -> None:
     folder = import_file(DATA / "vllm-plain.json", tmp_path)
     run, summary = read_run(folder), summarize(folder)
-    assert of_report.validity_sentence(summary, run).startswith("NOT CHECKED: ")
-    assert (of_report.validity_style(summary, run), msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
+    assert of_report.validity_sentence(summary, run).startswith("UNCHECKED: ")
+    assert (of_report.state_sentence(summary, run)[1], msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
     case = xml.fromstring(junit.render(summary, run)).find(".//testcase")
     assert case is not None and [part.tag for part in case] == ["skipped"]
     assert called("report", str(folder), cwd=tmp_path).code == 0

@@ -1,5 +1,6 @@
 """What the charts of a report show: curves, events, panels and SLO lines."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from harness.report.charts.figures import (
     describe_knee,
     first_token_chart,
     request_chart,
+    rows_chart,
     slo_bounds,
     throughput_chart,
     tradeoff_chart,
@@ -149,12 +151,28 @@ def test_a_line_joins_loads_that_differ_in_concurrency_alone(folder: Path, run: 
         assert set(apart) == {1, 2} and sum(apart) == sum(alike)
 
 
-def test_a_page_of_open_loops_says_once_that_there_is_no_curve(folder: Path, run: Run) -> None:
+def drawn(page: str) -> list[str]:
+    """The charts of a page of rows, in their order; those of single requests left out."""
+    return [name for name in re.findall(r'id="chart-([\w-]+)"', page) if name[:4] not in ("cdf-", "dots", "time")]
+
+
+def test_a_chart_is_drawn_only_where_something_varies(folder: Path, run: Run) -> None:
+    """The first one is next to the answer. Bars take the place of a curve; one row has neither."""
+    summary, data = read_summary(folder), read_chart_data(folder)
+    assert drawn(render(summary, run, data)) == ["throughput", "first-token", "trade-e2e", "startup"]
+    level = replace(summary, rows=[row for row in summary.rows if row.load == "batch-5"])
+    assert drawn(render(level, run, data)) == ["rows", "trade-e2e", "startup"]
+    (bars,) = rows_chart(level).figure["data"]
+    assert bars["y"] == ["open / batch-5", "limited / batch-5"]
+    alone = replace(run, cells=[cell for cell in run.cells if cell.server == "open"])
+    assert drawn(render(replace(summary, rows=summary.rows[:1]), alone, data)) == []
+
+
+def test_a_page_of_open_loops_has_no_curve(folder: Path, run: Run) -> None:
     summary = read_summary(folder)
     rows = [replace(row, pooled=replace(row.pooled, schedule=ScheduleKept(sent=30))) for row in summary.rows]
     page = render(replace(summary, rows=rows), run, read_chart_data(folder))
-    assert page.count("No load with a fixed concurrency has enough successful requests for it.") == 1
-    assert 'class="empty"' not in page
+    assert drawn(page) == ["rows", "startup"] and 'class="empty"' not in page
 
 
 def test_single_requests_show_failures(folder: Path, run: Run) -> None:

@@ -16,11 +16,13 @@ from msgspec.structs import replace
 from harness.analysis.slo_rule import observed
 from harness.analysis.summarize import read_summary
 from harness.base.files import ROOT
-from harness.base.summary import because
+from harness.base.summary import NO_SAMPLE, because
 from harness.records.manifest import read_run, write_run
 from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution_points, read_chart_data
-from harness.report.html import LIBRARY
+from harness.report.html import LIBRARY, render, tiles
 from tests.support.report_runs import HOSTILE, write_report, write_run_directory
+from tests.unit.report.test_report_text import FEW, MANY, numbers, row
+from tests.unit.report.test_report_text import summary as text_summary
 
 
 class Page(html.parser.HTMLParser):
@@ -77,11 +79,40 @@ def test_the_page_refers_to_nothing_outside_and_has_all_that_it_refers_to(folder
     charts = page.charts()["charts"]
     assert {f"chart-{chart}" for chart in charts} <= ids
     assert [tag for tag, _ in page.tags].count("caption") == len(charts), "each has a table"
-    order = ["<h1", 'class="state simulated"', 'class="state good"', 'class="verdicts"', 'class="main"', 'id="charts"',
+    order = ["<h1", 'class="lead"', 'class="state simulated"', 'class="tiles"', 'class="state bad"', "chart-throughput",
+             'class="contents"', 'class="verdicts"', 'class="main"', 'id="charts"', 'id="chart-first-token"',
              'id="errors"', 'id="runs"', 'id="method"', 'id="setup"']  # fmt: skip
     places = [text.index(mark) for mark in order]
     assert places == sorted(places)
     assert write_report(folder).read_text() == text, "the same run gives the same page"
+
+
+def test_the_first_screen_of_a_run_without_an_answer_has_no_numbers(folder: Path) -> None:
+    """Three numbers and a chart only where they can be believed; the reasons are there, and the notes are folded."""
+    summary, run, data = read_summary(folder), read_run(folder), read_chart_data(folder)
+    note, reason = because("run_error", "a note"), because("run_error", "a reason")
+    invalid, stopped = replace(summary, valid=False, reasons=[reason], notes=[note]), replace(run, status="interrupted")
+    for page, has_numbers in (
+        (render(summary, run, data), True), (render(invalid, run, data), False), (render(summary, stopped, data), False)
+    ):  # fmt: skip
+        first, rest = page.split("<body>")[1].split('class="contents"')
+        assert ('class="tiles"' in first, "chart-throughput" in first) == (has_numbers, has_numbers)
+        assert ("chart-throughput" in rest) != has_numbers, "it is somewhere"
+    first = render(invalid, run, data).split('class="contents"')[0]
+    assert first.index("a reason") < first.index("<details") < first.index("a note")
+
+
+def test_the_tiles_are_the_best_of_each_number() -> None:
+    few = numbers(5.0, FEW)
+    assert tiles(replace(text_summary(), rows=[row("one", numbers(13.07, MANY))])) == [
+        ("One user gets", "20 tok/s", "one"),
+        ("All together", "95.6 tok/s", "one"),
+        ("First token after", "52.3 ms", "one"),
+    ]
+    assert [where for *_, where in tiles(text_summary())][1] == "ten, the best of 2"
+    vectors = replace(few, output_tok_s=None, ttft=NO_SAMPLE, tpot=NO_SAMPLE, input_tok_s=900.0)
+    shown = tiles(replace(text_summary(), rows=[row("one", vectors)]))
+    assert [value for _, value, _ in shown] == ["900 tok/s", "50 ms", "5 a second"]
 
 
 def test_texts_from_outside_stay_text(tmp_path: Path) -> None:

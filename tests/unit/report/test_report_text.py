@@ -28,6 +28,7 @@ from harness.base.summary import (
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
 from harness.report.capacity import print_capacity
+from harness.report.elements import Paragraph
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.scenario import Load, Prompts, Scenario, Server
@@ -99,9 +100,9 @@ def summary() -> Summary:
     )
 
 
-def printed(of: Summary, width: int) -> str:
+def printed(of: Summary, width: int, *, explain: bool = False) -> str:
     out = io.StringIO()
-    terminal.print_report(of, run(), Path("runs/x"), Console(file=out, width=width))
+    terminal.print_report(of, run(), Path("runs/x"), Console(file=out, width=width), explain=explain)
     return out.getvalue()
 
 
@@ -110,14 +111,7 @@ def test_a_wide_terminal_has_one_table() -> None:
         "How much faster is the work in batches?",
         "ten is 3.13x faster than one by wall time (95 % interval 3.05x to 3.21x).",
         "SIMULATED ENGINE: these numbers come from a model, not from hardware",
-        "VALID: all conditions of a trustworthy measurement held",
-        "1 CHECK FAILED: error_rate == 0 (of 1 check)",
-        "first-look, run 20260921-140000-first-look. 5 repeats of every row, interleaved, a fresh server for each; "
-        "seed 42.",
-        "",
-        "Verdicts",
-        "- vllm / ten: 3.13x faster than vllm / one by wall time (95 % interval 3.05x to 3.21x, p = 0.008).",
-        "By wall time; one comparison. Differences under 2\u00a0% are treated as noise.",
+        "FAILED: 1 of 1 check: error_rate == 0",
         "",
         "                 Wall  Completion  Aggregate                   tok/s    TTFT    TTFT          TPOT     E2E  "
         "   E2E                     Speedup",
@@ -127,6 +121,13 @@ def test_a_wide_terminal_has_one_table() -> None:
         "1,200        0       1 (baseline)  baseline",
         "vllm    ten    4.18 s       1,250      299.0        5.98  20 (n = 5)    52.3   1,098  50.0 (n = 5)   1,098   "
         "1,200  2 of 25  3.13× (3.05–3.21)  faster",
+        "",
+        "first-look, run 20260921-140000-first-look. 5 repeats of every row, interleaved, a fresh server for each; "
+        "seed 42.",
+        "",
+        "Verdicts",
+        "- vllm / ten: 3.13x faster than vllm / one by wall time (95 % interval 3.05x to 3.21x, p = 0.008).",
+        "By wall time; one comparison. Differences under 2\u00a0% are treated as noise.",
         "",
         "Checks",
         "- FAILED error_rate == 0: 2 failed",
@@ -182,6 +183,61 @@ def test_what_did_not_finish_is_no_error(failed: int, unfinished: int, text: str
     assert (format_errors(of), of.error_rate) == (text, failed / 25)
 
 
+@pytest.mark.parametrize(
+    ("status", "valid", "checks", "word", "style"),
+    [
+        ("valid", True, [], "VALID", "good"),
+        ("valid", True, ["passed"], "PASSED", "good"),
+        ("valid", True, ["passed", "failed", "inconclusive"], "FAILED", "bad"),
+        ("valid", True, ["passed", "inconclusive"], "INCONCLUSIVE", "unsure"),
+        ("invalid", False, ["passed"], "INVALID", "bad"),
+        ("unchecked", None, ["passed"], "UNCHECKED", "unsure"),
+        ("interrupted", False, [], "INTERRUPTED", "unsure"),
+        ("running", True, ["failed"], "UNFINISHED", "unsure"),
+        ("live", None, [], "LIVE", "unsure"),
+        ("failed", False, [], "FAILED", "bad"),
+    ],
+)
+def test_a_run_has_one_word_and_one_that_was_cut_is_not_red(
+    status: Any, valid: bool | None, checks: list[Any], word: str, style: str
+) -> None:
+    results = [CheckResult(check=f"c{number}", status=each) for number, each in enumerate(checks)]
+    of, made = replace(summary(), valid=valid, checks=results), replace(run(), status=status)
+    text, shown = sentences.state_sentence(of, made)
+    assert (text.partition(": ")[0], shown) == (word, style)
+    states = [each for each in run_page(of, made) if isinstance(each, Paragraph)]
+    assert [each.text for each in states if each.style in ("good", "unsure", "bad")] == [text]
+
+
+@pytest.mark.parametrize(
+    ("codes", "limited", "line"),
+    [
+        ([], {}, "2 notes on these numbers"),
+        (["host_cpu_full"], {}, "This machine was busy, but the load generator kept up"),
+        (["host_cpu_full"], {"wall": (0, 0.03)}, "This machine was busy: numbers with ‡ are exact to 3\xa0%"),
+        ([], {"wall": (0.0, 0.0)}, "The load generator was late: numbers with ‡ were read late"),
+    ],
+)  # fmt: skip
+def test_the_notes_come_to_one_line(codes: list[str], limited: dict[str, tuple[float, float]], line: str) -> None:
+    one, ten = summary().rows
+    late = replace(ten, client_limited=list(limited), client_error={**limited, "output_tok_s": (0.5, 0.5)})
+    of = replace(summary(), rows=[one, late], notes=[because(code, "busy") for code in codes])
+    assert sentences.notes_sentence(of, 2) == line
+
+
+def test_only_what_failed_is_red() -> None:
+    def colours(failed: int) -> bool:
+        of = replace(numbers(4.18, MANY, failed=failed), unfinished=3)
+        out = io.StringIO()
+        alone = replace(summary(), rows=[row("ten", of)], comparison=None, checks=[], simulated=False)
+        terminal.print_report(
+            alone, run(), Path("x"), Console(file=out, width=170, color_system="standard", force_terminal=True)
+        )
+        return "\x1b[1;31m" in out.getvalue()
+
+    assert (colours(0), colours(2)) == (False, True)
+
+
 def test_a_cause_that_several_rows_have_is_reported_once() -> None:
     def failed(load: str, count: int, kind: str, message: str, **known: str) -> FailedRequests:
         return FailedRequests(server="vllm", load=load, kind=kind, count=count, message=message, **known)
@@ -210,7 +266,8 @@ def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None
         "- r1-vllm-one: the server died with exit code 1 (likewise in 2 other cells)",
         "- [red]x[/red] [/] \ufffd[31m[link=x]",
     ]
-    assert "\nNotes\n- vllm: [bold]warm\n" in printed(broken, 170)
+    assert "\n- 1 note on these numbers (--explain shows the notes)\n" in printed(broken, 170)
+    assert "- vllm: [bold]warm\n" in printed(broken, 170, explain=True)
     assert markdown.escape("a|b <script> & [x](y)\n# *z* `q` ~~s~~") == (
         r"a\|b &lt;script&gt; &amp; \[x\](y) # \*z\* \`q\` \~\~s\~\~"
     )
@@ -220,22 +277,19 @@ def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None
 def test_markdown() -> None:
     text = markdown.render(run_page(summary(), run()))
     lines = text.split("<details>")[0].splitlines()
-    assert lines[:9:2] == [
+    assert lines[:7:2] == [
         "## How much faster is the work in batches?",
         "**ten is 3.13x faster than one by wall time (95 % interval 3.05x to 3.21x).**",
         "> **SIMULATED ENGINE: these numbers come from a model, not from hardware**",
-        "**VALID: all conditions of a trustworthy measurement held**",
-        "**1 CHECK FAILED: error\\_rate == 0 (of 1 check)**",
+        "**FAILED: 1 of 1 check: error\\_rate == 0**",
     ]  # fmt: skip
-    assert [line[:30] for line in lines[12:16]] == [
-        "### Verdicts", "", "- vllm / ten: 3.13x faster tha", "",
-    ]  # fmt: skip
-    assert lines[19] == "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|"
-    assert lines[21] == (
+    assert lines[9] == "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|"
+    assert lines[11] == (
         "| vllm | ten | 4.18 s | 1,250 | 299.0 | 5.98 | 20 (n = 5) | 52.3 | 1,098 | 50.0 (n = 5) | 1,098 "
         "| 1,200 | 2 of 25 | 3.13× (3.05–3.21) | faster |"
     )
-    assert [line[:30] for line in lines[23:]] == ["### Checks", "", "- **FAILED**: `error_rate == 0", ""]
+    assert [line[:30] for line in lines[15:18]] == ["### Verdicts", "", "- vllm / ten: 3.13x faster tha"]
+    assert [line[:30] for line in lines[-4:]] == ["### Checks", "", "- **FAILED**: `error_rate == 0", ""]
     assert "- `ten`: batch user, bursts: requests 25, batch\\_size 10, output\\_tokens 50\n" in text
     assert "5 repeats of every row, interleaved, a fresh server for each; seed 42.\n" in text
     assert "**UNFINISHED: " in markdown.render(run_page(summary(), replace(run(), status="running")))
