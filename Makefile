@@ -49,17 +49,16 @@ lint: dev ## Check style and types
 format: dev ## Format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-image: ## Build the load generator's image (BASE=... for another base)
+image: ## Build the container image (BASE=... for another base)
 	docker build --build-arg BASE=$(BASE) --tag $(IMAGE) .
 
 lock: dev ## Write requirements/*.txt anew: every dependency with its version and hashes (UPGRADE=--upgrade for newer ones)
 	$(BIN)/python -m pip install --quiet uv
 	$(LOCK) pyproject.toml requirements/build.in -o requirements/run.txt
 	$(LOCK) pyproject.toml requirements/build.in --extra dev -o requirements/dev.txt
-	$(LOCK) requirements/image.in -o requirements/image.txt
 
-sbom: dev ## Write sbom.cdx.json: what is in the load generator's image, as a CycloneDX list
-	$(BIN)/cyclonedx-py requirements requirements/image.txt --output-reproducible --output-file sbom.cdx.json
+sbom: dev ## Write sbom.cdx.json: what is in the container image, as a CycloneDX list
+	$(BIN)/cyclonedx-py requirements requirements/run.txt --output-reproducible --output-file sbom.cdx.json
 
 clean: ## Remove the virtual environment and caches of tools, never runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -1,5 +1,6 @@
 """The load generator in a container: same records, same verdict, nothing left."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.docker.conftest import remains
 from tests.support.command import PATIENCE_S
 from tests.support.faults import fault
 from tests.support.load_runs import make_job
+from tests.support.simulated import spawned
 
 SCENARIO = """
 version: 1
@@ -116,3 +118,12 @@ def test_the_container_can_write_into_the_run_directory_only(
     finally:
         child.stop(1)
     assert remains(client, tmp_path.name) == []
+
+
+def test_quick_from_the_image_measures_a_server_of_this_machine(image: str, client: docker.DockerClient) -> None:
+    with spawned(quiet=True) as running:
+        command = ["harness", "quick", running.url, "--json"]
+        output = client.containers.run(image, command, network="host", init=True, remove=True)
+    quick = json.loads(output)
+    assert quick["valid"] and quick["model"] == "simulated"
+    assert [level["users"] for level in quick["users"]] == [1, 4, 8] and all(one["answers"] for one in quick["users"])

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 
 from harness.base.files import COMPOSE, LOCUSTFILES, RESULTS, ROOT, SCENARIOS
 from tests.support.command import PATIENCE_S
@@ -54,6 +55,17 @@ def test_the_wheel_has_every_file_that_the_commands_read(installed: Path) -> Non
     assert names == {str(path.relative_to(package / "shipped")) for path in shipped}
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "harness").rglob("*.*") if path.suffix != ".pyc"}
     assert own <= {str(path.relative_to(package.parent)) for path in package.rglob("*.*")}
+
+
+def test_the_metadata_is_complete_and_valid_as_a_package_index_checks_it(installed: Path) -> None:
+    (text,) = (installed.parent.parent / "lib").glob("python*/site-packages/amd_llm_load-*.dist-info/METADATA")
+    found = Metadata.from_email(text.read_bytes(), validate=True)
+    assert (found.name, str(found.version)) == ("amd-llm-load", run(installed, "--version", cwd=text.parent).split()[1])
+    assert (found.license_expression, found.license_files) == ("MIT", ["LICENSE"])
+    assert found.summary and found.keywords and found.author and found.classifiers
+    assert str(found.requires_python) == ">=3.11" and found.description_content_type == "text/markdown"
+    assert found.description == (ROOT / "README.md").read_text()
+    assert found.provides_extra == ["tokenizer", "parquet", "notebook", "dev"]
 
 
 def test_scenarios_are_listed_and_found_by_each_name(installed: Path, tmp_path: Path) -> None:
