@@ -17,7 +17,7 @@ from harness.machine.gpus import list_gpus
 from harness.records.manifest import Run
 from harness.run.machine_fit import safe_share
 from harness.scenario import Scenario, Server, max_concurrency, request_tokens
-from harness.serve.compose_file import Service
+from harness.serve.compose_file import Service, parse_compose
 from harness.serve.document import server_document
 from harness.serve.lemonade import MODEL_PREFIXES
 from harness.serve.template import prepare_server, read_variables
@@ -156,16 +156,25 @@ def to_paste(scenario: Scenario, name: str, running: bool = False) -> dict[str, 
         pasted[options.name] = json.dumps({model: entry}, indent=1)
     if running:
         return pasted
-    service = prepare_server(scenario, name).service
-    if server.container:
+    text = server_document(scenario, name)
+    compose = parse_compose(text)
+    service, template = compose.server, find_template(server.template)
+    is_whole = len(compose.services) == 1 and not service.configs  # no second container, no files
+    if server.container and is_whole:
         pasted["docker run"] = docker_run(service)
-    if front is not None and front.options is None:
-        template = find_template(server.template)
+    if front is not None and front.options is None and is_whole:
         program = "" if template is None else (template.program or "").strip("[]").replace(",", " ")
         words = [*(service.entrypoint or program.split()), *(service.command or [])]
-        pasted[f"command of {front.title}"] = shlex.join(words)
+        if "--host" in words:  # in a container it is all addresses, of which the host publishes one
+            words[words.index("--host") + 1] = "127.0.0.1"
+        given = [  # without paths of the container, and what the shell has already
+            f"{name}={value}"
+            for name, value in service.environment.items()
+            if not value.startswith(("/", f"${{{name}"))
+        ]
+        pasted[f"command of {front.title}"] = " ".join(map(_quote, ["env", *given, *words] if given else words))
     if server.container:
-        pasted["compose.yaml"] = server_document(scenario, name).rstrip()
+        pasted["compose.yaml"] = text.rstrip()
     return pasted
 
 
@@ -175,12 +184,14 @@ def docker_run(service: Service) -> str:
     for flag, values in (
         ("--device", service.devices), ("--group-add", service.group_add), ("--volume", service.volumes),
         ("--publish", service.ports), ("--security-opt", service.security_opt), ("--cap-add", service.cap_add),
+        ("--ulimit", [f"{name}={one.soft}:{one.hard}" for name, one in service.ulimits.items()]),
         ("--env", [f"{name}={value}" for name, value in service.environment.items()]),
     ):  # fmt: skip
         words += [word for value in values for word in (flag, value)]
     for flag, value in (
         ("--ipc", service.ipc), ("--shm-size", service.shm_size), ("--memory", service.mem_limit),
-        ("--cpus", service.cpus), ("--user", service.user),
+        ("--memory-swap", service.memswap_limit), ("--cpus", service.cpus), ("--cpuset-cpus", service.cpuset),
+        ("--user", service.user), ("--workdir", service.working_dir),
     ):  # fmt: skip
         words += [] if value is None else [flag, str(value)]
     entrypoint, *first = service.entrypoint or [""]

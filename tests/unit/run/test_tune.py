@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from harness.run.tune import (
     with_budget,
 )
 from harness.scenario import Arrivals, Load, Server
-from harness.serve.compose_file import Service
+from harness.serve.compose_file import Service, parse_compose
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import RunningModel, find_other_load
 from tests.support.made_runs import request, scenario, served_by
@@ -197,12 +198,19 @@ def test_what_is_pasted_is_that_of_the_server(tmp_path: Path) -> None:
     )
     pasted = to_paste(scenario(servers={"s": lemonade}, model="M"), "s")
     assert json.loads(pasted["recipe_options.json"]) == {"user.M": {"ctx_size": 4096, "vllm_args": "--x 1"}}
-    assert "docker run" in pasted and "compose.yaml" in pasted
+    assert list(pasted) == ["recipe_options.json", "compose.yaml"], "its files and its second container are of Compose"
     running = replace(lemonade, template="running", variables={"ctx_size": 4096, "vllm_args": "--x 1"})
     assert list(to_paste(scenario(servers={"s": running}, model="M"), "s", running=True)) == ["recipe_options.json"]
     llama = Server(template="llamacpp", variables={"model_path": "/m.gguf", "parallel": 4})
     pasted = to_paste(scenario(servers={"s": llama}, model="M"), "s")
-    assert "llama-server --alias M" in pasted["command of llama.cpp"] and "--parallel 4" in pasted["docker run"]
+    own = shlex.split(pasted["command of llama.cpp"])
+    assert own[:5] == ["llama-server", "--alias", "M", "--host", "127.0.0.1"] and "--parallel 4" in pasted["docker run"]
+    assert "--publish 127.0.0.1:8080:8080" in pasted["docker run"] and "--host 0.0.0.0" in pasted["docker run"]
+    assert parse_compose(pasted["compose.yaml"]).server.ports == ["127.0.0.1:8080:8080"]
+    vllm = Server(template="vllm-rocm", variables={"environment": {"VLLM_ROCM_USE_AITER": "1", "K": "${K}"}})
+    pasted = to_paste(scenario(servers={"s": vllm}, model="M"), "s")
+    assert pasted["command of vLLM"].startswith("env VLLM_NO_USAGE_STATS=1 VLLM_ROCM_USE_AITER=1 vllm serve M ")
+    assert "--ulimit memlock=-1:-1" in pasted["docker run"]
     service = Service(image="i", command=["--a", "b c"], environment={"K": "${K}"}, entrypoint=["x", "y"], ipc="host")
     assert docker_run(service) == "docker run --rm --env \"K=${K}\" --ipc host --entrypoint x i y --a 'b c'"
     odd = Service(image="i", command=['a "${B}` $$c', "$$d"])
