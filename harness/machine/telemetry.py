@@ -362,6 +362,13 @@ def telemetry_root() -> Path:
     return Path(os.environ.get(ROOT_VARIABLE) or "/")
 
 
+def reports_power() -> bool:
+    """Whether a GPU of this machine reports its power or its energy."""
+    root = telemetry_root()
+    gpus, *_ = Meter().sample(read_files(root, find_files(root)), 0.0)
+    return any(gpu.power_w is not None or gpu.energy_j is not None for gpu in gpus.values())
+
+
 class Sampler:
     """Appends a sample to a file at enter, at each interval, and at exit. A failure leaves a gap.
 

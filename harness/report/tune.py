@@ -149,9 +149,10 @@ def tune_elements(report: TuneReport) -> list[Element]:
     if report.proof is not None:
         about += f": `harness report {report.proof}`"
     notes = [Bullet(sentence(reason), "fine") for reason in report.reasons]
-    if report.verdict == "inconclusive" and report.run:
-        budget = f" --budget {math.ceil((report.spent_s + 1.2 * report.more_s) / 60)}min" if report.more_s else ""
-        notes.append(Bullet(f"to go on: `harness tune --resume {report.run}{budget or ' --budget TIME'}`", "fine"))
+    if report.more_s and report.run:
+        budget_s = max(report.budget_s, report.spent_s + 1.2 * report.more_s)
+        advice = f"to go on: `harness tune --resume {report.run} --budget {math.ceil(budget_s / 60)}min`"
+        notes.append(Bullet(advice, "fine"))
     if report.ended is not None:
         notes.append(Bullet(f"the search ended: {sentence(report.ended)}", "fine"))
     pasted = [Bullet("", mark=place, code=text) for place, text in report.paste.items()]

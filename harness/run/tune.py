@@ -40,6 +40,7 @@ from harness.base.summary import CellSummary, Reason, Summary, because, sentence
 from harness.base.units import count, duration, percent
 from harness.failures.table import patterns
 from harness.machine.gpus import read_gpu_memory, wait_until_free
+from harness.machine.telemetry import reports_power
 from harness.records.manifest import CellRun, Run, ServedBy, read_run
 from harness.records.records import Request
 from harness.report.tune import (
@@ -126,6 +127,11 @@ def define_tune(
         raise HarnessError(
             f"--for {goal}: no --check, and no check of the scenario bounds a latency",
             next_step='add --check "ttft_p95<=2s".',
+        )
+    if goal == "energy" and not reports_power():
+        raise HarnessError(
+            "--for energy: no GPU of this machine reports its power",
+            next_step="Tune on a machine where `harness doctor` sees an AMD GPU, or for another goal.",
         )
     levels: dict[str, float] = {}
     if goal == "users":
@@ -445,8 +451,7 @@ def _cell_value(cell: CellSummary, report: TuneReport) -> float | Reason:
 
 
 def _no_value(cell: CellSummary, goal: str) -> Reason:
-    why = "; nothing on this machine reports its power" if goal == "energy" else ""
-    return because("no_goal_value", f"{cell.load}: no number for --for {goal} was measured{why}", goal=goal)
+    return because("no_goal_value", f"{cell.load}: no number for --for {goal} was measured", goal=goal)
 
 
 def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
