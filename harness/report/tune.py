@@ -124,8 +124,10 @@ def answer_line(report: TuneReport) -> str:
         ratio = ratio or ("not proven" if known is None else f"{_ratio(known, None, None)} in the search, not proven")
         repeats = "" if report.needed is None else count(report.needed, "repeat")
         minutes = "" if report.more_s is None else f"{duration(report.more_s)} more"
-        settle = ", ".join(filter(None, [repeats, minutes])) or "more repeats"
-        return f"inconclusive: {settings}: {ratio}; {settle} would settle it"
+        settle = f"{', '.join(filter(None, [repeats, minutes])) or 'more repeats'} would settle it"
+        if any(reason.code == "proof_invalid" for reason in report.reasons):
+            settle = "the proof is INVALID"
+        return f"inconclusive: {settings}: {ratio}; {settle}"
     return "no answer: the search has not ended (`harness tune --resume` goes on)"
 
 

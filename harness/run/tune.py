@@ -457,6 +457,19 @@ def _no_value(cell: CellSummary, goal: str) -> Reason:
 def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
     """Verify the best settings of a search on fresh requests, and write the answer. Goes on with a proof that began.
 
+    The blocks that would settle an inconclusive answer follow, once, where the budget has the time.
+    """
+    report = _prove(folder, experiment, runs, progress, began_s)
+    if report.more_s is None and (report.needed or 0) > report.blocks:
+        progress.line(f"Inconclusive after {count(report.blocks, 'block')}: {report.needed} would settle it.")
+        write_tune(folder, replace(report, verdict=None))
+        report = _prove(folder, experiment, runs, progress, began_s)
+    return report
+
+
+def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
+    """Run the blocks of the proof that fit into the budget.
+
     Where nothing beats a reference that is not the default, the proof shows that the reference works.
     """
     report, manifest = read_tune(folder), read_run(folder)
@@ -556,7 +569,7 @@ def finish(
         ratio=answer.ratio,
         low=answer.low,
         high=answer.high,
-        needed=answer.needed,
+        needed=None if invalid else answer.needed,
         verdicts=answer.verdicts,
         sides=[report.spell(settings) for settings, _ in proven],
         reference=report.spell(base or {}),

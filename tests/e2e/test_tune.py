@@ -96,9 +96,11 @@ def test_a_server_that_never_starts_exits_with_its_code(tmp_path: Path) -> None:
     assert [reason.code for reason in report.reasons] == ["nothing_started"]
 
 
-def test_bad_options_are_explained_before_a_start(tmp_path: Path) -> None:
+def test_bad_options_are_explained_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", str(tmp_path))  # where no GPU is
     for options, words in (
         (["--for", "goodput"], "--for goodput: no --check"),
+        (["--for", "energy"], "--for energy: no GPU of this machine reports its power"),
         (["--slo", "output_tok_s>=3"], "not an upper bound"),
         (["--url", "http://127.0.0.1:9"], "does not answer, or takes no settings"),
         (["--load", "x"], "has no load 'x'"),

@@ -163,10 +163,13 @@ def tune(seed: int, draw: int = 0, *, known: bool = True) -> Tuned:
     best = best_settings(search, trials, 2)
     sides = [base, *best]
     values: list[list[float]] = [[] for _ in sides]
-    for order in proof_order(block_count(search, trials, best[0]) if best else 0, len(sides)):
-        for place in order:
-            values[place].append(result(sides[place]) or 0.0)
-    answer = decide("output_tok_s", values[0], list(zip(best, values[1:], strict=True)))
+    answer, blocks = TuneAnswer(verdict="keep"), block_count(search, trials, best[0]) if best else 0
+    for _ in range(2):  # an inconclusive proof goes on once
+        for order in list(proof_order(blocks, len(sides)))[len(values[0]) :]:
+            for place in order:
+                values[place].append(result(sides[place]) or 0.0)
+        answer = decide("output_tok_s", values[0], list(zip(best, values[1:], strict=True)))
+        blocks = answer.needed or 0
     top = max(value for value in truth.values() if value is not None)
     found = best[0] if best else base
     recommended = (truth[search.at(answer.settings)] or 0) / (truth[search.at(base)] or 1)

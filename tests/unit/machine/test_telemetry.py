@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.summarize import read_summary
-from harness.machine.telemetry import Meter, Sampler, cgroup_files, find_files, read_files
+from harness.machine.telemetry import (
+    ROOT_VARIABLE,
+    Meter,
+    Sampler,
+    cgroup_files,
+    find_files,
+    read_files,
+    reports_power,
+)
 from harness.records.manifest import ServedBy
 from harness.records.samples import (
     ContainerSample,
@@ -154,6 +162,13 @@ def test_overflows_of_the_measured_time() -> None:
     assert load(7, 7, 7, 7, 7) == 0
     assert load(None, None, None, None, None) is None
     assert load(9, 9, 0, 0, 0) is None  # another container
+
+
+def test_whether_a_gpu_reports_its_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
+    assert not reports_power()
+    gpu(tmp_path)
+    assert reports_power()
 
 
 def test_throttling_and_energy_of_a_sampled_gpu(tmp_path: Path) -> None:

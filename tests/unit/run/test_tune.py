@@ -251,6 +251,8 @@ def test_the_first_line_is_the_answer() -> None:
     assert answer_line(kept).startswith("keep the default: 2 other settings tried")
     unsure = replace(FOUND, verdict="inconclusive", needed=8)
     assert answer_line(unsure) == "inconclusive: max_num_seqs 5: 1.42x (1.35 to 1.49); 8 repeats would settle it"
+    invalid = replace(unsure, needed=None, reasons=[because("proof_invalid", "x")])
+    assert answer_line(invalid) == "inconclusive: max_num_seqs 5: 1.42x (1.35 to 1.49); the proof is INVALID"
     only = replace(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
     assert answer_line(only) == "set this: gpu_memory_utilization 0.75: the default gave no result"
     none = TuneReport(budget_s=1, verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
@@ -262,7 +264,9 @@ def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that
     assert answer_line(cut) == (
         "inconclusive: max_num_seqs 5: 1.40x in the search, not proven; 19 min 0 s more would settle it"
     )
-    assert "--resume r --budget 24min" in markdown.render(tune_page(replace(cut, spent_s=60.0)))
+    assert "--resume r --budget 60min" in markdown.render(tune_page(replace(cut, spent_s=60.0))), "no less than before"
+    assert "--resume r --budget 83min" in markdown.render(tune_page(replace(cut, spent_s=3600.0)))
+    assert "--resume" not in markdown.render(tune_page(replace(cut, more_s=None))), "more time changes nothing"
 
 
 def test_a_larger_budget_goes_on_with_what_the_smaller_one_ended() -> None:
