@@ -53,6 +53,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     ordered: bool = True  # whether neighbouring values have similar results
     memory: int = 0  # 1: later values need as much memory or more; -1: as much or less; 0: it makes no difference
     cache: int | None = None  # 1: later values leave as much for the KV cache or less; -1: more; None: as `memory`
+    answers: bool = False  # whether other values may change what the model answers
 
     def index(self, value: Any) -> int:
         """The place of a value, or of the nearest number. Raises ValueError if no value fits."""
@@ -213,7 +214,7 @@ def _declared(name: str, tune: Tuning, value: Any, bounds: Bounds) -> Setting | 
         return None
     return Setting(
         name=name, values=tuple(values), default=value, gain=tune.gain, ordered=tune.ordered, memory=tune.memory,
-        cache=tune.cache,
+        cache=tune.cache, answers=tune.answers,
     )  # fmt: skip
 
 
@@ -519,7 +520,8 @@ def blocks_needed(gain: float, noise: float) -> int:
 def sides_to_prove(search: Search, trials: Sequence[Trial]) -> list[dict[str, Any]]:
     """Two settings, the more important one first: the best, and those that change least among the ones about as good.
 
-    Where the best change least, they and the second best.
+    Where the best change least, they and the second best. Where both may change the answers, one gives way to the best
+    that does not.
     """
     best = best_settings(search, trials, len(trials))
     if len(best) < 2:
@@ -527,7 +529,10 @@ def sides_to_prove(search: Search, trials: Sequence[Trial]) -> list[dict[str, An
     mean, _ = predict(search, trials, search.array([Trial(settings=one) for one in best]))
     close = mean[0] - math.log1p(MARGIN) - start_noise(trials)
     simple = min((one for one, gain in zip(best, mean, strict=True) if gain >= close), key=len)
-    return [simple, best[0]] if simple != best[0] else best[:2]
+    sides = [simple, best[0]] if simple != best[0] else best[:2]
+    changing = {one.name for one in search.settings if one.answers}
+    safe = [one for one in best if not changing & one.keys()]
+    return sides if not safe or any(side in safe for side in sides) else [sides[0], safe[0]]
 
 
 class ProofPlan(Struct, frozen=True, kw_only=True):
@@ -566,12 +571,16 @@ def proof_order(blocks: int, sides: int = 3) -> Iterator[list[int]]:
 
 
 def decide(
-    metric: str, base: Sequence[float], sides: Sequence[tuple[Mapping[str, Any], Sequence[float]]]
+    metric: str,
+    base: Sequence[float],
+    sides: Sequence[tuple[Mapping[str, Any], Sequence[float]]],
+    answers: Sequence[str] | None = None,
 ) -> TuneAnswer:
     """The answer of the proof. `base`: the results of the reference, one for each block; `sides`: settings and results.
 
     "set": one is better beyond the margin, after Holm's correction; of about equal ones the shortest. "keep":
     none is, and none was better by more than the margin. Without sides, nothing was worth a proof: "keep".
+    `answers`: of each side "same", "worse", which is never chosen, or another word, with which it is not proven.
     """
     if not sides:
         return TuneAnswer(verdict="keep")
@@ -588,13 +597,19 @@ def decide(
     ]
     verdicts = decide_verdicts(pairs).verdicts
     ratios = [one.ratio or 0.0 for one in verdicts]
-    faster = [place for place, one in enumerate(verdicts) if one.word == "faster"]
-    highest = max(faster or range(len(sides)), key=lambda place: ratios[place])
+    words = answers or ["same"] * len(sides)
+    right = [place for place, word in enumerate(words) if word != "worse"]
+    if not right:
+        return TuneAnswer(verdict="keep", verdicts=verdicts)
+    faster = [place for place in right if verdicts[place].word == "faster"]
+    faster = [place for place in faster if words[place] == "same"] or faster
+    highest = max(faster or right, key=lambda place: ratios[place])
     near = [place for place in faster if ratios[place] * (1 + MARGIN) >= ratios[highest]] or [highest]
     chosen = min(near, key=lambda place: len(sides[place][0]))
     best = verdicts[chosen]
-    word: TuneWord = "set" if best.word == "faster" else "inconclusive"
-    if word != "set" and (best.ratio or 0.0) <= 1 + MARGIN:
+    is_faster = best.word == "faster"
+    word: TuneWord = "set" if is_faster and words[chosen] == "same" else "inconclusive"
+    if not is_faster and (best.ratio or 0.0) <= 1 + MARGIN:
         word = "keep"
     return TuneAnswer(
         verdict=word,
@@ -602,6 +617,6 @@ def decide(
         ratio=best.ratio,
         low=best.low,
         high=best.high,
-        needed=best.needed if word == "inconclusive" else None,
+        needed=best.needed if word == "inconclusive" and not is_faster else None,
         verdicts=verdicts,
     )

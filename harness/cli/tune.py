@@ -35,6 +35,13 @@ def tune(
     load: Annotated[str | None, cli.option("NAME", "Tune for this load (default: all loads together).")] = None,
     server: cli.ServerOpt = None,
     checks: SlosOpt = None,
+    same_answers: Annotated[
+        bool,
+        cli.flag(
+            "--same-answers",
+            "Recommend only what answers 1,000 questions as the default does; also try what may change answers.",
+        ),
+    ] = False,
     budget: Annotated[
         str | None, cli.option("TIME", "How long it may take in all, such as 40min (default: 2h; resumed: as before).")
     ] = None,
@@ -50,6 +57,8 @@ def tune(
     With --url those of a running Lemonade, by its API; its files stay as they are. Exit code 0: set these, or keep the
     default. 2: no settings start. 3: no settings gave a result, or the proof is INVALID. 5: inconclusive.
     """
+    from msgspec.structs import replace
+
     from harness.base.units import read_duration
     from harness.report import terminal
     from harness.report.tune import tune_page
@@ -71,7 +80,7 @@ def tune(
         experiment, question = tuning.define_tune(
             experiment, goal, load, server, checks or [], budget_s or DEFAULT_BUDGET_S
         )
-        folder, report = tuning.tune(experiment, question, runs, progress)
+        folder, report = tuning.tune(experiment, replace(question, same_answers=same_answers), runs, progress)
     if as_json:
         cli.print_json(report)
     else:

@@ -19,6 +19,11 @@ def _points(share: float) -> str:
     return f"{100 * share:+.1f}"
 
 
+def points_text(found: SameAnswers) -> str:
+    """The difference in right answers, with its 95 % interval."""
+    return f"{_points(found.difference)} points ({_points(found.low)} to {_points(found.high)})"
+
+
 def answers_sentence(found: SameAnswers) -> str:
     """The flips above the noise, the difference in right answers with its interval, and the word by the rule."""
     flips = f"{_percent(found.differ)} of the answers differ, and the noise is not known (ask each question twice)"
@@ -26,7 +31,6 @@ def answers_sentence(found: SameAnswers) -> str:
         flips = f"{_percent(found.flips)} of the answers flip above the noise "
         flips += f"({_percent(found.flips_low)} to {_percent(found.flips_high)})"
     own, base = map(_percent, found.right)
-    difference = f"{_points(found.difference)} points ({_points(found.low)} to {_points(found.high)})"
     more = ""
     if found.cut > MAX_CUT:
         more = f"; {_percent(found.cut)} of the answers of one side were cut: raise output_tokens"
@@ -34,7 +38,7 @@ def answers_sentence(found: SameAnswers) -> str:
         more = f"; about {found.needed:,} questions would decide"
     return (
         f"Answers of {found.side} to {found.questions:,} questions: {found.word.upper()} ({RULE}): {flips}, "
-        f"and {own} are right against {base} of {found.baseline}, {difference}{more}."
+        f"and {own} are right against {base} of {found.baseline}, {points_text(found)}{more}."
     )
 
 

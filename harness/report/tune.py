@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.base.files import pretty_json, read_json, replace_file
-from harness.base.summary import MARGIN, Reason, Verdict, sentence
+from harness.base.summary import MARGIN, Reason, SameAnswers, Verdict, sentence
 from harness.base.units import NOTHING, count, duration, factor, short_percent
 from harness.report import words
+from harness.report.answers import answers_sentence, points_text
 from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
 
@@ -82,6 +84,8 @@ class TuneReport(Struct, frozen=True, kw_only=True):
     reference: dict[str, Any] = {}  # settings of the reference, if the default did not start
     verdicts: list[Verdict] = []  # of the proof
     sides: list[dict[str, Any]] = []  # settings of each of them
+    same_answers: bool = False  # whether only settings are recommended that answer the same
+    answers: list[SameAnswers | None] = []  # of each side, with `same_answers`; None: its answers are not known
     reasons: list[Reason] = []  # what limits the answer
     paste: dict[str, str] = {}  # by place: the text
 
@@ -108,8 +112,16 @@ def format_settings(settings: Mapping[str, Any]) -> str:
 def answer_line(report: TuneReport) -> str:
     """The answer in one line."""
     settings, ratio = format_settings(report.settings), _ratio(report.ratio, report.low, report.high)
+    proven = list(zip(report.sides, report.verdicts, report.answers, strict=False))  # with --same-answers
+    faster = [one for one in proven if one[1].word == "faster"]
+    worse = [one for one in faster if one[2] is not None and one[2].word == "worse"]
     if report.verdict == "set":
-        return f"set this: {settings}: {ratio or 'the default gave no result'}"
+        answers = [f"; {answers_text(one)}" for side, _, one in proven if side == report.settings]
+        return f"set this: {settings}: {ratio or 'the default gave no result'}{''.join(answers)}"
+    if report.verdict == "keep" and worse:
+        side, verdict, found = max(worse, key=lambda one: one[1].ratio or 0.0)
+        ratio = _ratio(verdict.ratio, verdict.low, verdict.high)
+        return f"keep the default: {format_settings(side)} brings {ratio}, but {answers_text(found)}"
     if report.verdict == "keep":
         tried = len({msgspec.json.encode(start.settings) for start in report.trials}) - 1
         best = f"; the best of them: {ratio}" if ratio else ""
@@ -122,6 +134,8 @@ def answer_line(report: TuneReport) -> str:
         seen = [start.ratio for start in report.trials if report.spell(start.settings) == report.settings]
         known = max((one for one in seen if one is not None), default=None)
         ratio = ratio or ("not proven" if known is None else f"{_ratio(known, None, None)} in the search, not proven")
+        if undecided := [one for side, _, one in faster if side == report.settings]:
+            return f"inconclusive: {settings}: {ratio}; {answers_text(undecided[0])}"
         repeats = "" if report.needed is None else count(report.needed, "repeat")
         minutes = "" if report.more_s is None else f"{duration(report.more_s)} more"
         settle = f"{', '.join(filter(None, [repeats, minutes])) or 'more repeats'} would settle it"
@@ -129,6 +143,14 @@ def answer_line(report: TuneReport) -> str:
             settle = "the proof is INVALID"
         return f"inconclusive: {settings}: {ratio}; {settle}"
     return "no answer: the search has not ended (`harness tune --resume` goes on)"
+
+
+def answers_text(found: SameAnswers | None) -> str:
+    """Whether a side of the proof answers as the reference does."""
+    if found is None:
+        return "whether it answers the same is not known"
+    words = {"same": "it answers the same", "worse": "it answers worse"}
+    return f"{words.get(found.word, 'whether it answers the same is inconclusive')}: {points_text(found)}"
 
 
 def _margin() -> str:
@@ -157,6 +179,10 @@ def tune_elements(report: TuneReport) -> list[Element]:
         notes.append(Bullet(advice, "fine"))
     if report.ended is not None:
         notes.append(Bullet(f"the search ended: {sentence(report.ended)}", "fine"))
+    for settings, found in zip(report.sides, report.answers, strict=False):
+        if found is not None:
+            named = replace(found, side=format_settings(settings), baseline=format_settings(report.reference))
+            notes.append(Bullet(answers_sentence(named), "fine"))
     pasted = [Bullet("", mark=place, code=text) for place, text in report.paste.items()]
     title = "To keep the default, change nothing." if report.verdict == "keep" else "To paste"
     tried: list[Element] = [Paragraph("What was tried", "heading"), history(report)] if report.trials else []
@@ -186,9 +212,10 @@ def history(report: TuneReport) -> Grid:
         ]
         for number, start in enumerate(report.trials, 1)
     ]
-    for settings, verdict in zip(report.sides, report.verdicts, strict=False):
+    for place, (settings, verdict) in enumerate(zip(report.sides, report.verdicts, strict=False)):
         won = report.verdict == "set" and settings == report.settings
         result = _ratio(verdict.ratio, verdict.low, verdict.high) or NOTHING
+        result += f"; {answers_text(report.answers[place])}" if report.answers else ""
         rows.append(["proof", format_settings(settings), "fresh requests", result, "yes" if won else ""])
     head = ("Start", "Tried", "Why", "Result", "Kept")
     columns = [TableColumn(title.lower(), title, group="text") for title in head]

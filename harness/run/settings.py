@@ -98,10 +98,10 @@ def shared_slots(run: Run, name: str) -> int | None:
     return read_setting(front, engine, _all_variables(server), SEQUENCES, ran[-1] if ran else None) or 1
 
 
-def settings_search(run: Run, safe_memory: float | None = None) -> Search:
+def settings_search(run: Run, safe_memory: float | None = None, change_answers: bool = False) -> Search:
     """Return the search of the settings of a run's server "default". Once it has started, its report counts, too.
 
-    `safe_memory`: by a refused start.
+    `safe_memory`: by a refused start. `change_answers`: with the settings that may change what the model answers.
 
     Raises HarnessError for a server whose settings are not declared.
     """
@@ -121,7 +121,11 @@ def settings_search(run: Run, safe_memory: float | None = None) -> Search:
         variables[context.size] //= slots  # the setting is that of a slot
     bounds = _bounds(scenario, server)
     return declared_search(
-        front, engine, variables, replace(bounds, safe_memory=safe_memory or bounds.safe_memory), effective
+        front,
+        engine,
+        variables,
+        replace(bounds, safe_memory=safe_memory or bounds.safe_memory, change_answers=change_answers),
+        effective,
     )
 
 

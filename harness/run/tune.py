@@ -21,6 +21,7 @@ from harness.analysis.slo import CapacitySlo, parse_slos, scenario_slos
 from harness.analysis.summarize import Summarized, summarize_with_counts
 from harness.analysis.tune import (
     Proposal,
+    Search,
     Suggestion,
     Trial,
     best_settings,
@@ -36,7 +37,7 @@ from harness.base.engines import safe_utilization_from_log
 from harness.base.engines.settings import MEMORY
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.files import open_file
-from harness.base.summary import CellSummary, Reason, Summary, because, sentence
+from harness.base.summary import CellSummary, Reason, SameAnswers, Summary, because, sentence
 from harness.base.units import count, duration, percent
 from harness.failures.table import patterns
 from harness.machine.gpus import read_gpu_memory, wait_until_free
@@ -71,7 +72,8 @@ from harness.run.progress import Progress
 from harness.run.resume import recorded_experiment, reopened, resume
 from harness.run.running import Running, death_of_setting, failed_cell, start_failure, write_results
 from harness.run.settings import settings_search, shared_slots, spelled_names, to_paste, with_settings
-from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, wave_size
+from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, asks_known, wave_size
+from harness.scenario.behaviour import Structured
 from harness.scenario.plan import Cell, cell_of, grouped
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import load_with_options, running_options
@@ -82,6 +84,8 @@ MAX_LOG_BYTES = 1_000_000
 NEED_SLOS = ("goodput", "users")
 USERS_LADDER = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the scenario's users
 SIDES = ("first", "second")
+WORDS = ("same", "inconclusive", "worse")  # of answers; where several loads have known ones, the last counts
+QUESTIONS = "same-answers"  # the load of the proof that asks the questions of --same-answers
 MIN_ANSWERS, MIN_WAVES, MIN_LOAD_S, MAX_LOAD_S = 20, 3, 10.0, 300.0  # of a load in the search; shorter ones end earlier
 FREE_MEMORY = "mem.free_lt_util"  # of the table of failures: a share of the memory that is not free
 PROOF_SEED = 1_000_003  # added to the scenario's seed: the proof has other prompts, lengths and arrivals
@@ -205,7 +209,7 @@ class TuneSearch:
 
     def __init__(self, running: Running, report: TuneReport, began_s: float) -> None:
         self.running, self.report, self.began_s = running, report, began_s
-        self.search = settings_search(running.file.manifest, report.safe_memory)
+        self.search = search_of(running.file.manifest, report)
         self._idle_memory = [] if running.experiment.target else read_gpu_memory()
         self.advice: dict[str, Sequence[Suggestion]] = {}  # by server: what the findings about it advise
         ran = (cell.served_by for cell in running.file.manifest.cells if cell.failed is None)
@@ -273,7 +277,7 @@ class TuneSearch:
         if failed is not None and failed.values.get("failure") == FREE_MEMORY:
             safe = safe_share_in_log(self.running.folder / "logs" / f"{cells[0].id}.server.log")
             self.report = replace(self.report, safe_memory=safe or self.report.safe_memory)
-            self.search = settings_search(self.running.file.manifest, self.report.safe_memory)
+            self.search = search_of(self.running.file.manifest, self.report)
         self._record(replace(start, **failure_of(failed, report)) if failed is not None else self._with_value(start))
 
     def _measure(self, scenario: Scenario, cells: list[Cell]) -> Iterator[CellRun]:
@@ -310,9 +314,7 @@ class TuneSearch:
         cells = [cell for cell in made.summary.cells if cell.id in start.cells]
         self._advise(made, start.server)
         self.report = replace(self.report, simulated=made.summary.simulated)
-        self.search = settings_search(
-            self.running.file.manifest, self.report.safe_memory
-        )  # the server reports more than the scenario has
+        self.search = search_of(self.running.file.manifest, self.report)  # the server reports more than the scenario
         result = value_of(cells, self.report)
         return replace(start, reason=result) if isinstance(result, Reason) else replace(start, value=result)
 
@@ -339,11 +341,12 @@ class TuneSearch:
 
 
 def trial_of(start: TuneStart) -> Trial:
-    cause: Any = start.cause
-    met = None if start.reason is None else start.reason.values.get("attainment")
-    return Trial(
-        settings=start.settings, value=start.value, met=met, cause=cause, blamed=start.blamed, took_s=start.took_s
-    )  # fmt: skip
+    known: Any = {name: getattr(start, name) for name in ("settings", "value", "cause", "blamed", "took_s")}
+    return Trial(**known, met=None if start.reason is None else start.reason.values.get("attainment"))
+
+
+def search_of(manifest: Run, report: TuneReport) -> Search:
+    return settings_search(manifest, report.safe_memory, report.same_answers)
 
 
 def trials_of(report: TuneReport) -> list[Trial]:
@@ -474,7 +477,7 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
     """
     report, manifest = read_tune(folder), read_run(folder)
     assert report is not None
-    search, trials = settings_search(manifest, report.safe_memory), trials_of(report)
+    search, trials = search_of(manifest, report), trials_of(report)
     left_s = report.budget_s - (time.monotonic() - began_s)
     proof = plan_proof(search, trials, left_s)
     if proof is not None and report.proof is not None:  # it has as many sides as it began with
@@ -511,6 +514,8 @@ def proof_scenario(manifest: Run, report: TuneReport, sides: Mapping[str, Mappin
         stopped_s, load = ran[name].stopped_after_s, loads[ran[name].load]
         if stopped_s is not None:
             loads[ran[name].load] = replace(load, requests=None, duration_s=max(1.0, math.ceil(stopped_s)))
+    if report.same_answers and not any(map(asks_known, loads.values())):
+        loads[QUESTIONS] = questions_like(next(iter(loads.values())))
     rows = {name: SweepRow(of=report.server, settings=report.spell(one)) for name, one in sides.items()}
     default = known.servers[DEFAULT]
     return replace(
@@ -524,6 +529,12 @@ def proof_scenario(manifest: Run, report: TuneReport, sides: Mapping[str, Mappin
         seed=known.seed + PROOF_SEED,
         baseline=Baseline(server=DEFAULT, load=next(iter(loads))),
     )
+
+
+def questions_like(load: Load) -> Load:
+    """Return a load that asks the 1,000 questions that ship once, with the fields of another load's requests."""
+    form: Any = {"user": "batch", "in_flight": 16, "requests": 1000, "output": "natural", "output_tokens": 96}
+    return Load(**form, answer=Structured(known="computed"), omit=load.omit, model=load.model)
 
 
 def finish(
@@ -542,14 +553,18 @@ def finish(
     base = reference(trials_of(report))
     values: dict[str, list[float]] = {}
     invalid: list[Reason] = []
+    compared: dict[str, SameAnswers] = {}
     reasons = reference_reasons(report, base)
     if report.proof is not None:
         made = summarize_with_counts(runs / report.proof, slo_checks(report))
         values = proof_values(made.summary, report, [DEFAULT, *sides])
         invalid = [because("proof_invalid", f"the proof is INVALID: {sentence(one)}") for one in made.summary.reasons]
+        compared = {one.side: one for one in sorted(made.summary.same_answers, key=lambda one: WORDS.index(one.word))}
         reasons += [*invalid, *(one for row in made.summary.rows if (one := row.failed) is not None)]
-    proven = [(settings, values[name]) for name, settings in sides.items() if len(values.get(name, [])) > 1]
-    answer = decide(report.goal, values.get(DEFAULT, []), proven if values.get(DEFAULT) else [])
+    in_proof = [name for name in sides if len(values.get(name, [])) > 1] if values.get(DEFAULT) else []
+    proven = [(sides[name], values[name]) for name in in_proof]
+    answers = [compared.get(name) for name in in_proof] if report.same_answers else []
+    answer = decide(report.goal, values.get(DEFAULT, []), proven, [one.word if one else "unknown" for one in answers])
     is_untried = all(start.settings == base for start in report.trials)
     is_unproven = bool(sides or base) and not values.get(DEFAULT)
     undecided = base is None or is_untried or bool(invalid) or is_unproven or bool(sides and not proven)
@@ -572,6 +587,7 @@ def finish(
         needed=None if invalid else answer.needed,
         verdicts=answer.verdicts,
         sides=[report.spell(settings) for settings, _ in proven],
+        answers=answers,
         reference=report.spell(base or {}),
         blocks=blocks,
         starts=len(report.trials) + sum(map(len, values.values())),
@@ -617,8 +633,9 @@ def proof_values(summary: Summary, report: TuneReport, sides: Sequence[str]) -> 
     """Return by side the results of each block in which all sides have one that work in two blocks or more."""
     blocks: dict[int, dict[str, float]] = {}
     for repeat in sorted({cell.repeat for cell in summary.cells}):
+        cells = [one for one in summary.cells if one.again is None and one.load != QUESTIONS]
         for side in sides:
-            own = [one for one in summary.cells if (one.repeat, one.server) == (repeat, side) and one.again is None]
+            own = [one for one in cells if (one.repeat, one.server) == (repeat, side)]
             result = value_of([cell for cell in own if cell.failed is None], report)
             if not isinstance(result, Reason):
                 blocks.setdefault(repeat, {})[side] = result

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="share of the GPU's memory for the engine, which decides the size of the KV cache and whether it starts",
     )
+    add("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="fp8: twice the tokens, 10 %% more mistakes")
     add("--free-memory-gib", type=float, metavar="N", help="what other programs leave of the GPU's memory")
     add("--natural-output-tokens", type=int, default=120, metavar="N", help="mean length of an answer left to itself")
     add("--send-log", type=Path, metavar="FILE", help="append the true send time of every chunk, as JSON lines")
@@ -79,6 +80,9 @@ def _config(options: argparse.Namespace) -> ServerConfig:
     engine = msgspec.structs.replace(PRESETS[options.preset], **overrides)
     if options.gpu_memory_utilization is not None:
         engine = _with_memory(engine, options)
+    is_small = options.kv_cache_dtype == "fp8"
+    if is_small:
+        engine = msgspec.structs.replace(engine, num_gpu_blocks=2 * engine.num_gpu_blocks)
     if problem := engine.problem():
         raise ValueError(problem)
     if not 0 <= options.port < 65536:
@@ -94,7 +98,8 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         other_models=options.other_models,
         max_loaded_models=max(1, options.max_loaded_models),
         switch_s=options.switch_s,
-        faults=[parse_fault(text) for text in options.fault],
+        faults=[parse_fault(text) for text in [*options.fault, *(["mistakes"] if is_small else [])]],
+        kv_cache_dtype=options.kv_cache_dtype,
         gpu_memory_utilization=options.gpu_memory_utilization,
     )
 
@@ -147,6 +152,7 @@ def _log_start(config: ServerConfig) -> None:
     tokens = engine.num_gpu_blocks * engine.block_size
     log(f"simulated engine: no model is computed, all timing comes from preset {config.preset}")
     parameters = msgspec.structs.asdict(engine)
+    parameters["kv_cache_dtype"] = config.kv_cache_dtype
     if config.gpu_memory_utilization is not None:
         parameters["gpu_memory_utilization"] = config.gpu_memory_utilization
     log("parameters: " + ", ".join(f"{name}={value}" for name, value in parameters.items()))

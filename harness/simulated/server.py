@@ -40,6 +40,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_loaded_models: int = 1  # the least recently used one is evicted when it has no more requests
     switch_s: float = 0.0  # to load one of them
     faults: list[InjectedFault] = []
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float | None = None  # from which the size of the KV cache follows; None: it was given
 
 
