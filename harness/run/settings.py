@@ -4,15 +4,26 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from harness.analysis.tune import Bounds, Search, declared_search
-from harness.base.engines import Context, Engine, Spelling, engines, find_engine, find_template
-from harness.base.engines.settings import CONTEXT, SEQUENCES, change_settings, find_spelling, read_setting
+from harness.analysis.tune import Bounds, Search, declared_search, failure_cause
+from harness.base.engines import (
+    Context,
+    Engine,
+    Spelling,
+    engines,
+    find_engine,
+    find_template,
+    safe_utilization_from_log,
+)
+from harness.base.engines.settings import CONTEXT, MEMORY, SEQUENCES, change_settings, find_spelling, read_setting
 from harness.base.errors import HarnessError
-from harness.base.files import DOCS
+from harness.base.files import DOCS, open_file
+from harness.base.summary import Reason
+from harness.failures.table import patterns
 from harness.machine.gpus import list_gpus
 from harness.records.manifest import Run
 from harness.run.machine_fit import safe_share
@@ -21,6 +32,9 @@ from harness.serve.compose_file import Service, parse_compose
 from harness.serve.document import server_document
 from harness.serve.lemonade import MODEL_PREFIXES
 from harness.serve.template import prepare_server, read_variables
+
+MAX_LOG_BYTES = 1_000_000
+FREE_MEMORY = "mem.free_lt_util"  # of the table of failures: a share of the memory that is not free
 
 
 def front_of(server: Server) -> Engine | None:
@@ -144,6 +158,35 @@ def _bounds(scenario: Scenario, server: Server) -> Bounds:
         at_once=max(max_concurrency(load) for load in scenario.loads.values()),
         tokens=max(longest) if is_known else None,  # conversations grow
     )
+
+
+def failure_of(reason: Reason, spelled_as: Mapping[str, str]) -> dict[str, Any]:
+    """Return how settings failed: the cause, by the failure table, and the settings that the failure names."""
+    known, text = reason.values.get("failure"), f"{reason.values.get('error')} {reason.values.get('cause')}"
+    cause = failure_cause(known)
+    words = {name: spelled.removeprefix("--") for name, spelled in spelled_as.items()}
+    named = [
+        name for name, word in words.items() if re.search(rf"(?<![\w-])(?:--)?{word.replace('_', '[_-]')}\b", text)
+    ]
+    blamed = [name for name in named if cause == "flag" or reason.values.get("key") == spelled_as[name]]
+    if known == FREE_MEMORY:  # whatever else needs memory
+        blamed = [MEMORY]
+    return {"cause": cause, "blamed": blamed, "reason": reason}
+
+
+def safe_share_in_log(path: Path) -> float | None:
+    """Return the share of the memory that is safe, by the sizes with which a server refused to start."""
+    with open_file(path) as file:
+        text = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
+    known = (
+        pattern.regex.search(line)
+        for pattern in patterns()
+        if pattern.rule.id == FREE_MEMORY
+        for line in text.splitlines()
+    )
+    match = next(filter(None, known), None)
+    safe = None if match is None else safe_utilization_from_log(match["free"], match["total"])
+    return None if safe is None else float(safe)
 
 
 def to_paste(scenario: Scenario, name: str, running: bool = False) -> dict[str, str]:

@@ -6,7 +6,6 @@ reference and the best settings, repeated in blocks.
 
 import contextlib
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from msgspec.structs import replace
 
 from harness.advice.findings import find_of_server
 from harness.analysis.capacity import load_at
+from harness.analysis.same_answers import same_answers
 from harness.analysis.slo import CapacitySlo, parse_slos, scenario_slos
 from harness.analysis.summarize import Summarized, summarize_with_counts
 from harness.analysis.tune import (
@@ -26,24 +26,20 @@ from harness.analysis.tune import (
     Trial,
     best_settings,
     decide,
-    failure_cause,
     gains,
     next_start,
     plan_proof,
     reference,
     suggestions,
 )
-from harness.base.engines import safe_utilization_from_log
-from harness.base.engines.settings import MEMORY
 from harness.base.errors import HarnessError, ServerError, StartError
-from harness.base.files import open_file
 from harness.base.summary import CellSummary, Reason, SameAnswers, Summary, because, sentence
 from harness.base.units import count, duration, percent
-from harness.failures.table import patterns
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import reports_power
 from harness.records.manifest import CellRun, Run, ServedBy, read_run
 from harness.records.records import Request
+from harness.report.answers import points_text
 from harness.report.tune import (
     GOALS,
     Goal,
@@ -71,7 +67,16 @@ from harness.run.orchestrator import (
 from harness.run.progress import Progress
 from harness.run.resume import recorded_experiment, reopened, resume
 from harness.run.running import Running, death_of_setting, failed_cell, start_failure, write_results
-from harness.run.settings import settings_search, shared_slots, spelled_names, to_paste, with_settings
+from harness.run.settings import (
+    FREE_MEMORY,
+    failure_of,
+    safe_share_in_log,
+    settings_search,
+    shared_slots,
+    spelled_names,
+    to_paste,
+    with_settings,
+)
 from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, asks_known, wave_size
 from harness.scenario.behaviour import Structured
 from harness.scenario.plan import Cell, cell_of, grouped
@@ -80,14 +85,12 @@ from harness.serve.lemonade import load_with_options, running_options
 from harness.workload.job import read_api_key
 
 DEFAULT = "default"
-MAX_LOG_BYTES = 1_000_000
 NEED_SLOS = ("goodput", "users")
 USERS_LADDER = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the scenario's users
 SIDES = ("first", "second")
 WORDS = ("same", "inconclusive", "worse")  # of answers; where several loads have known ones, the last counts
 QUESTIONS = "same-answers"  # the load of the proof that asks the questions of --same-answers
 MIN_ANSWERS, MIN_WAVES, MIN_LOAD_S, MAX_LOAD_S = 20, 3, 10.0, 300.0  # of a load in the search; shorter ones end earlier
-FREE_MEMORY = "mem.free_lt_util"  # of the table of failures: a share of the memory that is not free
 PROOF_SEED = 1_000_003  # added to the scenario's seed: the proof has other prompts, lengths and arrivals
 
 
@@ -262,7 +265,11 @@ class TuneSearch:
             f"Start {number}, {duration(max(0.0, self.left_s))} left: {text} ({why_text(step.why, step.finding)})"
         )
         progress.head = f"start {number}: {text}"
-        cells = [cell_of(name, load, 1 + len(same)) for load in scenario.loads]
+        loads = [load for load in scenario.loads if load != QUESTIONS]
+        if self._asks(step.settings):
+            asked = questions_like(scenario.loads[loads[0]])
+            scenario, loads = replace(scenario, loads=scenario.loads | {QUESTIONS: asked}), [*loads, QUESTIONS]
+        cells = [cell_of(name, load, 1 + len(same)) for load in loads]
         began_s, failed = time.monotonic(), None
         self.running.file.update(scenario=scenario)
         try:
@@ -278,7 +285,16 @@ class TuneSearch:
             safe = safe_share_in_log(self.running.folder / "logs" / f"{cells[0].id}.server.log")
             self.report = replace(self.report, safe_memory=safe or self.report.safe_memory)
             self.search = search_of(self.running.file.manifest, self.report)
-        self._record(replace(start, **failure_of(failed, report)) if failed is not None else self._with_value(start))
+        failure = {} if failed is None else failure_of(failed, report.names)
+        self._record(replace(start, **failure) if failure else self._with_value(start))
+
+    def _asks(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a start asks the questions: the first one, and those with a new value that may change answers."""
+        changing = {one.name for one in self.search.settings if one.answers}
+        ran = [one for one in self.report.trials if one.value and any(QUESTIONS in cell for cell in one.cells)]
+        known = [pair for start in ran for pair in start.settings.items()]
+        is_new = not ran or any(pair[0] in changing and pair not in known for pair in settings.items())
+        return self.report.same_answers and bool(changing) and is_new
 
     def _measure(self, scenario: Scenario, cells: list[Cell]) -> Iterator[CellRun]:
         """Start the server, and run its cells until it dies. Raises StartError."""
@@ -295,7 +311,8 @@ class TuneSearch:
                 begun = [cell_run_of(cell, endpoint.served_by, time.time()) for cell in group]
                 own.file.update(*(replace(one, seed=scenario.seed) for one in begun))  # no cell of a plan
                 watch = LoadWatch(scenario.loads[group[0].load])
-                for cell_run in run_group(own, group, endpoint, None if group[0].stage else watch):
+                is_whole = group[0].stage or group[0].load == QUESTIONS
+                for cell_run in run_group(own, group, endpoint, None if is_whole else watch):
                     yield self._checked(replace(cell_run, gpu_memory_before=memory, seed=scenario.seed), asked)
 
     def _checked(self, cell_run: CellRun, asked: Mapping[str, Any]) -> CellRun:
@@ -315,7 +332,13 @@ class TuneSearch:
         self._advise(made, start.server)
         self.report = replace(self.report, simulated=made.summary.simulated)
         self.search = search_of(self.running.file.manifest, self.report)  # the server reports more than the scenario
-        result = value_of(cells, self.report)
+        worse = [one for one in same_answers(made.data) if one.side == start.server and one.word == "worse"]
+        if worse and self.report.same_answers:
+            blamed = [one.name for one in self.search.settings if one.answers and one.name in start.settings]
+            why = f"its answers are worse: {points_text(worse[0])}"
+            reason = because("answers_worse", why, difference=worse[0].difference)
+            return replace(start, cause="other", blamed=blamed, reason=reason)
+        result = value_of([cell for cell in cells if cell.load != QUESTIONS], self.report)
         return replace(start, reason=result) if isinstance(result, Reason) else replace(start, value=result)
 
     def _advise(self, made: Summarized, server: str) -> None:
@@ -351,35 +374,6 @@ def search_of(manifest: Run, report: TuneReport) -> Search:
 
 def trials_of(report: TuneReport) -> list[Trial]:
     return [trial_of(start) for start in report.trials]
-
-
-def failure_of(reason: Reason, report: TuneReport) -> dict[str, Any]:
-    """Return how settings failed: the cause, by the failure table, and the settings that the failure names."""
-    known, text = reason.values.get("failure"), f"{reason.values.get('error')} {reason.values.get('cause')}"
-    cause = failure_cause(known)
-    words = {name: spelled.removeprefix("--") for name, spelled in report.names.items()}
-    named = [
-        name for name, word in words.items() if re.search(rf"(?<![\w-])(?:--)?{word.replace('_', '[_-]')}\b", text)
-    ]
-    blamed = [name for name in named if cause == "flag" or reason.values.get("key") == report.names[name]]
-    if known == FREE_MEMORY:  # whatever else needs memory
-        blamed = [MEMORY]
-    return {"cause": cause, "blamed": blamed, "reason": reason}
-
-
-def safe_share_in_log(path: Path) -> float | None:
-    """Return the share of the memory that is safe, by the sizes with which a server refused to start."""
-    with open_file(path) as file:
-        text = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
-    known = (
-        pattern.regex.search(line)
-        for pattern in patterns()
-        if pattern.rule.id == FREE_MEMORY
-        for line in text.splitlines()
-    )
-    match = next(filter(None, known), None)
-    safe = None if match is None else safe_utilization_from_log(match["free"], match["total"])
-    return None if safe is None else float(safe)
 
 
 def slo_checks(report: TuneReport) -> list[str]:
@@ -523,6 +517,7 @@ def proof_scenario(manifest: Run, report: TuneReport, sides: Mapping[str, Mappin
         question=f"Do the settings that `harness tune` found give {GOALS[report.goal]}?",
         servers={name: with_settings(default, known.model, one) for name, one in sides.items()},
         swept=Sweep(servers=rows, loads=(known.swept or Sweep()).loads),
+        drift_cells=False,
         loads=loads,
         repeats=blocks,
         restart=len(loads) == 1 and default.template != "running",
@@ -551,10 +546,8 @@ def finish(
     `sides`: to be proven. `planned`: blocks of the proof. `block_s`: about what one takes.
     """
     base = reference(trials_of(report))
-    values: dict[str, list[float]] = {}
-    invalid: list[Reason] = []
-    compared: dict[str, SameAnswers] = {}
-    reasons = reference_reasons(report, base)
+    values, compared = dict[str, list[float]](), dict[str, SameAnswers]()
+    invalid, reasons = list[Reason](), reference_reasons(report, base)
     if report.proof is not None:
         made = summarize_with_counts(runs / report.proof, slo_checks(report))
         values = proof_values(made.summary, report, [DEFAULT, *sides])

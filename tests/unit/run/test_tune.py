@@ -32,10 +32,9 @@ from harness.report.tune import TuneReport, TuneStart, answer_line, read_tune, r
 from harness.run.experiment import Experiment, Target
 from harness.run.progress import Progress
 from harness.run.running import start_failure
-from harness.run.settings import docker_run, to_paste
+from harness.run.settings import docker_run, failure_of, to_paste
 from harness.run.tune import (
     LoadWatch,
-    failure_of,
     proof_values,
     reference_reasons,
     restored,
@@ -131,20 +130,21 @@ def test_a_load_of_the_search_ends_once_enough_is_measured(monkeypatch: pytest.M
 
 def test_a_failure_of_the_table_has_the_cause_that_excludes() -> None:
     causes = {
-        rule.id: failure_of(because("setting_not_started", "", failure=rule.id), REPORT)["cause"] for rule in rules()
+        rule.id: failure_of(because("setting_not_started", "", failure=rule.id), REPORT.names)["cause"]
+        for rule in rules()
     }
     assert causes["mem.free_lt_util"] == causes["mem.hip_oom"] == causes["host.oom_kill"] == "memory"
     assert causes["mem.no_cache_blocks"] == causes["mem.kv_lt_one_request"] == "cache"
     assert causes["cli.unknown_flag"] == "flag" and causes["engine.start_timeout"] == "timeout"
     assert causes["gpu.fault"] == "other"
     error = StartError("it ended: unrecognized arguments: --max-num-seqs", failure="cli.unknown_flag")
-    assert failure_of(start_failure(error), REPORT)["blamed"] == ["sequences"]
+    assert failure_of(start_failure(error), REPORT.names)["blamed"] == ["sequences"]
     image = replace(REPORT, names={"backend": "image"})
     advised = StartError("unknown", failure="cli.unknown_flag", cause="unknown", fix="see --help of the image")
-    assert failure_of(start_failure(advised), image)["blamed"] == [], "advice blames no setting"
+    assert failure_of(start_failure(advised), image.names)["blamed"] == [], "advice blames no setting"
     batches = replace(REPORT, names={"batched_tokens": "ubatch_size", "batch": "batch_size"})
     unknown = StartError("it does not know --ubatch-size 128", failure="cli.unknown_flag")
-    assert failure_of(start_failure(unknown), batches)["blamed"] == ["batched_tokens"], "not a part of its name"
+    assert failure_of(start_failure(unknown), batches.names)["blamed"] == ["batched_tokens"], "not a part of its name"
 
 
 def test_a_setting_that_took_no_effect_is_found() -> None:
