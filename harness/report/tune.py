@@ -183,6 +183,10 @@ def tune_elements(report: TuneReport) -> list[Element]:
         if found is not None:
             named = replace(found, side=format_settings(settings), baseline=format_settings(report.reference))
             notes.append(Bullet(answers_sentence(named), "fine"))
+    for start in report.trials:
+        if start.reason is not None and start.reason.code == "answers_worse":
+            left_out = format_settings(report.spell(start.settings))
+            notes.append(Bullet(f"left out: {left_out}: {sentence(start.reason)}", "fine"))
     pasted = [Bullet("", mark=place, code=text) for place, text in report.paste.items()]
     title = "To keep the default, change nothing." if report.verdict == "keep" else "To paste"
     tried: list[Element] = [Paragraph("What was tried", "heading"), history(report)] if report.trials else []

@@ -154,3 +154,20 @@ def test_the_default_is_kept_where_nothing_is_better(tmp_path: Path) -> None:
     done = tune(tmp_path, "--budget", "40min", loads=alone)
     assert done.code == 0 and "keep the default" in done.out, done.out + done.err
     assert report_of(tmp_path).settings == {}
+
+
+@pytest.mark.nightly  # two minutes: a start of each setting
+def test_settings_that_answer_worse_are_left_out(tmp_path: Path) -> None:
+    cache = ["--step-base-s", "0.02", "--max-model-len", "320", "--num-gpu-blocks-override", "20"]
+    made_of = {
+        "servers": {"one": {**server(*cache), "variables": server(*cache)["variables"] | {"max_num_seqs": 16}}},
+        "loads": {"ten": {"user": "batch", "batch_size": 10, "requests": 20, "output_tokens": 20}},
+        "prompts": {"tokens": 40},
+    }
+    done = tune(tmp_path, "--budget", "40min", "--same-answers", "--json", **made_of)
+    assert done.code in (0, 5), done.out + done.err
+    report = report_of(tmp_path)
+    (left_out,) = [start for start in report.trials if start.reason and start.reason.code == "answers_worse"]
+    assert left_out.settings["kv_type"] == "fp8" and left_out.blamed == ["kv_type"]
+    assert not any("kv_cache_dtype" in settings for settings in [report.settings, *report.sides])
+    assert all(one is not None and one.word == "same" for one in report.answers)

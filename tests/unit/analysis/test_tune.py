@@ -28,6 +28,7 @@ from harness.analysis.tune import (
     predict,
     proof_order,
     reference,
+    sides_to_prove,
     start_noise,
     suggestions,
 )
@@ -234,6 +235,32 @@ def test_the_answer_of_the_proof() -> None:
     assert (wide.verdict, wide.settings) == ("inconclusive", better)
     assert wide.needed is not None and wide.needed > 4
     assert decide("output_tok_s", base, []).verdict == "keep"
+
+
+def test_only_settings_that_answer_the_same_are_chosen() -> None:
+    base, fast, slow = [100.0, 101, 99, 100], [142.0, 141, 143, 142], [130.0, 131, 129, 130]
+    sides: list[tuple[dict[str, Any], list[float]]] = [({"kv_type": "fp8"}, fast), ({"sequences": 16}, slow)]
+    for words, verdict, settings in (
+        (["same", "same"], "set", {"kv_type": "fp8"}),
+        (["worse", "same"], "set", {"sequences": 16}),
+        (["inconclusive", "same"], "set", {"sequences": 16}),
+        (["worse", "inconclusive"], "inconclusive", {"sequences": 16}),
+        (["unknown", "worse"], "inconclusive", {"kv_type": "fp8"}),
+        (["worse", "worse"], "keep", {}),
+    ):
+        answer = decide("output_tok_s", base, sides, words)
+        assert (answer.verdict, answer.settings, answer.needed, len(answer.verdicts)) == (verdict, settings, None, 2)
+
+
+def test_one_side_of_the_proof_leaves_alone_what_may_change_answers() -> None:
+    settings = [replace(one, answers=one.name == "kv_type") for one in SETTINGS]
+    trials = [Trial(value=100.0)]
+    for tried, value in (({"kv_type": "fp8"}, 150.0), ({"kv_type": "fp8", "sequences": 16}, 160.0)):
+        trials.append(Trial(settings=tried, value=value))
+    assert len(sides_to_prove(make_search(settings), trials)) == 2
+    trials.append(Trial(settings={"sequences": 16}, value=120.0))
+    assert sides_to_prove(make_search(settings), trials)[1] == {"sequences": 16}
+    assert {"sequences": 16} not in sides_to_prove(search(), trials)
 
 
 def declared(name: str, variables: dict[str, Any], **bounds: Any) -> Search:

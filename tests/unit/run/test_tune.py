@@ -5,7 +5,7 @@ import json
 import math
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from harness.base.summary import (
     MachineLoad,
     Numbers,
     Reason,
+    SameAnswers,
     ServerLoad,
     SloAttainment,
     Summary,
@@ -34,7 +35,9 @@ from harness.run.progress import Progress
 from harness.run.running import start_failure
 from harness.run.settings import docker_run, failure_of, to_paste
 from harness.run.tune import (
+    QUESTIONS,
     LoadWatch,
+    proof_scenario,
     proof_values,
     reference_reasons,
     restored,
@@ -45,11 +48,11 @@ from harness.run.tune import (
     value_of,
     with_budget,
 )
-from harness.scenario import Arrivals, Load, Server
+from harness.scenario import Arrivals, Load, Server, asks_known
 from harness.serve.compose_file import Service, parse_compose
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import RunningModel, find_other_load
-from tests.support.made_runs import request, scenario, served_by
+from tests.support.made_runs import request, scenario, served_by, write_made_run
 
 REPORT = TuneReport(budget_s=3600, names={"sequences": "max_num_seqs", "memory": "gpu_memory_utilization"})
 SLO = "ttft_p95<=2s"
@@ -257,6 +260,50 @@ def test_the_first_line_is_the_answer() -> None:
     assert answer_line(only) == "set this: gpu_memory_utilization 0.75: the default gave no result"
     none = TuneReport(budget_s=1, verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
     assert answer_line(none) == "inconclusive: no settings gave a result"
+
+
+def compared(word: Literal["same", "worse", "inconclusive"], difference: float) -> SameAnswers:
+    low, high = difference - 0.01, difference + 0.01
+    return SameAnswers(
+        side="first", baseline="default", load="l", questions=1000, differ=0.0, noise=(0.0, 0.0),
+        right=(0.9 + difference, 0.9), lost=0.0, gained=0.0, difference=difference, low=low, high=high,
+        word=word,
+    )  # fmt: skip
+
+
+def test_the_answer_says_whether_settings_answer_the_same() -> None:
+    same, worse = compared("same", 0.001), compared("worse", -0.08)
+    faster = replace(verdict(1.42, 1.35, 1.49), word="faster")
+    found = replace(FOUND, same_answers=True, answers=[same], verdicts=[faster])
+    points = "+0.1 points (-0.9 to +1.1)"
+    assert answer_line(found) == f"set this: max_num_seqs 5: 1.42x (1.35 to 1.49); it answers the same: {points}"
+    kept = replace(found, verdict="keep", settings={}, ratio=None, low=None, high=None, answers=[worse])
+    assert answer_line(kept).endswith("brings 1.42x (1.35 to 1.49), but it answers worse: -8.0 points (-9.0 to -7.0)")
+    unsure = replace(found, verdict="inconclusive", answers=[compared("inconclusive", -0.03)])
+    assert "whether it answers the same is inconclusive: -3.0 points" in answer_line(unsure)
+    assert answer_line(replace(unsure, answers=[None])).endswith("whether it answers the same is not known")
+    reason = because("answers_worse", "worse")
+    left_out = TuneStart(server="try-4", settings={"memory": 0.8}, cause="other", reason=reason)
+    text = markdown.render(tune_page(replace(found, trials=[*found.trials, left_out])))
+    assert "left out: gpu_memory_utilization 0.8: worse" in text.replace("\\", "")
+    assert "Answers of max_num_seqs 5 to 1,000 questions: SAME" in text.replace("\\", "")
+
+
+def test_the_proof_asks_the_questions_and_does_not_count_their_speed(tmp_path: Path) -> None:
+    report = replace(REPORT, same_answers=True, trials=[TuneStart(server="default", value=1.0)])
+    made = scenario(servers={"default": Server(template="simulated")}, repeats=1)
+    run = write_made_run(tmp_path / "run", made_of=made)
+    proof = proof_scenario(run, report, {"default": {}, "first": {}}, 3)
+    assert [name for name, load in proof.loads.items() if asks_known(load)] == [QUESTIONS]
+    assert (proof.repeats, proof.loads[QUESTIONS].requests) == (3, 1000)
+    assert proof_scenario(run, replace(report, same_answers=False), {"default": {}}, 3).loads == made.loads
+    cells = [
+        cell(f"r{repeat}-{load}", repeat=repeat, load=load, output_tok_s=speed)
+        for repeat in (1, 2)
+        for load, speed in (("l", 10.0), (QUESTIONS, 1.0))
+    ]
+    summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=cells)
+    assert proof_values(summary, report, ["default"]) == {"default": pytest.approx([10.0, 10.0])}
 
 
 def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that_is_missing() -> None:
