@@ -95,6 +95,7 @@ class LemonadeSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     checkpoint: str | None = None  # of a model that Lemonade does not know
     backend: str | None = None  # of the recipe; None: Lemonade's choice
     options: dict[str, Any] = {}  # of the load
+    others: list[str] = []  # models of loads: Lemonade loads them when they are asked for, and evicts
     global_timeout_s: float = 600.0  # how long Lemonade waits for a backend, in each of two attempts
 
 

@@ -8,6 +8,7 @@ The facts come from Lemonade's sources and from a server built from them; docs/l
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -252,9 +253,13 @@ def bring_up_model(
         progress = ["downloading the model"]
         run(lambda: download(api, pull, progress, deadline), progress)
         timer.finish("download")
+    for other in settings.others:
+        progress = [f"asking Lemonade for {other}"]
+        if run(partial(_download_if_absent, api, other, progress, deadline), progress):
+            timer.finish("download")
     attempt_s = settings.global_timeout_s if recipe == "vllm" else max(settings.global_timeout_s, LLAMACPP_LOAD_S)
     limit_s = 2 * attempt_s + CLEANUP_S  # Lemonade tries twice
-    load = {"model_name": settings.model, **settings.options, "pinned": True}
+    load = {"model_name": settings.model, **settings.options, "pinned": not settings.others}
     # To give up before Lemonade does would hide its reason.
     load_deadline = max(deadline, time.monotonic() + limit_s)
     answer = run(lambda: _post_or_raise(api, "/load", load, limit_s), "loading the model", load_deadline)
@@ -353,6 +358,15 @@ def download(api: Api, body: dict[str, Any], progress: list[str], deadline: floa
                     return
     except requests.RequestException as error:
         raise ServerError(f"{failed} ({explain_connection_error(error)})", next_step="Run again to resume.") from None
+
+
+def _download_if_absent(api: Api, model: str, progress: list[str], deadline: float) -> bool:
+    """Download a model that Lemonade knows. Return whether it was absent. Raises ServerError."""
+    if isinstance(known := find_model(api, model), ServerError):
+        raise known
+    if not known.downloaded:
+        download(api, {"model_name": model, "stream": True}, progress, deadline)
+    return not known.downloaded
 
 
 def _make_download_error(what: str, message: str) -> ServerError:
@@ -507,10 +521,13 @@ def find_changes(before: LemonadeState, now: LemonadeState) -> list[Reason]:
 
 
 class LemonadeMonitor:
-    """One model of one Lemonade. `container` is None if the harness cannot look inside."""
+    """One model of one Lemonade. `container` is None if the harness cannot look inside.
 
-    def __init__(self, api: Api, model: str, container: Container | None) -> None:
-        self._api, self._model, self._container = api, model, container
+    `several`: loads use other models, too. Then an engine lives for one model's time, so its counters are not read.
+    """
+
+    def __init__(self, api: Api, model: str, container: Container | None, *, several: bool = False) -> None:
+        self._api, self._model, self._container, self._several = api, model, container, several
         self._shell = None if container is None else Shell(container)
         self._running = self._find_running()
         self._engine_port = None if self._running is None else self._running.port
@@ -518,14 +535,16 @@ class LemonadeMonitor:
 
     def metrics(self) -> str:
         """Return the metrics of the engine, then those of Lemonade. Raises OSError without both."""
-        text = self.fetch("/metrics")
-        if not text:  # the engine may have been restarted on another port
+        text = "" if self._several else self.fetch("/metrics")
+        if not text and not self._several:  # the engine may have been restarted on another port
             running = self._find_running(FETCH_S)
             if running is not None and running.port != self._engine_port:
                 self._engine_port = running.port
                 text = self.fetch("/metrics")
         with self._api.open_session() as session:
             own_text = probe.fetch_text(session, self._api.url + "/metrics", OWN_METRICS_S)
+        if self._several:
+            own_text = "\n".join(line for line in own_text.splitlines() if "lemonade_llamacpp_" not in line)
         if not text and not own_text:
             raise OSError("neither Lemonade nor its engine gave metrics")
         return "\n".join(part for part in (text, own_text) if part)

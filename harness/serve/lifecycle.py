@@ -30,13 +30,21 @@ from harness.failures.explain import ExitState, explain
 from harness.failures.unexpected_response import error_message
 from harness.machine.telemetry import cgroup_files, telemetry_root
 from harness.records.manifest import ServedBy, ServerDeath
-from harness.scenario import Scenario, Server
+from harness.scenario import Scenario, Server, models_of_loads
 from harness.serve import compose_file, containers, probe
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, LoadCall, Service, Serving
 from harness.serve.containers import LogFile, ServerStatus, StatusReader
 from harness.serve.engine import connect, ensure_image, get_digest, make_labels
 from harness.serve.facts import record_facts
-from harness.serve.lemonade import Api, LemonadeMonitor, LemonadeState, bring_up_model, find_running_model, get_health
+from harness.serve.lemonade import (
+    Api,
+    LemonadeMonitor,
+    LemonadeState,
+    bare_name,
+    bring_up_model,
+    find_running_model,
+    get_health,
+)
 from harness.serve.probe import PhaseTimer, Post, StartupWatch
 from harness.serve.security import collect_secrets, make_access_notes, require_consent
 from harness.serve.template import write_compose_file
@@ -174,8 +182,11 @@ def prepare_start(
     # A server may repeat what it got from the environment, in its log or in an error.
     redact.register_secrets(collect_secrets(msgspec.to_builtins(prepared.file), os.environ))
     labels, key_name = make_labels(run_id, cell_id), scenario.api_key_env
-    key = read_api_key(key_name)
-    return ServerStart(prepared.server, prepared.file, scenario.model, log, labels, key, key_name, say)
+    key, file = read_api_key(key_name), prepared.file
+    if (lemonade := file.serving.lemonade) is not None:
+        others = [name for name in models_of_loads(scenario) if bare_name(name) != bare_name(lemonade.model)]
+        file = replace(file, serving=replace(file.serving, lemonade=replace(lemonade, others=others)))
+    return ServerStart(prepared.server, file, scenario.model, log, labels, key, key_name, say)
 
 
 @contextlib.contextmanager
@@ -312,7 +323,8 @@ def _start_and_wait(start: ServerStart, client: docker.DockerClient, filled: Com
     monitor = None
     if start.serving.lemonade is not None:
         assert ready.model is not None
-        monitor = LemonadeMonitor(Api(url, start.api_key), ready.model, container)
+        several = bool(start.serving.lemonade.others)
+        monitor = LemonadeMonitor(Api(url, start.api_key), ready.model, container, several=several)
     container.reload()
     served = replace(
         created,
@@ -419,7 +431,8 @@ def attach_to_server(
             monitor, metrics_url = None, own_metrics_url
         else:
             assert served.model is not None
-            monitor = LemonadeMonitor(Api(served.url, api_key), served.model, None)
+            several = any(bare_name(name) != bare_name(served.model) for name in others)
+            monitor = LemonadeMonitor(Api(served.url, api_key), served.model, None, several=several)
             served = replace(served, version=loaded.version, max_parallel=loaded.max_parallel)
         served = _mark_simulated(record_facts(served, metrics_url=own_metrics_url, api_key=api_key, monitor=monitor))
     return Endpoint(started=served, read_status=read_status, metrics_url=metrics_url, monitor=monitor)

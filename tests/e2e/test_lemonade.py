@@ -107,6 +107,13 @@ def test_a_backend_that_cannot_be_had(
     assert message in str(caught.value) and advice in caught.value.next_step
 
 
+def test_other_models_of_loads_are_downloaded_and_may_evict_the_first(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        ready = bring_up(server, others=[BUILT_IN])
+        assert [phase.name for phase in ready.phases] == ["port open", "health", "download", "load", "first answer"]
+        assert loaded_model(server)["pinned"] is False
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -16,9 +16,11 @@ from harness.failures.explain import scan_text
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.records.samples import parse_metrics
+from harness.serve.compose_file import LemonadeSettings, Serving
+from harness.serve.containers import LogFile
 from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model
-from harness.serve.lifecycle import attach_to_server
-from harness.serve.probe import make_token_counter
+from harness.serve.lifecycle import attach_to_server, wait_ready
+from harness.serve.probe import StartupWatch, make_token_counter
 from tests.lemonade.parts import Lemond, lemond, versions
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
@@ -118,6 +120,25 @@ def test_a_model_is_loaded_with_its_saved_options_and_known_by_three_names(on_ll
     assert endpoint.problems(endpoint.state()) == []
     assert make_token_counter(on_llamacpp.url, "Gguf", None, endpoint.ask_engine)("one two three") > 1
     assert monitor(on_llamacpp, "user.Absent").fetch("/version") == ""  # nothing is loaded under that name
+    on_llamacpp.unload()
+
+
+def test_what_a_change_of_model_costs(on_llamacpp: Lemond, tmp_path: Path, say: Say) -> None:
+    """Lemonade keeps one model: each change ends an engine, which takes 2 s at least, and starts another."""
+    served = LemonadeSettings(model="user.Gguf", options={"ctx_size": 2048}, others=["Other"])
+    serving, log = Serving(template="lemonade", health="/live", lemonade=served), LogFile(tmp_path / "server.log")
+    wait_ready(on_llamacpp.url, serving, "user.Gguf", StartupWatch(lambda: None, log, PATIENCE_S, say))
+    load = {"user": "batch", "requests": 6, "output_tokens": 4, "model": ["Gguf", "Gguf", "Other", "Other"]}
+    scenario = write(tmp_path, loads={"turns": load}, warmup={"requests": 2})
+    done = harness("run", str(scenario), "--url", on_llamacpp.url, "--runs", "runs", cwd=tmp_path)
+    say(done.out + done.err)
+    assert (done.code, done.err) == (0, "")
+    folder = run_folder(scenario)
+    assert folder is not None
+    summary = read_summary(folder)
+    (answer,) = summary.answers
+    assert (answer.values["changes"], answer.values["waited"]) == (3, 3) and answer.values["cost_s"] > 2
+    assert summary.cells[0].server_load.generated_tokens == 4 * 8, "counted by Lemonade, whichever engine made them"
     on_llamacpp.unload()
 
 
