@@ -15,6 +15,7 @@ from harness.advice.expect import (
     Word,
     decode_bound,
     describe_base,
+    in_weights,
     judge,
     kv_bytes,
     slowest_gpu,
@@ -24,7 +25,7 @@ from harness.advice.expect import (
 from harness.advice.fit import OTHER_BYTES, ModelFit, ServerSettings, estimate_fit, format_fit
 from harness.advice.hardware import GpuSpec, find_gpu, fitted_memory, identify_gpu
 from harness.advice.model import ModelShape, find_model, read_model, require_known_dtype
-from harness.advice.weights import BYTES_PER_PARAM
+from harness.advice.weights import BYTES_PER_PARAM, NUMBER_BITS
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.units import GIB, NOTHING, figures
 from harness.machine.gpus import list_gpus, select_serving_gpus
@@ -268,7 +269,7 @@ def parse_bits(text: str) -> tuple[float, Any]:
         text.upper(), text.upper()
     )
     if wanted in BYTES_PER_PARAM:
-        return BYTES_PER_PARAM[wanted], {"FP8": 8, "Q8_0": 8, "Q4_K_M": 8, "MXFP4": 4}.get(wanted, 16)
+        return BYTES_PER_PARAM[wanted], NUMBER_BITS.get(wanted, 16)
     raise HarnessError(
         f"--bits: '{text[:50]}' is no type of weights; {did_you_mean(wanted[:50], BYTES_PER_PARAM)}",
         next_step="Give 16, 8 or 4, or one of these names.",
@@ -380,29 +381,19 @@ def _prompt_floor(size: ModelSize, gpu: GpuSpec, tokens: int, gpus: int) -> Prom
 
 
 def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterable[OtherWeights]:
-    """Yield the model in the usual types of weights. vLLM keeps the output head at 16 bit, llama.cpp does not."""
-    if size.params is None:
-        return
-    idle_params = (1 - size.routed_share) * size.routed_params  # of experts that a token does not use
-    idle_bytes = (1 - size.routed_share) * size.routed_bytes
-    rest_bytes = max(0.0, size.weights_bytes - size.read_bytes - idle_bytes)  # such as the input embedding
-    for name, per_param in BYTES_PER_PARAM.items():
-        if name == "MXFP4":
-            continue  # a model comes with it or not
-        head = per_param if name.startswith("Q") else BYTES_PER_PARAM["FP16"]
-        change = (head - per_param) * size.head_params
-        read_bytes = per_param * size.params + change
-        routed_bytes, bits = per_param * size.routed_params, parse_bits(name)[1]
-        other = replace(size, read_bytes=read_bytes, routed_bytes=routed_bytes, number_bits=bits)
+    """Yield the model in the usual types of weights. A model comes with MXFP4 or not."""
+    for name in (one for one in BYTES_PER_PARAM if one != "MXFP4"):
+        if (other := in_weights(size, name)) is None:
+            return
         bound = _users_bound(other, gpu, known.users, known.context, known.gpus)
         fits = None
         if known.memory is not None:
-            needed = read_bytes + per_param * idle_params + rest_bytes + known.users * kv_bytes(size, known.context)
+            needed = other.weights_bytes + known.users * kv_bytes(size, known.context)
             left = known.memory.budget_bytes - needed / known.gpus
             fits = True if left > OTHER_BYTES[1] else None if left > OTHER_BYTES[0] else False
         yield OtherWeights(
             name=name,
-            read_bytes=read_bytes,
+            read_bytes=other.read_bytes,
             max_tok_s=bound.max_tok_s,
             spread_max_tok_s=bound.spread_max_tok_s if known.users > 1 else None,
             typical_tok_s=typical_decode(bound.max_tok_s) if known.users == 1 else None,

@@ -3,12 +3,12 @@
 import numpy as np
 
 from harness.advice.queue import faster_with_fewer, slower_action
-from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule
+from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule, shorter
 from harness.analysis.time_split import KV_FULL
 from harness.analysis.turns import recomputed_by_turn, turn_numbers
 from harness.base.engines import default_reserve, safe_utilization
 from harness.base.summary import Action
-from harness.base.units import count, figures, milliseconds, short_percent
+from harness.base.units import count, figures, short_percent
 
 MIN_COST = 0.05  # of the time
 UNUSED = 8.0  # a context this many times as long as the longest request
@@ -84,6 +84,7 @@ def _safe_share(row: RowFacts) -> float | None:
     "whole context of it; else the length decides how much memory the server needs to start.",
     actions="a context as long as needed, with more slots in the same memory",
     requests=ENOUGH,
+    loss="queue",
 )
 def context_unused(row: RowFacts) -> Found | None:
     startup, usual = row.served.startup, row.tokens
@@ -130,8 +131,7 @@ def context_unused(row: RowFacts) -> Found | None:
     when="later turns of conversations computed at least 30 % of their known beginning again, and that took 5 % of "
     "the time",
     means="A turn sends the whole conversation again. What the server still has in its prefix cache is not computed "
-    "again; "
-    "the rest delays the first token.",
+    "again; the rest delays the first token.",
     actions="the prefix cache; as many slots as conversations; a larger KV cache; templates that keep earlier turns",
     requests=ENOUGH,
 )
@@ -147,21 +147,12 @@ def prefix_recomputed(row: RowFacts) -> Found | None:
     saved_s = split.prefill_s * min(1.0, again / max(1, computed))
     if again < MIN_AGAIN * known or saved_s < MIN_COST * split.e2e_s:
         return None
-    ttft_s = numbers.ttft.mean
-    expected = None
-    if ttft_s:
-        left_s = max(0.0, ttft_s - saved_s)
-        text = f"a mean TTFT of about {milliseconds(left_s)} instead of {milliseconds(ttft_s)} ms"
-        expected = gain("ttft_mean", left_s / ttft_s, text)
-    held, turns = (
-        row.kv_tokens,
-        "; ".join(f"turn {turn}: {b:,.0f} of {a:,.0f}" for turn, (a, b) in by_turn.items()),
-    )
+    ttft_s, held = numbers.ttft.mean, row.kv_tokens
+    turns = "; ".join(f"turn {turn}: {b:,.0f} of {a:,.0f}" for turn, (a, b) in by_turn.items())
     if is_off:
-        why, action = (
-            "the prefix cache is off",
-            row.action("Switch the prefix cache on", {"prefix_cache": None}, gain=expected),
-        )
+        expected = shorter("ttft_mean", "a mean TTFT", ttft_s, max(0.0, 1 - saved_s / ttft_s)) if ttft_s else None
+        why = "the prefix cache is off"
+        action = row.action("Switch the prefix cache on", {"prefix_cache": None}, gain=expected)
     elif (slots := row.whole("sequences")) is not None and row.shares_context and slots < row.in_flight:
         why = f"{row.in_flight} conversations share {count(slots, 'slot')}, and each keeps only the last one"
         context = row.whole("context")

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.advice.hardware import GpuSpec, identify_gpu
+from harness.advice.weights import BYTES_PER_PARAM, NUMBER_BITS
 from harness.analysis.derive import latency_s
 from harness.base.engines import find_template
 from harness.base.errors import HarnessError
@@ -40,6 +41,7 @@ class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     bound_tok_s: float
     of_tok_s: float  # the bound; with the experts of several users the estimate for all of them
     measured_tok_s: float
+    awq_tok_s: float | None = None  # bound of one user with AWQ weights, where they have 16 bit
     sentence: str
 
 
@@ -95,6 +97,26 @@ def decode_bound(
     if size.params is not None and flops is not None:
         step_s = max(step_s, users * 2 * size.params / (flops * gpus))
     return users / step_s
+
+
+def in_weights(size: ModelSize, name: str) -> ModelSize | None:
+    """Return the model in a type of weights of BYTES_PER_PARAM; None where its parameters are not known.
+
+    vLLM keeps the output head at 16 bit, llama.cpp does not; the input embedding and the like stay as they are.
+    """
+    if size.params is None:
+        return None
+    per_param = BYTES_PER_PARAM[name]
+    head = size.head_params * ((per_param if name.startswith("Q") else BYTES_PER_PARAM["FP16"]) - per_param)
+    idle_bytes, idle_params = (1 - size.routed_share) * size.routed_bytes, (1 - size.routed_share) * size.routed_params
+    rest_bytes = max(0.0, size.weights_bytes - size.read_bytes - idle_bytes)
+    return replace(
+        size,
+        weights_bytes=per_param * (size.params + idle_params) + head + rest_bytes,
+        read_bytes=per_param * size.params + head,
+        routed_bytes=per_param * size.routed_params,
+        number_bits=NUMBER_BITS.get(name, 16),
+    )
 
 
 def typical_decode(bound_tok_s: float) -> tuple[float, float]:
@@ -165,6 +187,8 @@ def share(data: RunData, cell: CellData) -> Share | None:
     part, than = f"{100 * reached:.0f} % of", "allows" if of == bound else "is estimated to allow"
     if reached > MAX_SHARE and of == bound:
         part, whom = f"{figures(reached)} times", f"{whom} without speculation"
+    awq = in_weights(size, "AWQ") if users < MANY_USERS and size.number_bits in (None, 16) else None
+    awq = None if awq is None or awq.read_bytes > size.read_bytes / 2 else awq
     numbers = f"{figures(tok_s)} of {describe_base(of, bound)}; {name}, {figures(gpu.bandwidth_gb_s * gpus)} GB/s"
     return Share(
         share=reached,
@@ -173,6 +197,7 @@ def share(data: RunData, cell: CellData) -> Share | None:
         bound_tok_s=bound,
         of_tok_s=of,
         measured_tok_s=tok_s,
+        awq_tok_s=None if awq is None else decode_bound(awq, gpu, context=context, gpus=gpus),
         sentence=f"{part} what this GPU {than} for {whom} ({numbers})",
     )
 

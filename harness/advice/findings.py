@@ -1,5 +1,7 @@
 """Finds why a run is slower than it could be: the rules of the topics, ranked by what they cost."""
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from harness.advice import cache, queue, setup, speed
@@ -7,6 +9,7 @@ from harness.advice.expect import Share, Word, share
 from harness.advice.rules import AdviceRule, RowFacts
 from harness.analysis.summarize import Summarized, summarize_data
 from harness.base.summary import Reason, Row, RunFinding, Summary, because
+from harness.base.units import figures
 from harness.records.run_data import RunData
 
 MAX_FINDINGS = 5
@@ -22,27 +25,42 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
     """
     summary = summary or summarize_data(data).summary
     found: dict[str, list[RunFinding]] = {}
+    for one in _of_rows(_row_facts(data, summary)):
+        found.setdefault(one.code, []).append(one)
+    ranked = [replace(alike[0], rows=[one.rows[0] for one in alike]) for alike in found.values()]
+    return _with_same_costs(ranked[:MAX_FINDINGS])
+
+
+def _row_facts(data: RunData, summary: Summary) -> list[RowFacts]:
     rows: list[RowFacts] = []
     rows += [RowFacts(data, summary, row, rows) for row in summary.rows if not row.failed and row.pooled.succeeded]
-    for one in filter(None, (rule.finding(row) for row in rows for rule in RULES)):
-        found.setdefault(one.code, []).append(one)
-    ranked = []
-    for of_code in found.values():
-        of_code.sort(key=_rank)
-        ranked.append(replace(of_code[0], rows=[name for one in of_code for name in one.rows]))
-    return sorted(ranked, key=_rank)[:MAX_FINDINGS]
+    return rows
+
+
+def _of_rows(rows: Iterable[RowFacts]) -> list[RunFinding]:
+    """Return the findings about rows, each of its row alone, the worst first."""
+    return sorted(filter(None, (rule.finding(row) for row in rows for rule in RULES)), key=_rank)
 
 
 def _rank(finding: RunFinding) -> float:
     return 1.0 if finding.cost is None else -finding.cost
 
 
+def _with_same_costs(findings: list[RunFinding]) -> list[RunFinding]:
+    """Return the findings, where a later one of the same loss refers to the first of its row."""
+    losses, first = {rule.code: rule.loss for rule in RULES if rule.loss}, dict[tuple[str, str], str]()
+    named = []
+    for one in findings:
+        if one.cost is not None and one.code in losses:
+            earlier = [first.setdefault((losses[one.code], row), one.code) for row in one.rows]
+            one = replace(one, same_cost_as="" if earlier[0] == one.code else earlier[0])
+        named.append(one)
+    return named
+
+
 def find_of_server(data: RunData, summary: Summary, server: str) -> list[RunFinding]:
     """Return the findings about the rows of one server, the worst first."""
-    rows: list[RowFacts] = []
-    rows += [RowFacts(data, summary, row, rows) for row in summary.rows if not row.failed and row.pooled.succeeded]
-    of_server = [row for row in rows if row.row.server == server]
-    return sorted(filter(None, (rule.finding(row) for row in of_server for rule in RULES)), key=_rank)
+    return _of_rows(row for row in _row_facts(data, summary) if row.row.server == server)
 
 
 def with_findings(made: Summarized) -> Summarized:
@@ -66,6 +84,8 @@ def hardware_shares(data: RunData, summary: Summary) -> list[Reason]:
     reasons = []
     for one, row in lowest.values():
         text = f"{row.name}: {one.sentence}{f': {WORDS[one.word]}' if one.word else ''}"
+        if one.awq_tok_s is not None and one.word in ("normal", "at-limit"):
+            text += f". 4-bit weights (AWQ) allow {figures(one.awq_tok_s)} tok/s"
         values = {"row": row.name, "share": one.share, "word": one.word, "of_tok_s": one.of_tok_s}
         speeds = {"bound_tok_s": one.bound_tok_s, "measured_tok_s": one.measured_tok_s}
         reasons.append(because("hardware_share", text, **values, **speeds))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule
+from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule, shorter
 from harness.analysis.numbers import generated_tokens
 from harness.analysis.time_split import SHARE
 from harness.base.summary import Action, Reason
@@ -81,6 +81,7 @@ def slower_action(row: RowFacts, sequences: int, expected: Reason | None) -> Act
     means="The server computes fewer requests at once than its memory allows.",
     actions="more sequences or slots",
     requests=ENOUGH,
+    loss="queue",
 )
 def queue_with_room(row: RowFacts) -> Found | None:
     split, usage = row.row.time, row.most("kv_usage_max")
@@ -99,9 +100,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
     if waited_s is not None:
         measured += f", {milliseconds(waited_s)} ms on average"
         if ttft_s and fits == row.in_flight:
-            left_s = max(0.0, ttft_s - waited_s)
-            text = f"a mean TTFT of about {milliseconds(left_s)} instead of {milliseconds(ttft_s)} ms"
-            expected = gain("ttft_mean", left_s / ttft_s, text)
+            expected = shorter("ttft_mean", "a mean TTFT", ttft_s, max(0.0, 1 - waited_s / ttft_s))
     if usage is not None:
         measured += f"; at most {short_percent(usage)} of the KV cache was in use"
     changes: dict[str, object] = {"sequences": fits}
@@ -145,8 +144,6 @@ def prompts_freeze_answers(row: RowFacts) -> Found | None:
     less = max(256, int(chunk) // 4)
     if less >= chunk:  # one small step computes the whole prompt: the pauses have another reason
         return None
-    text = f"longest pauses of about {milliseconds(gaps.max_s * less / chunk)} instead of {milliseconds(gaps.max_s)} ms"
-    expected = gain("gap_max", less / chunk, text)
     return Found(
         cost=part,
         measured=f"pauses of up to {milliseconds(gaps.max_s)} ms between chunks, with a median of "
@@ -154,9 +151,9 @@ def prompts_freeze_answers(row: RowFacts) -> Found | None:
         why=f"prompts of {mean:,.0f} tokens are computed in steps of up to {chunk:,.0f} tokens",
         actions=[
             row.action(
-                f"At most {less} tokens in a step",
+                f"At most {less:,} tokens in a step",
                 {setting: less},
-                gain=expected,
+                gain=shorter("gap_max", "longest pauses", gaps.max_s, less / chunk),
                 risk="the first token of long prompts comes later",
             )
         ],
@@ -198,12 +195,11 @@ def abandoned_computed(row: RowFacts) -> Found | None:
         why="a closed connection does not stop a request, for instance behind a proxy that keeps its own connection "
         "open",
         actions=[
-            Action(
-                do="Let clients connect to the server directly, or a proxy that passes the end of a connection on; "
+            row.action(
+                "Let clients connect to the server directly, or a proxy that passes the end of a connection on; "
                 "else bound the length of answers",
                 settings={f"loads.{row.row.load}": f"output_tokens: {max(16, _typical_read(row))}"},
                 risk="answers that users would read to the end are cut",
-                verify=row.run_again,
             )
         ],
         values={"abandoned": row.row.pooled.abandoned, "unread_tokens": unread, "computed_tokens": extra},
@@ -237,11 +233,10 @@ def listen_queue_full(row: RowFacts) -> Found | None:
         f"listen queue overflowed {overflows:,} times",
         why="the program's listen queue is short, and a connection is opened for each request",
         actions=[
-            Action(
-                do="Send fewer requests at the same moment, or put a proxy that keeps its connections in front",
+            row.action(
+                "Send fewer requests at the same moment, or put a proxy that keeps its connections in front",
                 settings={f"loads.{row.row.load}": "in_flight: 5" if row.load.user == "batch" else "ramp_s: 30"},
                 risk="fewer requests at once",
-                verify=row.run_again,
             )
         ],
         values={"retried": numbers.connect_retried, "overflows": overflows},
@@ -262,16 +257,10 @@ def gateway_share(row: RowFacts) -> Found | None:
     mine_s = row.row.pooled.e2e.mean
     if direct is not None and mine_s and direct.row.pooled.e2e.mean:
         direct_s = direct.row.pooled.e2e.mean
-        part, measured = (
-            1 - direct_s / mine_s,
-            (
-                f"{milliseconds(mine_s)} ms for a request through the gateway, {milliseconds(direct_s)} ms without "
-                f"({direct.row.server})"
-            ),
-        )
-        expected = gain(
-            "e2e_mean", direct_s / mine_s, f"{short_percent(part)} less time, as measured without the gateway"
-        )
+        part, without = 1 - direct_s / mine_s, f"{milliseconds(direct_s)} ms without ({direct.row.server})"
+        measured = f"{milliseconds(mine_s)} ms for a request through the gateway, {without}"
+        text = f"{short_percent(part)} less time, as measured without the gateway"
+        expected = gain("e2e_mean", direct_s / mine_s, text)
     elif split is not None and split.api_s is not None:
         part, expected = split.api_s / split.e2e_s, None
         measured = f"{milliseconds(split.api_s)} of {milliseconds(split.e2e_s)} ms were spent outside the engine"
@@ -279,12 +268,11 @@ def gateway_share(row: RowFacts) -> Found | None:
         return None
     if part < GATEWAY_SHARE:
         return None
-    action = Action(
-        do="Send requests to the server itself where the gateway is not needed; else give the gateway more processes",
+    action = row.action(
+        "Send requests to the server itself where the gateway is not needed; else give the gateway more processes",
         settings={f"servers.{row.row.server}": "gateway: null"},
         gain=expected,
         risk="no keys, limits and logs of the gateway",
-        verify=row.run_again,
     )
     return Found(part, measured, f"the gateway {gateway.template}", [action], {"share": part})
 

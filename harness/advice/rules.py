@@ -15,6 +15,7 @@ from harness.base.engines import Engine, Spelling, engines, find_engine
 from harness.base.engines.settings import as_number, flag_words, merge_words
 from harness.base.files import open_file
 from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
+from harness.base.units import milliseconds
 from harness.records.manifest import ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample
@@ -46,6 +47,7 @@ class AdviceRule(NamedTuple):
     actions: str
     check: "Callable[[RowFacts], Found | None]"
     requests: int = 0  # successful ones of a row, below which its times show nothing
+    loss: str = ""  # what rules with the same cost have in common: their times are one time
 
     def finding(self, row: "RowFacts") -> RunFinding | None:
         found = self.check(row) if row.row.pooled.succeeded >= self.requests else None
@@ -64,15 +66,21 @@ class AdviceRule(NamedTuple):
 
 
 def rule(
-    *, when: str, means: str, actions: str, requests: int = 0
+    *, when: str, means: str, actions: str, requests: int = 0, loss: str = ""
 ) -> "Callable[[Callable[[RowFacts], Found | None]], AdviceRule]":
     """Make a rule of a check of a row, whose name is the code of the finding."""
-    return lambda check: AdviceRule(check.__name__, when, means, actions, check, requests)
+    return lambda check: AdviceRule(check.__name__, when, means, actions, check, requests, loss)
 
 
 def gain(metric: str, factor: float, text: str) -> Reason:
     """What an action is expected to change: a metric, its value after / before, and the same in words."""
     return because("gain", text, metric=metric, factor=factor)
+
+
+def shorter(metric: str, title: str, before_s: float, factor: float) -> Reason:
+    """The gain of a time that becomes `factor` times as long."""
+    text = f"{title} of about {milliseconds(before_s * factor)} instead of {milliseconds(before_s)} ms"
+    return gain(metric, factor, text)
 
 
 class RowFacts(Struct, frozen=True, dict=True):
@@ -252,20 +260,28 @@ class RowFacts(Struct, frozen=True, dict=True):
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
     def action(
-        self, do: str, changes: dict[str, Any], *, gain: Reason | None = None, risk: str = "", verify: str = ""
-    ) -> Action:
-        """An action that changes settings of the engine, by name; None: to the value of the engine's file."""
+        self, do: str, changes: dict[str, Any] | None = None, *, settings: dict[str, str] | None = None,
+        gain: Reason | None = None, risk: str = "", about: str = "", verify: str = "",
+    ) -> Action:  # fmt: skip
+        """An action: `changes` of the engine's settings, by name (None: to the value of the engine's file), or other
+        `settings`. `about`: the key in which the next run will differ.
+        """
         known = {} if self.engine is None else self.engine.settings
-        risks = [risk, *(known[name].risk for name in changes if name in known)]
-        has = {name: value for name, value in changes.items() if name in known}
+        has = {name: value for name, value in (changes or {}).items() if name in known}
+        about = about or ("" if changes is None else "effective" if self.served.template is None else "variables")
         return Action(
             do=do,
-            settings=self._spell({name: (known[name], value) for name, value in has.items()}),
+            settings=(settings or {}) | self._spell({name: (known[name], value) for name, value in has.items()}),
             changes={name: known[name].value if value is None else value for name, value in has.items()},
             gain=gain,
-            risk="; ".join(filter(None, risks)),
-            verify=verify or self.verify("variables" if self.served.template is not None else "effective"),
+            risk="; ".join(filter(None, [risk, *(known[name].risk for name in has)])),
+            verify=verify or (self.verify(about) if about else self.run_again),
         )
+
+    def warm_up(self, do: str, gain: Reason | None = None) -> Action:
+        """A warm-up until the server is steady."""
+        settings = {"the scenario": "warmup: {until: steady}"}
+        return self.action(do, settings=settings, gain=gain, risk="the run takes longer")
 
     def verify(self, about: str) -> str:
         """The commands that measure the same again and compare. `about`: the key in which the runs will differ."""

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 
 from harness.advice.expect import decode_bound, run_gpu, run_model, ttft_floor
-from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule
+from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule, shorter
 from harness.base.metrics import METRICS
-from harness.base.summary import Action
 from harness.base.units import count, figures, milliseconds, short_percent
 from harness.scenario.check_syntax import parse_check
 
@@ -64,11 +63,10 @@ def versions_differ(row: RowFacts) -> Found | None:
                 measured=f"{row.row.server} runs {row.title} {version}, {other.server} {_version(facts)}",
                 why="each server brings its own engine",
                 actions=[
-                    Action(
-                        do="Give both servers images with the same version of the engine, or name the versions in "
+                    row.action(
+                        "Give both servers images with the same version of the engine, or name the versions in "
                         "the result",
                         settings={f"servers.{row.row.server}.variables": "image: ..."},
-                        verify=row.run_again,
                     )
                 ],
                 values={"version": version, "other": _version(facts), "server": other.server},
@@ -102,10 +100,9 @@ def setting_replaced(row: RowFacts) -> Found | None:
         measured=f"the scenario gives {key} {asked}, and the server runs with {ran}",
         why="the server limits it, an argument comes twice, or this version does not know it",
         actions=[
-            Action(
-                do="Read the server's log for the setting, and give the number that it uses",
+            row.action(
+                "Read the server's log for the setting, and give the number that it uses",
                 settings={f"servers.{row.row.server}.variables": f"{key}: {ran}"},
-                verify=row.run_again,
             )
         ],
         values={"settings": different},
@@ -139,30 +136,16 @@ def cold_start(row: RowFacts) -> Found | None:
         return None
     first_s, usual_s = firsts[0]
     mean_s = row.row.pooled.e2e.mean
-    expected = None
-    if mean_s:
-        expected = gain(
-            "e2e_mean", 1 - excess / total, f"a mean E2E of about {milliseconds(mean_s * (1 - excess / total))} ms"
-        )
+    expected = shorter("e2e_mean", "a mean E2E", mean_s, 1 - excess / total) if mean_s else None
     return Found(
         cost=excess / total,
         measured=f"the first requests took {milliseconds(first_s)} ms, the others {milliseconds(usual_s)} ms: "
         f"{short_percent(excess / total)} of the time of all requests",
         why="kernels are compiled at their first use, for each shape",
         actions=[
-            Action(
-                do="Measure again: the kernels are compiled now",
-                gain=expected,
-                verify=row.run_again,
-            )
+            row.action("Measure again: the kernels are compiled now", gain=expected)
             if row.is_quick  # it has no warm-up
-            else Action(
-                do="Warm up until the server is steady",
-                settings={"the scenario": "warmup: {until: steady}"},
-                gain=expected,
-                risk="each cell takes longer",
-                verify=row.run_again,
-            )
+            else row.warm_up("Warm up until the server is steady", expected)
         ],
         values={"first_s": first_s, "usual_s": usual_s, "share": excess / total},
     )
@@ -181,17 +164,15 @@ def load_generator(row: RowFacts) -> Found | None:
         return None
     more = 2 * row.load.processes
     # `harness quick` has one load process, and no workers.
-    do = "Free a core, or measure from another machine"
-    action = Action(do=do, verify=row.run_again)
+    action = row.action("Free a core, or measure from another machine")
     if not row.is_quick:
-        action = Action(
-            do=f"{more} load processes, or another machine for the load",
+        action = row.action(
+            f"{more} load processes, or another machine for the load",
             settings={f"loads.{row.row.load}": f"processes: {more}"},
             risk="they need cores, which the server may need too",
-            verify=row.run_again,
         )
     return Found(
-        cost=errors[worst],
+        cost=max((error for metric, error in errors.items() if metric.startswith("e2e_p")), default=None),
         measured=f"delays of the load generator are up to {short_percent(errors[worst])} of {worst}",
         why="its processes were busy, or waited for a free core",
         actions=[action],
@@ -307,13 +288,12 @@ def slo_beyond_hardware(row: RowFacts) -> Found | None:
     text, bound_s, floor = max(broken, key=lambda one: one[2] / one[1])
     share = bound_s / floor
     return Found(
-        cost=1 - share,
+        cost=None,  # less time is what the hardware cannot give
         measured=f"{text} asks for {milliseconds(bound_s)} ms; {gpu.name} needs at least {milliseconds(floor)} ms",
         why=f"a token reads {figures(size.read_bytes / 1e9)} GB at {figures(gpu.bandwidth_gb_s * gpus)} GB/s",
         actions=[
-            Action(
-                do=f"Weights of {short_percent(share)} of the size or less, or an SLO of {milliseconds(floor / 0.6)} "
-                f"ms",
+            row.action(
+                f"Weights of {short_percent(share)} of the size or less, or an SLO of {milliseconds(floor / 0.6)} ms",
                 risk="a quantized model answers a little differently",
                 verify=f"harness expect {row.data.run.scenario.model}",
             )

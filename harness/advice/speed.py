@@ -1,13 +1,13 @@
 """Findings about the speed of the engine: its share of what the hardware allows, and what slows it."""
 
 import re
+from typing import Any
 
 import numpy as np
 
 from harness.advice.expect import (
     TYPICAL_PREFILL,
     Share,
-    describe_base,
     run_gpu,
     run_model,
     share,
@@ -40,21 +40,22 @@ def slow_share(row: RowFacts) -> Share | None:
     return known if known is not None and known.word == "slow" else None
 
 
-def _lost(row: RowFacts, found: Share) -> float | None:
-    """The share of the requests' time that a usual speed of decode would save."""
-    part = row.part_of("decode")
-    return None if part is None else part * (1 - found.share / found.usual_share)
-
-
-def _slow(row: RowFacts, found: Share, why: str, actions: list[Action]) -> Found:
-    values = {"share": found.share, "of_tok_s": found.of_tok_s, "bound_tok_s": found.bound_tok_s}
-    values["tok_s"] = found.measured_tok_s
-    return Found(_lost(row, found), found.sentence, why, actions, values)
-
-
-def _faster(found: Share) -> str:
-    usual = figures(found.usual_share * found.of_tok_s)
-    return f"{usual} tok/s or more is usual, of {describe_base(found.of_tok_s, found.bound_tok_s)}"
+def _cause(
+    row: RowFacts, why: str, action: Action, measured: str = "", *, alone: bool = False, **values: Any
+) -> Found | None:
+    """A cause of slow decode, with the time that a usual speed saves. If it is fast: None, unless it counts `alone`."""
+    slow = slow_share(row)
+    if slow is None:
+        return Found(None, measured, why, [action], values) if alone else None
+    part, usual = row.part_of("decode"), figures(slow.usual_share * slow.of_tok_s)
+    values |= {"share": slow.share, "of_tok_s": slow.of_tok_s, "bound_tok_s": slow.bound_tok_s}
+    return Found(
+        cost=None if part is None else part * (1 - slow.share / slow.usual_share),
+        measured="; ".join(filter(None, (measured, slow.sentence, f"{usual} tok/s or more is usual"))),
+        why=why,
+        actions=[action],
+        values=values | {"tok_s": slow.measured_tok_s},
+    )
 
 
 @rule(
@@ -63,82 +64,54 @@ def _faster(found: Share) -> str:
     actions="kernels for this GPU: another image, engine or quantization; nothing else on the GPU",
 )
 def slow_decode(row: RowFacts) -> Found | None:
-    found = slow_share(row)
-    if found is None or any(cause.check(row) is not None for cause in _CAUSES):
+    if any(cause.check(row) is not None for cause in _CAUSES):
         return None
-    return _slow(
-        row,
-        found,
-        why="the engine has no fast kernels for this GPU and these weights, runs in part on the CPU, or shares the GPU",
-        actions=[
-            Action(
-                do="Search the server's log for fallbacks ('Triton', 'AITER', 'eager', 'CPU') and try another image or "
-                f"engine; {_faster(found)}",
-                verify=row.verify("image"),
-            )
-        ],
-    )
+    why = "the engine has no fast kernels for this GPU and these weights, runs in part on the CPU, or shares the GPU"
+    do = "Search the server's log for fallbacks ('Triton', 'AITER', 'eager', 'CPU') and try another image or engine"
+    return _cause(row, why, row.action(do, about="image"))
 
 
 @rule(
     when="decode is slow by the share of the bandwidth, and the engine runs in eager mode",
     means="In eager mode the CPU starts each kernel of each step, and the GPU waits for it.",
     actions="compiled graphs",
+    loss="decode",
 )
 def eager_mode(row: RowFacts) -> Found | None:
-    found = slow_share(row)
-    if found is None or row.setting("compiled") is not True:
+    if row.setting("compiled") is not True:
         return None
-    return _slow(
-        row,
-        found,
-        why="enforce_eager is on: no graphs",
-        actions=[row.action(f"Run with compiled graphs; {_faster(found)}", {"compiled": None})],
-    )
+    return _cause(row, "enforce_eager is on: no graphs", row.action("Run with compiled graphs", {"compiled": None}))
 
 
 @rule(
     when="decode is slow by the share of the bandwidth, and the server's log names kernels that are not tuned",
     means="The engine has only general kernels for this GPU and model, and does not reach the memory's speed.",
     actions="an image or weights with kernels for this GPU",
+    loss="decode",
 )
 def untuned_kernels(row: RowFacts) -> Found | None:
-    found = slow_share(row)
     known = {} if row.engine is None else row.engine.fallbacks
     why = next((meaning for words, meaning in known.items() if words in row.log), None)
-    if found is None or why is None:
+    if why is None:
         return None
-    return _slow(
-        row,
-        found,
-        why=why,
-        actions=[
-            Action(
-                do=f"Try FP16 or AWQ weights, which have the most kernels, or another image; {_faster(found)}",
-                risk="other weights answer a little differently and take other memory",
-                verify=row.verify("variables"),
-            )
-        ],
-    )
+    risk = "other weights answer a little differently and take other memory"
+    do = "Try FP16 or AWQ weights, which have the most kernels, or another image"
+    return _cause(row, why, row.action(do, risk=risk, about="variables"))
 
 
 @rule(
     when="decode is slow by the share of the bandwidth on an Instinct MI300 or MI350, without AITER",
     means="AITER has the fast kernels of AMD's data center GPUs; engines use them only when told to.",
     actions="AITER, which only these GPUs have kernels for",
+    loss="decode",
 )
 def aiter_off(row: RowFacts) -> Found | None:
-    found, switch = slow_share(row), None if row.engine is None else row.engine.settings.get("aiter")
-    if found is None or switch is None or switch.environment is None or not _targets(row) & AITER_TARGETS:
+    switch = None if row.engine is None else row.engine.settings.get("aiter")
+    if switch is None or switch.environment is None or not _targets(row) & AITER_TARGETS:
         return None
     if row.variable(switch.environment) == switch.value:
         return None
-    return _slow(
-        row,
-        found,
-        why=f"{switch.environment} is not {switch.value}",
-        actions=[row.action(f"Use AITER; {_faster(found)}", {"aiter": None})],
-    )
+    return _cause(row, f"{switch.environment} is not {switch.value}", row.action("Use AITER", {"aiter": None}))
 
 
 @rule(
@@ -146,6 +119,7 @@ def aiter_off(row: RowFacts) -> Found | None:
     means="AITER's kernels are for Instinct MI300 and MI350. On another GPU the engine ignores it, falls back to "
     "slower kernels, or crashes.",
     actions="AITER off",
+    loss="decode",
 )
 def aiter_failing(row: RowFacts) -> Found | None:
     switch, targets = None if row.engine is None else row.engine.settings.get("aiter"), _targets(row)
@@ -155,17 +129,10 @@ def aiter_failing(row: RowFacts) -> Found | None:
     is_on = row.variable(switch.environment) == switch.value and all(one.startswith(_NO_AITER) for one in targets)
     if line is None and not is_on:
         return None
-    slow, named = slow_share(row), ", ".join(sorted(targets))
-    measured = (
-        f"{switch.environment} is {row.variable(switch.environment)} on {named}" if is_on else f"AITER on {named}"
-    )
-    return Found(
-        cost=None if slow is None else _lost(row, slow),
-        measured=measured + ("" if slow is None else f"; {slow.sentence}"),
-        why=f"the server's log has: {line.strip()[:200]}" if line else "AITER has no kernels for this GPU",
-        actions=[row.action("Switch AITER off", {"aiter": "0"})],
-        values={"targets": sorted(targets), "line": line},
-    )
+    state = f"{switch.environment} is {row.variable(switch.environment)}" if is_on else "AITER"
+    why = f"the server's log has: {line.strip()[:200]}" if line else "AITER has no kernels for this GPU"
+    action, where = row.action("Switch AITER off", {"aiter": "0"}), f"{state} on {', '.join(sorted(targets))}"
+    return _cause(row, why, action, where, alone=True, targets=sorted(targets), line=line)
 
 
 def _targets(row: RowFacts) -> set[str]:
@@ -177,6 +144,7 @@ def _targets(row: RowFacts) -> set[str]:
     when="the engine computes some or all layers on the CPU, on a machine with a GPU",
     means="Layers on the CPU are read at the speed of its memory, and each token waits for them.",
     actions="all layers on the GPU; if they do not fit, smaller weights or a shorter context",
+    loss="decode",
 )
 def cpu_offload(row: RowFacts) -> Found | None:
     layers = None if row.served.startup is None else row.served.startup.offloaded_layers
@@ -185,42 +153,30 @@ def cpu_offload(row: RowFacts) -> Found | None:
         return None
     if int(on_gpu) >= int(total):
         return None
-    slow = slow_share(row)
-    return Found(
-        cost=None if slow is None else _lost(row, slow),
-        measured=f"{on_gpu} of {total} layers are on the GPU",
-        why="the engine was told so, or the layers did not fit into the GPU's memory",
-        actions=[row.action("Put all layers on the GPU", {"offload": None}, risk="the start fails if they do not fit")],
-        values={"on_gpu": int(on_gpu), "layers": int(total)},
-    )
+    why = "the engine was told so, or the layers did not fit into the GPU's memory"
+    action = row.action("Put all layers on the GPU", {"offload": None}, risk="the start fails if they do not fit")
+    measured = f"{on_gpu} of {total} layers are on the GPU"
+    return _cause(row, why, action, measured, alone=True, on_gpu=int(on_gpu), layers=int(total))
 
 
 @rule(
     when="decode is slow, and a limit of power or current set the clocks for half of the time",
     means="The GPU may not draw more power, so it lowers its clocks.",
     actions="a higher power limit or profile",
+    loss="decode",
 )
 def power_limited(row: RowFacts) -> Found | None:
-    found, machine, window_s = slow_share(row), row.row.machine_load, row.row.pooled.window_s
-    if found is None or machine is None or not machine.limited_s or not window_s:
+    machine, window_s = row.row.machine_load, row.row.pooled.window_s
+    if machine is None or not machine.limited_s or not window_s or machine.limited_s < OFTEN * window_s:
         return None
-    part = machine.limited_s / window_s
-    if part < OFTEN:
-        return None
-    return Found(
-        cost=_lost(row, found),
-        measured=f"at a power limit for {short_percent(part)} of the time, with "
-        f"{figures(machine.power_mean_w or 0)} W on average; {found.sentence}",
-        why="the power limit of the GPU, the power profile of the system or the power supply",
-        actions=[
-            Action(
-                do="Choose the performance profile (`powerprofilesctl set performance`), and a higher limit in the "
-                "BIOS",
-                risk="more heat and noise",
-                verify=row.verify("machine"),
-            )
-        ],
-        values={"limited_s": machine.limited_s, "share": found.share},
+    part, watts = short_percent(machine.limited_s / window_s), figures(machine.power_mean_w or 0)
+    do = "Choose the performance profile (`powerprofilesctl set performance`), and a higher limit in the BIOS"
+    return _cause(
+        row,
+        "the power limit of the GPU, the power profile of the system or the power supply",
+        row.action(do, risk="more heat and noise", about="machine"),
+        f"at a power limit for {part} of the time, with {watts} W on average",
+        limited_s=machine.limited_s,
     )
 
 
@@ -228,20 +184,22 @@ def power_limited(row: RowFacts) -> Found | None:
     when="more than a quarter of the GPU's memory was in use before the server started",
     means="Another program uses the GPU: both slow each other down, and the run is INVALID.",
     actions="end the other program",
+    loss="decode",
 )
 def other_work(row: RowFacts) -> Found | None:
     gpus = [gpu for cell in _ran(row) for gpu in cell.gpu_memory_before]
     worst = max(gpus, key=lambda gpu: gpu.used_bytes / max(1, gpu.total_bytes), default=None)
     if worst is None or worst.used_bytes <= 0.25 * worst.total_bytes:
         return None
-    found = slow_share(row)
-    used = worst.used_bytes / worst.total_bytes
-    return Found(
-        cost=None if found is None else _lost(row, found),
-        measured=f"{short_percent(used)} of the memory of {worst.render_node} was in use before the server started",
-        why="another program holds the GPU's memory",
-        actions=[Action(do="End it: `sudo harness doctor` names the programs", verify="harness doctor")],
-        values={"used_bytes": worst.used_bytes, "total_bytes": worst.total_bytes},
+    part = short_percent(worst.used_bytes / worst.total_bytes)
+    return _cause(
+        row,
+        "another program holds the GPU's memory",
+        row.action("End it: `sudo harness doctor` names the programs", verify="harness doctor"),
+        f"{part} of the memory of {worst.render_node} was in use before the server started",
+        alone=True,
+        used_bytes=worst.used_bytes,
+        total_bytes=worst.total_bytes,
     )
 
 
@@ -261,10 +219,9 @@ def overheated(row: RowFacts) -> Found | None:
         cost=None if drift is None else drift[1],
         measured=f"throttled by heat for {short_percent(part)} of the time{hottest}",
         why="cooling",
-        actions=[Action(do="Improve the cooling, or lower the power limit so that the clocks stay constant",
-                        verify=row.verify("machine"))],
+        actions=[row.action("Improve the cooling, or lower the power limit for constant clocks", about="machine")],
         values={"heat_s": machine.heat_s, "window_s": window_s},
-    )  # fmt: skip
+    )
 
 
 @rule(
@@ -282,14 +239,7 @@ def slower_over_time(row: RowFacts) -> Found | None:
         cost=lost,
         measured=f"the TPOT of the last third of the requests is {figures(ratio)} times that of the first third",
         why="clocks that fall with the temperature, or other work that grew",
-        actions=[
-            Action(
-                do="Measure when the machine has its lasting speed",
-                settings={"the scenario": "warmup: {until: steady}"},
-                risk="the run takes longer",
-                verify=row.run_again,
-            )
-        ],
+        actions=[row.warm_up("Measure when the machine has its lasting speed")],
         values={"ratio": ratio},
     )
 
@@ -339,16 +289,12 @@ def memory_moved(row: RowFacts) -> Found | None:
     measured = f"{figures((free or 0) / GIB)} GiB of the host's memory were free"
     if spilled >= GTT_SPILL:
         measured = f"the GPU used {figures(spilled / GIB)} GiB of the host's memory"
-    actions = []
+    action = row.action("Choose smaller weights or a shorter context", about="effective")
     if isinstance(used := row.setting("memory"), float):
         less = round(max(0.1, used - 0.1), 2)
-        actions.append(
-            row.action(f"A share of {less} of the GPU's memory", {"memory": less}, risk="a smaller KV cache")
-        )
-    else:
-        actions.append(Action(do="Choose smaller weights or a shorter context", verify=row.verify("effective")))
+        action = row.action(f"A share of {less} of the GPU's memory", {"memory": less}, risk="a smaller KV cache")
     values = {"host_free_bytes": free, "gtt_bytes": spilled}
-    return Found(None, measured, "the server needs more memory than there is", actions, values)
+    return Found(None, measured, "the server needs more memory than there is", [action], values)
 
 
 @rule(

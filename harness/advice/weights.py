@@ -22,6 +22,7 @@ MAX_FILES = 1000  # of one model
 MAX_TENSORS = 1_000_000
 # Bytes of a parameter, scales included, by the usual name of the weights.
 BYTES_PER_PARAM = {"FP16": 2.0, "FP8": 1.0, "AWQ": 0.55, "Q8_0": 1.06, "Q4_K_M": 0.60, "MXFP4": 0.53}
+NUMBER_BITS: dict[str, Any] = {"FP8": 8, "Q8_0": 8, "Q4_K_M": 8, "MXFP4": 4}  # that are multiplied; of others 16
 
 
 class Tensor(NamedTuple):

@@ -533,6 +533,7 @@ class RunFinding(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     actions: list[Action]  # the best first
     # the share of the row's time that would be gone without the cause, 0 to 1; null: no number of this run shows it
     cost: float | None
+    same_cost_as: str = ""  # code of an earlier finding whose cost is the same time: either may be the cause
     values: dict[str, Any] = {}
 
 

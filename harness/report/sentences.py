@@ -487,7 +487,9 @@ def finding_parts(finding: RunFinding) -> Iterator[Bullet]:
     """The other parts of a finding, each with its name. A setting is verbatim."""
     yield Bullet(finding.means, mark="Meaning")
     yield Bullet(finding.why, mark="Why")
-    if finding.cost is not None:
+    if finding.same_cost_as:
+        yield Bullet(f"the time of [{finding.same_cost_as}]: each of the two actions may win it back", mark="Cost")
+    elif finding.cost is not None:
         yield Bullet(f"about {units.figures(100 * finding.cost, 2)} % of the time", mark="Cost")
     for action in finding.actions:
         yield Bullet(action.do, mark="Do")
