@@ -53,7 +53,7 @@ _FILLERS = re.compile(r"^(?:amd|radeon|instinct|ryzen|rx|pro|ai)+|(?:graphics|gp
 
 
 def _shorten(name: str) -> str:
-    """Return the part of a product name that tells it from others: "7900xtx"."""
+    """Return the part of a product name that differs from other products: "7900xtx"."""
     return _FILLERS.sub("", re.sub(r"\((?:tm|r)\)|[^a-z0-9+]", "", name.lower()))
 
 

@@ -101,7 +101,7 @@ def untuned_kernels(row: RowFacts) -> Found | None:
 
 @rule(
     when="decode is slow by the share of the bandwidth on an Instinct MI300 or MI350, without AITER",
-    means="AITER has the fast kernels of AMD's data center GPUs; engines use them only when told to.",
+    means="AITER has the fast kernels of AMD's data center GPUs; engines use them only with a flag or variable.",
     actions="AITER, which only these GPUs have kernels for",
     loss="decode",
 )
@@ -153,7 +153,7 @@ def cpu_offload(row: RowFacts) -> Found | None:
         return None
     if int(on_gpu) >= int(total):
         return None
-    why = "the engine was told so, or the layers did not fit into the GPU's memory"
+    why = "a setting says so, or the layers did not fit into the GPU's memory"
     action = row.action("Put all layers on the GPU", {"offload": None}, risk="the start fails if they do not fit")
     measured = f"{on_gpu} of {total} layers are on the GPU"
     return _cause(row, why, action, measured, alone=True, on_gpu=int(on_gpu), layers=int(total))

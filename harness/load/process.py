@@ -324,7 +324,7 @@ def _defect_answer(error: Exception, ended_s: float = 0.0) -> Answer:
 
 
 def _warmup_sample(exchange: Exchange, work: Work, answer: Answer) -> tuple[float, float, float] | None:
-    """Return the numbers of an answer of the warm-up for `Sequencer.settle`; None if it tells nothing."""
+    """Return the numbers of an answer of the warm-up for `Sequencer.settle`; None if it has none."""
     if work.phase != "warmup" or answer.error is not None:
         return None
     ttft_s, e2e_s = (answer.chunks_s[0], answer.chunks_s[-1]) if answer.chunks_s else (math.nan, answer.ended_s)

@@ -91,7 +91,7 @@ CONTEXT_BYTES = GIB  # of the HIP runtime, allocated before vLLM checks the free
 
 Source = Literal["driver", "given"]
 NO_GPU = "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
-COMPUTE_ELSEWHERE = "`harness expect --free GIB --total GIB` computes it from the two numbers that vLLM's log tells."
+COMPUTE_ELSEWHERE = "`harness expect --free GIB --total GIB` computes it from the two numbers in vLLM's log."
 
 
 class SafeShare(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -243,7 +243,7 @@ def require_chat_completion(response: requests.Response, base: str, key_name: st
         what = f"the model does not answer: {unexpected_response.describe_status(_to_http_response(response))}"
         if response.status_code in BUSY:
             raise BusyError(what, next_step=_LOADING_ADVICE)
-        raise ServerError(what, next_step="Look at the server's log.")
+        raise ServerError(what, next_step="Look at the server's log, or give another of its models: --model NAME.")
     try:
         is_completion = isinstance(decode_json(response.content)["choices"][0]["message"], dict)
     except (ValueError, KeyError, TypeError, IndexError):

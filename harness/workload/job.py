@@ -66,7 +66,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     machines: int = 1  # ... and the number of machines; each has its own counter
     stages: list[JobStage] = []  # of a load with stages; `cell`, `load_name` and `load` are those of the first
     others: list["Job"] = []  # the other loads of a mix; counter, model, warm-up and the like are those of this job
-    locustfile: str = ""  # the file name, which tells the user classes of the loads of a mix apart
+    locustfile: str = ""  # the file name, by which the user classes of the loads of a mix differ
     workers: Workers | None = None  # of the master: the machines that it waits for
     # Write the requests in flight that are at least so old into in_flight_file; None: do not. Of a capacity probe.
     report_after_s: float | None = None
