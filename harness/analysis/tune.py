@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -65,14 +65,21 @@ class Setting(Struct, frozen=True, kw_only=True):
         return min(numbers)[1]
 
 
-class Trial(Struct, frozen=True, kw_only=True):
-    """One start of the server."""
+class Trial(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One start of the server in the search."""
 
-    settings: dict[str, Any] = {}  # those that differ from the default
+    server: str = ""  # in run.json: "default", "try-2"
+    cells: list[str] = []
+    settings: dict[str, Any] = {}  # that differ from the default, by their names in the engine's file
+    why: Why = "first"
+    finding: str | None = None  # its code, if a finding suggests the settings
     value: float | None = None  # the result, above 0, more is better; None: it failed, or broke a limit
+    ratio: float | None = None  # to the reference near it in time
     met: float | None = None  # share of the requests within a limit that was broken
     cause: Cause | None = None  # of a failure
     blamed: list[str] = []  # settings that the failure names
+    reason: Reason | None = None  # why there is no value
+    kept: bool = False  # the best so far
     took_s: float = 0.0
 
 
@@ -82,11 +89,6 @@ class Proposal(Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]  # those that differ from the default
     why: Why
     finding: str | None = None  # its code, if a finding suggests it
-    expected: float | None = (
-        None  # its result over that of the reference; None: it is the reference, or nothing is known
-    )
-    low: float | None = None  # the 95 % interval of `expected`
-    high: float | None = None
 
 
 Suggestion = tuple[str, Mapping[str, Any]]  # the code of a finding, and the settings that it advises
@@ -412,7 +414,7 @@ def _suggested(search: Search, trials: Sequence[Trial], suggestions: Sequence[Su
                     continue
         at = search.at(on_top)
         if at in allowed:
-            return _proposal(search, trials, at, "finding", code)
+            return Proposal(settings=search.settings_at(at), why="finding", finding=code)
     return None
 
 
@@ -472,16 +474,7 @@ def _most_promising(search: Search, trials: Sequence[Trial]) -> Proposal | Reaso
         return because("tune_no_hope", text, chance=hope)
     at = tuple(left[int(np.argmax(improvement))].tolist())
     changed = sum(index != other for index, other in zip(at, search.at(reference(trials) or {}), strict=True))
-    return _proposal(search, trials, at, "setting" if changed == 1 else "combination")
-
-
-def _proposal(
-    search: Search, trials: Sequence[Trial], at: tuple[int, ...], why: Why, finding: str | None = None
-) -> Proposal:
-    mean, error = (float(one[0]) for one in predict(search, trials, np.array([at], np.int64)))
-    low, high = math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)
-    settings = search.settings_at(at)
-    return Proposal(settings=settings, why=why, finding=finding, expected=math.exp(mean), low=low, high=high)
+    return Proposal(settings=search.settings_at(at), why="setting" if changed == 1 else "combination")
 
 
 def _is_number(*values: Any) -> bool:
@@ -562,12 +555,6 @@ def plan_proof(search: Search, trials: Sequence[Trial], left_s: float) -> ProofP
         sides = sides[:1]
     missing_s = LEAST_BLOCKS * block_s() - left_s
     return ProofPlan(sides=sides, blocks=blocks, block_s=block_s(), missing_s=max(0.0, missing_s))
-
-
-def proof_order(blocks: int, sides: int = 3) -> Iterator[list[int]]:
-    """The sides of each block: reference, first, second, in the next block reversed, and so on."""
-    for block in range(blocks):
-        yield list(range(sides)) if block % 2 == 0 else list(reversed(range(sides)))
 
 
 def decide(

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from harness.analysis.tune import Trial
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.summary import MARGIN, Reason, SameAnswers, Verdict, sentence
 from harness.base.units import NOTHING, count, duration, factor, short_percent
@@ -28,30 +29,7 @@ GOALS: dict[Goal, str] = {
     "users": "more users within the SLOs",
     "energy": "more output tokens per joule",
 }
-WHY = {
-    "first": "reference",
-    "again": "drift check",
-    "finding": "finding",
-    "setting": "promising",
-    "combination": "combination",
-}
-
-
-class TuneStart(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One start of the server in the search."""
-
-    server: str  # in run.json: "default", "try-2"
-    cells: list[str] = []
-    settings: dict[str, Any] = {}  # that differ from the default, by their names in the engine's file
-    why: str = "first"
-    finding: str | None = None
-    value: float | None = None  # the result, more is better; None: it failed, or broke a limit
-    ratio: float | None = None  # to the reference near it in time
-    cause: str | None = None  # of a failure
-    blamed: list[str] = []  # settings that the failure names
-    reason: Reason | None = None  # why there is no value
-    kept: bool = False  # the best so far
-    took_s: float = 0.0
+WHY = {"first": "reference", "again": "drift check", "setting": "promising"}
 
 
 class TuneReport(Struct, frozen=True, kw_only=True):
@@ -70,7 +48,7 @@ class TuneReport(Struct, frozen=True, kw_only=True):
     simulated: bool = False
     safe_memory: float | None = None  # share of the GPU's memory, by the sizes that a refused start logged
     names: dict[str, str] = {}  # by name in the engine's file: as the server's user writes it
-    trials: list[TuneStart] = []
+    trials: list[Trial] = []
     ended: Reason | None = None  # why the search ended
     verdict: Literal["set", "keep", "inconclusive"] | None = None  # None: it is not known yet
     settings: dict[str, Any] = {}  # of "set" and "inconclusive"
@@ -124,8 +102,8 @@ def answer_line(report: TuneReport) -> str:
         return f"keep the default: {format_settings(side)} brings {ratio}, but {answers_text(found)}"
     if report.verdict == "keep":
         tried = len({msgspec.json.encode(start.settings) for start in report.trials}) - 1
-        best = f"; the best of them: {ratio}" if ratio else ""
-        return f"keep the default: {count(max(0, tried), 'other setting')} tried, none brings {_margin()} more{best}"
+        best, margin = f"; the best of them: {ratio}" if ratio else "", short_percent(MARGIN).replace(" ", "\u00a0")
+        return f"keep the default: {count(max(0, tried), 'other setting')} tried, none brings {margin} more{best}"
     if any(reason.code == "nothing_started" for reason in report.reasons):
         return "inconclusive: no settings gave a result"
     if report.verdict == "inconclusive" and not report.sides and not report.settings:
@@ -151,10 +129,6 @@ def answers_text(found: SameAnswers | None) -> str:
         return "whether it answers the same is not known"
     words = {"same": "it answers the same", "worse": "it answers worse"}
     return f"{words.get(found.word, 'whether it answers the same is inconclusive')}: {points_text(found)}"
-
-
-def _margin() -> str:
-    return short_percent(MARGIN).replace(" ", "\u00a0")
 
 
 def _ratio(ratio: float | None, low: float | None, high: float | None) -> str:
@@ -227,58 +201,50 @@ def history(report: TuneReport) -> Grid:
 
 
 def why_text(why: str, finding: str | None) -> str:
-    return WHY[why] + (f" {finding}" if finding else "")
+    return WHY.get(why, why) + (f" {finding}" if finding else "")
 
 
-def result_text(start: TuneStart) -> str:
+def result_text(start: Trial) -> str:
     """The result of a start: its ratio to the reference, or the reason why it is missing."""
     if start.ratio is not None:
         return f"{factor(start.ratio)}x"
     if start.reason is None:
         return NOTHING if start.value is None else "1 (reference)"
-    if (met := start.reason.values.get("attainment")) is not None:
-        return f"{short_percent(met)} met the SLOs"
+    if start.met is not None:
+        return f"{short_percent(start.met)} met the SLOs"
     code = start.reason.values.get("failure") or start.reason.code  # tune.json has the text
     return f"{start.cause}: {code}" if start.cause else code
 
 
 def tune_chart(report: TuneReport) -> Chart:
     """The ratio of each start to the reference, in their order, and the intervals of the proof."""
-    known = [(number, start) for number, start in enumerate(report.trials, 1) if start.ratio is not None]
-    failed = [(number, start) for number, start in enumerate(report.trials, 1) if start.ratio is None]
+
+    def shown(settings: Mapping[str, Any]) -> str:
+        return escape_markup(format_settings(settings))
+
+    known = [(number, start, start.ratio) for number, start in enumerate(report.trials, 1) if start.ratio is not None]
     hover = f"%{{text}}: <b>%{{y:.2f}}x</b>{NAME}"
-
-    def text(starts: Sequence[tuple[int, TuneStart]]) -> list[str]:
-        return [escape_markup(format_settings(report.spell(start.settings))) for _, start in starts]
-
     data: list[Figure] = []
     if known:
+        x, text = [number for number, *_ in known], [shown(report.spell(start.settings)) for _, start, _ in known]
         line, marker = {"color": "@s1", "width": 1}, {"color": "@s1", "size": 9}
-        x, y = [number for number, _ in known], [start.ratio for _, start in known]
-        data.append(scatter("start", x, y, hover, "lines+markers", text=text(known), line=line, marker=marker))
-    if known and failed:
-        marker = {"color": "@s2", "symbol": "x", "size": 9}
-        shown = f"%{{text}}: no result{NAME}"
-        data.append(
-            scatter("no result", [n for n, _ in failed], [0.0] * len(failed), shown, "markers", text=text(failed),
-                    marker=marker)
-        )  # fmt: skip
+        ratios = [ratio for *_, ratio in known]
+        data.append(scatter("start", x, ratios, hover, "lines+markers", text=text, line=line, marker=marker))
     proven = [
-        (settings, one, one.ratio, one.low, one.high)
+        (settings, one.ratio, one.low, one.high)
         for settings, one in zip(report.sides, report.verdicts, strict=False)
         if one.ratio is not None and one.low is not None and one.high is not None
     ]
     if proven:
         bars = {
             "type": "data", "symmetric": False, "color": "@s3", "thickness": 2, "width": 7,
-            "array": [high - ratio for _, _, ratio, _, high in proven],
-            "arrayminus": [ratio - low for _, _, ratio, low, _ in proven],
+            "array": [high - ratio for _, ratio, _, high in proven],
+            "arrayminus": [ratio - low for _, ratio, low, _ in proven],
         }  # fmt: skip
         x = [len(report.trials) + 1 + place for place in range(len(proven))]
         marker = {"color": "@s3", "symbol": "diamond", "size": 11}
-        names = [escape_markup(format_settings(settings)) for settings, *_ in proven]
-        ratios = [ratio for _, _, ratio, _, _ in proven]
-        data.append(scatter("proof", x, ratios, hover, "markers", text=names, error_y=bars, marker=marker))
+        text, ratios = [shown(settings) for settings, *_ in proven], [ratio for _, ratio, *_ in proven]
+        data.append(scatter("proof", x, ratios, hover, "markers", text=text, error_y=bars, marker=marker))
     rule = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1,
             "line": {"color": "@muted", "width": 1.5, "dash": "dot"}}  # fmt: skip
     layout: Figure = {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from harness.advice.findings import find_of_server
 from harness.analysis.capacity import load_at
@@ -44,7 +44,6 @@ from harness.report.tune import (
     GOALS,
     Goal,
     TuneReport,
-    TuneStart,
     format_settings,
     read_tune,
     result_text,
@@ -239,7 +238,7 @@ class TuneSearch:
         write_tune(self.running.folder, self.report)
 
     def _next(self) -> Proposal | Reason:
-        trials = trials_of(self.report)
+        trials = self.report.trials
         base = reference(trials)
         unknown = (one.reason for one in self.report.trials if one.reason and one.reason.code == "no_goal_value")
         if base is None and (reason := next(unknown, None)) is not None:  # no setting changes that
@@ -259,7 +258,7 @@ class TuneSearch:
         row = SweepRow(of=report.server, settings=spelled)
         swept = Sweep(servers={**(known.swept or Sweep()).servers, name: row}, loads=(known.swept or Sweep()).loads)
         scenario = replace(known, servers={**known.servers, name: chosen}, swept=swept)
-        start = TuneStart(server=name, settings=step.settings, why=step.why, finding=step.finding)
+        start = Trial(server=name, settings=step.settings, why=step.why, finding=step.finding)
         progress, text = self.running.progress, format_settings(spelled)
         progress.line(
             f"Start {number}, {duration(max(0.0, self.left_s))} left: {text} ({why_text(step.why, step.finding)})"
@@ -324,7 +323,7 @@ class TuneSearch:
         failed = failed or find_fallback(served, self.reference)
         return cell_run if failed is None else replace(cell_run, failed=failed)
 
-    def _with_value(self, start: TuneStart) -> TuneStart:
+    def _with_value(self, start: Trial) -> Trial:
         """Add the result of a start, or why it has none; and keep what the findings advise."""
         extra = slo_checks(self.report)
         made = summarize_with_counts(self.running.folder, extra)
@@ -339,15 +338,17 @@ class TuneSearch:
             reason = because("answers_worse", why, difference=worse[0].difference)
             return replace(start, cause="other", blamed=blamed, reason=reason)
         result = value_of([cell for cell in cells if cell.load != QUESTIONS], self.report)
-        return replace(start, reason=result) if isinstance(result, Reason) else replace(start, value=result)
+        if isinstance(result, Reason):
+            return replace(start, reason=result, met=result.values.get("attainment"))
+        return replace(start, value=result)
 
     def _advise(self, made: Summarized, server: str) -> None:
         found = find_of_server(made.data, made.summary, server)
         self.advice[server] = suggestions(found, shared_slots(self.running.file.manifest, server))
 
-    def _record(self, start: TuneStart) -> None:
+    def _record(self, start: Trial) -> None:
         """Keep a start with its ratio, and print it."""
-        trials = [*trials_of(self.report), trial_of(start)]
+        trials = [*self.report.trials, start]
         base = reference(trials)
         known = [gain for gain, trial in zip(gains(trials), trials, strict=True) if trial.settings != base]
         if base is not None and start.settings != base and start.value is not None:
@@ -363,17 +364,8 @@ class TuneSearch:
         self.running.progress.line(f"  {result_text(start)}{of_reference}{', kept' if start.kept else ''}")
 
 
-def trial_of(start: TuneStart) -> Trial:
-    known: Any = {name: getattr(start, name) for name in ("settings", "value", "cause", "blamed", "took_s")}
-    return Trial(**known, met=None if start.reason is None else start.reason.values.get("attainment"))
-
-
 def search_of(manifest: Run, report: TuneReport) -> Search:
     return settings_search(manifest, report.safe_memory, report.same_answers)
-
-
-def trials_of(report: TuneReport) -> list[Trial]:
-    return [trial_of(start) for start in report.trials]
 
 
 def slo_checks(report: TuneReport) -> list[str]:
@@ -471,7 +463,7 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
     """
     report, manifest = read_tune(folder), read_run(folder)
     assert report is not None
-    search, trials = search_of(manifest, report), trials_of(report)
+    search, trials = search_of(manifest, report), report.trials
     left_s = report.budget_s - (time.monotonic() - began_s)
     proof = plan_proof(search, trials, left_s)
     if proof is not None and report.proof is not None:  # it has as many sides as it began with
@@ -545,7 +537,7 @@ def finish(
 
     `sides`: to be proven. `planned`: blocks of the proof. `block_s`: about what one takes.
     """
-    base = reference(trials_of(report))
+    base = reference(report.trials)
     values, compared = dict[str, list[float]](), dict[str, SameAnswers]()
     invalid, reasons = list[Reason](), reference_reasons(report, base)
     if report.proof is not None:
@@ -560,45 +552,36 @@ def finish(
     answer = decide(report.goal, values.get(DEFAULT, []), proven, [one.word if one else "unknown" for one in answers])
     is_untried = all(start.settings == base for start in report.trials)
     is_unproven = bool(sides or base) and not values.get(DEFAULT)
-    undecided = base is None or is_untried or bool(invalid) or is_unproven or bool(sides and not proven)
-    verdict = "inconclusive" if undecided else answer.verdict
-    chosen = answer.settings if verdict != "keep" else {}
-    if verdict == "keep" and base:  # the default does not start
-        verdict, chosen = "set", base
-        answer = replace(answer, ratio=None, low=None, high=None)
-    shown = chosen or (dict(next(iter(sides.values()), base or {})) if verdict == "inconclusive" else {})
-    blocks, spent_s = len(values.get(DEFAULT, [])), time.monotonic() - began_s
-    missing_s = block_s * (max(planned, answer.needed or 0) - blocks) if verdict == "inconclusive" else 0.0
-    more_s = max(0.0, missing_s - max(0.0, report.budget_s - spent_s))
+    if base is None or is_untried or bool(invalid) or is_unproven or bool(sides and not proven):
+        nearest = dict(next(iter(sides.values()), base or {}))
+        needed = None if invalid else answer.needed
+        answer = replace(answer, verdict="inconclusive", settings=answer.settings or nearest, needed=needed)
+    elif answer.verdict == "keep" and base:  # the default does not start
+        answer = replace(answer, verdict="set", settings=base, ratio=None, low=None, high=None)
+    blocks, spent_s, more_s = len(values.get(DEFAULT, [])), time.monotonic() - began_s, 0.0
+    if answer.verdict == "inconclusive":
+        missing_s = block_s * (max(planned, answer.needed or 0) - blocks)
+        more_s = max(0.0, missing_s - max(0.0, report.budget_s - spent_s))
+    if spent_s > report.budget_s:
+        text = f"it took {duration(spent_s)}, and --budget was {duration(report.budget_s)}: "
+        text += "a start or a block of the proof that begins in it runs to its end"
+        reasons.append(because("tune_over_budget", text, spent_s=spent_s, budget_s=report.budget_s))
     report = replace(
         report,
-        verdict=verdict,
-        settings=report.spell(shown),
-        ratio=answer.ratio,
-        low=answer.low,
-        high=answer.high,
-        needed=None if invalid else answer.needed,
-        verdicts=answer.verdicts,
+        **asdict(replace(answer, settings=report.spell(answer.settings))),
         sides=[report.spell(settings) for settings, _ in proven],
         answers=answers,
         reference=report.spell(base or {}),
         blocks=blocks,
         starts=len(report.trials) + sum(map(len, values.values())),
-        reasons=[*reasons, *over_budget(report.budget_s, spent_s)],
+        reasons=reasons,
         spent_s=spent_s,
         more_s=more_s or None,
-        paste=pasted(read_run(folder).scenario, report.server, chosen) if verdict == "set" else {},
+        paste=pasted(read_run(folder).scenario, report.server, answer.settings) if answer.verdict == "set" else {},
     )
     write_tune(folder, report)
     write_results(folder, read_run(folder))
     return report
-
-
-def over_budget(budget_s: float, spent_s: float) -> Iterator[Reason]:
-    if spent_s > budget_s:
-        text = f"it took {duration(spent_s)}, and --budget was {duration(budget_s)}: "
-        text += "a start or a block of the proof that begins in it runs to its end"
-        yield because("tune_over_budget", text, spent_s=spent_s, budget_s=budget_s)
 
 
 def pasted(known: Scenario, name: str, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from harness.analysis.tune import Trial
 from harness.base.summary import MARGIN, because
 from harness.records.manifest import read_run, write_run
-from harness.report.tune import TuneReport, TuneStart, read_tune, write_tune
+from harness.report.tune import TuneReport, read_tune, write_tune
 from harness.run.progress import Progress
 from harness.run.resume import reopened
 from harness.run.tune import TuneSearch
@@ -52,7 +53,7 @@ def report_of(folder: Path) -> TuneReport:
     return found[0]
 
 
-def tried(folder: Path) -> list[TuneStart]:
+def tried(folder: Path) -> list[Trial]:
     return [start for path in folder.glob("runs/*") for start in (read_tune(path) or TuneReport(budget_s=0)).trials]
 
 

@@ -23,7 +23,6 @@ from harness.analysis.tune import (
     decide,
     make_search,
     next_start,
-    proof_order,
     reference,
 )
 from harness.base.files import ROOT
@@ -165,8 +164,8 @@ def tune(seed: int, draw: int = 0, *, known: bool = True) -> Tuned:
     values: list[list[float]] = [[] for _ in sides]
     answer, blocks = TuneAnswer(verdict="keep"), block_count(search, trials, best[0]) if best else 0
     for _ in range(2):  # an inconclusive proof goes on once
-        for order in list(proof_order(blocks, len(sides)))[len(values[0]) :]:
-            for place in order:
+        for block in range(len(values[0]), blocks):
+            for place in range(len(sides)) if block % 2 == 0 else reversed(range(len(sides))):
                 values[place].append(result(sides[place]) or 0.0)
         answer = decide("output_tok_s", values[0], list(zip(best, values[1:], strict=True)))
         blocks = answer.needed or 0

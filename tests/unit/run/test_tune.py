@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.analysis.tune import TuneAnswer
+from harness.analysis.tune import Trial, TuneAnswer
 from harness.base.errors import HarnessError, StartError
 from harness.base.summary import (
     CellSummary,
@@ -29,7 +29,7 @@ from harness.base.summary import (
 from harness.failures.table import rules
 from harness.report import html, markdown
 from harness.report.elements import Chart, Grid, Paragraph
-from harness.report.tune import TuneReport, TuneStart, answer_line, read_tune, result_text, tune_page, write_tune
+from harness.report.tune import TuneReport, answer_line, read_tune, result_text, tune_page, write_tune
 from harness.run.experiment import Experiment, Target
 from harness.run.progress import Progress
 from harness.run.running import start_failure
@@ -42,7 +42,6 @@ from harness.run.tune import (
     reference_reasons,
     restored,
     slo_checks,
-    trial_of,
     users_ladder,
     users_value,
     value_of,
@@ -236,11 +235,9 @@ FOUND = replace(
     starts=10,
     blocks=3,
     trials=[
-        TuneStart(server="default", value=1.0),
-        TuneStart(server="try-2", settings={"memory": 0.9}, cause="memory", reason=because("x", "no <memory>")),
-        TuneStart(
-            server="try-3", settings={"sequences": 5}, value=1.4, ratio=1.4, kept=True, why="finding", finding="f"
-        ),
+        Trial(server="default", value=1.0),
+        Trial(server="try-2", settings={"memory": 0.9}, cause="memory", reason=because("x", "no <memory>")),
+        Trial(server="try-3", settings={"sequences": 5}, value=1.4, ratio=1.4, kept=True, why="finding", finding="f"),
     ],
     verdicts=[verdict(1.42, 1.35, 1.49)],
     sides=[{"max_num_seqs": 5}],
@@ -283,14 +280,14 @@ def test_the_answer_says_whether_settings_answer_the_same() -> None:
     assert "whether it answers the same is inconclusive: -3.0 points" in answer_line(unsure)
     assert answer_line(replace(unsure, answers=[None])).endswith("whether it answers the same is not known")
     reason = because("answers_worse", "worse")
-    left_out = TuneStart(server="try-4", settings={"memory": 0.8}, cause="other", reason=reason)
+    left_out = Trial(server="try-4", settings={"memory": 0.8}, cause="other", reason=reason)
     text = markdown.render(tune_page(replace(found, trials=[*found.trials, left_out])))
     assert "left out: gpu_memory_utilization 0.8: worse" in text.replace("\\", "")
     assert "Answers of max_num_seqs 5 to 1,000 questions: SAME" in text.replace("\\", "")
 
 
 def test_the_proof_asks_the_questions_and_does_not_count_their_speed(tmp_path: Path) -> None:
-    report = replace(REPORT, same_answers=True, trials=[TuneStart(server="default", value=1.0)])
+    report = replace(REPORT, same_answers=True, trials=[Trial(server="default", value=1.0)])
     made = scenario(servers={"default": Server(template="simulated")}, repeats=1)
     run = write_made_run(tmp_path / "run", made_of=made)
     proof = proof_scenario(run, report, {"default": {}, "first": {}}, 3)
@@ -329,8 +326,8 @@ def test_a_larger_budget_goes_on_with_what_the_smaller_one_ended() -> None:
 def test_a_broken_limit_says_how_many_requests_met_it() -> None:
     broken = value_of([cell(slos=met(0.3, 1.0))], replace(REPORT, slos=[SLO]))
     assert isinstance(broken, Reason)
-    start = TuneStart(server="default", reason=broken)
-    assert trial_of(start).met == 0.3 and result_text(start) == "30 % met the SLOs"
+    start = Trial(server="default", reason=broken, met=0.3)
+    assert result_text(start) == "30 % met the SLOs"
     best = replace(start, reason=because("slo_broken", "l: 80% of the requests met the SLOs", attainment=0.8))
     (reason,) = reference_reasons(replace(REPORT, trials=[start, best]), None)
     assert reason.code == "nothing_started" and "80%" in reason.text
@@ -355,7 +352,7 @@ def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
         ["max_num_seqs 5", "fresh requests", "1.42x (1.35 to 1.49)", "yes"],
     ]
     (chart,) = (element for element in page if isinstance(element, Chart))
-    assert [trace["name"] for trace in chart.figure["data"]] == ["start", "no result", "proof"]
+    assert [trace["name"] for trace in chart.figure["data"]] == ["start", "proof"]
     shown = html.render_page(page, "Tune", ["tune"])
     assert "memory: x" in shown and "set this: max_num_seqs 5" in markdown.render(page).replace("\\", "")
     assert isinstance(page[0], Paragraph) and page[0].style == "lead"
