@@ -375,8 +375,11 @@ def _first_start(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
 
 
 def _why_end(search: Search, trials: Sequence[Trial], budget_s: float) -> Reason | None:
-    best = best_settings(search, trials)
-    proof = 3 * block_count(search, trials, best[0]) if best else 2 * LEAST_BLOCKS
+    best, spent_s = best_settings(search, trials), sum(trial.took_s for trial in trials)
+    proof = 2.0 * LEAST_BLOCKS
+    if best:  # noise does not give it more than half of the budget
+        half = (budget_s + spent_s) / 2 / max(_start_s(trials), 1e-9)
+        proof = min(3 * block_count(search, trials, best[0]), max(3.0 * MIN_BLOCKS, half))
     if (spent := _budget_end(trials, 1 + proof, budget_s)) is not None:
         return spent
     base, highest, since = reference(trials), 0.0, 0
@@ -390,10 +393,16 @@ def _why_end(search: Search, trials: Sequence[Trial], budget_s: float) -> Reason
     return because("tune_patience", text, trials=since)
 
 
-def _budget_end(trials: Sequence[Trial], starts: int, budget_s: float) -> Reason | None:
+def _start_s(trials: Sequence[Trial]) -> float:
+    """About what a start takes."""
+    return statistics.fmean(
+        [trial.took_s for trial in trials if trial.value] or [trial.took_s for trial in trials] or [0.0]
+    )
+
+
+def _budget_end(trials: Sequence[Trial], starts: float, budget_s: float) -> Reason | None:
     """Why the search ends when so many more starts do not fit into the budget."""
-    took = [trial.took_s for trial in trials if trial.value] or [trial.took_s for trial in trials] or [0.0]
-    needed_s = starts * statistics.fmean(took)
+    needed_s = starts * _start_s(trials)
     if needed_s <= budget_s:
         return None
     text = f"the budget has {duration(budget_s)} left; one more start and the proof need {duration(needed_s)}"

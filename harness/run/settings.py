@@ -37,46 +37,42 @@ MAX_LOG_BYTES = 1_000_000
 FREE_MEMORY = "mem.free_lt_util"  # of the table of failures: a share of the memory that is not free
 
 
-def front_of(server: Server) -> Engine | None:
-    """Return the server type that is configured; of a running server with options, the one that has such options."""
-    return find_engine(server.template) or next((one for one in engines() if one.options is not None), None)
+def engines_of(server: Server, model: str) -> tuple[Engine, Engine]:
+    """Return the server type that is configured, and the engine that computes.
 
-
-def engine_of(server: Server, model: str) -> Engine | None:
-    """Return the engine that computes: behind another server by the recipe, the arguments, or the model's name."""
-    front = front_of(server)
-    if front is None or front.options is None:
-        return front
+    Of a running server the type is the one that takes options. The engine behind another server: by the recipe, the
+    arguments, or the model's name.
+    """
+    front = find_engine(server.template) or next(one for one in engines() if one.options is not None)
+    if front.options is None:
+        return front, front
     arguments, recipe = front.options.arguments, server.variables.get("recipe")
     by_recipe = [name for name, key in arguments.items() if key == f"{recipe}_args"]
     given = [name for name, key in arguments.items() if key in server.variables]
     by_name = [name for name in arguments if name in model.lower()]
-    name = next(iter([*by_recipe, *given, *by_name, *reversed(arguments)]), "")
-    return next((one for one in engines() if one.name == name), None)
+    name = next(iter([*by_recipe, *given, *by_name, *reversed(arguments)]))
+    return front, next(one for one in engines() if one.name == name)
 
 
 def spelled_names(server: Server, model: str) -> dict[str, str]:
     """Return each setting of the engine as its users write it: a variable of the template, or a flag."""
-    names: dict[str, str] = {}
-    front, engine = front_of(server), engine_of(server, model)
-    for name in engine.settings if front is not None and engine is not None else ():
-        assert front is not None and engine is not None
-        one = find_spelling(front, engine, name) or Spelling()
-        names[name] = one.variable or one.environment or (one.flag or name).removeprefix("--").replace("-", "_")
+    front, engine = engines_of(server, model)
+    spelled = {name: find_spelling(front, engine, name) or Spelling() for name in engine.settings}
+    names = {
+        name: one.variable or one.environment or (one.flag or name).removeprefix("--").replace("-", "_")
+        for name, one in spelled.items()
+    }
     context = _context_of(server)
-    return names | (
-        {CONTEXT: "context_per_slot"} if context is not None and (context.slots or context.slots_in) else {}
-    )
+    return names | ({CONTEXT: "context_per_slot"} if context is not None and context.is_shared else {})
 
 
 def with_settings(
     server: Server, model: str, settings: Mapping[str, Any], effective: Mapping[str, Any] | None = None
 ) -> Server:
     """Return a server with these settings, by their names in the engine's file. `effective`: what it reports."""
-    front, engine = front_of(server), engine_of(server, model)
-    if front is None or engine is None or not settings:
+    if not settings:
         return server
-    known = _all_variables(server)
+    (front, engine), known = engines_of(server, model), _all_variables(server)
     new = change_settings(front, engine, known, settings, _context_of(server), effective)
     changed = {name: value for name, value in new.items() if name not in known or known[name] != value}
     return replace(server, variables=server.variables | changed)
@@ -91,24 +87,18 @@ def _all_variables(server: Server) -> dict[str, Any]:
 
 def _context_of(server: Server) -> Context | None:
     """Which variables limit a request's tokens, also of a running server with options."""
-    front = front_of(server)
-    template = find_template(server.template) or (front and next(iter(front.templates.values()), None))
-    return template.context if template else None
+    front, _ = engines_of(server, "")
+    return (find_template(server.template) or next(iter(front.templates.values()))).context
 
 
 def shared_slots(run: Run, name: str) -> int | None:
     """Return the slots of a server that share its context; None: each request has its own."""
-    server, context = run.scenario.servers[name], _context_of(run.scenario.servers[name])
-    if context is None or not (context.slots or context.slots_in):
+    server, model = run.scenario.servers[name], run.scenario.model
+    (front, engine), context = engines_of(server, model), _context_of(server)
+    has_slots = any(one.context and one.context.slots for one in engine.templates.values())
+    if context is None or not context.is_shared or not has_slots:
         return None
-    front, engine = front_of(server), engine_of(server, run.scenario.model)
     ran = [cell.served_by.effective for cell in run.cells if cell.server == name and cell.failed is None]
-    if (
-        front is None
-        or engine is None
-        or not any(one.context and one.context.slots for one in engine.templates.values())
-    ):
-        return None
     return read_setting(front, engine, _all_variables(server), SEQUENCES, ran[-1] if ran else None) or 1
 
 
@@ -120,12 +110,12 @@ def settings_search(run: Run, safe_memory: float | None = None, change_answers: 
     Raises HarnessError for a server whose settings are not declared.
     """
     scenario, server = run.scenario, run.scenario.servers["default"]
-    front, engine = front_of(server), engine_of(server, scenario.model)
+    front, engine = engines_of(server, scenario.model)
     started = next((cell.served_by for cell in run.cells if cell.failed is None), None)
-    if started is not None and started.startup is not None and front is not None and front.options is not None:
+    if started is not None and started.startup is not None and front.options is not None:
         engine = next((one for one in engines() if one.name == started.startup.engine), engine)
     effective = None if started is None else started.effective
-    if front is None or engine is None or all(one.tune is None for one in engine.settings.values()):
+    if all(one.tune is None for one in engine.settings.values()):
         raise HarnessError(
             f"server '{server.template}': its settings are not declared, so that there is nothing to tune",
             next_step=f"Tune another server ({DOCS}/tune.md), or vary its settings in a sweep.",
@@ -189,28 +179,27 @@ def safe_share_in_log(path: Path) -> float | None:
     return None if safe is None else float(safe)
 
 
-def to_paste(scenario: Scenario, name: str, running: bool = False) -> dict[str, str]:
-    """Return by place the text that brings a server's settings to where they are used. `running`: at its own place."""
-    server = scenario.servers[name]
-    front, engine = front_of(server), engine_of(server, scenario.model)
-    pasted: dict[str, str] = {}
-    if front is not None and front.options is not None and engine is not None:
+def to_paste(scenario: Scenario, name: str) -> dict[str, str]:
+    """Return by place the text that brings a server's settings to where they are used."""
+    server, pasted = scenario.servers[name], dict[str, str]()
+    (front, engine), template = engines_of(server, scenario.model), find_template(server.template)
+    if front.options is not None:
         options, own = front.options, [one.variable for one in front.settings.values() if one.variable]
         keys = [*own, options.arguments[engine.name]]
         entry = {key: server.variables[key] for key in keys if server.variables.get(key)}
         prefix = "user." if server.variables.get("checkpoint") else options.prefix
         model = scenario.model if scenario.model.startswith(MODEL_PREFIXES) else prefix + scenario.model
         pasted[options.name] = json.dumps({model: entry}, indent=1)
-    if running:
+    if template is None:  # a running server
         return pasted
     text = server_document(scenario, name)
     compose = parse_compose(text)
-    service, template = compose.server, find_template(server.template)
+    service = compose.server
     is_whole = len(compose.services) == 1 and not service.configs  # no second container, no files
     if server.container and is_whole:
         pasted["docker run"] = docker_run(service)
-    if front is not None and front.options is None and is_whole:
-        program = "" if template is None else (template.program or "").strip("[]").replace(",", " ")
+    if front.options is None and is_whole:
+        program = (template.program or "").strip("[]").replace(",", " ")
         words = [*(service.entrypoint or program.split()), *(service.command or [])]
         if "--host" in words:  # in a container it is all addresses, of which the host publishes one
             words[words.index("--host") + 1] = "127.0.0.1"

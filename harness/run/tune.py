@@ -587,7 +587,7 @@ def finish(
 def pasted(known: Scenario, name: str, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return by place the text that brings these settings to a server."""
     server = with_settings(known.servers[DEFAULT], known.model, settings)
-    return to_paste(replace(known, servers={name: server}), name, running=server.template == "running")
+    return to_paste(replace(known, servers={name: server}), name)
 
 
 def reference_reasons(report: TuneReport, base: Mapping[str, Any] | None) -> list[Reason]:

@@ -30,6 +30,11 @@ class Context(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     output_counts: bool = False  # whether prompt and asked output together must fit; if not, answers end early
     too_long: str = "the server refuses such requests"
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether slots may share `size`."""
+        return self.slots is not None or self.slots_in is not None
+
 
 class Draft(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A server in a scenario of `harness init`.

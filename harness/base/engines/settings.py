@@ -63,8 +63,7 @@ def change_settings(
         for other, with_it in spelled.tune.also.items() if spelled.tune else ():
             wanted[other] = value if with_it == "VALUE" else with_it
     new = dict(variables)
-    shared = context is not None and (context.slots or context.slots_in)
-    if context is not None and shared and {SEQUENCES, CONTEXT} & set(wanted):
+    if context is not None and context.is_shared and {SEQUENCES, CONTEXT} & set(wanted):
         slots = read_setting(front, engine, variables, SEQUENCES, effective) or 1
         each = wanted.pop(CONTEXT, None) or int(variables[context.size]) // slots
         new[context.size] = each * wanted.get(SEQUENCES, slots)

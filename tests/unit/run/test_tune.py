@@ -202,7 +202,7 @@ def test_what_is_pasted_is_that_of_the_server(tmp_path: Path) -> None:
     assert json.loads(pasted["recipe_options.json"]) == {"user.M": {"ctx_size": 4096, "vllm_args": "--x 1"}}
     assert list(pasted) == ["recipe_options.json", "compose.yaml"], "its files and its second container are of Compose"
     running = replace(lemonade, template="running", variables={"ctx_size": 4096, "vllm_args": "--x 1"})
-    assert list(to_paste(scenario(servers={"s": running}, model="M"), "s", running=True)) == ["recipe_options.json"]
+    assert list(to_paste(scenario(servers={"s": running}, model="M"), "s")) == ["recipe_options.json"]
     llama = Server(template="llamacpp", variables={"model_path": "/m.gguf", "parallel": 4})
     pasted = to_paste(scenario(servers={"s": llama}, model="M"), "s")
     own = shlex.split(pasted["command of llama.cpp"])
