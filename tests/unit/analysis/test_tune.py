@@ -164,10 +164,10 @@ def test_the_search_ends_with_the_budget_and_with_patience() -> None:
     assert isinstance(found, Reason)
     assert (found.code, found.values) == ("tune_budget", {"left_s": 599, "needed_s": 600})  # one start, three blocks
     assert isinstance(next_start(search(), helped, budget_s=600), Proposal)
-    noisy = [Trial(value=100.0, took_s=60), helped[1], Trial(value=160.0, took_s=60)]
-    found = next_start(search(), noisy, budget_s=1200)  # of 1,380 s: 690 s for one start and the proof at most
-    assert isinstance(found, Proposal), "noise leaves half of the budget to the search"
-    assert isinstance(next_start(search(), noisy, budget_s=700), Reason)
+    some = Trial(settings={"sequences": 16}, value=115.0, took_s=60)
+    noisy = [helped[0], some, Trial(value=112.0, took_s=60)]  # ten blocks are 30 starts; half of the budget is 12
+    assert isinstance(next_start(search(), noisy, budget_s=1200), Proposal), "noise leaves half to the search"
+    assert isinstance(next_start(search(), noisy, budget_s=599), Reason)
     others: list[dict[str, Any]] = [{"sequences": at} for at in (1, 2, 4, 32)]
     others += [{"memory": at} for at in (0.6, 0.8, 0.9)] + [{"compiled": True}]
     found = next_start(search(), helped + [Trial(settings=one, value=100.0) for one in others[:PATIENCE]])
