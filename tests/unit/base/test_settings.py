@@ -51,7 +51,7 @@ def test_the_files_declare_what_is_tuned() -> None:
         "llama.cpp": {
             "sequences", "context", "batched_tokens", "batch", "kv_type", "flash_attention", "prefix_cache", "backend",
         },
-        "simulated": {"sequences", "batched_tokens", "prefill_chunk", "memory"},
+        "simulated": {"sequences", "batched_tokens", "prefill_chunk", "memory", "kv_type"},
     }  # fmt: skip
 
 
