@@ -107,7 +107,8 @@ def answer_line(report: TuneReport) -> str:
     if any(reason.code == "nothing_started" for reason in report.reasons):
         return "inconclusive: no settings gave a result"
     if report.verdict == "inconclusive" and not report.sides and not report.settings:
-        return "inconclusive: no other settings gave a result; a larger --budget tries more"
+        more = f"; {duration(report.more_s)} more would try some" if report.more_s else ""
+        return f"inconclusive: no other settings gave a result{more}"
     if report.verdict == "inconclusive":
         seen = [start.ratio for start in report.trials if report.spell(start.settings) == report.settings]
         known = max((one for one in seen if one is not None), default=None)

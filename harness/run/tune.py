@@ -33,7 +33,7 @@ from harness.analysis.tune import (
     suggestions,
 )
 from harness.base.errors import HarnessError, ServerError, StartError
-from harness.base.summary import CellSummary, Reason, SameAnswers, Summary, because, sentence
+from harness.base.summary import MARGIN, CellSummary, Reason, SameAnswers, Summary, because, sentence
 from harness.base.units import count, duration, percent
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import reports_power
@@ -353,7 +353,8 @@ class TuneSearch:
         known = [gain for gain, trial in zip(gains(trials), trials, strict=True) if trial.settings != base]
         if base is not None and start.settings != base and start.value is not None:
             gain = gains(trials)[-1] or 0.0
-            start = replace(start, ratio=math.exp(gain), kept=gain == max([0.0, *(one or 0.0 for one in known)]))
+            best = max([math.log1p(MARGIN), *(one or 0.0 for one in known)])
+            start = replace(start, ratio=math.exp(gain), kept=gain >= best)
         kept = [replace(one, kept=one.kept and not start.kept) for one in self.report.trials]
         self.report = replace(
             self.report, trials=[*kept, start], starts=len(kept) + 1, spent_s=time.monotonic() - self.began_s
@@ -561,6 +562,8 @@ def finish(
     blocks, spent_s, more_s = len(values.get(DEFAULT, [])), time.monotonic() - began_s, 0.0
     if answer.verdict == "inconclusive":
         missing_s = block_s * (max(planned, answer.needed or 0) - blocks)
+        if is_untried and report.ended is not None and report.ended.code == "tune_budget":
+            missing_s = report.ended.values["needed_s"]
         more_s = max(0.0, missing_s - max(0.0, report.budget_s - spent_s))
     if spent_s > report.budget_s:
         text = f"it took {duration(spent_s)}, and --budget was {duration(report.budget_s)}: "
