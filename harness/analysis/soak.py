@@ -9,20 +9,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from harness.analysis.notes import HOST_CPU_FULL
 from harness.analysis.stats import t_quantile
 from harness.analysis.validity import MIN_HANG_S
 from harness.base.summary import ALPHA, MARGIN, KernelEvent, Reason, Soak, Trend, because
-from harness.base.units import count, duration, gib, short_percent
+from harness.base.units import count, duration, gib, percent, short_percent
 from harness.failures.explain import scan_text
 from harness.records.run_data import CellData, RunData
-from harness.records.samples import TelemetrySample
-from harness.records.table import Floats, Rows
+from harness.records.samples import TelemetrySample, machine_load
+from harness.records.table import Bools, Floats, Rows
 
 BLOCKS, MIN_BLOCKS = 20, 8
 MIN_S = 600.0  # of a trend: a shorter time says nothing about an hour
 MILD = ("kernel.throttled",)  # slower, but no failure
 _RING, _RECOVERED = "kernel.ring_timeout", "timeout, but soft recovered"
 _RECOVERY_S = 10.0  # of a ring, after its timeout
+_TOO_LONG = "req.context"  # of the table of failures: the load's mistake, which says nothing about hours
 _GROWTH = 0.01  # of the level, over the whole time: less is no growth
 
 
@@ -40,13 +42,16 @@ def _result(data: RunData, name: str) -> Soak | None:
     begin, end = window
     start_wall_s = cell.clock.wall_s(begin)
     samples = data.telemetry.get(name, [])
-    failed = _failures(rows, begin)
+    refused = _refused(rows)
+    failed = _failures(rows.where(~refused), begin)
     events = [] if start_wall_s is None else _events(samples, cell, start_wall_s, begin)
     serious = [one for one in events if one.serious]
     at_s = [*(one.at_s for one in failed[:1]), *(one.at_s for one in serious[:1])]
     first_s = max(0.0, min(at_s)) if at_s else None  # 0: in the warm-up
     until = end if first_s is None else min(end, begin + first_s)
     memory = [] if start_wall_s is None else _memory(data, name, start_wall_s, until - begin)
+    span = None if start_wall_s is None else (start_wall_s, start_wall_s + until - begin)
+    load = machine_load(samples, span, None)
     speed = _speed(cell, begin, until)
     drifts = speed is not None and _is_drift(speed, (until - begin) / 3600)
     return Soak(
@@ -56,9 +61,11 @@ def _result(data: RunData, name: str) -> Soak | None:
         speed=speed,
         memory=memory,
         failed=len(failed),
+        refused=int(refused.sum()),
         first_failure_s=first_s,
         cause="" if first_s is None else _cause(serious, first_s, failed),
         events=events,
+        cpu_busy=None if load is None else load.host_cpu_mean,
         kernel_log=None if not samples else any(one.kernel is not None for one in samples),
         word="failed" if first_s is not None else "unknown" if speed is None else "drifts" if drifts else "stable",
     )
@@ -66,6 +73,13 @@ def _result(data: RunData, name: str) -> Soak | None:
 
 def _is_drift(speed: Trend, hours: float) -> bool:
     return not speed.low <= 0 <= speed.high and abs(speed.per_hour) * hours > MARGIN
+
+
+def _refused(rows: Rows) -> Bools:
+    """The requests that did not fit into the server's context."""
+    found = [scan_text(text or "").findings for text in rows.message.texts]
+    refused: Bools = np.array([bool(one) and one[0].id == _TOO_LONG for one in found])[rows.message.codes]
+    return refused
 
 
 class _Failure(NamedTuple):
@@ -226,10 +240,14 @@ def soak_answer(found: Soak) -> Reason:
         for one in found.memory
         if one.grows
     ]
+    if found.word == "drifts" and found.cpu_busy is not None and found.cpu_busy >= HOST_CPU_FULL:
+        text += f"; the machine's CPU was {percent(found.cpu_busy, 0)} busy: another program may be the cause"
     if growing:
         text += f"; growing: {', '.join(growing)}"
     elif found.memory:
         text += f"; no growth of {', '.join(one.name for one in found.memory)}"
+    if found.refused:
+        text += f"; {count(found.refused, 'request')} did not fit into the server's context: give it more, or send less"
     if found.kernel_log is False:
-        text += "; the kernel log could not be read (root may)"
+        text += ". The kernel log could not be read (root may): it would show a reset of the GPU or a lack of memory"
     return because("soak", f"{found.row}: {text}.", **values)

@@ -395,9 +395,11 @@ class Soak(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     speed: Trend | None = None  # up to the first failure, as the memory
     memory: list[Trend] = []
     failed: int  # requests
+    refused: int = 0  # requests that did not fit into the server's context, which are no failures here
     first_failure_s: float | None = None  # of a request, or the first serious event of the kernel
     cause: str = ""
     events: list[KernelEvent] = []
+    cpu_busy: float | None = None  # mean share of the CPU of the machine, by all programs
     kernel_log: bool | None = None  # whether it could be read; None: the machine was not sampled
     word: Literal["stable", "drifts", "failed", "unknown"]
 

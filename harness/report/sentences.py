@@ -61,10 +61,12 @@ def run_answer(summary: Summary, run: Run) -> str:
 
 
 def _run_answer(summary: Summary, run: Run) -> str:
-    if run.status in ("running", "interrupted", "failed"):
+    is_cut = run.status in ("running", "interrupted", "failed")
+    if summary.soaks:  # a server that failed makes the run INVALID, and is the answer; so do the hours before an end
+        answers = [sentence(soak_answer(found)) for found in summary.soaks]
+        return " ".join([*answers, *(["The run did not come to its end."] if is_cut else [])])
+    if is_cut:
         return "No answer: the run did not come to its end."
-    if summary.soaks:  # a server that failed makes the run INVALID, and is the answer
-        return " ".join(sentence(soak_answer(found)) for found in summary.soaks)
     if summary.valid is False and run.status != "live":
         return "No answer: the run is INVALID."
     checks = [(check, result) for result in summary.checks if (check := _parse_or_none(result.check)) is not None]

@@ -16,7 +16,7 @@ from harness.base.summary import Soak
 from harness.machine.kernel_log import MAX_LINES, KernelLog
 from harness.records.manifest import read_run
 from harness.records.records import Request
-from harness.records.samples import ContainerSample, GpuSample, KernelLine, TelemetrySample
+from harness.records.samples import ContainerSample, GpuSample, HostSample, KernelLine, TelemetrySample
 from harness.report.markdown import render
 from harness.report.page import run_page
 from harness.report.sentences import run_answer
@@ -37,6 +37,9 @@ def soak(
     fails_after_h: float | None = None,
     hangs_s: float | None = None,
     log: bool = True,
+    message: str = "the server closed the connection",
+    status: str = "valid",
+    cpu_busy: float = 0.5,
     logged: Mapping[float, str] = MappingProxyType({}),
 ) -> Soak:
     """Four hours of one request every 12 s: speed changes by `drift` an hour, GTT grows, and the GPU hangs.
@@ -54,7 +57,7 @@ def soak(
             fails = fails_after_h is not None and at + took > fails_after_h * 3600
             chunks: dict[str, Any] = {"chunks_s": [0.5 + (took - 0.6) * i / 10 for i in range(11)], "ended_s": took}
             error: dict[str, Any] = {
-                "error": "disconnect", "message": "the server closed the connection", "status": None,
+                "error": "disconnect", "message": message, "status": None,
                 "chunks_s": [], "output_tokens": None, "finish": None, "first_visible_s": None,
             }  # fmt: skip
             made.append(
@@ -80,12 +83,12 @@ def soak(
         container = ContainerSample(memory_bytes=3 * GIB)
         samples.append(
             TelemetrySample(wall_s=WALL_S + 1 + 60 * minute, cell=run.order[0], gpus={"renderD128": gpu},
-                            container=container, kernel=lines if log else None)
+                            host=HostSample(cpu_busy=cpu_busy), container=container, kernel=lines if log else None)
         )  # fmt: skip
     write_lines(folder / "telemetry.jsonl", samples)
     summary = summarize(folder)
-    run = read_run(folder)
-    assert run_answer(summary, run) == soak_answer(summary.soaks[0]).text
+    run = replace(read_run(folder), status=status)
+    assert run_answer(summary, run).startswith(soak_answer(summary.soaks[0]).text)
     assert "Over the hours" in render(run_page(summary, run))
     return summary.soaks[0]
 
@@ -114,6 +117,21 @@ def test_the_first_failure_is_joined_to_the_kernels_event(tmp_path: Path) -> Non
     assert (event.id, event.in_flight, event.failed, event.serious) == ("kernel.ring_timeout", 1, 1, True)
     assert "comp_1.1.0" in found.cause and found.failed > 100
     assert found.speed is not None and abs(found.speed.per_hour) < 0.02  # what came after the failure is no drift
+
+
+def test_requests_that_do_not_fit_into_the_context_are_no_failure_of_the_server(tmp_path: Path) -> None:
+    too_long = "status 400: request (4805 tokens) exceeds the available context size (4096 tokens), try increasing it"
+    found = soak(tmp_path / "run", fails_after_h=2.5, message=too_long, log=False)
+    assert (found.word, found.failed, found.first_failure_s) == ("stable", 0, None) and found.refused > 100
+
+
+def test_a_drift_on_a_machine_whose_cpu_is_full_may_have_another_cause(tmp_path: Path) -> None:
+    found = soak(tmp_path / "run", drift=-0.03, cpu_busy=0.98)
+    assert found.cpu_busy == pytest.approx(0.98) and "another program may be the cause" in soak_answer(found).text
+
+
+def test_hours_that_were_interrupted_have_an_answer(tmp_path: Path) -> None:
+    assert soak(tmp_path / "run", drift=-0.03, status="interrupted").word == "drifts"
 
 
 RECOVERED = "amdgpu 0000:c5:00.0: ring comp_1.1.0 timeout, but soft recovered"
