@@ -117,17 +117,11 @@ def _answer(run: Run, question: SweepQuestion) -> Reason | None:
     axis, base = AXES[question.axis], baseline_of(run.scenario).server
     base = base if base in question.cells else next(iter(question.cells))
     sides = [server for server in question.cells if server != base]
-    if not sides and axis.speeds == (RATE,):
-        return None
-    parts = [
-        part
-        for speed in axis.speeds
-        for part in ([_compare(question, speed, base, side) for side in sides] or [_range(question, speed, base)])
-        if part is not None
-    ]
+    found = [_compare(question, speed, base, side) for speed in axis.speeds for side in sides]
+    parts = [part for part in found if part is not None] if sides else _ranges(question, base)
+    parts += _uncached(question) if question.axis == DEPTH and parts else _speculation(question, alone=not sides)
     if not parts:
         return None
-    parts += _uncached(run, question) if question.axis == DEPTH else _speculation(question)
     parts += _limited(question)
     text = "; ".join(part.text for part in parts)
     values = {"load": question.load, "others": question.others, "axis": question.axis}
@@ -182,20 +176,23 @@ def _number_text(value: float) -> str:
     return figures(value) if value < 100 else f"{value:,.0f}"
 
 
-def _range(question: SweepQuestion, speed: Speed, server: str) -> Reason | None:
-    """How much slower a single server is at the last level than at the first."""
-    runs = _runs(question, speed, server)
-    if len(runs) < 2:
-        return None
-    (first, at_first), (last, at_last) = list(runs.items())[0], list(runs.items())[-1]
-    effect, ratio = welch_effect(at_first, at_last), geometric_ratio(at_first, at_last)
-    shown = "one run, not repeated"
-    if effect is not None:
-        shown = "95 % interval {}x to {}x".format(*map(factor, effect.interval()))
-    slower = {"decode": "decodes", "first": "gives the first token"}[speed.id]
-    text = f"{server} {slower} {factor(ratio)}x slower at {_level_text(AXES[question.axis], last)} than at "
-    text += f"{_level_text(AXES[question.axis], first)} ({shown})"
-    return because("setting_range", text, speed=speed.id, side=server, levels=list(runs), ratio=ratio)
+def _ranges(question: SweepQuestion, server: str) -> list[Reason]:
+    """How much slower a single server is at the last level than at the first, not in all of its throughput."""
+    found: list[Reason] = []
+    for speed in AXES[question.axis].speeds:
+        runs = _runs(question, speed, server)
+        if speed is RATE or len(runs) < 2:
+            continue
+        (first, at_first), (last, at_last) = list(runs.items())[0], list(runs.items())[-1]
+        effect, ratio = welch_effect(at_first, at_last), geometric_ratio(at_first, at_last)
+        shown = "one run, not repeated"
+        if effect is not None:
+            shown = "95 % interval {}x to {}x".format(*map(factor, effect.interval()))
+        slower = {"decode": "decodes", "first": "gives the first token"}[speed.id]
+        levels = f" with {_level_text(AXES[question.axis], last)} than with {_number_text(first)}"
+        text = f"{'it' if found else server} {slower} {factor(ratio)}x slower{'' if found else levels} ({shown})"
+        found.append(because("setting_range", text, speed=speed.id, side=server, levels=list(runs), ratio=ratio))
+    return found
 
 
 def _limited(question: SweepQuestion) -> list[Reason]:
@@ -212,7 +209,7 @@ def _limited(question: SweepQuestion) -> list[Reason]:
     ]
 
 
-def _uncached(run: Run, question: SweepQuestion) -> list[Reason]:
+def _uncached(question: SweepQuestion) -> list[Reason]:
     """The servers that computed the context again, by their count of cached tokens; unknown counts say nothing."""
     notes = []
     for server, levels in question.cells.items():
@@ -225,8 +222,11 @@ def _uncached(run: Run, question: SweepQuestion) -> list[Reason]:
     return notes
 
 
-def _speculation(question: SweepQuestion) -> list[Reason]:
-    """The accepted share of the drafted tokens of each server that speculates, and the tokens of a step."""
+def _speculation(question: SweepQuestion, *, alone: bool) -> list[Reason]:
+    """The accepted share of the drafted tokens of each server that speculates, and the tokens of a step.
+
+    `alone`: no server is compared with it.
+    """
     notes = []
     for server, levels in question.cells.items():
         loads = [cell.server_load for cells in levels.values() for cell in cells]
@@ -237,6 +237,8 @@ def _speculation(question: SweepQuestion) -> list[Reason]:
             tokens = 1 + accepted / drafts if drafts else None
             text = f"{server} accepted {short_percent(accepted / drafted)} of its drafted tokens"
             text += "" if tokens is None else f", {factor(tokens)} tokens a step"
+            more = "; to know up to how many users it pays, run the same on the server without speculation, and "
+            text += f"{more}`harness compare` both runs" if alone else ""
             notes.append(because("speculation", text, side=server, share=accepted / drafted, tokens_per_step=tokens))
     return notes
 

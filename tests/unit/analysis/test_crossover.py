@@ -159,6 +159,16 @@ def test_the_users_up_to_which_speculation_pays(tmp_path: Path) -> None:
     assert rate["at"] == pytest.approx(true_users(ENGINES["drafts"]), rel=0.1)
 
 
+def test_one_server_that_speculates(tmp_path: Path) -> None:
+    """With one server, users are compared with nothing; of a server without speculation there is no answer."""
+    text = USERS.replace("[1, 4, 8, 16, 24]", "[1, 2]").replace("repeats: 2", "repeats: 1")
+    _, summary = made(tmp_path, text.replace("plain: {template: vllm-cpu}, ", ""))
+    (drafts,) = summary.answers[0].values["parts"]
+    assert drafts["tokens_per_step"] == pytest.approx(tokens_of_step(ENGINES["drafts"]), rel=0.1)
+    (tmp_path / "plain").mkdir()
+    assert made(tmp_path / "plain", text.replace(", drafts: {template: vllm-cpu}", ""))[1].answers == []
+
+
 def test_a_server_without_a_cache_is_named(tmp_path: Path) -> None:
     _, summary = made(tmp_path, cached=False)
     note = summary.answers[0].values["parts"][-1]
