@@ -65,12 +65,6 @@ class RowForecast(Struct, frozen=True, kw_only=True):
         return f"{self.server} / {self.load}"
 
 
-class RefusedRow(Struct, frozen=True, kw_only=True):
-    server: str
-    load: str
-    reason: Reason
-
-
 class Forecast(Struct, frozen=True, kw_only=True):
     """The predictions of all rows, the fastest row first."""
 
@@ -81,7 +75,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
     deadline_s: float | None
     price_per_kwh: float | None
     rows: list[RowForecast]
-    refused: list[RefusedRow]
+    refused: dict[str, Reason]  # by SERVER / LOAD: why the row allows no prediction
     assumptions: list[Reason]
 
 
@@ -107,7 +101,7 @@ def forecast(
             next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
         )
     cells = {cell.id: cell for cell in summary.cells}
-    rows, refused = [], []
+    rows, refused = [], dict[str, Reason]()
     for row in summary.rows:
         load = run.scenario.loads.get(row.load)
         of_row = [cells[name] for name in row.cells]
@@ -118,11 +112,11 @@ def forecast(
         if isinstance(found, RowForecast):
             rows.append(_with_cost_and_deadline(found, deadline_s, price_per_kwh))
         elif found is not None:
-            refused.append(RefusedRow(server=row.server, load=row.load, reason=found))
+            refused[row.name] = found
     if not rows:
         raise RunError(
             f"{run.id}: no row allows a prediction",
-            detail="\n".join(f"{row.server} / {row.load}: {sentence(row.reason)}" for row in refused),
+            detail="\n".join(f"{name}: {sentence(why)}" for name, why in refused.items()),
             next_step=f"Measure a batch load with in_flight: {DOCS}/plan.md has a scenario.",
         )
     has_power = any(row.energy_kwh is not None for row in rows)

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -32,14 +32,8 @@ LeftOut = Literal[
     "unreadable", "not_valid", "machine", "engine_kind", "model", "workload", "later",
     "no_row", "client_limited", "no_value", "definition",
 ]  # fmt: skip
+Stored = tuple[Run, Summary]  # a run and its stored summary
 _NEAR = 2  # runs on either side of a change point that may differ in the manifest
-
-
-class Stored(NamedTuple):
-    """A run and its stored summary."""
-
-    run: Run
-    summary: Summary
 
 
 class Point(Struct, frozen=True, kw_only=True):
@@ -138,16 +132,16 @@ def read_history(folder: Path, runs: Path, results: Path) -> History:
     """
     run = read_run(folder)
     refuse_invalid(run, None, "is compared with its history")
-    newest = Stored(run, read_summary(folder))
-    refuse_invalid(*newest, "is compared with its history")
+    newest = read_summary(folder)
+    refuse_invalid(run, newest, "is compared with its history")
     earlier, left_out = _collect_earlier(run, runs, results)
-    all_runs = [stored.run for stored in earlier] + [run]
-    undecided = _make_series([*earlier, newest])
+    all_runs = [earlier_run for earlier_run, _ in earlier] + [run]
+    undecided = _make_series([*earlier, (run, newest)])
     series = [_decide(one, run.id, len(undecided)) for one in undecided]
     # A shift that several runs show together started with the first of them, so compare with the run before that one.
     windows = [one.window for one in series if one.word in ("slower", "faster")]
     sides = [all_runs[-1 - max(windows, default=1)], run] if earlier else [run]
-    keys = [row.key for row in newest.summary.rows]
+    keys = [row.key for row in newest.rows]
     facts = [collect_facts(side, [key for key in keys if _has_row(side, key)]) for side in sides]
     return History(
         run=run.id,
@@ -186,10 +180,10 @@ def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Stor
             continue
         if reason is None:
             seen.add(key)
-            found[key] = Stored(run, summary)
+            found[key] = run, summary
         elif run.id not in left_out[reason]:
             left_out[reason].append(run.id)
-    return sorted(found.values(), key=lambda stored: stored.run.started_wall_s), dict(left_out)
+    return sorted(found.values(), key=lambda stored: stored[0].started_wall_s), dict(left_out)
 
 
 def _exclusion(run: Run, current: Run) -> LeftOut | None:
@@ -208,15 +202,15 @@ def _exclusion(run: Run, current: Run) -> LeftOut | None:
 def _make_series(runs: Sequence[Stored]) -> list[Series]:
     """The values of every row of the newest run by metric, without levels and verdict."""
     series = []
-    for key in [row.key for row in runs[-1].summary.rows]:
-        with_row = [(stored, row) for stored in runs for row in stored.summary.rows if row.key == key]
-        newest, newest_row = with_row[-1]
+    for key in [row.key for row in runs[-1][1].rows]:
+        with_row = [(stored, row) for stored in runs for row in stored[1].rows if row.key == key]
+        (newest, _), newest_row = with_row[-1]
         measured = Measured(
             name=newest_row.name,
             load_name=key[1],
-            load=newest.run.scenario.loads[key[1]],
+            load=newest.scenario.loads[key[1]],
             rows=[row for _, row in with_row],
-            cells=[{cell.id: cell for cell in stored.summary.cells} for stored, _ in with_row],
+            cells=[{cell.id: cell for cell in summary.cells} for (_, summary), _ in with_row],
         )
         without_row = [run.id for run, summary in runs if all(row.key != key for row in summary.rows)]
         for metric in comparison_metrics(measured, measured):

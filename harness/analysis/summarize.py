@@ -221,15 +221,14 @@ def _invalid_rows(
 
 def _explain_failures(rows: list[Row], data: RunData) -> list[FailedRequests]:
     """The failed requests of each row, grouped by cause."""
-    failures = []
+    failures: list[FailedRequests] = []
     for row in rows:
         found: list[tuple[str, str, int]] = []
         for counted in (data.cells[cell].counted for cell in row.cells):
             for kind in counted.error.counts():
                 messages = counted.message.where(counted.error.is_in(kind)).counts()
                 found += [(kind, message, number) for message, number in messages.items()]
-        for group in group_failures(found)[:MAX_CAUSES]:
-            failures.append(FailedRequests(server=row.server, load=row.load, **asdict(group)))
+        failures += group_failures(row.server, row.load, found)[:MAX_CAUSES]
     return failures
 
 

@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from harness.base.engines import engines
 from harness.base.files import open_file
 from harness.base.redact import masked, printable
+from harness.base.summary import FailedRequests
 from harness.failures import table
 from harness.failures.table import RANKS, Pattern, Phase, Severity, is_server_name
 
@@ -553,19 +554,8 @@ def example_messages(failures: Iterable[tuple[str | None, str | None]]) -> Itera
         yield examples.setdefault(key, text)
 
 
-class FailureGroup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Failed requests that have the same cause."""
-
-    kind: str
-    count: int
-    message: str  # of the first of them
-    id: str | None = None  # of the row of the table; None: not in it
-    cause: str | None = None
-    fix: str | None = None
-
-
-def group_failures(failures: Iterable[tuple[str, str, int]]) -> list[FailureGroup]:
-    """Return failed requests by cause, the most frequent first; an unknown message is its own group.
+def group_failures(server: str, load: str, failures: Iterable[tuple[str, str, int]]) -> list[FailedRequests]:
+    """Return a row's failed requests by cause, the most frequent first; an unknown message is its own group.
 
     `failures`: kind, message and number.
     """
@@ -574,7 +564,7 @@ def group_failures(failures: Iterable[tuple[str, str, int]]) -> list[FailureGrou
     for kind, message, number in failures:
         counts[kind, _DIGITS.sub("#", message)] += number
         examples.setdefault((kind, _DIGITS.sub("#", message)), message)
-    groups: dict[tuple[str, str], FailureGroup] = {}
+    groups: dict[tuple[str, str], FailedRequests] = {}
     for (kind, text), count in counts.most_common():
         example = examples[kind, text]
         failure = explain_message(f"{kind}: {example}")
@@ -583,5 +573,5 @@ def group_failures(failures: Iterable[tuple[str, str, int]]) -> list[FailureGrou
             groups[key] = structs.replace(groups[key], count=groups[key].count + count)
             continue
         known = {} if failure is None else {"id": failure.id, "cause": failure.cause, "fix": failure.fix}
-        groups[key] = FailureGroup(kind=kind, count=count, message=example, **known)
+        groups[key] = FailedRequests(server=server, load=load, kind=kind, count=count, message=example, **known)
     return sorted(groups.values(), key=lambda group: -group.count)

@@ -35,7 +35,7 @@ from harness.load.web_ui import Live
 from harness.load.worker import Worker
 from harness.scenario import behaviour
 from harness.scenario.workers import FROM_MASTER
-from harness.workload.job import Job, StageStarted, idle_file, loads_of, report_error, report_status
+from harness.workload.job import Job, Status, idle_file, loads_of, report_error, report_status
 
 # Messages between a master and its load processes.
 _STOP, _STOPPED, _CUT = "llm-stop", "llm-stopped", "llm-cut"
@@ -207,7 +207,7 @@ class Generator:
                 previous = target
                 stage, target = sequencer.current_stage(), sequencer.user_count()
                 since_s, is_complete = time.monotonic(), False
-                report_status(job, StageStarted(stage))
+                report_status(job, Status(stage=stage))
                 if target != previous:
                     runner.start(target, abs(target - previous) / max(load.ramp_s, _MIN_RAMP_S))
             if is_complete or runner.state not in RUNNING_STATES:

@@ -29,7 +29,7 @@ from harness.base.redact import register_secrets
 from harness.load.recorder import FILES, RecordReceiver
 from harness.load.sequencer import POLL_S, wait_until
 from harness.scenario.workers import Workers
-from harness.workload.job import Job, WaitsForWorkers, idle_file, loads_of, report_status, secrets_of_server
+from harness.workload.job import Job, Status, idle_file, loads_of, report_status, secrets_of_server
 
 MAX_SILENCE_S = 10.0  # between a master and a worker; Locust's master allows 3 s, which a busy machine exceeds
 _MAX_RECONNECT_S = 10.0
@@ -165,7 +165,7 @@ class Master:
         while not self._working and time.monotonic() < end_s:
             names = self._connected_names()
             if names != reported:
-                report_status(self._job, WaitsForWorkers(names))
+                report_status(self._job, Status(workers=names))
                 logger.info(self._workers.missing_text(names))
                 reported = names
             gevent.sleep(POLL_S)

@@ -25,11 +25,11 @@ from harness.load.exchange import Abandoned, Exchange, Failure
 from harness.load.openai_api import PATHS, Answer, encode_request
 from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
-from harness.load.sequencer import Quota, Sequencer, Shard, Work
+from harness.load.sequencer import Due, Quota, Sequencer, Shard, Work
 from harness.records.records import ErrorKind, Request
 from harness.scenario import Arrivals, Load, connections_per_process, model_at, requests_per_task
 from harness.scenario.behaviour import AnswerCheck, answer_fields, check_answer
-from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
+from harness.scenario.plan import Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Workload
 from harness.workload.job import Job, cells_of, loads_of, read_api_key, secrets_of_server, workload_of
 from harness.workload.prompt_file import read_rows

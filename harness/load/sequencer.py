@@ -25,11 +25,13 @@ import msgspec
 
 from harness.load.openai_api import Tools
 from harness.scenario.behaviour import Abandon
-from harness.scenario.plan import Due, Steadiness
+from harness.scenario.plan import Schedule, Steadiness
 from harness.workload import Message
 from harness.workload.job import JobStage
+from harness.workload.traces import Replay
 
 Phase = Literal["warmup", "measured"]
+Due = Schedule | Replay  # when each burst or conversation starts
 POLL_S = 0.05
 _LOAD_BYTES = 400  # of the line, which is padded, so that a write never leaves a part of a longer one ...
 _STAGE_BYTES = 40  # ... with as many for each load and each stage
@@ -131,7 +133,7 @@ class Quota(NamedTuple):
     warmup_s: float = 0.0
     steady: Steadiness | None = None  # ... or until the server is steady
     ramp_s: float = 0.0  # a warm-up also lasts until all users have started
-    schedule: Due | None = None  # open loop: when each burst or conversation starts
+    schedule: Due | None = None  # of an open loop
     warmup_schedule: Due | None = None  # the same for the warm-up
     shard: Shard = WHOLE  # this machine's share of all requests
 

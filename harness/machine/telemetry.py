@@ -20,8 +20,7 @@ from msgspec import Struct
 
 from harness.machine.gpus import read_sysfs
 from harness.machine.kernel_log import KernelLog
-from harness.records.records import append_sample
-from harness.records.samples import ContainerSample, GpuSample, HostSample, TelemetrySample
+from harness.records.samples import ContainerSample, GpuSample, HostSample, TelemetrySample, append_sample
 
 Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
 

@@ -15,6 +15,7 @@ from harness.base.redact import masked
 from harness.base.summary import FORMAT_VERSION, NO_SAMPLE, Distribution, Numbers, Reason, Row, because, sentence
 from harness.records.records import Seconds, Whole
 from harness.scenario import Scenario, size_problem
+from harness.scenario.plan import Cell
 from harness.scenario.workers import Workers
 
 WallSeconds = Annotated[float, Meta(ge=0, le=1e11)]  # Unix time
@@ -176,17 +177,9 @@ class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     total_bytes: int
 
 
-class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CellRun(Cell, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A cell of the plan that was started."""
 
-    id: str
-    server: str
-    load: str
-    repeat: Whole
-    mix: str | None = None  # see harness.scenario.plan.Cell, as of the following
-    stage: str | None = None
-    group: str = ""
-    again: str | None = None
     started_wall_s: WallSeconds
     ended_wall_s: WallSeconds | None = None  # None: it had not ended when this was written
     stopped_after_s: Seconds | None = None  # measured time until the harness stopped it as planned; None: it did not

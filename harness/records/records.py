@@ -6,12 +6,11 @@ a definition can be corrected without a new measurement. Formats: docs/run-direc
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -300,31 +299,6 @@ def reader(blocks: list[Block]) -> Iterator[Reading[Any]]:
                 f"{blocks[0].path}: a process that read it was killed",
                 next_step="Was memory short? `dmesg` says so. It needs about 52 MB for each of its processes.",
             ) from None
-
-
-class OfCell(Protocol):
-    @property
-    def cell(self) -> str: ...
-
-
-S = TypeVar("S", bound=OfCell)
-
-
-def append_sample(path: Path, sample: OfCell) -> None:
-    """Append a line in one write, so that a reader sees only whole lines."""
-    line = msgspec.json.encode(sample) + b"\n"
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, line)
-    finally:
-        os.close(file)
-
-
-def group_by_cell(samples: Iterable[S]) -> dict[str, list[S]]:
-    cells: dict[str, list[S]] = defaultdict(list)
-    for sample in samples:
-        cells[sample.cell].append(sample)
-    return cells
 
 
 _FRESH_S = 6.0  # an older sample does not describe the present

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from harness.records.clock import Clock
 from harness.records.directory import no_records_error
 from harness.records.manifest import Run, read_run
-from harness.records.records import BadField, ProcessMark, Request, group_by_cell, read_marks
-from harness.records.samples import MetricsSample, TelemetrySample, read_metrics, read_telemetry
+from harness.records.records import BadField, ProcessMark, Request, read_marks
+from harness.records.samples import MetricsSample, TelemetrySample, group_by_cell, read_metrics, read_telemetry
 from harness.records.table import (
     CellRecords,
     FileRecords,

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import os
 import statistics
 import threading
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import requests
@@ -22,7 +23,7 @@ from harness.base.engines import engines
 from harness.base.files import read_lines
 from harness.base.summary import GpuLoad, MachineLoad, ServerLoad, median_of_known
 from harness.base.trust import open_session
-from harness.records.records import Number, Seconds, Whole, append_sample, group_by_cell
+from harness.records.records import Number, ProcessMark, Seconds, Whole
 
 # The values of a metrics sample, under the same names for all servers:
 #
@@ -310,6 +311,26 @@ class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     host: HostSample | None = None
     container: ContainerSample | None = None
     kernel: list[KernelLine] | None = None  # that are new since the last sample; None: the log cannot be read
+
+
+OfCell = TypeVar("OfCell", MetricsSample, TelemetrySample, ProcessMark)
+
+
+def append_sample(path: Path, sample: MetricsSample | TelemetrySample) -> None:
+    """Append a line in one write, so that a reader sees only whole lines."""
+    line = msgspec.json.encode(sample) + b"\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, line)
+    finally:
+        os.close(file)
+
+
+def group_by_cell(samples: Iterable[OfCell]) -> dict[str, list[OfCell]]:
+    cells: dict[str, list[OfCell]] = defaultdict(list)
+    for sample in samples:
+        cells[sample.cell].append(sample)
+    return cells
 
 
 def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:

@@ -293,7 +293,7 @@ def forecast_page(forecast: Forecast) -> list[Element]:
     for row in forecast.rows:
         for note in row.notes:
             names_by_note[sentence(note)].append(row.name)
-    notes = [f"no prediction for {each.server} / {each.load}: {sentence(each.reason)}" for each in forecast.refused]
+    notes = [f"no prediction for {name}: {sentence(why)}" for name, why in forecast.refused.items()]
     for text, names in names_by_note.items():
         rows_of = "" if len(names) == len(forecast.rows) else f"{', '.join(names)}: "
         notes.append(f"note: {rows_of}{text}")

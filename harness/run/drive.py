@@ -26,12 +26,10 @@ from harness.records.directory import disk_is_full, release_space
 from harness.records.records import CUT, Request, Tail, read_marks
 from harness.scenario import MAX_USERS, is_open_loop, max_concurrency, process_count
 from harness.scenario.behaviour import max_length
+from harness.serve.generator import ContainerChild
 from harness.workload.job import (
     SECRETS_ENV,
-    GaveUp,
     Job,
-    StageStarted,
-    WaitsForWorkers,
     cells_of,
     idle_file,
     in_flight_file,
@@ -78,25 +76,24 @@ class Watch(Protocol):
     def measured_s(self, stopped_s: float) -> float: ...  # from the first measured request to that monotonic time
 
 
-class Child(Protocol):
-    """A running load generator: a process or a container."""
-
-    def poll(self) -> int | None: ...  # the exit code; None while it runs
-
-    def stop(self, grace_s: float) -> int: ...  # ask it to end, kill it after `grace_s`; return the exit code
-
-
 class LocalChild:
+    """A load generator as a process of this machine."""
+
     def __init__(self, command: list[str], log_path: Path) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRETS_ENV: json.dumps(registered_secrets())}
         with log_path.open("wb") as log:
             self._child = process.start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
         return self._child.poll()
 
     def stop(self, grace_s: float) -> int:
+        """Ask it to end, kill it after `grace_s`, and return the exit code."""
         return process.stop(self._child, grace_s=grace_s)
+
+
+Child = LocalChild | ContainerChild
 
 
 class Monitor:
@@ -400,16 +397,16 @@ class ExceptionLog:
 
 def start_errors(job: Job) -> str:
     """Return the errors that the load processes reported, a line each, without repetitions."""
-    texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
+    texts = [status.error for status in read_status(job) if status.error is not None]
     return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))
 
 
 def missing_workers(job: Job) -> str:
     """Describe the missing workers by the master's last report; "" without one."""
-    reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
-    return job.workers.missing_text(reports[-1].here) if job.workers is not None and reports else ""
+    reports = [status.workers for status in read_status(job) if status.workers is not None]
+    return job.workers.missing_text(reports[-1]) if job.workers is not None and reports else ""
 
 
 def current_stage(job: Job) -> int:
     """Return the number of the stage that the load reported last."""
-    return max((status.stage for status in read_status(job) if isinstance(status, StageStarted)), default=0)
+    return max((status.stage for status in read_status(job)), default=0)

@@ -10,7 +10,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -25,7 +25,7 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str  # "r1-SERVER-LOAD"
     server: str
     load: str
-    repeat: int  # from 1
+    repeat: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     mix: str | None = None  # the mix, where the load is a part of one
     stage: str | None = None  # the load with stages, where this load is a stage of one
     group: str = ""  # "r1/SERVER/NAME"; NAME: a mix, a load with stages, or a load
@@ -237,12 +237,6 @@ def means_agree(windows: Sequence[Sequence[float]], within: float) -> bool:
 # When requests of an open loop arrive: one seeded schedule for a whole cell. An even or random process of rate 1 gives
 # points; an arrival is the time at which the expected number of arrivals reaches the next point (inversion, see Çınlar,
 # Introduction to Stochastic Processes, 4.7). So every spacing works with every schedule of rates.
-
-
-class Due(Protocol):
-    """The arrival times of a load."""
-
-    def at(self, number: int) -> float | None: ...  # seconds from the start to arrival `number`; None: it never comes
 
 
 class Schedule:

@@ -135,31 +135,12 @@ def idle_file(counter_path: str) -> Path:
     return Path(f"{counter_path}.quiet")
 
 
-class GaveUp(msgspec.Struct, frozen=True, tag_field="code", tag="gave_up"):
-    """A load process reports a HarnessError for which the load cannot start or cannot go on."""
+class Status(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A report of a load process: one of these."""
 
-    what: str
-    next_step: str = ""
-    detail: str = ""
-
-    @property
-    def text(self) -> str:
-        return sentence(HarnessError(self.what, next_step=self.next_step, detail=self.detail))
-
-
-class WaitsForWorkers(msgspec.Struct, frozen=True, tag_field="code", tag="waits_for_workers"):
-    """The master reports the connected workers."""
-
-    here: list[str]  # names of machines
-
-
-class StageStarted(msgspec.Struct, frozen=True, tag_field="code", tag="stage_started"):
-    """The process that leads the load reports the next stage."""
-
-    stage: int
-
-
-Status = GaveUp | WaitsForWorkers | StageStarted
+    error: str | None = None  # for which the load cannot start or cannot go on
+    workers: list[str] | None = None  # machines whose workers are connected; of the master, which waits for the others
+    stage: int = 0  # that has started; of the process that leads the load
 
 
 def status_file(counter_path: str) -> Path:
@@ -175,8 +156,7 @@ def report_status(job: Job, status: Status) -> None:
 
 def report_error(job: Job, error: Exception) -> None:
     """Append to the status file why the load cannot start or go on."""
-    known = error if isinstance(error, HarnessError) else HarnessError(str(error))
-    report_status(job, GaveUp(known.what, known.next_step, known.detail))
+    report_status(job, Status(error=sentence(error if isinstance(error, HarnessError) else HarnessError(str(error)))))
 
 
 def read_status(job: Job) -> list[Status]:

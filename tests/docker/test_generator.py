@@ -30,6 +30,7 @@ servers:
 loads:
   five: {{user: batch, batch_size: 5, requests: 20, output_tokens: 20}}
   people: {{user: chat, users: 4, processes: 2, duration_s: 2, output_tokens: 20, output: natural}}
+  steps: {{user: batch, output_tokens: 20, stages: [{{users: 1, for_s: 2}}, {{users: 2, for_s: 2}}]}}
   own: {{user: own.py, requests: 4, output_tokens: 5}}
 repeats: 1
 generator: container
@@ -64,6 +65,7 @@ def test_a_run_with_the_generator_in_a_container(tmp_path: Path, image: str, cli
     assert sum(record.load == "five" for record in records) == 25
     assert sum(record.load == "own" for record in records) == 5
     assert {record.clock for record in records} == {"kernel"}
+    assert {"r1-engine-steps@1", "r1-engine-steps@2"} <= {record.cell for record in records}  # Docker's names have no @
     marks = read_marks(folder / "processes.jsonl")
     assert len({mark.process for mark in marks if "people" in mark.cell}) == 2
     assert {path.stat().st_uid for path in folder.iterdir()} == {os.getuid()}

@@ -28,7 +28,7 @@ from harness.run.drive import (
 from harness.run.running import manifest_of
 from harness.scenario import Load, Warmup
 from harness.scenario.file import load_scenario
-from harness.workload.job import Job, WaitsForWorkers, report_error, report_status, status_file
+from harness.workload.job import Job, Status, report_error, report_status, status_file
 from tests.support.command import until, write
 from tests.support.faults import fault
 from tests.support.load_runs import end, make_job, records_of, start_job
@@ -175,7 +175,7 @@ def test_the_new_and_complete_records_of_all_loads_of_a_mix_are_counted(tmp_path
 def test_start_errors_are_listed_once(tmp_path: Path) -> None:
     """Several load processes may report the same; an incomplete line is ignored."""
     cell = job(tmp_path)
-    report_status(cell, WaitsForWorkers(["a"]))
+    report_status(cell, Status(workers=["a"]))
     assert start_errors(cell) == ""
     for _ in range(2):
         report_error(cell, HarnessError("worker a: no key", next_step="Set it."))

@@ -96,7 +96,6 @@ def test_complete_cells_stay_and_the_others_run_again(tmp_path: Path) -> None:
     assert resumed.kept == 1
     (note,) = [note for note in read_summary(run).notes if note.code == "resumed"]
     assert (note.values["times"], note.values["again"]) == (1, len(resumed.again))
-    assert "the run was resumed 1 time (" in done.out
 
     done = resume(run)
     assert (done.code, len(read_run(run).resumed)) == (0, 1)

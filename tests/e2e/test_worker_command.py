@@ -70,6 +70,7 @@ def test_a_killed_load_process_is_not_followed_by_another_where_one_load_was_len
     assert "the load process was ended by SIGKILL" in done.out.splitlines()[1]
 
 
+@pytest.mark.nightly  # test_a_killed_load_process_is_there_again_for_the_next_run has two loads of one process each
 def test_workers_serve_one_load_after_the_other(tmp_path: Path, engine_process: Spawned) -> None:
     """Two machines with two processes each, two repeats: each load has a master of its own, and the workers find it."""
     load = {"user": "batch", "users": 4, "processes": 2, "batch_size": 3, "requests": 50, "output_tokens": 5}

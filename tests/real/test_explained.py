@@ -19,7 +19,7 @@ LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 2000, "output_
 
 @pytest.fixture(scope="module")
 def vllm_outputs() -> dict[str, str]:
-    """What the real vLLM says of each case. About 20 s of CPU time, most of it for one import."""
+    """What the real vLLM says of each case, which changes with its version only: tests/unit/failures has its words."""
     # One stream for both: Docker hands two on without their order.
     both = ["sh", "-c", 'exec "$0" "$@" 2>&1']
     command = [
@@ -41,6 +41,7 @@ def cause_of(text: str, say: Say) -> Diagnosis:
     return failure
 
 
+@pytest.mark.nightly
 def test_memory_fraction_too_high(vllm_outputs: dict[str, str], say: Say) -> None:
     failure = cause_of(vllm_outputs["fraction"], say)
     assert failure.id == "mem.free_lt_util"
@@ -50,6 +51,7 @@ def test_memory_fraction_too_high(vllm_outputs: dict[str, str], say: Say) -> Non
     assert float(safe) == 0.92 or (float(safe) + 0.01) * total > min(free, total) - max(1.0, free / 50) - 0.1
 
 
+@pytest.mark.nightly
 def test_kv_cache_too_small(vllm_outputs: dict[str, str], say: Say) -> None:
     failure = cause_of(vllm_outputs["kv-cache"], say)
     assert failure.id == "mem.kv_lt_one_request"
@@ -59,6 +61,7 @@ def test_kv_cache_too_small(vllm_outputs: dict[str, str], say: Say) -> None:
     assert failure.fix.startswith(f"set max_model_len (ctx_size behind Lemonade) to {maximum} or less")
 
 
+@pytest.mark.nightly
 def test_removed_flags(vllm_outputs: dict[str, str], say: Say) -> None:
     assert "exit code 2" in vllm_outputs["flags"]
     failure = cause_of(vllm_outputs["flags"], say)
@@ -68,6 +71,7 @@ def test_removed_flags(vllm_outputs: dict[str, str], say: Say) -> None:
     assert "--disable-log-requests: vLLM does not know it any more since 0.17.0: leave it out" in failure.fix
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_on_the_hub_only(vllm_outputs: dict[str, str], say: Say) -> None:
     failure = cause_of(vllm_outputs["hub"], say)
     assert failure.id == "hf.network"
@@ -75,6 +79,7 @@ def test_a_model_that_is_on_the_hub_only(vllm_outputs: dict[str, str], say: Say)
     assert "download the model into the cache first" in failure.fix
 
 
+@pytest.mark.nightly
 def test_context_above_the_model(vllm_outputs: dict[str, str], say: Say) -> None:
     failure = cause_of(vllm_outputs["context"], say)
     assert failure.id == "cli.maxlen"

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.real.conftest import Say
 from tests.real.parts import DTYPE, RUN_S, left_behind, llamacpp, run, write_scenario
 from tests.support.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
@@ -38,6 +40,7 @@ def offline(**variables: Any) -> dict[str, Any]:
     return {"template": "vllm-offline", "variables": given | variables, "startup_timeout_s": RUN_S}
 
 
+@pytest.mark.nightly  # a start of vLLM; tests/docker/test_offline.py has the job with a double of it
 def test_serving_and_the_offline_bound_in_one_table(tmp_path: Path, say: Say) -> None:
     scenario = write_scenario(
         tmp_path,

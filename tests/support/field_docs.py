@@ -7,6 +7,8 @@ import re
 import tokenize
 from typing import Any
 
+import msgspec
+
 from harness.base import summary
 from harness.records import manifest, records, samples
 
@@ -58,11 +60,12 @@ def error_kinds_table() -> str:
 
 
 def _rows(struct: Any) -> list[str]:
+    base = struct.__base__
+    rows = _rows(base) if base is not msgspec.Struct else []
     source = inspect.getsource(struct)
     comments, alone = _comments(source)
     body = ast.parse(source).body[0]
     assert isinstance(body, ast.ClassDef)
-    rows = []
     for field in body.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             first, last = field.lineno, field.end_lineno or field.lineno

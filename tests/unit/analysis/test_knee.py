@@ -23,7 +23,6 @@ from harness.analysis.knee import (
 from harness.analysis.probe import Probe
 from harness.analysis.slo import ProbeBlock
 from tests.support.knee_servers import SERVERS, Truth, knee_server, searched, truth, truths
-from tests.support.nightly import NIGHTLY
 
 
 def run(
@@ -226,7 +225,8 @@ def test_proof_on_200_simulated_servers() -> None:
     assert not any(trial.answer.hurts_from for trial in trials if trial.kind not in ("cliff", "falling"))
 
 
-@pytest.mark.parametrize("number", [12] if not NIGHTLY else range(0, SERVERS, 10))
+@pytest.mark.nightly  # of data that is stored
+@pytest.mark.parametrize("number", range(0, SERVERS, 10))
 def test_the_stored_truth_is_what_is_measured(number: int) -> None:
     measured, stored = truth(knee_server(number)), truths()[number]
     assert measured.level == stored.level, "python -m tests.support.knee_servers writes the truth of a changed engine"

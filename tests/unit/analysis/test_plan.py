@@ -214,7 +214,7 @@ def test_a_note_of_all_rows_is_printed_once_and_no_number_has_an_exponent() -> N
         RowForecast(load="y", items_per_s=7.0, energy_kwh=large, notes=[few, trend], **start),
     ]
     made = Forecast(
-        run="r", machine="m", simulated=False, items=9, deadline_s=None, price_per_kwh=None, rows=rows, refused=[],
+        run="r", machine="m", simulated=False, items=9, deadline_s=None, price_per_kwh=None, rows=rows, refused={},
         assumptions=[],
     )  # fmt: skip
     console = Console(width=200)

@@ -266,7 +266,9 @@ def test_messages_that_mean_the_same_are_one_group() -> None:
     examples = list(example_messages([*failures, (None, None)]))
     assert examples.pop() is None
     assert len(set(examples)) == 4
-    groups = group_failures((kind, text or "", 1) for (kind, _), text in zip(failures, examples, strict=True))
+    groups = group_failures(
+        "s", "l", ((kind, text or "", 1) for (kind, _), text in zip(failures, examples, strict=True))
+    )
     assert [(group.id, group.kind, group.count) for group in groups] == [
         ("req.context", "http", 30), ("req.disconnected", "disconnect", 3), (None, "client", 1),
     ]  # fmt: skip

@@ -291,10 +291,9 @@ repeats: 1
 
 
 def test_a_run_reports_its_warm_up_and_whether_it_was_steady_in_time(tmp_path: Path) -> None:
-    for warmup, steady, words in (
-        ("{until: steady}", True, "the server was steady after"),
-        ("{until: steady, max_requests: 20}", False, "the server was NOT steady after"),
-    ):
+    for warmup, steady, code in (
+        ("{until: steady}", True, "steady"), ("{until: steady, max_requests: 20}", False, "not_steady"),
+    ):  # fmt: skip
         folder = tmp_path / str(steady)
         folder.mkdir()
         done = harness("run", str(write(folder, f"{SCENARIO}warmup: {warmup}\n")), "--runs", ".", cwd=folder)
@@ -304,7 +303,7 @@ def test_a_run_reports_its_warm_up_and_whether_it_was_steady_in_time(tmp_path: P
         assert cell.warmup is not None and cell.warmup.steady is steady
         assert cell.warmup.requests >= 48 if steady else cell.warmup.requests == 20
         assert (summary.valid, cell.numbers.sent) == (True, 30)
-        assert f"{words} {cell.warmup.seconds:.1f} s and {cell.warmup.requests} warm-up" in " ".join(done.out.split())
+        assert code in [note.code for note in (*cell.notes, *summary.notes)]
 
 
 def test_the_result_of_a_warm_up() -> None:
