@@ -18,7 +18,11 @@ from tests.browser.conftest import FLAGS
 from tests.support.command import harness
 
 CLIPS = {  # by picture: the width of the window, and what of the page it shows
-    "report": (1100, "return {x: 0, y: 0, width: 1100, height: 775}"),
+    "report": (
+        1100,
+        """const chart = document.querySelector("figure").getBoundingClientRect();
+        return {x: 0, y: 0, width: 1100, height: chart.bottom + 24}""",
+    ),
     "sweep": (
         1180,
         """const titles = [...document.querySelectorAll("h3")];
