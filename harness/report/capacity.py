@@ -29,12 +29,6 @@ def print_capacity(report: CapacityReport, summary: Summary, console: Console) -
         console.print(f"SLOs: {', '.join(report.slos)}")
     for line in capacity_lines(report):
         console.print(line, style="bold")
-    for server in report.servers:
-        for note in note_reasons(server):
-            console.print(f"note: {server.server}: {sentence(note)}")
-    if limited := ", ".join(row.name for row in summary.rows if row.client_limited):
-        where = f"`harness report {report.run}` says of which numbers"
-        console.print(f"note: the load generator, not the server, was the limit of {limited}; {where}")
     rows = [probe_cells(report, server, probe) for server in report.servers for probe in server.probes]
     if rows:
         table = Table(box=None, pad_edge=False)
@@ -43,6 +37,12 @@ def print_capacity(report: CapacityReport, summary: Summary, console: Console) -
         for cells in rows:
             table.add_row(*cells)
         console.print(table)
+    for server in report.servers:
+        for note in note_reasons(server):
+            console.print(f"note: {server.server}: {sentence(note)}")
+    if limited := sum(bool(row.client_limited) for row in summary.rows):
+        where = f"`harness report {report.run} --explain` says of which numbers"
+        console.print(f"note: the load generator was late in {count(limited, 'probe')}; {where}")
 
 
 def capacity_lines(report: CapacityReport) -> list[str]:
@@ -134,7 +134,7 @@ def slo_reason(
         if slo.complete
         else "the search was stopped early"
     )
-    for each in known:
+    for each in known if what_if else ():  # else the table of probes has them
         text += f"; {format_amounts(each['loads'])}: {each['met']:,} of {each['total']:,} met {each['slo']}"
     return because("capacity_unresolved", text + waited, **values)
 

@@ -33,7 +33,7 @@ from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.elements import Chart, Element, Fold
 from harness.report.soak import soak_charts, soak_page
-from harness.report.tune import TuneReport, read_tune, tune_chart
+from harness.report.tune import TuneReport, read_tune, tune_chart, tune_elements
 from harness.report.turns import turn_charts, turns_page
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
@@ -146,6 +146,9 @@ def render(
     cells = {cell.id: cell for cell in summary.cells}
     events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
     loads = sentences.load_descriptions(run)
+    details = [
+        *turns_page(summary), *soak_page(summary), *table.time_table(summary), *table.schedule_table(summary, run)
+    ]  # fmt: skip
     return _render_template(
         "report.html.j2",
         drawn,
@@ -154,18 +157,13 @@ def render(
         run=run,
         answer=page.answer(summary, run, capacity, tune),
         tiles=tiles(summary) if is_sure else [],
-        state=page.state(summary, run),
+        state=[*page.state(summary, run), *([] if tune is None else tune_elements(tune))],
         findings=page.findings(summary),
         first_charts=answers[:1] if is_sure else [],
         verdicts=_verdicts(summary),
-        design=[page.design(summary, run)],
-        results=table.results_table(summary, run, loads),
-        details=[
-            *turns_page(summary),
-            *soak_page(summary),
-            *table.time_table(summary),
-            *table.schedule_table(summary, run),
-        ],
+        design=[page.design(summary, run), *(page.loads(run) if len(summary.rows) > _FEW else [])],
+        results=table.results_table(summary, run, loads if len(summary.rows) <= _FEW else {}),
+        details=details,
         machine=table.machine_table(summary),
         checks=page.checks(summary.checks),
         failures=page.failures(summary),
@@ -225,6 +223,7 @@ def _middle(sample: Distribution) -> float | None:
     return sample.mean if sample.p50 is None else sample.p50
 
 
+_FEW = 8  # rows, each of which the main table describes
 _SHOWN_TILES = 3
 _TILES: tuple[tuple[str, str, bool, Callable[[Row], float | None]], ...] = (  # title, unit, more is better, value
     ("One user gets", "tok/s", True, lambda row: 1 / tpot_s if (tpot_s := _middle(row.pooled.tpot)) else None),

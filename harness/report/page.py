@@ -1,6 +1,6 @@
 """The pages of a run and of a comparison, as elements. To add something to every report, add it to `run_page`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from harness.analysis.capacity import CapacityReport
@@ -23,7 +23,7 @@ from harness.report.capacity import capacity_lines
 from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
 from harness.report.soak import soak_page
 from harness.report.table import machine_table, results_table, schedule_table, time_table
-from harness.report.tune import TuneReport, answer_line, tune_elements
+from harness.report.tune import TuneReport, answer_line, tune_elements, tune_question
 from harness.report.turns import turns_page
 from harness.report.verdict_text import verdict_word
 
@@ -47,6 +47,7 @@ def run_page(
     return [
         *answer(summary, run, capacity, tune),
         *state(summary, run),
+        *([] if tune is None else tune_elements(tune)),
         *findings(summary),
         results_table(summary, run),
         design(summary, run),
@@ -59,7 +60,7 @@ def run_page(
         *(machine_table(summary) if explain else []),
         *failures(summary),
         *checks(summary.checks),
-        *_loads(sentences.load_descriptions(run)),
+        *loads(run),
     ]
 
 
@@ -70,10 +71,9 @@ def answer(
     answers = [sentences.run_answer(summary, run)] if capacity is None else capacity_lines(capacity)
     answers = answers if tune is None else [answer_line(tune)]
     return [
-        Paragraph(summary.question, "title"),
+        Paragraph(summary.question if tune is None else tune_question(tune), "title"),
         *(Paragraph(line, "lead") for line in answers),
         *_simulated(summary.simulated),
-        *([] if tune is None else tune_elements(tune)),
     ]
 
 
@@ -109,7 +109,8 @@ def findings(summary: Summary) -> list[Element]:
         Bullet(sentences.finding_sentence(each), "inconclusive", parts=list(sentences.finding_parts(each)))
         for each in summary.findings or ()
     ]
-    more = f"{units.count(len(items) - 1, 'more finding')}: {', '.join(each.code for each in summary.findings or ())}"
+    codes = [each.code for each in summary.findings or ()][1:]
+    more = f"{units.count(len(codes), 'more finding')}: {', '.join(codes)}"
     none = summary.findings is not None and not items and summary.valid
     return [
         *(Paragraph(sentence(reason)) for reason in summary.hardware_shares),
@@ -154,8 +155,8 @@ def checks(results: Sequence[CheckResult]) -> list[Element]:
     return [Paragraph("Checks", "heading"), Bullets(items, "checks")] if items else []
 
 
-def _loads(descriptions: Mapping[str, str]) -> list[Element]:
-    items = [Bullet(text, code=name) for name, text in descriptions.items()]
+def loads(run: Run) -> list[Element]:
+    items = [Bullet(text, code=name) for name, text in sentences.load_descriptions(run).items()]
     return [Fold("Each load", [Bullets(items)])] if items else []
 
 

@@ -393,8 +393,9 @@ def notes_sentence(summary: Summary, number: int) -> str:
         why = "The load generator was late" if limited else ""
     if limited:
         error = max(map(_largest_error, limited))
-        exact = "were read late" if error < _SHOWN_ERROR else f"are exact to {units.figures(100 * error, 2)}\u00a0%"
-        return f"{why}: numbers with {LIMITED} {exact}"
+        most = f"{units.figures(100 * error, 2)}\u00a0%"
+        how = "were read late" if error < _SHOWN_ERROR else "are exact to" if error < 0.1 else "may be wrong by"
+        return f"{why}: numbers with {LIMITED} {how}" + f" {most}" * (error >= _SHOWN_ERROR)
     if any(note.code == "import_defined" and note.values["other"] for note in summary.notes):
         return f"Numbers with {OTHERWISE} are defined otherwise"
     return f"{why}, but the load generator kept up" if why else f"{count(number, 'note')} on these numbers"

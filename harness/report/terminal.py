@@ -48,6 +48,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
 
 def print_page(page: Sequence[Element], console: Console, *, explain: bool = False) -> None:
     """Print a page. `explain`: with what is folded, and with the meaning of each column."""
+    page = [each for each in page if explain or not isinstance(each, Fold) or each.hint]
     for before, element in zip([None, *page], page, strict=False):
         if before is not None and _is_apart(before, element):
             console.print()
@@ -64,7 +65,7 @@ def print_page(page: Sequence[Element], console: Console, *, explain: bool = Fal
             case Fold(title, elements, hint):
                 if explain:
                     print_page([Paragraph(title, "heading"), *elements], console)
-                elif hint:
+                else:
                     _print_item(console, Text(f"{words.one_line(title)} ({hint})"))
 
 
@@ -92,17 +93,13 @@ def _print_part(console: Console, part: Bullet) -> None:
 
 
 def _print_grid(grid: Grid, console: Console, *, explain: bool) -> None:
-    """Print one table where it fits, else the work and the latencies one below the other, else a list for each row."""
+    """Print one table where it fits, else several one below the other, or a list for each row where that is shorter."""
     if grid.title:
         console.print(Text(words.one_line(grid.title), "bold"))
-    places = range(len(grid.columns))
-    groups = [column.group for column in grid.columns]
-    work = [place for place in places if groups[place] != "latency"]
-    latency = [place for place in places if groups[place] in ("name", "latency")]
-    for parts in ([places], [work, latency]):
+    parts, fits = _fitting_parts(grid, console.width)
+    lines = len(parts) * (len(grid.rows) + 3)
+    if len(parts) == 1 or (fits and len(grid.rows) > 1 and lines <= len(grid.rows) * len(grid.columns)):
         tables: list[RenderableType] = [_rich_table(grid, part) for part in parts]
-        if set(groups) == {"name"} or all(Console(width=1000).measure(t).maximum <= console.width for t in tables):
-            break
     else:
         tables = [_row_list(grid, number) for number in range(len(grid.rows))]
     for number, table in enumerate(tables):
@@ -114,6 +111,29 @@ def _print_grid(grid: Grid, console: Console, *, explain: bool) -> None:
     for column in grid.columns if explain else ():
         if column.explanation:
             _print_item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+
+
+def _fitting_parts(grid: Grid, width: int) -> tuple[list[list[int]], bool]:
+    """The columns of each table that fits, the work before the latencies; and whether all fit."""
+
+    def fits(part: list[int]) -> bool:
+        return Console(width=1000).measure(_rich_table(grid, part)).maximum <= width
+
+    places = list(range(len(grid.columns)))
+    names = [place for place in places if grid.columns[place].group == "name"]
+    if names == places or fits(places):
+        return [places], True
+    parts: list[list[int]] = []
+    for is_latency in (False, True):
+        part = list(names)
+        for place in places:
+            if place in names or (grid.columns[place].group == "latency") != is_latency:
+                continue
+            if part != names and not fits([*part, place]):
+                parts, part = [*parts, part], list(names)
+            part.append(place)
+        parts += [part] if part != names else []
+    return parts, all(map(fits, parts))
 
 
 def _rich_table(grid: Grid, places: Sequence[int]) -> Table:

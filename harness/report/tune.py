@@ -87,6 +87,10 @@ def format_settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {words.format_setting(value)}" for name, value in settings.items()) or "the default"
 
 
+def tune_question(report: TuneReport) -> str:
+    return f"Which settings of {report.server} give {GOALS[report.goal]}?"
+
+
 def answer_line(report: TuneReport) -> str:
     """The answer in one line."""
     settings, ratio = format_settings(report.settings), _ratio(report.ratio, report.low, report.high)
@@ -260,7 +264,6 @@ def tune_chart(report: TuneReport) -> Chart:
         title="Each start against the reference",
         caption="Starts in their order; then the proof, with its 95 % intervals. Higher is better.",
         formula=f"result of the start ÷ that of the reference near it in time, for {GOALS[report.goal]}",
-        findings=[answer_line(report)],
         figure={"data": data, "layout": layout},
         head=[column.title for column in grid.columns],
         body=[list(row) for row in grid.rows],

@@ -23,6 +23,7 @@ class Key(Struct, frozen=True, kw_only=True):
     name: str
     colour: str  # CSS variable
     stroke: str = ""  # SVG dash pattern
+    shown: bool = True
 
 
 def escape_markup(text: str) -> str:
@@ -66,8 +67,16 @@ def row_style(summary: Summary, row: Row) -> tuple[str, str]:
 
 
 def row_keys(summary: Summary) -> list[Key]:
-    styles = [(row.name, *row_style(summary, row)) for row in summary.rows]
-    return [Key(name=name, colour=hue, stroke=STROKES[dash]) for name, hue, dash in styles]
+    styles, shown = [(row.name, *row_style(summary, row)) for row in summary.rows], shown_rows(summary)
+    return [Key(name=name, colour=hue, stroke=STROKES[dash], shown=name in shown) for name, hue, dash in styles]
+
+
+def shown_rows(summary: Summary) -> set[str]:
+    """The rows that charts of single requests show at first: all, or of many the first, the fastest and the slowest."""
+    if len(summary.rows) <= COLOURS:
+        return {row.name for row in summary.rows}
+    by_rate = sorted(summary.rows, key=lambda row: row.pooled.output_tok_s or row.pooled.input_tok_s or 0.0)
+    return {row.name for row in (summary.rows[0], by_rate[0], by_rate[-1])}
 
 
 def axis(unit: str, values: Sequence[float] = (), logarithmic_from: float = 30) -> Figure:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from harness.analysis.capacity import CapacityReport, ServerCapacity
 from harness.analysis.probe import MeasuredProbe
-from harness.report.capacity import capacity_lines, probe_cells, probe_headings
+from harness.report.capacity import probe_cells, probe_headings
 from harness.report.charts import NAME, Chart, Figure, colour, escape_markup, scatter, symbol
 
 
@@ -22,7 +22,7 @@ def attainment_chart(report: CapacityReport) -> Chart:
     }
     layout: Figure = {
         "xaxis": axis,
-        "yaxis": {"title": {"text": "requests that met it, %"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "requests that met it"}, "rangemode": "tozero", "ticksuffix": "\u00a0%"},
         "shapes": _slo_rules(report),
         "showlegend": len(data) > 1,
     }
@@ -32,7 +32,6 @@ def attainment_chart(report: CapacityReport) -> Chart:
         caption="A point for each probe. Dotted: the share that an SLO needs. Higher is better.",
         formula="share = requests that ended in the blocks of the probe and met the SLO ÷ those that ended in them; "
         "failed ones met none",
-        findings=capacity_lines(report),
         figure={"data": data, "layout": layout},
         head=probe_headings(report),
         body=[probe_cells(report, server, probe) for server in report.servers for probe in server.probes],
@@ -41,10 +40,9 @@ def attainment_chart(report: CapacityReport) -> Chart:
 
 
 def _attainment_lines(report: CapacityReport, number: int, server: ServerCapacity) -> Iterator[Figure]:
-    """A trace for each SLO of one server."""
+    """The points of each SLO of one server."""
     for place, slo in enumerate(report.slos):
         probes = [p for p in server.probes if p.purpose == "slo" and _attained_share(p, place) is not None]
-        probes.sort(key=lambda probe: probe.level)
         if not probes:
             continue
         name = f"{server.server}: {slo}" if len(report.servers) > 1 else slo
@@ -55,9 +53,8 @@ def _attainment_lines(report: CapacityReport, number: int, server: ServerCapacit
             [report.amount(probe.level) for probe in probes],
             [100 * (_attained_share(probe, place) or 0.0) for probe in probes],
             f"<b>%{{y:.1f}} %</b> at %{{x}}<br>%{{text}}{NAME}",
-            "lines+markers",
+            "markers",
             text=list(map(escape_markup, text)),
-            line={"color": hue, "width": 1.5},
             marker={"color": hue, "symbol": symbol(place), "size": 10},
         )
 

@@ -23,6 +23,7 @@ from harness.report.charts import (
     row_style,
     scatter,
     server_names,
+    shown_rows,
     symbol,
     whiskers,
 )
@@ -41,6 +42,7 @@ _AXES = {
     "first-token": ("ttft", "y"), "trade-e2e": ("e2e", "y"), "dots-e2e": ("e2e", "y"), "cdf-ttft": ("ttft", "x"),
     "cdf-tpot": ("tpot", "x"), "cdf-e2e": ("e2e", "x"),
 }  # fmt: skip
+_SHARES = (0, 25, 50, 75, 95)  # that the axis of a distribution names
 _FAR = 3  # times the largest value: a line beyond that would flatten the curves
 _NO_CURVE = "No load with a fixed concurrency has enough successful requests for it."
 
@@ -280,14 +282,14 @@ def tradeoff_chart(summary: Summary, run: Run) -> Chart:
 
 def distribution_chart(summary: Summary, observed: ChartData, latency: Metric) -> Chart:
     """The distribution function of a latency, with a line for each row."""
-    curves, body = [], []
+    curves, body, shown = [], [], shown_rows(summary)
     for i, row in enumerate(summary.rows):
         values, shares = distribution_points(observed.rows.get(row.key, RowData()).latencies.get(latency.name, []))
         hue, dash = row_style(summary, row)
         line = {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2}
         hover = f"%{{y:.1f}}\u00a0% within <b>%{{x:,.1f}} ms</b>{NAME}"
         x, y = [round(1000 * value, 3) for value in values], [round(100 * share, 3) for share in shares]
-        curves.append(scatter(row.name, x, y, hover, line=line, meta=i))
+        curves.append(scatter(row.name, x, y, hover, line=line, meta=i, visible=row.name in shown))
         pooled = latency.sample(row.pooled)
         percentiles = [words.format_percentile(row, METRICS[f"{latency.name}_{name}"]) for name in NEEDED]
         minimum, maximum = units.milliseconds(pooled.min), words.format_maximum(pooled)
@@ -302,7 +304,7 @@ def distribution_chart(summary: Summary, observed: ChartData, latency: Metric) -
             "data": curves,
             "layout": {
                 "xaxis": axis("ms", ends, logarithmic_from=10) | {"rangemode": "normal"},
-                "yaxis": {"ticksuffix": "\u00a0%", "range": [0, 101], "tickvals": [0, 25, 50, 75, 95]},
+                "yaxis": {"range": [0, 101], "tickvals": _SHARES, "ticktext": [f"{share}\u00a0%" for share in _SHARES]},
             },
         },
         head=["Server", "Load", "Requests", "Least, ms", "p50", "p90", "p95", "p99", "Most, ms"],
@@ -315,7 +317,7 @@ def request_chart(summary: Summary, observed: ChartData) -> Chart:
     """E2E of requests over their time of sending, thinned for long runs."""
     row_dots = max(30, min(MAX_DOTS, MAX_CHART_DOTS // max(1, len(summary.rows))))
     data: list[Figure] = []
-    body = []
+    body, shown = [], shown_rows(summary)
     for i, row in enumerate(summary.rows):
         row_data = observed.rows.get(row.key, RowData())
         dots = sorted(thin_dots(row_data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.took_s))
@@ -328,7 +330,8 @@ def request_chart(summary: Summary, observed: ChartData) -> Chart:
                 x, y = [round(dot.sent_s, 2) for dot in group], [round(1000 * dot.took_s, 2) for dot in group]
                 text = [dot.error or "answered" for dot in group]
                 hover = f"sent at %{{x:.1f}} s, %{{text}} after <b>%{{y:,.1f}} ms</b>{NAME}"
-                data.append(scatter(row.name, x, y, hover, "markers", text=text, marker=marker, meta=i))
+                more = {"text": text, "marker": marker, "meta": i, "visible": row.name in shown}
+                data.append(scatter(row.name, x, y, hover, "markers", **more))
         requests = row_data.count + row_data.failures
         slowest = words.format_maximum(row.pooled.e2e)
         body.append([row.server, row.load, f"{requests:,}", f"{len(dots):,}", f"{row_data.failures:,}", slowest])

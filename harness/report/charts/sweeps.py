@@ -135,8 +135,8 @@ def _heat_map_chart(summary: Summary, swept: Sweep, settings: list[str], measure
     return Chart(
         id=f"heat-{measure.id}",
         title=f"{measure.title} by {down} and {across}",
-        caption=f"{measure.unit}; the stronger the colour, the higher the number; "
-        f"{'higher' if measure.more_is_better else 'lower'} is better. ✕: the setting failed.{best}",
+        caption=f"{measure.unit}; {'higher' if measure.more_is_better else 'lower'} is better."
+        f"{' ✕: the setting failed.' * bool(missing)}{best}",
         formula="median of the repeats" if measure is RATE else "p50 of the successful requests of all repeats",
         figure={"data": data, "layout": layout},
         head=["Row", down, across, f"{measure.title}, {measure.unit}"],

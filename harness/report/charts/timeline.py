@@ -89,6 +89,8 @@ def timeline_figure(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
             for gpu, trace in zip(lines, traces, strict=True):
                 _mark_gpu(trace, gpu, f"@{colour(gpus.index(gpu))}", in_legend)
         panels.append((PANELS[name][0], _LOW, traces))
+    start_s = min(0.0, line.warmup_until_s or 0.0)
+    margin_s = 0.03 * (line.ends_s - start_s) or 0.1
     total = sum(height for _, height, _ in panels) + _GAP * (len(panels) - 2)
     layout: Figure = {
         "height": total + 110 + (60 if len(gpus) > 1 else 0),  # a legend of many GPUs
@@ -99,6 +101,7 @@ def timeline_figure(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
         "xaxis": {
             "title": {"text": "seconds since the first measured request"},
             "anchor": f"y{len(panels)}",
+            "range": [start_s - margin_s, line.ends_s + margin_s],  # the server was sampled before, too
             "zeroline": False,
         },
     }

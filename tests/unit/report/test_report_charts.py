@@ -13,7 +13,7 @@ from harness.records.clock import Clock
 from harness.records.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
 from harness.records.records import ProcessMark, Request
 from harness.records.run_data import cell_data
-from harness.report.charts import Chart
+from harness.report.charts import Chart, shown_rows
 from harness.report.charts.data import (
     MAX_DOTS,
     SLOWEST,
@@ -42,6 +42,7 @@ from harness.scenario.behaviour import Agent
 from tests.support import made_runs
 from tests.support.report_runs import write_run_directory
 from tests.unit.analysis.test_summarize import one_cell
+from tests.unit.report.test_report_text import MANY, numbers, row
 from tests.unit.report.test_report_text import summary as text_summary
 
 
@@ -166,6 +167,13 @@ def test_a_chart_is_drawn_only_where_something_varies(folder: Path, run: Run) ->
     assert bars["y"] == ["open / batch-5", "limited / batch-5"]
     alone = replace(run, cells=[cell for cell in run.cells if cell.server == "open"])
     assert drawn(render(replace(summary, rows=summary.rows[:1]), alone, data)) == []
+
+
+def test_of_many_rows_the_first_the_fastest_and_the_slowest_are_drawn_at_first() -> None:
+    rows = [row(f"l{wall}", numbers(wall, MANY)) for wall in (5, 3, 4, 9, 8, 7, 2, 6)]
+    assert shown_rows(replace(text_summary(), rows=rows)) == {each.name for each in rows}
+    many = [*rows, row("l10", numbers(10, MANY))]
+    assert shown_rows(replace(text_summary(), rows=many)) == {"vllm / l5", "vllm / l2", "vllm / l10"}
 
 
 def test_a_page_of_open_loops_has_no_curve(folder: Path, run: Run) -> None:

@@ -150,17 +150,20 @@ def test_a_narrow_terminal_has_two_tables_or_a_block_for_each_row() -> None:
     assert "Errors             2 of 25" in text[text.index("vllm / ten") :]
 
 
-def test_a_detail_table_too_wide_for_the_terminal_is_a_list() -> None:
+def test_a_table_too_wide_for_the_terminal_is_several_or_a_list() -> None:
     time = TimeSplit(connect_s=0.001, queue_s=0.02, prefill_s=0.3, decode_s=4.0, e2e_s=5.0)
     timed = summary()
     timed = replace(timed, rows=[replace(row, time=time) for row in timed.rows])
     wide, narrow = printed(timed, 170).splitlines(), printed(timed, 50).splitlines()
     title = "Where the time goes, mean of each request"
     assert "Connect, ms  Queue, ms  Prefill, ms  Decode, ms  E2E, ms" in wide[wide.index(title) + 1]
-    assert narrow[narrow.index(title) + 1 :][:3] == ["vllm / one", "Connect, ms  1.00", "Queue, ms    20.0"]
+    assert narrow[narrow.index(title) + 1] == "Row         Connect, ms  Queue, ms  Prefill, ms", "as many as fit"
+    assert narrow[narrow.index(title) + 5] == "Row         Decode, ms  E2E, ms"
+    alone = printed(replace(timed, rows=timed.rows[:1]), 50).splitlines()
+    assert alone[alone.index(title) + 1 :][:3] == ["vllm / one", "Connect, ms  1.00", "Queue, ms    20.0"]
 
 
-def test_a_probe_that_the_load_generator_limited_is_named() -> None:
+def test_probes_that_the_load_generator_limited_are_counted() -> None:
     report = CapacityReport(
         run="r", load="people", unit="users", step=1.0, max_level=256, slos=[], shares=[], budget_s=60.0
     )
@@ -169,8 +172,7 @@ def test_a_probe_that_the_load_generator_limited_is_named() -> None:
     limited = replace(summary(), rows=[one, replace(ten, client_limited=["ttft"])])
     print_capacity(report, limited, Console(file=out, width=200))
     assert out.getvalue() == (
-        "note: the load generator, not the server, was the limit of vllm / ten; "
-        "`harness report r` says of which numbers\n"
+        "note: the load generator was late in 1 probe; `harness report r --explain` says of which numbers\n"
     )
 
 
