@@ -102,7 +102,6 @@ class Bounds(Struct, frozen=True, kw_only=True):
     at_once: int | None = None  # requests that the load has in flight at most; None: that is what is searched
     tokens: int | None = None  # of the load's longest request, with its answer
     change_answers: bool = False  # whether settings may change what the model answers
-    model_has: frozenset[str] = frozenset()  # of the `model` of settings
 
 
 class Search(Struct, frozen=True, kw_only=True):
@@ -211,7 +210,7 @@ def _declared(name: str, tune: Tuning, value: Any, bounds: Bounds) -> Setting | 
             return None
         at = next((place for place, each in enumerate(values) if _is_number(each, value) and each > value), None)
         values.insert(len(values) if at is None else at, value)
-    is_for_others = (tune.answers and not bounds.change_answers) or tune.model not in (None, *bounds.model_has)
+    is_for_others = (tune.answers and not bounds.change_answers) or (tune.model or "") not in str(value)
     if len(values) < 2 or is_for_others:
         return None
     return Setting(

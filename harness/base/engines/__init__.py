@@ -149,7 +149,7 @@ class Tuning(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     targets: dict[str, list[str]] = {}  # value: the GPU targets with which it is tried; others are tried with all
     at_least: str | None = None  # a setting whose value is its smallest
     also: dict[str, Any] = {}  # settings that change together with it, and their values; VALUE: its own
-    model: str | None = None  # what the model must have, such as mtp
+    model: str | None = None  # what the model must have, such as mtp: its value names it then
 
 
 class Spelling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -312,12 +312,18 @@ GIVEN = {
         ({"target": "gfx942"}, {"attention", "aiter"}),
         ({"target": "gfx942", "change_answers": True}, {"attention", "aiter", "kv_type"}),
         ({"target": "gfx1151", "change_answers": True}, {"attention"}),  # it has no FP8 units
-        ({"model_has": frozenset({"mtp"})}, {"speculation"}),
     ],
 )
 def test_what_the_gpu_and_the_model_allow(bounds: dict[str, Any], more: set[str]) -> None:
     found = set(values(declared("vllm", GIVEN, at_once=64, **bounds)))
     assert found == {"sequences", "batched_tokens", "memory", "compiled", "prefix_cache", "chunked_prefill"} | more
+
+
+def test_speculation_is_searched_where_it_is_used() -> None:
+    used = '{"method": "mtp", "num_speculative_tokens": 1}'
+    found = values(declared("vllm", GIVEN | {"speculative_config": used}))["speculation"]
+    assert used in found and None in found and len(found) == 3
+    assert "speculation" not in values(declared("vllm", GIVEN | {"speculative_config": '{"method": "eagle"}'}))
 
 
 def test_a_value_below_another_setting_is_no_candidate() -> None:
