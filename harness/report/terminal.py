@@ -86,9 +86,14 @@ def _bullet(item: Bullet) -> Text:
 
 def _print_part(console: Console, part: Bullet) -> None:
     """Print a part of a finding."""
-    grid = Table.grid(padding=(0, 1))
-    text = "\n".join(map(words.neutral, part.code.splitlines())) if part.code else words.one_line(part.text)
-    grid.add_row(Text(" "), Text(f"{words.one_line(part.mark)}:", "bold"), Text(text))
+    grid, mark = Table.grid(padding=(0, 1)), Text(f"{words.one_line(part.mark)}:", "bold")
+    lines = list(map(words.neutral, part.code.splitlines()))
+    if any(len(line) + len(mark) + 3 > console.width for line in lines):  # a command is pasted as a whole
+        console.print(Text("  ") + mark)
+        for line in lines:
+            console.print(Text(line), soft_wrap=True)
+        return
+    grid.add_row(Text(" "), mark, Text("\n".join(lines) or words.one_line(part.text)))
     _print_trimmed(console, grid)
 
 

@@ -27,7 +27,7 @@ from harness.base.summary import (
     because,
 )
 from harness.failures.table import rules
-from harness.report import html, markdown
+from harness.report import html, markdown, terminal
 from harness.report.elements import Chart, Grid, Paragraph
 from harness.report.tune import TuneReport, answer_line, read_tune, result_text, tune_page, write_tune
 from harness.run.experiment import Experiment, Target
@@ -356,6 +356,9 @@ def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
     shown = html.render_page(page, "Tune", ["tune"])
     assert "memory: x" in shown and "set this: max_num_seqs 5" in markdown.render(page).replace("\\", "")
     assert isinstance(page[0], Paragraph) and page[0].style == "lead"
+    printed, command = io.StringIO(), "llama-server " + "--flag 1 " * 20 + "--last"
+    terminal.print_page(tune_page(replace(FOUND, paste={"command": command})), Console(file=printed, width=80))
+    assert command in printed.getvalue().splitlines(), "it can be pasted"
     write_tune(tmp_path, FOUND)
     assert read_tune(tmp_path) == FOUND and read_tune(tmp_path / "other") is None
     (tmp_path / "tune.json").write_text("{}")
