@@ -1,6 +1,6 @@
 """Make the pictures of the pages, light and dark: `python -m tests.support.made_pictures RUN report|sweep`.
 
-`report` is the head of the report (RUN: docs/example), `sweep` the charts of a sweep (RUN: one of docs/sweeps.md).
+`report` is the first screen of the report (RUN: docs/example), `sweep` the chart of a sweep (docs/sweeps.md).
 """
 
 import base64
@@ -25,11 +25,8 @@ CLIPS = {  # by picture: the width of the window, and what of the page it shows
     ),
     "sweep": (
         1180,
-        """const titles = [...document.querySelectorAll("h3")];
-        const title = titles.find((one) => one.textContent.startsWith("What was varied"));
-        const charts = title.parentElement.querySelector(".pair").getBoundingClientRect();
-        const top = title.getBoundingClientRect().top;
-        return {x: charts.left, y: top + scrollY, width: charts.width, height: charts.bottom - top}""",
+        """const chart = document.querySelector("figure").getBoundingClientRect();
+        return {x: chart.left, y: chart.top + scrollY, width: chart.width, height: chart.height}""",
     ),
 }
 
