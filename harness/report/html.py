@@ -31,7 +31,7 @@ from harness.report.charts.crossover import crossover_charts
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
-from harness.report.elements import Chart, Element, Fold
+from harness.report.elements import LIMITED, Chart, Element, Fold
 from harness.report.soak import soak_charts, soak_page
 from harness.report.tune import TuneReport, read_tune, tune_chart, tune_elements
 from harness.report.turns import turn_charts, turns_page
@@ -209,12 +209,13 @@ def tiles(summary: Summary) -> list[tuple[str, str, str]]:
     """The three numbers that a reader looks for first: title, value with unit, and where it was measured."""
     rows = [row for row in summary.rows if row.failed is None and row.invalid is None]
     names, found = sentences.short_row_names(rows), []
-    for title, unit, more_is_better, of in _TILES:
+    for title, unit, field, of in _TILES:
         known = [(value, row) for row in rows if (value := of(row))]
         if known:
-            value, row = (max if more_is_better else min)(known, key=lambda each: each[0])
+            value, row = (min if unit == "ms" else max)(known, key=lambda each: each[0])
+            limited = LIMITED if field in row.client_limited else ""
             best = f", the best of {len(known)}" if len(known) > 1 else ""
-            found.append((title, f"{units.figures(value)} {unit}", f"{names.get(row.name, row.name)}{best}"))
+            found.append((title, f"{units.figures(value)}{limited} {unit}", f"{names.get(row.name, row.name)}{best}"))
     return found[:_SHOWN_TILES]
 
 
@@ -225,13 +226,13 @@ def _middle(sample: Distribution) -> float | None:
 
 _FEW = 8  # rows, each of which the main table describes
 _SHOWN_TILES = 3
-_TILES: tuple[tuple[str, str, bool, Callable[[Row], float | None]], ...] = (  # title, unit, more is better, value
-    ("One user gets", "tok/s", True, lambda row: 1 / tpot_s if (tpot_s := _middle(row.pooled.tpot)) else None),
-    ("All together", "tok/s", True, lambda row: row.pooled.output_tok_s),
-    ("First token after", "ms", False, lambda row: 1000 * (_middle(row.pooled.ttft) or 0.0)),
-    ("Prompt tokens", "tok/s", True, lambda row: row.pooled.input_tok_s),
-    ("Answer after", "ms", False, lambda row: 1000 * (_middle(row.pooled.e2e) or 0.0)),
-    ("Requests", "a second", True, lambda row: row.pooled.requests_per_s),
+_TILES: tuple[tuple[str, str, str, Callable[[Row], float | None]], ...] = (  # title, unit, field of Numbers, value
+    ("One user gets", "tok/s", "tpot", lambda row: 1 / tpot_s if (tpot_s := _middle(row.pooled.tpot)) else None),
+    ("All together", "tok/s", "output_tok_s", lambda row: row.pooled.output_tok_s),
+    ("First token after", "ms", "ttft", lambda row: 1000 * (_middle(row.pooled.ttft) or 0.0)),
+    ("Prompt tokens", "tok/s", "input_tok_s", lambda row: row.pooled.input_tok_s),
+    ("Answer after", "ms", "e2e", lambda row: 1000 * (_middle(row.pooled.e2e) or 0.0)),
+    ("Requests", "a second", "requests_per_s", lambda row: row.pooled.requests_per_s),
 )  # fmt: skip
 
 
