@@ -403,9 +403,9 @@ def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterabl
 
 def _sentence(found: Expectation, gpu: GpuSpec) -> str:
     model = found.model.name if found.model is not None else "the model"
-    whom = "one user" if found.users == 1 else f"{found.users} users at once"
+    whom = "one user" if found.users == 1 else f"{found.users:,} users at once"
     counted = found.model is not None and found.model.kv_token_bytes is not None
-    after = "" if not counted else f" after {found.context:,} tokens" if found.context else " without a context"
+    after = "" if not counted else f" after {found.context:,} tokens" if found.context else " with an empty context"
     name = gpu.name if found.gpus == 1 else f"{found.gpus} x {gpu.name}"
     bandwidth = f"{figures(gpu.bandwidth_gb_s * found.gpus)} GB/s"
     where, most = f"{model} on {name}", found.users_max_tok_s or 0

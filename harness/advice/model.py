@@ -272,7 +272,8 @@ def _count_parameters(text: dict[str, Any]) -> dict[str, float]:
         inner = text.get("moe_intermediate_size") or text.get("intermediate_size")
         used = _parse_positive(text, "num_experts_per_tok")
         experts = round(used / share)
-        first = _parse_optional(text, "first_k_dense_replace")
+        if (first := _parse_optional(text, "first_k_dense_replace")) > layers:
+            raise _UnknownError(f"first_k_dense_replace is {first}, of {layers} layers")
         each = 3 * hidden * _parse_positive({"moe_intermediate_size": inner}, "moe_intermediate_size")
         shared = each * _parse_optional(text, "n_shared_experts")
         dense = first * 3 * hidden * _parse_optional(text, "intermediate_size")

@@ -18,6 +18,7 @@ from harness.advice.rules import Found, RowFacts, rule
 from harness.base.summary import Action
 from harness.base.units import GIB, figures, milliseconds, short_percent
 from harness.records.manifest import CellRun
+from harness.records.table import Floats
 
 SLOW_PREFILL = 0.1  # of the compute: engines reach 20 to 60 %
 MIN_PROMPT = 128  # tokens; below it the overhead of a step decides
@@ -298,7 +299,7 @@ def memory_moved(row: RowFacts) -> Found | None:
 
 
 @rule(
-    when="the shortest TTFT of prompts of 128 tokens and more is over ten times what compute allows",
+    when="the best TTFT of prompts of 128 tokens and more is over ten times what compute allows for all that waited",
     means="Prompts are computed much more slowly than this GPU can.",
     actions="kernels for this GPU; larger prompt chunks; nothing else on the GPU",
 )
@@ -311,38 +312,41 @@ def slow_prefill(row: RowFacts) -> Found | None:
         if size is None or gpu is None or not len(rows):
             continue
         cached = np.nan_to_num(rows.cached_tokens)
-        tokens = rows.prompt_tokens - cached
-        place = int(np.argmin(rows.first_chunk_s / np.maximum(tokens, 1)))
+        tokens = np.maximum(rows.prompt_tokens - cached, 1)
+        together = _tokens_meanwhile(tokens, rows.sent_s, rows.sent_s + rows.first_chunk_s)
+        place = int(np.argmax(together / rows.first_chunk_s))
         prompt, ttft_s = float(tokens[place]), float(rows.first_chunk_s[place])
         read_s, by_compute_s = ttft_floor(size, gpu, prompt, gpus, float(cached[place]), spread=True)
-        if by_compute_s is not None and (reached := max(read_s, by_compute_s) / ttft_s) < SLOW_PREFILL:
-            found = found or (reached, ttft_s, max(read_s, by_compute_s), prompt)
+        floor_s = max(read_s, (by_compute_s or 0) * float(together[place]) / prompt)
+        if by_compute_s is not None and floor_s < SLOW_PREFILL * ttft_s:
+            found = found or (floor_s, ttft_s, float(together[place]))
     if found is None:
         return None
-    reached, ttft_s, floor_s, prompt = found
+    floor_s, ttft_s, prompt = found
     part, usual_s = row.part_of("prefill"), floor_s / TYPICAL_PREFILL[0]
     return Found(
         cost=None if part is None else part * (1 - usual_s / ttft_s),
         measured=f"at least {milliseconds(ttft_s)} ms to the first token after {prompt:,.0f} tokens: "
-        f"{short_percent(reached)} of what compute allows ({milliseconds(floor_s)} ms)",
+        f"{short_percent(floor_s / ttft_s)} of what compute allows ({milliseconds(floor_s)} ms)",
         why="no fast matrix kernels for this GPU and these weights, small chunks of prompts, or a CPU fallback",
         actions=[row.action("Larger chunks of prompts", {"batched_tokens": 8192},
                             risk="longer pauses in other answers")],
-        values={"share": reached, "ttft_s": ttft_s, "floor_s": floor_s},
+        values={"share": floor_s / ttft_s, "ttft_s": ttft_s, "floor_s": floor_s},
     )  # fmt: skip
+
+
+def _tokens_meanwhile(tokens: Floats, sent_s: Floats, first_s: Floats) -> Floats:
+    """The prompt tokens of all requests that waited for their first token while each one did, its own included."""
+    begun, done = (np.argsort(times_s) for times_s in (sent_s, first_s))
+    sums = [np.concatenate([[0.0], np.cumsum(tokens[order])]) for order in (begun, done)]
+    last, first = np.searchsorted(sent_s[begun], first_s), np.searchsorted(first_s[done], sent_s, "right")
+    return np.asarray(sums[0][last] - sums[1][first])
 
 
 def _ran(row: RowFacts) -> list[CellRun]:
     return [cell for cell in row.data.run.cells if cell.id in row.row.cells]
 
 
-_CAUSES = (
-    eager_mode,
-    untuned_kernels,
-    aiter_off,
-    aiter_failing,
-    cpu_offload,
-    power_limited,
-    other_work,
-)  # of slow decode
+# Of slow decode.
+_CAUSES = (eager_mode, untuned_kernels, aiter_off, aiter_failing, cpu_offload, power_limited, other_work)
 RULES = (*_CAUSES, slow_decode, overheated, slower_over_time, memory_moved, slow_prefill)

@@ -260,6 +260,7 @@ def capacity(
             "CHECK",
             'What users must get, such as "ttft_p95 <= 2s" (default: the scenario\'s checks); may be repeated.',
             "--check",
+            "--slo",
             callback=cli.split_given,
         ),
     ] = None,

@@ -253,6 +253,7 @@ ChecksOpt = Annotated[
         "CHECK",
         'A check in addition to those of the scenario, such as "ttft_p95 <= 2s"; may be repeated.',
         "--check",
+        "--slo",
         callback=split_given,
     ),
 ]

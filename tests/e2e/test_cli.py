@@ -60,6 +60,7 @@ def test_version_and_help(tmp_path: Path) -> None:
         (["run", "S", "--workers", ""], "--workers: "),
         (["run", "S", "--workers", "1", "--bind", "1/2"], "--bind: '1/2' is not an address"),
         (["run", "S", "--check", "foo < 1"], "--check 'foo < 1': 'foo' is not a metric"),
+        (["run", "S", "--slo", "foo < 1"], "--check 'foo < 1': 'foo' is not a metric"),
         (["run", "S", "--check", "two/burst: wall < 1 s"], "--check 'two/burst: wall < 1 s': 'two' is not a server"),
         (["run", "S", "--baseline", "gone"], "gone: neither a run directory nor the id of a run in runs"),
     ],

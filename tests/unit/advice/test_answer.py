@@ -360,6 +360,7 @@ MIXTURE = QWEN25_14B | {"num_experts": 128, "num_experts_per_tok": 8, "moe_inter
         (QWEN25_14B, {"vocab_size": "many"}, False), (MIXTURE, {"num_experts_per_tok": -8}, False),
         (MIXTURE, {"num_experts": "128"}, False), (QWEN25_14B, {"hidden_size": [1]}, False),
         (QWEN25_14B, {"max_position_embeddings": -1}, True), (QWEN25_14B, {"num_key_value_heads": 80}, False),
+        (MIXTURE, {"first_k_dense_replace": 49}, False),
         (QWEN25_14B, {"quantization_config": {"quant_method": "gptq", "bits": -4}}, True),
     ],
 )  # fmt: skip

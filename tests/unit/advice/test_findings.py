@@ -246,6 +246,17 @@ def test_two_causes_of_slow_decode_have_one_cost(tmp_path: Path) -> None:
     assert (first.same_cost_as, second.same_cost_as) == ("", "eager_mode")
 
 
+def test_prompts_of_several_requests_are_computed_together(tmp_path: Path) -> None:
+    """At 35 % of the compute each of four waits for the prompts of all."""
+    prefill_s = 14e9 * 2 / 59.4e12 / 0.35
+    engine = replace(HEALTHY, step_base_s=28 / 256 / 0.7, step_per_kv_token_s=0.0, prefill_per_token_s=prefill_s)
+    setup = on_gpu(28.0, engine, startup=VLLM)
+    assert found(tmp_path / "four", Cause(setup, {"four": batch(4, 24)}, 250, more=GPU)) == []
+    slow = replace(setup, engine=replace(engine, prefill_per_token_s=20 * prefill_s))
+    (one,) = found(tmp_path / "slow", Cause(slow, {"four": batch(4, 24, 2)}, 250, more=GPU))
+    assert (one.code, round(one.values["share"], 3)) == ("slow_prefill", 0.018)
+
+
 def test_speculation_costs_from_a_number_of_users_on(tmp_path: Path, of_cause: Callable[[str], Summary]) -> None:
     one = next(one for one in of_cause("speculation_costs").findings or [] if one.code == "speculation_costs")
     ratios = one.values["ratios"]
