@@ -1,7 +1,8 @@
 """What a change of model costs on a server with several models: the time to the first token after it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from statistics import fmean
 from typing import NamedTuple
 
@@ -9,10 +10,14 @@ import numpy as np
 
 from harness.analysis import derive
 from harness.analysis.stats import t_quantile
+from harness.base.engines import find_engine
+from harness.base.files import open_file
 from harness.base.summary import ALPHA, CellSummary, Reason, because
 from harness.base.units import count, figures
 from harness.records.run_data import RunData
 from harness.scenario import model_at
+
+MAX_LOG_BYTES = 50_000_000
 
 
 class ModelRequest(NamedTuple):
@@ -34,7 +39,7 @@ def switching_answers(data: RunData, cells: Sequence[CellSummary]) -> list[Reaso
     answers = []
     for (server, load), runs in groups.items():
         requests = [one for group, names in runs.items() for one in _requests(data, group, names)]
-        if (answer := _answer(server, requests)) is not None:
+        if (answer := _answer(server, requests, _logged(data, server, runs))) is not None:
             loads = {name for _, name in groups}
             text = f"{load}: {answer.text}" if len(loads) > 1 else answer.text
             answers.append(because("model_switch", text, load=load, **answer.values))
@@ -61,7 +66,36 @@ def _requests(data: RunData, group: str, names: Sequence[str]) -> list[ModelRequ
     ]
 
 
-def _answer(server: str, requests: Sequence[ModelRequest]) -> Reason | None:
+def _logged(data: RunData, server: str, runs: Mapping[str, Sequence[str]]) -> dict[str, list[float]]:
+    """The seconds of each eviction and load that a server's log has from the time of some cells."""
+    engine = find_engine(data.run.scenario.servers[server].template)
+    times = [data.run.ran[cell] for names in runs.values() for cell in names]
+    found: dict[str, list[float]] = {}
+    for path in [data.folder / "logs" / f"{one.id}.server.log" for one in data.run.cells if one.server == server]:
+        if engine is None or not engine.log.changes or not path.is_file():
+            continue
+        begun_s = dict.fromkeys(engine.log.changes, math.nan)
+        with open_file(path) as file:
+            for line in file.read(MAX_LOG_BYTES).decode("utf-8", "replace").splitlines():
+                for kind, (start, end) in engine.log.changes.items():
+                    if start in line:
+                        begun_s[kind] = _stamp_s(line)
+                    elif end in line and not math.isnan(took_s := _stamp_s(line) - begun_s[kind]):
+                        if any(one.started_wall_s <= begun_s[kind] <= (one.ended_wall_s or math.inf) for one in times):
+                            found.setdefault(kind, []).append(took_s)
+                        begun_s[kind] = math.nan
+    return found
+
+
+def _stamp_s(line: str) -> float:
+    """The Unix time of the Docker Engine's stamp before a line; NaN without one."""
+    try:
+        return datetime.fromisoformat(f"{line.split('Z ', 1)[0][:26]}+00:00").timestamp()
+    except ValueError:
+        return math.nan
+
+
+def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, Sequence[float]]) -> Reason | None:
     """The mean extra time to the first token after a change of model. None without changes, or without others."""
     same = [one.ttft_s for one in requests if not one.changed]
     changed = [one for one in requests if one.changed]
@@ -84,7 +118,11 @@ def _answer(server: str, requests: Sequence[ModelRequest]) -> Reason | None:
     text += f"{count(len(changed), 'change')} waited for the model"
     if waited:
         text += f", which had been evicted ({', '.join(f'{_ms(each)} to {name}' for name, each in by_model_s.items())})"
+    if logged:
+        means = [f"{kind} took {_ms(fmean(took_s))} (mean of {len(took_s)})" for kind, took_s in logged.items()]
+        text += f"; by the server's log, each {' and each '.join(means)}"
     values = {"side": server, "cost_s": cost, "low_s": low_s, "high_s": high_s, "changes": len(changed)}
+    values |= {"logged_s": {kind: fmean(took_s) for kind, took_s in logged.items()}}
     values |= {"waited": len(waited), "same_s": alone_s, "by_model_s": by_model_s, "provisional": not repeated}
     return because("model_switch", f"{text}.", **values)
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,20 @@ def test_the_cost_of_a_change_and_how_many_waited(tmp_path: Path) -> None:
     (chart,) = crossover_charts(summary, read_run(tmp_path / "run1"))
     assert chart.figure["data"][0]["x"] == ["same model", "to first", "to second"]
     assert run_answer(summary, read_run(tmp_path / "run1")) == answer.text
+
+
+def test_the_log_of_lemonade_has_the_time_of_a_load_and_of_an_eviction(tmp_path: Path) -> None:
+    made(tmp_path, TEXT.replace("vllm-cpu", "lemonade"))
+    run = read_run(tmp_path / "run1")
+    lines = [(-50.0, "(Router) Evicting model: user.A"), (-48.0, "(Router) Evicted model: user.A")]  # before the load
+    lines += [(0.1, "(Router) Evicting model: user.A"), (2.2, "(Router) Evicted model: user.A")]
+    lines += [(2.3, "(LlamaCpp) Loading model: user.B"), (2.7, "(WrappedServer) llama-server is ready!")]
+    stamps = [(datetime.fromtimestamp(run.cells[0].started_wall_s + at_s, UTC), words) for at_s, words in lines]
+    text = "".join(f"{at:%Y-%m-%dT%H:%M:%S.%f}123Z {at:%F %T} [Info] {words}\n" for at, words in stamps)
+    (tmp_path / "run1/logs").mkdir(exist_ok=True)
+    (tmp_path / "run1/logs" / f"{run.cells[0].id}.server.log").write_text(f"{text}no stamp (LlamaCpp) Loading model: C")
+    (answer,) = summarize(tmp_path / "run1").answers
+    assert answer.values["logged_s"] == {"eviction": pytest.approx(2.1), "load": pytest.approx(0.4)}
 
 
 def test_a_server_that_keeps_both_models_costs_nothing(tmp_path: Path) -> None:
