@@ -5,7 +5,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ MILD = ("kernel.throttled",)  # slower, but no failure
 _RING, _RECOVERED = "kernel.ring_timeout", "timeout, but soft recovered"
 _RECOVERY_S = 10.0  # of a ring, after its timeout
 _TOO_LONG = "req.context"  # of the table of failures: the load's mistake, which says nothing about hours
+_STEADY = 0.1  # change of the speed over the whole time: where the interval allows more, nothing is known
 _GROWTH = 0.01  # of the level, over the whole time: less is no growth
 
 
@@ -53,7 +54,6 @@ def _result(data: RunData, name: str) -> Soak | None:
     span = None if start_wall_s is None else (start_wall_s, start_wall_s + until - begin)
     load = machine_load(samples, span, None)
     speed = _speed(cell, begin, until)
-    drifts = speed is not None and _is_drift(speed, (until - begin) / 3600)
     return Soak(
         cell=name,
         row=f"{data.planned[name].server} / {data.planned[name].load}",
@@ -67,12 +67,16 @@ def _result(data: RunData, name: str) -> Soak | None:
         events=events,
         cpu_busy=None if load is None else load.host_cpu_mean,
         kernel_log=None if not samples else any(one.kernel is not None for one in samples),
-        word="failed" if first_s is not None else "unknown" if speed is None else "drifts" if drifts else "stable",
+        word="failed" if first_s is not None else _drift_word(speed, (until - begin) / 3600),
     )
 
 
-def _is_drift(speed: Trend, hours: float) -> bool:
-    return not speed.low <= 0 <= speed.high and abs(speed.per_hour) * hours > MARGIN
+def _drift_word(speed: Trend | None, hours: float) -> Literal["stable", "drifts", "unknown"]:
+    if speed is None:
+        return "unknown"
+    if not speed.low <= 0 <= speed.high and abs(speed.per_hour) * hours > MARGIN:
+        return "drifts"
+    return "stable" if max(-speed.low, speed.high) * hours <= _STEADY else "unknown"
 
 
 def _refused(rows: Rows) -> Bools:
@@ -230,7 +234,9 @@ def soak_answer(found: Soak) -> Reason:
     else:
         text = {"stable": "stable", "drifts": "drifts", "unknown": "no failure"}[found.word]
         text += f" over {duration(found.measured_s)}"
-    if found.word == "unknown":
+    if found.word == "unknown" and found.speed is not None:
+        text += "; whether the speed drifts is inconclusive, and more hours would tell"
+    elif found.word == "unknown":
         text += f"; a drift shows over {MIN_S / 60:.0f} min or more with answers in {MIN_BLOCKS} of {BLOCKS} blocks"
     if found.speed is not None:
         low, high = (f"{100 * end:+.1f}" for end in (found.speed.low, found.speed.high))

@@ -24,7 +24,6 @@ from harness.base.metrics import LIVE
 from harness.base.summary import Distribution, Row, Summary, sentence
 from harness.records.manifest import Run, ServedBy
 from harness.report import page, sentences, table
-from harness.report.answers import answers_chart, same_answers_page
 from harness.report.charts import Figure, figures, row_keys
 from harness.report.charts.capacity import attainment_chart
 from harness.report.charts.crossover import crossover_charts
@@ -32,9 +31,8 @@ from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.elements import LIMITED, Chart, Element, Fold
-from harness.report.soak import soak_charts, soak_page
+from harness.report.trust import same_answers_page, trust_charts, trust_tables
 from harness.report.tune import TuneReport, read_tune, tune_chart, tune_elements
-from harness.report.turns import turn_charts, turns_page
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
 # library is four times as long, and a browser spends most of the time until the charts appear on parsing it.
@@ -147,7 +145,7 @@ def render(
     events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
     loads = sentences.load_descriptions(run)
     details = [
-        *turns_page(summary), *soak_page(summary), *table.time_table(summary), *table.schedule_table(summary, run)
+        *trust_tables(summary), *table.time_table(summary), *table.schedule_table(summary, run)
     ]  # fmt: skip
     return _render_template(
         "report.html.j2",
@@ -189,9 +187,7 @@ def _answer_charts(summary: Summary, run: Run, capacity: CapacityReport | None, 
     found = [
         *([] if capacity is None else [attainment_chart(capacity)]),
         *([] if tune is None else [tune_chart(tune)]),
-        *([answers_chart(summary.same_answers)] if summary.same_answers else []),
-        *turn_charts(summary),
-        *soak_charts(summary),
+        *trust_charts(summary),
         *(crossover_charts(summary, run) or sweep_charts(summary, run) if tune is None else []),
         throughput,
     ]

@@ -18,13 +18,11 @@ from harness.base.summary import (
 )
 from harness.records.manifest import Run
 from harness.report import sentences, words
-from harness.report.answers import same_answers_page
 from harness.report.capacity import capacity_lines
 from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
-from harness.report.soak import soak_page
 from harness.report.table import machine_table, results_table, schedule_table, time_table
+from harness.report.trust import same_answers_page, trust_tables
 from harness.report.tune import TuneReport, answer_line, tune_elements, tune_question
-from harness.report.turns import turns_page
 from harness.report.verdict_text import verdict_word
 
 _MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
@@ -53,8 +51,7 @@ def run_page(
         design(summary, run),
         *([Paragraph("Verdicts", "heading"), *verdicts(summary.comparison, _RUN_HINT)] if summary.comparison else []),
         *same_answers_page(summary.same_answers),
-        *turns_page(summary),
-        *soak_page(summary),
+        *trust_tables(summary),
         *schedule_table(summary, run),
         *time_table(summary),
         *(machine_table(summary) if explain else []),

@@ -33,8 +33,8 @@ from harness.base.summary import (
 from harness.base.units import count
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
-from harness.report.answers import answers_sentence, row_sentence
 from harness.report.elements import LIMITED, Bullet
+from harness.report.trust import answers_sentence, row_sentence
 from harness.report.verdict_text import describe_ratio, format_speedup, verdict_sentence, verdict_word
 from harness.scenario import asks_known
 from harness.scenario.check_syntax import SLO_METRICS, Check, parse_check

@@ -15,9 +15,9 @@ from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.summary import MARGIN, Reason, SameAnswers, Verdict, sentence
 from harness.base.units import NOTHING, count, duration, factor, short_percent
 from harness.report import words
-from harness.report.answers import answers_sentence, points_text
 from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
+from harness.report.trust import answers_sentence, points_text
 
 TUNE_FILE = "tune.json"
 TUNE_VERSION = 1

@@ -39,7 +39,7 @@ from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import reports_power
 from harness.records.manifest import CellRun, Run, ServedBy, read_run
 from harness.records.records import Request
-from harness.report.answers import points_text
+from harness.report.trust import points_text
 from harness.report.tune import (
     GOALS,
     Goal,

@@ -20,9 +20,9 @@ from harness.analysis.summarize import summarize
 from harness.base.summary import SameAnswers
 from harness.records.manifest import read_run
 from harness.records.records import Request
-from harness.report.answers import row_sentence
 from harness.report.markdown import render
 from harness.report.page import comparison_page, run_page
+from harness.report.trust import row_sentence
 from harness.scenario import Load, Server
 from harness.scenario.behaviour import Structured, check_answer, read_answer
 from harness.scenario.plan import Cell
