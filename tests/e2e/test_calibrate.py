@@ -78,6 +78,7 @@ def test_it_measures_until_there_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert numbers(None)[-4:] == [2000, 3000, 4500, 6750]
 
 
+@pytest.mark.nightly  # of a benchmark; what it computes is tested above
 def test_the_script_measures() -> None:
     command = [sys.executable, "-m", "benchmarks.calibrate", "--max-streams", "10", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -12,7 +12,7 @@ from harness.records.manifest import read_run
 from tests.support.command import HARNESS, PATIENCE_S, write
 from tests.support.faults import fault
 
-LOAD = {"user": "batch", "batch_size": 100, "requests": 100_000, "output_tokens": 50}
+LOAD = {"user": "batch", "batch_size": 100, "requests": 100_000, "output_tokens": 5, "stream": False}
 
 
 def on_small_disk(tmp_path: Path, path: Path, size: str) -> tuple[int, str, Path]:
@@ -34,7 +34,7 @@ def on_small_disk(tmp_path: Path, path: Path, size: str) -> tuple[int, str, Path
        kept="all records until then, and the manifest")  # fmt: skip
 def test_a_disk_that_fills_up_during_a_run(tmp_path: Path) -> None:
     path = write(tmp_path, loads={"burst": LOAD}, repeats=2)
-    code, err, kept = on_small_disk(tmp_path, path, "3m")
+    code, err, kept = on_small_disk(tmp_path, path, "2m")
     (folder,) = kept.iterdir()
     run = read_run(folder)
     lines = (folder / "requests.jsonl").read_bytes().splitlines()
