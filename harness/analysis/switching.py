@@ -113,11 +113,15 @@ def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, 
         for model in sorted({one.model for one in changed})
     }
     basis = "" if repeated else "one run, not repeated; "
-    text = f"{server}: a change of model costs {_ms(cost)} ({basis}95 % interval {interval}): the first token comes "
-    text += f"after {_ms(fmean(one.ttft_s for one in changed))} instead of {_ms(alone_s)}; {len(waited)} of "
-    text += f"{count(len(changed), 'change')} waited for the model"
-    if waited:
-        text += f", which had been evicted ({', '.join(f'{_ms(each)} to {name}' for name, each in by_model_s.items())})"
+    after, shown = _ms(fmean(one.ttft_s for one in changed)), f"{basis}95 % interval {interval}"
+    if not waited:
+        text = f"{server}: no change of model waited (of {len(changed)}): the first token comes after {after}, "
+        text += f"and after {_ms(alone_s)} without a change (difference {_ms(cost)}; {shown})"
+    else:
+        to = ", ".join(f"{_ms(each)} to {name}" for name, each in by_model_s.items())
+        text = f"{server}: a change of model costs {_ms(cost)} ({shown}): the first token comes after {after} instead "
+        text += f"of {_ms(alone_s)}; {len(waited)} of {count(len(changed), 'change')} waited for the model, "
+        text += f"which had been evicted ({to})"
     if logged:
         means = [f"{kind} took {_ms(fmean(took_s))} (mean of {len(took_s)})" for kind, took_s in logged.items()]
         text += f"; by the server's log, each {' and each '.join(means)}"
