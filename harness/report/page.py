@@ -78,10 +78,13 @@ def state(summary: Summary, run: Run) -> list[Element]:
     """Whether the run counts and its checks passed, in one word, and why not; the notes are folded."""
     reasons = [Bullet(text, "bad") for text in sentences.group_reasons(summary.reasons)]
     limits = list(filter(None, [sentences.client_limit_sentence(summary)]))
-    notes = [Bullet(text, "fine") for text in (*limits, *sentences.group_reasons(summary.notes))]
+    failed = [note for note in summary.notes if note.code == "setting_failed"]  # results of a sweep
+    others = [note for note in summary.notes if note not in failed]
+    notes = [Bullet(text, "fine") for text in (*limits, *sentences.group_reasons(others))]
     return [
         Paragraph(*sentences.state_sentence(summary, run)),
         *_some(reasons, _REASONS, f"{units.count(len(reasons) - _REASONS, 'more reason')}"),
+        *([Bullets([Bullet(text, "bad") for text in sentences.group_reasons(failed)])] if failed else []),
         *(
             [Fold(sentences.notes_sentence(summary, len(notes)), [Bullets(notes)], "--explain shows the notes")]
             if notes
