@@ -31,10 +31,11 @@ from harness.records.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.report import html
 from harness.run.experiment import Experiment, input_files, locustfile_sources
 from harness.run.progress import Progress
-from harness.scenario import Scenario, locustfile_of
+from harness.scenario import Scenario, locustfile_of, models_of_loads
 from harness.scenario.plan import Cell
 from harness.serve.engine import get_engine_version
 from harness.serve.facts import find_ignored_settings
+from harness.serve.lifecycle import refuse_absent_models
 from harness.workload import workload_sha256
 from harness.workload.job import read_api_key
 
@@ -172,8 +173,14 @@ def create_run(
     progress: Progress,
     make_reference: MakeReference | None = None,
 ) -> Running:
-    """Create the run directory with the first manifest. Raises HarnessError when it cannot be written."""
-    name, target = experiment.path.stem, experiment.target
+    """Create the run directory with the first manifest.
+
+    Raises HarnessError when it cannot be written, and ServerError when a running server does not have the models.
+    """
+    name, target, scenario = experiment.path.stem, experiment.target, experiment.scenario
+    if target is not None:
+        models, key = list(dict.fromkeys([scenario.model, *models_of_loads(scenario)])), scenario.api_key_env
+        refuse_absent_models(target.url, models, read_api_key(key), key, progress.line)
     started = datetime.datetime.now(datetime.UTC)
     # The id names folders, containers and networks: use characters that all of them allow.
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"

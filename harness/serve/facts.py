@@ -15,6 +15,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import quote
 
 import msgspec
 from docker.models.containers import Container
@@ -90,7 +91,8 @@ def _collect_facts(
         for name, source in sources:
             may_know = facts["engine"] in (None, name) or (engine is not None and engine.name == name)
             if source.path is not None and may_know:
-                facts, effective = _merge_answer(name, source, fetch_object(source.path), facts, effective)
+                path = source.path.replace("{model}", quote(served.model or "", safe=""))
+                facts, effective = _merge_answer(name, source, fetch_object(path), facts, effective)
         if facts["max_model_len"] is None:  # vLLM and SGLang, also where their log is not known
             facts["max_model_len"] = _find_model_limit(fetch_object("/v1/models"), served.model)
         if monitor is not None:

@@ -42,6 +42,7 @@ from harness.serve.lemonade import (
     LemonadeState,
     bare_name,
     bring_up_model,
+    find_model,
     find_running_model,
     get_health,
 )
@@ -390,6 +391,24 @@ def choose_model(base: str, api_key: str | None, key_name: str | None) -> str:
         return probe.find_model(base, None, session, key_name)
 
 
+def refuse_absent_models(
+    url: str,
+    models: Sequence[str],
+    api_key: str | None,
+    key_name: str | None,
+    on_wait: Callable[[str], None],
+) -> None:
+    """Raise ServerError if a running server does not have one of the models, the first of which may not be loaded."""
+    with reported(f"the models of {url}", on_wait):
+        base = probe.parse_base_url(url)
+        api = Api(base, api_key)
+        if get_health(api, timeout_s=probe.PROBE_TIMEOUT_S) is not None:
+            if isinstance(known := find_model(api, models[0]), ServerError):
+                raise known
+            models = models[1:]  # a Lemonade lists only what it has downloaded
+        probe.retry(lambda: probe.require_models(base, models, api_key, key_name))
+
+
 def attach_to_server(
     url: str,
     model: str | None,
@@ -425,13 +444,14 @@ def attach_to_server(
             last = ServerStatus(ServerDeath(how="closed", detail=served.url))
         return last
 
+    several = any(bare_name(name) != bare_name(served.model or "") for name in others)
     with reported(f"the metrics and settings of {url}", on_wait):
-        own_metrics_url = metrics_url or probe.find_metrics_url(served.url, api_key)
+        one_model = None if several else served.model
+        own_metrics_url = metrics_url or probe.find_metrics_url(served.url, api_key, one_model)
         if loaded is None:
             monitor, metrics_url = None, own_metrics_url
         else:
             assert served.model is not None
-            several = any(bare_name(name) != bare_name(served.model) for name in others)
             monitor = LemonadeMonitor(Api(served.url, api_key), served.model, None, several=several)
             served = replace(served, version=loaded.version, max_parallel=loaded.max_parallel)
         served = _mark_simulated(record_facts(served, metrics_url=own_metrics_url, api_key=api_key, monitor=monitor))

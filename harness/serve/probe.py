@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 import requests
@@ -76,7 +77,7 @@ def request_first_answer(
 
     Raises ServerError.
     """
-    served = _retry(lambda: find_model(base, model, session, key_name))
+    served = retry(lambda: find_model(base, model, session, key_name))
     body = {"model": served, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 1, "stream": False}
 
     def request_answer() -> str | None:
@@ -85,10 +86,10 @@ def request_first_answer(
         headers = (engine.version_header for engine in engines() if engine.version_header is not None)
         return next((response.headers[name] for name in headers if name in response.headers), None)
 
-    return served, _retry(request_answer)
+    return served, retry(request_answer)
 
 
-def _retry(attempt: Callable[[], T]) -> T:
+def retry(attempt: Callable[[], T]) -> T:
     """Return the result of `attempt`, which is made again after a ServerError, for MAX_RETRY_S."""
     last_try = time.monotonic() + MAX_RETRY_S
     while True:
@@ -109,11 +110,17 @@ def parse_base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1").rstrip("/")
 
 
-def find_metrics_url(base: str, api_key: str | None = None) -> str | None:
-    """Return the address of a running server's metrics; None if it has none."""
+def find_metrics_url(base: str, api_key: str | None = None, model: str | None = None) -> str | None:
+    """Return the address of a running server's metrics; None if it has none.
+
+    `model`: also those of one model, as llama.cpp's router has them. They end with the model's process.
+    """
+    urls = [base + "/metrics"]
+    if model is not None:
+        urls.append(f"{base}/metrics?model={quote(model, safe='')}&autoload=false")
     with open_session(api_key) as session:
-        text = fetch_text(session, base + "/metrics").lstrip()
-    return base + "/metrics" if text and not text.startswith("<") else None
+        texts = ((url, fetch_text(session, url).lstrip()) for url in urls)
+        return next((url for url, text in texts if text and not text.startswith("<")), None)
 
 
 def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
@@ -333,7 +340,7 @@ def make_token_counter(
         if not is_llamacpp:
             count = request({"model": model, "prompt": text, "add_special_tokens": False}).get("count")
         if count is None:
-            tokens = request({"content": text, "add_special": False}).get("tokens")
+            tokens = request({"model": model, "content": text, "add_special": False}).get("tokens")
             is_llamacpp = isinstance(tokens, list)
             count = len(tokens) if isinstance(tokens, list) else None
         max_tokens = len(text.encode()) + _MAX_SPECIAL_TOKENS  # a token of a text has at least one byte

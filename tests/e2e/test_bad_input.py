@@ -326,8 +326,9 @@ def test_server_whose_answers_are_html(tmp_path: Path) -> None:
        kept="nothing, no request was sent")  # fmt: skip
 def test_nothing_listens(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}/v1"
-    failed(write(tmp_path), f"no answer from {url}/models: connection refused, nothing listens there",
-           "--url", f"{url}/")  # fmt: skip
+    done = failed(write(tmp_path), f"no answer from {url}/models: connection refused, nothing listens there",
+                  "--url", f"{url}/")  # fmt: skip
+    assert done.out == "" and not (tmp_path / "runs").exists()
 
 
 # After a run.

@@ -241,7 +241,7 @@ def leaking(paths: dict[str, bytes], answers: list[bytes]) -> Callable[[socket.s
             posts += 1
             connection.sendall(answers[(posts - 3) % len(answers)] if posts > 2 else FIRST if posts == 1 else GOOD)
         elif len(words := head.split()) > 1:
-            connection.sendall(paths.get(words[1], whole(b"{}", status=b"404 Not Found")))
+            connection.sendall(paths.get(words[1].partition("?")[0], whole(b"{}", status=b"404 Not Found")))
 
     return handler
 
@@ -255,6 +255,7 @@ def said(key: str) -> dict[str, bytes]:
     cache = f'vllm:cache_config_info{{block_size="16",cache_dtype="{key}",gpu_memory_utilization="{key}"}} 1.0\n'
     props = {
         "default_generation_settings": {"n_ctx": 4096},
+        "total_slots": 1,
         "model_path": f"/m/{b64encode(key.encode()).decode()}",
         "build_info": key,
         "model_ftype": key,

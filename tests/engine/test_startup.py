@@ -134,7 +134,7 @@ def server(answers: Mapping[str, str]) -> Iterator[str]:
 
     class Double(Handler):
         def do_GET(self) -> None:
-            text = answers.get(self.path)
+            text = answers.get(self.path.partition("?")[0])
             self.answer(404 if text is None else 200, text or "no such page")
 
     with listening(Double) as url:

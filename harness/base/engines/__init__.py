@@ -122,7 +122,7 @@ class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class FactSource(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A JSON answer or a metric's labels, and what of it is recorded."""
 
-    path: str | None = None  # of a GET
+    path: str | None = None  # of a GET; {model} is the model's name
     metric: str | None = None  # or the name of a metric
     known_by: str | None = None  # a key that only this engine's answer has
     startup: dict[str, str] = {}  # field of `Startup`: key, dots between levels; the log overrides a path

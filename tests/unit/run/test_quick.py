@@ -1,5 +1,6 @@
 """A running server: which one, which model, how fast, and the scenario that fits it."""
 
+import io
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -7,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import SCENARIOS
 from harness.base.process import free_port
 from harness.run.experiment import Target, prepare
+from harness.run.orchestrator import run
 from harness.run.preview import GENERATOR_START_S, preview
+from harness.run.progress import Progress
 from harness.run.quick import (
     EFFORTS,
     LEVELS,
@@ -231,6 +235,15 @@ def test_a_model_that_the_server_does_not_have_is_answered_with_those_it_has(tmp
     with listening(Strict) as url, pytest.raises(ServerError, match="does not serve 'absent'; it serves") as caught:
         time_one_request(Target(url), prepare(write(tmp_path), Target(url), "absent").scenario)
     assert "--model NAME" in caught.value.next_step
+
+
+def test_a_run_whose_server_lacks_a_model_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
+    for scenario, given in (("soak", "absent"), ("model-switching", "Qwen3-8B,absent")):
+        said = Console(file=io.StringIO())
+        with listening(double()) as url, pytest.raises(ServerError, match="does not serve 'absent'; it serves"):
+            run(prepare(SCENARIOS / f"{scenario}.yaml", Target(url), given), tmp_path / "runs", Progress(said))
+        assert said.file.getvalue() == "" and list(tmp_path.iterdir()) == []  # type: ignore[attr-defined]
 
 
 def test_a_scenario_or_a_server_is_needed() -> None:
