@@ -4,6 +4,7 @@ from pathlib import Path
 
 from harness.analysis.summarize import read_summary
 from tests.support.command import harness
+from tests.support.doubles.pullers import serving
 
 TEXT = """
 version: 1
@@ -32,3 +33,21 @@ def test_a_change_costs_the_time_of_a_switch(tmp_path: Path) -> None:
         0.3 < answer.values["cost_s"] < 0.9
     )  # 0.4, and what a busy machine adds; exact in virtual time, in the unit tests
     assert answer.text in " ".join(done.out.split())
+
+
+def test_an_ollama_with_room_for_two_of_three_models(tmp_path: Path) -> None:
+    """`a` is used most and stays; `b` and `c` evict each other, so only the changes to them wait."""
+    text = TEXT.replace("requests: 12,", "requests: 16, output: natural,").replace(
+        "[a, a, b, b]", "[a, a, b, b, a, a, c, c]"
+    )
+    (tmp_path / "turns.yaml").write_text(text + "warmup: {requests: 8}\n")
+    with serving("ollama") as (url, ollama):
+        ollama.models, ollama.max_loaded, ollama.load_s = ["a:latest", "b:latest", "c:latest"], 2, 0.5
+        done = harness("run", "turns.yaml", "--url", url, cwd=tmp_path)
+    assert done.code == 0, done
+    (folder,) = (tmp_path / "runs").glob("2*")
+    (answer,) = read_summary(folder).answers
+    used = ollama.used[-16:]
+    assert (answer.values["changes"], answer.values["waited"]) == (7, sum(waited for _, waited in used)) == (7, 3)
+    assert 0.5 * 3 / 7 - 0.1 < answer.values["cost_s"] < 0.5
+    assert answer.values["by_model_s"]["a"] < 0.2 < answer.values["by_model_s"]["b"]

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,8 +27,20 @@ class Puller(ThreadingHTTPServer):
     def __init__(self, kind: str, address: tuple[str, int], *models: str) -> None:
         super().__init__(address, Ollama if kind == "ollama" else LocalAI)
         self.models = list(models)
-        self.loaded: list[str] = []
+        self.loaded: list[str] = []  # the least recently used first
+        self.max_loaded, self.load_s = 1, 0.0  # OLLAMA_MAX_LOADED_MODELS; the time of a load
+        self.used: list[tuple[str, bool]] = []  # the model of each chat, and whether it was loaded for it
+        self._using = threading.Lock()
         self.asked: list[str] = []
+
+    def use(self, name: str) -> bool:
+        """Load a model if it is not loaded, in place of the least recently used ones. Return whether it was."""
+        with self._using:
+            if is_new := name not in self.loaded:
+                del self.loaded[: max(0, len(self.loaded) + 1 - self.max_loaded)]
+                time.sleep(self.load_s)
+            self.loaded = [*(other for other in self.loaded if other != name), name]
+            return is_new
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -78,7 +91,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def chat(self, body: dict[str, Any]) -> None:
         count = int(body.get("max_tokens") or 1)
-        usage = {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
+        words = sum(len(message["content"].split()) for message in body["messages"])
+        usage = {"prompt_tokens": 5 + words, "completion_tokens": count, "total_tokens": 5 + words + count}
         if not body.get("stream"):
             message = {"role": "assistant", "content": "yes " * count}
             self.say({"choices": [{"index": 0, "message": message, "finish_reason": "length"}], "usage": usage})
@@ -104,7 +118,7 @@ class Ollama(Answers):
         details = {"quantization_level": "Q4_K_M"}
         running = [
             {"name": name, "size": 1000, "size_vram": 750, "digest": "2ae6", "details": details}
-            for name in self.server.loaded
+            for name in reversed(self.server.loaded)
         ]
         pages: dict[str, Any] = {
             "/": "Ollama is running", "/api/version": {"version": "0.12.6"},
@@ -115,16 +129,27 @@ class Ollama(Answers):
         else:
             self.say({"error": "no such page"}, 404)
 
-    def own_post(self, body: dict[str, Any]) -> None:
+    def name(self, body: dict[str, Any]) -> str:
         name = str(body.get("model", ""))
-        name = name if ":" in name else f"{name}:latest"
+        return name if ":" in name else f"{name}:latest"
+
+    def chat(self, body: dict[str, Any]) -> None:
+        name = self.name(body)
+        if name not in self.server.models:
+            self.say({"error": {"message": f"model '{name}' not found", "type": "not_found_error"}}, 404)
+            return
+        self.server.used.append((name, self.server.use(name)))
+        super().chat(body)
+
+    def own_post(self, body: dict[str, Any]) -> None:
+        name = self.name(body)
         if self.path == "/api/pull" and body.get("stream") is False and name not in LIBRARY:
             self.say({"error": "pull model manifest: file does not exist"}, 500)
         elif self.path == "/api/pull" and body.get("stream") is False:
             self.server.models.append(name)
             self.say({"status": "success"})
         elif self.path == "/api/generate" and name in self.server.models:
-            self.server.loaded = [name]
+            self.server.use(name)
             self.say({"model": name, "response": "", "done": True, "done_reason": "load"})
         else:
             self.say({"error": f"model '{name}' not found"}, 404)
