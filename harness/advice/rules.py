@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from harness.analysis import quick
+from harness.analysis.capacity import CAPACITY_FILE
 from harness.base.engines import Engine, Spelling, engines, find_engine
 from harness.base.engines.settings import as_number, flag_words, merge_words
 from harness.base.files import open_file
@@ -297,7 +298,8 @@ class RowFacts(Struct, frozen=True, dict=True):
     def run_again(self) -> str:
         if self.is_quick:
             return f"harness quick {shlex.quote(self.served.url)}"
-        return f"harness run {shlex.quote(self.data.run.scenario_name)}.yaml"
+        is_capacity = (self.data.folder / CAPACITY_FILE).exists()
+        return f"harness {'capacity' if is_capacity else 'run'} {shlex.quote(self.data.run.scenario_name)}.yaml"
 
     def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
         """By place the text that makes these changes, as this server is configured."""

@@ -302,14 +302,14 @@ def _default_baseline(row: Row, base: Row, named: Mapping[str, Row], scenario: S
     if mix_of(row.load) is not None:
         return named.get(f"{row.server}/{load_of_part(row.load)}") or base
     load, base_load = scenario.loads[row.load], scenario.loads[base.load]
-    if load.endpoint != base_load.endpoint and load.user == "imported":
-        same_load = named.get(f"{base.server}/{row.load}")
-        return None if same_load is row else same_load
-    if prompts_of(scenario, load) != prompts_of(scenario, base_load):  # only like is compared with like
-        same_load = named.get(f"{base.server}/{row.load}")
-        return None if same_load is row else same_load
     same_pacing = (is_paced(load), is_open_loop(load)) == (is_paced(base_load), is_open_loop(base_load))
-    if (same_pacing and not scenario.mixes) or without_concurrency(load) == without_concurrency(base_load):
+    same_work = (
+        (load.endpoint == base_load.endpoint or load.user != "imported")
+        and prompts_of(scenario, load) == prompts_of(scenario, base_load)
+        and (load.output, load.output_tokens) == (base_load.output, base_load.output_tokens)
+        and (same_pacing and not scenario.mixes or without_concurrency(load) == without_concurrency(base_load))
+    )
+    if same_work:
         return base
     same_load = named.get(f"{base.server}/{row.load}")
     return None if same_load is row else same_load

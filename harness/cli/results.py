@@ -321,7 +321,7 @@ def _runs_table(listed: list[dict[str, Any]]) -> Table:
         if "error" in run:
             table.add_row(run["run"], "", "", f"unreadable: {run['error']}"[:MAX_CHARS])
             continue
-        limited, simulated = ", CLIENT-LIMITED" * run["client_limited"], " (simulated)" * run["simulated"]
+        limited, simulated = ", load generator at its limit" * run["client_limited"], " (simulated)" * run["simulated"]
         reason = "".join(f": {sentence(reason)}" for reason in run["reasons"][:1])
         status = f"{run['status']}{limited}{simulated}{reason}"
         started = datetime.datetime.fromtimestamp(run["started_wall_s"]).strftime("%Y-%m-%d %H:%M")

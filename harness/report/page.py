@@ -28,6 +28,7 @@ from harness.report.verdict_text import verdict_word
 _MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
 _RUN_HINT = "--explain shows them"
 _REASONS = 4  # why a run is INVALID: so many are not folded
+_SHOWN = ("setting_failed", "host_access")  # notes that are not folded: results of a sweep, and what a container may do
 
 
 def run_page(
@@ -78,13 +79,13 @@ def state(summary: Summary, run: Run) -> list[Element]:
     """Whether the run counts and its checks passed, in one word, and why not; the notes are folded."""
     reasons = [Bullet(text, "bad") for text in sentences.group_reasons(summary.reasons)]
     limits = list(filter(None, [sentences.client_limit_sentence(summary)]))
-    failed = [note for note in summary.notes if note.code == "setting_failed"]  # results of a sweep
-    others = [note for note in summary.notes if note not in failed]
+    shown = [note for note in summary.notes if note.code in _SHOWN]
+    others = [note for note in summary.notes if note not in shown]
     notes = [Bullet(text, "fine") for text in (*limits, *sentences.group_reasons(others))]
     return [
         Paragraph(*sentences.state_sentence(summary, run)),
         *_some(reasons, _REASONS, f"{units.count(len(reasons) - _REASONS, 'more reason')}"),
-        *([Bullets([Bullet(text, "bad") for text in sentences.group_reasons(failed)])] if failed else []),
+        *([Bullets([Bullet(text, "bad") for text in sentences.group_reasons(shown)])] if shown else []),
         *(
             [Fold(sentences.notes_sentence(summary, len(notes)), [Bullets(notes)], "--explain shows the notes")]
             if notes

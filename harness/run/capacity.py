@@ -416,7 +416,8 @@ class ServerSearch:
             times = {"answer_s": answer_s, "probe_s": probe_s, "search_s": needed_s}
             return because("capacity_hopeless", text, loads=loads, budget_s=budget_s, **times)
         shared = f", shared by {servers} servers," if servers > 1 else ""
-        needed = "" if needed_s is None else f" (about {duration_up(needed_s)} in all)"
+        # An estimate below what was spent is not worth a number.
+        needed = "" if needed_s is None or needed_s <= budget_s else f" (about {duration_up(needed_s)} in all)"
         text = f"its budget of {duration(budget_s)}{shared} was spent before the answer was known; a longer --budget"
         text += f"{needed} can find it, or --max-users where the first probes have too many"
         return because("capacity_budget", text, budget_s=budget_s, servers=servers, search_s=needed_s)

@@ -131,7 +131,7 @@ def test_runs(folder_with_run: Path, tmp_path: Path) -> None:
     assert heading.split() == ["run", "started", "cells", "status"]
     assert line.split()[0] == only_run(folder_with_run / "runs").name
     # Where other tests have the cores, it may have been limited.
-    assert re.search(r" 1/1 +valid(, CLIENT-LIMITED)? \(simulated\)$", line)
+    assert re.search(r" 1/1 +valid(, load generator at its limit)? \(simulated\)$", line)
     narrow = called(
         "list", "runs", "--runs", str(folder_with_run / "runs"), cwd=tmp_path, env={"COLUMNS": "80"}
     ).out.splitlines()

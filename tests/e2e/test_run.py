@@ -313,7 +313,7 @@ def test_killed(tmp_path: Path) -> None:
     assert not (run / "report.html").exists()
     listed = called("list", "runs", "--runs", "runs", cwd=tmp_path)
     # Its two load processes, the engine and other tests share the cores, which may be reported, too.
-    assert re.search(r"0/1    killed(, CLIENT-LIMITED)? \(simulated\)", listed.out)
+    assert re.search(r"0/1    killed(, load generator at its limit)? \(simulated\)", listed.out)
 
 
 SPINNING = """

@@ -200,7 +200,7 @@ def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path) -> None:
             write_summary(folder, summarize(folder))
     done = harness("list", "runs", "--runs", ".", cwd=tmp_path)
     status = {line.split()[0]: line.strip().split("  ")[-1] for line in done.out.splitlines()[1:]}
-    assert status == {"made": "valid, CLIENT-LIMITED", "well": "valid", "without": "valid"}
+    assert status == {"made": "valid, load generator at its limit", "well": "valid", "without": "valid"}
 
 
 def test_every_report_says_it(run: Path) -> None:

@@ -278,6 +278,15 @@ def test_users_who_think_are_compared_by_latency() -> None:
     assert found.comparisons == 4
 
 
+def test_answers_of_another_length_are_compared_with_those_of_the_same_load_only() -> None:
+    """A word on 16 against 64 tokens would be about the loads, not about a server."""
+    loads = {"short": Load(user="batch", requests=8, output_tokens=16), "long": Load(user="batch", requests=8)}
+    found = compared(loads, lambda server, _: {"e2e": 1.0})
+    assert [(verdict.side, verdict.baseline) for verdict in found.verdicts] == [
+        ("b / short", "a / short"), ("b / long", "a / long"),
+    ]  # fmt: skip
+
+
 def test_an_open_loop_is_compared_by_latency_from_schedule() -> None:
     found = compared({"x": OPEN}, lambda server, _: {"ttft": 0.1 if server == "a" else 0.3, "tpot": 0.05})
     assert [metric for _, metric, _ in words_of(found)] == ["ttft_sched_p50", "ttft_sched_p95", "tpot_p50", "tpot_p95"]
