@@ -107,7 +107,7 @@ def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, 
         half_s = t_quantile(1 - ALPHA / 2, len(costs) - 1) * float(np.std(costs, ddof=1)) / math.sqrt(len(costs))
         low_s, high_s = cost - half_s, cost + half_s
         interval = f"{_ms(low_s)} to {_ms(high_s)}"
-    waited = [one for one in changed if one.ttft_s > max(same)]
+    waited = [one for one in changed if one.ttft_s > _longest_without_load_s(same)]
     by_model_s = {
         model: fmean(one.ttft_s for one in changed if one.model == model) - alone_s
         for model in sorted({one.model for one in changed})
@@ -129,6 +129,12 @@ def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, 
     values |= {"logged_s": {kind: fmean(took_s) for kind, took_s in logged.items()}}
     values |= {"waited": len(waited), "same_s": alone_s, "by_model_s": by_model_s, "provisional": not repeated}
     return because("model_switch", f"{text}.", **values)
+
+
+def _longest_without_load_s(same: Sequence[float]) -> float:
+    """A time to the first token beyond it is no noise of requests without a change: Tukey's far fence, in seconds."""
+    low_s, middle_s, high_s = np.percentile(same, [25, 50, 75]).tolist()
+    return float(max(high_s + 3 * (high_s - low_s), 1.5 * middle_s))
 
 
 def _costs(requests: Sequence[ModelRequest]) -> tuple[list[float], bool]:

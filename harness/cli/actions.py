@@ -75,7 +75,7 @@ def quick(
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.print)
     with quickly.scenario_path(None, target, NAME, make) as path:
         folder = run_experiment(experiments.prepare(path, target), runs, Progress(progress))
-    report = quickly.quick_report(folder, target)
+    report = quickly.quick_report(folder, target, {"--model": model, "--api-key-env": api_key_env, "--ca": ca})
     if as_json:
         cli.print_json(report)
     else:

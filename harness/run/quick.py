@@ -6,7 +6,7 @@ It is a run of a scenario that is made here: one load with stages, so that one l
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -295,8 +295,8 @@ def _prompt_tokens(data: bytes) -> int | None:
     return min(tokens, 1 << 20) if type(tokens) is int and tokens > 0 else None
 
 
-def quick_report(folder: Path, target: Target) -> QuickReport:
-    """Return what a finished run of a `quick_scenario` found."""
+def quick_report(folder: Path, target: Target, options: Mapping[str, object]) -> QuickReport:
+    """Return what a finished run of a `quick_scenario` found. `options`: those of the command line for this server."""
     made = with_findings(summarize_with_counts(folder))
     data, summary = made.data, made.summary
     load, ran = next(iter(data.run.scenario.loads.values())), next(iter(data.run.cells))
@@ -321,14 +321,14 @@ def quick_report(folder: Path, target: Target) -> QuickReport:
         share=None if share is None else share.values["share"],
         share_sentence=None if share is None else sentence(share),
         finding=next(iter(summary.findings or []), None),
-        next=next_commands(data.run, target.url, one.user_tok_s),
+        next=next_commands(data.run, target.url, one.user_tok_s, options),
     )
 
 
-def next_commands(run: Run, url: str, tok_s: float | None) -> dict[str, str]:
+def next_commands(run: Run, url: str, tok_s: float | None, options: Mapping[str, object]) -> dict[str, str]:
     """Return three commands to go on with, each with what it answers. All of them work on this machine."""
-    key = run.scenario.api_key_env
-    server = f"--url {shlex.quote(url)}" + (f" --api-key-env {key}" if key is not None else "")
+    given = [f" {name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    server = f"--url {shlex.quote(url)}" + "".join(given)
     measured = "" if tok_s is None else f" --measured {tok_s:.3g}"
     again = f"harness quick {server.removeprefix('--url ')}"
     second = (f"harness live {server}", "its numbers under a load that you set in the browser")

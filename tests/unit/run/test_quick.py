@@ -142,12 +142,13 @@ def test_a_prompt_has_at_most_128_tokens(template: int, per_word: float) -> None
 def test_the_next_commands_work_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_made_run(tmp_path / "run")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    commands = [one.split()[1] for one in next_commands(run, "http://127.0.0.1:8000", 8.0)]
-    assert commands == ["capacity", "live", "quick"]
+    made = next_commands(run, "http://127.0.0.1:8000", 8.0, {"--model": "two", "--api-key-env": None})
+    assert [one.split()[1] for one in made] == ["capacity", "live", "quick"]
+    assert all("http://127.0.0.1:8000 --model two" in one and "--api-key-env" not in one for one in made)
     folder = tmp_path / f"models--{run.scenario.model.replace('/', '--')}" / "snapshots" / "a"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    commands = [one.split()[1] for one in next_commands(run, "http://127.0.0.1:8000", 8.0)]
+    commands = [one.split()[1] for one in next_commands(run, "http://127.0.0.1:8000", 8.0, {})]
     assert commands == ["capacity", "expect", "quick"]
 
 
