@@ -27,7 +27,7 @@ from harness.advice.hardware import GpuSpec, find_gpu, fitted_memory, identify_g
 from harness.advice.model import ModelShape, find_model, read_model, require_known_dtype
 from harness.advice.weights import BYTES_PER_PARAM, NUMBER_BITS
 from harness.base.errors import HarnessError, did_you_mean
-from harness.base.units import GIB, NOTHING, figures
+from harness.base.units import GIB, NOTHING, figures, gib
 from harness.machine.gpus import list_gpus, select_serving_gpus
 from harness.machine.memory import (
     NO_GPU,
@@ -143,9 +143,16 @@ class Expectation(Struct, frozen=True, kw_only=True):
     @property
     def fits(self) -> bool | None:
         """Whether memory is left and the model, if there is one, fits; None: unknown."""
-        if self.memory is not None and self.memory.utilization is None:
+        if self.memory is not None and (self.memory.utilization is None or self.excess_bytes > 0):
             return False
         return None if self.fit is None else self.fit.fits
+
+    @property
+    def excess_bytes(self) -> float:
+        """The bytes of weights of one GPU beyond its memory; 0 where one is not known."""
+        if self.model is None or self.memory is None:
+            return 0.0
+        return max(0.0, self.model.weights_bytes / self.gpus - self.memory.budget_bytes)
 
 
 def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | None = None) -> Expectation:
@@ -237,7 +244,10 @@ def _read_shape(question: Question) -> ModelShape | None:
         routed_params=params if active < params else 0,
         routed_share=active / params,
         number_bits=number_bits,
-        doubts=["without the model's files the KV cache is not counted, and the input embedding is"],
+        doubts=[
+            "without the model's files the KV cache is not counted, and the input embedding is",
+            *(["of a mixture of experts a token reads less: give --active-params"] if active == params else []),
+        ],
     )
     return ModelShape(name=name, folder=Path(), weights_bytes=int(size.weights_bytes), size=size)
 
@@ -513,4 +523,9 @@ def _memory_lines(found: Expectation) -> list[str]:
         lines += format_share(found.memory)
     if found.fit is not None:
         lines += format_fit(found.fit)
+    elif found.excess_bytes > 0:
+        lines.append(f"does not fit: the weights need {gib(found.excess_bytes)} more on each GPU")
+    if found.model is not None and found.memory is None and found.measured_tok_s is None:
+        weights = gib(found.model.weights_bytes)
+        lines.append(f"whether weights of {weights} fit is not known: --free and --total give the memory in GiB")
     return ["", *lines] if lines and found.gpu is not None and found.model is not None else lines

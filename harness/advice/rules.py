@@ -299,7 +299,10 @@ class RowFacts(Struct, frozen=True, dict=True):
         if self.is_quick:
             return f"harness quick {shlex.quote(self.served.url)}"
         is_capacity = (self.data.folder / CAPACITY_FILE).exists()
-        return f"harness {'capacity' if is_capacity else 'run'} {shlex.quote(self.data.run.scenario_name)}.yaml"
+        again = f"harness {'capacity' if is_capacity else 'run'} {shlex.quote(self.data.run.scenario_name)}"
+        if self.served.template is not None or not self.served.url:
+            return f"{again}.yaml"
+        return f"{again} --url {shlex.quote(self.served.url)} --model {shlex.quote(self.data.run.scenario.model)}"
 
     def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
         """By place the text that makes these changes, as this server is configured."""

@@ -183,7 +183,7 @@ def load_generator(row: RowFacts) -> Found | None:
 @rule(
     when="less than 40 % of the drafted tokens were accepted",
     means="Speculation computes tokens that are thrown away. With several users that time is missing for others.",
-    actions="fewer drafted tokens, or no speculation; measure with the number of users that you expect",
+    actions="fewer drafted tokens; a comparison with no speculation, with the number of users that you expect",
 )
 def speculation_rejected(row: RowFacts) -> Found | None:
     drafted, accepted = row.drafts
@@ -195,7 +195,7 @@ def speculation_rejected(row: RowFacts) -> Found | None:
         why="the draft does not fit these answers",
         actions=[
             row.action(
-                "Draft fewer tokens, or start the server without speculation",
+                "Draft fewer tokens; compare with the server without speculation, which may be slower all the same",
                 NO_SPECULATION,
                 risk="one user alone may be slower",
                 verify=SPECULATION,

@@ -136,6 +136,8 @@ def find_variable_problems(server: Server) -> Iterator[Problem]:
     for kind, path, owner, names in owners:
         if owner.template not in names:
             advice = did_you_mean(owner.template, names)
+            if owner.template == "running":  # as `harness init --url` writes it
+                advice = "'running' is the server of --url: give --url URL"
             yield Problem(f"{path}.template", f"there is no {kind} '{owner.template}'; {advice}")
             return
         yield from _check_variables(read_variables(owner.template), owner.variables, f"{path}.variables")

@@ -396,3 +396,13 @@ def test_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": "[]"})
     with pytest.raises(HarnessError, match="is not the configuration"):
         answer(Question(model=str(tmp_path), gpu="MI300X"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "params", "fits"), [("RX 7900 XTX", "70B", False), ("RX 7900 XTX", "7B", None), ("gfx1151", "70B", None)]
+)
+def test_weights_by_hand_that_do_not_fit_are_said(gpu: str, params: str, fits: bool | None) -> None:
+    found = answer(Question(params=params, bits="16", gpu=gpu))
+    assert found.fits is fits
+    assert any(line.startswith("does not fit") for line in format_answer(found)) is (fits is False)
+    assert any("fit is not known" in line for line in format_answer(found)) is (gpu == "gfx1151")

@@ -127,6 +127,11 @@ def test_a_template_prints_declared_and_quoted_values_only(
     ("template", "given", "problem"),
     [
         ("vllm-rok", {}, "$.servers.s.template: there is no server template 'vllm-rok'; did you mean 'vllm-rocm'?"),
+        (
+            "running",
+            {},
+            "$.servers.s.template: there is no server template 'running'; 'running' is the server of --url",
+        ),
         ("vllm-rocm", {"max_num_seq": 1}, ".variables.max_num_seq: unknown variable; did you mean 'max_num_seqs'?"),
         ("vllm-rocm", {"max_num_seqs": "10"}, ".variables.max_num_seqs: a whole number is expected, got '10'"),
         ("vllm-rocm", {"extra_args": "--x"}, ".extra_args: a list of texts or numbers is expected, got '--x'"),
