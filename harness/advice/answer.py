@@ -128,7 +128,7 @@ class Expectation(Struct, frozen=True, kw_only=True):
     users_max_tok_s: float | None = None
     measured_tok_s: float | None = None
     share: float | None = None  # measured / share_of_tok_s
-    share_of_tok_s: float | None = None  # users_max_tok_s; with the experts of several users the estimate for all
+    share_of_tok_s: float | None = None  # users_max_tok_s, or less: with the experts of several users
     word: Word | None = None  # by this share
     share_of_measured: float | None = None  # the same with the measured bandwidth
     contexts: list[ContextBound] = []
@@ -352,6 +352,7 @@ def _with_speed(
         one_user_max_tok_s=bound,
         one_user_typical_tok_s=typical_decode(bound),
         users_max_tok_s=total,
+        share_of_tok_s=likely,
         contexts=[_context_bound(size, gpu, length, gpus) for length in lengths],
         many_users=[_users_bound(size, gpu, users, each, gpus) for users in counts],
         prompts=[_prompt_floor(size, gpu, tokens, gpus) for tokens in prompts],
@@ -426,7 +427,7 @@ def _sentence(found: Expectation, gpu: GpuSpec) -> str:
         of = f"{100 * found.share:.0f} % of {describe_base(found.share_of_tok_s, most)}"
         return f"{speed} for {where}: {of} {given}.{wrong}"
     typical = f"; {_range(found.one_user_typical_tok_s)} is typical" if found.users == 1 else ""
-    return f"{where}: {describe_base(most, most)} {given}{typical}."
+    return f"{where}: {describe_base(found.share_of_tok_s or most, most)} {given}{typical}."
 
 
 def _range(values: tuple[float, float] | None) -> str:

@@ -406,3 +406,9 @@ def test_weights_by_hand_that_do_not_fit_are_said(gpu: str, params: str, fits: b
     assert found.fits is fits
     assert any(line.startswith("does not fit") for line in format_answer(found)) is (fits is False)
     assert any("fit is not known" in line for line in format_answer(found)) is (gpu == "gfx1151")
+
+
+def test_several_users_of_a_mixture_are_told_the_speed_with_the_experts_of_all() -> None:
+    found = answer(Question(params="30B", active_params="3B", bits="Q4_K_M", gpu="gfx1151", users=16))
+    assert " about 279 tok/s with the experts of all users, of at most 2,276 tok/s (" in found.sentence
+    assert found.share is None and found.share_of_tok_s == pytest.approx(279, rel=0.01)
