@@ -298,7 +298,7 @@ def test_an_interrupted_run_has_all_records(tmp_path: Path, engine_process: Spaw
     assert sum(mark.sent or 0 for mark in ends) == len(records(tmp_path))
 
 
-STAGES = [{"users": 2, "for_s": 1.5}, {"users": 8, "for_s": 1.5}, {"users": 4, "for_s": 1.5}]
+STAGES = [{"users": 2, "for_s": 3}, {"users": 8, "for_s": 3}, {"users": 4, "for_s": 3}]
 CELLS = ["r1-running-l@2", "r1-running-l@8", "r1-running-l@4"]
 
 
@@ -331,7 +331,7 @@ def test_the_users_of_all_workers_follow_the_stages(tmp_path: Path, engine_proce
         assert sum(mark.sent or 0 for mark in ends) == sum(mark.recorded or 0 for mark in ends) == len(of)
     for (_, last), (first, _) in pairwise(spans):
         assert first > last  # of all machines
-    assert all(last - first < 2.0 for first, last in spans)
+    assert all(last - first < 4.0 for first, last in spans)
     summary = json.loads((folder / "summary.json").read_bytes())
     assert (summary["valid"], summary["reasons"]) == (True, [])
     assert [row["pooled"]["unfinished"] for row in summary["rows"]] == [0, 0, 0]

@@ -135,13 +135,15 @@ def test_a_backend_that_is_killed_during_an_answer(variables: Variables, tmp_pat
         body = {"model": "user.Tiny", "stream": True, "max_tokens": 1900, "ignore_eos": True,
                 "messages": [{"role": "user", "content": "Hello."}]}  # fmt: skip
         url = endpoint.url + "/v1/chat/completions"
-        with requests.post(url, json=body, stream=True, timeout=PATIENCE_S) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            output(endpoint, "kill -9 $(sed -n 's/^Name:.llama-server//p;s/^Pid:.//p' /proc/[0-9]*/status"
-                             " | sed -n '/^$/{n;p}')")  # fmt: skip
-            rest = b"\n".join(lines)
-        assert answer.status_code == 200 and b"data: [DONE]" not in rest
+        kill = "kill -9 $(sed -n 's/^Name:.llama-server//p;s/^Pid:.//p' /proc/[0-9]*/status | sed -n '/^$/{n;p}')"
+        for sleep_s in range(20):  # the answer takes about a second, the start of a command in a container as long
+            output(endpoint, f"(sleep {sleep_s / 2}; {kill}; touch /tmp/killed) >/dev/null 2>&1 &")
+            with requests.post(url, json=body, stream=True, timeout=PATIENCE_S) as answer:
+                rest = answer.raw.read()
+            output(endpoint, "until rm /tmp/killed 2>/dev/null; do sleep 0.1; done")
+            if answer.status_code == 200 and rest and b"data: [DONE]" not in rest:
+                break
+        assert answer.status_code == 200 and rest and b"data: [DONE]" not in rest
         assert requests.post(url, json=body | {"stream": False, "max_tokens": 2}, timeout=PATIENCE_S).status_code == 200
         assert endpoint.problems(before)[0].code in ("backend_restarted", "backend_reset")
         assert endpoint.problems(endpoint.state()) == []
