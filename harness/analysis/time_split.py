@@ -12,6 +12,7 @@ from harness.base.summary import LimitedBy, Numbers, Reason, ServerLoad, TimeSpl
 from harness.base.units import count
 
 MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; outside, they are not the same
+MAX_SUM = 1.1  # of E2E: times of the server beyond it are of other requests, such as a warm-up's long prompts
 KV_FULL = 0.95  # of the KV cache, while requests wait or are preempted
 MAX_OTHERS = 0.02  # of the requests: so many may be on one side only, the server's or the client's
 SHARE = 0.20  # of a number or a request's time: from this share on, client, queueing or API process is the limit
@@ -56,6 +57,8 @@ def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> Ti
     if mixed or not e2e_s or not counted or not same_requests or all(total is None for total in totals):
         return None
     if timed_others(numbers, load) is not None:
+        return None
+    if sum(total for total in totals if total is not None) > MAX_SUM * e2e_s * counted:
         return None
     queue_s, prefill_s, decode_s = (None if total is None else total / counted for total in totals)
     api_s = None

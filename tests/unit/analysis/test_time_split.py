@@ -62,8 +62,9 @@ def test_what_the_server_does_not_say_is_none() -> None:
     assert time_split(numbers(), counted(), mixed=True) is None
     assert time_split(numbers(), counted(timed_requests=31.0)) is None  # others than the measured requests
     assert time_split(numbers(), counted(timed_requests=15.0)) is None
-    negative = time_split(numbers(e2e_s=0.5), counted())
+    negative = time_split(numbers(e2e_s=0.85), counted())
     assert negative is not None and negative.api_s is None
+    assert time_split(numbers(e2e_s=0.5), counted()) is None  # the server's times of a request are 0.9 s
     llama = time_split(numbers(), ServerLoad(prefill_s=1.0, decode_s=15.0))
     assert llama is not None and (llama.queue_s, llama.api_s, llama.decode_s) == (None, None, 0.75)
 
