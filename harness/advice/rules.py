@@ -296,13 +296,19 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     @property
     def run_again(self) -> str:
+        run, command, server = self.data.run, "run", ""
+        if self.served.template is None and self.served.url:  # it ran already
+            options = {
+                "--url": self.served.url,
+                "--model": run.scenario.model,
+                "--api-key-env": run.scenario.api_key_env,
+            }
+            server = "".join(f" {name} {shlex.quote(value)}" for name, value in options.items() if value)
         if self.is_quick:
-            return f"harness quick {shlex.quote(self.served.url)}"
-        is_capacity = (self.data.folder / CAPACITY_FILE).exists()
-        again = f"harness {'capacity' if is_capacity else 'run'} {shlex.quote(self.data.run.scenario_name)}"
-        if self.served.template is not None or not self.served.url:
-            return f"{again}.yaml"
-        return f"{again} --url {shlex.quote(self.served.url)} --model {shlex.quote(self.data.run.scenario.model)}"
+            return f"harness quick{server.replace(' --url', '', 1)}"
+        if (self.data.folder / CAPACITY_FILE).exists():
+            command = "capacity"
+        return f"harness {command} {shlex.quote(run.scenario_name)}.yaml{server}"
 
     def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
         """By place the text that makes these changes, as this server is configured."""

@@ -158,7 +158,7 @@ def render(
         state=[*page.state(summary, run), *([] if tune is None else tune_elements(tune))],
         findings=page.findings(summary),
         first_charts=answers[:1] if is_sure else [],
-        verdicts=_verdicts(summary),
+        verdicts=_verdicts(summary, run),
         design=[page.design(summary, run), *(page.loads(run) if len(summary.rows) > _FEW else [])],
         results=table.results_table(summary, run, loads if len(summary.rows) <= _FEW else {}),
         details=details,
@@ -232,11 +232,11 @@ _TILES: tuple[tuple[str, str, str, Callable[[Row], float | None]], ...] = (  # t
 )  # fmt: skip
 
 
-def _verdicts(summary: Summary) -> list[Element]:
+def _verdicts(summary: Summary, run: Run) -> list[Element]:
     """The verdicts with their intervals and p-values."""
     if summary.comparison is None:
         return same_answers_page(summary.same_answers)
-    found = page.verdicts(summary.comparison, "")
+    found = page.run_verdicts(summary, run, "")
     confidence = page.verdict_grid(summary.comparison.verdicts)
     folded = Fold("Confidence: intervals, p-values and what would settle it", [confidence])
     return [*found, folded, *same_answers_page(summary.same_answers)]

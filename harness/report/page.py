@@ -50,7 +50,7 @@ def run_page(
         *findings(summary),
         results_table(summary, run),
         design(summary, run),
-        *([Paragraph("Verdicts", "heading"), *verdicts(summary.comparison, _RUN_HINT)] if summary.comparison else []),
+        *([Paragraph("Verdicts", "heading"), *run_verdicts(summary, run, _RUN_HINT)] if summary.comparison else []),
         *same_answers_page(summary.same_answers),
         *trust_tables(summary),
         *schedule_table(summary, run),
@@ -140,6 +140,13 @@ def verdicts(comparison: Comparison, hint: str) -> list[Element]:
         title = sentences.hidden_verdicts_text(item.style for item in hidden)
         elements.append(Fold(title, [Bullets(hidden, "verdicts")], hint))
     return [*elements, Paragraph(sentences.method_sentence(comparison), "fine")]
+
+
+def run_verdicts(summary: Summary, run: Run, hint: str) -> list[Element]:
+    """The verdicts of a run, and which rows have none."""
+    other = sentences.other_work_sentence(summary, run)
+    found = [] if summary.comparison is None else verdicts(summary.comparison, hint)
+    return [*found, *([Paragraph(other, "fine")] if other else [])]
 
 
 def failures(summary: Summary) -> list[Element]:

@@ -517,6 +517,20 @@ def method_sentence(comparison: Comparison) -> str:
     return f"{text} Variation between runs: {source}." if source else text
 
 
+def other_work_sentence(summary: Summary, run: Run) -> str:
+    """Which rows have no verdict although they ran, because no row of a comparison does the same work; or nothing."""
+    verdicts = summary.comparison.verdicts if summary.comparison is not None else []
+    judged = {name for verdict in verdicts for name in (verdict.side, verdict.baseline)}
+    others = [row for row in summary.rows if row.name not in judged and row.failed is None and row.invalid is None
+              and not asks_known(run.scenario.loads[row.load])]  # fmt: skip
+    if not verdicts or not others:
+        return ""
+    return (
+        f"{count(len(others), 'row has', 'rows have')} no verdict: their prompts, lengths of answers or pacing are not "
+        "those of the baseline, and no other server has the same load. `compare` in the scenario names other pairs."
+    )
+
+
 def design_sentence(run: Run) -> str:
     """The repeats, their order, and whether servers were fresh; for an imported run its origin."""
     if run.origin is not None:

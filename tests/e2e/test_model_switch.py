@@ -14,7 +14,7 @@ servers:
   engine:
     template: simulated
     container: false
-    variables: {preset: instant, extra_args: [--other-models, b, --switch-s, "0.4"]}
+    variables: {preset: instant, extra_args: [--other-models, b, --switch-s, "1.5"]}
 loads: {turns: {user: batch, requests: 12, output_tokens: 4, model: [a, a, b, b]}}
 prompts: {tokens: 20}
 repeats: 1
@@ -30,8 +30,8 @@ def test_a_change_costs_the_time_of_a_switch(tmp_path: Path) -> None:
     (answer,) = summary.answers
     assert (answer.values["changes"], answer.values["waited"], answer.values["provisional"]) == (6, 6, True)
     assert (
-        0.3 < answer.values["cost_s"] < 0.9
-    )  # 0.4, and what a busy machine adds; exact in virtual time, in the unit tests
+        1 < answer.values["cost_s"] < 4
+    )  # 1.5, and what a busy machine adds; exact in virtual time, in the unit tests
     assert answer.text in " ".join(done.out.split())
 
 

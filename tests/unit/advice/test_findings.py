@@ -20,7 +20,8 @@ from rich.console import Console
 
 from harness.advice.expect import share
 from harness.advice.findings import RULES, with_findings
-from harness.analysis.summarize import Summarized, summarize_with_counts
+from harness.advice.rules import RowFacts
+from harness.analysis.summarize import Summarized, summarize, summarize_with_counts
 from harness.base.files import pretty_json
 from harness.base.summary import Row, RunFinding, Summary
 from harness.base.units import GIB
@@ -28,6 +29,7 @@ from harness.machine.gpus import read_gpu_memory, read_machine
 from harness.machine.telemetry import Meter, find_files, read_files
 from harness.records.manifest import Machine, ModelSize, read_run, write_run
 from harness.records.records import Request
+from harness.records.run_data import load
 from harness.records.samples import TelemetrySample
 from harness.report import html, markdown
 from harness.report.elements import Paragraph
@@ -39,6 +41,7 @@ from harness.scenario.plan import Cell
 from harness.simulated.engine import EngineConfig
 from tests.support import fake_gpus, machines
 from tests.support.engine_runs import HEALTHY, STRIX, EngineSetup, write_engine_run
+from tests.support.made_runs import served_by, write_made_run
 
 
 def batch(at_once: int, requests: int = 40, output_tokens: int = 10) -> Load:
@@ -559,3 +562,18 @@ def test_no_finding_is_an_answer_and_none_searched_is_not(tmp_path: Path) -> Non
     for searched, there in ((made.summary, True), (replace(made.summary, findings=None), False)):
         for name, text in outputs(tmp_path / "run", searched).items():
             assert name == "json" or ("no problem found" in text) == there, name
+
+
+def test_the_command_that_verifies_works_for_a_server_that_ran_already(tmp_path: Path) -> None:
+    def again(template: str | None, *files: str) -> str:
+        folder = tmp_path / f"{template}{files}"
+        ran = replace(served_by(), url="http://127.0.0.1:8000", template=template)
+        run = write_made_run(folder, served=lambda cell: ran)
+        for name in files:
+            (folder / name).write_text("{}")
+        facts = RowFacts(load(folder), (summary := summarize(folder)), summary.rows[0])
+        return facts.run_again.replace(run.scenario_name, "NAME")
+
+    assert again("vllm-cpu") == "harness run NAME.yaml"
+    assert again(None) == "harness run NAME.yaml --url http://127.0.0.1:8000 --model m"
+    assert again(None, "capacity.json") == "harness capacity NAME.yaml --url http://127.0.0.1:8000 --model m"

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from harness.analysis.capacity import CapacityReport
+from harness.analysis.summarize import summarize
 from harness.base.summary import (
     NO_SAMPLE,
     CellSummary,
@@ -32,6 +33,7 @@ from harness.report.elements import Paragraph
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.scenario import Load, Prompts, Scenario, Server
+from tests.support.made_runs import scenario, write_made_run
 
 FEW = Distribution(n=5, mean=0.05, min=0.04, max=0.06)
 MANY = Distribution(n=200, mean=0.05, min=0.04, max=1.2, p50=0.0523, p90=0.0911, p95=1.0985)
@@ -377,3 +379,18 @@ def test_a_percentile_that_no_row_has_is_replaced_by_a_lower_one_or_the_mean() -
     assert latencies_of(replace(of, rows=[row("one", replace(numbers(1.0, FEW), ttft=NO_SAMPLE, tpot=NO_SAMPLE))])) == [
         {"E2E mean": "50.0 (n = 5)", "E2E max": "60.0"}
     ]
+
+
+def test_rows_of_other_work_are_said_to_have_no_verdict(tmp_path: Path) -> None:
+    short = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
+    loads = {
+        "one": short,
+        "two": replace(short, in_flight=1, batch_size=None),
+        "long": replace(short, output_tokens=22),
+    }
+    for servers, rows in ((["a"], "1 row has"), (["a", "b"], "")):
+        folder = tmp_path / "".join(servers)
+        known = scenario(servers={name: Server(template="vllm-cpu") for name in servers}, loads=loads)
+        run = write_made_run(folder, made_of=known)
+        text = sentences.other_work_sentence(summarize(folder), run)
+        assert text.startswith(rows) and bool(text) is bool(rows), text
