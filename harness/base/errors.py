@@ -3,7 +3,7 @@
 HarnessError
  +- ScenarioError      the scenario cannot be used            exit 1
  +- UnlikeError        runs that are not compared             exit 1 (harness.records.manifest)
- +- ServerError        the server did not become ready        exit 2
+ +- ServerError        not ready, or without the model       exit 2
  |   +- StartError     because of its settings, not of its host
  +- RunError           the run cannot give valid numbers      exit 3
 """
@@ -26,7 +26,7 @@ MAX_BAD_LINES = 5  # of one file; then reading stops
 class ExitCode(enum.IntEnum):
     OK = 0
     USAGE = 1  # usage, scenario or input file
-    SERVER = 2  # a server did not become ready
+    SERVER = 2  # a server did not become ready, or lacks the model
     INVALID = 3  # the run ended INVALID
     FAILED = 4  # a check or a comparison failed, or the doctor found a blocker
     INCONCLUSIVE = 5  # no check failed, and at least one is inconclusive

@@ -131,10 +131,10 @@ def run(
     if resume is not None:
         report(_resume(scenario, cli.find_run(resume, runs), target, budget_s, against, junit))
         return
-    make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=cli.console().print)
+    say, duration_s = cli.console().print, None if duration is None else read_duration("--duration", duration)
+    make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=say)
     with running_scenarios.scenario_path(scenario, target, quick.NAME, make) as path:
-        duration_s = None if duration is None else read_duration("--duration", duration)
-        experiment = experiments.prepare(path, target, model, repeats, checks or [], duration_s)
+        experiment = running_scenarios.prepare_for(path, target, model, say, repeats, checks or [], duration_s)
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
         _print_notes(experiment.scenario)
@@ -289,20 +289,19 @@ def capacity(
     from harness.base.units import read_duration
     from harness.report.capacity import print_capacity
     from harness.run import capacity as searching
-    from harness.run import experiment as experiments
     from harness.run import quick as running_scenarios
     from harness.run.progress import Progress
 
     budget_s = read_duration("--budget", budget)
-    target = cli.make_target(url, ca=ca)
+    target, console = cli.make_target(url, ca=ca), cli.console(stderr=as_json)
     make = partial(running_scenarios.user_scenario, user or "chat", model=model, key_name=api_key_env)
     name = f"capacity-{user or 'chat'}"
     with running_scenarios.scenario_path(scenario, target, name, make) as path:
-        experiment = experiments.prepare(path, target, model)
+        experiment = running_scenarios.prepare_for(path, target, model, console.print)
         experiment, question, parsed = searching.define_search(
             experiment, load, checks or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
         )
-        folder, report = searching.capacity(experiment, question, parsed, runs, Progress(cli.console(stderr=as_json)))
+        folder, report = searching.capacity(experiment, question, parsed, runs, Progress(console))
     if as_json:
         cli.print_json(report)
     else:
@@ -328,7 +327,6 @@ def live(
 
     With --url and without a scenario: for a running server.
     """
-    from harness.run import experiment as experiments
     from harness.run import live as living
     from harness.run import quick as running_scenarios
     from harness.run.progress import Progress
@@ -336,7 +334,7 @@ def live(
     target, name = cli.make_target(url, ca=ca), user or "chat"
     make = partial(running_scenarios.user_scenario, name, model=model, key_name=api_key_env)
     with running_scenarios.scenario_path(scenario, target, f"live-{name}", make) as path:
-        experiment = experiments.prepare(path, target, model)
+        experiment = running_scenarios.prepare_for(path, target, model, cli.console().print)
         living.live(experiment, server, load, port, runs, Progress(cli.console()))
 
 
@@ -351,13 +349,12 @@ def check(
     as_json: cli.JsonOpt = False,
 ) -> None:
     """Validate a scenario and show its plan, without running anything. With --url one request is timed."""
-    from harness.run import experiment as experiments
     from harness.run import quick as quickly
     from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
     from harness.run.preview import preview, show_plan
 
-    target = cli.make_target(url, ca=ca)
-    experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
+    target, say = cli.make_target(url, ca=ca), cli.console(stderr=as_json).print
+    experiment = quickly.prepare_for(scenario, target, model, say, repeats, checks or [])
     speed = None if target is None else quickly.time_one_request(target, experiment.scenario)
     shown = preview(experiment, speed)
     of_machine = [] if target is not None else [*machine_notes(experiment), *predict_shares(experiment)]

@@ -62,9 +62,9 @@ def tune(
     from harness.base.units import read_duration
     from harness.report import terminal
     from harness.report.tune import tune_page
-    from harness.run import experiment as experiments
     from harness.run import tune as tuning
     from harness.run.progress import Progress
+    from harness.run.quick import prepare_for
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     progress, target = Progress(cli.console(stderr=as_json)), cli.make_target(url, ca=ca)
@@ -76,7 +76,7 @@ def tune(
     elif scenario is None:
         raise HarnessError("no scenario", next_step="Give a scenario, or --resume RUN.")
     else:
-        experiment = experiments.prepare(scenario, target, model)
+        experiment = prepare_for(scenario, target, model, progress.line)
         experiment, question = tuning.define_tune(
             experiment, goal, load, server, checks or [], budget_s or DEFAULT_BUDGET_S
         )

@@ -13,22 +13,25 @@ from typing import Any, NamedTuple, TypeVar
 
 import requests
 import yaml
+from msgspec.structs import replace
 
 from harness.advice.findings import with_findings
 from harness.advice.model import find_model, read_model
 from harness.analysis.quick import QuickReport, counts_tokens, median_prompt, quick_levels
 from harness.analysis.summarize import summarize_with_counts
 from harness.base.errors import HarnessError, ServerError
+from harness.base.files import SCENARIOS
 from harness.base.process import pause
 from harness.base.summary import sentence
 from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Run
-from harness.run.experiment import RUNNING_SERVER, Target
+from harness.run import experiment as experiments
+from harness.run.experiment import RUNNING_SERVER, Experiment, Target
 from harness.scenario import Scenario, models_of_loads
 from harness.scenario.behaviour import max_length
 from harness.serve import probe
-from harness.serve.lifecycle import choose_model, reported
+from harness.serve.lifecycle import choose_model, refuse_absent_models, reported
 from harness.workload import SALT_WORDS, text
 from harness.workload.job import read_api_key
 
@@ -142,6 +145,27 @@ def scenario_path(
         yield path
 
 
+def prepare_for(path: Path, target: Target | None, model: str | None, say: Say, *options: Any) -> Experiment:
+    """Prepare a scenario as `experiment.prepare` does. The models of scenarios that ship are examples: without `model`,
+    the only chat model of the running server takes the place of one that it lacks. Raises HarnessError.
+    """
+    experiment = experiments.prepare(path, target, model, *options)
+    scenario, key_name = experiment.scenario, experiment.scenario.api_key_env
+    if target is None or model or path.resolve().parent != SCENARIOS or models_of_loads(scenario):
+        return experiment
+    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
+    try:
+        _when_ready(lambda: refuse_absent_models(base, [scenario.model], key, key_name, say))
+    except ServerError:
+        with open_session(key) as session:
+            if len(probe.chat_models(probe.list_models(base, session, key_name))) != 1:
+                raise
+            only = probe.find_model(base, None, session, key_name)
+        say(f"The server has only {only}: it is measured instead of the scenario's {scenario.model}.")
+        return replace(experiment, scenario=replace(scenario, model=only))
+    return experiment
+
+
 def quick_scenario(
     target: Target, model: str | None = None, key_name: str | None = None, say: Say = lambda line: None
 ) -> dict[str, Any]:
@@ -151,7 +175,7 @@ def quick_scenario(
     """
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
     with reported(f"the first answer of {base}", say):
-        chosen = model or _when_ready(lambda: choose_model(base, key, key_name))
+        chosen = _choose_model(base, model, key, key_name, say)
         speed = _when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
     effort = choose_effort(speed)
     load = {
@@ -169,10 +193,20 @@ def quick_scenario(
 def user_scenario(user: str, target: Target, model: str | None = None, key_name: str | None = None) -> dict[str, Any]:
     """Return a scenario with one kind of users, for a capacity search or a live load. Raises ServerError."""
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
-    chosen = model or _when_ready(lambda: choose_model(base, key, key_name))
+    chosen = _choose_model(base, model, key, key_name)
     loads = {user: {**USER_LOADS[user], "users": 1, "duration_s": 60}}
     more = {"prompts": USER_PROMPTS.get(user, {"tokens": 256}), "checks": LIMITS}
     return _scenario(f"How many {user} users does this server hold?", chosen, loads, key_name, **more)
+
+
+def _choose_model(
+    base: str, model: str | None, key: str | None, key_name: str | None, say: Say = lambda line: None
+) -> str:
+    """Return the given model, which the server must have, or the one that it has loaded. Raises ServerError."""
+    if model is None:
+        return _when_ready(lambda: choose_model(base, key, key_name))
+    _when_ready(lambda: refuse_absent_models(base, [model], key, key_name, say))
+    return model
 
 
 def _scenario(question: str, model: str, loads: dict[str, Any], key_name: str | None, **more: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import queue
 import re
+import shlex
 import socket
 import threading
 import time
@@ -123,10 +124,8 @@ def find_metrics_url(base: str, api_key: str | None = None, model: str | None = 
         return next((url for url, text in texts if text and not text.startswith("<")), None)
 
 
-def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
-    """Return the id to send for `model`; without `model`, that of the first chat model. Raises ServerError that lists
-    the ids.
-    """
+def list_models(base: str, session: requests.Session, key_name: str | None = None) -> list[str]:
+    """Return the ids of a server's models. Raises ServerError."""
     url = base + "/v1/models"
     try:
         response = session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
@@ -134,12 +133,23 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         raise _make_connection_error(url, error) from None
     require_api(response, base, key_name)
     try:
-        ids = unexpected_response.parse_model_ids(response.content)
+        return unexpected_response.parse_model_ids(response.content)
     except ValueError:
         raise _unexpected_form("a list of models", response) from None
-    shown = ", ".join(f"'{id}'" for id in ids[:8]) or "no model at all"
+
+
+def chat_models(ids: Sequence[str]) -> list[str]:
+    """Return the models that chat, by their names."""
+    return [id for id in ids if _NOT_CHAT.search(id) is None]
+
+
+def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
+    """Return the id to send for `model`; without `model`, that of the first chat model. Raises ServerError that lists
+    the ids.
+    """
+    ids = list_models(base, session, key_name)
+    first, shown = next(iter(chat_models(ids)), None), ", ".join(f"'{id}'" for id in ids[:8]) or "no model at all"
     if model is None:
-        first = next((id for id in ids if _NOT_CHAT.search(id) is None), None)
         if first is None:
             raise ServerError(f"{base} serves no chat model: {shown}", next_step="Load one, or give `--model NAME`.")
         if masked(first, "sure") != first:
@@ -148,11 +158,10 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         return first
     if listed_names(model) & set(ids):
         return model
-    close = closest_name(model, ids)
+    proposed = shlex.quote(closest_name(model, ids) or first or "NAME")
     raise ServerError(
         f"{base} does not serve '{model}'; it serves {shown}",
-        next_step="Set the scenario's 'model' to one of these, or give `--model NAME`"
-        + (f" (did you mean '{close}'?)." if close else "."),
+        next_step=f"Give `--model {proposed}`, or set the scenario's 'model' to one of these.",
     )
 
 

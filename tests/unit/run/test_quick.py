@@ -31,6 +31,7 @@ from harness.run.quick import (
     find_server,
     model_of,
     next_commands,
+    prepare_for,
     quick_scenario,
     scenario_path,
     time_one_request,
@@ -235,7 +236,7 @@ def test_a_model_that_the_server_does_not_have_is_answered_with_those_it_has(tmp
 
     with listening(Strict) as url, pytest.raises(ServerError, match="does not serve 'absent'; it serves") as caught:
         time_one_request(Target(url), prepare(write(tmp_path), Target(url), "absent").scenario)
-    assert "--model NAME" in caught.value.next_step
+    assert "`--model Qwen3-8B`" in caught.value.next_step
 
 
 def test_a_run_whose_server_lacks_a_model_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +246,40 @@ def test_a_run_whose_server_lacks_a_model_leaves_nothing(tmp_path: Path, monkeyp
         with listening(double()) as url, pytest.raises(ServerError, match="does not serve 'absent'; it serves"):
             run(prepare(SCENARIOS / f"{scenario}.yaml", Target(url), given), tmp_path / "runs", Progress(said))
         assert said.file.getvalue() == "" and list(tmp_path.iterdir()) == []  # type: ignore[attr-defined]
+
+
+def test_a_shipped_scenario_is_measured_with_the_only_model_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
+    lines: list[str] = []
+    soak, own = SCENARIOS / "soak.yaml", write(tmp_path)
+    with listening(double(["bge-m3", "the-only"])) as url:
+        made = prepare_for(soak, Target(url), None, lines.append, 2)
+        assert (made.scenario.model, made.scenario.repeats) == ("the-only", 2)
+        assert lines == ["The server has only the-only: it is measured instead of the scenario's Qwen/Qwen3-4B."]
+        # A model that was asked for stays, and loads that name models, and scenarios of the user.
+        assert prepare_for(soak, Target(url), "mine", lines.append).scenario.model == "mine"
+        switching = prepare_for(SCENARIOS / "model-switching.yaml", Target(url), None, lines.append)
+        assert switching.scenario == prepare(SCENARIOS / "model-switching.yaml", Target(url)).scenario
+        assert prepare_for(own, Target(url), None, lines.append).scenario == prepare(own, Target(url)).scenario
+    with listening(double()) as url, pytest.raises(ServerError, match="does not serve") as caught:
+        prepare_for(soak, Target(url), None, lines.append)
+    assert "`--model Qwen3-8B`" in caught.value.next_step
+    with listening(double(["Qwen/Qwen3-4B", "b"])) as url:
+        assert prepare_for(soak, Target(url), None, lines.append).scenario.model == "Qwen/Qwen3-4B"
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("make", [quick_scenario, lambda *given: user_scenario("chat", *given)])
+def test_a_given_model_that_the_server_lacks_is_refused_before_anything_is_sent(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
+    asked: list[str] = []
+    with listening(double(asked=asked)) as url, pytest.raises(ServerError, match="does not serve 'absent'") as caught:
+        make(Target(url), "absent")
+    assert caught.value.exit_code == 2 and asked == []
 
 
 def test_a_scenario_or_a_server_is_needed() -> None:
