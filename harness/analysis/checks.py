@@ -109,7 +109,8 @@ def judged_metrics(load: Load) -> set[str]:
 def is_changed_by(cell: CellSummary, metric: str, error: tuple[float, float], texts: Sequence[str]) -> bool:
     """Whether a check of a cell's metric may have another result, if the value is wrong by so much. See `client_error`.
 
-    A check against a baseline may: the baseline is another value.
+    A check against a baseline may: the baseline is another value. A share of requests within a bound may where a
+    percentile of the latency may be on the other side of it.
     """
     value = METRICS[metric].of(cell.numbers)
     for text in texts:
@@ -117,13 +118,14 @@ def is_changed_by(cell: CellSummary, metric: str, error: tuple[float, float], te
             check = parse_check(text)
         except (ValueError, HarnessError):
             continue
-        if metric != check.metric or value is None:
+        if value is None or not check.concerns(cell.server, cell.load):
             continue
-        if not check.concerns(cell.server, cell.load):
-            continue
-        holds = OPERATORS[check.operator]
+        if metric == check.metric and check.relative:
+            return True
+        bounds = [(check.operator, check.bound)] if metric == check.metric else []
+        bounds += [(slo.operator, slo.bound_s) for slo in check.slos if slo.latency == METRICS[metric].latency]
         ends = (value * (1 - error[0]), value * (1 + error[1]))
-        if check.relative or holds(ends[0], check.bound) != holds(ends[1], check.bound):
+        if any(OPERATORS[sign](ends[0], bound) != OPERATORS[sign](ends[1], bound) for sign, bound in bounds):
             return True
     return False
 

@@ -21,7 +21,7 @@ from harness.analysis.stats import rate_error
 from harness.analysis.switching import switching_answers
 from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split, timed_others
 from harness.analysis.turns import turn_answers, turn_numbers
-from harness.analysis.verdicts import compare_rows, drift_notes
+from harness.analysis.verdicts import compare_rows, drift_notes, is_paced
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.metrics import NUMBER_WORDS, WORK
@@ -195,7 +195,8 @@ def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Seq
     found: dict[str, CellSummary] = {}
     for (_, name), row in rows.items():
         load = run.scenario.loads[name]  # of one with known answers only the answers are compared
-        judged = checks.judged_metrics(load) if len(rows) > 1 and not asks_known(load) else set()
+        is_searched = any(cell.seed is not None for cell in run.cells) and is_paced(load)  # only its SLOs count
+        judged = checks.judged_metrics(load) if len(rows) > 1 and not asks_known(load) and not is_searched else set()
 
         def is_judged(metric: str, cell: CellSummary, judged: Collection[str] = frozenset(judged)) -> bool:
             return metric in judged or checks.is_changed_by(cell, metric, cell.client_error[metric], check_texts)

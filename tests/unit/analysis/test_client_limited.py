@@ -15,7 +15,7 @@ from harness.analysis.limits import client_errors, client_limits, send_delay_s
 from harness.analysis.numbers import compute_numbers
 from harness.analysis.summarize import summarize, write_summary
 from harness.base.summary import CellSummary, Distribution, Numbers, ServerLoad, evidence
-from harness.records.manifest import read_run
+from harness.records.manifest import read_run, write_run
 from harness.records.records import Request, read_marks
 from harness.records.run_data import cell_data
 from harness.report import export, junit, markdown, terminal
@@ -117,6 +117,25 @@ def test_a_check_that_delays_cannot_change_is_decided(bound: str, changed: bool)
     assert is_changed_by(cell, "ttft_p50", (0.3, 0.0), [f"ttft_p50 <= {bound}"]) == changed
     assert not is_changed_by(cell, "ttft_p50", (0.3, 0.0), [f"e2e_p50 <= {bound}", f"b/x: ttft_p50 <= {bound}"])
     assert is_changed_by(cell, "ttft_p50", (0.3, 0.0), ["ttft_p50 <= 2 * baseline"])
+    assert is_changed_by(cell, "ttft_p50", (0.3, 0.0), [f"attainment(e2e <= 9 s, ttft <= {bound}) >= 0.9"]) == changed
+    assert is_changed_by(cell, "ttft_p50", (0.3, 0.0), [f"goodput(ttft <= {bound}) >= 0.5 req/s"]) == changed
+
+
+def test_of_a_search_only_what_its_slos_say_counts(tmp_path: Path) -> None:
+    """Users who think, on two servers: a verdict would judge every latency, a search has no verdict."""
+
+    def late(cell: Cell, process: int, start_s: float) -> list[Request]:
+        return [made_request(cell=cell.id, process=process, index=index, clock="read") for index in range(20)]
+
+    load = Load(user="chat", users=2, requests=20, think_s=[1.0, 2.0], output_tokens=11)
+    for folder, seed, found in (("run", None, True), ("search", 7, False)):
+        path = tmp_path / folder
+        write_made_run(path, made_of=scenario(loads={"x": load}, checks=["ttft_p95 <= 60 s"], repeats=1), requests=late)
+        run = read_run(path)
+        write_run(path, replace(run, cells=[replace(one, seed=seed) for one in run.cells]))
+        marks = [replace(mark, loop_lag_p50_s=0.4, loop_lag_p99_s=0.4) for mark in read_marks(path / "processes.jsonl")]
+        write_lines(path / "processes.jsonl", marks)
+        assert ("client_error" in {reason.code for reason in summarize(path).reasons}) == found
 
 
 def test_an_unknown_error_has_no_verdict(tmp_path: Path) -> None:
