@@ -254,25 +254,39 @@ def start_noise(trials: Sequence[Trial]) -> float:
     return math.sqrt((EXPECTED_FREEDOM * EXPECTED_SD**2 + squares) / freedom)
 
 
-def excluded(search: Search, at: Candidates, failed: Sequence[Trial]) -> NDArray[np.bool_]:
+def excluded(search: Search, at: Candidates, trials: Sequence[Trial]) -> NDArray[np.bool_]:
     """Which candidates fail by the cause of a failed start.
 
     Too little memory excludes all that need as much or more, of the settings that the failure names, or else of all;
-    another cause all that share each value which the failure names, or else which differed from the default.
+    another cause all that share each value which the failure names, or else which is not the default's. Of starts that
+    failed with the same words these are the values that all of them have, if none that started has them, too.
     """
-    out = np.zeros(len(at), np.bool_)
-    for trial, point in zip(failed, search.array(failed), strict=True):
+    out, default = np.zeros(len(at), np.bool_), np.array(search.default)
+    points, started = search.array(trials), search.array([one for one in trials if one.cause is None])
+    for trial, point in zip(trials, points, strict=True):
         named = [place for place, setting in enumerate(search.settings) if setting.name in trial.blamed]
+        if trial.cause is None:
+            continue
         if trial.cause in ("memory", "cache"):
             among = named or list(range(len(search.settings)))
             out |= np.all(((at - point) * search.needs(trial.cause))[:, among] >= 0, axis=1)
             continue
         if trial.cause == "flag" and named:  # the server does not know it, with whatever value
-            out |= np.any(at[:, named] != np.array(search.default)[named], axis=1)
+            out |= np.any(at[:, named] != default[named], axis=1)
             continue
-        shared = named or [place for place, index in enumerate(search.default) if point[place] != index]
+        alike = points[[one is trial or _failed_alike(one, trial) for one in trials]]
+        common = np.flatnonzero(np.all(alike == point, axis=0) & (point != default))
+        is_known_good = not len(common) or np.any(np.all(started[:, common] == point[common], axis=1))
+        shared = named or (np.flatnonzero(point != default) if is_known_good else common)
         out |= np.all(at[:, shared] == point[shared], axis=1)
     return out
+
+
+def _failed_alike(one: Trial, other: Trial) -> bool:
+    """Whether two starts failed with the same words, whatever the numbers in them."""
+    if one.reason is None or other.reason is None or one.cause != other.cause:
+        return False
+    return re.sub(r"\d+", "", one.reason.text) == re.sub(r"\d+", "", other.reason.text)
 
 
 def start_chance(search: Search, at: Candidates, started: Sequence[Trial]) -> Floats:
@@ -362,7 +376,7 @@ def next_start(
 
 def _first_start(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
     """The default, or the candidate nearest to it that may start."""
-    left = search.candidates[~excluded(search, search.candidates, [one for one in trials if one.cause is not None])]
+    left = search.candidates[~excluded(search, search.candidates, trials)]
     started = [tuple(at) for at in search.array([one for one in trials if one.cause is None]).tolist()]
     left = left[[started.count(tuple(at)) < 2 for at in left.tolist()]]  # what disturbed one start may be gone
     if not len(left) or len(trials) >= MAX_FAILED:
@@ -456,9 +470,8 @@ def failure_cause(row: str | None) -> Cause:
 
 
 def _untried(search: Search, trials: Sequence[Trial]) -> Candidates:
-    failed = [trial for trial in trials if trial.cause is not None]
     tried = {tuple(at) for at in search.array(trials).tolist()}
-    is_open = ~excluded(search, search.candidates, failed)
+    is_open = ~excluded(search, search.candidates, trials)
     is_open &= np.array([tuple(at) not in tried for at in search.candidates.tolist()], np.bool_)
     return search.candidates[is_open]
 

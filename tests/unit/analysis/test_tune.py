@@ -32,7 +32,7 @@ from harness.analysis.tune import (
     suggestions,
 )
 from harness.base.engines import engines
-from harness.base.summary import Action, Reason, RunFinding
+from harness.base.summary import Action, Reason, RunFinding, because
 from harness.failures.table import rules
 
 SETTINGS = [
@@ -137,6 +137,22 @@ def test_a_failed_start_excludes_what_is_worse_by_the_same_cause(
 ) -> None:
     points = search().array([Trial(settings=one) for one in [*out, *in_]])
     assert excluded(search(), points, [failed]).tolist() == [True] * len(out) + [False] * len(in_)
+
+
+def test_of_starts_that_fail_with_the_same_words_what_they_share_is_to_blame() -> None:
+    """No compiler, with whatever else: the third start does not try compiled settings again."""
+    words = because("start_failed", "no compiler at address {}")
+    tried: list[dict[str, object]] = [{"compiled": True, "sequences": 16}, {"compiled": True, "memory": 0.8}]
+    failed = [
+        Trial(settings=one, cause="other", reason=replace(words, text=words.text.format(at)))
+        for at, one in enumerate(tried)
+    ]
+    points = search().array([Trial(settings={"compiled": True}), Trial(settings={"memory": 0.8})])
+    assert excluded(search(), points, failed).tolist() == [True, False]
+    started = Trial(settings={"compiled": True, "kv_type": "fp8"}, value=1.0)
+    assert excluded(search(), points, [*failed, started]).tolist() == [False, False]
+    other = replace(failed[1], reason=replace(words, text="another reason"))
+    assert excluded(search(), points, [failed[0], other]).tolist() == [False, False]
 
 
 def test_no_start_above_what_fits() -> None:
