@@ -346,17 +346,25 @@ def check(
     model: cli.ModelOpt = None,
     repeats: cli.RepeatsOpt = None,
     checks: cli.ChecksOpt = None,
+    duration: DurationOpt = None,
     as_json: cli.JsonOpt = False,
 ) -> None:
-    """Validate a scenario and show its plan, without running anything. With --url one request is timed."""
+    """Validate a scenario and show its plan, without running anything. With --url one request is timed.
+
+    Exit code 2: the prompts of a load exceed the server's context; of a sweep, those of all rows.
+    """
+    from harness.base.units import read_duration
     from harness.run import quick as quickly
     from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
     from harness.run.preview import preview, show_plan
+    from harness.serve.lint import refuse_too_long
 
     target, say = cli.make_target(url, ca=ca), cli.console(stderr=as_json).print
-    experiment = quickly.prepare_for(scenario, target, model, say, repeats, checks or [])
-    speed = None if target is None else quickly.time_one_request(target, experiment.scenario)
-    shown = preview(experiment, speed)
+    duration_s = None if duration is None else read_duration("--duration", duration)
+    experiment = quickly.prepare_for(scenario, target, model, say, repeats, checks or [], duration_s)
+    made = experiment.scenario
+    speed, startup = (None, None) if target is None else quickly.probe_server(target, made, say)
+    shown = preview(experiment, speed, startup)
     of_machine = [] if target is not None else [*machine_notes(experiment), *predict_shares(experiment)]
     if as_json:
         cli.print_json(replace(shown, notes=shown.notes + of_machine))
@@ -366,6 +374,7 @@ def check(
             cli.console().print(note)
     if target is None:
         check_all_gpus(experiment)
+    refuse_too_long(made, made.servers, made.loads, startup)
 
 
 def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:

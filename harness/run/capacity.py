@@ -53,7 +53,7 @@ from harness.records.samples import fetch_metrics
 from harness.report.capacity import format_loads
 from harness.run.drive import POLL_S
 from harness.run.experiment import Experiment, load_name
-from harness.run.orchestrator import endpoint_of, refuse_too_long, run_group, start_run
+from harness.run.orchestrator import endpoint_of, run_group, start_run
 from harness.run.progress import Progress
 from harness.run.running import Running
 from harness.scenario import (
@@ -67,6 +67,7 @@ from harness.scenario import (
 )
 from harness.scenario.plan import Cell, cell_of, load_of_stage
 from harness.serve.lifecycle import Endpoint
+from harness.serve.lint import refuse_too_long
 
 Slos = Mapping[str, Sequence[CapacitySlo]]  # by server
 
@@ -286,9 +287,9 @@ class ServerSearch:
                 return
             first, parts = self._cells_of(task[1])[0], list(self.loads)
             try:
-                refuse_too_long(self.running, self.name, parts)
+                refuse_too_long(self.running.scenario, [self.name], parts)
                 with endpoint_of(self.running, first) as endpoint:
-                    refuse_too_long(self.running, self.name, parts, endpoint.served_by.startup)
+                    refuse_too_long(self.running.scenario, [self.name], parts, endpoint.served_by.startup)
                     self.started = True
                     if endpoint.served_by.simulated:
                         self.report = replace(self.report, simulated=True)

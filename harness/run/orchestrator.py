@@ -13,14 +13,14 @@ from msgspec.structs import replace
 
 from harness.analysis.notes import queue_notes
 from harness.base.errors import HarnessError, RunError, ServerError, StartError
-from harness.base.files import DOCS, open_file
+from harness.base.files import open_file
 from harness.base.process import refuse_too_few_files
 from harness.base.summary import Reason, because, sentence
 from harness.base.units import count
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
 from harness.records.directory import lock_folder, release_space
-from harness.records.manifest import CellRun, Run, ServedBy, Startup
+from harness.records.manifest import CellRun, Run, ServedBy
 from harness.records.records import ProcessMark, Request
 from harness.records.samples import Scraper
 from harness.run.drive import Child, LocalChild, Monitor, Watch, current_stage, drive, locust_arguments
@@ -44,7 +44,7 @@ from harness.scenario.plan import Cell, grouped, plan, server_start_of
 from harness.serve.generator import ContainerChild, find_path_in_image
 from harness.serve.lemonade import load_with_options
 from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_files, serve
-from harness.serve.lint import context_problem
+from harness.serve.lint import refuse_too_long
 from harness.serve.offline import OfflineResult, run_offline
 from harness.serve.probe import make_token_counter
 from harness.serve.template import prepare_server
@@ -168,16 +168,16 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
         show(first, with_time=True)
         begin_s = time.monotonic()
         memory = [] if target else wait_until_free(idle_memory)
+        loads = list(dict.fromkeys(cell.load for cell in together))
+        refuse_too_long(scenario, [first.server], loads)
         if target is None and prepare_server(scenario, first.server).file.serving.offline:
             for cell in together:
                 show(cell)
                 yield replace(_run_offline(running, cell), gpu_memory_before=memory)
             return
-        loads = list(dict.fromkeys(cell.load for cell in together))
-        refuse_too_long(running, first.server, loads)
         with endpoint_of(running, first) as endpoint:
             refuse_other_server(kept, first.server, endpoint)
-            refuse_too_long(running, first.server, loads, endpoint.served_by.startup)
+            refuse_too_long(scenario, [first.server], loads, endpoint.served_by.startup)
             for group in grouped(together, lambda cell: cell.group):
                 if group[0] is not first:
                     if (reason := endpoint.check_alive()) is not None:
@@ -248,23 +248,6 @@ def _with_model_size(endpoint: Endpoint, server: Server | None) -> Endpoint:
         return endpoint
     size = find_model_size(started.model, server, endpoint.container)
     return replace(endpoint, started=replace(started, model_size=size))
-
-
-def refuse_too_long(running: Running, server: str, loads: Sequence[str], startup: Startup | None = None) -> None:
-    """Raise StartError if no request of one of the loads fits into the server's context; in a sweep, of all loads.
-
-    `startup`: what the running server reports; None before it starts, when only the scenario's settings are known.
-    """
-    scenario, attached = running.scenario, running.experiment.target is not None
-    names = loads if scenario.swept is None else list(scenario.loads)
-    found = [context_problem(scenario, server, name, attached=attached, startup=startup) for name in names]
-    problems = [problem for problem in found if problem is not None]
-    if problems and (scenario.swept is None or len(problems) == len(names)):
-        raise StartError(
-            problems[0],
-            next_step="Use shorter prompts (prompts.tokens, system_tokens) or answers (output_tokens), or give the "
-            f"server a longer context per request; {DOCS}/servers.md names the variable of each server.",
-        )
 
 
 def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Watch | None = None) -> list[CellRun]:

@@ -15,11 +15,12 @@ from harness.analysis.checks import undecidable_checks
 from harness.analysis.verdicts import planned_comparisons
 from harness.base import units
 from harness.base.units import count
+from harness.records.manifest import Startup
 from harness.report import words
 from harness.run.experiment import Experiment
-from harness.run.quick import RequestSpeed
-from harness.scenario import Load, Scenario, Sweep, max_concurrency, requests_per_task, warmup_of
-from harness.scenario.behaviour import Agent, mean_pause_s, typical_length
+from harness.run.quick import PROMPT_WORDS, RequestSpeed
+from harness.scenario import Load, Scenario, Sweep, max_concurrency, prompts_of, requests_per_task, warmup_of
+from harness.scenario.behaviour import Agent, Rag, mean_pause_s, typical_length
 from harness.scenario.plan import (
     Schedule,
     baseline_of,
@@ -28,7 +29,7 @@ from harness.scenario.plan import (
     server_start_of,
     steadiness,
 )
-from harness.serve.lint import list_notes, pin_notes
+from harness.serve.lint import length_notes, list_notes, pin_notes
 from harness.workload.traces import Replay, cached_replay
 
 ASSUMED = RequestSpeed(0.0, 0.03)  # the speed of a server is unknown before the run
@@ -63,17 +64,18 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
 
-def preview(experiment: Experiment, speed: RequestSpeed | None = None) -> Preview:
-    """Return the plan of a scenario. Reads its traces; sends nothing. `speed`: of a running server."""
+def preview(experiment: Experiment, speed: RequestSpeed | None = None, startup: Startup | None = None) -> Preview:
+    """Return the plan of a scenario. Reads its traces; sends nothing. `speed`, `startup`: of a running server."""
     scenario = experiment.scenario
     base, swept = baseline_of(scenario), scenario.swept or Sweep()
     starts = f"{ASSUMED_EMBEDDED_START_S:.0f} s per start of the embedded engine"
     if any(server.container for server in scenario.servers.values()):
         starts = f"{ASSUMED_START_S:.0f} s per container start; a first one downloads, and may compile for minutes"
-    tokens = f"{ASSUMED.tpot_s * 1e3:.0f} ms per token"
+    tokens = f"no time for prompts and {ASSUMED.tpot_s * 1e3:.0f} ms per token,"
     if speed is not None:
         tokens = (
-            f"{speed.ttft_s * 1e3:.0f} ms to the first token and {speed.tpot_s * 1e3:.3g} ms per token, as measured"
+            f"{speed.ttft_s * 1e3:.0f} ms to the first token for a prompt of {PROMPT_WORDS[0]} tokens, longer ones in "
+            f"proportion (a shared system prompt once per cell), {speed.tpot_s * 1e3:.3g} ms per token, as measured,"
         )
         starts = "no start"
     cpu_count = os.cpu_count()
@@ -100,7 +102,7 @@ def preview(experiment: Experiment, speed: RequestSpeed | None = None) -> Previe
         notes=[
             *_plan_notes(experiment),
             *check_notes(scenario),
-            *([] if experiment.target else list_notes(scenario, cpu_count)),
+            *(length_notes(scenario, startup) if experiment.target else list_notes(scenario, cpu_count)),
             *([] if experiment.target else pin_notes(scenario, datetime.now(UTC).date())),
         ],
     )
@@ -191,7 +193,8 @@ def estimate_s(scenario: Scenario, folder: Path, measured: RequestSpeed | None =
         started.add(server_start_of(cell))
         replay = None if load.trace is None else cached_replay(folder / load.trace.file, load.trace)
         start_s += GENERATOR_START_S
-        load_s = load.ramp_s + _warmup_s(scenario, load, speed) + _work_s(scenario, load, replay, speed)
+        shared_s = speed.first_s(prompts_of(scenario, load).system_tokens)
+        load_s = load.ramp_s + shared_s + _warmup_s(scenario, load, speed) + _work_s(scenario, load, replay, speed)
         before_s = groups_s.get(cell.group, start_s)
         # Parts of a mix run concurrently; stages follow each other.
         groups_s[cell.group] = max(before_s, start_s + load_s) if cell.mix else before_s + load_s
@@ -203,30 +206,37 @@ def _warmup_s(scenario: Scenario, load: Load, speed: RequestSpeed) -> float:
     if warmup.duration_s is not None:
         return warmup.duration_s
     requests = steadiness(load, warmup).min_answers if warmup.until is not None else warmup.requests or 0
-    return _closed_loop_s(load, requests, speed)
+    return _closed_loop_s(scenario, load, requests, speed)
 
 
 def _work_s(scenario: Scenario, load: Load, replay: Replay | None, speed: RequestSpeed) -> float:
     """Estimate the measured seconds, until the last answer ends."""
     if replay is not None:
-        return replay.at_s[-1] + speed.answer_s(replay.output_tokens[-1])
+        return replay.at_s[-1] + speed.answer_s(replay.output_tokens[-1], replay.prompt_tokens[-1])
     if load.duration_s is not None:
-        return load.duration_s + min(load.drain_s, _answer_s(load, speed))
+        return load.duration_s + min(load.drain_s, _answer_s(scenario, load, speed))
     requests = load.requests or 0
     if load.arrivals is None:
-        return _closed_loop_s(load, requests, speed)
+        return _closed_loop_s(scenario, load, requests, speed)
     per_task = requests_per_task(load)
     last_s = Schedule(load.arrivals, scenario.seed).at(-(-requests // per_task) - 1) or 0.0
-    return last_s + _closed_loop_s(replace(load, users=1), min(requests, per_task), speed)
+    return last_s + _closed_loop_s(scenario, replace(load, users=1), min(requests, per_task), speed)
 
 
-def _closed_loop_s(load: Load, requests: int, speed: RequestSpeed) -> float:
+def _closed_loop_s(scenario: Scenario, load: Load, requests: int, speed: RequestSpeed) -> float:
     """Estimate the seconds of requests at full concurrency, each with the pause after it."""
     pause_s = mean_pause_s(load.think or load.think_s)
     if load.user == "agent":
         pause_s = mean_pause_s((load.agent or Agent()).tool_time)  # of each step
-    return -(-requests // max_concurrency(load)) * (_answer_s(load, speed) + pause_s)
+    return -(-requests // max_concurrency(load)) * (_answer_s(scenario, load, speed) + pause_s)
 
 
-def _answer_s(load: Load, speed: RequestSpeed) -> float:
-    return speed.answer_s(0 if load.endpoint == "embeddings" else typical_length(load.output_tokens))
+def _answer_s(scenario: Scenario, load: Load, speed: RequestSpeed) -> float:
+    """Estimate the seconds of a request. Earlier messages and the shared system prompt are in the prefix cache."""
+    prompts, agent = prompts_of(scenario, load), load.agent or Agent()
+    prompt = typical_length(prompts.tokens) if prompts.kind == "synthetic" else 0  # others are short, or not known
+    if load.user == "agent":
+        prompt = (prompt + (agent.steps - 1) * typical_length(agent.result_tokens)) // agent.steps
+    if load.user == "rag":
+        prompt += (load.rag or Rag()).document_tokens
+    return speed.answer_s(0 if load.endpoint == "embeddings" else typical_length(load.output_tokens), prompt)

@@ -25,13 +25,13 @@ from harness.base.process import pause
 from harness.base.summary import sentence
 from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
-from harness.records.manifest import Run
+from harness.records.manifest import Run, Startup
 from harness.run import experiment as experiments
 from harness.run.experiment import RUNNING_SERVER, Experiment, Target
 from harness.scenario import Scenario, models_of_loads
 from harness.scenario.behaviour import max_length
 from harness.serve import probe
-from harness.serve.lifecycle import choose_model, refuse_absent_models, reported
+from harness.serve.lifecycle import attach_to_server, choose_model, refuse_absent_models, reported
 from harness.workload import SALT_WORDS, text
 from harness.workload.job import read_api_key
 
@@ -79,9 +79,13 @@ class RequestSpeed(NamedTuple):
     tpot_s: float
     prompt_tokens: int | None = None  # as the server counts them
 
-    def answer_s(self, tokens: float) -> float:
-        """Return the seconds of an answer of so many tokens."""
-        return self.ttft_s + tokens * self.tpot_s
+    def first_s(self, prompt: float) -> float:
+        """Return the TTFT of a prompt of so many tokens, in proportion to the prompt that was measured."""
+        return self.ttft_s * prompt / PROMPT_WORDS[0]
+
+    def answer_s(self, tokens: float, prompt: float = 0) -> float:
+        """Return the seconds of an answer of so many tokens; a short prompt takes as long as the measured one."""
+        return max(self.ttft_s, self.first_s(prompt)) + tokens * self.tpot_s
 
 
 def find_server(ports: Sequence[int] = PORTS) -> str:
@@ -249,18 +253,21 @@ def measure_speed(
     return min(first, _ask(base, model, key, key_name, with_usage), key=lambda speed: speed.answer_s(FIRST_TOKENS))
 
 
-def time_one_request(target: Target, scenario: Scenario) -> RequestSpeed:
-    """Return the speed of one request of a scenario's model. Raises ServerError when it does not answer."""
-    base, key = probe.parse_base_url(target.url), read_api_key(scenario.api_key_env)
-    named = models_of_loads(scenario)
-    models = named or [scenario.model]
-    try:
-        speed = _when_ready(lambda: measure_speed(base, models[0], key, scenario.api_key_env))
-    except ServerError:
-        probe.require_models(base, models, key, scenario.api_key_env)  # the models that it has say more
-        raise
-    probe.require_models(base, named, key, scenario.api_key_env)
-    return speed
+def probe_server(target: Target, scenario: Scenario, say: Say) -> tuple[RequestSpeed, Startup | None]:
+    """Return the speed of one request of a scenario's model, and what its server reports of itself.
+
+    Raises ServerError when it does not answer, or lacks a model.
+    """
+    key_name = scenario.api_key_env
+    key, others = read_api_key(key_name), models_of_loads(scenario)
+
+    def ask() -> tuple[RequestSpeed, Startup | None]:
+        served = attach_to_server(
+            target.url, scenario.model, key, key_name=key_name, on_wait=say, others=others
+        ).served_by
+        return measure_speed(served.url, served.model or scenario.model, key, key_name), served.startup
+
+    return _when_ready(ask)
 
 
 def _when_ready(ask: Callable[[], T]) -> T:

@@ -57,7 +57,6 @@ from harness.run.machine_fit import check_all_gpus, resolve_auto
 from harness.run.orchestrator import (
     cell_run_of,
     endpoint_of,
-    refuse_too_long,
     run,
     run_group,
     run_steps,
@@ -81,6 +80,7 @@ from harness.scenario.behaviour import Structured
 from harness.scenario.plan import Cell, cell_of, grouped
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import load_with_options, running_options
+from harness.serve.lint import refuse_too_long
 from harness.workload.job import read_api_key
 
 DEFAULT = "default"
@@ -300,10 +300,10 @@ class TuneSearch:
         own = replace(self.running, experiment=replace(self.running.experiment, scenario=scenario))
         memory = wait_until_free(self._idle_memory) if self._idle_memory else []
         first, loads = cells[0], list(scenario.loads)
-        refuse_too_long(own, first.server, loads)
+        refuse_too_long(scenario, [first.server], loads)
         asked = scenario.swept.servers[first.server].settings if scenario.swept is not None else {}
         with endpoint_of(own, first) as endpoint:
-            refuse_too_long(own, first.server, loads, endpoint.served_by.startup)
+            refuse_too_long(scenario, [first.server], loads, endpoint.served_by.startup)
             for group in grouped(cells, lambda cell: cell.group):
                 if endpoint.check_alive() is not None:
                     return

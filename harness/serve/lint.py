@@ -3,24 +3,27 @@
 Names of flags are read as vLLM's parser reads them: `_` means `-` in a name, `--flag=value`, `--config.key value`.
 """
 
+import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from harness.base.engines import Context, engines, find_engine, find_template
-from harness.base.errors import Problem
+from harness.base.errors import Problem, StartError
+from harness.base.files import DOCS
 from harness.base.summary import sentence
 from harness.base.units import count
 from harness.failures.table import protected_flags, removed_flags, removed_variables
 from harness.records.manifest import Startup
-from harness.scenario import Gateway, Load, Prompts, Scenario, Server, max_concurrency, prompts_of, request_tokens
+from harness.scenario import Gateway, Load, Scenario, Server, max_concurrency, prompts_of, request_tokens
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, find_variable_names, interpolate
 from harness.serve.engine import engine_shares_files
 from harness.serve.lemonade import MAX_THREADS, MODEL_PREFIXES, bare_name, count_server_threads
@@ -302,16 +305,12 @@ def pin_notes(scenario: Scenario, today: date) -> list[str]:
 
 def list_notes(scenario: Scenario, threads: int | None = None) -> list[str]:
     """Return the notes for `harness check`. `threads`: of the servers' processor; None if unknown."""
-    notes = removed_notes(scenario)
+    notes = [*removed_notes(scenario), *length_notes(scenario)]
     for name, server in scenario.servers.items():
         if "HSA_OVERRIDE_GFX_VERSION" in (server.variables.get("environment") or {}):
             notes.append(f"server '{name}': {_OVERRIDE_NOTE}")
         for load_name, load in scenario.loads.items():
-            load_notes = (
-                _note_length(server, load, prompts_of(scenario, load)),
-                _note_queue(server, load, threads),
-                _note_slots(server, load, scenario.model),
-            )
+            load_notes = (_note_queue(server, load, threads), _note_slots(server, load, scenario.model))
             notes += [f"server '{name}' under {load_name}: {note}" for note in load_notes if note is not None]
         compose = prepare_server(scenario, name).compose if server.allow else None
         if compose is not None:
@@ -370,44 +369,52 @@ def context_limit(server: Server) -> tuple[int, Context] | None:
     return size // max(1, slots) if slots and not unified else size, context
 
 
-def _note_length(server: Server, load: Load, prompts: Prompts) -> str | None:
-    """Return a note for a load whose first request already exceeds the server's context, if both are known."""
-    tokens, limit = request_tokens(load, prompts), context_limit(server)
-    if tokens is None or limit is None:
+def _length_problem(
+    scenario: Scenario, server: str, load: str, startup: Startup | None
+) -> tuple[Literal["some", "none"], str] | None:
+    """Return which requests of a load fit into the server's context, and what does not; None: all do, or not known."""
+    tokens = request_tokens(scenario.loads[load], prompts_of(scenario, scenario.loads[load]))
+    known, limited_by = context_limit(scenario.servers[server]), "the server"
+    size, context = known or (None, None)
+    if startup is not None:
+        templates = [each.templates.values() for each in engines() if each.name == startup.engine]
+        contexts = [one.context for one in itertools.chain(*templates) if one.context is not None]
+        size = startup.max_model_len
+        context = max(contexts, key=lambda one: one.output_counts, default=Context(size=""))
+    elif context is not None:
+        limited_by = context.size
+    if tokens is None or size is None or context is None:
         return None
-    size, context = limit
-    needed = tokens.prompt_max + tokens.output_max
-    fit = tokens.fit(size, output_counts=context.output_counts)
-    if fit == "all":
-        return None
+    fit, row = tokens.fit(size, output_counts=context.output_counts), f"server '{server}' under {load}: "
     if fit == "none":
-        return (
-            f"no request fits: each has {tokens.prompt_min:,} prompt tokens or more and asks for {tokens.output_min:,} "
-            f"or more, and {context.size} leaves it {size:,}: `harness run` refuses such a load"
-        )
-    return f"a request has up to {needed:,} tokens, and {context.size} leaves it {size:,}: {context.too_long}"
+        asked = f" and asks for {tokens.output_min:,} or more" if context.output_counts else ""
+        text = f"{row}no request fits into its context of {size:,} tokens for one request: each has "
+        return "none", f"{text}{tokens.prompt_min:,} prompt tokens or more{asked}"
+    needed = f"a request has up to {tokens.prompt_max + tokens.output_max:,} tokens"
+    text = f"{row}{needed}, and {limited_by} leaves it {size:,}: {context.too_long}"
+    return None if fit == "all" else ("some", text)
 
 
-def context_problem(
-    scenario: Scenario, server: str, load: str, *, attached: bool, startup: Startup | None = None
-) -> str | None:
-    """Return why no request of a load fits into the server's context; None if some may.
+def length_notes(scenario: Scenario, startup: Startup | None = None) -> list[str]:
+    """Return a note for each row with requests that exceed the server's context. `startup`: see `refuse_too_long`."""
+    found = (_length_problem(scenario, *row, startup) for row in itertools.product(scenario.servers, scenario.loads))
+    return [one[1] for one in found if one is not None]
+
+
+def refuse_too_long(
+    scenario: Scenario, servers: Iterable[str], loads: Iterable[str], startup: Startup | None = None
+) -> None:
+    """Raise StartError if no request of a row fits into its server's context; in a sweep, of all rows.
 
     `startup`: what the running server reports; None before its start, when only the scenario's variables are known.
-    `attached`: the server was not started by this scenario.
     """
-    tokens = request_tokens(scenario.loads[load], prompts_of(scenario, scenario.loads[load]))
-    limit, contexts = None, list[Context | None]()
-    if startup is not None:
-        limit, engine = startup.max_model_len, next((each for each in engines() if each.name == startup.engine), None)
-        contexts = [] if engine is None else [template.context for template in engine.templates.values()]
-    elif not attached and (known := context_limit(scenario.servers[server])) is not None:
-        limit, contexts = known[0], [known[1]]
-    counts = any(context is not None and context.output_counts for context in contexts)
-    if tokens is None or limit is None or tokens.fit(limit, output_counts=counts) != "none":
-        return None
-    asked = f" and asks for {tokens.output_min:,} or more" if counts else ""
-    return (
-        f"server '{server}' under {load}: no request fits into its context of {limit:,} tokens for one request: each "
-        f"has {tokens.prompt_min:,} prompt tokens or more{asked}"
-    )
+    is_sweep = scenario.swept is not None
+    rows = list(itertools.product(servers, scenario.loads if is_sweep else loads))
+    found = [_length_problem(scenario, *row, startup) for row in rows]
+    refused = [one[1] for one in found if one is not None and one[0] == "none"]
+    if refused and (not is_sweep or len(refused) == len(rows)):
+        raise StartError(
+            refused[0],
+            next_step="Use shorter prompts (prompts.tokens, system_tokens) or answers (output_tokens), or give the "
+            f"server a longer context per request; {DOCS}/servers.md names the variable of each server.",
+        )

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
+from harness.base.errors import StartError
 from harness.failures.table import protected_flags
 from harness.records.manifest import Startup
-from harness.scenario import Load, Prompts, Scenario, Server
+from harness.scenario import Load, Prompts, Scenario, Server, Sweep, SweepRow
 from harness.scenario.behaviour import Lengths
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
 from harness.serve.lemonade import count_server_threads
-from harness.serve.lint import context_problem, count_lemonade_slots, list_notes
+from harness.serve.lint import count_lemonade_slots, length_notes, list_notes, refuse_too_long
 from harness.workload.job import decode_job
 from tests.support.doubles.lemonade import arguments as double
 from tests.support.load_runs import composed
@@ -221,6 +223,14 @@ def test_a_note_on_a_load_longer_than_the_context(template: str, variables: dict
     assert notes("vllm-rocm", load, prompts, max_model_len=None) == notes("simulated", load, prompts) == []
 
 
+def is_refused(scenario: Scenario, startup: Startup | None = None) -> bool:
+    try:
+        refuse_too_long(scenario, scenario.servers, scenario.loads, startup)
+    except StartError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize(
     ("template", "variables", "fits"),
     [
@@ -238,8 +248,9 @@ def test_a_load_of_which_no_request_fits(template: str, variables: dict[str, Any
         version=1, question="q", model="m", servers={"s": Server(template=template, variables=variables)},
         loads={"l": load}, prompts=prompts,
     )  # fmt: skip
-    assert (context_problem(made, "s", "l", attached=False) is None) == fits
-    assert context_problem(made, "s", "l", attached=True) is None, "the variables are not those of a running server"
+    assert is_refused(made) != fits
+    running = replace(made, servers={"s": Server(template="running")})
+    assert not is_refused(running), "the variables are not those of a running server"
     assert any("no request fits" in note for note in list_notes(made, 8)) != fits
 
 
@@ -257,8 +268,15 @@ def test_a_running_server_reports_its_context(engine: str | None, limit: int | N
         prompts=prompts,
     )  # fmt: skip
     startup = Startup(engine=engine, max_model_len=limit)
-    for attached in (False, True):
-        assert (context_problem(made, "s", "l", attached=attached, startup=startup) is None) == fits
+    assert is_refused(made, startup) != fits
+    # A sweep runs while a row fits, and the others are named.
+    short = replace(load, prompts=Prompts(tokens=10), output_tokens=10)
+    swept = replace(made, loads={"l": load, "short": short}, swept=Sweep(loads={"l": SweepRow(of="l", settings={})}))
+    assert not is_refused(swept, startup)
+    assert any("under l: no request fits" in note for note in length_notes(swept, startup)) != fits
+    assert not any("under short" in note for note in length_notes(swept, startup))
+    both = replace(swept, loads={"l": load, "more": load})
+    assert is_refused(both, startup) != fits
 
 
 def test_notes_on_lemonades_queue_and_on_an_override_of_the_gpu() -> None:

@@ -32,14 +32,14 @@ from harness.run.quick import (
     model_of,
     next_commands,
     prepare_for,
+    probe_server,
     quick_scenario,
     scenario_path,
-    time_one_request,
     user_scenario,
 )
 from harness.serve import probe
 from harness.workload import SALT_WORDS
-from tests.support.command import write
+from tests.support.command import called, write
 from tests.support.http_double import Handler, listening
 from tests.support.made_runs import write_made_run
 
@@ -58,6 +58,7 @@ def double(
     key: str | None = None,
     asked: list[str] | None = None,
     per_word: Any = None,
+    context: int | None = None,
 ) -> type[Handler]:
     """A server that is busy for so many requests. `per_word`: tokens of a word, if it counts them."""
     left = [busy]
@@ -77,7 +78,8 @@ def double(
             if self.path != "/v1/models":
                 self.answer(404)
             elif not self.refused():
-                self.answer(200, json.dumps({"data": [{"id": name} for name in models]}))
+                listed = [{"id": name, "max_model_len": context} for name in models]
+                self.answer(200, json.dumps({"data": listed}))
 
         def do_POST(self) -> None:
             body = json.loads(self.body())
@@ -89,7 +91,11 @@ def double(
                     words = len(body["messages"][0]["content"].split())
                     usage = {"choices": [], "usage": {"prompt_tokens": per_word * words}}
                     events.insert(-1, f"data: {json.dumps(usage)}\n\n")
-                self.answer(200, "".join(events), "text/event-stream")
+                message = {"choices": [{"message": {"content": "b"}}]}
+                if body["stream"]:
+                    self.answer(200, "".join(events), "text/event-stream")
+                else:
+                    self.answer(200, json.dumps(message))
 
     return Double
 
@@ -208,11 +214,50 @@ def test_the_time_of_a_run_follows_from_one_request_to_the_server(tmp_path: Path
     with listening(double()) as url:
         target = Target(url)
         experiment = prepare(write(tmp_path), target, "Qwen3-8B")
-        speed = time_one_request(target, experiment.scenario)
+        speed, startup = probe_server(target, experiment.scenario, print)
         shown = preview(experiment, RequestSpeed(1.0, 0.5))
-    assert speed.ttft_s > 0 and speed.tpot_s >= 0
+    assert speed.ttft_s > 0 and speed.tpot_s >= 0 and startup is None
     # A wave of warm-up and three bursts of 5 tokens, and the start of the load generator.
     assert shown.estimated_s == pytest.approx(4 * (1.0 + 5 * 0.5) + GENERATOR_START_S)
+
+
+@pytest.mark.parametrize(
+    ("load", "prompts", "seconds"),
+    [
+        ({}, {"tokens": 100}, 4 * 3.0),
+        ({}, {"tokens": 1000}, 4 * 21.0),  # TTFT is in proportion to the prompt
+        ({}, {"tokens": 100, "system_tokens": 3000}, 60.0 + 4 * 3.0),  # the shared part once
+        ({"user": "agent", "agent": {"steps": 4, "result_tokens": 200}}, {"tokens": 1000}, 7 * 9.0 + 7),  # of 1,600
+        ({"user": "rag", "rag": {"document_tokens": 900}}, {"tokens": 100}, 7 * 21.0),
+        ({"endpoint": "embeddings", "output": "natural"}, {"tokens": 1000}, 4 * 20.0),
+    ],
+)
+def test_the_estimate_has_the_time_of_long_prompts(
+    tmp_path: Path, load: dict[str, Any], prompts: dict[str, Any], seconds: float
+) -> None:
+    burst = {"user": "batch", "requests": 6, "output_tokens": 10} | load
+    burst |= {"batch_size": 2} if burst["user"] == "batch" else {"users": 1}
+    path = write(tmp_path, loads={"burst": burst}, prompts=prompts)
+    shown = preview(prepare(path, Target("http://127.0.0.1:9")), RequestSpeed(2.0, 0.1))
+    assert shown.estimated_s == pytest.approx(seconds + GENERATOR_START_S)
+
+
+def test_check_says_that_prompts_exceed_the_context_of_a_running_server(tmp_path: Path) -> None:
+    loads = {name: {"user": "batch", "requests": 1} for name in ("short", "long")}
+    loads["long"]["prompts"] = {"tokens": 32768}
+    path = write(tmp_path, loads=loads)
+    with listening(double(["tiny"], context=4096)) as url:
+        done = called("check", str(path), "--url", url, cwd=tmp_path)
+        sweep = {"user": "batch", "requests": 1, "vary": {"prompts.tokens": [8, 32768]}}
+        swept = called("check", str(write(tmp_path, "swept", loads={"depth": sweep})), "--url", url, cwd=tmp_path)
+        minute = {"short": loads["short"] | {"duration_s": 9}}
+        del minute["short"]["requests"]
+        timed = called("check", str(write(tmp_path, "timed", loads=minute)), "--duration", "1h", "--json", cwd=tmp_path)
+    assert (done.code, swept.code, timed.code) == (2, 0, 0)
+    assert "under long: no request fits into its context of 4,096 tokens" in done.err
+    assert "estimated time" in done.out and "under short" not in done.out + done.err
+    assert "under depth-tokens-32768: no request fits" in swept.out and "depth-tokens-8: no" not in swept.out
+    assert json.loads(timed.out)["estimated_s"] > 3600
 
 
 def test_the_models_of_loads_are_named_in_their_order_and_the_server_has_them() -> None:
@@ -226,7 +271,7 @@ def test_the_models_of_loads_are_named_in_their_order_and_the_server_has_them() 
     with listening(double()) as url:
         experiment = prepare(shipped, Target(url), "Qwen3-8B,absent")
         with pytest.raises(ServerError, match="does not serve 'absent'; it serves"):
-            time_one_request(Target(url), experiment.scenario)
+            probe_server(Target(url), experiment.scenario, print)
 
 
 def test_a_model_that_the_server_does_not_have_is_answered_with_those_it_has(tmp_path: Path) -> None:
@@ -235,7 +280,7 @@ def test_a_model_that_the_server_does_not_have_is_answered_with_those_it_has(tmp
             self.answer(404, '{"error": {"message": "The model `absent` does not exist."}}')
 
     with listening(Strict) as url, pytest.raises(ServerError, match="does not serve 'absent'; it serves") as caught:
-        time_one_request(Target(url), prepare(write(tmp_path), Target(url), "absent").scenario)
+        probe_server(Target(url), prepare(write(tmp_path), Target(url), "absent").scenario, print)
     assert "`--model Qwen3-8B`" in caught.value.next_step
 
 
