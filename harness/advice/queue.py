@@ -77,26 +77,33 @@ def slower_action(row: RowFacts, sequences: int, expected: Reason | None) -> Act
 
 
 @rule(
-    when="requests waited in the server's queue for 20 % of their time while at most 75 % of the KV cache was in use",
+    when="requests waited in the server's queue for 20 % of their time while at most 75 % of the KV cache was in use; "
+    "of a server without metrics: its slots are known, and the TTFT of fewer users; 20 requests, or one of each user "
+    "or known slot",
     means="The server computes fewer requests at once than its memory allows.",
     actions="more sequences or slots",
-    requests=ENOUGH,
     loss="queue",
 )
 def queue_with_room(row: RowFacts) -> Found | None:
     split, usage = row.row.time, row.most("kv_usage_max")
-    running = row.most("running_max")
-    slots = row.whole("sequences") or (None if running is None else int(running))
-    if slots is None or not row.most("waiting_max") or row.in_flight <= slots or (usage or 0.0) > ROOM:
+    running, waiting, known = row.most("running_max"), row.most("waiting_max"), row.whole("sequences")
+    slots = known or (None if running is None else int(running))
+    if slots is None or row.in_flight <= slots or (usage or 0.0) > ROOM:
+        return None
+    if row.row.pooled.succeeded < min(ENOUGH, known or row.in_flight):
         return None
     if running is not None and running <= slots / 2:  # something else keeps requests from running
         return None
-    if row.queued_part < SHARE or len(row.samples) < MIN_SAMPLES:
+    if waiting is not None and (not waiting or len(row.samples) < MIN_SAMPLES):
+        return None
+    queued = _later_part(row, slots) if waiting is None else row.queued_part
+    if queued < SHARE:
         return None
     fits = row.in_flight if not usage else min(row.in_flight, int(0.9 * slots / usage))
     ttft_s, waited_s = row.row.pooled.ttft.mean, None if split is None else split.queue_s
     expected = None
-    measured = f"{count(slots, 'request')} ran at once and up to {row.most('waiting_max'):.0f} waited"
+    waited = row.in_flight - slots if waiting is None else waiting
+    measured = f"{count(slots, 'request')} ran at once and up to {waited:.0f} waited"
     if waited_s is not None:
         measured += f", {milliseconds(waited_s)} ms on average"
         if ttft_s and fits == row.in_flight:
@@ -107,7 +114,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
     if (context := row.whole("context")) is not None and row.shares_context:
         changes["context"] = fits * context
     return Found(
-        cost=row.queued_part,
+        cost=queued,
         measured=measured,
         why=f"{row.title} runs at most {slots} at once",
         actions=[
@@ -120,6 +127,16 @@ def queue_with_room(row: RowFacts) -> Found | None:
         ],
         values={"slots": slots, "in_flight": row.in_flight, "queue_s": waited_s, "kv_usage": usage, "fits": fits},
     )
+
+
+def _later_part(row: RowFacts, slots: int) -> float:
+    """The share of the time by which the first token came later than where each request had a slot; 0: not known."""
+    free = [one.row.pooled.ttft.mean for one in row.neighbours if one.in_flight <= slots]
+    ttft_s, e2e_s = row.row.pooled.ttft.mean, row.row.pooled.e2e.mean
+    alone_s = max((one for one in free if one is not None), default=None)
+    if alone_s is None or ttft_s is None or not e2e_s or row.load.arrivals is not None:
+        return 0.0
+    return min((ttft_s - alone_s) / e2e_s, 1 - slots / row.in_flight)
 
 
 @rule(

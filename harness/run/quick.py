@@ -190,7 +190,8 @@ def quick_scenario(
         "drain_s": effort.drain_s,
     }
     question = "How fast is this server with one user, and with several at once?"
-    more = {"prompts": {"tokens": choose_words(speed.prompt_tokens)}, "warmup": {"requests": 0}}
+    more: dict[str, Any] = {"prompts": {"tokens": choose_words(speed.prompt_tokens)}, "warmup": {"requests": 0}}
+    more["metrics_interval_s"] = 0.5  # a level of 2.5 s needs a few samples, to show a queue
     return _scenario(question, chosen, {"users": load}, key_name, **more)
 
 

@@ -235,6 +235,25 @@ def test_few_requests_show_nothing(tmp_path: Path) -> None:
         assert found(tmp_path / code, replace(cause, loads=loads)) == [], code
 
 
+def test_few_answers_show_that_eight_users_queue_behind_five_slots(tmp_path: Path) -> None:
+    """As many as `harness quick` gets, also of a server without metrics, whose slots are known."""
+    loads, five = (
+        {"four": batch(4, 8, 60), "eight": batch(8, 10, 60)},
+        EngineSetup(engine=replace(HEALTHY, max_num_seqs=5)),
+    )
+    (one,) = found(tmp_path / "five", Cause(five, loads))
+    assert (one.code, one.rows, one.values["slots"], one.values["fits"]) == ("queue_with_room", ["a / eight"], 5, 8)
+    assert found(tmp_path / "eight", Cause(EngineSetup(engine=replace(HEALTHY, max_num_seqs=8)), loads)) == []
+    for slots, engine in ((5, five.engine), (8, HEALTHY), (None, five.engine), (5, HEALTHY)):
+        folder = tmp_path / f"{slots}-of-{engine.max_num_seqs}"
+        effective = {} if slots is None else {"max_num_seqs": slots}
+        measured(folder, Cause(EngineSetup(engine=engine, startup=VLLM, served={"effective": effective}), loads))
+        (folder / "metrics.jsonl").write_text("")
+        findings = with_findings(summarize_with_counts(folder)).summary.findings or []
+        expected = ["queue_with_room"] if (slots, engine) == (5, five.engine) else []
+        assert [one.code for one in findings] == expected, (slots, engine.max_num_seqs)
+
+
 def test_a_server_that_notices_who_leaves_computes_nothing_for_them(tmp_path: Path) -> None:
     cause = CAUSES["abandoned_computed"]
     made = measured(tmp_path / "run", cause, replace(cause.setup, deaf=False)).summary
