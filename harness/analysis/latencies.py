@@ -86,11 +86,6 @@ def distribution(samples: Sequence[LatencySample], answer_s: float | None = None
     )
 
 
-def distribution_of(values_s: Sequence[float]) -> Distribution:
-    """Statistics of latencies in the order of sending."""
-    return distribution([slo_rule.observed(np.array(values_s))])
-
-
 def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
     """Statistics of the chunk gaps of several cells together.
 

@@ -1,4 +1,4 @@
-"""Telemetry of the host and its GPUs: files of /proc and /sys, read and converted once per second.
+"""Telemetry of the host and its GPUs: files of /proc and /sys and the kernel log, read and converted once per second.
 
 The files are searched once. A value that a driver refuses to give (EPERM, EBUSY, ENODATA) is missing from the sample,
 and never 0.
@@ -18,9 +18,16 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from harness.base.redact import masked
 from harness.machine.gpus import read_sysfs
-from harness.machine.kernel_log import KernelLog
-from harness.records.samples import ContainerSample, GpuSample, HostSample, TelemetrySample, append_sample
+from harness.records.samples import (
+    ContainerSample,
+    GpuSample,
+    HostSample,
+    KernelLine,
+    TelemetrySample,
+    append_sample,
+)
 
 Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
 
@@ -349,6 +356,59 @@ def _parse_int(content: bytes | None) -> int | None:
         return None if content is None else int(content)
     except ValueError:
         return None
+
+
+MAX_KERNEL_LINES = 50  # that one reading keeps: a driver in trouble logs thousands
+_MAX_LINE_CHARS = 400
+_MAX_KERNEL_READS = 2000  # of one call
+_KERNEL_TOPICS = re.compile(
+    r"amdgpu|\[drm|\bkfd\b|AMD-Vi|[Oo]ut of memory|oom-kill|thermal|Machine check|segfault", re.IGNORECASE
+)
+
+
+class KernelLog:
+    """The kernel log from now on. A record is `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` (Linux, dev-kmsg)."""
+
+    def __init__(self, root: Path) -> None:
+        self._rest = b""
+        try:
+            self._file: int | None = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._file, 0, os.SEEK_END)
+        except OSError:  # not allowed, or a container without it
+            self._file = None
+
+    def read(self) -> list[KernelLine] | None:
+        """Return the new lines that matter; None if this process may not read the log."""
+        if self._file is None:
+            return None
+        found: list[KernelLine] = []
+        for _ in range(_MAX_KERNEL_READS):
+            try:
+                data = os.read(self._file, 8192)
+            except BlockingIOError:
+                break
+            except OSError:  # EPIPE: records were overwritten before they were read
+                continue
+            if not data:
+                break
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            found += [line for raw in lines if (line := _parse_kernel_line(raw)) is not None][
+                : MAX_KERNEL_LINES - len(found)
+            ]
+        return found
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
+def _parse_kernel_line(raw: bytes) -> KernelLine | None:
+    head, separator, text = raw.decode("utf-8", "replace").partition(";")
+    fields = head.split(",")
+    if not separator or len(fields) < 3 or not fields[2].isdecimal() or not _KERNEL_TOPICS.search(text):
+        return None
+    age_s = time.clock_gettime(time.CLOCK_MONOTONIC) - int(fields[2][:15]) / 1e6
+    return KernelLine(wall_s=time.time() - max(0.0, min(age_s, 1e9)), text=masked(text[:_MAX_LINE_CHARS]))
 
 
 ROOT_VARIABLE = "AMD_LLM_LOAD_TELEMETRY_ROOT"  # instead of /, for tests on trees of files

@@ -202,8 +202,6 @@ class Step(msgspec.Struct, frozen=True):
 
     duration_s: float
     work: list[tuple[Sequence, int]]
-    prefill_tokens: int
-    preempted: int
 
 
 class SimulatedEngine:
@@ -370,7 +368,7 @@ class SimulatedEngine:
         if config.jitter:
             duration *= 1 + config.jitter * max(-3.0, min(3.0, self._random.gauss(0, 1)))
         duration += self._compile_s(len(work), prefill)
-        return Step(duration, work, prefill, preempted)
+        return Step(duration, work)
 
     def _compile_s(self, sequences: int, prefill: int) -> float:
         """Return the extra time of a step, one of the first of its shape."""

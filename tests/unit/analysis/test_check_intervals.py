@@ -13,7 +13,7 @@ import pytest
 from scipy.special import ndtri
 
 from harness.analysis.checks import evaluate
-from harness.analysis.latencies import distribution, distribution_of
+from harness.analysis.latencies import distribution
 from harness.analysis.slo_rule import (
     DRAWS,
     Draws,
@@ -47,7 +47,7 @@ def row(sample: Distribution, **more: object) -> Row:
 def latencies(dice: np.random.Generator, n: int, permille: int, value_s: float) -> Row:
     """A row of n log-normal latencies with that true percentile."""
     values = np.exp(SIGMA * (dice.standard_normal(n) - float(ndtri(permille / 1000)))) * value_s
-    return row(distribution_of(list(values)))
+    return row(distribution([observed(np.array(list(values)))]))
 
 
 def shares(results: Iterable[CheckResult]) -> Shares:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from harness.analysis.soak import soak_answer
 from harness.analysis.summarize import summarize
 from harness.base.summary import Soak
-from harness.machine.kernel_log import MAX_LINES, KernelLog
+from harness.machine.telemetry import MAX_KERNEL_LINES, KernelLog
 from harness.records.manifest import read_run
 from harness.records.records import Request
 from harness.records.samples import ContainerSample, GpuSample, HostSample, KernelLine, TelemetrySample
@@ -189,5 +189,5 @@ def test_new_lines_of_the_kernel_log_are_read_once_and_bounded(tmp_path: Path) -
         assert line.text == RING and line.wall_s == pytest.approx(time.time() - 2, abs=1)
         more.write(f",{now_us},-;amdgpu: torn\n" + f"3,6,{now_us},-;amdgpu: again\n" * 200)
     lines = log.read() or []
-    assert (lines[0].text, len(lines)) == ("amdgpu: torn", MAX_LINES)
+    assert (lines[0].text, len(lines)) == ("amdgpu: torn", MAX_KERNEL_LINES)
     log.close()

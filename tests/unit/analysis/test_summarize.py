@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.analysis.latencies import distribution, distribution_of
+from harness.analysis.latencies import distribution
 from harness.analysis.slo_rule import observed
 from harness.analysis.summarize import summarize, write_summary
 from harness.base.errors import HarnessError
@@ -54,7 +54,7 @@ def one_cell(folder: Path, records: list[Request], load: Load | None = None, sam
 
 def sample_of(*values: float) -> Distribution:
     """A sample of one value a request, too small for any percentile."""
-    return msgspec.structs.replace(distribution_of(values), blocks=0)
+    return msgspec.structs.replace(distribution([observed(np.array(values))]), blocks=0)
 
 
 def with_cut(
@@ -218,12 +218,12 @@ def test_processes_of_one_machine_share_the_clock_and_others_are_joined_by_their
 
 
 def test_percentiles_only_where_the_sample_carries_them() -> None:
-    assert distribution([]) == distribution_of([]) == NO_SAMPLE
+    assert distribution([]) == NO_SAMPLE
     ten, eleven = (observed(np.arange(number, dtype=np.float64)) for number in (10, 11))
     assert [distribution(parts).p50 for parts in ([ten], [eleven], [ten, eleven])] == [None, 5.0, 5.0]
-    sample = distribution_of(range(1, 131))
+    sample = distribution([observed(np.array(range(1, 131)))])
     assert (sample.p50, sample.p90, sample.p95, sample.p99) == (65.0, 117.0, 124.0, None)
-    assert distribution_of(range(1, 663)).p99 == 656.0
+    assert distribution([observed(np.array(range(1, 663)))]).p99 == 656.0
 
 
 def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
