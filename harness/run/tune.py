@@ -500,7 +500,8 @@ def proof_scenario(manifest: Run, report: TuneReport, sides: Mapping[str, Mappin
     for name in base.cells:
         stopped_s, load = ran[name].stopped_after_s, loads[ran[name].load]
         if stopped_s is not None:
-            loads[ran[name].load] = replace(load, requests=None, duration_s=max(1.0, math.ceil(stopped_s)))
+            # A float: a whole number would be another workload once it is read from run.json.
+            loads[ran[name].load] = replace(load, requests=None, duration_s=float(max(1, math.ceil(stopped_s))))
     if report.same_answers and not any(map(asks_known, loads.values())):
         loads[QUESTIONS] = questions_like(next(iter(loads.values())))
     rows = {name: SweepRow(of=report.server, settings=report.spell(one)) for name, one in sides.items()}

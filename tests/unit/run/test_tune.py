@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
@@ -47,10 +48,11 @@ from harness.run.tune import (
     value_of,
     with_budget,
 )
-from harness.scenario import Arrivals, Load, Server, asks_known
+from harness.scenario import Arrivals, Load, Scenario, Server, asks_known
 from harness.serve.compose_file import Service, parse_compose
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import RunningModel, find_other_load
+from harness.workload import workload_sha256
 from tests.support.made_runs import request, scenario, served_by, write_made_run
 
 REPORT = TuneReport(budget_s=3600, names={"sequences": "max_num_seqs", "memory": "gpu_memory_utilization"})
@@ -301,6 +303,17 @@ def test_the_proof_asks_the_questions_and_does_not_count_their_speed(tmp_path: P
     ]
     summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=cells)
     assert proof_values(summary, report, ["default"]) == {"default": pytest.approx([10.0, 10.0])}
+
+
+def test_a_proof_of_loads_that_the_search_ended_early_can_be_resumed(tmp_path: Path) -> None:
+    """The requests are the same ones when its scenario is read from run.json."""
+    run = write_made_run(tmp_path / "run", made_of=scenario(servers={"default": Server(template="simulated")}))
+    ended = [replace(one, stopped_after_s=12.5) for one in run.cells]
+    trial = Trial(server="default", value=1.0, cells=[one.id for one in ended])
+    proof = proof_scenario(replace(run, cells=ended), replace(REPORT, trials=[trial]), {"default": {}, "first": {}}, 3)
+    assert {load.duration_s for load in proof.loads.values()} == {13.0}
+    again = msgspec.json.decode(msgspec.json.encode(proof), type=Scenario)
+    assert workload_sha256(again, tmp_path) == workload_sha256(proof, tmp_path)
 
 
 def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that_is_missing() -> None:
