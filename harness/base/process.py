@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import ipaddress
 import os
 import random
 import resource
@@ -279,3 +280,11 @@ def is_port_free(port: int, address: str = "127.0.0.1") -> bool:
         except OSError:
             return False
     return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or an address is this machine's own loopback."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -5,7 +5,6 @@ read from it (forged requests, DNS rebinding, framing).
 """
 
 import hmac
-import ipaddress
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from flask import Request, Response
 from locust.web import WebUI
 
 from harness.base.errors import HarnessError
+from harness.base.process import is_loopback
 from harness.load.client import is_address
 
 ADDRESS_ENV = "AMD_LLM_LOAD_UI_ADDRESS"  # HOST:PORT that browsers use, if it is not the one that Locust opens
@@ -56,7 +56,7 @@ def add_checks(web_ui: WebUI) -> None:
     if address and published is None:
         raise HarnessError(f"{ADDRESS_ENV}: must be HOST:PORT (got {address!r})", next_step="Such as 127.0.0.1:8089.")
     host = published or web_ui.host
-    is_local = _is_loopback(host)
+    is_local = is_loopback(host)
     token = None if web_ui.web_login or (is_local and TOKEN_ENV not in os.environ) else _choose_token()
     names = {host.lower()} if is_local else {host.lower(), socket.gethostname().lower()}
     cookie = f"llm-load-{web_ui.port}"  # cookies of a host are shared by all its ports
@@ -93,7 +93,7 @@ def _reject_foreign(request: Request, names: set[str], *, any_address: bool) -> 
     """
     host = request.headers.get("Host", "").lower()
     name = _host_name(host)
-    if name is None or not (_is_loopback(name) or name in names or (any_address and is_address(name))):
+    if name is None or not (is_loopback(name) or name in names or (any_address and is_address(name))):
         return _text_response(403, f"Not an address of this web UI. Use the one in Locust's log, or set {ADDRESS_ENV}.")
     origin = request.headers.get("Origin")
     if origin is not None:
@@ -155,10 +155,6 @@ def _host_name(host: str) -> str | None:
     """Return the name or address in a Host header; None for an invalid header."""
     match = _HOST.fullmatch(host)
     return (match["v6"] or match["name"]) if match else None
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _text_response(status: int, text: str) -> Response:

@@ -52,7 +52,7 @@ def read_meminfo(path: Path) -> dict[str, int]:
     return {name: int(kib) * 1024 for name, kib in lines}
 
 
-_AMD = 0x1002
+AMD = 0x1002  # its vendor id
 _DISPLAY, _ACCELERATOR = 0x03, 0x12  # base classes of the PCI specification; Instinct cards are accelerators
 
 
@@ -61,7 +61,7 @@ def find_amd_card(root: Path) -> str | None:
     folder = root / "sys/bus/pci/devices"
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         kind, vendor = read_number(path / "class", base=16), read_number(path / "vendor", base=16)
-        if kind is not None and kind >> 16 in (_DISPLAY, _ACCELERATOR) and vendor == _AMD:
+        if kind is not None and kind >> 16 in (_DISPLAY, _ACCELERATOR) and vendor == AMD:
             return path.name
     return None
 

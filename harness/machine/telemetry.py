@@ -19,7 +19,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from harness.base.redact import masked
-from harness.machine.gpus import read_sysfs
+from harness.machine.gpus import AMD, read_number, read_sysfs
 from harness.records.samples import (
     ContainerSample,
     GpuSample,
@@ -31,7 +31,6 @@ from harness.records.samples import (
 
 Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
 
-AMD = "0x1002"
 HOST_FILES = ("proc/stat", "proc/meminfo")
 # Of each GPU, below /sys/class/drm/renderD*/device; the SENSORS below its hwmon/hwmon*.
 GPU_FILES = (
@@ -56,7 +55,7 @@ def find_files(root: Path, container_files: list[str] | None = None) -> list[str
     found = [path for path in (*HOST_FILES, *(container_files or [])) if (root / path).exists()]
     for node in sorted((root / "sys/class/drm").glob("renderD*"), key=lambda path: path.name):
         device = node / "device"
-        if read_sysfs(device / "vendor") != AMD:
+        if read_number(device / "vendor", base=16) != AMD:
             continue
         paths = [device / name for name in GPU_FILES]
         paths += [sensor / name for sensor in sorted(device.glob("hwmon/hwmon*")) for name in SENSORS]

@@ -36,7 +36,7 @@ MAX_PREPARATION_S = 300  # such as changing the owner of a volume full of models
 STATUS_INTERVAL_S = 0.5  # each check costs the engine a millisecond or two
 TAIL_LINES = 25
 MAX_LINE_CHARS = 100
-_TIME_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # of the Docker Engine
+TIME_STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z ")  # of the Docker Engine
 
 _MAX_LINE_BYTES = 65_536  # the rest of a longer line is left out
 
@@ -81,7 +81,7 @@ class LogFile:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - max_bytes))
             text = file.read().decode("utf-8", "replace")
-        return "\n".join(_TIME_STAMP.sub("", line) for line in text.splitlines())
+        return "\n".join(TIME_STAMP.sub("", line) for line in text.splitlines())
 
     def _copy(self, open_stream: Callable[[], Iterable[bytes]]) -> None:
         rest = b""

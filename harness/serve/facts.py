@@ -29,7 +29,7 @@ from harness.base.summary import Reason, because
 from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Contents, Phase, ServedBy, Startup
-from harness.serve.containers import unpack_file
+from harness.serve.containers import TIME_STAMP, unpack_file
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.lemonade import LemonadeMonitor
 from harness.serve.probe import fetch_text
@@ -270,7 +270,6 @@ def parse_versions(text: str) -> dict[str, str]:
 
 MAX_LOG_BYTES = 4_000_000  # from the start of a log; what an engine logs under load comes later
 _MAX_CLOCK_SHIFT_S = 1.0  # clocks are set now and then: phases that exceed the measured time by more are ignored
-_STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z ")  # of the Docker Engine
 _TYPES = get_type_hints(Startup)
 _IGNORED_ARGUMENTS = ("port", "host", "model_tag")  # of the arguments: any free port; a second name of `model`
 
@@ -293,7 +292,7 @@ def parse_log(path: Path) -> LogFacts:
 
 def parse_log_lines(lines: Sequence[str]) -> LogFacts:
     """Return the facts of the server's start."""
-    timed = [(_parse_time(line), _STAMP.sub("", line)) for line in lines]
+    timed = [(_parse_time(line), TIME_STAMP.sub("", line)) for line in lines]
     facts: dict[str, Any] = {}
     effective: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
@@ -376,7 +375,7 @@ def split_phases(measured: Sequence[Phase], log: LogFacts, started_s: float | No
 
 
 def _parse_time(line: str) -> float | None:
-    match = _STAMP.search(line)
+    match = TIME_STAMP.search(line)
     if match is None:
         return None
     with suppress(ValueError):

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct, field
 from harness.base.engines import engines
 from harness.base.errors import ServerError, StartError, closest_name
 from harness.base.files import UNDECODABLE
+from harness.base.process import is_loopback
 from harness.base.summary import Reason, because
 from harness.base.trust import open_session
 from harness.base.units import count
@@ -596,7 +597,7 @@ class LemonadeMonitor:
 
     def _check_own_engine(self, url: str) -> bool:
         """Check that this Lemonade's engine uses the port: another Lemonade or container may use the same number."""
-        if urlsplit(self._api.url).hostname not in ("127.0.0.1", "localhost", "::1"):
+        if not is_loopback(urlsplit(self._api.url).hostname or ""):
             return False
         model_path = None if self._running is None else self._running.get_option("-m")
         try:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +22,7 @@ from msgspec.structs import replace
 
 from harness.base import process, redact
 from harness.base.errors import HarnessError, ServerError, StartError
-from harness.base.process import is_port_free, pause, signals_interrupt
+from harness.base.process import is_loopback, is_port_free, pause, signals_interrupt
 from harness.base.summary import Reason
 from harness.base.trust import open_session
 from harness.failures.explain import ExitState, explain
@@ -115,12 +114,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
 def is_this_machine(host: str) -> bool:
     """Check that a host name or address is this machine's own name or a loopback address."""
-    if host in ("", "localhost", socket.gethostname()):
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host in ("", socket.gethostname()) or is_loopback(host)
 
 
 def find_telemetry_files(endpoint: Endpoint) -> list[str] | None:

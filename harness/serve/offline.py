@@ -21,7 +21,6 @@ from harness.serve.engine import DOCKER_ERRORS, make_docker_error
 from harness.serve.lifecycle import ServerStart, cell_engine, prepare_start, start_service
 
 SCRIPT, REQUESTS, ANSWERS = "/opt/offline/job.py", "/opt/offline/requests.jsonl", "/tmp/answers.jsonl"
-STATUS_INTERVAL_S = 0.5
 LOADED_MARK = "[offline] "  # the job prints it when its model is loaded
 
 
@@ -97,7 +96,7 @@ def _wait_until_ended(read_status: StatusReader, start: ServerStart) -> None:
                 detail=log.tail(),
             )
         start.on_progress(f"offline: {log.last_line()}")
-        pause(STATUS_INTERVAL_S)
+        pause(containers.STATUS_INTERVAL_S)
     if status.death.exit_code != 0 or status.oom_killed:
         log.wait_for_end()
         raise containers.make_death_error(status, log)
