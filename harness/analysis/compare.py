@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from harness.analysis import comparable
 from harness.analysis.checks import compared_metrics, evaluate
 from harness.analysis.comparable import collect_facts, find_differences, refuse_unlike
+from harness.analysis.crossover import Side, speculation_answers
 from harness.analysis.equal_runs import EqualRuns, RowKey, find_equal_runs
 from harness.analysis.same_answers import same_answers_of_runs
 from harness.analysis.summarize import summary_of
@@ -41,12 +41,8 @@ from harness.base.units import percent
 from harness.records.manifest import Run, UnlikeError, read_run
 
 
-class _Side(Struct, frozen=True):
+class _Side(Side):
     """A group of runs."""
-
-    name: str
-    runs: list[Run]
-    summaries: list[Summary]
 
     def row_in_runs(self, row: RowKey) -> list[Row]:
         return [found for summary in self.summaries for found in summary.rows if found.key == row]
@@ -136,6 +132,7 @@ def compare_runs(
         verdicts=[with_exit(verdict, provisional=provisional) for verdict in verdicts],
         simulated=any(run.simulated for run in all_runs),
         sides=[side.name for side in sides],
+        answers=speculation_answers(sides[0], sides[1:]),
         differences=find_differences([collect_facts(side.runs[0], rows) for side in sides]),
         same_answers=list(
             same_answers_of_runs([(side.name, group) for side, group in zip(sides, groups, strict=True)])

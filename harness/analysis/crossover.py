@@ -1,13 +1,17 @@
 """The answer of a sweep over context depth, prompt length or users: from which value on another server is faster."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from harness.analysis.capacity import find_crossing
 from harness.analysis.stats import geometric_ratio, welch_effect
 from harness.analysis.verdicts import is_client_limited
-from harness.base.summary import MARGIN, CellSummary, Numbers, Reason, Row, because
+from harness.base.engines import engines, find_engine
+from harness.base.summary import MARGIN, CellSummary, Numbers, Reason, Row, Summary, because
 from harness.base.units import count, factor, figures, short_percent
 from harness.records.manifest import Run
 from harness.scenario.plan import baseline_of
@@ -68,6 +72,22 @@ class SweepQuestion(NamedTuple):
     limited: list[tuple[str, int]]  # servers and levels at which the load generator limited a speed
 
 
+class Side(NamedTuple):
+    """A side of a comparison of runs."""
+
+    name: str
+    runs: Sequence[Run]
+    summaries: Sequence[Summary]
+
+
+class Speeds(NamedTuple):
+    """The speeds of a server at each level, one of each repeat or run, and whether it drafted tokens."""
+
+    name: str
+    at: dict[int, list[float]]
+    drafts: bool
+
+
 def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) -> list[SweepQuestion]:
     """Group the valid cells of a sweep of loads by what is compared. None where servers are varied, too."""
     swept = run.scenario.swept
@@ -98,7 +118,10 @@ def _setting_text(key: str, value: Any) -> str:
 
 
 def setting_answers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) -> list[Reason]:
-    """Return a sentence for each question of a sweep of loads; over users only where servers are compared."""
+    """Return a sentence for each question of a sweep of loads.
+
+    Over users only where servers are compared, or where the run asks about speculation.
+    """
     questions = varied_numbers(run, rows, cells)
     answers = [answer for one in questions if (answer := _answer(run, one)) is not None]
     loads = {one.load for one in questions}
@@ -113,13 +136,57 @@ def setting_answers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary])
     ]
 
 
+def speculation_answers(base: Side, sides: Sequence[Side]) -> list[Reason]:
+    """Return up to how many users speculation pays, for each side of which one speculates and the other does not.
+
+    The sample is the run.
+    """
+    found = []
+    for side, (key, axis) in itertools.product(sides, _throughput_questions(base)):
+        ours, theirs = _of_runs(base, key), _of_runs(side, key)
+        if ours.drafts == theirs.drafts or (answer := _compare(axis, RATE, ours, theirs)) is None:
+            continue
+        name = f"{side.name}: " if len(sides) > 1 else ""
+        found.append(because("crossing", f"{name}{answer.text}.", **answer.values))
+    return found
+
+
+def _throughput_questions(side: Side) -> list[tuple[tuple[str, str, str, str], Axis]]:
+    """The load, the axis, the other settings and the server of each sweep that is about the throughput."""
+    return [
+        ((one.load, one.axis, one.others, server), AXES[one.axis])
+        for one in varied_numbers(side.runs[0], side.summaries[0].rows, side.summaries[0].cells)
+        for server in one.cells
+        if AXES[one.axis].speeds == (RATE,)
+    ]
+
+
+def _of_runs(side: Side, key: tuple[str, str, str, str]) -> Speeds:
+    """The speeds of a side, of each run the mean of its repeats."""
+    at: dict[int, list[float]] = {}
+    drafts = False
+    for run, summary in zip(side.runs, side.summaries, strict=True):
+        for one in varied_numbers(run, summary.rows, summary.cells):
+            if (one.load, one.axis, one.others) == key[:3] and key[3] in one.cells:
+                drafts |= bool(_counted(one, key[3], "drafted_tokens"))
+                for level, values in _runs(one, RATE, key[3]).items():
+                    at.setdefault(level, []).append(geometric_mean(values))
+    return Speeds(side.name, at, drafts)
+
+
 def _answer(run: Run, question: SweepQuestion) -> Reason | None:
     axis, base = AXES[question.axis], baseline_of(run.scenario).server
     base = base if base in question.cells else next(iter(question.cells))
     sides = [server for server in question.cells if server != base]
-    found = [_compare(question, speed, base, side) for speed in axis.speeds for side in sides]
+    found = [
+        _compare(axis, speed, *(_speeds(question, speed, server) for server in (base, side)), several=len(sides) > 1)
+        for speed in axis.speeds
+        for side in sides
+    ]
     parts = [part for part in found if part is not None] if sides else _ranges(question, base)
-    parts += _uncached(question) if question.axis == DEPTH and parts else _speculation(question, alone=not sides)
+    parts += _uncached(question) if question.axis == DEPTH and parts else _speculation(question)
+    if not sides and axis.speeds == (RATE,):
+        parts = _alone(run, question, base, parts)
     if not parts:
         return None
     parts += _limited(question)
@@ -137,42 +204,57 @@ def _runs(question: SweepQuestion, speed: Speed, server: str) -> dict[int, list[
     }
 
 
-def _compare(question: SweepQuestion, speed: Speed, base: str, side: str) -> Reason | None:
-    """From which level on which of two servers is faster, with its interval."""
-    runs = _runs(question, speed, base), _runs(question, speed, side)
-    repeated = all(any(len(values) > 1 for values in of.values()) for of in runs)
-    found = find_crossing(*runs, linear=True, assume_spread=not repeated)
+def _speeds(question: SweepQuestion, speed: Speed, server: str) -> Speeds:
+    return Speeds(server, _runs(question, speed, server), bool(_counted(question, server, "drafted_tokens")))
+
+
+def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: bool = False) -> Reason | None:
+    """From which level on which of two sides is faster, with its interval. `several`: there are other sides."""
+    if base.drafts and not side.drafts:
+        base, side = side, base
+    repeated = all(any(len(values) > 1 for values in one.at.values()) for one in (base, side))
+    found = find_crossing(base.at, side.at, linear=True, assume_spread=not repeated)
     if not found.ratios:
         return None
-    axis, ratios = AXES[question.axis], found.ratios
-    interval = "95 % interval" if repeated else "one run, not repeated; assumed interval"
-    at = partial(_level_text, axis)
-    fast, slow = (base, side) if found.kind == "never" else (side, base)
-    if all(abs(ratio - 1) <= MARGIN for ratio in ratios) and found.kind != "cannot_tell":
-        text = f"{base} and {side} {speed.equal} {axis.everywhere}, within {short_percent(MARGIN)}"
-    elif found.kind in ("always", "never"):
-        by = sorted(ratios if found.kind == "always" else [1 / ratio for ratio in ratios])
-        text = f"{fast} {speed.faster} than {slow} {axis.everywhere} ({factor(by[0])}x to {factor(by[-1])}x)"
-        text += "" if repeated else " (one run, not repeated)"
-    elif found.level is not None and found.low is not None and found.high is not None:
-        bounds = f"({interval} {_number_text(found.low)} to {_number_text(found.high)})"
-        where = f"from {at(found.level)} on {bounds}" if found.kind == "from" else f"up to {at(found.level)} {bounds}"
-        text = f"{fast} {speed.faster} than {slow} {where}"
-        text += "" if found.kind == "from" else f", and {slow} beyond"
+    ratios, at, kind = found.ratios, partial(_level_text, axis), found.kind
+    fast, slow = (base.name, side.name) if kind == "never" else (side.name, base.name)
+    is_speculation = side.drafts and not base.drafts
+    where, bounds = axis.everywhere, ""
+    if found.level is not None and found.low is not None and found.high is not None:
+        interval = "95 % interval" if repeated else "one run, not repeated; assumed interval"
+        bounds = f" ({interval} {_number_text(axis, found.low)} to {_number_text(axis, found.high)})"
+        where = f"from {at(found.level)} on{bounds}" if kind == "from" else f"up to {at(found.level)}{bounds}"
+    elif not repeated and kind in ("always", "never"):
+        bounds = " (one run, not repeated)"
+    by = sorted(1 / ratio if kind == "never" else ratio for ratio in ratios)
+    if all(abs(ratio - 1) <= MARGIN for ratio in ratios) and kind != "cannot_tell":
+        text = f"{base.name} and {side.name} {speed.equal} {axis.everywhere}, within {short_percent(MARGIN)}"
+    elif is_speculation:
+        does = {"never": "Speculation does not pay", "cannot_tell": "Inconclusive whether speculation pays"}
+        does_it = does.get(kind, "Speculation pays")
+        each = ", ".join(f"{factor(ratio)}x at {level:,}" for level, ratio in zip(found.levels, ratios, strict=True))
+        text = f"{side.name}: " if several else ""
+        text += f"{does_it} {where}{bounds * (found.level is None)}: {each}"
+    elif kind in ("always", "never"):
+        text = f"{fast} {speed.faster} than {slow} {where} ({factor(by[0])}x to {factor(by[-1])}x){bounds}"
+    elif bounds:
+        text = f"{fast} {speed.faster} than {slow} {where}" + ("" if kind == "from" else f", and {slow} beyond")
     else:
-        by = sorted(ratios)
-        text = f"inconclusive which {speed.faster}: {side} is {factor(by[0])}x to {factor(by[-1])}x as fast as {base}"
-        text += "; more repeats may decide"
-    values = {"speed": speed.id, "base": base, "side": side, "kind": found.kind, "at": found.level, "low": found.low}
+        text = f"inconclusive which {speed.faster}: {side.name} is {factor(by[0])}x to {factor(by[-1])}x as fast as "
+        text += f"{base.name}; more repeats may decide"
+    values = {"speed": speed.id, "base": base.name, "side": side.name, "kind": kind, "at": found.level}
     levels = {"levels": found.levels, "ratios": ratios}
-    return because("crossing", text, **values, high=found.high, **levels, provisional=not repeated)
+    return because("crossing", text, **values, low=found.low, high=found.high, **levels, provisional=not repeated)
 
 
 def _level_text(axis: Axis, level: float) -> str:
-    return axis.at.format(_number_text(level))
+    text = axis.at.format(_number_text(axis, level))
+    return text.removesuffix("s") if level == 1 else text
 
 
-def _number_text(value: float) -> str:
+def _number_text(axis: Axis, value: float) -> str:
+    if axis.speeds == (RATE,):
+        return f"{math.floor(value):,}"
     return figures(value) if value < 100 else f"{value:,.0f}"
 
 
@@ -189,7 +271,7 @@ def _ranges(question: SweepQuestion, server: str) -> list[Reason]:
         if effect is not None:
             shown = "95 % interval {}x to {}x".format(*map(factor, effect.interval()))
         slower = {"decode": "decodes", "first": "gives the first token"}[speed.id]
-        levels = f" with {_level_text(AXES[question.axis], last)} than with {_number_text(first)}"
+        levels = f" with {_level_text(AXES[question.axis], last)} than with {_number_text(AXES[question.axis], first)}"
         text = f"{'it' if found else server} {slower} {factor(ratio)}x slower{'' if found else levels} ({shown})"
         found.append(because("setting_range", text, speed=speed.id, side=server, levels=list(runs), ratio=ratio))
     return found
@@ -222,25 +304,55 @@ def _uncached(question: SweepQuestion) -> list[Reason]:
     return notes
 
 
-def _speculation(question: SweepQuestion, *, alone: bool) -> list[Reason]:
-    """The accepted share of the drafted tokens of each server that speculates, and the tokens of a step.
+def _counted(question: SweepQuestion, server: str, key: str) -> float:
+    """What the metrics of a server counted in all cells."""
+    return sum(getattr(cell.server_load, key) or 0 for cells in question.cells[server].values() for cell in cells)
 
-    `alone`: no server is compared with it.
-    """
+
+def _speculation(question: SweepQuestion) -> list[Reason]:
+    """The accepted share of the drafted tokens of each server that speculates, and the tokens of a step."""
     notes = []
-    for server, levels in question.cells.items():
-        loads = [cell.server_load for cells in levels.values() for cell in cells]
-        drafted, accepted, drafts = (
-            sum(getattr(load, key) or 0 for load in loads) for key in ("drafted_tokens", "accepted_tokens", "drafts")
-        )
+    for server in question.cells:
+        keys = ("drafted_tokens", "accepted_tokens", "drafts")
+        drafted, accepted, drafts = (_counted(question, server, key) for key in keys)
         if drafted:
             tokens = 1 + accepted / drafts if drafts else None
             text = f"{server} accepted {short_percent(accepted / drafted)} of its drafted tokens"
             text += "" if tokens is None else f", {factor(tokens)} tokens a step"
-            more = "; to know up to how many users it pays, run the same on the server without speculation, and "
-            text += f"{more}`harness compare` both runs" if alone else ""
             notes.append(because("speculation", text, side=server, share=accepted / drafted, tokens_per_step=tokens))
     return notes
+
+
+def _alone(run: Run, question: SweepQuestion, server: str, known: list[Reason]) -> list[Reason]:
+    """What one server says about speculation: whether it speculates, what answers the question, and its numbers.
+
+    `known`: its acceptance. None of a run that asks something else, of a server that does not speculate.
+    """
+    if not known and "speculat" not in run.scenario.question.lower():
+        return []
+    loads = [cell.server_load for cells in question.cells[server].values() for cell in cells]
+    names = {cell.served_by.startup.engine for cell in run.cells if cell.server == server and cell.served_by.startup}
+    template = find_engine(run.scenario.servers[server].template)
+    its = [one for one in engines() if one.name in names] or ([] if template is None else [template])
+    again = "measure the same again, and `harness compare` both runs"
+    if known:
+        text = f"to know up to how many users it pays, start the server without speculation, {again}"
+        parts = [because("speculation", f"{known[0].text}; {text}", **known[0].values)]
+    else:
+        reported = any("drafted_tokens" in one.metrics for one in its)
+        reported &= any(load.generated_tokens is not None for load in loads)
+        start = {one.title: one.speculation for one in its or engines() if one.speculation}
+        text = f"{server} does not speculate" if reported else f"{server} does not report whether it speculates"
+        how = ", ".join(f"{title} `{words}`" for title, words in start.items())
+        text += f". To know, start it with speculation{f' ({how})' if how else ''}, {again}"
+        parts = [because("no_speculation", text, side=server, reported=reported, start=start)]
+    rates = {
+        level: geometric_mean([value * max(level, 1) for value in values])
+        for level, values in _runs(question, RATE, server).items()
+    }
+    at = partial(_level_text, AXES[question.axis])
+    shown = ", ".join(f"{figures(rate)} tok/s with {at(level)}" for level, rate in rates.items())
+    return [*parts, because("rates", shown, rates={str(level): rate for level, rate in rates.items()})]
 
 
 def _cached_share(level: int, cells: Sequence[CellSummary]) -> float | None:

@@ -114,21 +114,32 @@ def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, 
     }
     basis = "" if repeated else "one run, not repeated; "
     after, shown = _ms(fmean(one.ttft_s for one in changed)), f"{basis}95 % interval {interval}"
+    models = {one.model for one in requests}
+    stay = sorted(by_model_s.keys() - {one.model for one in waited})
     if not waited:
-        text = f"{server}: no change of model waited (of {len(changed)}): the first token comes after {after}, "
-        text += f"and after {_ms(alone_s)} without a change (difference {_ms(cost)}; {shown})"
+        kept = "both" if len(models) == 2 else f"all {len(models)}"
+        text = f"{server}: {kept} models stay loaded, no change waited (of {len(changed)}): the first token comes "
+        text += f"after {after}, and after {_ms(alone_s)} without a change (difference {_ms(cost)}; {shown})"
     else:
         to = ", ".join(f"{_ms(each)} to {name}" for name, each in by_model_s.items())
         text = f"{server}: a change of model costs {_ms(cost)} ({shown}): the first token comes after {after} instead "
         text += f"of {_ms(alone_s)}; {len(waited)} of {count(len(changed), 'change')} waited for the model, "
-        text += f"which had been evicted ({to})"
+        text += f"which had been evicted ({to}); "
+        few = "one model is" if len(models) == 2 else f"fewer than {len(models)} models are"
+        text += f"{', '.join(stay)} stayed loaded" if stay else f"{few} loaded at a time"
     if logged:
         means = [f"{kind} took {_ms(fmean(took_s))} (mean of {len(took_s)})" for kind, took_s in logged.items()]
         text += f"; by the server's log, each {' and each '.join(means)}"
     values = {"side": server, "cost_s": cost, "low_s": low_s, "high_s": high_s, "changes": len(changed)}
     values |= {"logged_s": {kind: fmean(took_s) for kind, took_s in logged.items()}}
-    values |= {"waited": len(waited), "same_s": alone_s, "by_model_s": by_model_s, "provisional": not repeated}
-    return because("model_switch", f"{text}.", **values)
+    values |= {
+        "waited": len(waited),
+        "stay": stay,
+        "same_s": alone_s,
+        "by_model_s": by_model_s,
+        "provisional": not repeated,
+    }
+    return because("model_switch", f"{text}.", **values, provisional=not repeated)
 
 
 def _longest_without_load_s(same: Sequence[float]) -> float:

@@ -650,6 +650,7 @@ class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # In a comparison of runs:
     simulated: bool = False  # an engine's model was measured, not hardware
     sides: list[str] = []  # baseline first
+    answers: list[Reason] = []  # up to how many users speculation pays, where one side speculates
     differences: list[Difference] = []  # of the manifests of the sides
     same_answers: list[SameAnswers] = []  # of loads whose right answers are known
     checks: list[CheckResult] = []

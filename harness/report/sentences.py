@@ -93,14 +93,15 @@ def comparison_answer(comparison: Comparison) -> str:
     versions = [each for each in comparison.differences if each.key.endswith("startup.version")]
     shown = [f"The engine's versions differ: {', '.join(each.values)}." for each in versions[:1]]
     answers = map(answers_sentence, comparison.same_answers)
-    return " ".join([*([_comparison_answer(comparison)] if comparison.verdicts else []), *answers, *shown])
+    verdicts = [_comparison_answer(comparison)] if comparison.verdicts else []
+    return " ".join([*map(sentence, comparison.answers), *verdicts, *answers, *shown])
 
 
 def _comparison_answer(comparison: Comparison) -> str:
     verdicts = comparison.verdicts
     largest = _largest_effect(verdicts)
     total = count(len(verdicts), "comparison")
-    shown = "" if largest is None else f"{largest.side}{_ratio_with_word(largest)}. "
+    shown = "" if largest is None or comparison.answers else f"{largest.side}{_ratio_with_word(largest)}. "
     counts = Counter(verdict_word(verdict) for verdict in verdicts)
     parts = ", ".join(f"{number} {word}" for word, number in counts.items())
     failing = sum(verdict.fails == "yes" for verdict in verdicts)

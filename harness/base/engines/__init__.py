@@ -201,6 +201,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     settings: dict[str, Spelling] = {}  # by name in harness.advice
     options: OptionsFile | None = None
     fallbacks: dict[str, str] = {}  # words of its log that show slow kernels: what they mean
+    speculation: str | None = None  # arguments with which it speculates
 
 
 @cache

@@ -10,13 +10,15 @@ import pytest
 from msgspec.structs import replace
 
 from harness.analysis.capacity import find_crossing
+from harness.analysis.compare import compare_runs
 from harness.analysis.crossover import DEPTH, FEW_CACHED, setting_answers
 from harness.analysis.summarize import summarize
+from harness.base.engines import find_engine
 from harness.base.summary import Summary
-from harness.records.manifest import Run
+from harness.records.manifest import Run, Startup
 from harness.records.records import Request
 from harness.report.charts.crossover import crossover_charts
-from harness.report.sentences import run_answer
+from harness.report.sentences import comparison_answer, run_answer
 from harness.scenario import Load, prompts_of
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Cell
@@ -77,7 +79,15 @@ def measured(
     return found
 
 
-def made(folder: Path, text: str = TEXT, *, cached: bool = True, spread: float = 0.01) -> tuple[Run, Summary]:
+def made(
+    folder: Path,
+    text: str = TEXT,
+    *,
+    cached: bool = True,
+    spread: float = 0.01,
+    engines: dict[str, EngineConfig] = ENGINES,
+    name: str = "run",
+) -> tuple[Run, Summary]:
     path = folder / "which.yaml"
     path.write_text(text)
     scenario, dice = load_scenario(path), random.Random(5)
@@ -86,19 +96,19 @@ def made(folder: Path, text: str = TEXT, *, cached: bool = True, spread: float =
     def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
         load = scenario.loads[cell.load]
         slowdown, seed = math.exp(dice.gauss(0, spread)), dice.randrange(1 << 30)
-        config = replace(ENGINES[cell.server], slowdown=slowdown, seed=seed, enable_prefix_caching=cached)
+        config = replace(engines[cell.server], slowdown=slowdown, seed=seed, enable_prefix_caching=cached)
         engine = SimulatedEngine(config)
         found = measured(engine, load, prompts_of(scenario, load).system_tokens, cell, start_s, process)
         drafted = {"drafts": engine.drafts, "drafted_tokens": engine.drafted, "accepted_tokens": engine.accepted}
         counted[cell.id] = drafted if config.num_speculative_tokens else {}
         return found
 
-    run = write_made_run(folder / "run", made_of=scenario, requests=requests, served=lambda cell: served_by())
-    samples = [msgspec.json.decode(line) for line in (folder / "run" / "metrics.jsonl").read_bytes().splitlines()]
+    run = write_made_run(folder / name, made_of=scenario, requests=requests, served=lambda cell: served_by())
+    samples = [msgspec.json.decode(line) for line in (folder / name / "metrics.jsonl").read_bytes().splitlines()]
     for before, sample in itertools.pairwise(samples):
         sample["values"] |= counted[sample["cell"]] if before["cell"] == sample["cell"] else {}
-    write_lines(folder / "run" / "metrics.jsonl", samples)
-    return run, summarize(folder / "run")
+    write_lines(folder / name / "metrics.jsonl", samples)
+    return run, summarize(folder / name)
 
 
 USERS = """
@@ -154,19 +164,46 @@ def test_the_users_up_to_which_speculation_pays(tmp_path: Path) -> None:
     rate, drafts = summary.answers[0].values["parts"]
     config = ENGINES["drafts"]
     assert drafts["tokens_per_step"] == pytest.approx(tokens_of_step(config), rel=0.05)
+    assert summary.answers[0].text.startswith("Speculation pays up to ")
     assert (rate["speed"], rate["kind"], rate["side"]) == ("rate", "until", "drafts")
     assert rate["low"] < true_users(ENGINES["drafts"]) < rate["high"]
     assert rate["at"] == pytest.approx(true_users(ENGINES["drafts"]), rel=0.1)
 
 
-def test_one_server_that_speculates(tmp_path: Path) -> None:
-    """With one server, users are compared with nothing; of a server without speculation there is no answer."""
+def test_one_server_that_speculates_and_one_that_does_not(tmp_path: Path) -> None:
+    """With one server, the answer says what is missing for one, and the numbers."""
     text = USERS.replace("[1, 4, 8, 16, 24]", "[1, 2]").replace("repeats: 2", "repeats: 1")
     _, summary = made(tmp_path, text.replace("plain: {template: vllm-cpu}, ", ""))
-    (drafts,) = summary.answers[0].values["parts"]
+    drafts, rates = summary.answers[0].values["parts"]
     assert drafts["tokens_per_step"] == pytest.approx(tokens_of_step(ENGINES["drafts"]), rel=0.1)
+    assert list(rates["rates"]) == ["1", "2"]
     (tmp_path / "plain").mkdir()
-    assert made(tmp_path / "plain", text.replace(", drafts: {template: vllm-cpu}", ""))[1].answers == []
+    text = text.replace(", drafts: {template: vllm-cpu}", "")
+    run, summary = made(tmp_path / "plain", text)
+    none, rates = summary.answers[0].values["parts"]
+    assert none == {"side": "plain", "reported": True, "start": {"vLLM": find_engine("vllm-cpu").speculation}}  # type: ignore[union-attr]
+    assert rates["rates"]["2"] == pytest.approx(summary.rows[1].pooled.output_tok_s)
+    assert run_answer(summary, run).startswith("plain does not speculate")
+    served = [replace(cell, served_by=served_by(template=None, startup=Startup(engine="sglang"))) for cell in run.cells]
+    (answer,) = setting_answers(replace(run, cells=served), summary.rows, summary.cells)
+    assert answer.values["parts"][0]["reported"] is False and list(answer.values["parts"][0]["start"]) == ["SGLang"]
+    other = replace(run.scenario, question="How many users?")
+    assert setting_answers(replace(run, scenario=other), summary.rows, summary.cells) == []
+
+
+def test_a_run_with_and_a_run_without_speculation(tmp_path: Path) -> None:
+    """The same answer as of two servers in one run; with one run a side of an assumed spread."""
+    text = USERS.replace("plain: {template: vllm-cpu}, drafts", "SIDE")
+    for name, engine in (("with", "drafts"), ("again", "drafts"), ("without", "plain")):
+        made(tmp_path, text.replace("SIDE", "running"), engines={"running": ENGINES[engine]}, name=name)
+    for sides in (("with", "without"), ("without", "with")):
+        comparison = compare_runs([[tmp_path / side] for side in sides])
+        (answer,) = comparison.answers
+        assert (answer.values["kind"], answer.values["levels"]) == ("until", [1, 4, 8, 16, 24])
+        assert answer.values["at"] == pytest.approx(true_users(ENGINES["drafts"]), rel=0.1)
+        assert answer.values["ratios"][0] > 1.5 and answer.values["ratios"][-1] < 1 and answer.values["provisional"]
+        assert comparison_answer(comparison).startswith(answer.text)
+    assert compare_runs([[tmp_path / "with"], [tmp_path / "again"]]).answers == [], "both speculate"
 
 
 def test_a_server_without_a_cache_is_named(tmp_path: Path) -> None:

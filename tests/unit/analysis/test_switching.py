@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,8 +31,16 @@ repeats: 3
 """
 
 
-def made(folder: Path, text: str = TEXT, *, switch_s: float = SWITCH_S, seed: int = 1, wrong: bool = False) -> Summary:
-    """A run on a server that loads a model anew after each change; its times have a spread of 5 %."""
+def made(
+    folder: Path,
+    text: str = TEXT,
+    *,
+    switch_s: float = SWITCH_S,
+    seed: int = 1,
+    wrong: bool = False,
+    loads_anew: Sequence[str] = ("first", "second", "third"),
+) -> Summary:
+    """A run on a server that loads these models anew after each change; its times have a spread of 5 %."""
     (folder / "s.yaml").write_text(text)
     scenario, dice = load_scenario(folder / "s.yaml"), random.Random(seed)
 
@@ -41,7 +50,7 @@ def made(folder: Path, text: str = TEXT, *, switch_s: float = SWITCH_S, seed: in
         for index in range(-1, load.requests or 0):
             model = model_at(load, index) or "first"
             ttft_s = TTFT_S * math.exp(dice.gauss(0, 0.05))
-            ttft_s += (model != loaded) * switch_s * run_noise * math.exp(dice.gauss(0, 0.05))
+            ttft_s += (model != loaded and model in loads_anew) * switch_s * run_noise * math.exp(dice.gauss(0, 0.05))
             chunks = [ttft_s + 0.01 * number for number in range(11)]
             times = {"sent_s": now, "ended_s": chunks[-1], "chunks_s": chunks, "first_visible_s": ttft_s}
             of_cell = {"cell": cell.id, "load": cell.load, "process": process, "id": f"{cell.id}-{index}"}
@@ -64,6 +73,7 @@ def test_the_cost_of_a_change_and_how_many_waited(tmp_path: Path) -> None:
     assert values["low_s"] < SWITCH_S < values["high_s"]
     assert values["same_s"] == pytest.approx(TTFT_S, rel=0.05)
     assert list(values["by_model_s"]) == ["first", "second"]
+    assert values["stay"] == [] and "one model is loaded at a time" in answer.text
     assert summary.valid, summary.reasons
     (chart,) = crossover_charts(summary, read_run(tmp_path / "run1"))
     assert chart.figure["data"][0]["x"] == ["same model", "to first", "to second"]
@@ -86,7 +96,7 @@ def test_the_log_of_lemonade_has_the_time_of_a_load_and_of_an_eviction(tmp_path:
 
 def test_a_server_that_keeps_both_models_costs_nothing(tmp_path: Path) -> None:
     values = [made(tmp_path, switch_s=0, seed=seed).answers[0].values for seed in range(1, 11)]
-    assert values[0]["low_s"] < 0 < values[0]["high_s"]
+    assert values[0]["low_s"] < 0 < values[0]["high_s"] and values[0]["stay"] == ["first", "second"]
     assert [one["waited"] for one in values] == [0] * 10, "noise is no wait"
 
 
@@ -99,6 +109,16 @@ def test_a_load_with_one_model_has_no_change(tmp_path: Path) -> None:
     text = TEXT.replace("model: [first, first, first, second, second, second]", "model: first")
     one_run = made(tmp_path, text.replace("repeats: 3", "repeats: 1"))
     assert one_run.answers == [], "no change"
+
+
+def test_the_models_that_stay_loaded(tmp_path: Path) -> None:
+    """A third model takes the place of another one, so a change to the first never waits."""
+    text = TEXT.replace("second, second, second", "second, second, third, third, first, first")
+    summary = made(tmp_path, text, loads_anew=["second", "third"])
+    assert summary.answers[0].values["stay"] == ["first"] and summary.answers[0].values["waited"] == 6
+    (tmp_path / "all").mkdir()
+    (answer,) = made(tmp_path / "all", text).answers
+    assert answer.values["stay"] == [] and "fewer than 3 models are loaded" in answer.text
 
 
 MIX = """
