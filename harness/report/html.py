@@ -3,6 +3,7 @@
 import base64
 import gzip
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -144,6 +145,9 @@ def render(
     cells = {cell.id: cell for cell in summary.cells}
     events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
     loads = sentences.load_descriptions(run)
+    results = table.results_table(summary, run, loads if len(summary.rows) <= _FEW else {})
+    shown_tiles = tiles(summary) if is_sure else []
+    numbers = itertools.chain(*results.rows, (value for _, value, _ in shown_tiles))
     details = [
         *trust_tables(summary), *table.time_table(summary), *table.schedule_table(summary, run)
     ]  # fmt: skip
@@ -154,13 +158,13 @@ def render(
         summary=summary,
         run=run,
         answer=page.answer(summary, run, capacity, tune),
-        tiles=tiles(summary) if is_sure else [],
-        state=[*page.state(summary, run), *([] if tune is None else tune_elements(tune))],
+        tiles=shown_tiles,
+        state=[*page.state(summary, run, numbers), *([] if tune is None else tune_elements(tune))],
         findings=page.findings(summary),
         first_charts=answers[:1] if is_sure else [],
         verdicts=_verdicts(summary, run),
         design=[page.design(summary, run), *(page.loads(run) if len(summary.rows) > _FEW else [])],
-        results=table.results_table(summary, run, loads if len(summary.rows) <= _FEW else {}),
+        results=results,
         details=details,
         machine=table.machine_table(summary),
         checks=page.checks(summary.checks),

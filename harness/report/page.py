@@ -1,6 +1,7 @@
 """The pages of a run and of a comparison, as elements. To add something to every report, add it to `run_page`."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from harness.analysis.capacity import CapacityReport
@@ -19,7 +20,7 @@ from harness.base.summary import (
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
-from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
+from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
 from harness.report.table import machine_table, results_table, schedule_table, time_table
 from harness.report.trust import same_answers_page, trust_tables
 from harness.report.tune import TuneReport, answer_line, tune_elements, tune_question
@@ -43,12 +44,13 @@ def run_page(
 
     `capacity`: the result of a capacity search. `tune`: of a search of settings. `explain`: with the host metrics.
     """
+    results = results_table(summary, run)
     return [
         *answer(summary, run, capacity, tune),
-        *state(summary, run),
+        *state(summary, run, itertools.chain(*results.rows)),
         *([] if tune is None else tune_elements(tune)),
         *findings(summary),
-        results_table(summary, run),
+        results,
         design(summary, run),
         *([Paragraph("Verdicts", "heading"), *run_verdicts(summary, run, _RUN_HINT)] if summary.comparison else []),
         *same_answers_page(summary.same_answers),
@@ -75,10 +77,14 @@ def answer(
     ]
 
 
-def state(summary: Summary, run: Run) -> list[Element]:
-    """Whether the run counts and its checks passed, in one word, and why not; the notes are folded."""
+def state(summary: Summary, run: Run, shown_numbers: Iterable[str]) -> list[Element]:
+    """Whether the run counts and its checks passed, in one word, and why not; the notes are folded.
+
+    `shown_numbers`: of which the notes explain the sign, if one has it.
+    """
+    sign = LIMITED if any(LIMITED in number for number in shown_numbers) else ""
     reasons = [Bullet(text, "bad") for text in sentences.group_reasons(summary.reasons)]
-    limits = list(filter(None, [sentences.client_limit_sentence(summary)]))
+    limits = list(filter(None, [sentences.client_limit_sentence(summary, sign)]))
     shown = [note for note in summary.notes if note.code in _SHOWN]
     others = [note for note in summary.notes if note not in shown]
     notes = [Bullet(text, "fine") for text in (*limits, *sentences.group_reasons(others))]
@@ -87,7 +93,7 @@ def state(summary: Summary, run: Run) -> list[Element]:
         *_some(reasons, _REASONS, f"{units.count(len(reasons) - _REASONS, 'more reason')}"),
         *([Bullets([Bullet(text, "bad") for text in sentences.group_reasons(shown)])] if shown else []),
         *(
-            [Fold(sentences.notes_sentence(summary, len(notes)), [Bullets(notes)], "--explain shows the notes")]
+            [Fold(sentences.notes_sentence(summary, len(notes), sign), [Bullets(notes)], "--explain shows the notes")]
             if notes
             else []
         ),

@@ -33,7 +33,7 @@ from harness.base.summary import (
 from harness.base.units import count
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
-from harness.report.elements import LIMITED, Bullet
+from harness.report.elements import Bullet
 from harness.report.trust import answers_sentence, row_sentence
 from harness.report.verdict_text import describe_ratio, format_speedup, verdict_sentence, verdict_word
 from harness.scenario import asks_known
@@ -385,18 +385,20 @@ def state_sentence(summary: Summary, run: Run) -> tuple[str, Literal["good", "un
     return f"PASSED: {total} passed, and {validity.partition(': ')[2]}", "good"
 
 
-def notes_sentence(summary: Summary, number: int) -> str:
-    """What so many notes on the validity come to, in one plain line."""
+def notes_sentence(summary: Summary, number: int, sign: str) -> str:
+    """What so many notes on the validity come to, in one plain line. `sign`: that late numbers have; empty if none."""
     limited = [row for row in summary.rows if row.client_limited]
     if any(note.code == "host_cpu_full" for note in summary.notes):
         why = "This machine was busy"
     else:
         why = "The load generator was late" if limited else ""
+    if limited and not sign:
+        return f"{why}; no number shown is affected"
     if limited:
         error = max(map(_largest_error, limited))
         most = f"{units.figures(100 * error, 2)}\u00a0%"
         how = "were read late" if error < _SHOWN_ERROR else "are exact to" if error < 0.1 else "may be wrong by"
-        return f"{why}: numbers with {LIMITED} {how}" + f" {most}" * (error >= _SHOWN_ERROR)
+        return f"{why}: numbers with {sign} {how}" + f" {most}" * (error >= _SHOWN_ERROR)
     if any(note.code == "import_defined" and note.values["other"] for note in summary.notes):
         return f"Numbers with {OTHERWISE} are defined otherwise"
     return f"{why}, but the load generator kept up" if why else f"{count(number, 'note')} on these numbers"
@@ -408,8 +410,11 @@ def _largest_error(row: Row) -> float:
     return max(map(max, limited), default=0.0)
 
 
-def client_limit_sentence(summary: Summary) -> str:
-    """Which numbers of which rows the load generator limited, and by how much at most; empty where none are."""
+def client_limit_sentence(summary: Summary, sign: str = "") -> str:
+    """Which numbers of which rows the load generator limited, and by how much at most; empty where none are.
+
+    `sign`: of such numbers, where they are shown.
+    """
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
@@ -420,7 +425,7 @@ def client_limit_sentence(summary: Summary) -> str:
         return ""
     parts = "; ".join(f"{numbers} of {', '.join(names)}" for numbers, names in rows.items())
     rest = "verdicts allow for it" if summary.valid else "the run is not compared with other runs"
-    return f"the load generator ({LIMITED}) was late, which affects {parts}; {rest}"
+    return f"the load generator{sign and f' ({sign})'} was late, which affects {parts}; {rest}"
 
 
 def verdict_sentences(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:

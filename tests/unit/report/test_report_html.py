@@ -102,6 +102,14 @@ def test_the_first_screen_of_a_run_without_an_answer_has_no_numbers(folder: Path
     assert first.index("a reason") < first.index("<details") < first.index("a note")
 
 
+def test_the_sign_of_a_late_load_generator_is_on_a_page_only_with_such_a_number(folder: Path) -> None:
+    summary, run, data = read_summary(folder), read_run(folder), read_chart_data(folder)
+    for field, has_sign in (("ttfo", False), ("output_tok_s", True)):
+        rows = [replace(each, client_limited=[field], client_error={}) for each in summary.rows]
+        first = render(replace(summary, rows=rows), run, data).split('class="contents"')[0]
+        assert "The load generator was late" in first and ("‡" in first) == has_sign
+
+
 def test_the_tiles_are_the_best_of_each_number() -> None:
     few = numbers(5.0, FEW)
     assert tiles(replace(text_summary(), rows=[row("one", numbers(13.07, MANY))])) == [

@@ -29,7 +29,7 @@ from harness.base.summary import (
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
 from harness.report.capacity import print_capacity
-from harness.report.elements import Paragraph
+from harness.report.elements import LIMITED, Paragraph
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.scenario import Load, Prompts, Scenario, Server
@@ -226,7 +226,19 @@ def test_the_notes_come_to_one_line(codes: list[str], limited: dict[str, tuple[f
     one, ten = summary().rows
     late = replace(ten, client_limited=list(limited), client_error={**limited, "output_tok_s": (0.5, 0.5)})
     of = replace(summary(), rows=[one, late], notes=[because(code, "busy") for code in codes])
-    assert sentences.notes_sentence(of, 2) == line
+    assert sentences.notes_sentence(of, 2, LIMITED) == line
+
+
+def test_the_sign_of_a_late_load_generator_is_explained_only_where_a_number_has_it() -> None:
+    """Of a timed load the wall time is not shown, so nothing has the sign."""
+    timed = [replace(each, pooled=replace(each.pooled, window="timed", wall=None)) for each in summary().rows]
+    for field, has_sign in (("wall", False), ("output_tok_s", True)):
+        late = replace(timed[1], client_limited=[field], client_error={field: (0, 0.03)})
+        of = replace(summary(), rows=[timed[0], late])
+        out = io.StringIO()
+        terminal.print_report(of, run(), Path("x"), Console(file=out, width=150), explain=True)
+        for text in (out.getvalue(), markdown.render(run_page(of, run()))):
+            assert text.count("load generator") and (LIMITED in text) == has_sign
 
 
 def test_only_what_failed_is_red() -> None:
