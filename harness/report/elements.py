@@ -1,9 +1,11 @@
 """The elements of a page. A page is a list of them, made once; terminal.py, markdown.py and html.py print it."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.base import units
 
@@ -111,3 +113,33 @@ Element: TypeAlias = Paragraph | Bullets | Grid | Fold | Chart
 def plain_grid(head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Grid:
     """A table of texts without explanations. `styles`: of the column "Verdict"."""
     return Grid(columns=[TableColumn(title.lower(), title, group="name") for title in head], rows=rows, styles=styles)
+
+
+_T = TypeVar("_T")
+_VERBATIM = ("id", "style", "code", "columns", "styles", "kind", "formula")
+
+
+def with_names(value: _T, names: Mapping[str, str]) -> _T:
+    """The same elements, or other texts, with the loads of these names called otherwise.
+
+    What a user types keeps the names: `code`, checks (SERVER/LOAD), keys of a scenario (loads.LOAD).
+    """
+    if not names:
+        return value
+    known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w.@/-])(?:{known})(?![\w@/-])")
+
+    def renamed(each: Any) -> Any:
+        if isinstance(each, str):
+            return pattern.sub(lambda found: names[found[0]], each)
+        if isinstance(each, list | tuple):
+            return each if each and isinstance(each[0], float) else type(each)(map(renamed, each))
+        if isinstance(each, dict):
+            return {key: renamed(one) for key, one in each.items()}
+        if isinstance(each, Struct):
+            kept = (field for field in each.__struct_fields__ if field not in _VERBATIM)
+            return replace(each, **{field: renamed(getattr(each, field)) for field in kept})
+        return each
+
+    changed: _T = renamed(value)
+    return changed

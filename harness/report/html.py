@@ -31,7 +31,7 @@ from harness.report.charts.crossover import crossover_charts
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
-from harness.report.elements import LIMITED, Chart, Element, Fold
+from harness.report.elements import LIMITED, Chart, Element, Fold, with_names
 from harness.report.trust import same_answers_page, trust_charts, trust_tables
 from harness.report.tune import TuneReport, read_tune, tune_chart, tune_elements
 
@@ -134,9 +134,9 @@ def render(
     tune: TuneReport | None = None,
 ) -> str:
     """Return the page. `capacity`: the result of a capacity search. `tune`: of a search of settings."""
-    bounds = figures.slo_bounds(summary)
+    bounds, named = figures.slo_bounds(summary), partial(with_names, names=page.load_names(run, tune))
     answers, others = (
-        [figures.with_slo_lines(chart, bounds) for chart in charts if not chart.empty]
+        [named(figures.with_slo_lines(chart, bounds)) for chart in charts if not chart.empty]
         for charts in (_answer_charts(summary, run, capacity, tune), _charts(summary, data))
     )
     is_sure = summary.valid is not False and run.status not in ("running", "interrupted", "failed")
@@ -157,18 +157,18 @@ def render(
         {line.cell: timeline_figure(line, events[line.cell]) for line in data.timelines},
         summary=summary,
         run=run,
-        answer=page.answer(summary, run, capacity, tune),
-        tiles=shown_tiles,
-        state=[*page.state(summary, run, numbers), *([] if tune is None else tune_elements(tune))],
-        findings=page.findings(summary),
+        answer=named(page.answer(summary, run, capacity, tune)),
+        tiles=named(shown_tiles),
+        state=named([*page.state(summary, run, numbers), *([] if tune is None else tune_elements(tune))]),
+        findings=named(page.findings(summary)),
         first_charts=answers[:1] if is_sure else [],
-        verdicts=_verdicts(summary, run),
+        verdicts=named(_verdicts(summary, run)),
         design=[page.design(summary, run), *(page.loads(run) if len(summary.rows) > _FEW else [])],
-        results=results,
-        details=details,
-        machine=table.machine_table(summary),
-        checks=page.checks(summary.checks),
-        failures=page.failures(summary),
+        results=named(results),
+        details=named(details),
+        machine=named(table.machine_table(summary)),
+        checks=named(page.checks(summary.checks)),
+        failures=named(page.failures(summary)),
         errors=table.format_errors,
         sentence=sentence,
         startup_facts=startup_facts,
@@ -176,7 +176,7 @@ def render(
         answer_charts=answers[is_sure:],
         charts=others,
         starts=starts,
-        row_keys=row_keys(summary),
+        row_keys=named(row_keys(summary)),
         timelines=list(events),
         timeline_first=_first_timeline(events),
         events=events,

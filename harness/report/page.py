@@ -20,7 +20,7 @@ from harness.base.summary import (
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
-from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid
+from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid, with_names
 from harness.report.table import machine_table, results_table, schedule_table, time_table
 from harness.report.trust import same_answers_page, trust_tables
 from harness.report.tune import TuneReport, answer_line, tune_elements, tune_question
@@ -45,7 +45,7 @@ def run_page(
     `capacity`: the result of a capacity search. `tune`: of a search of settings. `explain`: with the host metrics.
     """
     results = results_table(summary, run)
-    return [
+    page = [
         *answer(summary, run, capacity, tune),
         *state(summary, run, itertools.chain(*results.rows)),
         *([] if tune is None else tune_elements(tune)),
@@ -62,6 +62,12 @@ def run_page(
         *checks(summary.checks),
         *loads(run),
     ]
+    return with_names(page, load_names(run, tune))
+
+
+def load_names(run: Run, tune: TuneReport | None) -> dict[str, str]:
+    """What people read in place of the names of loads that the harness made."""
+    return words.load_names(run, [] if tune is None else tune.levels)
 
 
 def answer(

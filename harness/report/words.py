@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -11,7 +12,9 @@ from harness.base import units
 from harness.base.metrics import METRICS, Metric
 from harness.base.summary import NEEDED, Distribution, Reason, Row
 from harness.base.units import milliseconds
+from harness.records.manifest import Run
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
+from harness.scenario.plan import load_of_stage
 
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
@@ -54,6 +57,25 @@ def neutral(text: str) -> str:
     """A line from outside without control characters; its spaces stay."""
     controls = ("Cc", "Cf", "Cs")
     return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in controls else c for c in text)
+
+
+def load_names(run: Run, levels: Collection[str] = ()) -> dict[str, str]:
+    """What people read in place of the names of loads that the harness made: "4 users", of several "chat, 4 users".
+
+    These are stages, loads that vary only their users, and the `levels` of `harness tune --for users`.
+    """
+    loads, swept, made = run.scenario.loads, run.scenario.swept, dict[str, str]()
+    of_stage = {name: stage for name in loads if (stage := load_of_stage(name)) is not None}
+    varied = {} if swept is None else swept.loads
+    of_sweep = {name: varied[name].of for name in loads if name in varied and list(varied[name].settings) == ["users"]}
+    of_level = {name: name.rpartition("-")[0] for name in loads if name in levels and loads[name].arrivals is None}
+    generated = of_stage | of_sweep | of_level
+    is_alone = len(generated) == len(loads) and len(set(generated.values())) == 1
+    for name, of in generated.items():
+        text = ("" if is_alone else f"{of}, ") + units.count(loads[name].users, "user")
+        again = sum(each.startswith(text) and each.removeprefix(text)[:2] in ("", " (") for each in made.values())
+        made[name] = f"{text} ({again + 1})" if again else text
+    return made
 
 
 def max_in_flight(load: Load) -> int:

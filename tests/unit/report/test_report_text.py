@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
@@ -29,13 +30,16 @@ from harness.base.summary import (
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
 from harness.report.capacity import print_capacity
-from harness.report.elements import LIMITED, Paragraph
+from harness.report.elements import LIMITED, Bullet, Paragraph, with_names
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
-from harness.scenario import Load, Prompts, Scenario, Server
+from harness.report.words import load_names
+from harness.scenario import Load, Prompts, Scenario, Server, Stage, Sweep, SweepRow
+from harness.scenario.plan import expand_stages
 from tests.support.made_runs import scenario, write_made_run
 
 FEW = Distribution(n=5, mean=0.05, min=0.04, max=0.06)
+STAGED = Load(user="chat", output_tokens=8, stages=[Stage(users=users, for_s=60.0) for users in (5, 20, 5)])
 MANY = Distribution(n=200, mean=0.05, min=0.04, max=1.2, p50=0.0523, p90=0.0911, p95=1.0985)
 
 
@@ -239,6 +243,41 @@ def test_the_sign_of_a_late_load_generator_is_explained_only_where_a_number_has_
         terminal.print_report(of, run(), Path("x"), Console(file=out, width=150), explain=True)
         for text in (out.getvalue(), markdown.render(run_page(of, run()))):
             assert text.count("load generator") and (LIMITED in text) == has_sign
+
+
+def generated(of: dict[str, str], **changes: Any) -> tuple[Summary, Run]:
+    """The summary with other names of its loads."""
+    text = msgspec.json.encode(summary()).decode()
+    for name, other in of.items():
+        text = text.replace(f"vllm / {name}", f"vllm / {other}").replace(f'"load":"{name}"', f'"load":"{other}"')
+    loads = {other: replace(run().scenario.loads[name], users=users, batch_size=None)
+             for users, (name, other) in zip((1, 4), of.items(), strict=True)}  # fmt: skip
+    made = replace(run(), scenario=replace(run().scenario, loads=loads, **changes))
+    return msgspec.json.decode(text, type=Summary), made
+
+
+def test_people_read_the_users_of_a_load_that_the_harness_named() -> None:
+    rows = {f"u-users-{users}": SweepRow(of="u", settings={"users": users}) for users in (1, 4)}
+    for of, made in (
+        generated({"one": "chat@1", "ten": "chat@4"}),
+        generated({"one": "u-users-1", "ten": "u-users-4"}, swept=Sweep(loads=rows)),
+    ):
+        names = [each.load for each in of.rows]
+        found = Bullet("vllm / chat@1: chat@4, slow", code="loads.chat@1 vllm/chat@1")
+        failed = replace(of, checks=[replace(of.checks[0], check=f"vllm/{names[0]}: error_rate == 0")])
+        text = markdown.render(run_page(failed, made))
+        assert "4 users is 3.13x faster" in text and "| vllm | 4 users |" in text
+        assert [line for line in text.splitlines() if names[1] in line and "batch user" not in line] == []
+        assert f"`vllm/{names[0]}: error_rate == 0`" in text, "a check is what a user types"
+        assert with_names(found, {"chat@1": "1 user", "chat@4": "4 users"}) == replace(
+            found, text="vllm / 1 user: 4 users, slow"
+        )
+    of, made = generated({"one": "a@1", "ten": "b@4"})
+    assert load_names(made) == {"a@1": "a, 1 user", "b@4": "b, 4 users"}
+    of, made = generated({"one": "a-1", "ten": "a-2"})
+    assert (load_names(made), load_names(made, ["a-1", "a-2"])) == ({}, {"a-1": "1 user", "a-2": "4 users"})
+    twice = replace(made, scenario=expand_stages(replace(made.scenario, loads={"a": STAGED})))
+    assert list(load_names(twice).values()) == ["5 users", "20 users", "5 users (2)"]
 
 
 def test_only_what_failed_is_red() -> None:
