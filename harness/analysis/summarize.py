@@ -341,7 +341,8 @@ def _summarize_cell(cell: Cell, evidence: validity.Evidence, session: int | None
     limits = [limit for limit, _ in limited]
     errors = client_errors(load, of_cell, numbers, marks, limits)
     phases = ran.served_by.phases if ran is not None else []
-    split = time_split(numbers, server, mixed=cell.mix is not None)
+    warmup = None if load.requests is None else len(of_cell.rows) - len(of_cell.counted)
+    split = time_split(numbers, server, mixed=cell.mix is not None, warmup=warmup)
     others = timed_others(numbers, server) if cell.mix is None else None
     error = _rate_error(of_cell)
     failed = None if ran is None else ran.failed

@@ -46,15 +46,21 @@ def timed_others(numbers: Numbers, load: ServerLoad) -> Reason | None:
     )
 
 
-def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> TimeSplit | None:
+def time_split(
+    numbers: Numbers, load: ServerLoad, *, mixed: bool = False, warmup: int | None = None
+) -> TimeSplit | None:
     """Return the mean seconds of a request by stage; None where the server reports none of them, or of other requests.
 
-    `mixed`: other loads used the server at the same time, and its counters do not distinguish them.
+    `mixed`: other loads used the server at the same time, and its counters do not distinguish them. `warmup`: requests
+    of the warm-up, where the load has a fixed number of requests, so that no others can be in the counters.
     """
     e2e_s, counted = numbers.e2e.mean, numbers.sent if load.timed_requests is None else load.timed_requests
     totals = (load.queue_s, load.prefill_s, load.decode_s)
-    same_requests = MIN_COUNTED * numbers.succeeded <= counted <= MAX_COUNTED * numbers.sent
-    if mixed or not e2e_s or not counted or not same_requests or all(total is None for total in totals):
+    least, most = MIN_COUNTED * numbers.succeeded, MAX_COUNTED * numbers.sent
+    if warmup is not None:
+        slack = max(1.0, MAX_OTHERS * numbers.sent)
+        least, most = max(least, numbers.succeeded - slack), min(most, numbers.sent + numbers.resent + warmup + slack)
+    if mixed or not e2e_s or not counted or not least <= counted <= most or all(total is None for total in totals):
         return None
     if timed_others(numbers, load) is not None:
         return None

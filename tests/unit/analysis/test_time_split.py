@@ -69,6 +69,18 @@ def test_what_the_server_does_not_say_is_none() -> None:
     assert llama is not None and (llama.queue_s, llama.api_s, llama.decode_s) == (None, None, 0.75)
 
 
+def test_a_fixed_number_of_requests_leaves_no_room_for_those_of_others() -> None:
+    def known(timed: float, sent: int = 100, warmup: int | None = 5) -> bool:
+        load = ServerLoad(queue_s=2.0, prefill_s=1.0, decode_s=15.0, timed_requests=timed)
+        return time_split(numbers(sent=sent), load, warmup=warmup) is not None
+
+    assert [known(timed) for timed in (97, 98, 107, 108)] == [False, True, True, False]
+    assert [known(timed, warmup=None) for timed in (80, 150)] == [True, True], (
+        "of a timed load warm-up and cut ones, too"
+    )
+    assert not known(17, sent=10, warmup=30), "no wider than for others"
+
+
 @pytest.mark.parametrize(
     ("lost", "timed", "known"),
     [
