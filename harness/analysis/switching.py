@@ -132,13 +132,7 @@ def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, 
         text += f"; by the server's log, each {' and each '.join(means)}"
     values = {"side": server, "cost_s": cost, "low_s": low_s, "high_s": high_s, "changes": len(changed)}
     values |= {"logged_s": {kind: fmean(took_s) for kind, took_s in logged.items()}}
-    values |= {
-        "waited": len(waited),
-        "stay": stay,
-        "same_s": alone_s,
-        "by_model_s": by_model_s,
-        "provisional": not repeated,
-    }
+    values |= {"waited": len(waited), "stay": stay, "same_s": alone_s, "by_model_s": by_model_s}
     return because("model_switch", f"{text}.", **values, provisional=not repeated)
 
 
