@@ -16,9 +16,7 @@ from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
 if TYPE_CHECKING:
-    from harness.base.summary import Reference
-    from harness.run.experiment import Experiment, Target
-    from harness.scenario import Scenario
+    pass
 
 UI_PORT = 8089  # Locust's own
 
@@ -119,8 +117,15 @@ def run(
     from harness.analysis import quick
     from harness.analysis.compare import make_reference
     from harness.base.units import read_duration
-    from harness.run import experiment as experiments
+    from harness.records.manifest import read_run
     from harness.run import quick as running_scenarios
+    from harness.run.budget import budget_steps
+    from harness.run.experiment import with_workers
+    from harness.run.orchestrator import run as run_experiment
+    from harness.run.preview import check_notes
+    from harness.run.progress import Progress
+    from harness.run.resume import resume as resume_run
+    from harness.serve.lint import removed_notes
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
@@ -129,64 +134,27 @@ def run(
     target = cli.make_target(url, metrics_url, ca)
     report = partial(_report_run, provisional=provisional, junit=junit, explain=explain)
     if resume is not None:
-        report(_resume(scenario, cli.find_run(resume, runs), target, budget_s, against, junit))
+        folder = cli.find_run(resume, runs)
+        with cli.junit_until_finished(junit, read_run(folder).scenario_name):
+            resume_run(folder, Progress(cli.console()), target, budget_s, against)
+        report(folder)
         return
     say, duration_s = cli.console().print, None if duration is None else read_duration("--duration", duration)
     make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=say)
     with running_scenarios.scenario_path(scenario, target, quick.NAME, make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, say, repeats, checks or [], duration_s)
         if workers is not None:
-            experiment = experiments.with_workers(experiment, workers, bind)
-        _print_notes(experiment.scenario)
+            experiment = with_workers(experiment, workers, bind)
+        for note in [*check_notes(experiment.scenario), *removed_notes(experiment.scenario)]:
+            say(f"note: {note}")
 
         def measure() -> None:
-            report(_measure(experiment, runs, budget_s, against, junit))
+            with cli.junit_until_finished(junit, experiment.path.stem):
+                steps = None if budget_s is None else budget_steps(budget_s)
+                folder = run_experiment(experiment, runs, Progress(cli.console()), steps, against)
+            report(folder)
 
         measure() if times == 1 else _repeat(measure, times, every_s)
-
-
-def _measure(
-    experiment: "Experiment",
-    runs: Path,
-    budget_s: float | None,
-    against: "Callable[..., Reference] | None",
-    junit: Path | None,
-) -> Path:
-    from harness.run.budget import budget_steps
-    from harness.run.orchestrator import run
-    from harness.run.progress import Progress
-
-    with cli.junit_until_finished(junit, experiment.path.stem):
-        steps = None if budget_s is None else budget_steps(budget_s)
-        return run(experiment, runs, Progress(cli.console()), steps, against)
-
-
-def _resume(
-    scenario: Path | None,
-    folder: Path,
-    target: "Target | None",
-    budget_s: float | None,
-    against: "Callable[..., Reference] | None",
-    junit: Path | None,
-) -> Path:
-    """Measure what is missing of a run and return its folder."""
-    from harness.records.manifest import read_run
-    from harness.run.progress import Progress
-    from harness.run.resume import resume
-
-    if scenario is not None:
-        raise HarnessError("--resume: the run has a copy of its scenario", next_step="Leave the scenario out.")
-    with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-        resume(folder, Progress(cli.console()), target, budget_s, against)
-    return folder
-
-
-def _print_notes(scenario: "Scenario") -> None:
-    from harness.run.preview import check_notes
-    from harness.serve.lint import removed_notes
-
-    for note in [*check_notes(scenario), *removed_notes(scenario)]:
-        cli.console().print(f"note: {note}")
 
 
 def _report_run(
@@ -417,10 +385,10 @@ def _draft(
     while not given and url is None and len(servers) < needed:
         rest = {name: text for name, text in known.items() if name not in servers or drafts.images_to_compare(name)}
         if found is not None:
-            rest = {RUNNING_SERVER: f"{found.model} at {found.url}"} | rest
+            rest = {RUNNING_SERVER: f"{found[1]} at {found[0]}"} | rest
         servers.append(ask_choice("Which server? (with the model that is proposed)", "--server", rest))
         if servers == [RUNNING_SERVER] and found is not None:
-            url, models = found.url, models or [found.model]
+            url, models = found[0], models or [found[1]]
     if url is not None:
         return drafts.draft_running(question, models[0] if models else quickly.model_of(url), machine), servers, url
     chosen = [drafts.choose("--server", name, known) for name in servers]

@@ -34,7 +34,7 @@ NEEDS = {
     "free": "total", "total": "free", "active_params": "params", "bits": "params", "image": "measure",
 }  # fmt: skip
 EXCLUDES = {
-    "resume": ("model", "repeats", "checks", "workers", "bind", "times", "goal", "load", "server"),
+    "resume": ("scenario", "model", "repeats", "checks", "workers", "bind", "times", "goal", "load", "server"),
     "times": ("junit",),
     "api_key_env": ("scenario",),
     "user": ("scenario",),

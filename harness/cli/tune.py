@@ -69,8 +69,6 @@ def tune(
     budget_s = None if budget is None else read_duration("--budget", budget)
     progress, target = Progress(cli.console(stderr=as_json)), cli.make_target(url, ca=ca)
     if resume is not None:
-        if scenario is not None:
-            raise HarnessError("--resume: the run has a copy of its scenario", next_step="Leave the scenario out.")
         folder = cli.find_run(resume, runs)
         report = tuning.resume_tune(folder, runs, progress, target, budget_s)
     elif scenario is None:

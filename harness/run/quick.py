@@ -109,16 +109,11 @@ def find_server(ports: Sequence[int] = PORTS) -> str:
     )
 
 
-class RunningServer(NamedTuple):
-    url: str
-    model: str
-
-
-def find_running() -> RunningServer | None:
-    """Return the first server on this machine that lists a chat model without a key; None without any."""
+def find_running() -> tuple[str, str] | None:
+    """Return address and model of the first server here that lists a chat model without a key; None without any."""
     with suppress(HarnessError):
         url = find_server()
-        return RunningServer(url, model_of(url))
+        return url, model_of(url)
     return None
 
 
@@ -179,7 +174,7 @@ def quick_scenario(
     """
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
     with reported(f"the first answer of {base}", say):
-        chosen = _choose_model(base, model, key, key_name, say)
+        chosen = _when_ready(lambda: choose_model(base, key, key_name, model))
         speed = _when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
     effort = choose_effort(speed)
     load = {
@@ -198,20 +193,10 @@ def quick_scenario(
 def user_scenario(user: str, target: Target, model: str | None = None, key_name: str | None = None) -> dict[str, Any]:
     """Return a scenario with one kind of users, for a capacity search or a live load. Raises ServerError."""
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
-    chosen = _choose_model(base, model, key, key_name)
+    chosen = _when_ready(lambda: choose_model(base, key, key_name, model))
     loads = {user: {**USER_LOADS[user], "users": 1, "duration_s": 60}}
     more = {"prompts": USER_PROMPTS.get(user, {"tokens": 256}), "checks": LIMITS}
     return _scenario(f"How many {user} users does this server hold?", chosen, loads, key_name, **more)
-
-
-def _choose_model(
-    base: str, model: str | None, key: str | None, key_name: str | None, say: Say = lambda line: None
-) -> str:
-    """Return the given model, which the server must have, or the one that it has loaded. Raises ServerError."""
-    if model is None:
-        return _when_ready(lambda: choose_model(base, key, key_name))
-    _when_ready(lambda: refuse_absent_models(base, [model], key, key_name, say))
-    return model
 
 
 def _scenario(question: str, model: str, loads: dict[str, Any], key_name: str | None, **more: Any) -> dict[str, Any]:

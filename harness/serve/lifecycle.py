@@ -376,8 +376,13 @@ def reported(what: str, on_wait: Callable[[str], None]) -> Iterator[None]:
         ended.set()
 
 
-def choose_model(base: str, api_key: str | None, key_name: str | None) -> str:
-    """Return the model that a running server has loaded, or the first chat model that it lists. Raises ServerError."""
+def choose_model(base: str, api_key: str | None, key_name: str | None, model: str | None = None) -> str:
+    """Return `model`, or the one that a running server has loaded, or the first chat model that it lists. Raises
+    ServerError, also where the server lacks `model`.
+    """
+    if model is not None:
+        refuse_absent_models(base, [model], api_key, key_name, lambda line: None)
+        return model
     health = get_health(Api(base, api_key), timeout_s=probe.PROBE_TIMEOUT_S)
     if health is not None and (loaded := [one.name for one in health.loaded if one.type == "llm"]):
         return loaded[0]

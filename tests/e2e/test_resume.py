@@ -148,7 +148,7 @@ def test_changes_are_named(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "a b d"}\n')
     assert "the run cannot be resumed: the requests are others; changed: prompts.jsonl" in refusal()
     prompts.write_text('{"prompt": "a b c"}\n')
-    assert "--resume: the run has a copy of its scenario" in refusal(path.name)
+    assert "--resume does not go with scenario" in refusal(path.name)
     versions = {**known.versions, "load generator": "0" * 16}
     assert f"versions.load generator: {'0' * 16} then, " in refusal(versions=versions)
     assert "locustfiles.batch: 1111111111111111 then, " in refusal(locustfiles={"batch": "1" * 16})
