@@ -16,7 +16,9 @@ from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
 if TYPE_CHECKING:
-    pass
+    from harness.base.summary import Reference
+    from harness.run.experiment import Experiment, Target
+    from harness.scenario import Scenario
 
 UI_PORT = 8089  # Locust's own
 
@@ -117,15 +119,8 @@ def run(
     from harness.analysis import quick
     from harness.analysis.compare import make_reference
     from harness.base.units import read_duration
-    from harness.records.manifest import read_run
+    from harness.run import experiment as experiments
     from harness.run import quick as running_scenarios
-    from harness.run.budget import budget_steps
-    from harness.run.experiment import with_workers
-    from harness.run.orchestrator import run as run_experiment
-    from harness.run.preview import check_notes
-    from harness.run.progress import Progress
-    from harness.run.resume import resume as resume_run
-    from harness.serve.lint import removed_notes
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
@@ -134,27 +129,61 @@ def run(
     target = cli.make_target(url, metrics_url, ca)
     report = partial(_report_run, provisional=provisional, junit=junit, explain=explain)
     if resume is not None:
-        folder = cli.find_run(resume, runs)
-        with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-            resume_run(folder, Progress(cli.console()), target, budget_s, against)
-        report(folder)
+        report(_resume(cli.find_run(resume, runs), target, budget_s, against, junit))
         return
     say, duration_s = cli.console().print, None if duration is None else read_duration("--duration", duration)
     make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=say)
     with running_scenarios.scenario_path(scenario, target, quick.NAME, make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, say, repeats, checks or [], duration_s)
         if workers is not None:
-            experiment = with_workers(experiment, workers, bind)
-        for note in [*check_notes(experiment.scenario), *removed_notes(experiment.scenario)]:
-            say(f"note: {note}")
+            experiment = experiments.with_workers(experiment, workers, bind)
+        _print_notes(experiment.scenario)
 
         def measure() -> None:
-            with cli.junit_until_finished(junit, experiment.path.stem):
-                steps = None if budget_s is None else budget_steps(budget_s)
-                folder = run_experiment(experiment, runs, Progress(cli.console()), steps, against)
-            report(folder)
+            report(_measure(experiment, runs, budget_s, against, junit))
 
         measure() if times == 1 else _repeat(measure, times, every_s)
+
+
+def _measure(
+    experiment: "Experiment",
+    runs: Path,
+    budget_s: float | None,
+    against: "Callable[..., Reference] | None",
+    junit: Path | None,
+) -> Path:
+    from harness.run.budget import budget_steps
+    from harness.run.orchestrator import run
+    from harness.run.progress import Progress
+
+    with cli.junit_until_finished(junit, experiment.path.stem):
+        steps = None if budget_s is None else budget_steps(budget_s)
+        return run(experiment, runs, Progress(cli.console()), steps, against)
+
+
+def _resume(
+    folder: Path,
+    target: "Target | None",
+    budget_s: float | None,
+    against: "Callable[..., Reference] | None",
+    junit: Path | None,
+) -> Path:
+    """Measure what is missing of a run and return its folder."""
+    from harness.records.manifest import read_run
+    from harness.run.progress import Progress
+    from harness.run.resume import resume
+
+    with cli.junit_until_finished(junit, read_run(folder).scenario_name):
+        resume(folder, Progress(cli.console()), target, budget_s, against)
+    return folder
+
+
+def _print_notes(scenario: "Scenario") -> None:
+    from harness.run.preview import check_notes
+    from harness.serve.lint import removed_notes
+
+    for note in [*check_notes(scenario), *removed_notes(scenario)]:
+        cli.console().print(f"note: {note}")
 
 
 def _report_run(

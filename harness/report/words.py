@@ -145,6 +145,5 @@ def failure_kind(reason: Reason) -> str:
     failure = str(reason.values.get("failure", ""))
     if failure.endswith((".memory", ".oom_kill")):
         return "memory"
-    return _FAILURE_KINDS.get(failure.partition(".")[0]) or (
-        "did not start" if reason.code == "setting_not_started" else "died"
-    )
+    kinds = {"setting_not_started": "did not start", "setting_too_long": "too long"}
+    return _FAILURE_KINDS.get(failure.partition(".")[0]) or kinds.get(reason.code, "died")

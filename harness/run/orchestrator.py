@@ -177,7 +177,7 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
             return
         with endpoint_of(running, first) as endpoint:
             refuse_other_server(kept, first.server, endpoint)
-            refuse_too_long(scenario, [first.server], loads, endpoint.served_by.startup)
+            too_long = refuse_too_long(scenario, [first.server], loads, endpoint.served_by.startup)
             for group in grouped(together, lambda cell: cell.group):
                 if group[0] is not first:
                     if (reason := endpoint.check_alive()) is not None:
@@ -187,6 +187,12 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
                         progress.line(f"{group[0].id} is not run: {sentence(reason)}")
                         continue
                     show(group[0])
+                if why := next((too_long[cell.load] for cell in group if cell.load in too_long), None):
+                    progress.line(f"{group[0].id} is a result: {why}")
+                    now_s, reason = time.time(), because("setting_too_long", why)
+                    results = [cell_run_of(cell, endpoint.served_by, now_s, now_s) for cell in group]
+                    yield from (replace(cell_run, failed=reason) for cell_run in results)
+                    continue
                 running.file.update(*(cell_run_of(cell, endpoint.served_by, time.time()) for cell in group))
                 for cell_run in run_group(running, group, endpoint):
                     yield replace(cell_run, gpu_memory_before=memory)

@@ -348,4 +348,4 @@ class FailedSettings:
         problems += find_ignored_settings(cell_run.served_by, numbers)
         if (reason := death_of_setting(cell_run)) is not None:
             self._add(cell_run.server, cell_run.load, reason)
-        return replace(cell_run, problems=problems, failed=reason)
+        return replace(cell_run, problems=problems, failed=reason or cell_run.failed)

@@ -385,36 +385,39 @@ def _length_problem(
         limited_by = context.size
     if tokens is None or size is None or context is None:
         return None
-    fit, row = tokens.fit(size, output_counts=context.output_counts), f"server '{server}' under {load}: "
+    fit = tokens.fit(size, output_counts=context.output_counts)
     if fit == "none":
         asked = f" and asks for {tokens.output_min:,} or more" if context.output_counts else ""
-        text = f"{row}no request fits into its context of {size:,} tokens for one request: each has "
+        text = f"no request fits into the context of {size:,} tokens for one request: each has "
         return "none", f"{text}{tokens.prompt_min:,} prompt tokens or more{asked}"
     needed = f"a request has up to {tokens.prompt_max + tokens.output_max:,} tokens"
-    text = f"{row}{needed}, and {limited_by} leaves it {size:,}: {context.too_long}"
-    return None if fit == "all" else ("some", text)
+    return None if fit == "all" else ("some", f"{needed}, and {limited_by} leaves it {size:,}: {context.too_long}")
 
 
 def length_notes(scenario: Scenario, startup: Startup | None = None) -> list[str]:
     """Return a note for each row with requests that exceed the server's context. `startup`: see `refuse_too_long`."""
-    found = (_length_problem(scenario, *row, startup) for row in itertools.product(scenario.servers, scenario.loads))
-    return [one[1] for one in found if one is not None]
+    rows = itertools.product(scenario.servers, scenario.loads)
+    found = ((server, load, _length_problem(scenario, server, load, startup)) for server, load in rows)
+    return [f"server '{server}' under {load}: {one[1]}" for server, load, one in found if one is not None]
 
 
 def refuse_too_long(
     scenario: Scenario, servers: Iterable[str], loads: Iterable[str], startup: Startup | None = None
-) -> None:
-    """Raise StartError if no request of a row fits into its server's context; in a sweep, of all rows.
+) -> dict[str, str]:
+    """Raise StartError if no request of a row fits into its server's context; in a sweep, of all rows. Return why, by
+    load, of those of a sweep.
 
     `startup`: what the running server reports; None before its start, when only the scenario's variables are known.
     """
     is_sweep = scenario.swept is not None
     rows = list(itertools.product(servers, scenario.loads if is_sweep else loads))
-    found = [_length_problem(scenario, *row, startup) for row in rows]
-    refused = [one[1] for one in found if one is not None and one[0] == "none"]
+    found = ((row, _length_problem(scenario, *row, startup)) for row in rows)
+    refused = {row: one[1] for row, one in found if one is not None and one[0] == "none"}
     if refused and (not is_sweep or len(refused) == len(rows)):
+        (server, load), why = next(iter(refused.items()))
         raise StartError(
-            refused[0],
+            f"server '{server}' under {load}: {why}",
             next_step="Use shorter prompts (prompts.tokens, system_tokens) or answers (output_tokens), or give the "
             f"server a longer context per request; {DOCS}/servers.md names the variable of each server.",
         )
+    return {load: why for (_, load), why in refused.items()}

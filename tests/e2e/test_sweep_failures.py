@@ -66,6 +66,7 @@ def test_twelve_starts_that_fail_each_with_its_cause(tmp_path: Path) -> None:
        kept="all other rows, VALID")  # fmt: skip
 def test_a_server_that_dies_is_started_again_for_the_other_loads(tmp_path: Path) -> None:
     loads = {"l": {"user": "batch", "output_tokens": 4, "batch_size": 2, "vary": {"requests": [4, 12, 5]}}}
+    loads["too-long"] = {"user": "batch", "requests": 4, "prompts": {"tokens": 900_000}}  # is not sent
     # The server ends with its eleventh request, one of which is that of the start.
     done, run, summary = sweep(tmp_path, [["--fault", "exit:10"], []], loads=loads, warmup={"requests": 0})
     assert (done.code, run.status, summary.reasons) == (0, "valid", [])
@@ -75,7 +76,10 @@ def test_a_server_that_dies_is_started_again_for_the_other_loads(tmp_path: Path)
     fresh = rows["e-extra-args-1", "l-requests-5"]
     assert (fresh.failed, fresh.pooled.succeeded, fresh.invalid) == (None, 5, None), "it ran on a fresh server"
     other = [row for row in summary.rows if row.server == "e-extra-args-2"]
-    assert [(row.failed, row.pooled.succeeded) for row in other] == [(None, 4), (None, 12), (None, 5)]
+    assert [(row.failed, row.pooled.succeeded) for row in other[:3]] == [(None, 4), (None, 12), (None, 5)]
+    too_long = [rows[server, "too-long"] for server in ("e-extra-args-1", "e-extra-args-2")]
+    assert [(row.failed and row.failed.code, row.pooled.sent) for row in too_long] == [("setting_too_long", 0)] * 2
+    assert "failed: too long" in done.out
     compared = {verdict.side for verdict in (summary.comparison.verdicts if summary.comparison else [])}
     assert "e-extra-args-1 / l-requests-12" not in compared
 

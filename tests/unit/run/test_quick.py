@@ -254,7 +254,7 @@ def test_check_says_that_prompts_exceed_the_context_of_a_running_server(tmp_path
         del minute["short"]["requests"]
         timed = called("check", str(write(tmp_path, "timed", loads=minute)), "--duration", "1h", "--json", cwd=tmp_path)
     assert (done.code, swept.code, timed.code) == (2, 0, 0)
-    assert "under long: no request fits into its context of 4,096 tokens" in done.err
+    assert "under long: no request fits into the context of 4,096 tokens" in done.err
     assert "estimated time" in done.out and "under short" not in done.out + done.err
     assert "under depth-tokens-32768: no request fits" in swept.out and "depth-tokens-8: no" not in swept.out
     assert json.loads(timed.out)["estimated_s"] > 3600
