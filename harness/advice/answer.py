@@ -249,7 +249,7 @@ def _read_shape(question: Question) -> ModelShape | None:
             *(["of a mixture of experts a token reads less: give --active-params"] if active == params else []),
         ],
     )
-    return ModelShape(name=name, folder=Path(), weights_bytes=int(size.weights_bytes), size=size)
+    return ModelShape(name=name, weights_bytes=int(size.weights_bytes), size=size)
 
 
 def parse_params(option: str, text: str) -> float:

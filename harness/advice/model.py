@@ -64,7 +64,6 @@ class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A model on this machine, from its files."""
 
     name: str
-    folder: Path
     geometry: Geometry | None = None
     longest: int | None = None  # max_position_embeddings
     kv_bytes: int | None = None  # of a number in the KV cache, where --kv-cache-dtype is auto
@@ -137,7 +136,6 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
         unsized = f"neither its files nor its config.json tell the size of its weights: {error}"
     return ModelShape(
         name=name or path.name,
-        folder=path,
         geometry=geometry,
         longest=_parse_longest(text, "max_position_embeddings", unknown),
         kv_bytes=kv_bytes,
@@ -310,7 +308,6 @@ def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
     )
     return ModelShape(
         name=name or path.name,
-        folder=path.parent,
         geometry=geometry,
         longest=_parse_longest(text, "context_length", unknown),
         kv_bytes=2,

@@ -50,7 +50,6 @@ class _Side(Side):
     def measured(self, row: RowKey, name: str) -> Measured:
         return Measured(
             name=name,
-            load_name=row[1],
             load=self.runs[0].scenario.loads[row[1]],
             rows=self.row_in_runs(row),
             cells=[{cell.id: cell for cell in summary.cells} for summary in self.summaries],

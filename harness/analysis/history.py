@@ -207,7 +207,6 @@ def _make_series(runs: Sequence[Stored]) -> list[Series]:
         (newest, _), newest_row = with_row[-1]
         measured = Measured(
             name=newest_row.name,
-            load_name=key[1],
             load=newest.scenario.loads[key[1]],
             rows=[row for _, row in with_row],
             cells=[{cell.id: cell for cell in summary.cells} for (_, summary), _ in with_row],

@@ -44,7 +44,6 @@ class Measured(Struct, frozen=True, kw_only=True):
     """One row (server, load) of one side, as each run of the side measured it."""
 
     name: str
-    load_name: str
     load: Load
     rows: Sequence[Row]  # one for each run
     cells: Sequence[Mapping[str, CellSummary]]  # by id, one mapping for each run
@@ -288,7 +287,7 @@ def _compared_rows(
     requested = [(named.get(pair.row), named.get(pair.against)) for pair in scenario.compare]
 
     def measured(row: Row) -> Measured:
-        return Measured(name=row.name, load_name=row.load, load=scenario.loads[row.load], rows=[row], cells=[cells])
+        return Measured(name=row.name, load=scenario.loads[row.load], rows=[row], cells=[cells])
 
     return [
         (measured(row), measured(against))

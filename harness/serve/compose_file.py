@@ -111,7 +111,6 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     version: str = "/version"  # path of its version
     load: LoadCall | None = None
     lemonade: LemonadeSettings | None = None
-    vllm: bool = False  # its command line is that of `vllm serve`
     gateway: "Serving | None" = None  # in front of the server; takes the load
 
 

@@ -38,7 +38,6 @@ class OfflineResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The result of one request."""
 
     index: int
-    phase: str
     began_s: float  # of the batch that it was part of
     ended_s: float  # its own end where vLLM reported it, else that of the batch
     prompt_tokens: int

@@ -66,7 +66,6 @@ def make_line(request: dict[str, Any], output: Any, began: float, ended: float) 
     last = getattr(output.metrics, "last_token_ts", None) if output.metrics is not None else None
     return {
         "index": request["index"],
-        "phase": request["phase"],
         "began_s": began,
         "ended_s": last if last is not None and began < last <= ended else ended,
         "prompt_tokens": len(output.prompt_token_ids or []),

@@ -39,7 +39,7 @@ def measured(name: str, runs: Speeds) -> Measured:
     rows = [
         Row(server=name, load="x", cells=[], wall=[1 / v for v in run], output_tok_s=[], pooled=EMPTY) for run in runs
     ]
-    return Measured(name=name, load_name="x", load=LOAD, rows=rows, cells=[{}] * len(rows))
+    return Measured(name=name, load=LOAD, rows=rows, cells=[{}] * len(rows))
 
 
 EMPTY = compute_numbers([])
