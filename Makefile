@@ -44,7 +44,7 @@ test-nightly: ## Run `make test` with the slow tests and all draws of the simula
 	NIGHTLY=1 $(PYTEST) -m alone
 
 lint: dev ## Check style and types
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && nice $(BIN)/mypy  # the tests run meanwhile, and take longer
 
 format: dev ## Format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -1,6 +1,7 @@
 """Tiers: what a machine cannot carry is skipped with the reason there, and fails where CI promises to carry it."""
 
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -99,6 +100,17 @@ def _place(item: pytest.Item) -> int:
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
     return _ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: no search for garbage among it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -140,9 +140,11 @@ def lemond(folder: Path, *, gpu: bool = False, api_key: str | None = None, **def
             time.sleep(0.1)
         yield server
     finally:  # killed with all that it started: asked to end, it first waits until a killed engine has started again
-        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
+        with suppress(psutil.NoSuchProcess):
+            lemonade = psutil.Process(process.pid)
+            for one in [*lemonade.children(recursive=True), lemonade]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
         with suppress(ProcessLookupError):  # a killed engine leaves processes of its own
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(PATIENCE_S)
