@@ -362,11 +362,8 @@ def request_tokens(load: Load, prompts: Prompts) -> RequestTokens | None:
     output = (
         (0, 0) if load.endpoint == "embeddings" else (min_length(load.output_tokens), max_length(load.output_tokens))
     )
-    return RequestTokens(
-        prompts.system_tokens + min_length(prompts.tokens),
-        prompts.system_tokens + max_length(prompts.tokens, "prompt"),
-        *output,
-    )
+    before = prompts.system_tokens + ((load.rag or Rag()).document_tokens if load.user == "rag" else 0)
+    return RequestTokens(before + min_length(prompts.tokens), before + max_length(prompts.tokens, "prompt"), *output)
 
 
 def connections_per_process(*loads: Load) -> int:

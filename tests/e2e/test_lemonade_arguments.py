@@ -14,7 +14,7 @@ from harness.base.errors import StartError
 from harness.failures.table import protected_flags
 from harness.records.manifest import Startup
 from harness.scenario import Load, Prompts, Scenario, Server, Sweep, SweepRow
-from harness.scenario.behaviour import Lengths
+from harness.scenario.behaviour import Lengths, Rag
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
 from harness.serve.lemonade import count_server_threads
@@ -275,6 +275,9 @@ def test_a_running_server_reports_its_context(engine: str | None, limit: int | N
     assert not is_refused(swept, startup)
     assert any("under l: no request fits" in note for note in length_notes(swept, startup)) != fits
     assert not any("under short" in note for note in length_notes(swept, startup))
+    # The document of a rag load is in each prompt.
+    rag = Load(user="rag", output_tokens=2000, rag=Rag(document_tokens=3900), prompts=Prompts(tokens=100))
+    assert is_refused(replace(made, loads={"l": rag}), startup) != fits
     both = replace(swept, loads={"l": load, "more": load})
     assert is_refused(both, startup) != fits
 
