@@ -31,7 +31,7 @@ from harness.report.charts.crossover import crossover_charts
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
-from harness.report.elements import LIMITED, Chart, Element, Fold, with_names
+from harness.report.elements import LIMITED, Chart, Element, Fold, Grid, with_names
 from harness.report.trust import same_answers_page, trust_charts, trust_tables
 from harness.report.tune import TuneReport, read_tune, tune_chart, tune_elements
 
@@ -166,6 +166,7 @@ def render(
         design=[page.design(summary, run), *(page.loads(run) if len(summary.rows) > _FEW else [])],
         results=named(results),
         details=named(details),
+        fold_long=fold_long,
         machine=named(table.machine_table(summary)),
         checks=named(page.checks(summary.checks)),
         failures=named(page.failures(summary)),
@@ -217,6 +218,11 @@ def tiles(summary: Summary) -> list[tuple[str, str, str]]:
             best = f", the best of {len(known)}" if len(known) > 1 else ""
             found.append((title, f"{units.figures(value)}{limited} {unit}", f"{names.get(row.name, row.name)}{best}"))
     return found[:_SHOWN_TILES]
+
+
+def fold_long(tables: Sequence[Grid]) -> list[Element]:
+    """The tables of details; those of many rows are folded."""
+    return [Fold(one.title, [replace(one, title="")]) if len(one.rows) > _FEW else one for one in tables]
 
 
 def _middle(sample: Distribution) -> float | None:

@@ -19,7 +19,8 @@ from harness.base.files import ROOT
 from harness.base.summary import NO_SAMPLE, because
 from harness.records.manifest import read_run, write_run
 from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution_points, read_chart_data
-from harness.report.html import LIBRARY, render, tiles
+from harness.report.elements import Fold, plain_grid
+from harness.report.html import LIBRARY, fold_long, render, tiles
 from tests.support.report_runs import HOSTILE, write_report, write_run_directory
 from tests.unit.report.test_report_text import FEW, MANY, numbers, row
 from tests.unit.report.test_report_text import summary as text_summary
@@ -108,6 +109,12 @@ def test_the_sign_of_a_late_load_generator_is_on_a_page_only_with_such_a_number(
         rows = [replace(each, client_limited=[field], client_error={}) for each in summary.rows]
         first = render(replace(summary, rows=rows), run, data).split('class="contents"')[0]
         assert "The load generator was late" in first and ("‡" in first) == has_sign
+
+
+def test_tables_of_details_are_folded_where_they_are_long() -> None:
+    few, long = (plain_grid(["Row"], [["a"]] * number) for number in (8, 9))
+    shown, folded = fold_long([few, replace(long, title="Times")])
+    assert shown is few and folded == Fold("Times", [long])
 
 
 def test_the_tiles_are_the_best_of_each_number() -> None:
