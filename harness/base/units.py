@@ -1,5 +1,6 @@
 """Numbers with their units, the same wherever people read them."""
 
+import itertools
 import math
 import re
 from datetime import UTC, datetime
@@ -118,11 +119,14 @@ _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def read_duration(option: str, given: str) -> float:
-    """Seconds of a duration such as 8h. Raises HarnessError."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
-    if match is None or not float(match[1]):
+    """Seconds of a duration such as 8h, or 2h30m with falling units. Raises HarnessError."""
+    one = r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|m|h|d)\s*"
+    parts = re.findall(one, given) if re.fullmatch(rf"\s*(?:{one}){{1,4}}", given) else []
+    units = [_SECONDS[unit] for _, unit in parts]
+    total_s = sum(float(number) * unit for (number, _), unit in zip(parts, units, strict=True))
+    if not total_s or any(after >= before for before, after in itertools.pairwise(units)):
         raise HarnessError(
             f"{option}: a time above 0 with its unit is expected, got '{given}'",
-            next_step="Write 8h, 90min, 45s or 2d.",
+            next_step="Write 8h, 2h30min, 45s or 2d.",
         )
-    return float(match[1]) * _SECONDS[match[2]]
+    return total_s

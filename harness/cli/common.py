@@ -198,6 +198,8 @@ def split_given(checks: list[str] | None) -> list[str]:
     """Return each check; one option may have several, with commas between them."""
     from harness.scenario.check_syntax import split_checks
 
+    if any(not split_checks([text]) for text in checks or []):
+        raise typer.BadParameter("a check is expected, such as \"ttft_p95 <= 2s\", got ''")
     return split_checks(checks or [])
 
 

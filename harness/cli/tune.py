@@ -55,7 +55,8 @@ def tune(
     """Find settings of a server that are better than its own, start by start, and verify the best on fresh requests.
 
     With --url those of a running Lemonade, by its API; its files stay as they are. Exit code 0: set these, or keep the
-    default. 2: no settings start. 3: no settings gave a result, or the proof is INVALID. 5: inconclusive.
+    default. 2: no settings start. 3: none gave a result (a server that starts may die under the load), or the proof is
+    INVALID. 5: inconclusive.
     """
     from msgspec.structs import replace
 
@@ -70,7 +71,7 @@ def tune(
     progress, target = Progress(cli.console(stderr=as_json)), cli.make_target(url, ca=ca)
     if resume is not None:
         folder = cli.find_run(resume, runs)
-        report = tuning.resume_tune(folder, runs, progress, target, budget_s)
+        report = tuning.resume_tune(folder, folder.resolve().parent, progress, target, budget_s)  # where its proof is
     elif scenario is None:
         raise HarnessError("no scenario", next_step="Give a scenario, or --resume RUN.")
     else:
@@ -89,7 +90,8 @@ def tune(
 
 def exit_after_tune(report: "TuneReport") -> None:
     codes = {reason.code for reason in report.reasons}
-    if "nothing_started" in codes and all(start.cause for start in report.trials):
+    never = (start.reason is not None and start.reason.code == "setting_not_started" for start in report.trials)
+    if "nothing_started" in codes and all(never):
         raise typer.Exit(ExitCode.SERVER)
     if codes & {"nothing_started", "proof_invalid"}:
         raise typer.Exit(ExitCode.INVALID)

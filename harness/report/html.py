@@ -134,6 +134,7 @@ def render(
     tune: TuneReport | None = None,
 ) -> str:
     """Return the page. `capacity`: the result of a capacity search. `tune`: of a search of settings."""
+    summary = page.shown_summary(summary, tune)
     bounds, named = figures.slo_bounds(summary), partial(with_names, names=page.load_names(run, tune))
     answers, others = (
         [named(figures.with_slo_lines(chart, bounds)) for chart in charts if not chart.empty]
@@ -146,7 +147,7 @@ def render(
     events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
     loads = sentences.load_descriptions(run)
     results = table.results_table(summary, run, loads if len(summary.rows) <= _FEW else {})
-    shown_tiles = tiles(summary) if is_sure else []
+    shown_tiles = tiles(summary) if is_sure and tune is None else []
     numbers = itertools.chain(*results.rows, (value for _, value, _ in shown_tiles))
     details = [
         *trust_tables(summary), *table.time_table(summary), *table.schedule_table(summary, run)

@@ -55,12 +55,16 @@ def _render_grid(grid: Grid) -> str:
 def _render_text(text: str) -> str:
     """The text, escaped; what is between backticks as code."""
     parts = re.split(r"`([^`]+)`", words.one_line(text))
-    return "".join(f"`{part}`" if number % 2 else escape(part) for number, part in enumerate(parts))
+    return "".join(f"`{part}`" if number % 2 else _escape(part) for number, part in enumerate(parts))
 
 
 def escape(text: str) -> str:
     """The text on one line, with every character escaped that Markdown or HTML would act on."""
-    text = words.one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _escape(words.one_line(text))
+
+
+def _escape(text: str) -> str:
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~])", r"\\\1", text)
 
 

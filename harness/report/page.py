@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from msgspec.structs import replace
+
 from harness.analysis.capacity import CapacityReport
 from harness.base import units
 from harness.base.metrics import METRICS
@@ -44,6 +46,7 @@ def run_page(
 
     `capacity`: the result of a capacity search. `tune`: of a search of settings. `explain`: with the host metrics.
     """
+    summary = shown_summary(summary, tune)
     results = results_table(summary, run)
     page = [
         *answer(summary, run, capacity, tune),
@@ -68,6 +71,18 @@ def run_page(
 def load_names(run: Run, tune: TuneReport | None) -> dict[str, str]:
     """What people read in place of the names of loads that the harness made."""
     return words.load_names(run, [] if tune is None else tune.levels)
+
+
+def shown_summary(summary: Summary, tune: TuneReport | None) -> Summary:
+    """What a page shows of a summary: of a search of settings no findings, whose actions it has tried, and no settings
+    that failed, which its history has.
+    """
+    if tune is None:
+        return summary
+    notes = [note for note in summary.notes if note.code != "setting_failed"]
+    rows = [row for row in summary.rows if row.failed is None] or summary.rows
+    cells = [cell for cell in summary.cells if cell.failed is None]
+    return replace(summary, findings=None, hardware_shares=[], notes=notes, rows=rows, cells=cells)
 
 
 def answer(

@@ -37,6 +37,7 @@ class TuneReport(Struct, frozen=True, kw_only=True):
 
     format_version: int = TUNE_VERSION
     run: str = ""
+    folder: str = ""  # of the run, where it was read: for the commands that a page shows
     proof: str | None = None  # the run of the proof
     scenario: str = ""
     server: str = ""  # of the scenario
@@ -75,11 +76,11 @@ class TuneReport(Struct, frozen=True, kw_only=True):
 def read_tune(folder: Path) -> TuneReport | None:
     """Read tune.json; None if the run is no search of settings. Raises HarnessError for a damaged file, OSError."""
     path = folder / TUNE_FILE
-    return read_json(path, TuneReport, TUNE_VERSION) if path.exists() else None
+    return replace(read_json(path, TuneReport, TUNE_VERSION), folder=str(folder)) if path.exists() else None
 
 
 def write_tune(folder: Path, report: TuneReport) -> None:
-    replace_file(folder / TUNE_FILE, pretty_json(report))
+    replace_file(folder / TUNE_FILE, pretty_json(replace(report, folder=str(folder))))
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
@@ -125,7 +126,8 @@ def answer_line(report: TuneReport) -> str:
         if any(reason.code == "proof_invalid" for reason in report.reasons):
             settle = "the proof is INVALID"
         return f"inconclusive: {settings}: {ratio}; {settle}"
-    return "no answer: the search has not ended (`harness tune --resume` goes on)"
+    part = "search" if report.ended is None else "proof"
+    return f"no answer: the {part} has not ended; `{resume_command(Path(report.folder))}` goes on"
 
 
 def answers_text(found: SameAnswers | None) -> str:
@@ -150,12 +152,8 @@ def tune_elements(report: TuneReport) -> list[Element]:
     about += f"{count(report.starts, 'start')} in {duration(report.spent_s)}"
     about += f", {count(report.blocks, 'block')} of them for the proof on fresh requests" if report.blocks else ""
     if report.proof is not None:
-        about += f": `harness report {report.proof}`"
+        about += f": `harness report {shlex.quote(str(Path(report.folder).parent / report.proof))}`"
     notes = [Bullet(sentence(reason), "fine") for reason in report.reasons]
-    if report.more_s and report.run:
-        budget_s = max(report.budget_s, report.spent_s + 1.2 * report.more_s)
-        advice = f"to go on: `harness tune --resume {report.run} --budget {math.ceil(budget_s / 60)}min`"
-        notes.append(Bullet(advice, "fine"))
     if report.ended is not None:
         notes.append(Bullet(f"the search ended: {sentence(report.ended)}", "fine"))
     for settings, found in zip(report.sides, report.answers, strict=False):
@@ -168,6 +166,10 @@ def tune_elements(report: TuneReport) -> list[Element]:
             notes.append(Bullet(f"left out: {left_out}: {sentence(start.reason)}", "fine"))
     pasted = [Bullet("", mark=place, code=text) for place, text in report.paste.items()]
     title = "To keep the default, change nothing." if report.verdict == "keep" else "To paste"
+    if report.more_s and report.run:
+        minutes = math.ceil((max(report.budget_s, report.spent_s) + 1.2 * report.more_s) / 60)
+        command = f"{resume_command(Path(report.folder))} --budget {minutes}min"
+        title, pasted = "To go on", [Bullet("", mark="command", code=command)]
     tried: list[Element] = [Paragraph("What was tried", "heading"), history(report)] if report.trials else []
     return [
         Paragraph(about, "fine"),
@@ -201,7 +203,7 @@ def history(report: TuneReport) -> Grid:
         result += f"; {answers_text(report.answers[place])}" if report.answers else ""
         rows.append(["proof", format_settings(settings), "fresh requests", result, "yes" if won else ""])
     head = ("Start", "Tried", "Why", "Result", "Kept")
-    columns = [TableColumn(title.lower(), title, group="text") for title in head]
+    columns = [TableColumn(title.lower(), title, group="name") for title in head]  # one table: long settings are folded
     return Grid(id="tune-history", columns=columns, rows=rows, styles=["best" if row[-1] else "" for row in rows])
 
 
@@ -227,7 +229,11 @@ def tune_chart(report: TuneReport) -> Chart:
     def shown(settings: Mapping[str, Any]) -> str:
         return escape_markup(format_settings(settings))
 
-    known = [(number, start, start.ratio) for number, start in enumerate(report.trials, 1) if start.ratio is not None]
+    known = [
+        (number, start, 1.0 if start.ratio is None else start.ratio)  # of the reference it is not recorded
+        for number, start in enumerate(report.trials, 1)
+        if start.value is not None
+    ]
     hover = f"%{{text}}: <b>%{{y:.2f}}x</b>{NAME}"
     data: list[Figure] = []
     if known:
@@ -252,8 +258,11 @@ def tune_chart(report: TuneReport) -> Chart:
         data.append(scatter("proof", x, ratios, hover, "markers", text=text, error_y=bars, marker=marker))
     rule = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1,
             "line": {"color": "@muted", "width": 1.5, "dash": "dot"}}  # fmt: skip
+    starts = range(1, len(report.trials) + 1, 1 if len(report.trials) < 20 else 5)
+    ticks = [*starts, *(len(report.trials) + 1 + place for place in range(len(proven)))]
+    named = [*map(str, starts), *("proof" for _ in proven)]
     layout: Figure = {
-        "xaxis": {"title": {"text": "start"}, "dtick": 1 if len(report.trials) < 20 else 5},
+        "xaxis": {"title": {"text": "start"}, "tickvals": ticks, "ticktext": named},
         "yaxis": {"title": {"text": "times the reference"}, "rangemode": "tozero"},
         "shapes": [rule],
         "showlegend": len(data) > 1,

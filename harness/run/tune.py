@@ -34,6 +34,7 @@ from harness.analysis.tune import (
 )
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.summary import MARGIN, CellSummary, Reason, SameAnswers, Summary, because, sentence
+from harness.base.trust import open_session
 from harness.base.units import count, duration, percent
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import reports_power
@@ -81,6 +82,7 @@ from harness.scenario.plan import Cell, cell_of, grouped
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import load_with_options, running_options
 from harness.serve.lint import refuse_too_long
+from harness.serve.probe import list_models, parse_base_url
 from harness.workload.job import read_api_key
 
 DEFAULT = "default"
@@ -180,11 +182,14 @@ def users_ladder(name: str, load: Load) -> tuple[dict[str, float], dict[str, Loa
 
 
 def _options_of(target: Target, scenario: Scenario) -> dict[str, Any]:
-    options = running_options(target.url, scenario.model, read_api_key(scenario.api_key_env))
+    key = read_api_key(scenario.api_key_env)
+    options = running_options(target.url, scenario.model, key)
     if options is None:
+        with open_session(key) as session:  # raises where it does not answer
+            list_models(parse_base_url(target.url), session, scenario.api_key_env)
         raise HarnessError(
-            f"--url: {target.url} does not answer, or takes no settings while it runs",
-            next_step="Start it if it is down. Else leave --url out: the harness starts a server with each setting.",
+            f"--url: {target.url} takes no settings while it runs",
+            next_step="Leave --url out: the harness starts a server with each setting. A Lemonade takes them.",
         )
     return options
 
@@ -563,7 +568,7 @@ def finish(
     blocks, spent_s, more_s = len(values.get(DEFAULT, [])), time.monotonic() - began_s, 0.0
     if answer.verdict == "inconclusive":
         missing_s = block_s * (max(planned, answer.needed or 0) - blocks)
-        if is_untried and report.ended is not None and report.ended.code == "tune_budget":
+        if not report.proof and not sides and report.ended is not None and report.ended.code == "tune_budget":
             missing_s = report.ended.values["needed_s"]
         more_s = max(0.0, missing_s - max(0.0, report.budget_s - spent_s))
     if spent_s > report.budget_s:

@@ -103,7 +103,7 @@ def test_bad_options_are_explained_before_a_start(tmp_path: Path, monkeypatch: p
         (["--for", "goodput"], "--for goodput: no --check"),
         (["--for", "energy"], "--for energy: no GPU of this machine reports its power"),
         (["--slo", "output_tok_s>=3"], "not an upper bound"),
-        (["--url", "http://127.0.0.1:9"], "does not answer, or takes no settings"),
+        (["--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
         (["--load", "x"], "has no load 'x'"),
         (["--budget", "soon"], "--budget"),
     ):

@@ -3,6 +3,7 @@
 import pytest
 
 from harness.base import units
+from harness.base.errors import HarnessError
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,22 @@ def test_a_number(value: float | None, text: str) -> None:
 def test_a_time(value_s: float, seconds: str, milliseconds: str, duration: str) -> None:
     found = units.seconds(value_s), units.milliseconds(value_s), units.duration(value_s)
     assert found == (seconds, milliseconds, duration)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("8h", 28800), ("1.5m", 90), (" 2 d ", 172800), ("2h30m", 9000), ("1min30s", 90), ("1 min 30 s", 90), ("0h5s", 5)],
+)
+def test_a_duration_is_read(given: str, seconds: float) -> None:
+    assert units.read_duration("--x", given) == seconds
+
+
+@pytest.mark.parametrize(
+    "given", ["", "soon", "0h", "-1h", "60", "1ms", "30m2h", "1m1min", "2h30", "h", "1h m", "1h,5m"]
+)
+def test_what_is_no_duration_is_refused(given: str) -> None:
+    with pytest.raises(HarnessError, match="--x: a time above 0 with its unit is expected"):
+        units.read_duration("--x", given)
 
 
 def test_a_share_a_cost_and_an_effect_are_never_rounded_to_zero() -> None:

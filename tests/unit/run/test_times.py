@@ -88,6 +88,7 @@ def test_ctrl_c_between_two_runs(tmp_path: Path) -> None:
         (["--times", "2", "--junit", "x.xml"], "--times does not go with --junit"),
         (["--every", "1h"], "--every needs --times"),
         (["--times", "2", "--every", "60"], "--every: a time above 0 with its unit is expected, got '60'"),
+        (["--check", ""], "invalid value for '--check' / '--slo': a check is expected"),
         (["--times", "0"], "--times: Input should be greater than or equal to 1 (got '0')"),
     ],
 )

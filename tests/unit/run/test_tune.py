@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
+from typer import Exit
 
 from harness.analysis.tune import Trial, TuneAnswer
 from harness.base.errors import HarnessError, StartError
@@ -20,6 +21,8 @@ from harness.base.summary import (
     MachineLoad,
     Numbers,
     Reason,
+    Row,
+    RunFinding,
     SameAnswers,
     ServerLoad,
     SloAttainment,
@@ -27,10 +30,12 @@ from harness.base.summary import (
     Verdict,
     because,
 )
+from harness.cli.tune import exit_after_tune
 from harness.failures.table import rules
 from harness.report import html, markdown, terminal
 from harness.report.elements import Chart, Grid, Paragraph
-from harness.report.tune import TuneReport, answer_line, read_tune, result_text, tune_page, write_tune
+from harness.report.page import shown_summary
+from harness.report.tune import TuneReport, answer_line, history, read_tune, result_text, tune_page, write_tune
 from harness.run.experiment import Experiment, Target
 from harness.run.progress import Progress
 from harness.run.running import start_failure
@@ -38,6 +43,7 @@ from harness.run.settings import docker_run, failure_of, to_paste
 from harness.run.tune import (
     QUESTIONS,
     LoadWatch,
+    define_tune,
     proof_scenario,
     proof_values,
     reference_reasons,
@@ -53,6 +59,7 @@ from harness.serve.compose_file import Service, parse_compose
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import RunningModel, find_other_load
 from harness.workload import workload_sha256
+from tests.support.http_double import Handler, listening
 from tests.support.made_runs import request, scenario, served_by, write_made_run
 
 REPORT = TuneReport(budget_s=3600, names={"sequences": "max_num_seqs", "memory": "gpu_memory_utilization"})
@@ -228,6 +235,7 @@ def verdict(ratio: float, low: float, high: float) -> Verdict:
 FOUND = replace(
     REPORT,
     run="r",
+    folder="my runs/r",
     proof="p",
     verdict="set",
     settings={"max_num_seqs": 5},
@@ -259,6 +267,62 @@ def test_the_first_line_is_the_answer() -> None:
     assert answer_line(only) == "set this: gpu_memory_utilization 0.75: the default gave no result"
     none = TuneReport(budget_s=1, verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
     assert answer_line(none) == "inconclusive: no settings gave a result"
+
+
+def test_a_search_without_an_answer_says_what_has_not_ended() -> None:
+    begun = replace(FOUND, verdict=None)
+    command = "`harness tune --resume 'my runs/r'` goes on"
+    assert answer_line(begun) == f"no answer: the search has not ended; {command}"
+    ended = replace(begun, ended=because("tune_patience", "x"))
+    assert answer_line(ended) == f"no answer: the proof has not ended; {command}"
+
+
+def test_the_exit_code_says_how_the_settings_failed() -> None:
+    def code(*codes: str, **changes: Any) -> int:
+        trials = [Trial(cause="other", reason=because(one, "x")) for one in codes]
+        with pytest.raises(Exit) as ended:
+            exit_after_tune(replace(REPORT, trials=trials, verdict="inconclusive", **changes))
+        return ended.value.exit_code
+
+    none = [because("nothing_started", "x")]
+    assert code("setting_not_started", "setting_not_started", reasons=none) == 2
+    assert code("setting_died", reasons=none) == code("setting_not_started", "slo_broken", reasons=none) == 3
+    assert (code(reasons=[because("proof_invalid", "x")]), code()) == (3, 5)
+
+
+def test_a_page_of_a_search_has_no_findings_and_no_failed_settings() -> None:
+    numbers = Numbers(sent=1, succeeded=1, failed=0, unfinished=0)
+    rows = [
+        Row(server=name, load="l", cells=[], wall=[], output_tok_s=[], pooled=numbers, failed=failed)
+        for name, failed in (("default", because("setting_not_started", "long")), ("try-2", None))
+    ]
+    finding = RunFinding(code="f", rows=["try-2"], measured="m", means="m", why="w", actions=[], cost=None)
+    summary = Summary(
+        run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=rows, cells=[],
+        findings=[finding], notes=[because("setting_failed", "long"), because("other", "x")],
+    )  # fmt: skip
+    assert shown_summary(summary, None) is summary
+    shown = shown_summary(summary, FOUND)
+    assert (shown.findings, [row.server for row in shown.rows]) == (None, ["try-2"])
+    assert [note.code for note in shown.notes] == ["other"]
+    assert len(shown_summary(replace(summary, rows=rows[:1]), FOUND).rows) == 1, "a table has a row"
+
+
+def test_a_running_server_that_takes_no_settings_is_not_one_that_is_down() -> None:
+    class Server(Handler):
+        def do_GET(self) -> None:
+            self.answer(200 if self.path == "/v1/models" else 404, b'{"data": [{"id": "m"}]}')
+
+    def refused(url: str) -> HarnessError:
+        with pytest.raises(HarnessError) as error:
+            define_tune(Experiment(Path("s.yaml"), scenario(model="m"), Target(url)), "throughput", None, None, [], 60)
+        return error.value
+
+    with listening(Server) as url:
+        healthy = refused(url)
+    assert "takes no settings while it runs" in healthy.what and "--url" in healthy.next_step
+    down = refused(url)
+    assert "no answer from" in down.what and "settings" not in down.what
 
 
 def compared(word: Literal["same", "worse", "inconclusive"], difference: float) -> SameAnswers:
@@ -321,8 +385,10 @@ def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that
     assert answer_line(cut) == (
         "inconclusive: max_num_seqs 5: 1.40x in the search, not proven; 19 min 0 s more would settle it"
     )
-    assert "--resume r --budget 60min" in markdown.render(tune_page(replace(cut, spent_s=60.0))), "no less than before"
-    assert "--resume r --budget 83min" in markdown.render(tune_page(replace(cut, spent_s=3600.0)))
+    assert "command: `harness tune --resume 'my runs/r' --budget 83min`" in markdown.render(tune_page(cut))
+    assert "--budget 83min" in markdown.render(tune_page(replace(cut, spent_s=3600.0)))
+    short = replace(cut, budget_s=90.0, spent_s=60.0, more_s=47.0)
+    assert "--budget 3min" in markdown.render(tune_page(short)), "more than was given"
     assert "--resume" not in markdown.render(tune_page(replace(cut, more_s=None))), "more time changes nothing"
 
 
@@ -365,15 +431,24 @@ def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
         ["max_num_seqs 5", "fresh requests", "1.42x (1.35 to 1.49)", "yes"],
     ]
     (chart,) = (element for element in page if isinstance(element, Chart))
-    assert [trace["name"] for trace in chart.figure["data"]] == ["start", "proof"]
+    starts, proof = chart.figure["data"]
+    assert (starts["name"], starts["x"], starts["y"]) == ("start", [1, 3], [1.0, 1.4]), "the reference is at 1"
+    assert (proof["name"], proof["x"]) == ("proof", [4])
+    axis = chart.figure["layout"]["xaxis"]
+    assert (axis["tickvals"], axis["ticktext"]) == ([1, 2, 3, 4], ["1", "2", "3", "proof"])
     shown = html.render_page(page, "Tune", ["tune"])
+    assert "on fresh requests: `harness report 'my runs/p'`" in markdown.render(page), "with its folder, and the space"
     assert "memory: x" in shown and "set this: max_num_seqs 5" in markdown.render(page).replace("\\", "")
     assert isinstance(page[0], Paragraph) and page[0].style == "lead"
     printed, command = io.StringIO(), "llama-server " + "--flag 1 " * 20 + "--last"
     terminal.print_page(tune_page(replace(FOUND, paste={"command": command})), Console(file=printed, width=80))
     assert command in printed.getvalue().splitlines(), "it can be pasted"
+    many = {f"a_setting_of_this_engine_{number}": 100_000 for number in range(5)}
+    terminal.print_page([history(replace(FOUND, sides=[many]))], Console(file=(narrow := io.StringIO()), width=80))
+    lines = narrow.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and sum("Kept" in line for line in lines) == 1, "one table"
     write_tune(tmp_path, FOUND)
-    assert read_tune(tmp_path) == FOUND and read_tune(tmp_path / "other") is None
+    assert read_tune(tmp_path) == replace(FOUND, folder=str(tmp_path)) and read_tune(tmp_path / "other") is None
     (tmp_path / "tune.json").write_text("{}")
     with pytest.raises(HarnessError):
         read_tune(tmp_path)
