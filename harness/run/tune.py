@@ -189,7 +189,7 @@ def _options_of(target: Target, scenario: Scenario) -> dict[str, Any]:
             list_models(parse_base_url(target.url), session, scenario.api_key_env)
         raise HarnessError(
             f"--url: {target.url} takes no settings while it runs",
-            next_step="Leave --url out: the harness starts a server with each setting. A Lemonade takes them.",
+            next_step="Leave --url out: the harness starts a server with each setting.",
         )
     return options
 
