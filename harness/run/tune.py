@@ -55,14 +55,7 @@ from harness.report.tune import (
 from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, load_name, server_name
 from harness.run.machine_fit import check_all_gpus, resolve_auto
-from harness.run.orchestrator import (
-    cell_run_of,
-    endpoint_of,
-    run,
-    run_group,
-    run_steps,
-    start_run,
-)
+from harness.run.orchestrator import cell_run_of, endpoint_of, run, run_group, run_steps, start_run
 from harness.run.progress import Progress
 from harness.run.resume import recorded_experiment, reopened, resume
 from harness.run.running import Running, death_of_setting, failed_cell, start_failure, write_results
