@@ -165,6 +165,7 @@ def declared_search(
     bounds: Bounds,
     effective: Mapping[str, Any] | None = None,
     fits: Callable[[dict[str, Any]], bool] = lambda _: True,
+    more: Sequence[Mapping[str, Any]] = (),
 ) -> Search:
     """Return the search of the settings that the engine's file declares. `effective`: what the server reports.
 
@@ -177,11 +178,13 @@ def declared_search(
         if spelled is None or spelled.tune is None:
             continue
         now[name] = read_setting(front, engine, variables, name, effective)
-        setting = _declared(name, spelled.tune, now[name], bounds)
+        between = [one[name] for one in more if name in one and spelled.tune.ordered]
+        tune = replace(spelled.tune, values=with_numbers(spelled.tune.values, between))
+        setting = _declared(name, tune, now[name], bounds)
         if setting is not None:
             settings.append(setting)
-            if spelled.tune.at_least is not None:
-                at_least[name] = spelled.tune.at_least
+            if tune.at_least is not None:
+                at_least[name] = tune.at_least
 
     def is_allowed(changed: dict[str, Any]) -> bool:
         values = now | changed
@@ -191,6 +194,12 @@ def declared_search(
         return all(low is None or value >= low for value, low in pairs) and fits(changed)
 
     return make_search(settings, is_allowed)
+
+
+def with_numbers(values: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+    """Values in the order of size, and those numbers that lie between them."""
+    new = [one for one in more if one not in values and _is_number(one, *values) and values[0] < one < values[-1]]
+    return sorted([*values, *dict.fromkeys(new)]) if new else list(values)
 
 
 def _declared(name: str, tune: Tuning, value: Any, bounds: Bounds) -> Setting | None:
@@ -226,6 +235,11 @@ def _has_target(patterns: Sequence[str] | None, target: str | None) -> bool:
 def reference(trials: Sequence[Trial]) -> dict[str, Any] | None:
     """The settings that all results are compared with: the first that started. None: none did."""
     return next((trial.settings for trial in trials if trial.value), None)
+
+
+def is_disturbed(trial: Trial) -> bool:
+    """Whether a start has no result because the load generator was late, which says nothing about its settings."""
+    return trial.reason is not None and trial.reason.code == "client_error"
 
 
 def gains(trials: Sequence[Trial]) -> list[float | None]:
@@ -470,7 +484,8 @@ def failure_cause(row: str | None) -> Cause:
 
 
 def _untried(search: Search, trials: Sequence[Trial]) -> Candidates:
-    tried = {tuple(at) for at in search.array(trials).tolist()}
+    again = [one for one in trials if is_disturbed(one) and [each.settings for each in trials].count(one.settings) < 2]
+    tried = {tuple(at) for at in search.array([one for one in trials if one not in again]).tolist()}
     is_open = ~excluded(search, search.candidates, trials)
     is_open &= np.array([tuple(at) not in tried for at in search.candidates.tolist()], np.bool_)
     return search.candidates[is_open]
@@ -583,12 +598,14 @@ def decide(
     base: Sequence[float],
     sides: Sequence[tuple[Mapping[str, Any], Sequence[float]]],
     answers: Sequence[str] | None = None,
+    rooms: Sequence[tuple[float, float]] | None = None,
 ) -> TuneAnswer:
     """The answer of the proof. `base`: the results of the reference, one for each block; `sides`: settings and results.
 
     "set": one is better beyond the margin, after Holm's correction; of about equal ones the shortest. "keep":
     none is, and none was better by more than the margin. Without sides, nothing was worth a proof: "keep".
     `answers`: of each side "same", "worse", which is never chosen, or another word, with which it is not proven.
+    `rooms`: of each side, as of `ComparedSides`.
     """
     if not sides:
         return TuneAnswer(verdict="keep")
@@ -600,8 +617,9 @@ def decide(
             side_speeds=[values],
             baseline_speeds=[base],
             within_run=True,
+            rooms=room,
         )
-        for number, (_, values) in enumerate(sides, 1)
+        for number, ((_, values), room) in enumerate(zip(sides, rooms or [(0.0, 0.0)] * len(sides), strict=True), 1)
     ]
     verdicts = decide_verdicts(pairs).verdicts
     ratios = [one.ratio or 0.0 for one in verdicts]

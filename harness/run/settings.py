@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,16 @@ def shared_slots(run: Run, name: str) -> int | None:
     return read_setting(front, engine, _all_variables(server), SEQUENCES, ran[-1] if ran else None) or 1
 
 
-def settings_search(run: Run, safe_memory: float | None = None, change_answers: bool = False) -> Search:
+def settings_search(
+    run: Run,
+    safe_memory: float | None = None,
+    change_answers: bool = False,
+    more: Sequence[Mapping[str, Any]] = (),
+) -> Search:
     """Return the search of the settings of a run's server "default". Once it has started, its report counts, too.
 
     `safe_memory`: by a refused start. `change_answers`: with the settings that may change what the model answers.
+    `more`: settings whose values are searched, too, between the declared ones.
 
     Raises HarnessError for a server whose settings are not declared.
     """
@@ -130,6 +136,7 @@ def settings_search(run: Run, safe_memory: float | None = None, change_answers: 
         variables,
         replace(bounds, safe_memory=safe_memory or bounds.safe_memory, change_answers=change_answers),
         effective,
+        more=more,
     )
 
 

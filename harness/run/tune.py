@@ -6,7 +6,6 @@ reference and the best settings, repeated in blocks.
 
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from msgspec.structs import asdict, replace
 from harness.advice.findings import find_of_server
 from harness.analysis.capacity import load_at
 from harness.analysis.same_answers import same_answers
-from harness.analysis.slo import CapacitySlo, parse_slos, scenario_slos
+from harness.analysis.slo import parse_slos, scenario_slos
 from harness.analysis.summarize import Summarized, summarize_with_counts
 from harness.analysis.tune import (
     Proposal,
@@ -27,15 +26,16 @@ from harness.analysis.tune import (
     best_settings,
     decide,
     gains,
+    is_disturbed,
     next_start,
     plan_proof,
     reference,
     suggestions,
 )
 from harness.base.errors import HarnessError, ServerError, StartError
-from harness.base.summary import MARGIN, CellSummary, Reason, SameAnswers, Summary, because, sentence
+from harness.base.summary import MARGIN, Reason, SameAnswers, because, sentence
 from harness.base.trust import open_session
-from harness.base.units import count, duration, percent
+from harness.base.units import count, duration
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import reports_power
 from harness.records.manifest import CellRun, Run, ServedBy, read_run
@@ -69,6 +69,15 @@ from harness.run.settings import (
     to_paste,
     with_settings,
 )
+from harness.run.tune_results import (
+    DEFAULT,
+    QUESTIONS,
+    proof_rooms,
+    proof_values,
+    search_reasons,
+    slo_checks,
+    value_of,
+)
 from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, asks_known, wave_size
 from harness.scenario.behaviour import Structured
 from harness.scenario.plan import Cell, cell_of, grouped
@@ -78,12 +87,10 @@ from harness.serve.lint import refuse_too_long
 from harness.serve.probe import list_models, parse_base_url
 from harness.workload.job import read_api_key
 
-DEFAULT = "default"
 NEED_SLOS = ("goodput", "users")
 USERS_LADDER = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the scenario's users
 SIDES = ("first", "second")
 WORDS = ("same", "inconclusive", "worse")  # of answers; where several loads have known ones, the last counts
-QUESTIONS = "same-answers"  # the load of the proof that asks the questions of --same-answers
 MIN_ANSWERS, MIN_WAVES, MIN_LOAD_S, MAX_LOAD_S = 20, 3, 10.0, 300.0  # of a load in the search; shorter ones end earlier
 PROOF_SEED = 1_000_003  # added to the scenario's seed: the proof has other prompts, lengths and arrivals
 
@@ -328,7 +335,9 @@ class TuneSearch:
         cells = [cell for cell in made.summary.cells if cell.id in start.cells]
         self._advise(made, start.server)
         self.report = replace(self.report, simulated=made.summary.simulated)
-        self.search = search_of(self.running.file.manifest, self.report)  # the server reports more than the scenario
+        advised = [settings for found in self.advice.values() for _, settings in found]
+        # The server reports more than the scenario.
+        self.search = search_of(self.running.file.manifest, self.report, advised)
         worse = [one for one in same_answers(made.data) if one.side == start.server and one.word == "worse"]
         if worse and self.report.same_answers:
             blamed = [one.name for one in self.search.settings if one.answers and one.name in start.settings]
@@ -363,83 +372,10 @@ class TuneSearch:
         self.running.progress.line(f"  {result_text(start)}{of_reference}{', kept' if start.kept else ''}")
 
 
-def search_of(manifest: Run, report: TuneReport) -> Search:
-    return settings_search(manifest, report.safe_memory, report.same_answers)
-
-
-def slo_checks(report: TuneReport) -> list[str]:
-    """Return a check of all SLOs together, so that each cell has its goodput and attainment."""
-    bounds = [slo.text for one in _slos(report) for slo in _request_bounds(one)]
-    return [f"attainment({', '.join(bounds)}) >= 0"] if bounds else []
-
-
-def _slos(report: TuneReport) -> list[CapacitySlo]:
-    return parse_slos(report.slos) if report.slos else []
-
-
-def _request_bounds(slo: CapacitySlo) -> list[Any]:
-    """Return the bounds of an SLO as of single requests: `ttft<=2s` of `ttft_p95<=2s`."""
-    return [replace(one, text=f"{one.latency}{one.operator}{one.bound_s:g}s") for one in slo.bounds]
-
-
-def value_of(cells: Sequence[CellSummary], report: TuneReport) -> float | Reason:
-    """Return the result of a start, more is better: the geometric mean over its loads, or why it is missing."""
-    problems = [problem for cell in cells for problem in cell.problems]
-    if problems or not cells:
-        return problems[0] if problems else because("no_cells", "nothing was measured")
-    if report.levels:
-        return users_value(cells, report)
-    logs = []
-    for cell in cells:
-        value = _cell_value(cell, report)
-        if isinstance(value, Reason):
-            return value
-        logs.append(math.log(value))
-    return math.exp(statistics.fmean(logs))
-
-
-def users_value(cells: Sequence[CellSummary], report: TuneReport) -> float | Reason:
-    """Return the users at which the share of the SLOs is just met, by the shares at the levels around it."""
-    share, known = min(slo.share for slo in _slos(report)), list[tuple[float, float]]()
-    for cell in cells:
-        met = next(iter(cell.numbers.slos.values()), None)
-        if met is None or met.attainment is None:
-            return _no_value(cell, report.goal)
-        known.append((math.log(report.levels[cell.load]), met.attainment))
-    known.sort()
-    below = [one for one in known if one[1] >= share]
-    if not below:
-        return math.exp(known[0][0]) * max(known[0][1], 0.01) / share
-    last = known.index(below[-1])
-    if last + 1 == len(known):
-        return math.exp(known[last][0])
-    (low, met_low), (high, met_high) = known[last], known[last + 1]
-    return math.exp(low + (high - low) * (met_low - share) / (met_low - met_high))
-
-
-def _cell_value(cell: CellSummary, report: TuneReport) -> float | Reason:
-    numbers, machine = cell.numbers, cell.machine_load
-    met = next(iter(numbers.slos.values()), None)
-    shares = [slo.share for slo in _slos(report)]
-    if report.goal == "goodput":
-        least = 0.5 / numbers.window_s if numbers.window_s else None  # none met: as if half a request had
-        return max(met.goodput, least) if met and met.goodput is not None and least else _no_value(cell, "goodput")
-    if met is not None and shares and (met.attainment is None or met.attainment < min(shares)):
-        share = "no" if met.attainment is None else f"{percent(met.attainment, 1)} of the"
-        return because("slo_broken", f"{cell.load}: {share} requests met the SLOs", attainment=met.attainment)
-    value: float | None
-    if report.goal == "latency":
-        latency = numbers.e2e_sched.mean if numbers.e2e_sched.mean is not None else numbers.e2e.mean
-        value = 1 / latency if latency else None
-    elif report.goal == "energy":
-        value = 1 / machine.energy_per_token_j if machine and machine.energy_per_token_j else None
-    else:
-        value = numbers.output_tok_s or numbers.input_tok_s
-    return value or _no_value(cell, report.goal)
-
-
-def _no_value(cell: CellSummary, goal: str) -> Reason:
-    return because("no_goal_value", f"{cell.load}: no number for --for {goal} was measured", goal=goal)
+def search_of(manifest: Run, report: TuneReport, advised: Sequence[Mapping[str, Any]] = ()) -> Search:
+    """Return the search, with the values that were tried and those that are advised next to the declared ones."""
+    more = [*(start.settings for start in report.trials), *advised]
+    return settings_search(manifest, report.safe_memory, report.same_answers, more)
 
 
 def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
@@ -472,7 +408,6 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
     blocks = 0 if proof is None else max(proof.blocks, report.needed or 0)
     if proof is not None and not proof.missing_s:
         base = reference(trials) or {}
-        scenario = proof_scenario(manifest, report, {DEFAULT: base, **sides}, blocks)
         text = ", or ".join(format_settings(report.spell(one)) for one in proof.sides or [base])
         progress.line(f"Proof on fresh requests, at most {count(blocks, 'block')} with a start of each: {text}")
         within_budget, searched = budget_steps(max(0.0, left_s), blocks), report
@@ -482,6 +417,8 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
             yield from within_budget(running, cells)
 
         if report.proof is None:
+            answered = {cell.id: cell.numbers.succeeded for cell in summarize_with_counts(folder).summary.cells}
+            scenario = proof_scenario(manifest, report, {DEFAULT: base, **sides}, blocks, answered)
             run(replace(experiment, scenario=scenario), runs, progress, steps)
         else:
             resume(runs / report.proof, progress, experiment.target, max(0.0, left_s), max_repeats=blocks)
@@ -490,16 +427,30 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
     return finish(folder, report, sides, runs, began_s, blocks, block_s)
 
 
-def proof_scenario(manifest: Run, report: TuneReport, sides: Mapping[str, Mapping[str, Any]], blocks: int) -> Scenario:
-    """Return the scenario of the proof. A load that the search ended early is as long as it was there."""
+def proof_scenario(
+    manifest: Run,
+    report: TuneReport,
+    sides: Mapping[str, Mapping[str, Any]],
+    blocks: int,
+    answered: Mapping[str, int],
+) -> Scenario:
+    """Return the scenario of the proof. A load that the search ended early is about as long as it was there.
+
+    `answered`: successful requests by cell of the search. An amount of work stays one, in whole waves: in a fixed time,
+    a wave that is cut would count.
+    """
     base = next(start for start in report.trials if start.value is not None)
     known, ran = manifest.scenario, manifest.ran
     loads = dict(known.loads)
     for name in base.cells:
         stopped_s, load = ran[name].stopped_after_s, loads[ran[name].load]
-        if stopped_s is not None:
+        if stopped_s is not None and load.requests is not None:
+            wave = wave_size(load)
+            work = min(load.requests, max(1, math.ceil(answered.get(name, 0) / wave)) * wave)
+            loads[ran[name].load] = replace(load, requests=work)
+        elif stopped_s is not None:
             # A float: a whole number would be another workload once it is read from run.json.
-            loads[ran[name].load] = replace(load, requests=None, duration_s=float(max(1, math.ceil(stopped_s))))
+            loads[ran[name].load] = replace(load, duration_s=float(max(1, math.ceil(stopped_s))))
     if report.same_answers and not any(map(asks_known, loads.values())):
         loads[QUESTIONS] = questions_like(next(iter(loads.values())))
     rows = {name: SweepRow(of=report.server, settings=report.spell(one)) for name, one in sides.items()}
@@ -539,7 +490,8 @@ def finish(
     """
     base = reference(report.trials)
     values, compared = dict[str, list[float]](), dict[str, SameAnswers]()
-    invalid, reasons = list[Reason](), reference_reasons(report, base)
+    spent_s, made = time.monotonic() - began_s, None
+    invalid, reasons = list[Reason](), search_reasons(report, base, spent_s)
     if report.proof is not None:
         made = summarize_with_counts(runs / report.proof, slo_checks(report))
         values = proof_values(made.summary, report, [DEFAULT, *sides])
@@ -549,8 +501,10 @@ def finish(
     in_proof = [name for name in sides if len(values.get(name, [])) > 1] if values.get(DEFAULT) else []
     proven = [(sides[name], values[name]) for name in in_proof]
     answers = [compared.get(name) for name in in_proof] if report.same_answers else []
-    answer = decide(report.goal, values.get(DEFAULT, []), proven, [one.word if one else "unknown" for one in answers])
-    is_untried = all(start.settings == base for start in report.trials)
+    words = [one.word if one else "unknown" for one in answers]
+    rooms = [] if made is None else [proof_rooms(made.summary, report.goal, name) for name in in_proof]
+    answer = decide(report.goal, values.get(DEFAULT, []), proven, words, rooms)
+    is_untried = all(start.settings == base or is_disturbed(start) for start in report.trials)
     is_unproven = bool(sides or base) and not values.get(DEFAULT)
     if base is None or is_untried or bool(invalid) or is_unproven or bool(sides and not proven):
         nearest = dict(next(iter(sides.values()), base or {}))
@@ -558,16 +512,12 @@ def finish(
         answer = replace(answer, verdict="inconclusive", settings=answer.settings or nearest, needed=needed)
     elif answer.verdict == "keep" and base:  # the default does not start
         answer = replace(answer, verdict="set", settings=base, ratio=None, low=None, high=None)
-    blocks, spent_s, more_s = len(values.get(DEFAULT, [])), time.monotonic() - began_s, 0.0
+    blocks, more_s = len(values.get(DEFAULT, [])), 0.0
     if answer.verdict == "inconclusive":
         missing_s = block_s * (max(planned, answer.needed or 0) - blocks)
         if not report.proof and not sides and report.ended is not None and report.ended.code == "tune_budget":
             missing_s = report.ended.values["needed_s"]
         more_s = max(0.0, missing_s - max(0.0, report.budget_s - spent_s))
-    if spent_s > report.budget_s:
-        text = f"it took {duration(spent_s)}, and --budget was {duration(report.budget_s)}: "
-        text += "a start or a block of the proof that begins in it runs to its end"
-        reasons.append(because("tune_over_budget", text, spent_s=spent_s, budget_s=report.budget_s))
     report = replace(
         report,
         **asdict(replace(answer, settings=report.spell(answer.settings))),
@@ -590,36 +540,6 @@ def pasted(known: Scenario, name: str, settings: Mapping[str, Any]) -> dict[str,
     """Return by place the text that brings these settings to a server."""
     server = with_settings(known.servers[DEFAULT], known.model, settings)
     return to_paste(replace(known, servers={name: server}), name)
-
-
-def reference_reasons(report: TuneReport, base: Mapping[str, Any] | None) -> list[Reason]:
-    """Return why the reference is not the default."""
-    failed = next((start.reason for start in report.trials if start.reason is not None), None)
-    if base is None:  # what came nearest
-        broken = [start.reason for start in report.trials if start.reason and start.reason.code == "slo_broken"]
-        failed = max(broken, key=lambda one: one.values["attainment"] or 0.0, default=failed)
-    why = "" if failed is None else f": {sentence(failed)}"
-    if base is None:
-        return [because("nothing_started", f"no settings gave a result{why}")]
-    if not base:
-        return []
-    text = f"the default gave no result{why}. All ratios are to {format_settings(report.spell(base))}, the first "
-    return [because("default_fails", text + "settings that gave one", reason=failed)]
-
-
-def proof_values(summary: Summary, report: TuneReport, sides: Sequence[str]) -> dict[str, list[float]]:
-    """Return by side the results of each block in which all sides have one that work in two blocks or more."""
-    blocks: dict[int, dict[str, float]] = {}
-    for repeat in sorted({cell.repeat for cell in summary.cells}):
-        cells = [one for one in summary.cells if one.again is None and one.load != QUESTIONS]
-        for side in sides:
-            own = [one for one in cells if (one.repeat, one.server) == (repeat, side)]
-            result = value_of([cell for cell in own if cell.failed is None], report)
-            if not isinstance(result, Reason):
-                blocks.setdefault(repeat, {})[side] = result
-    working = [side for side in sides if sum(side in block for block in blocks.values()) > 1]
-    complete = [block for block in blocks.values() if block.keys() >= set(working)]
-    return {side: [block[side] for block in complete] for side in working}
 
 
 def resume_tune(

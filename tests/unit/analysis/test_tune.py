@@ -155,6 +155,16 @@ def test_of_starts_that_fail_with_the_same_words_what_they_share_is_to_blame() -
     assert excluded(search(), points, [failed[0], other]).tolist() == [False, False]
 
 
+def test_a_start_whose_load_generator_was_late_is_repeated_once() -> None:
+    late = Trial(settings={"sequences": 16}, reason=because("client_error", "delays"))
+    advice = [("queue_with_room", {"sequences": 16})]
+    assert next_start(search(), [Trial(value=100.0), late], advice) == Proposal(
+        settings={"sequences": 16}, why="finding", finding="queue_with_room"
+    )
+    again = next_start(search(), [Trial(value=100.0), late, late], advice)
+    assert isinstance(again, Proposal) and again.settings != {"sequences": 16}
+
+
 def test_no_start_above_what_fits() -> None:
     fitting = make_search(SETTINGS, lambda changed: changed.get("memory", 0.7) <= 0.7)
     assert len(fitting.candidates) == 6 * 2 * 2 * 2
@@ -359,6 +369,9 @@ def test_a_context_is_not_shorter_than_the_longest_request() -> None:
     found = declared_search(engine, engine, slots, Bounds(tokens=1500, at_once=8), {"ctx_per_slot": 4096})
     assert values(found)["context"] == (2048, 4096, 8192, 16384), "more brings nothing"
     assert values(found)["sequences"] == (1, 2, 4, 8)
+    more: list[dict[str, Any]] = [{"sequences": 5}, {"sequences": 100}, {"sequences": 5, "flash_attention": 3}]
+    found = declared_search(engine, engine, slots, Bounds(tokens=1500, at_once=8), {"ctx_per_slot": 4096}, more=more)
+    assert values(found)["sequences"] == (1, 2, 4, 5, 8), "what is advised lies between"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from typer import Exit
 
-from harness.analysis.tune import Trial, TuneAnswer
+from harness.analysis.tune import Trial, TuneAnswer, decide
 from harness.base.errors import HarnessError, StartError
 from harness.base.summary import (
     CellSummary,
@@ -40,19 +40,15 @@ from harness.run.experiment import Experiment, Target
 from harness.run.progress import Progress
 from harness.run.running import start_failure
 from harness.run.settings import docker_run, failure_of, to_paste
-from harness.run.tune import (
+from harness.run.tune import LoadWatch, define_tune, proof_scenario, restored, users_ladder, with_budget
+from harness.run.tune_results import (
     QUESTIONS,
-    LoadWatch,
-    define_tune,
-    proof_scenario,
+    proof_rooms,
     proof_values,
-    reference_reasons,
-    restored,
+    search_reasons,
     slo_checks,
-    users_ladder,
     users_value,
     value_of,
-    with_budget,
 )
 from harness.scenario import Arrivals, Load, Scenario, Server, asks_known
 from harness.serve.compose_file import Service, parse_compose
@@ -87,7 +83,6 @@ def test_a_result_is_more_where_the_goal_is_met_better() -> None:
     assert value_of([power], replace(REPORT, goal="energy")) == 4.0
     goodput = replace(REPORT, goal="goodput", slos=[SLO])
     assert value_of([cell(slos=met(0.8, 1.6))], goodput) == 1.6
-    assert value_of([cell(slos=met(0.0, 0.0))], goodput) == pytest.approx(0.05), "none met: half a request in its time"
 
 
 def test_no_result_has_a_reason() -> None:
@@ -98,6 +93,7 @@ def test_no_result_has_a_reason() -> None:
         (cell(output_tok_s=None), REPORT, "no_goal_value"),
         (cell(), replace(REPORT, goal="energy"), "no_goal_value"),
         (cell(slos=met(0.94, 1.0)), limited, "slo_broken"),
+        (cell(slos=met(0.0, 0.0)), replace(limited, goal="goodput"), "slo_broken"),
     ]
     for one, report, code in cases:
         result = value_of([one], report)
@@ -120,6 +116,8 @@ def test_users_are_read_between_the_levels_around_the_slo() -> None:
     assert users(1, 1, 0.97, 0.93, 0.5) == pytest.approx(8 * math.sqrt(2))
     assert users(1, 1, 1, 1, 1) == 32
     assert users(0.475, 0.2, 0.1, 0, 0) == pytest.approx(1.0), "half the share at two users"
+    none = users(0, 0, 0, 0, 0)
+    assert isinstance(none, Reason) and (none.code, none.text) == ("slo_broken", "chat-1: no requests met the SLOs")
 
 
 def test_a_load_of_the_search_ends_once_enough_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,10 +354,10 @@ def test_the_proof_asks_the_questions_and_does_not_count_their_speed(tmp_path: P
     report = replace(REPORT, same_answers=True, trials=[Trial(server="default", value=1.0)])
     made = scenario(servers={"default": Server(template="simulated")}, repeats=1)
     run = write_made_run(tmp_path / "run", made_of=made)
-    proof = proof_scenario(run, report, {"default": {}, "first": {}}, 3)
+    proof = proof_scenario(run, report, {"default": {}, "first": {}}, 3, {})
     assert [name for name, load in proof.loads.items() if asks_known(load)] == [QUESTIONS]
     assert (proof.repeats, proof.loads[QUESTIONS].requests) == (3, 1000)
-    assert proof_scenario(run, replace(report, same_answers=False), {"default": {}}, 3).loads == made.loads
+    assert proof_scenario(run, replace(report, same_answers=False), {"default": {}}, 3, {}).loads == made.loads
     cells = [
         cell(f"r{repeat}-{load}", repeat=repeat, load=load, output_tok_s=speed)
         for repeat in (1, 2)
@@ -369,15 +367,46 @@ def test_the_proof_asks_the_questions_and_does_not_count_their_speed(tmp_path: P
     assert proof_values(summary, report, ["default"]) == {"default": pytest.approx([10.0, 10.0])}
 
 
-def test_a_proof_of_loads_that_the_search_ended_early_can_be_resumed(tmp_path: Path) -> None:
-    """The requests are the same ones when its scenario is read from run.json."""
-    run = write_made_run(tmp_path / "run", made_of=scenario(servers={"default": Server(template="simulated")}))
+@pytest.mark.parametrize(
+    ("load", "amount"),
+    [
+        (Load(user="batch", batch_size=10, requests=400, output_tokens=8), (40, None)),
+        (Load(user="batch", users=2, duration_s=60.0, output_tokens=8), (None, 13.0)),
+    ],
+)
+def test_a_proof_is_as_long_as_the_search_and_can_be_resumed(
+    tmp_path: Path, load: Load, amount: tuple[int | None, float | None]
+) -> None:
+    """An amount of work in whole waves, a time as a time; and the same requests when it is read from run.json."""
+    made = scenario(servers={"default": Server(template="simulated")}, loads={"x": load}, repeats=1)
+    run = write_made_run(tmp_path / "run", made_of=made)
     ended = [replace(one, stopped_after_s=12.5) for one in run.cells]
     trial = Trial(server="default", value=1.0, cells=[one.id for one in ended])
-    proof = proof_scenario(replace(run, cells=ended), replace(REPORT, trials=[trial]), {"default": {}, "first": {}}, 3)
-    assert {load.duration_s for load in proof.loads.values()} == {13.0}
+    report, answered = replace(REPORT, trials=[trial]), {one.id: 34 for one in ended}
+    proof = proof_scenario(replace(run, cells=ended), report, {"default": {}, "first": {}}, 3, answered)
+    assert {(load.requests, load.duration_s) for load in proof.loads.values()} == {amount}
     again = msgspec.json.decode(msgspec.json.encode(proof), type=Scenario)
     assert workload_sha256(again, tmp_path) == workload_sha256(proof, tmp_path)
+
+
+def test_delays_of_the_load_generator_widen_the_answer_in_their_direction() -> None:
+    """The slower one may be as fast as the other: its tok/s may be 30 % higher without the delays."""
+
+    def row(server: str, **error: tuple[float, float]) -> Row:
+        pooled = Numbers(sent=1, succeeded=1, failed=0, unfinished=0)
+        return Row(server=server, load="l", cells=[], wall=[], output_tok_s=[], pooled=pooled, client_error=error)
+
+    summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=[])
+    late = replace(summary, rows=[row("default", output_tok_s=(0.0, 0.3)), row("first")])
+    rooms = proof_rooms(late, "throughput", "first")
+    assert rooms == pytest.approx((math.log(1.3), 0.0))
+    assert proof_rooms(late, "users", "first") == proof_rooms(summary, "throughput", "first") == (0.0, 0.0)
+    timed = replace(summary, rows=[row("default", e2e_p50=(0.5, 0.0)), row("first")])
+    assert proof_rooms(timed, "latency", "first") == pytest.approx((math.log(2), 0.0)), "it may take half the time"
+    values, sides = [10.0, 10.1, 9.9], [({"sequences": 5}, [12.0, 12.1, 11.9])]
+    assert decide("throughput", values, sides).verdict == "set"
+    widened = decide("throughput", values, sides, rooms=[rooms])
+    assert (widened.verdict, (widened.low or 0) < 1 < (widened.ratio or 0)) == ("inconclusive", True)
 
 
 def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that_is_missing() -> None:
@@ -408,8 +437,11 @@ def test_a_broken_limit_says_how_many_requests_met_it() -> None:
     start = Trial(server="default", reason=broken, met=0.3)
     assert result_text(start) == "30 % met the SLOs"
     best = replace(start, reason=because("slo_broken", "l: 80% of the requests met the SLOs", attainment=0.8))
-    (reason,) = reference_reasons(replace(REPORT, trials=[start, best]), None)
+    (reason,) = search_reasons(replace(REPORT, trials=[start, best]), None, 1.0)
     assert reason.code == "nothing_started" and "80%" in reason.text
+    late = Trial(settings={"sequences": 5}, reason=because("client_error", "delays"))
+    codes = [one.code for one in search_reasons(replace(REPORT, trials=[Trial(value=1.0), late]), {}, 7200.0)]
+    assert codes == ["tune_disturbed", "tune_over_budget"], "REPORT has a budget of an hour"
 
 
 def test_options_that_were_not_given_back_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""The results of `harness tune`: of each start of the search, and of each side of the proof. Nothing runs here."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from harness.analysis.slo import CapacitySlo, parse_slos
+from harness.analysis.tune import is_disturbed
+from harness.analysis.verdicts import row_rooms
+from harness.base.summary import CellSummary, Reason, Summary, because, sentence
+from harness.base.units import count, duration, percent
+from harness.report.tune import Goal, TuneReport, format_settings
+
+DEFAULT = "default"
+QUESTIONS = "same-answers"  # the load of the proof that asks the questions of --same-answers
+
+
+def slo_checks(report: TuneReport) -> list[str]:
+    """Return a check of all SLOs together, so that each cell has its goodput and attainment."""
+    bounds = [slo.text for one in _slos(report) for slo in _request_bounds(one)]
+    return [f"attainment({', '.join(bounds)}) >= 0"] if bounds else []
+
+
+def _slos(report: TuneReport) -> list[CapacitySlo]:
+    return parse_slos(report.slos) if report.slos else []
+
+
+def _request_bounds(slo: CapacitySlo) -> list[Any]:
+    """Return the bounds of an SLO as of single requests: `ttft<=2s` of `ttft_p95<=2s`."""
+    return [replace(one, text=f"{one.latency}{one.operator}{one.bound_s:g}s") for one in slo.bounds]
+
+
+def value_of(cells: Sequence[CellSummary], report: TuneReport) -> float | Reason:
+    """Return the result of a start, more is better: the geometric mean over its loads, or why it is missing."""
+    problems = [problem for cell in cells for problem in cell.problems]
+    if problems or not cells:
+        return problems[0] if problems else because("no_cells", "nothing was measured")
+    if report.levels:
+        return users_value(cells, report)
+    logs = []
+    for cell in cells:
+        value = _cell_value(cell, report)
+        if isinstance(value, Reason):
+            return value
+        logs.append(math.log(value))
+    return math.exp(statistics.fmean(logs))
+
+
+def users_value(cells: Sequence[CellSummary], report: TuneReport) -> float | Reason:
+    """Return the users at which the share of the SLOs is just met, by the shares at the levels around it."""
+    share, known = min(slo.share for slo in _slos(report)), list[tuple[float, float]]()
+    for cell in cells:
+        met = next(iter(cell.numbers.slos.values()), None)
+        if met is None or met.attainment is None:
+            return _no_value(cell, report.goal)
+        known.append((math.log(report.levels[cell.load]), met.attainment))
+    known.sort()
+    below = [one for one in known if one[1] >= share]
+    if not below:
+        fewest = min(cells, key=lambda cell: report.levels[cell.load])
+        return math.exp(known[0][0]) * known[0][1] / share or _broken(fewest, 0.0)
+    last = known.index(below[-1])
+    if last + 1 == len(known):
+        return math.exp(known[last][0])
+    (low, met_low), (high, met_high) = known[last], known[last + 1]
+    return math.exp(low + (high - low) * (met_low - share) / (met_low - met_high))
+
+
+def _cell_value(cell: CellSummary, report: TuneReport) -> float | Reason:
+    numbers, machine = cell.numbers, cell.machine_load
+    met = next(iter(numbers.slos.values()), None)
+    shares = [slo.share for slo in _slos(report)]
+    if report.goal == "goodput":
+        if met is None or met.goodput is None:
+            return _no_value(cell, "goodput")
+        return met.goodput or _broken(cell, 0.0)
+    if met is not None and shares and (met.attainment is None or met.attainment < min(shares)):
+        return _broken(cell, met.attainment)
+    value: float | None
+    if report.goal == "latency":
+        latency = numbers.e2e_sched.mean if numbers.e2e_sched.mean is not None else numbers.e2e.mean
+        value = 1 / latency if latency else None
+    elif report.goal == "energy":
+        value = 1 / machine.energy_per_token_j if machine and machine.energy_per_token_j else None
+    else:
+        value = numbers.output_tok_s or numbers.input_tok_s
+    return value or _no_value(cell, report.goal)
+
+
+def _broken(cell: CellSummary, attainment: float | None) -> Reason:
+    share = f"{percent(attainment, 1)} of the" if attainment else "no"
+    return because("slo_broken", f"{cell.load}: {share} requests met the SLOs", attainment=attainment)
+
+
+def _no_value(cell: CellSummary, goal: str) -> Reason:
+    return because("no_goal_value", f"{cell.load}: no number for --for {goal} was measured", goal=goal)
+
+
+def proof_values(summary: Summary, report: TuneReport, sides: Sequence[str]) -> dict[str, list[float]]:
+    """Return by side the results of each block in which all sides have one that work in two blocks or more."""
+    blocks: dict[int, dict[str, float]] = {}
+    for repeat in sorted({cell.repeat for cell in summary.cells}):
+        cells = [one for one in summary.cells if one.again is None and one.load != QUESTIONS]
+        for side in sides:
+            own = [one for one in cells if (one.repeat, one.server) == (repeat, side)]
+            result = value_of([cell for cell in own if cell.failed is None], report)
+            if not isinstance(result, Reason):
+                blocks.setdefault(repeat, {})[side] = result
+    working = [side for side in sides if sum(side in block for block in blocks.values()) > 1]
+    complete = [block for block in blocks.values() if block.keys() >= set(working)]
+    return {side: [block[side] for block in complete] for side in working}
+
+
+def proof_rooms(summary: Summary, goal: Goal, side: str) -> tuple[float, float]:
+    """Return by how much the logarithm of a side's ratio may be lower and higher, as the load generator was late.
+
+    The mean over the loads, as for the result.
+    """
+    metrics = {"latency": ["e2e_p50"], "throughput": ["output_tok_s", "input_tok_s"], "energy": ["output_tok_s"]}
+    rows = {row.key: row for row in summary.rows}
+    pairs = [
+        (row, rows[DEFAULT, row.load]) for row in summary.rows if row.server == side and (DEFAULT, row.load) in rows
+    ]
+    rooms = [(0.0, 0.0)]
+    for row, base in pairs:
+        known = {**row.client_error, **base.client_error}
+        rooms += [row_rooms(row, base, metric) for metric in metrics.get(goal, []) if metric in known][:1]
+    lower, higher = (sum(each) / max(1, len(pairs)) for each in zip(*rooms, strict=True))
+    return (higher, lower) if goal == "latency" else (lower, higher)
+
+
+def search_reasons(report: TuneReport, base: Mapping[str, Any] | None, spent_s: float) -> list[Reason]:
+    """Return why the reference `base` is not the default, which starts say nothing, and what took longer."""
+    reasons = [] if base == {} else [_reference_reason(report, base)]
+    if late := [start.reason for start in report.trials if start.reason is not None and is_disturbed(start)]:
+        text = f"{count(len(late), 'start')} gave no result, because the load generator was late ({sentence(late[-1])})"
+        reasons.append(because("tune_disturbed", f"{text}: end other programs on this machine", starts=len(late)))
+    if spent_s > report.budget_s:
+        text = f"it took {duration(spent_s)}, and --budget was {duration(report.budget_s)}: "
+        text += "a start or a block of the proof that begins in it runs to its end"
+        reasons.append(because("tune_over_budget", text, spent_s=spent_s, budget_s=report.budget_s))
+    return reasons
+
+
+def _reference_reason(report: TuneReport, base: Mapping[str, Any] | None) -> Reason:
+    failed = next((start.reason for start in report.trials if start.reason is not None), None)
+    if base is None:  # what came nearest
+        broken = [start.reason for start in report.trials if start.reason and start.reason.code == "slo_broken"]
+        failed = max(broken, key=lambda one: one.values["attainment"] or 0.0, default=failed)
+    why = "" if failed is None else f": {sentence(failed)}"
+    if base is None:
+        return because("nothing_started", f"no settings gave a result{why}")
+    text = f"the default gave no result{why}. All ratios are to {format_settings(report.spell(base))}, the first "
+    return because("default_fails", text + "settings that gave one", reason=failed)
