@@ -104,8 +104,8 @@ def test_check_shows_the_plan(tmp_path: Path) -> None:
         "",
         "4 cells: 2 repeats, interleaved; 4 server starts: a fresh server for each cell (cold)",
         "order: r1-one-one r1-one-ten r2-one-ten r2-one-one",
-        "estimated time: 1 min 41 s (assumed: 30 ms per token however many answers come at once, "
-        "1 s per start of the embedded engine)",
+        "estimated time: 1 min 41 s (assumed: no time for prompts and 30 ms per token, however many answers come at "
+        "once, 1 s per start of the embedded engine)",
     ]
     assert list(tmp_path.iterdir()) == [path], "nothing was run or written"
 
