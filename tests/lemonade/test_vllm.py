@@ -68,8 +68,9 @@ def test_a_run_counts_every_token_exactly(loaded: Lemond, tmp_path: Path, say: S
         assert counted.drafts and counted.drafted_tokens and counted.accepted_tokens
         assert counted.accepted_tokens <= counted.drafted_tokens <= 3 * counted.drafts
         assert counted.drafts + counted.accepted_tokens < counted.generated_tokens
-    (part,) = summary.answers[0].values["parts"]
-    assert part["share"] > 0.5 and 1.5 < part["tokens_per_step"] <= 4
+    drafts, speeds = summary.answers[0].values["parts"]
+    assert drafts["share"] > 0.5 and 1.5 < drafts["tokens_per_step"] <= 4
+    assert speeds["rates"].keys() == {"1", "2"}
 
 
 def test_an_engine_that_is_killed_under_load(loaded: Lemond, say: Say) -> None:
