@@ -74,15 +74,17 @@ def load_names(run: Run, tune: TuneReport | None) -> dict[str, str]:
 
 
 def shown_summary(summary: Summary, tune: TuneReport | None) -> Summary:
-    """What a page shows of a summary: of a search of settings no findings, whose actions it has tried, and no settings
-    that failed, which its history has.
+    """What a page shows of a summary: of a search of settings no findings, whose actions it has tried, and neither
+    settings that failed nor starts that do not count, which its history has. Its answer rests on the proof.
     """
     if tune is None:
         return summary
     notes = [note for note in summary.notes if note.code != "setting_failed"]
     rows = [row for row in summary.rows if row.failed is None] or summary.rows
     cells = [cell for cell in summary.cells if cell.failed is None]
-    return replace(summary, findings=None, hardware_shares=[], notes=notes, rows=rows, cells=cells)
+    reasons = [reason for reason in summary.reasons if reason.cell is None]
+    shown = replace(summary, findings=None, hardware_shares=[], notes=notes, rows=rows, cells=cells)
+    return replace(shown, reasons=reasons, valid=not reasons)
 
 
 def answer(

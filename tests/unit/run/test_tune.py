@@ -304,6 +304,10 @@ def test_a_page_of_a_search_has_no_findings_and_no_failed_settings() -> None:
     assert (shown.findings, [row.server for row in shown.rows]) == (None, ["try-2"])
     assert [note.code for note in shown.notes] == ["other"]
     assert len(shown_summary(replace(summary, rows=rows[:1]), FOUND).rows) == 1, "a table has a row"
+    late, cut = replace(because("client_error", "delays"), cell="r1-try-2-l"), because("interrupted", "it was cut")
+    for reasons, left in (([late], []), ([cut, late], [cut])):
+        shown = shown_summary(replace(summary, valid=False, reasons=reasons), FOUND)
+        assert (shown.reasons, shown.valid) == (left, not left)
 
 
 def test_a_running_server_that_takes_no_settings_is_not_one_that_is_down() -> None:
