@@ -4,13 +4,18 @@ import datetime
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
+from harness.cli.tune import exit_after_tune
+
+if TYPE_CHECKING:
+    from harness.base.summary import Summary
+    from harness.report.tune import TuneReport
 
 MAX_CHARS = 100  # of the reason why a run cannot be read
 
@@ -65,17 +70,25 @@ def report(
     counts = None if counts is None else with_findings(counts)
     if counts is not None and capacity is not None:
         counts = what_if.with_answers(counts, capacity, other_slos)
-    summary = read_summary(folder) if counts is None else counts.summary
+    summary, tuned = read_summary(folder) if counts is None else counts.summary, read_tune(folder)
     cli.print_as(
         output,
         summary,
         terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
         html=lambda: html.render_run(folder, manifest, summary, counts),
-        markdown=lambda: markdown.render(run_page(summary, manifest, capacity, read_tune(folder))),
+        markdown=lambda: markdown.render(run_page(summary, manifest, capacity, tuned)),
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),
     )
-    cli.exit_after_run(summary, provisional=provisional)
+    _exit_after_report(summary, None if checks else tuned, provisional)
+
+
+def _exit_after_report(summary: "Summary", tuned: "TuneReport | None", provisional: bool) -> None:
+    """Exit with the code of a search of settings that has an answer, else with that of the run."""
+    if tuned is not None and tuned.verdict is not None:
+        exit_after_tune(tuned)
+    else:
+        cli.exit_after_run(summary, provisional=provisional)
 
 
 def _find_or_import_run(given: Path, runs: Path) -> Path:

@@ -82,7 +82,8 @@ def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Pa
     run = read_run(folder)
     assert (run.status, [cell.id for cell in run.cells], len(run.resumed)) == ("valid", start.cells, 1)
     shown = harness("report", folder.name, "--runs", "runs", cwd=tmp_path)
-    assert "inconclusive: no other settings gave a result" in shown.out and "What was tried" in shown.out
+    assert shown.code == 5 and "inconclusive: no other settings gave a result" in shown.out, shown.out + shown.err
+    assert "What was tried" in shown.out
     assert "What was tried" in (folder / "report.html").read_text()
     with reopened(folder, start.cells, Progress(Console(quiet=True))) as running:  # what is known of the starts stays
         search = TuneSearch(running, report_of(tmp_path), 0.0)
