@@ -339,12 +339,11 @@ def _alone(run: Run, question: SweepQuestion, server: str, known: list[Reason]) 
         text = f"to know up to how many users it pays, start the server without speculation, {again}"
         parts = [because("speculation", f"{known[0].text}; {text}", **known[0].values)]
     else:
-        reported = any("drafted_tokens" in one.metrics for one in its)
-        reported &= any(load.generated_tokens is not None for load in loads)
+        reported = any(load.drafted_tokens is not None for load in loads)
         start = {one.title: one.speculation for one in its or engines() if one.speculation}
-        text = f"{server} does not speculate" if reported else f"{server} does not report whether it speculates"
         how = ", ".join(f"{title} `{words}`" for title, words in start.items())
-        text += f". To know, start it with speculation{f' ({how})' if how else ''}, {again}"
+        text = f"{server} drafted no tokens" if reported else f"{server} reports no drafted tokens"
+        text += f". If it does not speculate, start it with speculation{f' ({how})' if how else ''}, {again}"
         parts = [because("no_speculation", text, side=server, reported=reported, start=start)]
     rates = {
         level: geometric_mean([value * max(level, 1) for value in values])

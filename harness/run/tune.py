@@ -78,7 +78,7 @@ from harness.run.tune_results import (
     slo_checks,
     value_of,
 )
-from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, asks_known, wave_size
+from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, asks_known, is_open_loop, wave_size
 from harness.scenario.behaviour import Structured
 from harness.scenario.plan import Cell, cell_of, grouped
 from harness.serve.facts import find_fallback, find_ignored_settings
@@ -444,13 +444,13 @@ def proof_scenario(
     loads = dict(known.loads)
     for name in base.cells:
         stopped_s, load = ran[name].stopped_after_s, loads[ran[name].load]
-        if stopped_s is not None and load.requests is not None:
+        if stopped_s is not None and load.requests is not None and not is_open_loop(load):
             wave = wave_size(load)
             work = min(load.requests, max(1, math.ceil(answered.get(name, 0) / wave)) * wave)
             loads[ran[name].load] = replace(load, requests=work)
         elif stopped_s is not None:
             # A float: a whole number would be another workload once it is read from run.json.
-            loads[ran[name].load] = replace(load, duration_s=float(max(1, math.ceil(stopped_s))))
+            loads[ran[name].load] = replace(load, requests=None, duration_s=float(max(1, math.ceil(stopped_s))))
     if report.same_answers and not any(map(asks_known, loads.values())):
         loads[QUESTIONS] = questions_like(next(iter(loads.values())))
     rows = {name: SweepRow(of=report.server, settings=report.spell(one)) for name, one in sides.items()}

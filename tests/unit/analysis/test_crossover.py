@@ -181,12 +181,15 @@ def test_one_server_that_speculates_and_one_that_does_not(tmp_path: Path) -> Non
     text = text.replace(", drafts: {template: vllm-cpu}", "")
     run, summary = made(tmp_path / "plain", text)
     none, rates = summary.answers[0].values["parts"]
-    assert none == {"side": "plain", "reported": True, "start": {"vLLM": find_engine("vllm-cpu").speculation}}  # type: ignore[union-attr]
+    assert none == {"side": "plain", "reported": False, "start": {"vLLM": find_engine("vllm-cpu").speculation}}  # type: ignore[union-attr]
     assert rates["rates"]["2"] == pytest.approx(summary.rows[1].pooled.output_tok_s)
-    assert run_answer(summary, run).startswith("plain does not speculate")
+    assert run_answer(summary, run).startswith("plain reports no drafted tokens")
+    none_drafted = [replace(cell, server_load=replace(cell.server_load, drafted_tokens=0)) for cell in summary.cells]
+    (answer,) = setting_answers(run, summary.rows, none_drafted)  # llama.cpp counts them also without speculation
+    assert answer.values["parts"][0]["reported"] is True
     served = [replace(cell, served_by=served_by(template=None, startup=Startup(engine="sglang"))) for cell in run.cells]
     (answer,) = setting_answers(replace(run, cells=served), summary.rows, summary.cells)
-    assert answer.values["parts"][0]["reported"] is False and list(answer.values["parts"][0]["start"]) == ["SGLang"]
+    assert list(answer.values["parts"][0]["start"]) == ["SGLang"]
     other = replace(run.scenario, question="How many users?")
     assert setting_answers(replace(run, scenario=other), summary.rows, summary.cells) == []
 

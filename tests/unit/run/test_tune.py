@@ -376,12 +376,13 @@ def test_the_proof_asks_the_questions_and_does_not_count_their_speed(tmp_path: P
     [
         (Load(user="batch", batch_size=10, requests=400, output_tokens=8), (40, None)),
         (Load(user="batch", users=2, duration_s=60.0, output_tokens=8), (None, 13.0)),
+        (Load(user="batch", users=9, requests=400, arrivals=Arrivals(rate=2.0), output_tokens=8), (None, 13.0)),
     ],
 )
 def test_a_proof_is_as_long_as_the_search_and_can_be_resumed(
     tmp_path: Path, load: Load, amount: tuple[int | None, float | None]
 ) -> None:
-    """An amount of work in whole waves, a time as a time; and the same requests when it is read from run.json."""
+    """Work in whole waves, a time or a schedule as a time; and the same requests when it is read from run.json."""
     made = scenario(servers={"default": Server(template="simulated")}, loads={"x": load}, repeats=1)
     run = write_made_run(tmp_path / "run", made_of=made)
     ended = [replace(one, stopped_after_s=12.5) for one in run.cells]
