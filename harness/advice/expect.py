@@ -230,7 +230,7 @@ def decode_speed(cell: CellData) -> tuple[float, float, float] | None:
     known = tpot_s > 0
     if not known.any():
         return None
-    decode_s = float((rows.last_chunk_s - rows.first_chunk_s)[known].sum())
+    decode_s = float((rows.last_chunk_s - rows.first_arrival_s)[known].sum())
     window_s = _window_s(cell)
     users = max(1.0, decode_s / window_s) if window_s > 0 else 1.0
     lengths = np.nan_to_num(rows.prompt_tokens[known]) + np.nan_to_num(rows.output_tokens[known]) / 2

@@ -15,6 +15,7 @@ from harness.advice.expect import (
     used_cards,
 )
 from harness.advice.rules import Found, RowFacts, rule
+from harness.analysis.derive import latency_s
 from harness.base.summary import Action
 from harness.base.units import GIB, figures, milliseconds, short_percent
 from harness.records.manifest import CellRun
@@ -252,11 +253,11 @@ def _drift(row: RowFacts) -> tuple[float, float] | None:
     ratios, lost = [], []
     for cell in row.cells:
         rows = row.data.cells[cell.id].counted
-        rows = rows.where(rows.good & (rows.output_tokens > 1) & (rows.chunks > 1))
+        rows = rows.where(~np.isnan(latency_s(rows, "tpot")) & rows.good)
         if len(rows) < MIN_REQUESTS or float(np.ptp(rows.sent_s)) < DRIFT_S:
             return None
         order = np.argsort(rows.sent_s)
-        tpot_s = ((rows.last_chunk_s - rows.first_chunk_s) / (rows.output_tokens - 1))[order]
+        tpot_s = latency_s(rows, "tpot")[order]
         first, middle, last = (float(np.median(part)) for part in np.array_split(tpot_s, 3))
         if not first or not first <= middle * 1.02 or not middle <= last * 1.02:
             return None

@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.records.records import AT_LEAST, AT_MOST, CUT, FAILED, OBSERVED, SLACK_S, UNKNOWN
+from harness.records.records import (
+    AT_LEAST,
+    AT_MOST,
+    CUT,
+    FAILED,
+    MAX_PIECES,
+    MIN_BUFFERED,
+    OBSERVED,
+    SLACK_S,
+    UNKNOWN,
+)
 from harness.records.table import Bools, Floats, Rows
 from harness.scenario.check_syntax import Slo
 
@@ -17,6 +27,10 @@ States = NDArray[np.int8]  # what is known of a latency, in the words of harness
 
 SYN_TIMES_S = (1.0, 3.0, 7.0)  # after which Linux sends a SYN again: 1 s, then twice as long each time
 SYN_SLACK_S = 0.5  # what the connection itself may take in addition
+MIN_ARRIVALS = 5  # of a TPOT, where they carry several tokens each
+MIN_TOKENS = 5  # a shorter answer has no TPOT to miss
+MANY_TOKENS = 4.0  # of a chunk: a word of a text alone is rarely so many
+MAX_DOUBT = 0.03  # of a TPOT, from the number of tokens that came first
 MIN_PROMPT_SHARE = 0.75  # of the planned tokens; a few tokenizers join frequent words
 FROM_SCHEDULE = ("ttft_sched", "e2e_sched")
 ABSENT = -1  # state of a request without such a latency
@@ -107,22 +121,46 @@ def has_wrong_length(rows: Rows) -> Bools:
     return found
 
 
-def tpot(rows: Rows) -> Floats:
-    """Time per output token: (last chunk - first chunk) / (tokens that the chunks carry - 1).
+def first_arrival_tokens(rows: Rows) -> Floats:
+    """Tokens of the first arrival: its share of the text. None where nothing tells it.
 
-    It assumes one token in the first chunk. None for a single token or chunk, when the server did not count tokens, and
-    for a tool call with more tokens than chunks, because the number of tokens before its first chunk is unknown.
+    Most servers send the first token alone, and with a stream interval or speculation several tokens an event after it.
     """
-    tokens = carried_tokens(rows)
-    known = (tokens >= 2) & (rows.chunks >= 2) & ~((rows.tool_chunks == rows.chunks) & (rows.chunks < tokens))
-    steps = np.where(known, tokens - 1, np.nan)
-    found: Floats = (rows.last_chunk_s - rows.first_chunk_s) / steps
+    tokens, chunks, first = carried_tokens(rows), rows.chunks, rows.first_arrival_chunks
+    later = np.maximum(tokens - (chunks - first), first)  # each later chunk has one token or more
+    share = tokens * rows.first_arrival_chars / np.maximum(rows.text_chars, 1)
+    usual = (tokens - 1) / np.maximum(chunks - 1, 1)  # tokens of a chunk after the first one
+    is_word = (rows.first_words <= 1) & (usual < MANY_TOKENS)
+    alone = (first == 1) & ((share < np.sqrt(np.maximum(usual, 1.0))) | is_word)
+    by_text = np.where(alone, 1.0, np.clip(share, first, later))
+    mean = np.clip(first * tokens / np.maximum(chunks, 1), first, later)
+    steps = tokens - first
+    # Records without the lengths of the text: as few and as many tokens as there may be must give the same TPOT.
+    is_same = (tokens - mean) * (1 + MAX_DOUBT) >= steps
+    by_chunks = np.where(is_same, first, np.nan)
+    found: Floats = np.where(np.isnan(rows.text_chars), by_chunks, by_text)
+    return np.where(tokens <= chunks, np.minimum(first, np.maximum(tokens, 1)), found)
+
+
+def is_bundled(rows: Rows) -> Bools:
+    """Whether an answer of many tokens came in so few pieces that nothing is known of the time between its tokens."""
+    found: Bools = (carried_tokens(rows) >= MIN_BUFFERED) & (rows.arrivals <= MAX_PIECES)
     return found
 
 
-def arrived_in_one_read(rows: Rows) -> Bools:
-    """Whether all chunks arrived in one read, so that the time between them is unknown."""
-    found: Bools = (rows.chunks > 1) & (rows.chunks - 1 <= rows.coalesced)
+def tpot(rows: Rows) -> Floats:
+    """Time per output token: (last arrival - first arrival) / tokens that came after the first arrival.
+
+    An arrival is a group of chunks that came together (`harness.records.arrivals`). None for a single arrival, for
+    fewer than MIN_ARRIVALS that carry more tokens than arrivals, when the server did not count tokens, and for a tool
+    call with more tokens than chunks, because the number of tokens before its first chunk is unknown.
+    """
+    tokens = carried_tokens(rows)
+    known = (rows.arrivals >= 2) & ((rows.arrivals >= MIN_ARRIVALS) | (tokens <= rows.arrivals))
+    known &= (tokens >= 2) & ~((rows.tool_chunks == rows.chunks) & (rows.chunks < tokens))
+    after = tokens - first_arrival_tokens(rows)
+    steps = np.where(known & (after > 0), after, np.nan)
+    found: Floats = (rows.last_chunk_s - rows.first_arrival_s) / steps
     return found
 
 
@@ -169,8 +207,7 @@ def latency_s(rows: Rows, latency: str) -> Floats:
     if latency in FROM_SCHEDULE:  # a request without a scheduled time was due when it was sent
         found: Floats = latency_s(rows, latency.removesuffix("_sched")) + np.nan_to_num(send_lag(rows))
         return found
-    values_s = FORMULAS[latency](rows)
-    return np.where(arrived_in_one_read(rows), np.nan, values_s) if latency == "tpot" else values_s
+    return FORMULAS[latency](rows)
 
 
 def latency_states(rows: Rows, latency: str) -> tuple[Floats, States]:
@@ -197,19 +234,23 @@ def _tpot_states(rows: Rows) -> tuple[Floats, NDArray[np.int64]]:
     until_s = np.where(chunks >= asked, rows.last_chunk_s, rows.ended_s)
     ages_s = (until_s - rows.first_chunk_s) / steps  # a cut answer has at most so many tokens
     cut_states = np.where(asked < 2, ABSENT, np.where(np.isnan(ages_s), UNKNOWN, AT_LEAST))
-    values_s, joined = tpot(rows), arrived_in_one_read(rows)
-    at_most_s = rows.last_chunk_s / np.maximum(np.nan_to_num(carried_tokens(rows), nan=2.0) - 1, 1)
-    states = np.where(joined, AT_MOST, OBSERVED)
-    states = np.where(np.isnan(values_s), np.where(np.isnan(rows.vectors), UNKNOWN, ABSENT), states)
-    values_s = np.where(rows.good, np.where(joined & ~np.isnan(values_s), at_most_s, values_s), ages_s)
+    values_s, tokens = tpot(rows), carried_tokens(rows)
+    # All tokens after the first were generated within the time of the whole answer.
+    at_most_s = rows.last_chunk_s / np.maximum(np.nan_to_num(tokens, nan=2.0) - 1, 1)
+    missing = np.where(np.isnan(tokens), UNKNOWN, AT_MOST)
+    missing = np.where(np.where(np.isnan(tokens), rows.output_tokens, tokens) < MIN_TOKENS, ABSENT, missing)
+    missing = np.where(np.isnan(rows.vectors), missing, ABSENT)
+    states = np.where(np.isnan(values_s), missing, OBSERVED)
+    values_s = np.where(np.isnan(values_s) & (states == AT_MOST), at_most_s, values_s)
+    values_s = np.where(rows.good, values_s, ages_s)
     return np.where(np.isnan(values_s), np.inf, values_s), np.where(rows.good, states, cut_states)
 
 
 def meets_slos(rows: Rows, slos: Sequence[Slo]) -> States:
     """Whether each request MET every SLO, MISSED one, or neither is known (OPEN).
 
-    A failed request meets none. A request that was cut has missed a bound that its age reached. Whether an answer of
-    one token or one chunk met a bound on TPOT is unknown.
+    A failed request meets none. A request that was cut has missed a bound that its age reached. A short answer without
+    TPOT meets a bound on it.
     """
     missed = rows.error.known & ~rows.error.is_in(*CUT)
     unknown = np.zeros(len(rows), dtype=np.bool_)

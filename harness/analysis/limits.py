@@ -30,9 +30,9 @@ MAX_CORE_WAIT = 0.05  # of the time, waiting for a free core
 _CHUNKS = ["gap"]
 _REQUEST_TIMES = [latency.name for latency in LATENCIES if latency.words and latency.slo]
 _LAST_CHUNK = ["e2e", "e2e_sched"]  # times that no first chunk changes
-_FIRST_CHUNK = [name for name in _REQUEST_TIMES if name not in _LAST_CHUNK]
+_FIRST_CHUNK = [name for name in _REQUEST_TIMES if name not in (*_LAST_CHUNK, "tpot")]  # TPOT is between arrivals
 _RATES = ["wall", "output_tok_s", "input_tok_s", "requests_per_s"]
-_TIMES = [*_FIRST_CHUNK, *_LAST_CHUNK, *_CHUNKS]
+_TIMES = [*_REQUEST_TIMES, *_CHUNKS]
 _FROM_SCHEDULE = list(FROM_SCHEDULE)
 _RUN_AGAIN = "a load process was killed: run again"
 
@@ -217,9 +217,7 @@ def client_errors(
                 continue
             lag_s = (_loop_lag_s(marks, name) if late else 0.0) / (steps if is_tpot else 1.0)
             below_s, above_s = lag_s, lag_s if is_tpot else 0.0
-            if first_shared and is_tpot:
-                above_s += percentile(rooms_s, permille) / steps
-            elif first_shared:
+            if first_shared:
                 below_s += percentile(times_s, permille) - percentile(earlier_s, permille)
             if sent_late:
                 below_s += max(0.0, percentile(lags_s, permille))

@@ -115,10 +115,11 @@ def median_prompt(cells: Sequence[CellData]) -> int | None:
 
 
 def _seconds_per_token(rows: Rows) -> Floats:
-    """TPOT; where the tokens are not known, the time per chunk."""
-    steps = np.where(rows.chunks >= 2, rows.chunks - 1, np.nan)
+    """TPOT; where the tokens are not known, the time per chunk after the first arrival."""
+    known = np.isnan(rows.output_tokens) & (rows.arrivals >= derive.MIN_ARRIVALS)
+    steps = np.where(known, rows.chunks - rows.first_arrival_chunks, np.nan)
     tpot_s = derive.latency_s(rows, "tpot")
-    found: Floats = np.where(np.isnan(tpot_s), (rows.last_chunk_s - rows.first_chunk_s) / steps, tpot_s)
+    found: Floats = np.where(np.isnan(tpot_s), (rows.last_chunk_s - rows.first_arrival_s) / steps, tpot_s)
     return np.where(found > 0, found, np.nan)
 
 

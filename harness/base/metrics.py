@@ -88,11 +88,11 @@ LATENCIES = (
     ),
     _latency(
         "tpot", "TPOT", words="TPOT", about="Time per output token after the first",
-        definition="(last - first chunk with a generated token) / (output tokens that chunks carry - 1)",
-        live=("p50", "p95"), only="streamed answers of several tokens and chunks",
+        definition="(last - first arrival of generated tokens) / (output tokens that came after the first arrival)",
+        live=("p50", "p95"), only="streamed answers that came in several pieces",
         outcome="streamed at least this fast",
         table=("p50", "tail"), vectors=("p50", "tail"),
-        formula="TPOT = (last chunk − first chunk) ÷ (output tokens that chunks carry − 1)",
+        formula="TPOT = (last arrival − first arrival) ÷ output tokens that came after the first arrival",
     ),
     _latency(
         "e2e", "E2E", words="E2E latency", about="End-to-end latency",

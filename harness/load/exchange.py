@@ -5,7 +5,7 @@ import re
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,7 +19,8 @@ from harness.load.anthropic_api import as_chat_completion, as_chat_event
 from harness.load.openai_api import Answer
 from harness.load.reader import AnyInbox, ReadTimes
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong, Parser
-from harness.records.records import LATE_READ_S, ErrorKind
+from harness.records.arrivals import split_arrivals
+from harness.records.records import LATE_READ_S, MAX_PIECES, ErrorKind
 
 _MAX_RESPONSE_BYTES = 16 << 20  # of a response that is not a stream; embeddings of a long input are large
 _MAX_STREAM_BYTES = 256 << 20  # 100,000 tokens take 30 MiB
@@ -255,7 +256,9 @@ class Exchange:
         answer, start_ns = self.answer, self.start_ns
         template_reads = sorted(set(range(self.read_count)).difference(self.parsed))
         extra_reads = [template_reads[number] for number in self.template.extra_event_reads]
-        reads = sorted([*self._chunk_reads, *template_reads, *extra_reads])  # the read of each chunk
+        lengths = [*answer.chunk_chars, *self.template.chars]
+        of_chunks = sorted(zip([*self._chunk_reads, *sorted([*template_reads, *extra_reads])], lengths, strict=True))
+        reads = [read for read, _ in of_chunks]  # the read of each chunk
         # Use the kernel's stamps if all are plausible, else the times of the reads.
         if self.sent_ns is not None and self.arrivals.has_plausible_stamps(self.sent_ns):
             answer.clock, times_ns = "kernel", self.arrivals.stamps_ns
@@ -270,6 +273,8 @@ class Exchange:
         if self.headers_read is not None:
             answer.headers_s = (times_ns[self.headers_read] - start_ns) / 1e9
         answer.chunks_s = [(times_ns[read] - start_ns) / 1e9 for read in reads]
+        if reads:
+            self._note_first_arrival([chars for _, chars in of_chunks])
         if self._first_visible_read is not None:
             answer.first_visible_s = (times_ns[self._first_visible_read] - start_ns) / 1e9
         shared = [read for read, next_read in pairwise(reads) if read == next_read]
@@ -279,6 +284,17 @@ class Exchange:
             # the last bytes, so a late read may look timely.
             lags_us = self.arrivals.lags_us()
             answer.coalesced_late = sum(lags_us[read] > LATE_READ_S * 1e6 for read in shared)
+
+
+    def _note_first_arrival(self, chars: Sequence[int]) -> None:
+        """Note how much of the text came first, by the characters of each chunk, and what passed a bundle on."""
+        answer = self.answer
+        starts = split_arrivals(answer.chunks_s)
+        first = starts[1] if len(starts) > 1 else len(chars)
+        answer.text_chars, answer.first_arrival_chars = sum(chars), sum(chars[:first])
+        if first > 1 or len(starts) <= MAX_PIECES or (answer.output_tokens or 0) >= 2 * len(starts):
+            passed = filter(None, (self.headers.get("server"), self.headers.get("via")))
+            answer.via = openai_api.header_text(", via ".join(passed)) or None
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:

@@ -231,6 +231,11 @@ class Answer:
     ended_s: float = 0.0
     coalesced: int = 0
     coalesced_late: int | None = None
+    chunk_chars: list[int] = field(default_factory=list)  # characters of each decoded chunk
+    text_chars: int | None = None
+    first_arrival_chars: int | None = None
+    first_words: int | None = None
+    via: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
@@ -368,6 +373,7 @@ def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no
     channels = _filled_channels(part, answer)
     if channels:
         _note_model(body, answer)
+        _note_length(part, channels, answer)
         if not _add_output(part, channels, answer):
             reasoning = any(channel in channels for channel in _REASONING_CHANNELS)
             answer.reasoning_chunks += reasoning
@@ -408,6 +414,21 @@ def _add_output(part: dict[str, Any], channels: list[str], answer: Answer) -> bo
     if "tool_calls" in channels and not add_tool_calls(answer.calls, part["tool_calls"]):
         answer.note_wrong_type("tool_calls", part["tool_calls"])
     return bool(visible)
+
+
+def _note_length(part: dict[str, Any], channels: list[str], answer: Answer) -> None:
+    """Note how much text a chunk has: that of its channels, of calls their arguments."""
+    texts = [value if isinstance(value := part[channel], str) else _arguments(value) for channel in channels]
+    if not answer.chunk_chars:
+        answer.first_words = sum(len(text.split()) for text in texts)
+    answer.chunk_chars.append(sum(map(len, texts)))
+
+
+def _arguments(calls: Any) -> str:
+    """Return the names and arguments of `tool_calls`, or of a `function_call`, as one text."""
+    functions = [calls] if isinstance(calls, dict) else [one.get("function") for one in calls if isinstance(one, dict)]
+    known = [one for one in functions if isinstance(one, dict)]
+    return "".join(_text_or_empty(one.get(key)) for one in known for key in ("name", "arguments"))
 
 
 def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, *, embeddings: bool) -> None:
@@ -527,6 +548,12 @@ def _note_model(body: dict[str, Any], answer: Answer) -> None:
 @lru_cache(100)
 def _recorded_model(name: str) -> str:
     return masked(name, "known")[:_MAX_MODEL_CHARS]
+
+
+def header_text(value: str) -> str:
+    """Return a header for the record: printable, masked and short."""
+    text = "".join(char for char in value[:_MASKED_CHARS] if " " <= char <= "~")
+    return masked(text, "known")[:_MAX_FINISH_CHARS]
 
 
 def usage_text(answer: Answer) -> str:

@@ -145,7 +145,7 @@ class EventTemplate:
     """The bytes before and after the text of a decoded event. Other events with the same bytes need no decoding."""
 
     __slots__ = (
-        "_after", "_before", "_is_visible", "extra_event_reads", "reads", "ready", "reasoning_events", "text",
+        "_after", "_before", "_is_visible", "chars", "extra_event_reads", "reads", "ready", "reasoning_events", "text",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -153,6 +153,7 @@ class EventTemplate:
         self.text = bytearray()  # content of the events taken, until the exchange collects it
         self.reads = 0  # number of reads taken
         self.extra_event_reads = array("I")  # for each event that is not the first of its read: the number of the read
+        self.chars = array("I")  # characters of the text of each event
         self.reasoning_events = 0  # events with reasoning instead of content
         self._is_visible = True
         self._before = b""
@@ -185,11 +186,14 @@ class EventTemplate:
         Return whether they were taken.
         """
         text, count = self._text_of_chunk(read, size), 1
-        if text is None:
+        if text is not None:
+            self.chars.append(len(text.decode("utf-8", "replace")))
+        else:
             texts = self._texts_of_chunks(bytes(read[:size]))
             text, count = b"".join(texts), len(texts)
             if not count:
                 return False
+            self.chars.extend(len(one.decode("utf-8", "replace")) for one in texts)
             self.extra_event_reads.extend([self.reads] * (count - 1))
         if self._is_visible:
             self.text += text

@@ -22,6 +22,8 @@ SLACK_S = 0.001  # a kernel's stamp that is impossible by more than this is igno
 LATE_READ_S = 0.005  # after the kernel had the bytes: a busy load process checks its sockets every 2 ms
 MAX_TOKENS = 2**31 - 1  # of any count: engines count in 32 bits
 TEMPLATE_TOKENS = 16_384  # a chat template adds fewer; a token of the prompt itself has at least one byte
+MAX_PIECES = 2  # arrivals of an answer that was buffered: ...
+MIN_BUFFERED = 16  # ... it has so many tokens or more
 CLOSING_S = 0.2  # after a response: a server that closes the connection has done so (Lemonade: 70 ms after [DONE])
 
 ErrorKind = Literal[
@@ -133,6 +135,12 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     # Of coalesced, those whose read came late, so that the client put them together and not the server; None: none are
     # coalesced, or the reads have no stamps that would tell.
     coalesced_late: Count | None = None
+    # Characters of the generated text, of all channels, and of its first arrival (harness.records.arrivals); words of
+    # its first chunk. They tell how many tokens came before TPOT starts. None: not streamed, or by another tool.
+    text_chars: Count | None = None
+    first_arrival_chars: Count | None = None
+    first_words: Count | None = None
+    via: str | None = None  # headers `server` and `via`, of an answer that came in few pieces
     asked_tokens: Count | None = None  # max_tokens of the request
     fixed_length: bool = False  # ignore_eos was asked, so output must equal asked_tokens
     asked_prompt_tokens: Count | None = None  # planned length of the prompt, without a chat template; None: not planned

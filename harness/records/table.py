@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from harness.base.files import UNDECODABLE, open_file
 from harness.failures.explain import example_messages
+from harness.records.arrivals import JOINED_S, JOINED_SHARE, split_arrivals
 from harness.records.clock import Clock
 from harness.records.records import (
     CUT,
@@ -98,12 +99,18 @@ class Rows:
     first_chunk_s: Floats
     last_chunk_s: Floats
     longest_gap_s: Floats  # between two chunks
+    arrivals: Floats  # groups of chunks that came together
+    first_arrival_chunks: Floats
+    first_arrival_s: Floats  # the last chunk of the first arrival
     first_shared: Bools  # the first two chunks have the same time
     disordered: Bools  # a chunk is earlier than the one before
     textless: Floats
     first_visible_s: Floats
     coalesced: Floats
     coalesced_late: Floats
+    text_chars: Floats
+    first_arrival_chars: Floats
+    first_words: Floats
     asked_tokens: Floats
     fixed_length: Bools
     asked_prompt_tokens: Floats
@@ -125,6 +132,7 @@ class Rows:
     error: Words
     finish: Words
     model: Words
+    via: Words
     answer_digest: Words
     message: Words  # of failed requests: one example of all that differ only in numbers
 
@@ -299,11 +307,11 @@ def records_at(path: Path, places: Iterable[int]) -> Iterator[Request]:
 
 _TOKEN_COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
 _FLAGS = ("resent", "fixed_length")
-_WORDS = ("load", "error", "finish", "model", "answer_digest")
+_WORDS = ("load", "error", "finish", "model", "via", "answer_digest")
 _NUMBERS = (
     "user", "sent_s", "ended_s", "batch", "scheduled_s", "connect_s", "connect_retries", "headers_s", "textless",
-    "first_visible_s", "coalesced", "coalesced_late", "asked_tokens", "asked_prompt_tokens", "reasoning_chunks",
-    "tool_chunks", "tool_calls", "tool_calls_valid", "vectors", "answer_valid", "answer_right", "item", "turn",
+    "first_visible_s", "coalesced", "coalesced_late", "text_chars", "first_arrival_chars", "first_words", "asked_tokens",
+    "asked_prompt_tokens", "reasoning_chunks", "tool_chunks", "tool_calls", "tool_calls_valid", "vectors", "answer_valid", "answer_right", "item", "turn",
     "retry_after_s",
 )  # fmt: skip
 
@@ -405,6 +413,9 @@ class _Chunks:
             "first_chunk_s": none.copy(),
             "last_chunk_s": none.copy(),
             "longest_gap_s": none,
+            "arrivals": self._n.astype(np.float64),
+            "first_arrival_chunks": np.minimum(self._n, 1).astype(np.float64),
+            "first_arrival_s": none.copy(),
             "first_shared": np.zeros(len(self._n), dtype=np.bool_),
             "disordered": np.zeros(len(self._n), dtype=np.bool_),
         }
@@ -412,12 +423,30 @@ class _Chunks:
             return
         self.columns["first_chunk_s"][self._streams] = self.times_s[starts]
         self.columns["last_chunk_s"][self._streams] = self.times_s[ends - 1]
+        self.columns["first_arrival_s"][self._streams] = self.times_s[starts]
+        self._join_arrivals(starts, ends)
         longest_s = np.maximum.reduceat(self._gaps_s, starts)
         self.columns["longest_gap_s"][self._streams] = np.where(np.isfinite(longest_s), longest_s, np.nan)
         self.columns["first_shared"][self._streams] = self._gaps_s[starts] == 0.0
         earlier = self._gaps_s < -SLACK_S
         earlier[ends - 1] = False
         self.columns["disordered"][self._streams] = np.logical_or.reduceat(earlier, starts)
+
+    def _join_arrivals(self, starts: Integers, ends: Integers) -> None:
+        """Correct the arrivals of streams in which chunks may have come together."""
+        ends_s, starts_s = self.times_s[ends - 1], self.times_s[starts]
+        gaps_s = self._gaps_s.copy()
+        gaps_s[ends - 1] = np.inf
+        closest_s = np.minimum.reduceat(gaps_s, starts)
+        mean_s = (ends_s - starts_s) / np.maximum(ends - starts - 1, 1)
+        arrivals, chunks, first_s = (
+            self.columns[name] for name in ("arrivals", "first_arrival_chunks", "first_arrival_s")
+        )
+        for place in np.flatnonzero(closest_s < np.maximum(JOINED_S, 2 * JOINED_SHARE * mean_s)).tolist():
+            times_s = self.times_s[starts[place] : ends[place]].tolist()
+            groups, row = split_arrivals(times_s), self._streams[place]
+            first = groups[1] if len(groups) > 1 else len(times_s)
+            arrivals[row], chunks[row], first_s[row] = len(groups), first, times_s[first - 1]
 
     def gaps(self, chosen: Bools) -> Gaps:
         """The gaps of the chosen requests."""

@@ -180,8 +180,7 @@ def test_late_chunks_are_bounded_by_the_read_before() -> None:
         limits = [limit for limit, _ in client_limits(load, cell, numbers, marks)]
         errors = client_errors(load, cell, numbers, marks, limits)
         assert errors["ttft_p50"] == pytest.approx((room_s / 0.6, 0.0))
-        assert errors["tpot_p50"] == pytest.approx((0.0, room_s / 10 / (numbers.tpot.p50 or 1)))
-        assert "e2e_p50" not in errors and "wall" not in errors
+        assert not {"tpot_p50", "e2e_p50", "wall"} & set(errors)  # TPOT is between arrivals, whatever came before
 
 
 def test_a_schedule_that_was_kept_late() -> None:

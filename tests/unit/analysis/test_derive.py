@@ -17,7 +17,7 @@ from tests.support.made_runs import request, value_of, write_lines
 
 
 def test_a_streamed_request() -> None:
-    made = request(chunks_s=[0.25, 0.5, 1.25], output_tokens=5, ended_s=1.5, first_visible_s=0.5, scheduled_s=-0.125)
+    made = request(chunks_s=[0.25, 0.5, 0.75, 1.0, 1.25], output_tokens=5, ended_s=1.5, first_visible_s=0.5, scheduled_s=-0.125)
     assert value_of(derive.ttft, made) == 0.25
     assert value_of(derive.ttfo, made) == 0.5
     assert value_of(derive.e2e, made) == 1.25
@@ -67,7 +67,7 @@ STOP = {"finish": "stop"}
     ],
 )
 def test_tokens_that_no_chunk_carries_are_not_in_tpot(changes: dict[str, object], tokens: int | None) -> None:
-    made = request(asked_tokens=100, **changes)  # eleven chunks in a second
+    made = request(asked_tokens=100, text_chars=400, first_arrival_chars=10, **changes)  # eleven chunks in a second
     assert value_of(derive.tpot, made) == (None if tokens is None else pytest.approx(1 / (tokens - 1)))
 
 

@@ -105,8 +105,8 @@ def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
 def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
     good = [
         request(phase="warmup", sent_s=995.0),
-        request(index=0, sent_s=1000.0, chunks_s=[0.5, 1.0], output_tokens=3, asked_tokens=3, ended_s=1.25),
-        request(index=1, sent_s=1001.0, chunks_s=[0.25, 1.25, 2.0], output_tokens=5, asked_tokens=5, ended_s=2.0,
+        request(index=0, sent_s=1000.0, chunks_s=[0.5, 1.0], output_tokens=2, asked_tokens=2, ended_s=1.25),
+        request(index=1, sent_s=1001.0, chunks_s=[0.25, 1.25, 2.0], output_tokens=3, asked_tokens=3, ended_s=2.0,
                 first_visible_s=None, cached_tokens=16),
     ]  # fmt: skip
     failed = [
@@ -116,15 +116,15 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
     ]  # fmt: skip
     summary = one_cell(tmp_path / "run", good + failed, max_error_rate=0.5)
     assert sentences(summary.reasons) == ["r1-a-x: 1 request of the planned work did not finish"]
-    # The wall time is from 1000 until the failed one ended; TPOT is 0.5 / 2 and 1.75 / 4.
+    # The wall time is from 1000 until the failed one ended; TPOT is 0.5 / 1 and 1.75 / 2.
     assert summary.cells[0].numbers == Numbers(
         sent=4, succeeded=2, failed=1, unfinished=1, errors={"stream_error": 1, "unfinished": 1}, prompt_tokens=40,
-        output_tokens=8, cached_tokens=16, wall=10.0, window="wall", window_s=10.0, output_tok_s=0.8, input_tok_s=4.0,
+        output_tokens=5, cached_tokens=16, wall=10.0, window="wall", window_s=10.0, output_tok_s=0.5, input_tok_s=4.0,
         requests_per_s=0.2, ttft=with_cut(sample_of(0.5, 0.25), 1.75 / 3, 1, 0, 1.0, 1.0),
         ttfo=with_cut(sample_of(0.5), 0.5, 1, 1, 1.0, 1.0),
-        tpot=with_cut(sample_of(0.25, 0.4375), 0.6875 / 3, 0, 1, None, None),
+        tpot=with_cut(sample_of(0.5, 0.875), 1.375 / 3, 0, 1, None, None),
         e2e=with_cut(sample_of(1.0, 2.0), 4 / 3, 1, 0, None, 1.0),
-        gap=gaps(0.5, 1.0, 0.75), tokens_per_chunk=8 / 5,
+        gap=gaps(0.5, 1.0, 0.75), tokens_per_chunk=1.0,
     )  # fmt: skip
     assert summary.cells[0].numbers.error_rate == 0.25
     assert summary.rows[0].pooled == summary.cells[0].numbers

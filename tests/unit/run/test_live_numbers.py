@@ -60,7 +60,7 @@ def request(
     ended = ttft + tpot * (tokens - 1)
     given = {
         "id": "x", "cell": "c", "load": "l", "user_class": "Chat", "index": 0, "user": 0, "process": 1,
-        "phase": "measured", "sent_s": 5.0, "ended_s": ended, "chunks_s": [] if error else [ttft, ended],
+        "phase": "measured", "sent_s": 5.0, "ended_s": ended, "chunks_s": [] if error else [ttft + tpot * i for i in range(tokens)],
         "output_tokens": None if error else tokens, "error": error, "message": f"it was {error}" if error else None,
     }  # fmt: skip
     return Request(**{**given, **more})

@@ -1,0 +1,43 @@
+"""Arrivals: groups of chunks that came together, so that the time between them says nothing about the server.
+
+A proxy holds chunks back and passes them on as many small writes; TLS and busy sockets join reads. Inside such a group
+the time between two chunks is that of the copying, not of the model.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median_low
+
+JOINED_S = 0.001  # chunks closer than this came together, ...
+JOINED_SHARE = 0.1  # ... or closer than this share of the usual gap between groups
+# A fast server has gaps of a millisecond itself: chunks closer than this share of the usual gap are joined there.
+FAST_SHARE = 1 / 3
+# A stream with a mean gap below JOINED_S is that of a fast server only if its chunks are further apart than writes of a
+# proxy, and its answer did not wait for most of its time: a proxy that holds an answer back does that.
+MIN_STEP_S, MIN_STREAMED = 0.0001, 0.1
+_ROUNDS = 8  # of computing the groups and the gaps between them; in practice two
+
+
+def split_arrivals(times_s: Sequence[float]) -> list[int]:
+    """Return the position of the first chunk of each arrival.
+
+    `times_s`: of the chunks in order, in seconds after the request was sent.
+    """
+    chunks = len(times_s)
+    if chunks < 2:
+        return list(range(chunks))
+    gaps_s = [after - before for before, after in pairwise(times_s)]
+    span_s = times_s[-1] - times_s[0]
+    if min(gaps_s) >= max(JOINED_S, 2 * JOINED_SHARE * span_s / len(gaps_s)):
+        return list(range(chunks))  # a median is at most twice the mean, so no gap is below the limit
+    usual_s = mean_s = span_s / len(gaps_s)
+    if mean_s < JOINED_S and (mean_s < MIN_STEP_S or span_s < MIN_STREAMED * times_s[-1]):
+        return [0]
+    limit_s = JOINED_S
+    for _ in range(_ROUNDS):
+        between_s = [gap_s for gap_s in gaps_s if gap_s >= limit_s]
+        usual_s = median_low(between_s) if between_s else usual_s
+        before_s, limit_s = limit_s, max(JOINED_SHARE * usual_s, min(JOINED_S, FAST_SHARE * usual_s))
+        if limit_s == before_s:
+            break
+    return [0, *(place for place, gap_s in enumerate(gaps_s, start=1) if gap_s >= limit_s)]

@@ -1,0 +1,111 @@
+"""Which chunks came together, and what TPOT follows from it."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from harness.analysis import derive
+from harness.records.arrivals import split_arrivals
+from harness.records.table import rows_of
+from tests.support.made_runs import request, value_of
+
+
+def even(step_s: float, chunks: int = 32, first_s: float = 0.1) -> list[float]:
+    return [first_s + step_s * i for i in range(chunks)]
+
+
+def shaken(step_s: float, chunks: int = 64, first_s: float = 0.1, seed: int = 1) -> list[float]:
+    """Steps of 60 to 140 % of `step_s`."""
+    draw, times_s = random.Random(seed), [first_s]
+    while len(times_s) < chunks:
+        times_s.append(times_s[-1] + step_s * draw.uniform(0.6, 1.4))
+    return times_s
+
+
+def bundled(step_s: float, size: int, write_s: float, chunks: int = 64, first_s: float = 0.1) -> list[float]:
+    """A proxy passes on `size` chunks at a time, in writes that are `write_s` apart."""
+    return [first_s + step_s * (size * (i // size + 1) - 1) + write_s * (i % size) for i in range(chunks)]
+
+
+@pytest.mark.parametrize("step_s", [0.0003, 0.001, 0.0012, 0.002, 0.01, 0.2])
+def test_each_chunk_of_a_steady_server_is_an_arrival(step_s: float) -> None:
+    for times_s in (even(step_s, first_s=0.02), *(shaken(step_s, first_s=0.02, seed=seed) for seed in range(20))):
+        assert len(split_arrivals(times_s)) == len(times_s)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "size", "write_s"), [(0.01, 16, 0.00002), (0.01, 16, 0.0008), (0.002, 4, 0.0006)]
+)
+def test_chunks_that_a_proxy_passes_on_together_are_one_arrival(step_s: float, size: int, write_s: float) -> None:
+    assert split_arrivals(bundled(step_s, size, write_s)) == list(range(0, 64, size))
+
+
+@pytest.mark.parametrize(
+    "times_s",
+    [
+        [0.37 + 0.00001 * i for i in range(32)],
+        [0.37 + 0.0003 * i for i in range(32)],  # a slow proxy writes each chunk by itself
+        [0.37 + 0.0003 * i + 0.0012 * (i // 8) for i in range(32)],  # likewise, with pauses
+    ],
+)
+def test_an_answer_that_was_held_back_is_one_arrival(times_s: Sequence[float]) -> None:
+    assert split_arrivals(times_s) == [0]
+
+
+def test_stalls_join_nothing() -> None:
+    times_s = [at_s + (5.0 if i >= 20 else 0.0) for i, at_s in enumerate(even(0.01))]
+    assert len(split_arrivals(times_s)) == 32
+    assert split_arrivals([]) == [] and split_arrivals([0.1]) == [0]
+
+
+def streamed(times_s: Sequence[float], tokens: int, chars: Sequence[int], **more: Any) -> Any:
+    starts = split_arrivals(times_s)
+    first = starts[1] if len(starts) > 1 else len(times_s)
+    given = {"chunks_s": list(times_s), "output_tokens": tokens, "asked_tokens": tokens, "ended_s": times_s[-1]}
+    texts = {"text_chars": sum(chars), "first_arrival_chars": sum(chars[:first]), "first_words": 1}
+    return request(**(given | texts | more))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("events", ["each token", "one event"])
+def test_tpot_does_not_depend_on_what_a_proxy_bundles(size: int, events: str) -> None:
+    """A true 10 ms a token, as chunks of one token or of several."""
+    if events == "each token":
+        made = streamed(bundled(0.01, size, 0.00002), 64, [4] * 64)
+    else:
+        times_s = [0.1 + 0.01 * (size * (i + 1) - 1) for i in range(64 // size)]
+        made = streamed(times_s, 64, [4 * size] * len(times_s), first_words=size)
+    assert value_of(derive.tpot, made) == pytest.approx(0.01, rel=0.01)
+    assert derive.first_arrival_tokens(rows_of([made])).tolist() == [size]
+
+
+@pytest.mark.parametrize("first_chars", [1, 4, 9])
+@pytest.mark.parametrize("size", [2, 3, 8, 16])
+def test_a_stream_interval_sends_one_token_first(size: int, first_chars: int) -> None:
+    """vLLM's stream interval and speculation: the first token alone, then several an event."""
+    events = 96 // size
+    made = streamed([0.1 + 0.01 * size * i for i in range(events + 1)], 1 + size * events,
+                    [first_chars, *[4 * size] * events])  # fmt: skip
+    assert value_of(derive.tpot, made) == pytest.approx(0.01, rel=1e-6)
+
+
+def test_what_came_in_few_pieces_has_no_tpot() -> None:
+    two = streamed([0.356, 0.357], 32, [31 * 3, 3], first_words=31)  # 48,000 tok/s otherwise
+    four = streamed([0.156, 0.22, 0.284, 0.348], 32, [24] * 4, first_words=8)
+    for made in (two, four):
+        assert value_of(derive.tpot, made) is None
+        slow, fast = (derive.latency_states(rows_of([made]), "tpot") for _ in range(2))
+        assert slow[0].tolist() == [pytest.approx(made.chunks_s[-1] / 31)]  # at most that
+    assert [value_of(derive.is_bundled, made) for made in (two, four)] == [True, False]
+
+
+def test_records_without_lengths_have_a_tpot_only_where_it_is_certain() -> None:
+    lengths = {"text_chars": None, "first_arrival_chars": None, "first_words": None}
+    each = streamed(bundled(0.01, 16, 0.00002, chunks=96), 96, [4] * 96, **lengths)
+    assert value_of(derive.tpot, each) == pytest.approx(0.01, rel=0.01)  # one token a chunk
+    for events, known in ((6, False), (100, True)):  # of eight tokens: the first may have one or eight
+        times_s = [0.1 + 0.08 * i for i in range(events)]
+        made = streamed(times_s, 8 * events, [32] * events, **lengths)
+        assert (value_of(derive.tpot, made) is not None) is known
