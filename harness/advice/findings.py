@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from harness.advice import cache, queue, setup, speed
+from harness.advice import cache, queue, setup, speed, stream
 from harness.advice.expect import Share, Word, share
 from harness.advice.rules import AdviceRule, RowFacts
 from harness.analysis.summarize import Summarized, summarize_data
@@ -14,7 +14,7 @@ from harness.records.run_data import RunData
 
 MAX_FINDINGS = 5
 WORDS: dict[Word, str] = {"at-limit": "at the limit", "normal": "normal", "slow": "slow"}
-RULES: tuple[AdviceRule, ...] = (*speed.RULES, *cache.RULES, *queue.RULES, *setup.RULES)
+RULES: tuple[AdviceRule, ...] = (*stream.RULES, *speed.RULES, *cache.RULES, *queue.RULES, *setup.RULES)
 
 
 def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
@@ -43,6 +43,8 @@ def _of_rows(rows: Iterable[RowFacts]) -> list[RunFinding]:
 
 
 def _rank(finding: RunFinding) -> float:
+    if any(rule.misleads for rule in RULES if rule.code == finding.code):
+        return -2.0
     return 1.0 if finding.cost is None else -finding.cost
 
 

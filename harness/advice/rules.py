@@ -49,6 +49,7 @@ class AdviceRule(NamedTuple):
     check: "Callable[[RowFacts], Found | None]"
     requests: int = 0  # successful ones of a row, below which its times show nothing
     loss: str = ""  # what rules with the same cost have in common: their times are one time
+    misleads: bool = False  # the run's own numbers mean something else than they say: listed first
 
     def finding(self, row: "RowFacts") -> RunFinding | None:
         found = self.check(row) if row.row.pooled.succeeded >= self.requests else None
@@ -67,10 +68,10 @@ class AdviceRule(NamedTuple):
 
 
 def rule(
-    *, when: str, means: str, actions: str, requests: int = 0, loss: str = ""
+    *, when: str, means: str, actions: str, requests: int = 0, loss: str = "", misleads: bool = False
 ) -> "Callable[[Callable[[RowFacts], Found | None]], AdviceRule]":
     """Make a rule of a check of a row, whose name is the code of the finding."""
-    return lambda check: AdviceRule(check.__name__, when, means, actions, check, requests, loss)
+    return lambda check: AdviceRule(check.__name__, when, means, actions, check, requests, loss, misleads)
 
 
 def gain(metric: str, factor: float, text: str) -> Reason:

@@ -29,6 +29,7 @@ SYN_TIMES_S = (1.0, 3.0, 7.0)  # after which Linux sends a SYN again: 1 s, then 
 SYN_SLACK_S = 0.5  # what the connection itself may take in addition
 MIN_ARRIVALS = 5  # of a TPOT, where they carry several tokens each
 MIN_TOKENS = 5  # a shorter answer has no TPOT to miss
+TWO_TOKENS = 1.5  # of a first arrival, by its share of the text
 MANY_TOKENS = 4.0  # of a chunk: a word of a text alone is rarely so many
 MAX_DOUBT = 0.03  # of a TPOT, from the number of tokens that came first
 MIN_PROMPT_SHARE = 0.75  # of the planned tokens; a few tokenizers join frequent words
@@ -145,6 +146,12 @@ def first_arrival_tokens(rows: Rows) -> Floats:
 def is_bundled(rows: Rows) -> Bools:
     """Whether an answer of many tokens came in so few pieces that nothing is known of the time between its tokens."""
     found: Bools = (carried_tokens(rows) >= MIN_BUFFERED) & (rows.arrivals <= MAX_PIECES)
+    return found
+
+
+def starts_in_bundle(rows: Rows) -> Bools:
+    """Whether the first arrival of an answer has two tokens or more."""
+    found: Bools = (carried_tokens(rows) >= MIN_TOKENS) & (first_arrival_tokens(rows) >= TWO_TOKENS)
     return found
 
 

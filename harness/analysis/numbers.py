@@ -19,12 +19,14 @@ from harness.analysis.latencies import (
 from harness.analysis.same_answers import answers_by_question, changed_share, cut_share
 from harness.analysis.schedule import pool_schedules
 from harness.analysis.slo_rule import LatencySample
-from harness.base.summary import Answers, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
-from harness.records.records import AT_LEAST, CUT, OBSERVED
+from harness.base.summary import Answers, Bundle, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
+from harness.records.records import AT_LEAST, CUT, MIN_BUFFERED, OBSERVED
 from harness.records.run_data import CellData
 from harness.records.table import Bools, Floats, Rows
 from harness.scenario.check_syntax import Slo
 
+MOST = 0.5  # of the answers
+MIN_BUNDLED_S = 0.1  # E2E of an answer that may be bundled
 _RATES = ("wall", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # errors after which the server generated nothing
 
@@ -80,6 +82,8 @@ def compute_numbers(
         gap=gap_distribution([cell.counted_gaps for cell in cells]),
         schedule=pool_schedules([cell.schedule for cell in of_cells]),
         tokens_per_chunk=tokens / chunks if chunks else None,
+        answer_tok_s=_answer_tok_s(good),
+        bundle=find_bundle(good),
         vectors=_sum_of_known(rows.vectors for rows in good),
         answers=answer_quality(good),
         prompts=prompt_lengths(good),
@@ -88,6 +92,42 @@ def compute_numbers(
             for name, of_set in (slos or {}).items()
         },
     )
+
+
+def find_bundle(good: Sequence[Rows]) -> Bundle | None:
+    """How the answers without tool calls came, if most of them were bundled; None: they were not.
+
+    Bundled is an answer whose first arrival has several tokens, and one of many tokens in one or two arrivals. A stream
+    interval and speculation send the first token alone, so that neither is called a bundle. In an answer of a few tens
+    of milliseconds a busy machine bundles tokens, so that such an answer does not count.
+    """
+    streams = [rows.where((rows.tool_chunks == 0) & (rows.last_chunk_s >= MIN_BUNDLED_S)) for rows in good]
+    starts, held = (
+        np.concatenate([np.empty(0, np.bool_), *map(rule, streams)])
+        for rule in (derive.starts_in_bundle, derive.is_bundled)
+    )
+    pieces, tokens, first = (
+        np.concatenate([np.empty(0), *map(column, streams)])
+        for column in (lambda rows: rows.arrivals, derive.carried_tokens, derive.first_arrival_tokens)
+    )
+    bundled, many = starts | held, tokens >= MIN_BUFFERED
+    if bundled.sum() <= MOST * len(bundled) and not held.sum() > MOST * many.sum():
+        return None
+    senders = sum((Counter(rows.via.counts()) for rows in streams), Counter[str]())
+    return Bundle(
+        pieces=float(np.median(pieces[bundled])),
+        first_tokens=float(np.nanmedian(first[bundled])),
+        tokens=float(np.median(tokens[bundled])),
+        answers=int(bundled.sum()),
+        via=next((name for name, _ in senders.most_common(1)), None),
+    )
+
+
+def _answer_tok_s(good: Sequence[Rows]) -> float | None:
+    """The median speed of an answer from its sending to its end; None where no tokens are known."""
+    speeds = np.concatenate([np.empty(0), *(rows.output_tokens / np.maximum(derive.e2e(rows), 1e-9) for rows in good)])
+    known = speeds[speeds > 0]
+    return float(np.median(known)) if len(known) else None
 
 
 def _sum_of_known(columns: Any) -> int | None:

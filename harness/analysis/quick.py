@@ -28,6 +28,7 @@ class QuickLevel(Struct, frozen=True, kw_only=True):
     failed: int
     tok_s: float | None  # output tokens a second of all users together
     user_tok_s: float | None  # output tokens a second of one user after the first token, 1 / TPOT
+    answer_tok_s: float | None  # output tokens of an answer / its E2E latency
     prefill_tok_s: float | None  # uncached prompt tokens / TTFT of one user, so that it includes waiting
     ttft_ms: float | None
     reasons: bool  # whether the model reasons before it answers
@@ -89,7 +90,8 @@ def level_of(users: int, cell: CellData, *, is_few: bool) -> QuickLevel:
         failed=len(rows) - len(good) - cut,
         tok_s=_all_tok_s(cell),
         user_tok_s=None if tpot_s is None else 1 / tpot_s,
-        prefill_tok_s=prompt / ttft_mean_s if prompt and ttft_s and ttft_mean_s else None,
+        answer_tok_s=numbers.answer_tok_s,
+        prefill_tok_s=prompt / ttft_mean_s if prompt and ttft_s and ttft_mean_s and not numbers.bundle else None,
         ttft_ms=_milliseconds(ttft_s),
         reasons=bool((started.reasoning_chunks > 0).any()),
         visible_ms=_milliseconds(_median(ttfo_s[late])) if late.any() else None,

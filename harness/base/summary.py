@@ -164,6 +164,16 @@ class PromptLengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     otherwise: int  # requests with another difference
 
 
+class Bundle(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How answers came that something between the model and this client bundled; medians over the answers."""
+
+    pieces: float  # groups of chunks that came together
+    first_tokens: float  # of the first piece
+    tokens: float  # of the answer
+    answers: int
+    via: str | None = None  # the headers `server` and `via` of most of them
+
+
 class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The numbers of a set of measured requests. Times in seconds; formulas in docs/method.md."""
 
@@ -200,6 +210,8 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     e2e_sched: Distribution = NO_SAMPLE
     schedule: ScheduleKept | None = None  # of an open loop
     tokens_per_chunk: float | None = None
+    answer_tok_s: float | None = None  # output tokens of an answer / its E2E latency, the median
+    bundle: Bundle | None = None  # if most answers came in bundles, see harness.analysis.derive
     vectors: int | None = None  # of embeddings
     answers: Answers | None = None  # if a form was asked for
     prompts: PromptLengths | None = None  # if their length was planned

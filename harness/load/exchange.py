@@ -285,7 +285,6 @@ class Exchange:
             lags_us = self.arrivals.lags_us()
             answer.coalesced_late = sum(lags_us[read] > LATE_READ_S * 1e6 for read in shared)
 
-
     def _note_first_arrival(self, chars: Sequence[int]) -> None:
         """Note how much of the text came first, by the characters of each chunk, and what passed a bundle on."""
         answer = self.answer

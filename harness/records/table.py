@@ -310,9 +310,9 @@ _FLAGS = ("resent", "fixed_length")
 _WORDS = ("load", "error", "finish", "model", "via", "answer_digest")
 _NUMBERS = (
     "user", "sent_s", "ended_s", "batch", "scheduled_s", "connect_s", "connect_retries", "headers_s", "textless",
-    "first_visible_s", "coalesced", "coalesced_late", "text_chars", "first_arrival_chars", "first_words", "asked_tokens",
-    "asked_prompt_tokens", "reasoning_chunks", "tool_chunks", "tool_calls", "tool_calls_valid", "vectors", "answer_valid", "answer_right", "item", "turn",
-    "retry_after_s",
+    "first_visible_s", "coalesced", "coalesced_late", "text_chars", "first_arrival_chars", "first_words",
+    "asked_tokens", "asked_prompt_tokens", "reasoning_chunks", "tool_chunks", "tool_calls", "tool_calls_valid",
+    "vectors", "answer_valid", "answer_right", "item", "turn", "retry_after_s",
 )  # fmt: skip
 
 

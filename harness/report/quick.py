@@ -31,8 +31,12 @@ def quick_page(report: QuickReport) -> list[Element]:
 
 def _lead(report: QuickReport) -> str:
     most = report.users[-1]
+    first = report.users[0] if report.users else None
     if report.one_user_tok_s is None:
-        return "No speed: no answer came in pieces."
+        whole = None if first is None else first.answer_tok_s
+        if whole is None:
+            return "No speed: no answer came in pieces."
+        return f"{figures(whole)} tok/s for one user over the whole answer: it came in too few pieces for more"
     together = "" if most.tok_s is None else f", {figures(most.tok_s)} tok/s for {most.users} users together"
     return f"{figures(report.one_user_tok_s)} tok/s for one user{together}"
 
@@ -49,6 +53,8 @@ def _cells(level: QuickLevel) -> list[str]:
     answers = [f"{level.answers}", *([f"{level.cut} cut"] if level.cut else [])]
     answers += [f"{level.failed} FAILED"] if level.failed else []
     texts = [NOTHING if number is None else figures(number) for number in numbers]
+    if level.user_tok_s is None and level.answer_tok_s is not None:
+        texts[0] = f"{figures(level.answer_tok_s)} {words.OVER_E2E}"
     return [f"{level.users}", *texts, ", ".join(answers)]
 
 

@@ -97,6 +97,8 @@ def _prefill_tok_s(row: Row, run: Run) -> float | None:
     cached = numbers.cached_tokens
     if cached is None and own and (prompts.kind, prompts.system_tokens, prompts.salt) == ("synthetic", 0, True):
         cached = 0  # each prompt is sent once
+    if numbers.bundle is not None:  # its TTFT is not that of the server
+        return None
     if numbers.prompt_tokens is None or cached is None or not numbers.succeeded or not numbers.ttft.mean:
         return None
     return (numbers.prompt_tokens - cached) / numbers.succeeded / numbers.ttft.mean
@@ -117,6 +119,9 @@ def _format_rate(line: TableLine) -> str:
 def _format_user_rate(line: TableLine) -> str | None:
     tpot = line.row.pooled.tpot
     tpot_s = tpot.mean if tpot.p50 is None else tpot.p50
+    whole = line.row.pooled.answer_tok_s
+    if tpot_s is None and whole is not None and not line.row.pooled.vectors:
+        return f"{units.significant(whole)} {words.OVER_E2E}"
     few = f" (n = {tpot.n:,})" if tpot.p50 is None else ""
     return f"{units.significant(1 / tpot_s)}{few}" if tpot_s else None
 
@@ -262,8 +267,9 @@ _WORK_COLUMNS = (
 _USER_COLUMNS = (
     TableColumn(
         "user_rate", "tok/s per user",
-        "Output tokens a second that one user gets after the first token. Of few requests it is of their mean TPOT.",
-        "1 ÷ TPOT p50", _format_user_rate, "latency", "tpot",
+        "Output tokens a second that one user gets after the first token. Of few requests it is of their mean TPOT; "
+        "\"over E2E\" where the text comes in too few pieces for a TPOT: of the whole answer, its start included.",
+        "1 ÷ TPOT p50; over E2E: median of output tokens ÷ E2E", _format_user_rate, "latency", "tpot",
     ),
     TableColumn(
         "prefill", "Prefill tok/s",

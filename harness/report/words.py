@@ -17,6 +17,7 @@ from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
 from harness.scenario.plan import load_of_stage
 
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
+OVER_E2E = "over E2E"  # of a speed: of the whole answer, its start included
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
 
 
@@ -33,6 +34,7 @@ def format_percentile(row: Row, metric: Metric) -> str:
     if sample.known >= NEEDED[name] and sample.above is not None:
         return f"> {milliseconds(sample.above)}"
     few = sample.known < NEEDED[name] and metric.latency not in row.missing
+    few = few and (sample.known > 0 or row.pooled.succeeded < NEEDED[name])  # else no answer has it, however many
     return f"n/a (needs {NEEDED[name]})" if few else "n/a"
 
 

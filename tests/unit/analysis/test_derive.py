@@ -17,7 +17,8 @@ from tests.support.made_runs import request, value_of, write_lines
 
 
 def test_a_streamed_request() -> None:
-    made = request(chunks_s=[0.25, 0.5, 0.75, 1.0, 1.25], output_tokens=5, ended_s=1.5, first_visible_s=0.5, scheduled_s=-0.125)
+    times_s = [0.25, 0.5, 0.75, 1.0, 1.25]
+    made = request(chunks_s=times_s, output_tokens=5, ended_s=1.5, first_visible_s=0.5, scheduled_s=-0.125)
     assert value_of(derive.ttft, made) == 0.25
     assert value_of(derive.ttfo, made) == 0.5
     assert value_of(derive.e2e, made) == 1.25

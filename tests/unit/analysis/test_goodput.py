@@ -39,7 +39,7 @@ def streamed(first_s: float, step_s: float, **changes: Any) -> Request:
         (request(chunks_s=[0.5], output_tokens=1), "ttft<=0.4s, tpot<=1ms", False),
         (request(chunks_s=[0.5], output_tokens=2), "ttft<=1s, tpot<=1ms", True),  # a label and the end of sequence
         (request(chunks_s=[], output_tokens=2), "tpot<=1ms", True),
-        (request(chunks_s=[0.5], output_tokens=41, asked_tokens=41), "tpot<=12.5ms", True),  # 40 tokens in 0.5 s or less
+        (request(chunks_s=[0.5], output_tokens=41, asked_tokens=41), "tpot<=12.5ms", True),  # 40 more tokens in 0.5 s
         (request(chunks_s=[0.5], output_tokens=41, asked_tokens=41), "tpot<=12ms", None),  # held back: not known
         (request(chunks_s=[], output_tokens=11), "ttft<=1s", None),  # not streamed
         (request(chunks_s=[], output_tokens=11, ended_s=3.0), "ttft<=1s, e2e<=2s", False),  # missed, whatever the rest

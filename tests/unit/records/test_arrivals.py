@@ -35,9 +35,7 @@ def test_each_chunk_of_a_steady_server_is_an_arrival(step_s: float) -> None:
         assert len(split_arrivals(times_s)) == len(times_s)
 
 
-@pytest.mark.parametrize(
-    ("step_s", "size", "write_s"), [(0.01, 16, 0.00002), (0.01, 16, 0.0008), (0.002, 4, 0.0006)]
-)
+@pytest.mark.parametrize(("step_s", "size", "write_s"), [(0.01, 16, 0.00002), (0.01, 16, 0.0008), (0.002, 4, 0.0006)])
 def test_chunks_that_a_proxy_passes_on_together_are_one_arrival(step_s: float, size: int, write_s: float) -> None:
     assert split_arrivals(bundled(step_s, size, write_s)) == list(range(0, 64, size))
 

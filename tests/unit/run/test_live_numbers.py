@@ -57,10 +57,10 @@ def delta(worker: Worker, in_flight_of: dict[str, int] | None = None, busy: floa
 def request(
     ttft: float = 0.1, tpot: float = 0.02, tokens: int = 11, error: ErrorKind | None = None, **more: Any
 ) -> Request:
-    ended = ttft + tpot * (tokens - 1)
+    ended, chunks_s = ttft + tpot * (tokens - 1), [ttft + tpot * i for i in range(tokens)]
     given = {
         "id": "x", "cell": "c", "load": "l", "user_class": "Chat", "index": 0, "user": 0, "process": 1,
-        "phase": "measured", "sent_s": 5.0, "ended_s": ended, "chunks_s": [] if error else [ttft + tpot * i for i in range(tokens)],
+        "phase": "measured", "sent_s": 5.0, "ended_s": ended, "chunks_s": [] if error else chunks_s,
         "output_tokens": None if error else tokens, "error": error, "message": f"it was {error}" if error else None,
     }  # fmt: skip
     return Request(**{**given, **more})
