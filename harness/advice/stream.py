@@ -22,8 +22,8 @@ _PROXIES = {  # by a word of the headers `server` and `via`: what switches its b
 )
 def stream_bundled(row: RowFacts) -> Found | None:
     bundle = row.row.pooled.bundle
-    if bundle is None:
-        return None
+    if bundle is None or any(limit.what == "shared_reads" for cell in row.cells for limit in cell.limits):
+        return None  # the load generator may have joined the chunks itself
     pieces = f"an answer of {figures(bundle.tokens)} tokens came in {count(round(bundle.pieces), 'piece')}"
     first = f"the first with {figures(bundle.first_tokens)} tokens" if bundle.pieces > 1 else "at its end"
     whole = row.row.pooled.answer_tok_s

@@ -25,6 +25,7 @@ from harness.analysis.verdicts import (
 )
 from harness.base.errors import HarnessError, RunError
 from harness.base.summary import (
+    DEFINITIONS,
     LARGE,
     Answers,
     CheckResult,
@@ -295,7 +296,7 @@ def _evaluate_checks(
         for found in (own, _check_ratios(checks, sides, rows, equal, compared[0].number))
     )
     side_rows, base_rows = ([row for row in group.summaries[0].rows if row.key in rows] for group in (side, base))
-    reference = Reference(run=base.runs[0].id, rows=base_rows, ratios=ratios)
+    reference = Reference(definitions=DEFINITIONS, run=base.runs[0].id, rows=base_rows, ratios=ratios)
     return evaluate(checks, side_rows, msgspec.structs.replace(comparison, verdicts=verdicts), reference)
 
 
@@ -362,7 +363,7 @@ def make_reference(
     refused = _comparison_refusal(base, run, rows, about)
     if refused is not None:
         return Reference(run=base.id, refused=refused)
-    reference = Reference(run=base.id, rows=summary.rows)
+    reference = Reference(definitions=DEFINITIONS, run=base.id, rows=summary.rows)
     if not compared_metrics(texts):
         return reference
     sides = _Side(base.id, [base], [summary]), _Side(run.id, [run], [run_summary])

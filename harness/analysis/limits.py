@@ -132,7 +132,7 @@ def _shared_read_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequ
     """
     often_late = (_max_known(marks, "loop_lag_p50_s") or 0.0) > MAX_LOOP_LAG_S
     good = cell.counted.where(cell.counted.good)
-    late = np.nan_to_num(good.coalesced_late)
+    late = np.where(may_be_joined_late(good, marks), np.nan_to_num(good.coalesced_late), 0.0)
     chunks = float((good.coalesced if often_late else late).sum())
     first = int((shares_first_read(good) & (often_late | (late > 0))).sum())
     total = float(good.chunks.sum())
@@ -309,6 +309,20 @@ def read_clock_answers(cell: CellData) -> int:
     """The number of successful streams without the kernel's receive times."""
     rows = cell.counted
     return int((rows.good & (rows.chunks > 0) & rows.read_clock).sum())
+
+
+def may_be_joined_late(rows: Rows, marks: Sequence[ProcessMark]) -> Bools:
+    """Whether the load process was ever so late that it, and not a proxy, may have joined the chunks of an answer.
+
+    A late process joins what comes while it is late. Bundles that are further apart than that came as bundles.
+    """
+    lag_s = _max_known(marks, "loop_lag_p99_s") or _max_known(marks, "loop_lag_max_s")
+    if lag_s is None:
+        return np.ones(len(rows), dtype=np.bool_)
+    steps = np.maximum(rows.arrivals - 1, 1)
+    apart_s = np.where(rows.arrivals > 1, (rows.last_chunk_s - rows.first_arrival_s) / steps, rows.last_chunk_s)
+    found: Bools = ~(apart_s > 2 * lag_s)
+    return found
 
 
 def shares_first_read(rows: Rows) -> Bools:

@@ -24,9 +24,12 @@ from harness.analysis.turns import turn_answers, turn_numbers
 from harness.analysis.verdicts import compare_rows, drift_notes, is_paced
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
-from harness.base.metrics import NUMBER_WORDS, WORK
+from harness.base.metrics import METRICS, NUMBER_WORDS, WORK
 from harness.base.summary import (
+    DEFINITIONS,
     FORMAT_VERSION,
+    NO_SAMPLE,
+    REDEFINED,
     BadFields,
     CellSummary,
     FailedRequests,
@@ -100,6 +103,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario)
         answers = [*setting_answers(run, working, summaries), *switching_answers(data, summaries)]
     summary = Summary(
+        definitions=DEFINITIONS,
         run=run.id,
         scenario=run.scenario_name,
         question=run.scenario.question,
@@ -238,18 +242,39 @@ def read_reference(folder: Path) -> Reference | None:
     path = folder / "baseline.json"
     if not path.exists():
         return None
-    return read_json(path, Reference, FORMAT_VERSION)
+    reference = read_json(path, Reference, FORMAT_VERSION)
+    rows = [_without_redefined(row, reference.definitions) for row in reference.rows]
+    ratios = [one for one in reference.ratios if METRICS[one.metric].latency not in _redefined(reference.definitions)]
+    return replace(reference, rows=rows, ratios=ratios)
+
+
+def _redefined(definitions: int) -> set[str]:
+    """The latencies whose formulas changed after that version."""
+    return {name for version, names in REDEFINED.items() if version >= definitions for name in names}
+
+
+def _without_redefined(row: Row, definitions: int) -> Row:
+    """A stored row without the numbers whose formulas have changed: they are not compared with new ones."""
+    names = _redefined(definitions) - row.definitions.keys()
+    if not names:
+        return row
+    why = f"it was computed by an earlier definition (version {definitions}), and its records are not here"
+    slos = {text: one for text, one in row.pooled.slos.items() if not any(name in text for name in names)}
+    pooled = replace(row.pooled, slos=slos, **dict.fromkeys(names, NO_SAMPLE))
+    return replace(row, pooled=pooled, missing=row.missing | dict.fromkeys(names, why))
 
 
 def read_summary(folder: Path) -> Summary:
     """Read summary.json without computing it anew. Raises HarnessError where it is missing or damaged."""
     path = folder / "summary.json"
     try:
-        return read_json(path, Summary, FORMAT_VERSION)
+        summary = read_json(path, Summary, FORMAT_VERSION)
     except OSError:
         raise HarnessError(
             f"{path}: there is no summary", next_step=f"`harness report {folder} --format json` prints one."
         ) from None
+    rows = [_without_redefined(row, summary.definitions) for row in summary.rows]
+    return replace(summary, rows=rows)
 
 
 def has_only_summary(folder: Path) -> bool:
@@ -428,6 +453,8 @@ def _summarize_rows(
         if run.origin is not None:
             origin = run.origin.of_row(server, load)
             row = replace(row, definitions=origin.definitions, missing=origin.missing)
+        elif row.pooled.bundle is not None and not row.pooled.tpot.n:
+            row = replace(row, missing={"tpot": "the text came in too few pieces (stream_bundled)"})
         rows.append(row)
     return rows
 

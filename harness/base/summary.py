@@ -13,6 +13,8 @@ from harness.base.units import significant
 NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
 
 FORMAT_VERSION = 1  # of run.json, summary.json and baseline.json
+DEFINITIONS = 2  # version of the formulas of docs/method.md
+REDEFINED = {1: ("tpot",)}  # latencies that version 2 defines otherwise, and so on
 # The rules of verdicts, see docs/method.md.
 ALPHA = 0.05  # of tests and intervals
 POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
@@ -439,7 +441,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     input_tok_s: list[float] = []
     pooled: Numbers  # over the requests of all its cells; wall time and rates are medians over the cells
     definitions: dict[str, str] = {}  # in an imported run: by metric, if it is defined otherwise
-    missing: dict[str, str] = {}  # in an imported run: by metric (ttft, ttft_p95), why it is not known
+    missing: dict[str, str] = {}  # by metric (ttft, ttft_p95), why it is not known
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
     kind: str = ""  # closed loop, bursts, open loop or trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
@@ -489,6 +491,7 @@ OPEN = ("in_margin", "includes_one", "not_beyond", "corrected")  # more repeats 
 class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """baseline.json: the parts of the baseline run that checks need."""
 
+    definitions: int = 1  # version of the formulas of its numbers
     run: str
     rows: list[Row] = []
     ratios: list["Verdict"] = []  # of the run and the baseline, by each metric that a check compares
@@ -555,6 +558,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """summary.json."""
 
     format_version: int = FORMAT_VERSION
+    definitions: int = 1  # version of the formulas of its numbers
     run: str
     scenario: str
     question: str

@@ -14,6 +14,7 @@ from harness.analysis.summarize import summarize, write_summary
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.files import DOCS, UNDECODABLE, pretty_json
 from harness.base.redact import printable
+from harness.base.summary import DEFINITIONS
 from harness.imports import (
     Format,
     Imported,
@@ -166,6 +167,7 @@ def _make_run(
         first = rows.setdefault((part.server, part.load), part)
         rows[part.server, part.load] = replace(first, missing=first.missing | part.missing)
     return Run(
+        definitions=DEFINITIONS,
         id=run_id,
         status="running",
         started_wall_s=min(part.started_wall_s for part in cells.values()),

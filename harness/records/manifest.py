@@ -246,6 +246,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """run.json."""
 
     format_version: int = FORMAT_VERSION
+    definitions: int = 1  # version of the formulas of docs/method.md when it was measured
     id: str
     status: Status
     reasons: list[Reason] = []  # why it is not valid

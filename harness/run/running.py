@@ -24,7 +24,7 @@ from harness.base import files
 from harness.base.errors import HarnessError, StartError
 from harness.base.files import pretty_json, read_bytes, replace_file
 from harness.base.process import owner_labels
-from harness.base.summary import Reason, Reference, Summary, because, sentence
+from harness.base.summary import DEFINITIONS, Reason, Reference, Summary, because, sentence
 from harness.machine.gpus import read_machine
 from harness.records.directory import prepare_folder, release_space
 from harness.records.manifest import CellRun, Run, ServedBy, Status, write_run
@@ -224,6 +224,7 @@ def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: st
     }
     locustfiles = {load.user: locustfile_sources(locustfile_of(load, folder)) for load in scenario.loads.values()}
     return Run(
+        definitions=DEFINITIONS,
         id=run_id,
         status="running",
         owner=owner_labels(),
