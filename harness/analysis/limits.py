@@ -132,9 +132,10 @@ def _shared_read_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequ
     """
     often_late = (_max_known(marks, "loop_lag_p50_s") or 0.0) > MAX_LOOP_LAG_S
     good = cell.counted.where(cell.counted.good)
-    late = np.where(may_be_joined_late(good, marks), np.nan_to_num(good.coalesced_late), 0.0)
-    chunks = float((good.coalesced if often_late else late).sum())
-    first = int((shares_first_read(good) & (often_late | (late > 0))).sum())
+    late = good.coalesced if often_late else np.nan_to_num(good.coalesced_late)
+    late = np.where(may_be_joined_late(good, marks), late, 0.0)
+    chunks = float(late.sum())
+    first = int((shares_first_read(good) & (late > 0)).sum())
     total = float(good.chunks.sum())
     share = chunks / total if total else 0.0
     first_share = first / numbers.succeeded if numbers.succeeded else 0.0

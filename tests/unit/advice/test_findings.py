@@ -120,6 +120,16 @@ LONG = replace(HEALTHY, max_num_batched_tokens=8192, max_model_len=8192)
 SMALL_SHM: dict[str, dict[str, Any]] = {"container": {"HostConfig": {"ShmSize": 64 << 20, "IpcMode": "private"}},
              "effective": {"tensor_parallel_size": 2}}  # fmt: skip
 ONE = {"one": batch(1)}
+
+
+def bundled(one: Request, size: int = 16, via: str | None = "nginx/1.22.1") -> Request:
+    """The answer behind a proxy that passes on so many chunks at a time."""
+    count = len(one.chunks_s)
+    chunks_s = [one.chunks_s[min(count - 1, place - place % size + size - 1)] for place in range(count)]
+    return replace(one, chunks_s=chunks_s, coalesced=count - len(set(chunks_s)), coalesced_late=0, text_chars=4 * count,
+                   first_arrival_chars=4 * min(size, count), first_words=1, via=via)  # fmt: skip
+
+
 CAUSES: dict[str, Cause] = {
     "more_is_slower": Cause(EngineSetup(engine=TIGHT), {"five": batch(5), "ten": batch(10)}, 360),
     "kv_cache_full": Cause(EngineSetup(engine=TIGHT), {"ten": batch(10)}, 360),
@@ -139,6 +149,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "gateway_share": Cause(EngineSetup(gateway=True, api_s=0.03), ONE, others={"direct": EngineSetup()}),
     "api_process": Cause(EngineSetup(api_s=0.1), ONE),
+    "stream_bundled": Cause(EngineSetup(), {"four": batch(4, output_tokens=96)}, more={"measured": bundled}),
     "slow_decode": Cause(on_gpu(0.5, startup=VLLM), ONE, more=GPU),
     "eager_mode": Cause(on_gpu(0.5, startup=VLLM, served={"effective": {"enforce_eager": True}}), ONE, more=GPU),
     "untuned_kernels": Cause(
@@ -226,6 +237,38 @@ def test_what_costs_a_known_share_of_the_time_comes_first(tmp_path: Path) -> Non
     assert [(one.code, one.cost is None) for one in findings] == [
         ("queue_with_room", False), ("small_shared_memory", True)
     ]  # fmt: skip
+
+
+def test_a_bundle_changes_neither_tpot_nor_who_is_blamed(tmp_path: Path) -> None:
+    """A proxy passes on 16 chunks at a time, another all at the end; the load generator is late as well."""
+    late = {"loop_lag_p50_s": 0.006, "loop_lag_p99_s": 0.01}
+    cause = Cause(EngineSetup(marks=late), {"four": batch(4, output_tokens=96)})
+    plain = measured(tmp_path / "plain", cause).summary.rows[0].pooled
+    made = measured(tmp_path / "made", cause, measured=bundled).summary
+    (one,) = made.findings or []
+    assert (one.code, one.values["via"], made.rows[0].client_limited) == ("stream_bundled", "nginx/1.22.1", [])
+    assert one.actions[0].settings == {"nginx": "proxy_buffering off;"}
+    assert made.rows[0].pooled.tpot.p50 == pytest.approx(plain.tpot.p50, rel=0.01)
+    assert made.rows[0].pooled.ttft.p50 > (plain.ttft.p50 or 0)
+    held = measured(tmp_path / "held", cause, measured=lambda one: bundled(one, 200, None)).summary
+    (one,) = held.findings or []
+    whole, row = held.rows[0].pooled.answer_tok_s, held.rows[0]
+    assert (one.values["pieces"], row.pooled.tpot.n, "tpot" in row.missing) == (1, 0, True)
+    assert whole == pytest.approx(plain.answer_tok_s, rel=1e-6)
+
+
+def test_several_tokens_an_event_are_no_bundle(tmp_path: Path) -> None:
+    """Speculation and a stream interval: the first token comes alone, in long words as well."""
+
+    def merged(one: Request) -> Request:
+        chunks_s = [one.chunks_s[0], *one.chunks_s[8::8], *one.chunks_s[-1:]]
+        return replace(one, chunks_s=chunks_s, text_chars=4 * 96, first_arrival_chars=9, first_words=1)
+
+    cause = Cause(EngineSetup(), {"four": batch(4, output_tokens=96)})
+    for name, change in {"interval": {"measured": merged}, "drafts": {}}.items():
+        setup = EngineSetup(engine=drafting(acceptance_rate=0.8)) if name == "drafts" else None
+        codes = [one.code for one in found(tmp_path / name, cause, setup, **change)]
+        assert "stream_bundled" not in codes, name
 
 
 def test_few_requests_show_nothing(tmp_path: Path) -> None:
