@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from harness.advice.hardware import GpuSpec, identify_gpu
 from harness.advice.weights import BYTES_PER_PARAM, NUMBER_BITS
 from harness.analysis.derive import latency_s
+from harness.analysis.prefill import is_first_token_blank, timed_prompts
 from harness.base.engines import find_template
 from harness.base.errors import HarnessError
 from harness.base.units import GIB, figures
@@ -29,6 +30,7 @@ TYPICAL_DECODE = (0.60, 0.90)  # of the bandwidth, with one user
 TYPICAL_PREFILL = (0.20, 0.60)  # of the compute
 MANY_USERS = 1.5  # from so many on average in decode, an answer is not of one user
 MAX_PREFILL_LOAD = 0.2
+MAX_DOUBTFUL_SHARE = 1.5  # of a bound whose model is not known from its files
 MAX_SHARE = 1.02  # above it only speculation explains a speed; clocks and counts differ by less
 
 
@@ -202,6 +204,29 @@ def share(data: RunData, cell: CellData) -> Share | None:
     )
 
 
+def prefill_bound(data: RunData, cell: CellData) -> tuple[float, float, str] | None:
+    """Return the prefill speed of a cell, a speed that its GPU cannot reach for these prompts, and the GPU's name.
+
+    None where model, GPU or speed is not known.
+    """
+    name = next((name for name, one in data.cells.items() if one is cell), None)
+    ran = None if name is None else data.run.ran.get(name)
+    prompts = timed_prompts(cell)
+    if ran is None or prompts is None:
+        return None
+    size, (gpu, gpus) = run_model(ran), run_gpu(data.run, ran)
+    if size is None or size.read_bytes <= 0 or gpu is None:
+        return None
+    floors = [
+        ttft_floor(size, gpu, tokens, gpus, cached)
+        for tokens, cached in zip(prompts.uncached.tolist(), prompts.cached.tolist(), strict=True)
+    ]
+    least_s = sum(max(read_s, compute_s or 0.0) for read_s, compute_s in floors)
+    total = float(prompts.uncached.sum())
+    bound = total / least_s * (MAX_DOUBTFUL_SHARE if size.doubts else MAX_SHARE)
+    return total / float(prompts.ttft_s.sum()), bound, gpu.name if gpus == 1 else f"{gpus} x {gpu.name}"
+
+
 def _prefill_load(cell: CellData, size: ModelSize, gpu: GpuSpec, gpus: int) -> float:
     """Return the share of the time that the cell's prompts need at the lowest typical share of the compute."""
     rows = cell.counted.where(cell.counted.good)
@@ -223,8 +248,11 @@ def _window_s(cell: CellData) -> float:
 def decode_speed(cell: CellData) -> tuple[float, float, float] | None:
     """Return tokens a second of all users in decode, the mean number of users that decode, and their mean context.
 
-    None where no answer was streamed with known tokens.
+    None where no answer was streamed with known tokens, and where a wait is between the first token, a blank, and the
+    second.
     """
+    if is_first_token_blank(cell):
+        return None
     rows = cell.counted.where(cell.counted.good)
     tpot_s = latency_s(rows, "tpot")
     known = tpot_s > 0

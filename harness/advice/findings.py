@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from harness.advice import cache, queue, setup, speed, stream
-from harness.advice.expect import Share, Word, share
+from harness.advice.expect import Share, Word, prefill_bound, share
 from harness.advice.rules import AdviceRule, RowFacts
 from harness.analysis.summarize import Summarized, summarize_data
 from harness.base.summary import Reason, Row, RunFinding, Summary, because
@@ -69,9 +69,28 @@ def with_findings(made: Summarized) -> Summarized:
     """The same with the findings, and the shares of what the hardware allows, in the summary. Without an answer of a
     server nothing was searched.
     """
+    made = made._replace(summary=without_impossible_prefill(made.data, made.summary))
     shares, findings = hardware_shares(made.data, made.summary), find(made.data, made.summary)
     searched = findings if any(row.pooled.succeeded for row in made.summary.rows) else None
     return made._replace(summary=replace(made.summary, hardware_shares=shares, findings=searched))
+
+
+def without_impossible_prefill(data: RunData, summary: Summary) -> Summary:
+    """The summary without prefill speeds above what the hardware allows, and a note on each."""
+    rows, notes = [], []
+    for row in summary.rows:
+        cells = [data.cells[name] for name in row.cells if name in data.cells]
+        known = [one for cell in cells if (one := prefill_bound(data, cell)) is not None]
+        above = max(known, default=None)
+        if above is not None and above[0] > above[1] and row.prefill_tok_s is not None:
+            tok_s, bound, gpu = above
+            row = replace(row, prefill_tok_s=None)
+            text = f"{row.name}: a prefill speed of {figures(tok_s)} tok/s is not given: it is above what this GPU "
+            text += f"allows ({figures(bound)} tok/s; {gpu}). The server has a part of the prompts in a cache that it "
+            text += "does not report, or sends a first token before the prompt is computed"
+            notes.append(because("prefill_above_hardware", text, row=row.name, tok_s=tok_s, bound_tok_s=bound))
+        rows.append(row)
+    return replace(summary, rows=rows, notes=[*summary.notes, *notes]) if notes else summary
 
 
 def hardware_shares(data: RunData, summary: Summary) -> list[Reason]:

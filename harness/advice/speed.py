@@ -15,7 +15,7 @@ from harness.advice.expect import (
     used_cards,
 )
 from harness.advice.rules import Found, RowFacts, rule
-from harness.analysis.derive import latency_s
+from harness.analysis.derive import MAX_BLANK_GAPS, hides_reasoning, latency_s
 from harness.base.summary import Action
 from harness.base.units import GIB, figures, milliseconds, short_percent
 from harness.records.manifest import CellRun
@@ -309,7 +309,8 @@ def slow_prefill(row: RowFacts) -> Found | None:
     for ran in _ran(row):
         size, (gpu, gpus) = run_model(ran), run_gpu(row.data.run, ran)
         rows = row.data.cells[ran.id].counted
-        rows = rows.where(rows.good & (rows.chunks > 0) & (rows.prompt_tokens >= MIN_PROMPT))
+        seen = ~(rows.blank_gaps > MAX_BLANK_GAPS) & ~hides_reasoning(rows)  # the first token is that of the prompt
+        rows = rows.where(rows.good & (rows.chunks > 0) & (rows.prompt_tokens >= MIN_PROMPT) & seen)
         if size is None or gpu is None or not len(rows):
             continue
         cached = np.nan_to_num(rows.cached_tokens)

@@ -32,6 +32,7 @@ MIN_TOKENS = 5  # a shorter answer has no TPOT to miss
 TWO_TOKENS = 1.5  # of a first arrival, by its share of the text
 MANY_TOKENS = 4.0  # of a chunk: a word of a text alone is rarely so many
 MAX_DOUBT = 0.03  # of a TPOT, from the number of tokens that came first
+MAX_BLANK_GAPS = 10.0  # usual gaps after a blank until the first text: it was sent before the prompt was computed
 MIN_PROMPT_SHARE = 0.75  # of the planned tokens; a few tokenizers join frequent words
 FROM_SCHEDULE = ("ttft_sched", "e2e_sched")
 ABSENT = -1  # state of a request without such a latency
@@ -66,7 +67,21 @@ def carried_tokens(rows: Rows) -> Floats:
     in_last = (rows.textless == 0) & rows.finish.is_in("stop") & (tokens == chunks + 1)
     # Some servers do not count the end token.
     carried = np.where(in_last, chunks, np.maximum(np.minimum(tokens, chunks), tokens - textless))
+    carried = np.where(hides_reasoning(rows), np.maximum(chunks, carried - rows.reasoning_tokens), carried)
     found: Floats = np.where((chunks > 0) & ~np.isnan(tokens), carried, np.nan)
+    return found
+
+
+def hides_reasoning(rows: Rows) -> Bools:
+    """Whether the server counted reasoning that it did not send: as text, the chunks would have been more."""
+    rest = rows.output_tokens - rows.reasoning_tokens
+    found: Bools = (rows.reasoning_tokens > 0) & (rows.reasoning_chunks == 0) & (rows.chunks <= rest + 1)
+    return found & (rows.chunks > 0)
+
+
+def starts_blank(rows: Rows) -> Bools:
+    """Whether an answer began with a blank, and its text came more than MAX_BLANK_GAPS usual gaps later."""
+    found: Bools = (rows.blank_gaps > MAX_BLANK_GAPS) & np.isfinite(rows.blank_gaps)
     return found
 
 

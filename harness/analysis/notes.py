@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from harness.analysis import derive
 from harness.analysis.limits import Limited, read_clock_answers
+from harness.analysis.prefill import blank_starts, is_first_token_blank
 from harness.analysis.validity import (
     MAX_RESENT,
     Evidence,
@@ -21,9 +22,9 @@ from harness.analysis.validity import (
     throttling_reasons,
 )
 from harness.base.summary import CellSummary, ClientLimit, MachineLoad, Reason, Row, because, sentence
-from harness.base.units import count, date_time, duration, figures, percent
+from harness.base.units import count, date_time, duration, figures, milliseconds, percent
 from harness.records.manifest import Run, ServedBy
-from harness.records.records import KNOWN_FINISHES, MAX_CPU, ProcessMark
+from harness.records.records import KNOWN_FINISHES, MAX_CPU, BadField, ProcessMark
 from harness.records.samples import MAX_GAP_S
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 
@@ -31,6 +32,7 @@ MAX_COALESCED = 0.01
 MAX_OPENED = 0.10  # of the requests
 MAX_ENERGY_DIFFERENCE = 0.10  # between power readings and the GPU's energy counter
 GAP_S = 3600.0  # after a pause this long, the machine may be warmer or busy
+_NO_CHANNEL = ("finish_reason", "usage")  # fields of another type that have no text
 HOST_CPU_FULL = 0.95  # of all cores, on average
 
 
@@ -77,6 +79,7 @@ def cell_notes(evidence: Evidence, limited: Sequence[Limited]) -> list[Reason]:
         *throttling_reasons(evidence, invalid=False),
         *hang_reasons(evidence, invalid=False),
         *_server_notes(evidence),
+        *_first_token_notes(evidence),
         *_read_notes(evidence, [limit for limit, _ in limited]),
         *_connection_notes(evidence),
         *_answer_notes(evidence),
@@ -105,7 +108,7 @@ def _server_notes(evidence: Evidence) -> Iterator[Reason]:
             text += "max_requests): the measured numbers may still drift"
             yield because("not_steady", text, **values)
     for requests, bad in evidence.data.bad.values():
-        if bad.code == "type":
+        if bad.code == "type" and bad not in _unread(evidence):
             text = f"{bad.field} of the server's answers is not possible in {count(requests, 'request')}: it has a "
             text += f"value of another type ({bad.got}), and counts as missing"
             yield because("value_of_other_type", text, field=bad.field, requests=requests, got=bad.got)
@@ -113,6 +116,41 @@ def _server_notes(evidence: Evidence) -> Iterator[Reason]:
             text = f"{bad.field} of the server's answers is 0 in {count(requests, 'request')}, which cannot be: it "
             text += "counts as missing"
             yield because("value_zero", text, field=bad.field, requests=requests)
+
+
+def _unread(evidence: Evidence) -> list[BadField]:
+    """The fields whose text could not be read, if there are any: those of a known channel, and unknown ones."""
+    if not (evidence.data.rows.unread > 0).any():
+        return []
+    bad = [one for _, one in evidence.data.bad.values()]
+    return [
+        one for one in bad if one.code == "unknown" or (one.code == "type" and not one.field.startswith(_NO_CHANNEL))
+    ]
+
+
+def _first_token_notes(evidence: Evidence) -> Iterator[Reason]:
+    """Generated tokens that were not seen, and first tokens that are none."""
+    good, succeeded = evidence.good, evidence.numbers.succeeded
+    if unread := int((good.unread > 0).sum()):
+        fields = [bad.field for bad in _unread(evidence)]
+        text = f"{unread:,} of {count(succeeded, 'answer')} had text in no known form ({', '.join(fields)}): the time "
+        text += "of the first token is not known, so TTFT, TPOT and chunk gaps are missing"
+        yield because("text_unread", text, answers=unread, requests=succeeded, fields=fields)
+    if is_first_token_blank(evidence.data):
+        blank, alone = blank_starts(evidence.data)
+        blanks = good.where(derive.starts_blank(good))
+        ttft_s, text_s = float(np.median(blanks.first_chunk_s)), float(np.median(blanks.first_text_s))
+        text = f"the first token of {blank:,} of {count(alone, 'answer')} is a blank after {milliseconds(ttft_s)} ms, "
+        text += f"and the first text came after {milliseconds(text_s)} ms, with no other request in flight: the blank "
+        text += "was probably sent before the prompt was computed. No prefill speed and no share of the hardware is "
+        text += "given; TPOT and tok/s per user include this wait"
+        yield because("first_token_blank", text, answers=blank, of=alone, ttft_s=ttft_s, text_s=text_s)
+    hidden = derive.hides_reasoning(good)
+    if hidden.any():
+        tokens = int(good.reasoning_tokens[hidden].sum())
+        text = f"the server counted {count(tokens, 'reasoning token')} in {count(int(hidden.sum()), 'answer')} and did "
+        text += "not send them: TTFT includes their time, and TPOT is of the other tokens"
+        yield because("reasoning_hidden", text, answers=int(hidden.sum()), tokens=tokens)
 
 
 def _read_notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason]:
@@ -198,8 +236,8 @@ def _missing_notes(evidence: Evidence) -> Iterator[Reason]:
     for sample, what in ((numbers.ttft, "TTFT"), (numbers.ttfo, "TTFO")):
         if sample.unknown:
             of = sample.known + sample.unknown
-            text = f"{what} is unknown for {sample.unknown:,} of {count(of, 'request')} (not streamed, or nothing "
-            text += "visible): checks must hold whether or not these meet the bound"
+            text = f"{what} is unknown for {sample.unknown:,} of {count(of, 'request')} (not streamed, nothing "
+            text += "visible, or in no known form): checks must hold whether or not these meet the bound"
             yield because("latency_unknown", text, what=what, requests=sample.unknown, of=of)
     if numbers.abandoned:
         left = count(numbers.abandoned, "request was abandoned by its user", "requests were abandoned by their users")

@@ -9,14 +9,16 @@ from msgspec import Struct
 from harness.analysis import derive
 from harness.analysis.latencies import token_shares_between
 from harness.analysis.numbers import compute_numbers
+from harness.analysis.prefill import prefill_tok_s
 from harness.analysis.summarize import Summarized
-from harness.base.summary import NEEDED, Distribution, RunFinding, median_of_known
+from harness.base.summary import NEEDED, Distribution, RunFinding, Summary, median_of_known, sentence
 from harness.records.records import CUT
 from harness.records.run_data import CellData
 from harness.records.table import Floats, Rows
 from harness.scenario.plan import load_of_stage
 
 NAME = "quick"  # of its runs
+NOTES = ("text_unread", "first_token_blank", "reasoning_hidden", "prefill_above_hardware")
 
 
 class QuickLevel(Struct, frozen=True, kw_only=True):
@@ -29,7 +31,7 @@ class QuickLevel(Struct, frozen=True, kw_only=True):
     tok_s: float | None  # output tokens a second of all users together
     user_tok_s: float | None  # output tokens a second of one user after the first token, 1 / TPOT
     answer_tok_s: float | None  # output tokens of an answer / its E2E latency
-    prefill_tok_s: float | None  # uncached prompt tokens / TTFT of one user, so that it includes waiting
+    prefill_tok_s: float | None  # uncached prompt tokens / TTFT; None where requests waited for others
     ttft_ms: float | None
     reasons: bool  # whether the model reasons before it answers
     visible_ms: float | None  # TTFO of such answers; None also where no text was visible
@@ -56,6 +58,7 @@ class QuickReport(Struct, frozen=True, kw_only=True):
     share: float | None  # of what the hardware allows for one user
     share_sentence: str | None
     finding: RunFinding | None  # the worst one
+    notes: list[str] = []  # on numbers that are missing, or are not what they seem
     next: dict[str, str]  # commands, each with what it answers
 
 
@@ -71,15 +74,20 @@ def quick_levels(made: Summarized) -> list[QuickLevel]:
     return [level_of(users[name], cell, is_few=is_few) for name, cell in known.items()]
 
 
+def quick_notes(summary: Summary) -> list[str]:
+    """Return the notes on numbers of the levels, each kind once, of the level with the fewest users that has it."""
+    return [
+        sentence(note) for note in {note.code: note for note in reversed(summary.notes)}.values() if note.code in NOTES
+    ]
+
+
 def level_of(users: int, cell: CellData, *, is_few: bool) -> QuickLevel:
     """Return the numbers of a cell. `is_few`: the TTFT is a mean, because a level has too few for a median."""
     rows = cell.counted
     good, started = rows.where(rows.good), rows.where(rows.good | rows.error.is_in(*CUT))
     numbers = compute_numbers([cell])
     tpot_s = _usual(numbers.tpot) or _median(_seconds_per_token(good)) or _median(_seconds_per_token(started))
-    uncached = [_prompt_tokens(rows) - np.nan_to_num(rows.cached_tokens) for rows in (good, started)]
-    prompt = next((float(known.mean()) for one in uncached if len(known := one[~np.isnan(one)])), None)
-    ttft_s, ttft_mean_s = _usual(numbers.ttft, is_few), numbers.ttft.mean
+    ttft_s = _usual(numbers.ttft, is_few)
     ttfo_s = good.first_visible_s
     late = ttfo_s > good.first_chunk_s
     cut = int(rows.error.is_in(*CUT).sum())
@@ -91,7 +99,7 @@ def level_of(users: int, cell: CellData, *, is_few: bool) -> QuickLevel:
         tok_s=_all_tok_s(cell),
         user_tok_s=None if tpot_s is None else 1 / tpot_s,
         answer_tok_s=numbers.answer_tok_s,
-        prefill_tok_s=prompt / ttft_mean_s if prompt and ttft_s and ttft_mean_s and not numbers.bundle else None,
+        prefill_tok_s=prefill_tok_s([cell], planned=True) if ttft_s else None,
         ttft_ms=_milliseconds(ttft_s),
         reasons=bool((started.reasoning_chunks > 0).any()),
         visible_ms=_milliseconds(_median(ttfo_s[late])) if late.any() else None,

@@ -14,6 +14,7 @@ from harness.analysis.crossover import setting_answers
 from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import client_errors, client_limits, limited_fields, with_client_errors
 from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
+from harness.analysis.prefill import prefill_tok_s
 from harness.analysis.same_answers import same_answers
 from harness.analysis.schedule import load_kind, schedule_kept, summarize_warmup
 from harness.analysis.soak import soak_results
@@ -450,6 +451,8 @@ def _summarize_rows(
             limited_by=common_limit([cell.limited_by for cell in row_cells]),
             turns=turn_numbers([data.cells[cell.id] for cell in row_cells]) if is_agent else [],
         )
+        if _knows_cached(run, row):
+            row = replace(row, prefill_tok_s=prefill_tok_s([data.cells[cell.id] for cell in row_cells]))
         if run.origin is not None:
             origin = run.origin.of_row(server, load)
             row = replace(row, definitions=origin.definitions, missing=origin.missing)
@@ -457,6 +460,15 @@ def _summarize_rows(
             row = replace(row, missing={"tpot": "the text came in too few pieces (stream_bundled)"})
         rows.append(row)
     return rows
+
+
+def _knows_cached(run: Run, row: Row) -> bool:
+    """Whether it is known which tokens of a row's prompts a cache had: the server reports it, or each is sent once."""
+    prompts = run.scenario.prompts
+    once = run.scenario.loads[row.load].user == "batch" and (
+        (prompts.kind, prompts.system_tokens, prompts.salt) == ("synthetic", 0, True)
+    )
+    return row.pooled.cached_tokens is not None or (once and run.origin is None)
 
 
 def _pool_numbers(data: RunData, cells: Sequence[CellSummary], slos: SloSets) -> Numbers:

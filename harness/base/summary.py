@@ -338,8 +338,9 @@ class BadFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A field of the server's answers that had an impossible value in a cell, warm-up included."""
 
     field: str  # such as "usage.completion_tokens"
-    # another JSON type; 0 where something was counted; less or more than `limit`: then the cell is INVALID
-    code: Literal["type", "zero", "below", "above"]
+    # another JSON type; 0 where something was counted; less or more than `limit`: then the cell is INVALID; text in a
+    # field that is no known channel
+    code: Literal["type", "zero", "below", "above", "unknown"]
     requests: int  # that had such a value
     got: str  # in the first of them: the JSON type, else the number
     limit: int | None = None  # in the first of them
@@ -451,6 +452,9 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     time: TimeSplit | None = None  # means over the cells with a known time
     limited_by: LimitedBy | None = None  # the limit of more than half of its cells
     turns: list[TurnNumbers] = []  # of agents
+    # Uncached prompt tokens / TTFT, both means, of the requests that had no other in flight until their first token;
+    # None: most had, the tokens are not known, or it is more than the hardware allows.
+    prefill_tok_s: float | None = None
 
     @property
     def key(self) -> tuple[str, str]:

@@ -11,6 +11,7 @@ reader.py         all sockets of a process, with the kernel's receive time of ea
 exchange.py       one HTTP request, and its response as bytes, events and times
 sse.py            bytes to events; the template of events that need no decoding
 openai_api.py     the JSON of a request, of tool calls, and of a response
+channels.py       the generated text of a response, in every form in which servers send it
 anthropic_api.py  the same of Anthropic's Messages API, translated
 recorder.py       records and marks to their files; whether the load process itself is the bottleneck
 

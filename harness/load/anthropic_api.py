@@ -19,6 +19,8 @@ _FINISHES = {
     "refusal": "content_filter",
 }  # fmt: skip
 _CHOICES = {"auto": "auto", "required": "any", "none": "none"}
+_CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
+_NO_TEXT = ("type", "id", "name", "signature", "data", "index")  # fields of a part
 _NOTHING = b'{"choices":[]}'
 
 
@@ -107,14 +109,28 @@ def _delta(body: dict[str, Any]) -> dict[str, Any]:
             return {"content": part.get("text")} if part.get("text") else {}
         case "thinking" | "thinking_delta":
             return {"reasoning_content": part.get("thinking")} if part.get("thinking") else {}
-        case "tool_use":
+        case "redacted_thinking":
+            return {"reasoning_details": [part]}
+        case "signature_delta" | "citations_delta":
+            return {}
+        case kind if kind in _CALLS:
             function = {"name": part.get("name"), "arguments": ""}
             return {"tool_calls": [{"index": body.get("index"), "id": part.get("id"), "function": function}]}
         case "input_json_delta":
             arguments = {"arguments": part.get("partial_json")}
             has_some = part.get("partial_json")
             return {"tool_calls": [{"index": body.get("index"), "function": arguments}]} if has_some else {}
-    return {}
+    return _unknown_part(part)
+
+
+def _unknown_part(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the text of a part of no known type, in a field with the name of its type."""
+    kind = part.get("type")
+    if kind is None:
+        return {"content": [part]} if part else {}
+    texts = [value for key, value in part.items() if isinstance(value, str) and key not in _NO_TEXT]
+    is_result = isinstance(kind, str) and kind.endswith("_result")  # of a tool that the server ran
+    return {kind: "".join(texts)} if isinstance(kind, str) and kind and texts and not is_result else {}
 
 
 def as_chat_completion(raw: bytes) -> bytes:
@@ -128,7 +144,7 @@ def as_chat_completion(raw: bytes) -> bytes:
             calls = [
                 {"id": one.get("id"), "function": {"name": one.get("name"), "arguments": one.get("input")}}
                 for one in blocks
-                if one.get("type") == "tool_use"
+                if one.get("type") in _CALLS
             ]
             choice = {"message": message | {"tool_calls": calls}, "finish_reason": _finish(body.get("stop_reason"))}
             return msgspec.json.encode({"choices": [choice], "usage": _usage(body)})

@@ -83,6 +83,7 @@ class Exchange:
     _chunk_reads: "array[int]" = field(default_factory=lambda: array("I"))  # the read of each chunk
     _textless_events: Counter[int] = field(default_factory=Counter)  # by the number of chunks before them
     _first_visible_read: int | None = None
+    _first_text_read: int | None = None  # of a token that is not blank
     _done_read: int | None = None
 
     @property
@@ -124,7 +125,7 @@ class Exchange:
         """
         if self.sent_ns is None or self.ended_ns is not None or self.read_count < len(self.arrivals.reads_ns):
             return None
-        answer, reads_ns = Answer("unfinished", "in flight"), self.arrivals.reads_ns
+        answer, reads_ns = Answer("unfinished", "in flight", unread=self.answer.unread), self.arrivals.reads_ns
         answer.ended_s = (time.monotonic_ns() - self.sent_ns) / 1e9
         answer.chunks_s = [(reads_ns[read] - self.sent_ns) / 1e9 for read in self._chunk_reads[:1]]
         if self._first_visible_read is not None:
@@ -155,7 +156,8 @@ class Exchange:
                 self._note_event(event, read)
             # A whole event in one read; events after the finish reason have no text.
             is_whole = starts_an_event and len(events) == 1 and data == b"data: %s\n\n" % events[0].data
-            if is_whole and answer.finish is None:
+            # Blanks before the first text must be decoded: the template does not look at the text.
+            if is_whole and answer.finish is None and self._first_text_read is not None:
                 self.template.learn(data)
         self.template.ready = self._parser.idle and not answer.done
 
@@ -177,8 +179,10 @@ class Exchange:
             openai_api.note_error(event, answer)
             return
         token = openai_api.note_event(event, self._event_count + self.template.events, answer)
-        if token == "text":
+        if token in ("text", "blank"):
             self._chunk_reads.append(read)
+            if token == "text" and self._first_text_read is None:
+                self._first_text_read = read
             if self._first_visible_read is None and answer.texts:
                 self._first_visible_read = read
         elif token == "no text":
@@ -212,6 +216,7 @@ class Exchange:
         answer = self.answer
         answer.textless = sum(self._textless_events[chunks] for chunks in {0, self.chunk_count})
         self._note_last_event()
+        openai_api.finish_unread(answer)
         openai_api.note_stray_text(self._parser.stray_text(), answer)
         if not self.complete and not answer.done:
             return  # the failure of the connection is more specific
@@ -223,7 +228,7 @@ class Exchange:
         if not answer.done and answer.finish is None:
             answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
         if not answer.generated:
-            answer.fail("empty", f"a complete stream without any generated text; {openai_api.usage_text(answer)}")
+            answer.fail("empty", f"a complete stream without any generated text; {openai_api.unread_text(answer)}")
 
     def _note_last_event(self) -> None:
         """Note the end or the error in a last event that no blank line closed. Its token is not counted."""
@@ -277,6 +282,8 @@ class Exchange:
             self._note_first_arrival([chars for _, chars in of_chunks])
         if self._first_visible_read is not None:
             answer.first_visible_s = (times_ns[self._first_visible_read] - start_ns) / 1e9
+        if self._first_text_read is not None and self._first_text_read != reads[0]:
+            answer.first_text_s = (times_ns[self._first_text_read] - start_ns) / 1e9
         shared = [read for read, next_read in pairwise(reads) if read == next_read]
         answer.coalesced = len(shared)
         if shared and answer.clock == "kernel":

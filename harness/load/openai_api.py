@@ -29,6 +29,7 @@ from harness.failures.unexpected_response import (
     to_text,
 )
 from harness.load.anthropic_api import encode_messages
+from harness.load.channels import CHANNELS, GeneratedOutput, is_blank, read_output
 from harness.load.sse import Event
 from harness.records.records import KNOWN_FINISHES, TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
 from harness.scenario import Load
@@ -189,6 +190,14 @@ def _text_or_empty(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
+class UnknownText(msgspec.Struct):
+    """Text in a field that is no known channel, of events without other text."""
+
+    first: str
+    events: int = 0
+    varies: bool = False  # it is generated: a state has the same text again and again
+
+
 T = TypeVar("T")
 Clock = Literal["kernel", "read"]
 
@@ -197,12 +206,7 @@ _MASKED_CHARS = 4096  # of a text of a server, masked before it is shortened
 _MAX_FINISH_CHARS = 64
 _MAX_MODEL_CHARS = 300
 _MODEL_JOINT = " then "
-_CHANNELS: dict[str, type] = {  # fields that hold generated tokens, with their JSON types
-    "content": str, "reasoning_content": str, "reasoning": str, "refusal": str, "tool_calls": list,
-    "function_call": dict, "text": str,
-}  # fmt: skip
-_REASONING_CHANNELS = ("reasoning_content", "reasoning")
-_VISIBLE_CHANNELS = ("content", "text", "refusal")
+_MAX_UNKNOWN = 8  # fields of an answer that are no known channel and have text
 _TOKEN_COUNTS = {  # names in a record, and paths in a response
     "prompt_tokens": "usage.prompt_tokens",
     "output_tokens": "usage.completion_tokens",
@@ -228,6 +232,7 @@ class Answer:
     chunks_s: list[float] = field(default_factory=list)
     textless: int | None = None  # events with a token but no text, before the first chunk or after the last
     first_visible_s: float | None = None
+    first_text_s: float | None = None
     ended_s: float = 0.0
     coalesced: int = 0
     coalesced_late: int | None = None
@@ -250,6 +255,8 @@ class Answer:
     texts: list[str] = field(default_factory=list)  # visible content, for the next turn; in no record
     done: bool = False  # [DONE] was seen, or the response is complete in one piece
     generated: bool = False  # there was at least one token, in any channel
+    unread: int | None = None  # events whose text could not be read; None: none
+    unknown_texts: dict[str, "UnknownText"] = field(default_factory=dict)  # by the name of the field
     # The first event of no known form, or with an empty error; an error, unless a finish reason comes.
     unknown_event: str | None = None
 
@@ -342,8 +349,8 @@ def _decoded(raw: bytes) -> Any:
         return _NOT_JSON
 
 
-def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no text"] | None:
-    """Note one event. Return whether its token has text; None: it has no token."""
+def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "blank", "no text"] | None:
+    """Note one event. Return whether its token has text, and any that is not blank; None: it has no token."""
     if not event.data.strip() or (event.type != "message" and is_error_name(event.type)):
         note_error(event, answer)
         return None
@@ -366,22 +373,70 @@ def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no
     _note_usage(body, answer)
     choice = _first_choice(body, answer)
     if choice is None:
+        _note_stray_output(body, answer)
         return None
     finish = _note_finish(choice, answer)
-    delta = answer.get_field(choice, "delta", dict)
-    part = choice if delta is None else delta  # completions have `text` next to the finish reason
-    channels = _filled_channels(part, answer)
-    if channels:
+    output, part = _output_of(choice, answer)
+    if output.has_any:
         _note_model(body, answer)
-        _note_length(part, channels, answer)
-        if not _add_output(part, channels, answer):
-            reasoning = any(channel in channels for channel in _REASONING_CHANNELS)
-            answer.reasoning_chunks += reasoning
-            answer.tool_chunks += not reasoning
-        return "text"
+        _note_length(output, answer)
+        _add_output(output, answer)
+        if not output.is_visible:
+            answer.reasoning_chunks += bool(output.reasoning)
+            answer.tool_chunks += not output.reasoning
+        return "blank" if output.is_blank else "text"
+    _note_unread(output, answer)
+    if output.unread:
+        return None
     # Without text there is a token if its text is held back or hidden, or if it is the end token.
-    held_back = "role" not in part and any(part.get(channel) == "" for channel in _CHANNELS)
+    held_back = "role" not in part and output.empty
     return "no text" if (finish != "length" if finish else held_back) else None
+
+
+def _output_of(choice: dict[str, Any], answer: Answer) -> tuple[GeneratedOutput, dict[str, Any]]:
+    """Return the output of a choice, and the part that has it: the delta, the message, or the choice of completions."""
+    parts = [one for key in ("delta", "message") if (one := answer.get_field(choice, key, dict)) is not None]
+    part = parts[0] if parts else choice
+    output = read_output(part)
+    for other in (*parts[1:], choice) if parts and not output.has_any else ():
+        if (second := read_output(other)).has_any:
+            return second, other
+    for key in ("delta", "message"):
+        if choice.get(key) and not isinstance(choice[key], dict):
+            output.unread[key] = choice[key]
+    return output, part
+
+
+def _note_unread(output: GeneratedOutput, answer: Answer) -> None:
+    """Note what an event without readable text has: channels of no known form, and fields that may be channels."""
+    for name, value in output.unread.items():
+        answer.note_wrong_type(name, value)
+    if output.unread:
+        answer.unread = (answer.unread or 0) + 1
+    for name, text in output.unknown.items():
+        name = masked(name[:_MASKED_CHARS], "known")[:_MAX_FINISH_CHARS]
+        if name in answer.unknown_texts or len(answer.unknown_texts) < _MAX_UNKNOWN:
+            known = answer.unknown_texts.setdefault(name, UnknownText(text))
+            known.events += 1
+            known.varies |= known.first != text
+
+
+def _note_stray_output(body: dict[str, Any], answer: Answer) -> None:
+    """Note text of an event without choices, in a field that would be a channel in a delta."""
+    names = [name for name in (*CHANNELS, "delta", "token", "response") if body.get(name)]
+    for name in names:
+        output = read_output({name: body[name]} if name in CHANNELS else {"text": body[name]})
+        text = output.visible + output.reasoning
+        if not is_blank(text):
+            _note_unread(GeneratedOutput(unknown={name: text}), answer)
+
+
+def finish_unread(answer: Answer) -> None:
+    """Count the events whose text is in fields that are no known channel. Call it when the answer is complete."""
+    for name, text in answer.unknown_texts.items():
+        if text.varies or not answer.generated:
+            answer.unread = (answer.unread or 0) + text.events
+            answer.bad[name] = BadField(name, "unknown", "text")
 
 
 def _note_text_event(event: Event, problem: str, answer: Answer) -> None:
@@ -392,43 +447,24 @@ def _note_text_event(event: Event, problem: str, answer: Answer) -> None:
         answer.fail("malformed", problem)
 
 
-def _filled_channels(part: dict[str, Any], answer: Answer) -> list[str]:
-    """Return the non-empty channels of a delta, or of a whole message."""
-    if type(part.get("content")) is list:  # content parts, as a few servers send them
-        part["content"] = _join_parts(part["content"])
-    channels = [key for key, value in part.items() if value and key in _CHANNELS]
-    return [key for key in channels if answer.get_field(part, key, _CHANNELS[key]) is not None]
-
-
-def _join_parts(parts: list[Any]) -> str | list[Any]:
-    """Return the text of parts such as {"type": "text", "text": "one"}; `parts` if one of them has no text."""
-    texts: list[Any] = [one.get("text") if isinstance(one, dict) else None for one in parts]
-    return "".join(texts) if all(isinstance(one, str) for one in texts) else parts
-
-
-def _add_output(part: dict[str, Any], channels: list[str], answer: Answer) -> bool:
-    """Keep the text and the tool calls. Return whether there is visible text."""
+def _add_output(output: GeneratedOutput, answer: Answer) -> None:
+    """Keep the visible text and the tool calls."""
     answer.generated = True
-    visible = [part[channel] for channel in _VISIBLE_CHANNELS if channel in channels]
-    answer.texts += visible
-    if "tool_calls" in channels and not add_tool_calls(answer.calls, part["tool_calls"]):
-        answer.note_wrong_type("tool_calls", part["tool_calls"])
-    return bool(visible)
+    if output.is_visible:
+        answer.texts.append(output.visible)
+    if output.calls and not add_tool_calls(answer.calls, output.calls):
+        answer.note_wrong_type("tool_calls", output.calls)
 
 
-def _note_length(part: dict[str, Any], channels: list[str], answer: Answer) -> None:
-    """Note how much text a chunk has: that of its channels, of calls their arguments."""
-    texts = [value if isinstance(value := part[channel], str) else _arguments(value) for channel in channels]
+def _note_length(output: GeneratedOutput, answer: Answer) -> None:
+    """Note how much text a chunk has, with the names and arguments of calls."""
+    functions = [one.get("function") for one in output.calls if isinstance(one, dict)]
+    known = [one for one in functions if isinstance(one, dict)]
+    calls = [_text_or_empty(one.get(key)) for one in known for key in ("name", "arguments")]
+    texts = [output.visible, output.reasoning, *calls]
     if not answer.chunk_chars:
         answer.first_words = sum(len(text.split()) for text in texts)
     answer.chunk_chars.append(sum(map(len, texts)))
-
-
-def _arguments(calls: Any) -> str:
-    """Return the names and arguments of `tool_calls`, or of a `function_call`, as one text."""
-    functions = [calls] if isinstance(calls, dict) else [one.get("function") for one in calls if isinstance(one, dict)]
-    known = [one for one in functions if isinstance(one, dict)]
-    return "".join(_text_or_empty(one.get(key)) for one in known for key in ("name", "arguments"))
 
 
 def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, *, embeddings: bool) -> None:
@@ -454,12 +490,13 @@ def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, 
     answer.done = True
     if _note_finish(choice, answer) is None and has_empty_error(body):
         answer.fail("stream_error", "no finish reason, and its error is empty")
-    message = answer.get_field(choice, "message", dict)
-    part = choice if message is None else message
-    if channels := _filled_channels(part, answer):
-        _add_output(part, channels, answer)
+    output, _ = _output_of(choice, answer)
+    if output.has_any:
+        _add_output(output, answer)
     else:
-        answer.fail("empty", f"a complete answer without any generated text; {usage_text(answer)}")
+        _note_unread(output, answer)
+        finish_unread(answer)
+        answer.fail("empty", f"a complete answer without any generated text; {unread_text(answer)}")
 
 
 def _note_vectors(body: Any, answer: Answer) -> None:
@@ -512,11 +549,12 @@ def _note_finish(choice: dict[str, Any], answer: Answer) -> str | None:
 
 def _first_choice(body: dict[str, Any], answer: Answer) -> dict[str, Any] | None:
     choices = answer.get_field(body, "choices", list)
-    if not choices:
-        return None
-    if isinstance(choices[0], dict):
+    if choices and isinstance(choices[0], dict):
         return choices[0]
-    answer.note_wrong_type("choices[0]", choices[0])
+    if choices:
+        answer.note_wrong_type("choices[0]", choices[0])
+    if choices or body.get("choices"):
+        answer.unread = (answer.unread or 0) + 1
     return None
 
 
@@ -558,6 +596,12 @@ def header_text(value: str) -> str:
 
 def usage_text(answer: Answer) -> str:
     return "no usage reported" if answer.output_tokens is None else f"usage reports {answer.output_tokens} tokens"
+
+
+def unread_text(answer: Answer) -> str:
+    """Describe what an answer has instead of text."""
+    names = [one.field for one in answer.bad.values() if one.code == "unknown" or one.field in CHANNELS]
+    return "; ".join([usage_text(answer), *([f"{', '.join(names)} has text of no known form"] if names else [])])
 
 
 def describe_body(headers: Mapping[str, str], raw: bytes) -> str:

@@ -58,8 +58,9 @@ OBSERVED, AT_LEAST, AT_MOST, UNKNOWN, FAILED = range(5)
 
 class BadField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     field: str  # such as "usage.completion_tokens"
-    # another JSON type; 0 where something was counted, so the server does not count it; less or more than `limit`
-    code: Literal["type", "zero", "below", "above"]
+    # another JSON type; 0 where something was counted, so the server does not count it; less or more than `limit`; text
+    # in a field that is no known channel
+    code: Literal["type", "zero", "below", "above", "unknown"]
     got: str  # the JSON type, else the number
     limit: int | None = None
 
@@ -131,6 +132,12 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     # Role-only events, and a last event that reports the finish reason "length", are not counted.
     textless: Count | None = None
     first_visible_s: After | None = None  # first event with visible content (not reasoning)
+    # First event with text of any channel that is not blank, or a tool call; None: the first of chunks_s, or there is
+    # none. A blank may be sent before the prompt is computed.
+    first_text_s: After | None = None
+    # Events whose text could not be read: a channel of no known form, or text in an unknown field. The first of
+    # chunks_s is not the first token then.
+    unread: Count | None = None
     coalesced: Count = 0  # chunks that shared a read with a later one: their times are upper bounds
     # Of coalesced, those whose read came late, so that the client put them together and not the server; None: none are
     # coalesced, or the reads have no stamps that would tell.

@@ -106,6 +106,9 @@ class Rows:
     disordered: Bools  # a chunk is earlier than the one before
     textless: Floats
     first_visible_s: Floats
+    first_text_s: Floats
+    blank_gaps: Floats  # usual gaps between the first chunk, a blank, and the first text, see `_blank_gaps`
+    unread: Floats
     coalesced: Floats
     coalesced_late: Floats
     text_chars: Floats
@@ -312,7 +315,7 @@ _NUMBERS = (
     "user", "sent_s", "ended_s", "batch", "scheduled_s", "connect_s", "connect_retries", "headers_s", "textless",
     "first_visible_s", "coalesced", "coalesced_late", "text_chars", "first_arrival_chars", "first_words",
     "asked_tokens", "asked_prompt_tokens", "reasoning_chunks", "tool_chunks", "tool_calls", "tool_calls_valid",
-    "vectors", "answer_valid", "answer_right", "item", "turn", "retry_after_s",
+    "vectors", "answer_valid", "answer_right", "item", "turn", "retry_after_s", "first_text_s", "unread",
 )  # fmt: skip
 
 
@@ -326,6 +329,14 @@ def drop_impossible_counts(request: Request) -> Request:
     return msgspec.structs.replace(request, **unknown, bad_fields=[*request.bad_fields, *bad.values()])
 
 
+def _without_times(request: Request) -> Request:
+    """A request whose text was not all read, as if it was not streamed: when its first token came is not known."""
+    return msgspec.structs.replace(
+        request, textless=None, first_visible_s=None, first_text_s=None, reasoning_chunks=0, tool_chunks=0,
+        coalesced=0, coalesced_late=None, text_chars=None, first_arrival_chars=None, first_words=None,
+    )  # fmt: skip
+
+
 def records_of(
     requests: Sequence[Request], clock: Clock, *, places: Sequence[int] | None = None, charted: bool = False
 ) -> CellRecords:
@@ -335,7 +346,9 @@ def records_of(
 
 
 def _chunk_times(request: Request) -> bytes:
-    """The chunk times of a request as an array of doubles."""
+    """The chunk times of a request as an array of doubles; none where chunks are not all of its text."""
+    if request.unread:
+        return b""
     return pack(f"{len(request.chunks_s)}d", *request.chunks_s)
 
 
@@ -343,6 +356,7 @@ def _records_of(
     requests: Sequence[Request], times: Sequence[bytes], clock: Clock, places: Sequence[int], *, charted: bool
 ) -> CellRecords:
     possible = [one if _is_possible(one) else drop_impossible_counts(one) for one in requests]
+    possible = [_without_times(one) if one.unread else one for one in possible]
     bad: dict[tuple[str, str], tuple[int, BadField]] = {}
     for wrong in (wrong for one in possible for wrong in one.bad_fields):
         number, first = bad.get((wrong.field, wrong.code), (0, wrong))
@@ -366,6 +380,7 @@ def _records_of(
     chunks = _Chunks(times)
     rows = Rows(
         **values,
+        blank_gaps=chunks.blank_gaps(values["first_text_s"]),
         **chunks.columns,
         place=np.array(places, dtype=np.int64),
         measured=Words.of(columns["phase"]).is_in("measured"),
@@ -447,6 +462,24 @@ class _Chunks:
             groups, row = split_arrivals(times_s), self._streams[place]
             first = groups[1] if len(groups) > 1 else len(times_s)
             arrivals[row], chunks[row], first_s[row] = len(groups), first, times_s[first - 1]
+
+    def blank_gaps(self, first_text_s: Floats) -> Floats:
+        """How many usual gaps came between the first chunk, a blank, and the first text; infinite without a usual gap.
+
+        The usual gap is the median of those after the first text, without chunks that came together. One gap for each
+        further blank is left out: such blanks are tokens. None where the first chunk is text.
+        """
+        found = np.full(len(self._n), np.nan)
+        ends = np.cumsum(self._n)
+        for row in np.flatnonzero(~np.isnan(first_text_s) & (self._n > 0)).tolist():
+            times_s = self.times_s[ends[row] - self._n[row] : ends[row]]
+            blanks = int((times_s < first_text_s[row]).sum())
+            gaps_s = np.diff(times_s[blanks:])
+            gaps_s = gaps_s[gaps_s >= JOINED_S] if (gaps_s >= JOINED_S).any() else np.full(len(gaps_s), JOINED_S)
+            usual_s = float(np.median(gaps_s)) if len(gaps_s) else np.nan
+            pause_s = first_text_s[row] - times_s[0]
+            found[row] = pause_s / usual_s - (blanks - 1) if usual_s > 0 else np.inf
+        return found
 
     def gaps(self, chosen: Bools) -> Gaps:
         """The gaps of the chosen requests."""

@@ -22,6 +22,7 @@ def quick_page(report: QuickReport) -> list[Element]:
         *_reasons(report),
         plain_grid(_HEAD, [_cells(level) for level in report.users]),
         Paragraph(_about(report), "fine"),
+        *([Bullets([Bullet(text, "inconclusive") for text in report.notes])] if report.notes else []),
         Paragraph(report.share_sentence or _SHARE_UNKNOWN),
         *_finding(report),
         Paragraph("Next", "heading"),
@@ -31,6 +32,8 @@ def quick_page(report: QuickReport) -> list[Element]:
 
 def _lead(report: QuickReport) -> str:
     most = report.users[-1]
+    if report.one_user_tok_s is None and report.notes:
+        return "No speed: the times of the tokens are not known."
     first = report.users[0] if report.users else None
     if report.one_user_tok_s is None:
         whole = None if first is None else first.answer_tok_s
@@ -67,7 +70,8 @@ def _about(report: QuickReport) -> str:
     text = "no text is visible within these tokens" if visible is None else f"text comes after {figures(visible)} ms"
     reasons = f"; the model reasons first, {text}" if any(one.reasons for one in report.users) else ""
     asked = f"{prompt}answers of at most {report.answer_tokens} tokens{level}"
-    return f"Medians, of few answers means; {asked}{counted}{reasons}."
+    prefill = "; prefill is that of one request at a time, since others make it wait" if report.prefill_tok_s else ""
+    return f"Medians, of few answers means; {asked}{counted}{reasons}{prefill}."
 
 
 def _finding(report: QuickReport) -> Iterator[Element]:

@@ -26,7 +26,6 @@ class TableLine(Struct, frozen=True, kw_only=True):
 
     row: Row
     tokens: float | None  # completion tokens of a cell, median over its cells
-    prefill_tok_s: float | None = None
     verdicts: list[Verdict] = []  # against the baseline, or of a part of a mix against the same load alone
     baseline: bool
     against: str = ""  # the other side of the verdicts, if it is not the run's baseline
@@ -79,7 +78,6 @@ def table_lines(summary: Summary, run: Run) -> list[TableLine]:
             TableLine(
                 row=row,
                 tokens=median_of_known(map(tokens.get, row.cells)),
-                prefill_tok_s=_prefill_tok_s(row, run),
                 verdicts=list(own.values()),
                 baseline=row.name == baseline,
                 against=other if own and other != baseline else "",
@@ -88,20 +86,6 @@ def table_lines(summary: Summary, run: Run) -> list[TableLine]:
             )
         )
     return lines
-
-
-def _prefill_tok_s(row: Row, run: Run) -> float | None:
-    """Prompt tokens that no cache had / TTFT, both means. None: without a TTFT, or if caches may have had some."""
-    numbers, prompts, load = row.pooled, run.scenario.prompts, run.scenario.loads.get(row.load)
-    own = run.origin is None and load is not None and load.user == "batch"
-    cached = numbers.cached_tokens
-    if cached is None and own and (prompts.kind, prompts.system_tokens, prompts.salt) == ("synthetic", 0, True):
-        cached = 0  # each prompt is sent once
-    if numbers.bundle is not None:  # its TTFT is not that of the server
-        return None
-    if numbers.prompt_tokens is None or cached is None or not numbers.succeeded or not numbers.ttft.mean:
-        return None
-    return (numbers.prompt_tokens - cached) / numbers.succeeded / numbers.ttft.mean
 
 
 def format_interval(verdict: Verdict) -> str:
@@ -273,10 +257,11 @@ _USER_COLUMNS = (
     ),
     TableColumn(
         "prefill", "Prefill tok/s",
-        "Prompt tokens a second until the first token, those of a cache left out. With several requests at once the "
-        "wait for the others is in it. Unknown where the server reports no cached tokens and may have some.",
-        "mean uncached prompt tokens ÷ mean TTFT", lambda line: units.significant(line.prefill_tok_s)
-        if line.prefill_tok_s else None, "latency", "ttft",
+        "Prompt tokens a second until the first token, those of a cache left out, of requests without another one in "
+        "flight: with several at once, TTFT includes the wait for the others. Unknown where that was so for most, and "
+        "where the server reports no cached tokens and may have some.",
+        "mean uncached prompt tokens ÷ mean TTFT, of requests that were alone until their first token",
+        lambda line: units.significant(line.row.prefill_tok_s) if line.row.prefill_tok_s else None, "latency", "ttft",
     ),
 )  # fmt: skip
 _VERDICT_COLUMNS = (

@@ -323,6 +323,49 @@ def test_prompts_of_several_requests_are_computed_together(tmp_path: Path) -> No
     assert (one.code, round(one.values["share"], 3)) == ("slow_prefill", 0.018)
 
 
+FAST = on_gpu(28.0, replace(HEALTHY, step_base_s=28 / 256 / 0.7, step_per_kv_token_s=0.0, prefill_per_token_s=1e-5))
+
+
+def early(one: Request) -> Request:
+    """A blank comes after 1 ms, and the rest as before."""
+    return replace(one, chunks_s=[0.001, *one.chunks_s], first_text_s=one.chunks_s[0])
+
+
+def test_a_prefill_above_what_the_hardware_allows_is_not_given(tmp_path: Path) -> None:
+    """A prompt of 250 tokens reads 28 GB of weights at 256 GB/s: 0.11 s."""
+    fast = Cause(FAST, {"one": batch(1, 12)}, 250, more=GPU)
+    healthy = measured(tmp_path / "healthy", fast).summary
+    assert (healthy.rows[0].prefill_tok_s or 0) > 1000 and "prefill_above_hardware" not in codes(healthy)
+    cached = measured(tmp_path / "cached", fast, measured=lambda one: moved(one, 0.1)).summary
+    (note,) = [note for note in cached.notes if note.code == "prefill_above_hardware"]
+    assert cached.rows[0].prefill_tok_s is None
+    assert note.values["row"] == "a / one" and note.values["tok_s"] > note.values["bound_tok_s"] > 2000
+    unknown = measured(
+        tmp_path / "unknown", fast, replace(FAST, served={}), measured=lambda one: moved(one, 0.1)
+    ).summary
+    assert unknown.rows[0].prefill_tok_s and "prefill_above_hardware" not in codes(unknown), "nothing bounds it"
+
+
+def moved(one: Request, by_s: float) -> Request:
+    """The answer as if its first token had come so much earlier."""
+    return replace(one, chunks_s=[one.chunks_s[0] - by_s, *one.chunks_s[1:]])
+
+
+def test_a_first_token_that_is_blank_gives_no_prefill_and_no_share(tmp_path: Path) -> None:
+    one = Cause(FAST, {"one": batch(1, 12)}, 250, more=GPU)
+    assert measured(tmp_path / "healthy", one).summary.hardware_shares
+    slow = Cause(on_gpu(2.8, replace(HEALTHY, prefill_per_token_s=2e-3)), {"one": batch(1, 12)}, 250, more=GPU)
+    blank = measured(tmp_path / "blank", slow, measured=early).summary
+    assert (blank.rows[0].prefill_tok_s, blank.hardware_shares) == (None, [])
+    assert "first_token_blank" in codes(blank)
+    together = measured(tmp_path / "four", replace(slow, loads={"four": batch(4, 12)}), measured=early).summary
+    assert together.rows[0].prefill_tok_s is None and "first_token_blank" not in codes(together)
+
+
+def codes(summary: Summary) -> set[str]:
+    return {note.code for note in summary.notes}
+
+
 def test_speculation_costs_from_a_number_of_users_on(tmp_path: Path, of_cause: Callable[[str], Summary]) -> None:
     one = next(one for one in of_cause("speculation_costs").findings or [] if one.code == "speculation_costs")
     ratios = one.values["ratios"]

@@ -37,14 +37,19 @@ def test_one_answer_has_all_numbers() -> None:
 @pytest.mark.parametrize("answers", [3, 12])
 def test_the_numbers_are_those_of_the_runs_table(answers: int) -> None:
     """The median, and of few requests the mean."""
-    slow = answer(chunks_s=[2.0 + 0.3 * i for i in range(11)], ended_s=5.0, first_visible_s=2.0)
-    found = cell(*[answer() for _ in range(answers - 1)], slow)
+    slow = answer(2.0 * answers, chunks_s=[2.0 + 0.3 * i for i in range(11)], ended_s=5.0, first_visible_s=2.0)
+    found = cell(*[answer(2.0 * place) for place in range(answers - 1)], slow)
     numbers = compute_numbers([found])
     ttft, tpot = (one.mean if one.p50 is None else one.p50 for one in (numbers.ttft, numbers.tpot))
     assert ttft and tpot and (level(found).ttft_ms, level(found).user_tok_s) == (1000 * ttft, 1 / tpot)
     assert ttft == (1.0 if answers < 11 else 0.5) and numbers.ttft.mean is not None
     assert level(found).prefill_tok_s == pytest.approx(80 / numbers.ttft.mean)
     assert level_of(1, found, is_few=True).ttft_ms == 1000 * numbers.ttft.mean, "as another level has too few"
+
+
+def test_users_who_wait_for_each_other_have_no_prefill() -> None:
+    found = level(cell(answer(), answer(0.1), answer(0.2), answer(0.3)), users=4)
+    assert found.prefill_tok_s is None and found.ttft_ms == pytest.approx(500)
 
 
 def test_without_token_counts_a_chunk_is_one() -> None:

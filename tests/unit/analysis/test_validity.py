@@ -71,6 +71,13 @@ def four(**changes: Any) -> list[Request]:
     return [*(request(index=i) for i in range(3)), request(index=3, **changes)]
 
 
+def blank(place: int, **changes: Any) -> Request:
+    """A blank after 1 ms, and ten tokens from 0.5 s on; each is sent after the one before it ended."""
+    chunks_s = [0.001, *(0.5 + 0.01 * i for i in range(10))]
+    values = {"sent_s": 1000.0 + 2 * place, "chunks_s": chunks_s, "first_text_s": 0.5} | changes
+    return request(index=place, **values)
+
+
 def many(number: int, **changes: Any) -> list[Request]:
     return [request(index=i, **changes) for i in range(number)]
 
@@ -202,6 +209,19 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"server": ServerLoad(generated_tokens=44.0)}, [], []),
         ({"records": four(output_tokens=None, bad_fields=[BadField("usage.completion_tokens", "type", "boolean")])}, [],
          [("value_of_other_type", {"requests": 1, "got": "boolean"}), ("tokens_unknown", {})]),
+        # Generated text that was not seen, a first token that is none, and reasoning that is not sent.
+        ({"records": four(unread=2, bad_fields=[BadField("content", "type", "number")])}, [],
+         [("text_unread", {"answers": 1, "requests": 4, "fields": ["content"]}),
+          ("latency_unknown", {"what": "TTFT"}), ("latency_unknown", {"what": "TTFO"})]),
+        ({"records": four(unread=2, bad_fields=[BadField("voice", "unknown", "text"),
+                                                BadField("usage.prompt_tokens", "type", "string")])}, [],
+         [("value_of_other_type", {"field": "usage.prompt_tokens"}), ("text_unread", {"fields": ["voice"]}),
+          ("latency_unknown", {}), ("latency_unknown", {})]),
+        ({"records": [blank(at) for at in range(4)]}, [],
+         [("first_token_blank", {"answers": 4, "of": 4, "ttft_s": 0.001, "text_s": 0.5})]),
+        ({"records": [blank(at, sent_s=1000.0) for at in range(4)]}, [], []),
+        ({"records": four(output_tokens=500, reasoning_tokens=489, asked_tokens=None, fixed_length=False, textless=0)},
+         [], [("reasoning_hidden", {"answers": 1, "tokens": 489}), ("reasoning_share", {})]),
         ({"records": four(output_tokens=None, bad_fields=[BadField("usage.prompt_tokens", "zero", "0")])}, [],
          [("value_zero", {"field": "usage.prompt_tokens", "requests": 1}), ("tokens_unknown", {})]),
         ({"records": four(asked_tokens=10, output_tokens=None, finish="length")},

@@ -34,7 +34,7 @@ from harness.report.elements import LIMITED, Bullet, Paragraph, with_names
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.report.words import load_names
-from harness.scenario import Load, Prompts, Scenario, Server, Stage, Sweep, SweepRow
+from harness.scenario import Load, Scenario, Server, Stage, Sweep, SweepRow
 from harness.scenario.plan import expand_stages
 from tests.support.made_runs import scenario, write_made_run
 
@@ -398,20 +398,18 @@ def latencies_of(of: Summary) -> list[dict[str, str]]:
 
 
 def test_what_one_user_sees() -> None:
-    """Decode speed, and the prompt tokens that no cache had until the first token."""
+    """Decode speed, and the speed of prompts where it is known."""
 
-    def shown(prompts: Prompts, tpot: Distribution = FEW, **values: Any) -> list[str]:
-        of = replace(numbers(1.0, MANY), tpot=tpot, prompt_tokens=2500, **values)
-        scenario = replace(run().scenario, prompts=prompts)
-        (line,) = table_lines(replace(summary(), rows=[row("one", of)]), replace(run(), scenario=scenario))
+    def shown(tpot: Distribution, prefill_tok_s: float | None) -> list[str]:
+        one = replace(row("one", replace(numbers(1.0, MANY), tpot=tpot)), prefill_tok_s=prefill_tok_s)
+        (line,) = table_lines(replace(summary(), rows=[one]), run())
         columns = table_columns(summary(), [line])
         return [column.show(line) for column in columns if column.key in ("user_rate", "prefill")]
 
-    assert shown(Prompts()) == ["20 (n = 5)", "2,000"], "1 / 50 ms; 100 tokens in 50 ms"
-    assert shown(Prompts(), MANY) == ["19.12", "2,000"]
-    assert shown(Prompts(system_tokens=50)) == ["20 (n = 5)"], "the cache may have had it"
-    assert shown(Prompts(system_tokens=50), cached_tokens=1250) == ["20 (n = 5)", "1,000"]
-    assert shown(Prompts(), NO_SAMPLE, ttft=NO_SAMPLE) == []
+    assert shown(FEW, 2000.0) == ["20 (n = 5)", "2,000"], "1 / 50 ms"
+    assert shown(MANY, 2000.0) == ["19.12", "2,000"]
+    assert shown(FEW, None) == ["20 (n = 5)"]
+    assert shown(NO_SAMPLE, None) == []
 
 
 def test_a_percentile_that_no_row_has_is_replaced_by_a_lower_one_or_the_mean() -> None:
