@@ -32,14 +32,13 @@ def quick_page(report: QuickReport) -> list[Element]:
 
 def _lead(report: QuickReport) -> str:
     most = report.users[-1]
-    if report.one_user_tok_s is None and report.notes:
-        return "No speed: the times of the tokens are not known."
     first = report.users[0] if report.users else None
     if report.one_user_tok_s is None:
         whole = None if first is None else first.answer_tok_s
         if whole is None:
             return "No speed: no answer came in pieces."
-        return f"{figures(whole)} tok/s for one user over the whole answer: it came in too few pieces for more"
+        why = "the times of its tokens are not known" if report.notes else "it came in too few pieces for more"
+        return f"{figures(whole)} tok/s for one user over the whole answer: {why}"
     together = "" if most.tok_s is None else f", {figures(most.tok_s)} tok/s for {most.users} users together"
     return f"{figures(report.one_user_tok_s)} tok/s for one user{together}"
 
