@@ -20,44 +20,53 @@ from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
 from harness.base.summary import CellSummary, Reason, Row, because, sentence
 from harness.base.units import figures, percent
-from harness.records.records import CUT
 from harness.records.run_data import CellData
 from harness.records.run_data import load as load_run_data
 from harness.scenario import Load, max_concurrency
 
 COVERAGE = 0.90  # of the intervals
 TREND_ALPHA = 0.01  # of the test for a trend
-MAX_TREND = 0.10  # change of the rate over the measured time; with a larger one there is no prediction
-MIN_BLOCKS, MAX_BLOCKS = 10, 20  # of the measured time; a block is at least two p95 latencies long
+MAX_TREND = 0.10  # change of the rate over the measured time; with a larger one there is no interval
+MIN_WAVES = 10  # a wave is one request per concurrency slot; with fewer in a repeat there is no interval
+MIN_COUNTED_WAVES = 4  # that the rate counts: failed requests may leave few
+END_WAVES = 0.25  # bias of the rate: a part of a wave may be counted at one end and not at the other
+MIN_BLOCKS, MAX_BLOCKS = 10, 20  # of a repeat, for the test for a trend
+BLOCK_WAVES = 2  # at least, in a block
+MAX_FACTOR = 4.0  # an interval that is wider either way is not known
+NOTED_DIFFERENCE = 0.01  # between the plan's rate and the report's
 ASSUMED_RUN_SD = 0.05  # of the logarithm of the rate between runs, where it is unknown
 _USERS_OF_ITEMS = ("batch", "chat", "rag")  # one request of these is one item
 
 
 class Prediction(Struct, frozen=True, kw_only=True):
-    """A value with its 90 % interval."""
+    """A value with its 90 % interval; None: the interval is not known."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     def times(self, factor: float) -> "Prediction":
-        return Prediction(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+        low, high = (None if bound is None else bound * factor for bound in (self.low, self.high))
+        return Prediction(value=self.value * factor, low=low, high=high)
 
 
 class RowForecast(Struct, frozen=True, kw_only=True):
-    """The prediction of one row. Energy and cost are None where no power was measured."""
+    """The prediction of one row. Energy and cost are None where no energy was measured."""
 
     server: str
     load: str
     repeats: int
-    items_per_s: float
+    items_per_s: float  # under full load
+    requests_per_s: float | None = None  # as the report has it: over the wall time, or the measured time
     start_s: float
-    tail_s: float
+    tail_s: float  # besides start and items / rate: the server fills, and drains
     time_s: Prediction
+    no_interval: Reason | None = None  # why the interval is not known
+    requests_needed: int | None = None  # in each repeat, for an interval; None: more requests do not help
     energy_kwh: Prediction | None = None
     cost: Prediction | None = None
     deadline: Literal["met", "missed", "inconclusive"] | None = None
-    machines: int | None = None  # number that meets the deadline by the upper bound; None: none does, or no deadline
+    machines: int | None = None  # number that meets the deadline by the upper bound; None: none does, or not known
     notes: list[Reason] = []
 
     @property
@@ -66,7 +75,7 @@ class RowForecast(Struct, frozen=True, kw_only=True):
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
-    """The predictions of all rows, the fastest row first."""
+    """The predictions of all rows: first those that meet the deadline, of these and of the others the fastest first."""
 
     run: str
     machine: str
@@ -103,12 +112,10 @@ def forecast(
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], dict[str, Reason]()
     for row in summary.rows:
-        load = run.scenario.loads.get(row.load)
-        of_row = [cells[name] for name in row.cells]
+        load, of_row = run.scenario.loads.get(row.load), [cells[name] for name in row.cells]
         found = _refusal_of_row(row, load, of_row, items)
         if found is None and load is not None:
-            work = [cell_progress(data.cells[name], load) if name in data.cells else None for name in row.cells]
-            found = _forecast_row(row, of_row, work, items)
+            found = _forecast_row(row, load, of_row, [data.cells.get(name) for name in row.cells], items)
         if isinstance(found, RowForecast):
             rows.append(_with_cost_and_deadline(found, deadline_s, price_per_kwh))
         elif found is not None:
@@ -128,7 +135,7 @@ def forecast(
         items=items,
         deadline_s=deadline_s,
         price_per_kwh=price_per_kwh,
-        rows=sorted(rows, key=lambda row: row.time_s.value),
+        rows=sorted(rows, key=lambda row: (row.deadline != "met", row.time_s.value)),
         refused=refused,
         assumptions=_assumptions(has_power, package),
     )
@@ -146,7 +153,7 @@ def _assumptions(has_power: bool, package: bool) -> list[Reason]:
         because("plan_steady", "the measured rate holds for the whole job; its warm-up takes no extra time"),
         because("plan_power", f"energy and cost are of {power} alone, not of the whole machine at the wall")
         if has_power
-        else because("plan_no_power", "no power was measured, so energy and cost are not known"),
+        else because("plan_no_power", "no energy was measured, so energy and cost are not known"),
     ]
 
 
@@ -158,70 +165,88 @@ def read_price(given: str) -> float:
     return float(match[1])
 
 
-class CellProgress(NamedTuple):
-    """The measured time of one cell in equal blocks. A request counts in each block by the share of its time in it."""
+class CellWork(NamedTuple):
+    """What a server completed in one cell, and how fast it was under full load."""
 
-    window_s: float
-    sums: Array  # three rows: items, their prompt tokens and their output tokens in each block; NaN: not reported
-    needed_s: float  # measured time that MIN_BLOCKS need; with less there is one block
-    tail_s: float  # after the measured time, until the last request ended
+    rate: float  # items a second
+    done: int  # items completed in the wall time; also those of a warm-up that ran into it
+    wall_s: float  # from the first measured request to the last answer
+    waves: float  # of measured requests
+    counted_waves: float  # of items that the rate counts
+    # Three rows: seconds, prompt tokens and output tokens an item, of equal numbers of items. NaN: not reported
+    blocks: Array
 
     @property
-    def blocks(self) -> int:
-        return int(self.sums.shape[1])
+    def is_enough(self) -> bool:
+        return self.waves >= MIN_WAVES and self.counted_waves >= MIN_COUNTED_WAVES
 
     @property
-    def rate(self) -> float:
-        return float(self.sums[0].sum()) / self.window_s
+    def tail_s(self) -> float:
+        return max(0.0, self.wall_s - self.done / self.rate)
 
     def variance(self) -> float:
         """Of the logarithm of the rate, from the scatter of the blocks."""
-        items = self.sums[0]
-        return float(items.var(ddof=1)) / float(items.mean()) ** 2 / self.blocks
+        times = self.blocks[0]
+        return float(times.var(ddof=1)) / float(times.mean()) ** 2 / len(times)
 
 
-def cell_progress(cell: CellData, load: Load) -> CellProgress | None:
-    """Divide a cell's measured time into blocks. It lasts from the first request until the last one is sent.
+def cell_work(cell: CellData, slots: int) -> CellWork | None:
+    """Return what a cell with so many concurrency slots completed; None without an answer.
 
-    In the tail after it fewer and fewer requests run. None: fewer than two requests, or no measured time.
+    The rate counts the items completed between the mean time of the first `slots` completions under full load and that
+    of the last ones before the last send. One completion is no mark: a server completes many requests at once, and
+    whether such a group is just in or just out would change the rate by as much as a wave.
     """
-    measured, good = cell.rows.where(cell.rows.measured), cell.rows.where(cell.rows.good)
-    if len(good) < 2:
+    rows = cell.rows
+    measured, good = rows.where(rows.measured), rows.where(rows.good)
+    if not len(measured) or not len(good):
         return None
-    sent, ended = good.sent_s, good.sent_s + np.maximum(good.ended_s, 1e-6)
-    start, last = float(measured.sent_s.min()), float(ended.max())
-    # Bursts of a single user have no tail, since each burst waits for all of its answers.
-    end = last if load_kind(load) == "bursts" and load.users == 1 else float(measured.sent_s.max())
-    end = float(measured.sent_s[measured.error.is_in(*CUT)].min(initial=end))
-    if end <= start:
+    ended_s = good.sent_s + good.ended_s
+    order = np.argsort(ended_s, kind="stable")
+    sent_s, ended_s = np.sort(measured.sent_s), ended_s[order]
+    done, wall_s = int((ended_s > sent_s[0]).sum()), float(ended_s[-1] - sent_s[0])
+    if not done or wall_s <= 0:
         return None
-    block_s = 2 * float(np.quantile(ended - sent, 0.95))
-    blocks = min(MAX_BLOCKS, int((end - start) / block_s))
-    edges = np.linspace(start, end, (blocks if blocks >= MIN_BLOCKS else 1) + 1)
-    weights = np.array([np.ones(len(sent)), good.prompt_tokens, good.output_tokens])
-    done = np.array([weights @ np.clip((edge - sent) / (ended - sent), 0, 1) for edge in edges])
-    rate = (done[-1, 0] - done[0, 0]) / (end - start)
-    if not rate > 0:
-        return None
-    tail_s = max(0.0, last - end - (len(sent) - done[-1, 0]) / rate)
-    return CellProgress(end - start, np.diff(done, axis=0).T, MIN_BLOCKS * block_s, tail_s)
+    completed = np.array([ended_s - sent_s[0], good.prompt_tokens[order].cumsum(), good.output_tokens[order].cumsum()])
+    is_full = (ended_s > sent_s[min(slots, len(sent_s)) - 1]) & (ended_s <= sent_s[-1])
+    smooth = _smooth(completed[:, is_full], slots)
+    counted = max(0, smooth.shape[1] - 1)
+    span_s = float(smooth[0, -1] - smooth[0, 0]) if counted else 0.0
+    waves, counted_waves = len(measured) / slots, counted / slots
+    if counted < slots or span_s <= 0:  # nearly all of it is start and end: the best known rate is the report's
+        return CellWork(done / wall_s, done, wall_s, waves, 0.0, np.empty((3, 0)))
+    edges = np.linspace(0, counted, _block_count(counted_waves) + 1).round().astype(int)
+    blocks = np.diff(smooth[:, edges]) / np.diff(edges)
+    return CellWork(counted / span_s, done, wall_s, waves, counted_waves, blocks)
 
 
-def rate_trend(work: Sequence[CellProgress]) -> float | None:
+def _smooth(values: Array, width: int) -> Array:
+    """The mean of each `width` neighbouring columns; no column where there are fewer."""
+    if values.shape[1] < width:
+        return np.empty((len(values), 0))
+    sums = np.pad(values.cumsum(axis=1), ((0, 0), (1, 0)))
+    means: Array = (sums[:, width:] - sums[:, :-width]) / width
+    return means
+
+
+def _block_count(waves: float) -> int:
+    return max(1, min(MAX_BLOCKS, int(waves / BLOCK_WAVES)))
+
+
+def rate_trend(work: Sequence[CellWork]) -> float | None:
     """The relative change of the rate over the measured time, all repeats together; 0 where the test finds none.
 
     The mean lengths of each block are also in the regression, so that different lengths do not look like a trend, or
-    hide one. None: no request made progress during a block.
+    hide one. None: too few blocks.
     """
+    if any(of_cell.blocks.shape[1] < MIN_BLOCKS for of_cell in work):
+        return None
     times, columns = [], []
-    for progress in work:
-        items = progress.sums[0]
-        if not items.all():
-            return None
-        places = (np.arange(progress.blocks) + 0.5) / progress.blocks - 0.5
-        means = progress.sums[1:] / items
-        times.append(1 / items / (1 / items).mean() - 1)
-        columns.append(np.vstack([places, means - means.mean(axis=1, keepdims=True)]))
+    for of_cell in work:
+        seconds, lengths = of_cell.blocks[0], of_cell.blocks[1:]
+        places = (np.arange(len(seconds)) + 0.5) / len(seconds) - 0.5
+        times.append(seconds / seconds.mean() - 1)
+        columns.append(np.vstack([places, lengths - lengths.mean(axis=1, keepdims=True)]))
     relative_times, regressors = np.concatenate(times), np.concatenate(columns, axis=1).T
     varies = [bool(abs(column).max() > 1e-6) for column in regressors.T]  # False for NaN
     regressors = regressors[:, varies]
@@ -234,7 +259,7 @@ def rate_trend(work: Sequence[CellProgress]) -> float | None:
     return math.expm1(-slope) if abs(slope) > stats.t_quantile(1 - TREND_ALPHA / 2, freedom) * error else 0.0
 
 
-def half_interval(values: Sequence[float], work: Sequence[CellProgress]) -> float:
+def half_interval(values: Sequence[float], work: Sequence[CellWork]) -> float:
     """Half the width of the 90 % interval of the logarithm of a new run's value, given the values of the repeats.
 
     A new run is taken to vary like a repeat, although a longer one varies less. Of a single repeat the variation
@@ -244,31 +269,27 @@ def half_interval(values: Sequence[float], work: Sequence[CellProgress]) -> floa
         error = math.sqrt(stats.var_log(values) * (1 + 1 / len(values)))
         return stats.t_quantile((1 + COVERAGE) / 2, len(values) - 1) * error
     error = math.sqrt(2 * (ASSUMED_RUN_SD**2 + work[0].variance()))
-    return stats.t_quantile((1 + COVERAGE) / 2, work[0].blocks - 1) * error
+    return stats.t_quantile((1 + COVERAGE) / 2, work[0].blocks.shape[1] - 1) * error
 
 
 def _refusal_of_row(row: Row, load: Load | None, cells: Sequence[CellSummary], items: int) -> Reason | None:
-    """Why the rate of a row does not predict work on so many items; None where it does."""
+    """Why nothing is known of the time for so many items from this row; None where something is."""
     if row.invalid is not None:
         return because("plan_invalid", f"a cell of it is not valid ({sentence(row.invalid)})", why=row.invalid)
-    if load is None or row.definitions or row.missing:
-        return because("plan_no_records", "imported: there are no records of its requests")
-    if load.user not in _USERS_OF_ITEMS:
+    if any(cell.mix or cell.stage for cell in cells):
+        return because("plan_mixed", "it is part of a mix or a stage; measure the load alone")
+    is_import = load is None or load.user == "imported"
+    if load is not None and not is_import and load.user not in _USERS_OF_ITEMS:
         return because(
             "plan_not_items",
             f"a request of user `{load.user}` is not one item; measure a batch load",
             user=load.user,
         )
-    if load_kind(load) not in ("closed loop", "bursts"):
-        return because(
-            "plan_open_loop",
-            "a schedule decides its rate, not the machine; measure a load without arrivals or trace",
-        )
-    if any(cell.mix or cell.stage for cell in cells):
-        return because("plan_mixed", "it is part of a mix or a stage; measure the load alone")
-    if {"wall", "output_tok_s", "requests_per_s"} & set(row.client_limited):
-        return because("plan_client_limited", "the load generator was the limit of its rate")
-    if items < (concurrency := max_concurrency(load)):
+    if not row.pooled.requests_per_s:
+        if is_import:
+            return because("plan_no_records", "imported: there are no records of its requests")
+        return because("plan_too_short", "too few requests to measure a rate; run more requests")
+    if load is not None and not is_import and items < (concurrency := max_concurrency(load)):
         return because(
             "plan_too_few_items",
             f"its rate is that of {concurrency:,} items at once, and {items:,} are fewer",
@@ -279,92 +300,164 @@ def _refusal_of_row(row: Row, load: Load | None, cells: Sequence[CellSummary], i
 
 
 def _forecast_row(
-    row: Row, cells: Sequence[CellSummary], work: Sequence[CellProgress | None], items: int
+    row: Row, load: Load, cells: Sequence[CellSummary], data: Sequence[CellData | None], items: int
 ) -> RowForecast | Reason:
-    repeats = [progress for progress in work if progress is not None]
+    slots, start_s = max_concurrency(load), statistics.median([cell.ready_s or 0.0 for cell in cells])
+    if (reason := _rate_of_another(load)) is not None:
+        return _by_rate_alone(row, reason, start_s, items)
+    work = [cell_work(cell, slots) if cell is not None else None for cell in data]
+    repeats = [of_cell for of_cell in work if of_cell is not None]
     if not repeats or len(repeats) < len(work):
         return because("plan_too_short", "too few requests to measure a rate; run more requests")
-    trend = _checked_trend(repeats)
-    if isinstance(trend, Reason):
-        return trend
-    notes = [_note_on_repeats(len(repeats))]
-    if trend is None:
-        notes.insert(0, because("plan_no_blocks", "the measured time is too short to see a trend"))
-    elif trend:
-        change = f"its rate {_changed(trend)} during the measured time"
-        notes.insert(0, because("plan_widened", f"{change}; the interval is wider by as much", change=trend))
-    rates = [progress.rate for progress in repeats]
-    rate = math.exp(stats.mean_log(rates))
-    start_s = statistics.median([cell.ready_s or 0.0 for cell in cells])
-    tail_s = statistics.fmean(progress.tail_s for progress in repeats)
-    energy, widening = None, abs(trend or 0.0)
-    watts = [cell.machine_load.power_mean_w for cell in cells if cell.machine_load and cell.machine_load.power_mean_w]
-    if len(watts) == len(rates):
-        item_joules = [power / item_rate for power, item_rate in zip(watts, rates, strict=True)]
-        joules = items * math.exp(stats.mean_log(item_joules))
-        fixed_joules = (start_s + tail_s) * statistics.fmean(watts)
-        half_width = half_interval(item_joules, repeats) + widening
-        energy = _make_prediction(fixed_joules, joules, half_width).times(1 / 3.6e6)
+    rate = math.exp(stats.mean_log([of_cell.rate for of_cell in repeats]))
+    times_s = [start_s + of_cell.tail_s + items / of_cell.rate for of_cell in repeats]
+    trend, needed = rate_trend(repeats), _requests_needed(repeats, slots)
+    reason = _why_no_interval(row, load, trend, needed, round(min(of_cell.waves for of_cell in repeats) * slots), rate)
+    widening = abs(trend or 0.0) + statistics.fmean(
+        END_WAVES / of_cell.counted_waves * abs(items - of_cell.done) / of_cell.rate / time_s if needed is None else 0.0
+        for of_cell, time_s in zip(repeats, times_s, strict=True)
+    )
+    time_s = _make_prediction(times_s, repeats, widening if reason is None else None)
+    if reason is None and time_s.high is None:
+        text = (
+            f"the interval would be wider than a factor of {MAX_FACTOR:g} either way; measure longer, or run 5 repeats"
+        )
+        reason = because("plan_wide", text, max_factor=MAX_FACTOR)
+    energy = None
+    watts = [power for cell in cells if (power := _mean_power_w(cell)) is not None]
+    if len(watts) == len(times_s):
+        joules = [power * time for power, time in zip(watts, times_s, strict=True)]
+        energy = _make_prediction(joules, repeats, widening if reason is None else None).times(1 / 3.6e6)
     return RowForecast(
         server=row.server,
         load=row.load,
-        repeats=len(rates),
+        repeats=len(repeats),
         items_per_s=rate,
+        requests_per_s=row.pooled.requests_per_s,
         start_s=start_s,
-        tail_s=tail_s,
-        time_s=_make_prediction(start_s + tail_s, items / rate, half_interval(rates, repeats) + widening),
+        tail_s=statistics.fmean(of_cell.tail_s for of_cell in repeats),
+        time_s=time_s,
+        no_interval=reason,
+        requests_needed=needed,
         energy_kwh=energy,
-        notes=notes,
+        notes=[*([] if reason else _notes_on_interval(trend, len(repeats))), *_notes_on_rate(row, cells, rate)],
     )
 
 
-def _checked_trend(repeats: Sequence[CellProgress]) -> float | None | Reason:
-    """The trend of a row, or why it allows no prediction. None: too short to see a trend."""
-    if any(progress.blocks == 1 for progress in repeats):
-        if len(repeats) >= 3:
-            return None
-        needed_s = max(progress.needed_s for progress in repeats)
-        text = "measured for too short a time to know how the rate varies; each repeat needs "
-        text += f"{math.ceil(needed_s):,} s or more (20 times the p95 latency), or run 3 or more repeats"
-        return because("plan_too_short", text, needed_s=needed_s)
-    trend = rate_trend(repeats)
-    if trend is None:
-        return because("plan_stalled", "no request made progress during a part of the measured time")
-    if abs(trend) > MAX_TREND:
+def _rate_of_another(load: Load) -> Reason | None:
+    """Why the rate of a load says nothing about what the server could do; None where it does."""
+    if load.user == "imported":
+        text = "imported: it is not known what limited its rate; measure the load with `harness run`"
+        return because("plan_no_records", text)
+    if load_kind(load) not in ("closed loop", "bursts"):
+        text = "a schedule decides its rate, and the machine may be faster; measure a load without arrivals or trace"
+        return because("plan_open_loop", text)
+    return None
+
+
+def _by_rate_alone(row: Row, reason: Reason, start_s: float, items: int) -> RowForecast:
+    """The prediction from the report's requests/s."""
+    rate = row.pooled.requests_per_s or math.nan  # `_refusal_of_row` refused a row without one
+    return RowForecast(
+        server=row.server,
+        load=row.load,
+        repeats=len(row.cells),
+        items_per_s=rate,
+        requests_per_s=rate,
+        start_s=start_s,
+        tail_s=0.0,
+        time_s=Prediction(value=start_s + items / rate),
+        no_interval=reason,
+    )
+
+
+def _requests_needed(repeats: Sequence[CellWork], slots: int) -> int | None:
+    """How many requests each repeat needs for an interval; None where all have enough."""
+    if all(of_cell.is_enough for of_cell in repeats):
+        return None
+    if any(of_cell.waves < MIN_WAVES for of_cell in repeats):
+        return MIN_WAVES * slots
+    return round(2 * slots * max(of_cell.waves for of_cell in repeats))  # of most requests failed
+
+
+def _why_no_interval(
+    row: Row, load: Load, trend: float | None, needed: int | None, sent: int, rate: float
+) -> Reason | None:
+    """`sent`: requests of the shortest repeat."""
+    if {"wall", "output_tok_s", "requests_per_s"} & set(row.client_limited):
+        text = "the load generator was the limit of its rate, and the machine may be faster"
+        return because("plan_client_limited", text)
+    if needed is not None:
+        slots = max_concurrency(load)
+        about = "" if load.duration_s is None else f" (about {figures(needed / rate)} s)"
+        text = f"{sent:,} requests are too few, with {slots:,} in flight; each repeat needs {needed:,} or more{about}"
+        return because("plan_few_waves", text, requests=sent, in_flight=slots, needed=needed)
+    if trend is not None and abs(trend) > MAX_TREND:
         text = f"its rate {_changed(trend)} during the measured time, so no steady rate is known (heat, or too short a "
         text += "warm-up); measure longer, after `warmup: {until: steady}`"
         return because("plan_trend", text, change=trend)
-    return trend
+    return None
 
 
-def _note_on_repeats(repeats: int) -> Reason:
+def _mean_power_w(cell: CellSummary) -> float | None:
+    """None too where the report does not know the energy, such as after a gap between samples."""
+    load = cell.machine_load
+    return load.power_mean_w if load is not None and load.energy_j else None
+
+
+def _notes_on_interval(trend: float | None, repeats: int) -> list[Reason]:
+    notes = []
+    if trend is None:
+        notes.append(because("plan_no_blocks", "the measured time is too short to see a trend"))
+    elif trend:
+        change = f"its rate {_changed(trend)} during the measured time"
+        notes.append(because("plan_widened", f"{change}; the interval is wider by as much", change=trend))
     if repeats == 1:
         text = f"run-to-run variation is unknown (one repeat): a standard deviation of {percent(ASSUMED_RUN_SD, 0)} "
         text += "is assumed; "
-        return because("plan_runs_unknown", text + "`--repeats 5` measures it", sd=ASSUMED_RUN_SD)
+        return [*notes, because("plan_runs_unknown", text + "`--repeats 5` measures it", sd=ASSUMED_RUN_SD)]
     text = f"run-to-run variation is that of {repeats} repeats of one run; other days can differ more"
-    return because("plan_repeats_only", text, repeats=repeats)
+    return [*notes, because("plan_repeats_only", text, repeats=repeats)]
+
+
+def _notes_on_rate(row: Row, cells: Sequence[CellSummary], rate: float) -> list[Reason]:
+    notes, requests_per_s = [], row.pooled.requests_per_s
+    if requests_per_s and abs(math.log(rate / requests_per_s)) > NOTED_DIFFERENCE:
+        text = f"items/s is the rate under full load; the report's {figures(requests_per_s)} requests/s also counts "
+        text += "the start and the end, when fewer requests run"
+        notes.append(because("plan_full_load", text, items_per_s=rate, requests_per_s=requests_per_s))
+    if failed := row.pooled.failed:
+        text = f"{failed:,} of {row.pooled.sent:,} requests failed; the time includes sending such items again"
+        notes.append(because("plan_failed", text, failed=failed, sent=row.pooled.sent))
+    return notes + [note for cell in cells for note in cell.notes if note.code == "energy_differs"][:1]
 
 
 def _changed(change: float) -> str:
     return f"{'rose' if change > 0 else 'fell'} by {figures(100 * abs(change))} %"
 
 
-def _make_prediction(fixed: float, work: float, half_width: float) -> Prediction:
-    low, high = fixed + work * math.exp(-half_width), fixed + work * math.exp(half_width)
-    return Prediction(value=fixed + work, low=low, high=high)
+def _make_prediction(values: Sequence[float], repeats: Sequence[CellWork], widening: float | None) -> Prediction:
+    """A new run's value, given those of the repeats. `widening` of the logarithm; None: the interval is not known."""
+    value = math.exp(stats.mean_log(values))
+    half_width = math.inf if widening is None else half_interval(values, repeats) + widening
+    if half_width > math.log(MAX_FACTOR):
+        return Prediction(value=value)
+    return Prediction(value=value, low=value * math.exp(-half_width), high=value * math.exp(half_width))
 
 
 def _with_cost_and_deadline(row: RowForecast, deadline_s: float | None, price: float | None) -> RowForecast:
     cost = None if price is None or row.energy_kwh is None else row.energy_kwh.times(price)
     if deadline_s is None:
         return replace(row, cost=cost)
+    low_s, high_s = row.time_s.low, row.time_s.high
+    if low_s is None or high_s is None:
+        return replace(row, cost=cost, deadline="inconclusive")
     deadline: Literal["met", "missed", "inconclusive"] = "inconclusive"
-    if row.time_s.high <= deadline_s:
+    if high_s <= deadline_s:
         deadline = "met"
-    elif row.time_s.low > deadline_s:
+    elif low_s > deadline_s:
         deadline = "missed"
     fixed_s = row.start_s + row.tail_s  # on each machine
     left_s = deadline_s - fixed_s
-    machines = math.ceil((row.time_s.high - fixed_s) / left_s) if left_s > 0 else None
+    machines = math.ceil((high_s - fixed_s) / left_s) if left_s > 0 else None
     return replace(row, cost=cost, deadline=deadline, machines=machines)

@@ -319,6 +319,9 @@ def forecast_page(forecast: Forecast) -> list[Element]:
         for note in row.notes:
             names_by_note[sentence(note)].append(row.name)
     notes = [f"no prediction for {name}: {sentence(why)}" for name, why in forecast.refused.items()]
+    for row in forecast.rows:
+        if row.no_interval is not None:
+            notes.append(f"no interval for {row.name}: {sentence(row.no_interval)}")
     for text, names in names_by_note.items():
         rows_of = "" if len(names) == len(forecast.rows) else f"{', '.join(names)}: "
         notes.append(f"note: {rows_of}{text}")
@@ -336,14 +339,14 @@ def forecast_page(forecast: Forecast) -> list[Element]:
 
 
 def _forecast_cells(row: RowForecast) -> list[str]:
-    start, _, _ = format_prediction(Prediction(value=row.start_s, low=row.start_s, high=row.start_s))
+    start, _, _ = format_prediction(Prediction(value=row.start_s))
     time, low, high = format_prediction(row.time_s)
     return [
         row.name,
         _three_digits(row.items_per_s),
         start,
         time,
-        f"{low} to {high}",
+        NOTHING if row.no_interval else f"{low} to {high}",
         NOTHING if row.machines is None else f"{row.machines:,}",
         NOTHING if row.energy_kwh is None else _three_digits(row.energy_kwh.value),
         NOTHING if row.cost is None else factor(row.cost.value),
@@ -354,13 +357,18 @@ def forecast_headline(forecast: Forecast) -> str:
     best = forecast.rows[0]
     time, low, high = format_prediction(best.time_s)
     engine = "on the embedded engine (no real server), " if forecast.simulated else ""
-    fastest = ", the fastest measured row" if len(forecast.rows) > 1 else ""
+    is_fastest = best.time_s.value == min(row.time_s.value for row in forecast.rows)
+    fastest = ", the fastest measured row" if len(forecast.rows) > 1 and is_fastest else ""
     items = count(forecast.items, "item takes", "items take")
+    if best.no_interval is not None:
+        return f"{items} about {time} {engine}with {best.name}{fastest}; the interval is not known."
     return f"{items} {time} (90 % interval {low} to {high}) {engine}with {best.name}{fastest}."
 
 
 def deadline_sentence(row: RowForecast, deadline_s: float) -> str:
-    deadline = format_prediction(Prediction(value=deadline_s, low=deadline_s, high=deadline_s))[0]
+    deadline = format_prediction(Prediction(value=deadline_s))[0]
+    if row.no_interval is not None:
+        return f"Whether the deadline of {deadline} is met is inconclusive: {sentence(row.no_interval)}."
     verdict = {
         "met": f"The deadline of {deadline} is met",
         "missed": f"The deadline of {deadline} is not met",
@@ -376,7 +384,9 @@ def deadline_sentence(row: RowForecast, deadline_s: float) -> str:
 def format_prediction(time: Prediction) -> tuple[str, str, str]:
     """A duration and its bounds, all in the unit that fits the duration. The lower bound is without its unit."""
     size, unit = next((size, unit) for from_s, size, unit in _TIME_UNITS if time.value >= from_s)
-    value, low, high = (_three_digits(seconds / size) for seconds in (time.value, time.low, time.high))
+    value, low, high = (
+        NOTHING if seconds is None else _three_digits(seconds / size) for seconds in (time.value, time.low, time.high)
+    )
     return f"{value} {unit}", low, f"{high} {unit}"
 
 
@@ -389,5 +399,7 @@ def _three_digits(value: float) -> str:
 
 def _with_interval(predicted: Prediction, unit: str = "") -> str:
     space = f" {unit}" if unit else ""
-    value, low, high = map(_three_digits, (predicted.value, predicted.low, predicted.high))
-    return f"{value}{space} ({low} to {high}{space})"
+    value = _three_digits(predicted.value)
+    if predicted.low is None or predicted.high is None:
+        return f"about {value}{space}"
+    return f"{value}{space} ({_three_digits(predicted.low)} to {_three_digits(predicted.high)}{space})"
