@@ -22,6 +22,7 @@ from harness.base.summary import CellSummary, Reason, Row, because, sentence
 from harness.base.units import figures, percent
 from harness.records.run_data import CellData
 from harness.records.run_data import load as load_run_data
+from harness.records.table import Rows
 from harness.scenario import Load, max_concurrency
 
 COVERAGE = 0.90  # of the intervals
@@ -103,7 +104,8 @@ def forecast(
     data = load_run_data(folder)
     run, summary = data.run, summarize_data(data).summary
     reason = next((reason for reason in summary.reasons if reason.cell is None), None)  # about the whole run
-    if run.status not in ("valid", "invalid") or reason is not None:
+    is_complete = run.origin is not None or run.status in ("valid", "invalid")
+    if not is_complete or reason is not None:
         why = f"its status is {run.status}" if reason is None else sentence(reason)
         raise RunError(
             f"{run.id}: no prediction from a run that is not complete: {why}",
@@ -115,7 +117,7 @@ def forecast(
         load, of_row = run.scenario.loads.get(row.load), [cells[name] for name in row.cells]
         found = _refusal_of_row(row, load, of_row, items)
         if found is None and load is not None:
-            found = _forecast_row(row, load, of_row, [data.cells.get(name) for name in row.cells], items)
+            found = forecast_row(row, load, of_row, [data.cells.get(name) for name in row.cells], items)
         if isinstance(found, RowForecast):
             rows.append(_with_cost_and_deadline(found, deadline_s, price_per_kwh))
         elif found is not None:
@@ -173,8 +175,7 @@ class CellWork(NamedTuple):
     wall_s: float  # from the first measured request to the last answer
     waves: float  # of measured requests
     counted_waves: float  # of items that the rate counts
-    # Three rows: seconds, prompt tokens and output tokens an item, of equal numbers of items. NaN: not reported
-    blocks: Array
+    blocks: Array  # of equal time; three rows: seconds, prompt tokens and output tokens an item. NaN: not reported
 
     @property
     def is_enough(self) -> bool:
@@ -201,36 +202,36 @@ def cell_work(cell: CellData, slots: int) -> CellWork | None:
     measured, good = rows.where(rows.measured), rows.where(rows.good)
     if not len(measured) or not len(good):
         return None
-    ended_s = good.sent_s + good.ended_s
-    order = np.argsort(ended_s, kind="stable")
-    sent_s, ended_s = np.sort(measured.sent_s), ended_s[order]
+    sent_s, ended_s = np.sort(measured.sent_s), np.sort(good.sent_s + good.ended_s)
     done, wall_s = int((ended_s > sent_s[0]).sum()), float(ended_s[-1] - sent_s[0])
     if not done or wall_s <= 0:
         return None
-    completed = np.array([ended_s - sent_s[0], good.prompt_tokens[order].cumsum(), good.output_tokens[order].cumsum()])
     is_full = (ended_s > sent_s[min(slots, len(sent_s)) - 1]) & (ended_s <= sent_s[-1])
-    smooth = _smooth(completed[:, is_full], slots)
-    counted = max(0, smooth.shape[1] - 1)
-    span_s = float(smooth[0, -1] - smooth[0, 0]) if counted else 0.0
+    counted, first_s, last_s = _ends(ended_s[is_full], slots)
     waves, counted_waves = len(measured) / slots, counted / slots
-    if counted < slots or span_s <= 0:  # nearly all of it is start and end: the best known rate is the report's
+    if counted < slots or last_s <= first_s:  # nearly all of it is start and end: the best known rate is the report's
         return CellWork(done / wall_s, done, wall_s, waves, 0.0, np.empty((3, 0)))
-    edges = np.linspace(0, counted, _block_count(counted_waves) + 1).round().astype(int)
-    blocks = np.diff(smooth[:, edges]) / np.diff(edges)
-    return CellWork(counted / span_s, done, wall_s, waves, counted_waves, blocks)
+    count = max(1, min(MAX_BLOCKS, int(counted_waves / BLOCK_WAVES)))
+    blocks = _divide(good, np.linspace(first_s, last_s, count + 1))
+    return CellWork(counted / (last_s - first_s), done, wall_s, waves, counted_waves, blocks)
 
 
-def _smooth(values: Array, width: int) -> Array:
-    """The mean of each `width` neighbouring columns; no column where there are fewer."""
-    if values.shape[1] < width:
-        return np.empty((len(values), 0))
-    sums = np.pad(values.cumsum(axis=1), ((0, 0), (1, 0)))
-    means: Array = (sums[:, width:] - sums[:, :-width]) / width
-    return means
+def _ends(ended_s: Array, slots: int) -> tuple[int, float, float]:
+    """The mean times of the first and the last wave of completions, and the items completed in between."""
+    if len(ended_s) <= slots:
+        return 0, math.nan, math.nan
+    return len(ended_s) - slots, float(ended_s[:slots].mean()), float(ended_s[-slots:].mean())
 
 
-def _block_count(waves: float) -> int:
-    return max(1, min(MAX_BLOCKS, int(waves / BLOCK_WAVES)))
+def _divide(good: Rows, edges_s: Array) -> Array:
+    """The blocks of `CellWork`. A request counts in each block by the share of its time in it."""
+    took_s = np.maximum(good.ended_s, 1e-6)
+    weights = np.array([np.ones(len(good)), good.prompt_tokens, good.output_tokens])
+    done = np.array([weights @ np.clip((edge - good.sent_s) / took_s, 0, 1) for edge in edges_s])
+    sums = np.diff(done, axis=0).T
+    items = np.where(sums[0] > 0, sums[0], np.nan)
+    blocks: Array = np.vstack([np.diff(edges_s) / items, sums[1:] / items])
+    return blocks
 
 
 def rate_trend(work: Sequence[CellWork]) -> float | None:
@@ -239,7 +240,7 @@ def rate_trend(work: Sequence[CellWork]) -> float | None:
     The mean lengths of each block are also in the regression, so that different lengths do not look like a trend, or
     hide one. None: too few blocks.
     """
-    if any(of_cell.blocks.shape[1] < MIN_BLOCKS for of_cell in work):
+    if any(of_cell.blocks.shape[1] < MIN_BLOCKS or np.isnan(of_cell.blocks[0]).any() for of_cell in work):
         return None
     times, columns = [], []
     for of_cell in work:
@@ -287,7 +288,7 @@ def _refusal_of_row(row: Row, load: Load | None, cells: Sequence[CellSummary], i
         )
     if not row.pooled.requests_per_s:
         if is_import:
-            return because("plan_no_records", "imported: there are no records of its requests")
+            return because("plan_no_records", "imported: the file has no rate of its requests")
         return because("plan_too_short", "too few requests to measure a rate; run more requests")
     if load is not None and not is_import and items < (concurrency := max_concurrency(load)):
         return because(
@@ -299,7 +300,7 @@ def _refusal_of_row(row: Row, load: Load | None, cells: Sequence[CellSummary], i
     return None
 
 
-def _forecast_row(
+def forecast_row(
     row: Row, load: Load, cells: Sequence[CellSummary], data: Sequence[CellData | None], items: int
 ) -> RowForecast | Reason:
     slots, start_s = max_concurrency(load), statistics.median([cell.ready_s or 0.0 for cell in cells])
@@ -423,8 +424,8 @@ def _notes_on_interval(trend: float | None, repeats: int) -> list[Reason]:
 def _notes_on_rate(row: Row, cells: Sequence[CellSummary], rate: float) -> list[Reason]:
     notes, requests_per_s = [], row.pooled.requests_per_s
     if requests_per_s and abs(math.log(rate / requests_per_s)) > NOTED_DIFFERENCE:
-        text = f"items/s is the rate under full load; the report's {figures(requests_per_s)} requests/s also counts "
-        text += "the start and the end, when fewer requests run"
+        text = "items/s is counted under full load, from the first wave of answers to the last before the last send; "
+        text += f"the report's {figures(requests_per_s)} requests/s is over the whole measured time"
         notes.append(because("plan_full_load", text, items_per_s=rate, requests_per_s=requests_per_s))
     if failed := row.pooled.failed:
         text = f"{failed:,} of {row.pooled.sent:,} requests failed; the time includes sending such items again"
