@@ -216,7 +216,8 @@ def plan(
 ) -> None:
     """Predict time, energy and cost of N items on the machine of a finished run, each with a 90 % interval.
 
-    With --deadline exit code 4 when the fastest row misses it, and 5 when the deadline is inside the interval.
+    With --deadline exit code 0 when a row meets it, else 4 when the fastest row misses it, and 5 when the deadline is
+    inside its interval or no interval is known, as with too few requests.
     """
     from harness.analysis.forecast import forecast, read_price
     from harness.base.units import read_duration

@@ -357,6 +357,7 @@ def test_a_schedule_says_nothing_of_the_machine(tmp_path: Path, kind: str) -> No
         assert row.no_interval is not None
         assert (row.no_interval.code, row.deadline) == ("plan_open_loop", "inconclusive")
         assert row.items_per_s == row.requests_per_s
+    assert [why.code for why in found.refused.values()] == (["plan_invalid"] if kind == "open-loop" else [])
 
 
 def test_an_imported_rate_is_a_number_without_an_interval(tmp_path: Path) -> None:
