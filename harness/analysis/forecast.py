@@ -303,6 +303,7 @@ def _refusal_of_row(row: Row, load: Load | None, cells: Sequence[CellSummary], i
 def forecast_row(
     row: Row, load: Load, cells: Sequence[CellSummary], data: Sequence[CellData | None], items: int
 ) -> RowForecast | Reason:
+    """Predict the time for so many items from the requests of a row, or return why it allows no prediction."""
     slots, start_s = max_concurrency(load), statistics.median([cell.ready_s or 0.0 for cell in cells])
     if (reason := _rate_of_another(load)) is not None:
         return _by_rate_alone(row, reason, start_s, items)
@@ -314,21 +315,16 @@ def forecast_row(
     times_s = [start_s + of_cell.tail_s + items / of_cell.rate for of_cell in repeats]
     trend, needed = rate_trend(repeats), _requests_needed(repeats, slots)
     reason = _why_no_interval(row, load, trend, needed, round(min(of_cell.waves for of_cell in repeats) * slots), rate)
-    widening = abs(trend or 0.0) + statistics.fmean(
-        END_WAVES / of_cell.counted_waves * abs(items - of_cell.done) / of_cell.rate / time_s if needed is None else 0.0
-        for of_cell, time_s in zip(repeats, times_s, strict=True)
-    )
-    time_s = _make_prediction(times_s, repeats, widening if reason is None else None)
+    widening = None if reason else abs(trend or 0.0) + _bias(repeats, times_s, items)
+    time_s = _make_prediction(times_s, repeats, widening)
     if reason is None and time_s.high is None:
-        text = (
-            f"the interval would be wider than a factor of {MAX_FACTOR:g} either way; measure longer, or run 5 repeats"
-        )
-        reason = because("plan_wide", text, max_factor=MAX_FACTOR)
+        text = f"the interval is wider than a factor of {MAX_FACTOR:g} either way; measure longer, or run 5 repeats"
+        reason, widening = because("plan_wide", text, max_factor=MAX_FACTOR), None
     energy = None
     watts = [power for cell in cells if (power := _mean_power_w(cell)) is not None]
     if len(watts) == len(times_s):
         joules = [power * time for power, time in zip(watts, times_s, strict=True)]
-        energy = _make_prediction(joules, repeats, widening if reason is None else None).times(1 / 3.6e6)
+        energy = _make_prediction(joules, repeats, widening).times(1 / 3.6e6)
     return RowForecast(
         server=row.server,
         load=row.load,
@@ -342,6 +338,14 @@ def forecast_row(
         requests_needed=needed,
         energy_kwh=energy,
         notes=[*([] if reason else _notes_on_interval(trend, len(repeats))), *_notes_on_rate(row, cells, rate)],
+    )
+
+
+def _bias(repeats: Sequence[CellWork], times_s: Sequence[float], items: int) -> float:
+    """By how much the ends of the rate may change the logarithm of the time; 0 for as many items as were measured."""
+    return statistics.fmean(
+        END_WAVES / of_cell.counted_waves * abs(items - of_cell.done) / of_cell.rate / time_s
+        for of_cell, time_s in zip(repeats, times_s, strict=True)
     )
 
 

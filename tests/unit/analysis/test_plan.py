@@ -392,6 +392,13 @@ def test_a_slower_row_that_surely_meets_the_deadline_comes_first(tmp_path: Path)
     assert "fastest" not in forecast_headline(between)
 
 
+def test_repeats_that_differ_too_much_have_no_interval(tmp_path: Path) -> None:
+    write_run_of(tmp_path / "run", server_of(runs_sd=0.7), repeats=2, power_w=100.0)
+    row = only_row(plan(tmp_path / "run", 20_000))
+    assert (row.no_interval.code, row.requests_needed) == ("plan_wide", None)
+    assert row.time_s.low is row.time_s.high is row.energy_kwh.low is None
+
+
 def test_energy_that_the_report_does_not_know_is_not_predicted(tmp_path: Path) -> None:
     write_run_of(tmp_path / "run", server_of(), power_w=100.0)
     samples = (tmp_path / "run" / "telemetry.jsonl").read_text().splitlines(keepends=True)
