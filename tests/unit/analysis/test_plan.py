@@ -95,7 +95,7 @@ def write_run_of(
     def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
         made = []
         for index, (sent, ended, prompt, output) in enumerate(machines[cell.server].run(load.requests or 600, lengths)):
-            took, chunks = ended - sent, [(ended - sent) * share for share in (0.3, 1.0)]
+            took, chunks = ended - sent, [(ended - sent) * share for share in (0.3, 0.6, 1.0)]
             made.append(
                 request(
                     id=f"{cell.id}-{index}", cell=cell.id, load=cell.load, process=process, index=index,
@@ -134,7 +134,7 @@ def write_batched_run(
             request(
                 id=f"{cell.id}-{number}", cell=cell.id, load=cell.load, process=process,
                 index=number - warmup if measured else -1 - number, phase="measured" if measured else "warmup",
-                sent_s=start_s + sent, ended_s=took, chunks_s=[took / 2, took] if good else [],
+                sent_s=start_s + sent, ended_s=took, chunks_s=[took / 2, 0.75 * took, took] if good else [],
                 first_visible_s=took / 2 if good else None, headers_s=took / 10, asked_tokens=None, fixed_length=False,
                 prompt_tokens=int(prompt) if good else None, output_tokens=int(output) if good else None,
                 finish="stop" if good else None, status=200 if good else 500, error=None if good else "http",
