@@ -307,6 +307,13 @@ def failed_setting_notes(rows: Iterable[Row]) -> list[Reason]:
     return list(notes.values())
 
 
+def answer_notes(rows: Iterable[Row]) -> Iterator[Reason]:
+    """A note on each row whose answers to questions with a known answer say nothing about the model."""
+    for row in rows:
+        if row.pooled.answers is not None and (doubt := row.pooled.answers.doubt) is not None:
+            yield replace(doubt, text=f"{row.name}: {doubt.text}")
+
+
 def token_counter_notes(cells: Sequence[CellSummary]) -> Iterator[Reason]:
     """A note on cells whose tokens were not checked against the server's counter, which does not distinguish stages."""
     unchecked = sum(cell.stage is not None or cell.server_load.generated_tokens is None for cell in cells)

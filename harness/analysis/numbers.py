@@ -16,7 +16,7 @@ from harness.analysis.latencies import (
     pool_distributions,
     token_shares_between,
 )
-from harness.analysis.same_answers import answers_by_question, changed_share, cut_share
+from harness.analysis.same_answers import answers_by_question, answers_doubt, changed_share, cut_share
 from harness.analysis.schedule import pool_schedules
 from harness.analysis.slo_rule import LatencySample
 from harness.base.summary import Answers, Bundle, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
@@ -263,6 +263,7 @@ def answer_quality(good: Sequence[Rows]) -> Answers | None:
         right_share=right / labelled if labelled else None,
         changed_share=changed_share(asked),
         cut_share=cut_share(asked) if asked else None,
+        doubt=answers_doubt(asked),
     )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
-from harness.base.summary import ANSWER_MARGIN, POWER, SameAnswers
+from harness.base.summary import ANSWER_MARGIN, POWER, Reason, SameAnswers, because
+from harness.base.units import percent
 from harness.records import run_data
 from harness.records.run_data import RunData
 from harness.records.table import Floats, Rows
@@ -20,6 +22,9 @@ from harness.scenario.plan import baseline_of
 
 _Z = 1.959964  # of 95 % intervals
 MAX_CUT = 0.05  # of a side's answers that max_tokens may cut: what is cut is neither right nor wrong
+MIN_RIGHT = 0.30  # of the better side: below it the questions say nothing about the model
+MAX_FLIPS = 0.5  # of the answers: beyond it two servers do not answer the same, however many are right
+_CHOSEN = 3  # questions for each different right answer, from which on it is a choice that can be guessed
 _MAX_NEEDED = 1_000_000
 
 
@@ -81,14 +86,13 @@ def compare_answers(side: Answered, base: Answered, names: tuple[str, str], load
     gained = sum(max(0.0, own - other) for own, other in known)
     low, high = paired_interval(np.array([own - other for own, other in known]))
     difference = (gained - lost) / len(known)
-    return SameAnswers(
+    result = SameAnswers(
         side=names[0],
         baseline=names[1],
         load=load,
         questions=len(common),
         differ=float(differ.mean()),
         noise=(changed_share(side), changed_share(base)),
-        **_flips(differ[twice] - noises.mean(axis=0)) if twice else {},
         right=(sum(own for own, _ in known) / len(known), sum(other for _, other in known) / len(known)),
         lost=lost,
         gained=gained,
@@ -96,14 +100,75 @@ def compare_answers(side: Answered, base: Answered, names: tuple[str, str], load
         low=low,
         high=high,
         cut=cut,
-        word="inconclusive" if cut > MAX_CUT else answers_word(low, high),
+        word=interval_word(low, high),
         needed=_needed(known, difference),
     )
+    if twice:
+        result = replace(result, **_flips(differ[twice] - noises.mean(axis=0)))
+    better = side if difference > 0 else base
+    reason = _why_unknown(result, answers_doubt({one: better[one] for one in common}))
+    return result if reason is None else replace(result, word="inconclusive", reason=reason)
 
 
-def answers_word(low: float, high: float) -> Literal["same", "worse", "inconclusive"]:
-    """The word by the 95 % interval of the difference in right answers."""
+def interval_word(low: float, high: float) -> Literal["same", "worse", "inconclusive"]:
+    """The word by the 95 % interval of the difference in right answers alone."""
     return "same" if low > -ANSWER_MARGIN else "worse" if high < -ANSWER_MARGIN else "inconclusive"
+
+
+def _why_unknown(found: SameAnswers, doubt: Reason | None) -> Reason | None:
+    """Why the word of the interval is no answer; None: it is one. `doubt`: of the side with more right answers.
+
+    A build that falls from 90 % to 2 % right is worse: `worse` needs a baseline that does not guess, and no more.
+    """
+    if found.cut > MAX_CUT:
+        return _cut_reason(found.cut)
+    if doubt is not None and (found.word != "worse" or doubt.code == "answers_guessed"):
+        return doubt
+    differ = found.differ if found.flips is None else found.flips
+    if found.word == "same" and differ > MAX_FLIPS:
+        how = "differ (ask each question twice: their noise is not known)" if found.flips is None else "flip"
+        text = f"{percent(differ, 1)} of the answers {how}: another model, or another chat template?"
+        return because("answers_flip", text, differ=differ)
+    if found.word == "inconclusive":
+        more = found.needed is not None and found.needed > found.questions
+        text = f"about {found.needed:,} questions would decide" if more else "more questions would decide"
+        return because("answers_few", text, needed=found.needed)
+    return None
+
+
+def answers_doubt(answers: Answered) -> Reason | None:
+    """Why the answers of a server say nothing about its model; None: they do.
+
+    Guessing has 1 / choices of the questions right. The choices are the different answers that were right, at least
+    two: with free answers they are so many that guessing has next to none.
+    """
+    rights = [share for found in answers.values() if (share := _right_share(found)) is not None]
+    if not rights:
+        return None
+    if (cut := cut_share(answers)) > MAX_CUT:
+        return _cut_reason(cut)
+    right, n = sum(rights) / len(rights), len(rights)
+    choices = max(2, len({one.digest for found in answers.values() for one in found if one.right}))
+    guess = 1 / choices if n >= _CHOSEN * choices else 0.0
+    is_guessing = right - guess <= _Z * math.sqrt(guess * (1 - guess) / n)
+    if right >= MIN_RIGHT and not is_guessing:
+        return None
+    text = f"{percent(right, 1)} are right"
+    if right >= MIN_RIGHT:
+        text += f", and guessing one of {choices} answers has {percent(guess, 1)}"
+    digests = Counter(one.digest for found in answers.values() for one in found)
+    alike = digests.most_common(1)[0][1] / digests.total()
+    if alike > MAX_FLIPS:
+        text += f", and {percent(alike, 1)} of the answers are one and the same"
+    text += ": wrong chat template, refusals, or a model too small?"
+    if is_guessing:
+        return because("answers_guessed", text, right=right, guess=guess, alike=alike)
+    return because("answers_wrong", text, right=right, alike=alike)
+
+
+def _cut_reason(cut: float) -> Reason:
+    text = f"{percent(cut, 1)} of the answers of one server were cut, so they say little: raise output_tokens"
+    return because("answers_cut", text, cut=cut)
 
 
 def cut_share(answers: Answered) -> float:

@@ -119,6 +119,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
             *comparable.start_notes(run),
             *notes.host_cpu_notes(measured, (mark for found in data.marks.values() for mark in found)),
             *(note for cell in measured for note in cell.notes),
+            *notes.answer_notes(rows),
             *notes.token_counter_notes(measured),
             *notes.budget_notes(run),
         ],

@@ -131,6 +131,7 @@ class Answers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # answers to one question the two differ. None: none was asked again.
     changed_share: float | None = None
     cut_share: float | None = None  # of the answers to such questions, by max_tokens: neither right nor wrong
+    doubt: Reason | None = None  # why the answers to such questions say nothing about the model
 
 
 class SameAnswers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -153,6 +154,7 @@ class SameAnswers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     high: float
     cut: float = 0.0  # share of the answers of the side with more of them that max_tokens cut; above 5 %: inconclusive
     word: Literal["same", "worse", "inconclusive"]  # same: at most ANSWER_MARGIN less right answers
+    reason: Reason | None = None  # of "inconclusive": why
     needed: int | None = None  # about so many questions would decide it
 
 

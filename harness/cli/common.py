@@ -135,7 +135,7 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
 
 if TYPE_CHECKING:
     from harness.analysis.capacity import CapacityReport
-    from harness.base.summary import CheckResult, Summary
+    from harness.base.summary import CheckResult, SameAnswers, Summary
     from harness.report.elements import Element
     from harness.run.experiment import Target
 
@@ -454,6 +454,13 @@ def exit_after_run(summary: "Summary", *, provisional: bool = False) -> None:
     if summary.valid is False:
         raise typer.Exit(ExitCode.INVALID)
     exit_after_checks(summary.checks, provisional=provisional)
+    exit_after_answers(summary.same_answers)
+
+
+def exit_after_answers(found: "Sequence[SameAnswers]") -> None:
+    """Exit with the code for answers of which nothing is known; that one server answers worse is the run's result."""
+    if any(answers.word == "inconclusive" for answers in found):
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
 def exit_after_checks(checks: "Sequence[CheckResult]", *, provisional: bool = False) -> None:

@@ -134,8 +134,9 @@ def compare(
     manifests. Of runs that cannot be compared, it shows all differences.
 
     Exit code 4 when a side is slower than the baseline, its answers are worse, or a check failed; 5 when a check is
-    inconclusive. A provisional "slower" counts with --provisional, or when its whole interval is beyond 25 %. With
-    --history 4 when the run is slower than its history and the shift exceeds the machine's own variation.
+    inconclusive, or whether the answers are the same. A provisional "slower" counts with --provisional, or when its
+    whole interval is beyond 25 %. With --history 4 when the run is slower than its history and the shift exceeds the
+    machine's own variation.
     """
     from harness.analysis.compare import compare_runs, group_by_machine
     from harness.records.manifest import UnlikeError, read_run
@@ -167,6 +168,7 @@ def compare(
     if worse or any(verdict.fails == "yes" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
     cli.exit_after_checks(comparison.checks)
+    cli.exit_after_answers(comparison.same_answers)
 
 
 def _print_all_differences(folders: list[Path], output: str) -> None:

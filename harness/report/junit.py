@@ -19,10 +19,11 @@ from msgspec.structs import replace
 from harness.analysis.history import History
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
-from harness.base.summary import CheckResult, Comparison, Difference, Summary, Verdict, evidence, sentence
+from harness.base.summary import CheckResult, Comparison, Difference, SameAnswers, Summary, Verdict, evidence, sentence
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.history import history_title, outcome_sentence
+from harness.report.trust import answers_sentence
 from harness.report.verdict_text import verdict_sentence
 
 NAME = "amd-llm-load"
@@ -37,7 +38,7 @@ OUTCOMES: dict[str, Outcome] = {"failed": "failure", "slower": "failure", "incon
 class Case(Struct, frozen=True, kw_only=True):
     """A test case. `kind`: the `type` of its failure, error or skip."""
 
-    group: str  # "validity", "checks", "comparison", "history"
+    group: str  # "validity", "checks", "comparison", "answers", "history"
     name: str
     outcome: Outcome = "passed"
     kind: str = ""
@@ -50,6 +51,7 @@ def render(summary: Summary, run: Run) -> str:
     cases = [_validity_case(summary, run), *map(_check_case, summary.checks)]
     if summary.comparison is not None:
         cases += _verdict_cases(summary.comparison, within=True)
+    cases += [_answers_case(found, within=True) for found in summary.same_answers]
     properties = {
         "run": run.id,
         "question": summary.question,
@@ -72,6 +74,7 @@ def comparison_xml(comparison: Comparison) -> str:
         properties["baseline" if number == 0 else f"side.{number}"] = name
     properties |= _differences(comparison.sides, comparison.differences)
     cases = [*map(_check_case, comparison.checks), *_verdict_cases(comparison, within=False)]
+    cases += [_answers_case(found, within=False) for found in comparison.same_answers]
     return _document("compare", cases, properties)
 
 
@@ -156,6 +159,14 @@ def _verdict_cases(comparison: Comparison, *, within: bool) -> list[Case]:
         )
         for verdict in comparison.verdicts
     ]
+
+
+def _answers_case(found: SameAnswers, *, within: bool) -> Case:
+    name, text = f"{found.side} against {found.baseline}: {found.load}", answers_sentence(found)
+    outcome: Outcome = "skipped" if found.word == "inconclusive" else "passed"
+    if found.word == "worse" and not within:
+        outcome = "failure"
+    return Case(group="answers", name=name, outcome=outcome, kind=found.word, message=text, evidence=text)
 
 
 def _document(

@@ -31,7 +31,8 @@ from harness.report.verdict_text import verdict_word
 _MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
 _RUN_HINT = "--explain shows them"
 _REASONS = 4  # why a run is INVALID: so many are not folded
-_SHOWN = ("setting_failed", "host_access")  # notes that are not folded: results of a sweep, and what a container may do
+# Notes that are not folded: results of a sweep, what a container may do, and answers that say nothing.
+_SHOWN = ("setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong")
 
 
 def run_page(

@@ -12,6 +12,7 @@ from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, SameAnswe
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
 from harness.report.elements import Grid, TableColumn
+from harness.report.trust import answers_word
 from harness.report.verdict_text import verdict_word
 from harness.scenario.plan import baseline_of
 
@@ -290,8 +291,9 @@ _VERDICT_COLUMNS = (
         "same_answers", "Same answers",
         "Whether the server gives as many right answers as that of the baseline to questions whose answers are known, "
         "and the difference in points. Same: at most 3 points less.",
-        "Tango’s 95 % interval of the paired difference against 3 points",
-        lambda line: line.answers and f"{line.answers.word} ({100 * line.answers.difference:+.1f})", "verdict",
+        "Tango’s 95 % interval of the paired difference against 3 points; same: with at least 30 % right on the better "
+        "side and at most half of the answers flipped; worse: with a baseline above guessing",
+        lambda line: line.answers and f"{answers_word(line.answers)} ({100 * line.answers.difference:+.1f})", "verdict",
     ),
 )  # fmt: skip
 

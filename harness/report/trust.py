@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from harness.analysis.same_answers import MAX_CUT
 from harness.base import units
-from harness.base.summary import ANSWER_MARGIN, Row, SameAnswers, Soak, Summary, Trend, TurnNumbers
+from harness.base.summary import ANSWER_MARGIN, Row, SameAnswers, Soak, Summary, Trend, TurnNumbers, sentence
 from harness.report.charts import Chart, Figure, colour, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, plain_grid
 
@@ -34,21 +33,21 @@ def points_text(found: SameAnswers) -> str:
 
 
 def answers_sentence(found: SameAnswers) -> str:
-    """The flips above the noise, the difference in right answers with its interval, and the word by the rule."""
+    """The word with the rule, or with why there is none; the flips above the noise; the right answers of both."""
     flips = f"{_percent(found.differ)} of the answers differ, and the noise is not known (ask each question twice)"
     if found.flips is not None and found.flips_low is not None and found.flips_high is not None:
         flips = f"{_percent(found.flips)} of the answers flip above the noise "
         flips += f"({_percent(found.flips_low)} to {_percent(found.flips_high)})"
     own, base = map(_percent, found.right)
-    more = ""
-    if found.cut > MAX_CUT:
-        more = f"; {_percent(found.cut)} of the answers of one side were cut: raise output_tokens"
-    elif found.word == "inconclusive" and found.needed is not None and found.needed > found.questions:
-        more = f"; about {found.needed:,} questions would decide"
+    why = RULE if found.reason is None else sentence(found.reason)
     return (
-        f"Answers of {found.side} to {found.questions:,} questions: {found.word.upper()} ({RULE}): {flips}, "
-        f"and {own} are right against {base} of {found.baseline}, {points_text(found)}{more}."
+        f"Answers of {found.side} to {found.questions:,} questions: {answers_word(found).upper()} ({why}): {flips}, "
+        f"and {own} are right against {base} of {found.baseline}, {points_text(found)}."
     )
+
+
+def answers_word(found: SameAnswers) -> str:
+    return "cannot tell" if found.word == "inconclusive" else found.word
 
 
 def row_sentence(row: Row) -> str:
@@ -61,8 +60,6 @@ def row_sentence(row: Row) -> str:
         parts.append(f"{_percent(found.right_share)} of {found.labelled:,} answers are right")
     if found.changed_share is not None:
         parts.append(f"asked again, {_percent(found.changed_share)} of the answers differ")
-    if (found.cut_share or 0.0) > MAX_CUT:
-        parts.append(f"{_percent(found.cut_share)} of the answers were cut, so they say little: raise output_tokens")
     return f"{row.name}: {'; '.join(parts)}." if parts else ""
 
 
@@ -115,7 +112,7 @@ def _answers_cells(found: SameAnswers) -> tuple[str, ...]:
         f"{found.gained:g}",
         " : ".join(map(_percent, found.right)),
         f"{_points(found.difference)} ({_points(found.low)} to {_points(found.high)})",
-        found.word,
+        answers_word(found),
     )
 
 

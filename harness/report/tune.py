@@ -135,7 +135,8 @@ def answers_text(found: SameAnswers | None) -> str:
     if found is None:
         return "whether it answers the same is not known"
     words = {"same": "it answers the same", "worse": "it answers worse"}
-    return f"{words.get(found.word, 'whether it answers the same is inconclusive')}: {points_text(found)}"
+    why = "" if found.reason is None else f" ({sentence(found.reason)})"
+    return f"{words.get(found.word, 'whether it answers the same is inconclusive')}: {points_text(found)}{why}"
 
 
 def _ratio(ratio: float | None, low: float | None, high: float | None) -> str:

@@ -3,30 +3,35 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from typer import Exit
 
 from harness.analysis.compare import compare_runs
 from harness.analysis.same_answers import (
     KnownAnswer,
-    answers_word,
+    answers_doubt,
     compare_answers,
+    interval_word,
     paired_interval,
     tango_interval,
 )
 from harness.analysis.summarize import summarize
-from harness.base.summary import SameAnswers
+from harness.base.summary import Comparison, SameAnswers
+from harness.cli.common import exit_after_answers
 from harness.records.manifest import read_run
 from harness.records.records import Request
+from harness.report import junit
 from harness.report.markdown import render
 from harness.report.page import comparison_page, run_page
-from harness.report.trust import row_sentence
 from harness.scenario import Load, Server
 from harness.scenario.behaviour import Structured, check_answer, read_answer
 from harness.scenario.plan import Cell
 from tests.support.made_runs import request, scenario, write_made_run
+from tests.support.nightly import draws, room
 
 Side = dict[int, list[KnownAnswer]]
 
@@ -80,6 +85,108 @@ def test_answers_asked_once_have_no_noise_and_cut_ones_no_verdict() -> None:
     assert compare_answers(side([["42"]]), {7: [KnownAnswer("42", True)]}, ("a", "b")) is None
 
 
+def free(texts: list[str], right: int) -> Side:
+    """Answers to questions of which each has another right answer; the first `right` are right. Asked twice."""
+    return {
+        number: [KnownAnswer(f"right {number}" if number < right else text, number < right)] * 2
+        for number, text in enumerate(texts)
+    }
+
+
+def letters(texts: list[str]) -> Side:
+    """Answers to questions with four choices, whose right ones are A, B, C, D in turn. Asked twice."""
+    return {
+        number: [KnownAnswer(text, text == "ABCD"[number % 4])] * 2 for number, text in enumerate(texts)
+    }  # fmt: skip
+
+
+REFUSAL, OTHER = ["I cannot help"] * 1000, ["I am sorry"] * 1000
+NONSENSE = [f"x{number}" for number in range(1000)]
+GUESSED = np.random.default_rng(3).choice(list("ABCD"), (2, 1000)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "word", "code"),
+    [
+        (free(REFUSAL, 0), free(OTHER, 0), "inconclusive", "answers_guessed"),
+        (free(REFUSAL, 0), free(REFUSAL, 0), "inconclusive", "answers_guessed"),  # nothing flips, and nothing is right
+        (free(NONSENSE, 3), free(REFUSAL, 0), "inconclusive", "answers_guessed"),
+        (free(REFUSAL, 290), free(OTHER, 280), "inconclusive", "answers_wrong"),
+        (free(REFUSAL, 20), free(OTHER, 900), "worse", None),  # it broke
+        (free(REFUSAL, 0), free(OTHER, 150), "worse", None),  # the baseline is weak, and does not guess
+        (free(REFUSAL, 500), free(NONSENSE, 500), "same", None),  # half of the answers flip
+        (free(REFUSAL, 499), free(NONSENSE, 499), "inconclusive", "answers_flip"),
+        (free(OTHER, 900), free(REFUSAL, 0), "inconclusive", "answers_flip"),
+        (letters(["A"] * 1000), letters(["B"] * 1000), "inconclusive", "answers_guessed"),
+        (letters(GUESSED[0]), letters(GUESSED[1]), "inconclusive", "answers_guessed"),
+        (letters(["?"] * 1000), letters(GUESSED[0]), "inconclusive", "answers_guessed"),  # 25 % are guessed
+        (letters(GUESSED[0]), letters(["A", "B", "C", "D"] * 250), "worse", None),
+    ],
+)
+def test_same_needs_right_answers_and_worse_a_baseline_that_does_not_guess(
+    own: Side, base: Side, word: str, code: str | None
+) -> None:
+    result = found(own, base)
+    assert (result.word, result.reason and result.reason.code) == (word, code)
+
+
+def test_the_cause_names_what_all_answers_have_in_common() -> None:
+    reason = found(free(REFUSAL, 0), free(OTHER, 0)).reason
+    assert reason is not None and reason.values == {"right": 0.0, "guess": 0.5, "alike": 1.0}
+    nonsense = answers_doubt(free(NONSENSE, 200))
+    assert nonsense is not None and nonsense.values == {"right": 0.2, "alike": 0.001}
+    halves = answers_doubt(side([["42"], ["7"]] * 500))
+    assert halves is not None and (halves.code, halves.values["guess"]) == ("answers_guessed", 0.5)
+
+
+@pytest.mark.parametrize("right", [1, 3, 30])
+def test_few_questions_are_no_doubt(right: int) -> None:
+    """All of a few questions right is no guess, nor are 30 of 100."""
+    assert answers_doubt(free(NONSENSE[: min(right, 100)] if right < 30 else NONSENSE[:100], right)) is None
+
+
+def drawn(random: np.random.Generator, right: float, lost: float, gained: float) -> SameAnswers:
+    """The verdict on two sides drawn anew: 1,000 questions twice, 1 % of the answers change when asked again.
+
+    Of the wrong answers of the two sides, half differ.
+    """
+    base, draw, differs = random.random(1000) < right, random.random(1000), random.random(1000) < 0.5
+    own = np.where(base, draw >= lost / right, draw < gained / (1 - right))
+    keys = random.integers(0, 400, 1000).tolist()
+    sides = []
+    for place, rights in enumerate((own, base)):
+        again = rights[:, None] != (random.random((1000, 2)) < 0.01)
+        sides.append(
+            {
+                number: [
+                    KnownAnswer(f"r{keys[number]}" if one else f"w{number}-{place * differs[number]}", bool(one))
+                    for one in again[number]
+                ]
+                for number in range(1000)
+            }
+        )
+    return found(*sides)
+
+
+@pytest.mark.parametrize(
+    ("right", "lost", "gained", "word", "share"),
+    [
+        (0.35, 0.03, 0.03, "same", 0.90),
+        (0.50, 0.03, 0.03, "same", 0.90),
+        (0.90, 0.03, 0.03, "same", 0.90),
+        (0.90, 0.07, 0.01, "worse", 0.80),
+        (0.50, 0.07, 0.01, "worse", 0.80),
+        (0.90, 0.88, 0.00, "worse", 1.00),
+        (0.20, 0.03, 0.03, "inconclusive", 1.00),
+    ],
+)
+def test_the_words_of_the_method_page(right: float, lost: float, gained: float, word: str, share: float) -> None:
+    random, count = np.random.default_rng(1), draws(100)
+    seen = Counter(drawn(random, right, lost, gained).word for _ in range(count))
+    assert seen[word] >= (share - room(share, count)) * count, seen
+    assert word == "inconclusive" or not seen["worse" if word == "same" else "same"]
+
+
 def words(lost: float, gained: float, noise: float, trials: int, n: int = 1000) -> Counter[str]:
     """Verdicts on a side with so much less right answers, `gained` - `lost` of all questions, asked twice.
 
@@ -93,7 +200,7 @@ def words(lost: float, gained: float, noise: float, trials: int, n: int = 1000) 
         base, draw = random.random(n) < 0.8, random.random(n)
         own = np.where(base, draw >= lost / 0.8, draw < gained / 0.2)
         rights = [(side[:, None] != (random.random((n, 2)) < noise)).mean(axis=1) for side in (own, base)]
-        seen[answers_word(*paired_interval(rights[0] - rights[1]))] += 1
+        seen[interval_word(*paired_interval(rights[0] - rights[1]))] += 1
     return seen
 
 
@@ -200,6 +307,31 @@ def test_the_answer_of_one_server_says_that_its_answers_were_cut(tmp_path: Path)
 
     one = replace(KNOWN, servers={"a": Server(template="vllm-cpu")})
     write_made_run(tmp_path / "one", made_of=one, requests=cut)
-    (row,) = summarize(tmp_path / "one").rows
+    summary = summarize(tmp_path / "one")
+    (row,) = summary.rows
     assert row.pooled.answers is not None and row.pooled.answers.cut_share == 1.0
-    assert "100.0 % of the answers were cut" in row_sentence(row)
+    assert [(note.code, note.values) for note in summary.notes if note.code.startswith("answers")] == [
+        ("answers_cut", {"cut": 1.0})
+    ]
+
+
+def test_a_single_run_without_right_answers_says_so(tmp_path: Path) -> None:
+    one = replace(KNOWN, servers={"a": Server(template="vllm-cpu")})
+    write_made_run(tmp_path / "one", made_of=one, requests=asked({"a": 1000}))
+    summary = summarize(tmp_path / "one")
+    (note,) = (note for note in summary.notes if note.code.startswith("answers"))
+    assert (note.code, note.values["right"], note.values["alike"]) == ("answers_guessed", 0.0, 1.0)
+    assert note.text in render(run_page(summary, read_run(tmp_path / "one")))
+    write_made_run(tmp_path / "other", made_of=one, requests=asked({"a": 50}))
+    assert not [note for note in summarize(tmp_path / "other").notes if note.code.startswith("answers")]
+
+
+def test_answers_without_a_verdict_are_skipped_in_junit_and_have_exit_code_5() -> None:
+    unknown, worse = found(free(REFUSAL, 0), free(OTHER, 0)), found(free(REFUSAL, 0), free(OTHER, 900))
+    made: dict[str, Any] = {"metric": None, "comparisons": 0, "noise_floor": 0.02, "noise_source": [], "verdicts": []}
+    page = junit.comparison_xml(Comparison(**made, same_answers=[unknown, worse]))
+    assert (page.count("<skipped"), page.count("<failure")) == (1, 1)
+    with pytest.raises(Exit) as ended:
+        exit_after_answers([unknown])
+    assert ended.value.exit_code == 5
+    exit_after_answers([worse])  # within a run it is the result; `compare` fails
