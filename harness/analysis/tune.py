@@ -41,6 +41,7 @@ TOGETHER = 0.15  # standard deviation of what settings do only together, as a sh
 EXPECTED_SD, EXPECTED_FREEDOM = 0.015, 4  # of the logarithm of equal starts, until the reference shows more
 MIN_BLOCKS, MAX_BLOCKS = 3, 10
 LEAST_BLOCKS = 2  # of a proof that the budget cuts
+SLACK = 0.25  # of a block, by which those may end after the budget: a start takes now more, now less
 
 
 class Setting(Struct, frozen=True, kw_only=True):
@@ -352,6 +353,11 @@ def predict(search: Search, trials: Sequence[Trial], at: Candidates) -> tuple[Fl
 
 def best_settings(search: Search, trials: Sequence[Trial], number: int = 1) -> list[dict[str, Any]]:
     """The tried settings that are expected to bring the most, the reference left out; none if none brings MARGIN."""
+    return [settings for settings, gain in _by_gain(search, trials) if gain > math.log1p(MARGIN)][:number]
+
+
+def _by_gain(search: Search, trials: Sequence[Trial]) -> list[tuple[dict[str, Any], float]]:
+    """The tried settings that have a result, with their expected gain, the best first; the reference is left out."""
     base = reference(trials)
     tried: list[dict[str, Any]] = []
     for trial in trials:
@@ -360,8 +366,7 @@ def best_settings(search: Search, trials: Sequence[Trial], number: int = 1) -> l
     if not tried:
         return []
     mean, _ = predict(search, trials, search.array([Trial(settings=one) for one in tried]))
-    order = np.argsort(-mean, kind="stable")[:number]
-    return [tried[place] for place in order if mean[place] > math.log1p(MARGIN)]
+    return [(tried[place], float(mean[place])) for place in np.argsort(-mean, kind="stable")]
 
 
 def next_start(
@@ -505,7 +510,7 @@ def _most_promising(search: Search, trials: Sequence[Trial]) -> Proposal | Reaso
     z = (mean - best) / error
     improvement = chance * error * (z * ndtr(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
     hope = float((chance * ndtr((mean - best - math.log1p(MARGIN)) / error)).max())
-    if hope < HOPE:
+    if hope < HOPE and _by_gain(search, trials):  # the proof needs another side
         text = f"no untried setting has a chance of {short_percent(HOPE)} to bring {short_percent(MARGIN)} more"
         return because("tune_no_hope", text, chance=hope)
     at = tuple(left[int(np.argmax(improvement))].tolist())
@@ -527,7 +532,7 @@ class TuneAnswer(Struct, frozen=True, kw_only=True):
 
     verdict: TuneWord
     settings: dict[str, Any] = {}  # of "set" and "inconclusive": the better ones
-    ratio: float | None = None  # None: nothing was worth a proof
+    ratio: float | None = None  # None: nothing was proven
     low: float | None = None
     high: float | None = None
     needed: int | None = None  # of "inconclusive": blocks that would decide it; None: too many
@@ -550,9 +555,11 @@ def sides_to_prove(search: Search, trials: Sequence[Trial]) -> list[dict[str, An
     """Two settings, the more important one first: the best, and those that change least among the ones about as good.
 
     Where the best change least, they and the second best. Where both may change the answers, one gives way to the best
-    that does not.
+    that does not. Where nothing beats the default, the best of the others: that it brings nothing is proven, too.
     """
     best = best_settings(search, trials, len(trials))
+    if not best and not reference(trials):
+        return [settings for settings, _ in _by_gain(search, trials)][:1]
     if len(best) < 2:
         return best
     mean, _ = predict(search, trials, search.array([Trial(settings=one) for one in best]))
@@ -581,7 +588,8 @@ def plan_proof(search: Search, trials: Sequence[Trial], left_s: float) -> ProofP
     base = reference(trials)
     if base is None or not (sides := sides_to_prove(search, trials)) and not base:
         return None
-    blocks = block_count(search, trials, sides[0]) if sides else MIN_BLOCKS
+    is_better = bool(best_settings(search, trials))
+    blocks = block_count(search, trials, sides[0]) if is_better else MIN_BLOCKS
 
     def block_s() -> float:
         took = [[one.took_s for one in trials if one.value and one.settings == side] for side in (base, *sides)]
@@ -590,7 +598,9 @@ def plan_proof(search: Search, trials: Sequence[Trial], left_s: float) -> ProofP
     if blocks * block_s() > left_s:
         sides = sides[:1]
     missing_s = LEAST_BLOCKS * block_s() - left_s
-    return ProofPlan(sides=sides, blocks=blocks, block_s=block_s(), missing_s=max(0.0, missing_s))
+    if missing_s <= SLACK * block_s():  # the search left room for it, by what its starts took
+        missing_s = 0.0
+    return ProofPlan(sides=sides, blocks=blocks, block_s=block_s(), missing_s=missing_s)
 
 
 def decide(
@@ -603,12 +613,12 @@ def decide(
     """The answer of the proof. `base`: the results of the reference, one for each block; `sides`: settings and results.
 
     "set": one is better beyond the margin, after Holm's correction; of about equal ones the shortest. "keep":
-    none is, and none was better by more than the margin. Without sides, nothing was worth a proof: "keep".
+    none is, and none was better by more than the margin. Without sides nothing is proven: "inconclusive".
     `answers`: of each side "same", "worse", which is never chosen, or another word, with which it is not proven.
     `rooms`: of each side, as of `ComparedSides`.
     """
     if not sides:
-        return TuneAnswer(verdict="keep")
+        return TuneAnswer(verdict="inconclusive")
     pairs = [
         ComparedSides(
             side=f"settings {number}",

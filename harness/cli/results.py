@@ -49,7 +49,7 @@ def report(
     from harness.records.manifest import read_run
     from harness.report import export, html, junit, markdown, terminal, what_if
     from harness.report.page import run_page
-    from harness.report.tune import read_tune
+    from harness.report.tune_results import read_answered
     from harness.run.experiment import validate_checks
 
     base = None if baseline is None else cli.find_baseline(baseline, runs)
@@ -70,7 +70,7 @@ def report(
     counts = None if counts is None else with_findings(counts)
     if counts is not None and capacity is not None:
         counts = what_if.with_answers(counts, capacity, other_slos)
-    summary, tuned = read_summary(folder) if counts is None else counts.summary, read_tune(folder)
+    summary, tuned = read_summary(folder) if counts is None else counts.summary, read_answered(folder)
     cli.print_as(
         output,
         summary,

@@ -33,7 +33,8 @@ from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.elements import LIMITED, Chart, Element, Fold, Grid, with_names
 from harness.report.trust import same_answers_page, trust_charts, trust_tables
-from harness.report.tune import TuneReport, read_tune, tune_chart, tune_elements
+from harness.report.tune import TuneReport, tune_chart, tune_elements
+from harness.report.tune_results import read_answered
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
 # library is four times as long, and a browser spends most of the time until the charts appear on parsing it.
@@ -123,7 +124,7 @@ def render_run(folder: Path, run: Run, summary: Summary, summarized: Summarized 
     are read for them. Raises HarnessError.
     """
     data = read_chart_data(folder) if summarized is None else chart_data(summarized.data)
-    return render(summary, run, data, read_capacity(folder), read_tune(folder))
+    return render(summary, run, data, read_capacity(folder), read_answered(folder))
 
 
 def render(

@@ -20,7 +20,7 @@ from harness.records.manifest import Run
 from harness.report import words
 from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn
 from harness.report.page import run_page
-from harness.report.tune import read_tune
+from harness.report.tune_results import read_answered
 
 STYLES = {
     "faster": "green", "slower": "red", "same": "cyan", "no_difference": "cyan", "no_shift": "cyan",
@@ -38,7 +38,7 @@ _TIME_UNITS = ((5400.0, 3600.0, "h"), (90.0, 60.0, "min"), (0.0, 1.0, "s"))  # f
 
 def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
     """Print the report of a run; `explain` adds what each column means."""
-    elements = run_page(summary, run, read_capacity(folder), read_tune(folder), explain=explain)
+    elements = run_page(summary, run, read_capacity(folder), read_answered(folder), explain=explain)
     print_page(elements, console, explain=explain)
     console.print()
     page = folder / "report.html"

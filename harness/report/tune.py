@@ -53,7 +53,7 @@ class TuneReport(Struct, frozen=True, kw_only=True):
     ended: Reason | None = None  # why the search ended
     verdict: Literal["set", "keep", "inconclusive"] | None = None  # None: it is not known yet
     settings: dict[str, Any] = {}  # of "set" and "inconclusive"
-    ratio: float | None = None  # to the reference; None: nothing was worth a proof
+    ratio: float | None = None  # to the reference; None: nothing was proven
     low: float | None = None
     high: float | None = None
     needed: int | None = None  # repeats that would settle it
@@ -122,9 +122,11 @@ def answer_line(report: TuneReport) -> str:
             return f"inconclusive: {settings}: {ratio}; {answers_text(undecided[0])}"
         repeats = "" if report.needed is None else count(report.needed, "repeat")
         minutes = "" if report.more_s is None else f"{duration(report.more_s)} more"
-        settle = f"{', '.join(filter(None, [repeats, minutes])) or 'more repeats'} would settle it"
+        settle = f"{', '.join(filter(None, [repeats, minutes])) or 'a longer proof'} would settle it"
         if any(reason.code == "proof_invalid" for reason in report.reasons):
             settle = "the proof is INVALID"
+        if any(reason.code == "proof_missing" for reason in report.reasons):
+            settle = "the records of the proof are missing"
         return f"inconclusive: {settings}: {ratio}; {settle}"
     part = "search" if report.ended is None else "proof"
     return f"no answer: the {part} has not ended; `{resume_command(Path(report.folder))}` goes on"

@@ -13,8 +13,8 @@ from harness.run.running import Running
 from harness.scenario.plan import Cell, plan
 
 
-def budget_steps(seconds: float, max_repeats: int = MAX_REPEATS) -> Steps:
-    """Return the steps of a run that starts no repeat which would probably end after this time."""
+def budget_steps(seconds: float, max_repeats: int = MAX_REPEATS, min_repeats: int = 1) -> Steps:
+    """Return the steps of a run that starts no repeat which would probably end after this time, after `min_repeats`."""
     ends_s = time.monotonic() + seconds
 
     def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
@@ -22,7 +22,7 @@ def budget_steps(seconds: float, max_repeats: int = MAX_REPEATS) -> Steps:
         file.update(only=[cell.id for cell in file.manifest.cells])  # a repeat is in the plan once it starts
         for index, repeat in enumerate(_repeats(running, cells, max_repeats)):
             begun_s = time.monotonic()
-            if index and begun_s + took_s > ends_s:
+            if index >= min_repeats and begun_s + took_s > ends_s:
                 break
             left = f"{duration(max(0.0, ends_s - begun_s))} of {duration(seconds)} left"
             running.progress.line(f"Budget: {left}; repeat {repeat[0].repeat}")

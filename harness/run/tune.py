@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from harness.advice.findings import find_of_server
 from harness.analysis.capacity import load_at
@@ -19,21 +19,20 @@ from harness.analysis.same_answers import same_answers
 from harness.analysis.slo import parse_slos, scenario_slos
 from harness.analysis.summarize import Summarized, summarize_with_counts
 from harness.analysis.tune import (
+    LEAST_BLOCKS,
     Proposal,
     Search,
     Suggestion,
     Trial,
     best_settings,
-    decide,
     gains,
-    is_disturbed,
     next_start,
     plan_proof,
     reference,
     suggestions,
 )
 from harness.base.errors import HarnessError, ServerError, StartError
-from harness.base.summary import MARGIN, Reason, SameAnswers, because, sentence
+from harness.base.summary import MARGIN, Reason, because, sentence
 from harness.base.trust import open_session
 from harness.base.units import count, duration
 from harness.machine.gpus import read_gpu_memory, wait_until_free
@@ -52,6 +51,15 @@ from harness.report.tune import (
     why_text,
     write_tune,
 )
+from harness.report.tune_results import (
+    DEFAULT,
+    QUESTIONS,
+    SIDES,
+    read_answered,
+    slo_checks,
+    value_of,
+    with_answer,
+)
 from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, load_name, server_name
 from harness.run.machine_fit import check_all_gpus, resolve_auto
@@ -69,15 +77,6 @@ from harness.run.settings import (
     to_paste,
     with_settings,
 )
-from harness.run.tune_results import (
-    DEFAULT,
-    QUESTIONS,
-    proof_rooms,
-    proof_values,
-    search_reasons,
-    slo_checks,
-    value_of,
-)
 from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, asks_known, is_open_loop, wave_size
 from harness.scenario.behaviour import Structured
 from harness.scenario.plan import Cell, cell_of, grouped
@@ -89,8 +88,6 @@ from harness.workload.job import read_api_key
 
 NEED_SLOS = ("goodput", "users")
 USERS_LADDER = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the scenario's users
-SIDES = ("first", "second")
-WORDS = ("same", "inconclusive", "worse")  # of answers; where several loads have known ones, the last counts
 MIN_ANSWERS, MIN_WAVES, MIN_LOAD_S, MAX_LOAD_S = 20, 3, 10.0, 300.0  # of a load in the search; shorter ones end earlier
 PROOF_SEED = 1_000_003  # added to the scenario's seed: the proof has other prompts, lengths and arrivals
 
@@ -410,7 +407,7 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
         base = reference(trials) or {}
         text = ", or ".join(format_settings(report.spell(one)) for one in proof.sides or [base])
         progress.line(f"Proof on fresh requests, at most {count(blocks, 'block')} with a start of each: {text}")
-        within_budget, searched = budget_steps(max(0.0, left_s), blocks), report
+        within_budget, searched = budget_steps(max(0.0, left_s), blocks, LEAST_BLOCKS), report
 
         def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
             write_tune(folder, replace(searched, proof=running.id))
@@ -488,49 +485,19 @@ def finish(
 
     `sides`: to be proven. `planned`: blocks of the proof. `block_s`: about what one takes.
     """
-    base = reference(report.trials)
-    values, compared = dict[str, list[float]](), dict[str, SameAnswers]()
-    spent_s, made = time.monotonic() - began_s, None
-    invalid, reasons = list[Reason](), search_reasons(report, base, spent_s)
-    if report.proof is not None:
-        made = summarize_with_counts(runs / report.proof, slo_checks(report))
-        values = proof_values(made.summary, report, [DEFAULT, *sides])
-        invalid = [because("proof_invalid", f"the proof is INVALID: {sentence(one)}") for one in made.summary.reasons]
-        compared = {one.side: one for one in sorted(made.summary.same_answers, key=lambda one: WORDS.index(one.word))}
-        reasons += [*invalid, *(one for row in made.summary.rows if (one := row.failed) is not None)]
-    in_proof = [name for name in sides if len(values.get(name, [])) > 1] if values.get(DEFAULT) else []
-    proven = [(sides[name], values[name]) for name in in_proof]
-    answers = [compared.get(name) for name in in_proof] if report.same_answers else []
-    words = [one.word if one else "unknown" for one in answers]
-    rooms = [] if made is None else [proof_rooms(made.summary, report.goal, name) for name in in_proof]
-    answer = decide(report.goal, values.get(DEFAULT, []), proven, words, rooms)
-    is_untried = all(start.settings == base or is_disturbed(start) for start in report.trials)
-    is_unproven = bool(sides or base) and not values.get(DEFAULT)
-    if base is None or is_untried or bool(invalid) or is_unproven or bool(sides and not proven):
-        nearest = dict(next(iter(sides.values()), base or {}))
-        needed = None if invalid else answer.needed
-        answer = replace(answer, verdict="inconclusive", settings=answer.settings or nearest, needed=needed)
-    elif answer.verdict == "keep" and base:  # the default does not start
-        answer = replace(answer, verdict="set", settings=base, ratio=None, low=None, high=None)
-    blocks, more_s = len(values.get(DEFAULT, [])), 0.0
-    if answer.verdict == "inconclusive":
-        missing_s = block_s * (max(planned, answer.needed or 0) - blocks)
+    report = replace(report, spent_s=time.monotonic() - began_s)
+    report = with_answer(report, runs, next(iter(sides.values()), None))
+    more_s = 0.0
+    if report.verdict == "inconclusive":
+        missing_s = block_s * (max(planned, report.needed or 0) - report.blocks)
         if not report.proof and not sides and report.ended is not None and report.ended.code == "tune_budget":
             missing_s = report.ended.values["needed_s"]
-        more_s = max(0.0, missing_s - max(0.0, report.budget_s - spent_s))
-    report = replace(
-        report,
-        **asdict(replace(answer, settings=report.spell(answer.settings))),
-        sides=[report.spell(settings) for settings, _ in proven],
-        answers=answers,
-        reference=report.spell(base or {}),
-        blocks=blocks,
-        starts=len(report.trials) + sum(map(len, values.values())),
-        reasons=reasons,
-        spent_s=spent_s,
-        more_s=more_s or None,
-        paste=pasted(read_run(folder).scenario, report.server, answer.settings) if answer.verdict == "set" else {},
-    )
+        more_s = max(0.0, missing_s - max(0.0, report.budget_s - report.spent_s))
+    paste = {}
+    if report.verdict == "set":
+        chosen = next(one.settings for one in report.trials if report.spell(one.settings) == report.settings)
+        paste = pasted(read_run(folder).scenario, report.server, chosen)
+    report = replace(report, more_s=more_s or None, paste=paste)
     write_tune(folder, report)
     write_results(folder, read_run(folder))
     return report
@@ -549,9 +516,7 @@ def resume_tune(
 
     `budget_s`: of all parts together, with which also goes on what the earlier budget ended.
     """
-    report = read_tune(folder)
-    if report is None:
-        raise HarnessError(f"{folder}: not a run of `harness tune`", next_step="`harness run --resume` is for others.")
+    report = _read_to_resume(folder)
     began_s = time.monotonic() - report.spent_s
     if budget_s is not None:
         report = with_budget(report, budget_s)
@@ -568,6 +533,16 @@ def resume_tune(
     write_tune(folder, report)
     with restored(experiment, progress), _with_resume_advice(lambda: folder, progress):
         return prove(folder, experiment, runs, progress, began_s)
+
+
+def _read_to_resume(folder: Path) -> TuneReport:
+    """Read tune.json. An answer that the records of its proof do not give is none. Raises HarnessError."""
+    stored, report = read_tune(folder), read_answered(folder)
+    if stored is None or report is None:
+        raise HarnessError(f"{folder}: not a run of `harness tune`", next_step="`harness run --resume` is for others.")
+    if any(reason.code == "proof_missing" for reason in report.reasons):
+        return replace(report, proof=None, verdict=None)
+    return replace(report, verdict=None) if report.verdict == "inconclusive" != stored.verdict else report
 
 
 def with_budget(report: TuneReport, budget_s: float) -> TuneReport:

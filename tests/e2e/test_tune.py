@@ -132,6 +132,13 @@ def test_settings_are_proven_where_the_default_does_not_start_and_nothing_is_bet
     assert (done.code, report.sides, report.blocks) == (0, [], 3), done.out + done.err
     assert report.proof is not None and read_run(tmp_path / "runs" / report.proof).status == "valid"
     assert (report.verdict, report.settings, report.ratio) == ("set", {"gpu_memory_utilization": 0.78}, None)
+    folder = tmp_path / "runs" / report.run
+    write_tune(folder, replace(report, settings={"max_num_seqs": 5}, ratio=9.0, low=8.9, high=9.1))
+    told = harness("report", report.run, "--runs", "runs", cwd=tmp_path)
+    assert told.code == 0 and "set this: gpu_memory_utilization 0.78" in told.out, told.out + told.err
+    (folder.parent / report.proof / "requests.jsonl").unlink()
+    told = harness("report", report.run, "--runs", "runs", cwd=tmp_path)
+    assert told.code == 5 and "set this" not in told.out and "9.00x" not in told.out, told.out + told.err
 
 
 @pytest.mark.nightly  # two minutes: some thirty starts, of which each takes two seconds of the processor
@@ -155,7 +162,8 @@ def test_the_default_is_kept_where_nothing_is_better(tmp_path: Path) -> None:
     alone = {"one": {"user": "batch", "batch_size": 1, "requests": 10, "output_tokens": 20}}
     done = tune(tmp_path, "--budget", "40min", loads=alone)
     assert done.code == 0 and "keep the default" in done.out, done.out + done.err
-    assert report_of(tmp_path).settings == {}
+    report = report_of(tmp_path)
+    assert (report.settings, report.proof is not None, report.blocks >= 2) == ({}, True, True)
 
 
 @pytest.mark.nightly  # two minutes: a start of each setting

@@ -19,10 +19,10 @@ from harness.analysis.tune import (
     Trial,
     TuneAnswer,
     best_settings,
-    block_count,
     decide,
     make_search,
     next_start,
+    plan_proof,
     reference,
 )
 from harness.base.files import ROOT
@@ -159,10 +159,11 @@ def tune(seed: int, draw: int = 0, *, known: bool = True) -> Tuned:
         failed = None if isinstance(cause, EngineConfig) else cause
         trials.append(Trial(settings=proposal.settings, value=result(proposal.settings), cause=failed, took_s=60))
     base = reference(trials) or {}
-    best = best_settings(search, trials, 2)
+    plan = plan_proof(search, trials, math.inf)
+    best = [] if plan is None else plan.sides
     sides = [base, *best]
     values: list[list[float]] = [[] for _ in sides]
-    answer, blocks = TuneAnswer(verdict="keep"), block_count(search, trials, best[0]) if best else 0
+    answer, blocks = TuneAnswer(verdict="inconclusive"), 0 if plan is None else plan.blocks
     for _ in range(2):  # an inconclusive proof goes on once
         for block in range(len(values[0]), blocks):
             for place in range(len(sides)) if block % 2 == 0 else reversed(range(len(sides))):
@@ -170,7 +171,7 @@ def tune(seed: int, draw: int = 0, *, known: bool = True) -> Tuned:
         answer = decide("output_tok_s", values[0], list(zip(best, values[1:], strict=True)))
         blocks = answer.needed or 0
     top = max(value for value in truth.values() if value is not None)
-    found = best[0] if best else base
+    found = next(iter(best_settings(search, trials)), base)
     recommended = (truth[search.at(answer.settings)] or 0) / (truth[search.at(base)] or 1)
     return Tuned(
         space, trials, proposal, found, answer, (truth[search.at(found)] or 0) / top,

@@ -182,7 +182,7 @@ def drawn(random: np.random.Generator, right: float, lost: float, gained: float)
 )
 def test_the_words_of_the_method_page(right: float, lost: float, gained: float, word: str, share: float) -> None:
     random, count = np.random.default_rng(1), draws(100)
-    seen = Counter(drawn(random, right, lost, gained).word for _ in range(count))
+    seen = Counter[str](drawn(random, right, lost, gained).word for _ in range(count))
     assert seen[word] >= (share - room(share, count)) * count, seen
     assert word == "inconclusive" or not seen["worse" if word == "same" else "same"]
 

@@ -206,8 +206,9 @@ def test_the_search_ends_when_nothing_promises_more() -> None:
     assert isinstance(next_start(one, [Trial(value=100.0)]), Proposal)
     found = next_start(one, [Trial(value=100.0), Trial(settings={"compiled": True}, value=90.0)])
     assert isinstance(found, Reason) and found.code == "tune_all_tried"
-    tiny = make_search([Setting(name="compiled", values=(False, True), default=False, gain=0.001, ordered=False)])
-    found = next_start(tiny, [Trial(value=100.0)])
+    tiny = make_search([Setting(name="batch", values=(1, 2, 4), default=1, gain=0.001, ordered=False)])
+    assert isinstance(next_start(tiny, [Trial(value=100.0)]), Proposal), "the proof needs another side"
+    found = next_start(tiny, [Trial(value=100.0), Trial(settings={"batch": 2}, value=99.0)])
     assert isinstance(found, Reason) and found.code == "tune_no_hope"
 
 
@@ -226,12 +227,39 @@ def test_the_proof_fits_into_the_budget() -> None:
     assert plan_proof(search(), trials, 479) == ProofPlan(sides=full.sides[:1], blocks=3, block_s=140, missing_s=0)
     short = plan_proof(search(), trials, 200)
     assert short is not None and short.missing_s == 80, "two blocks decide something"
+    late = plan_proof(search(), trials, 245)  # the search left room for it, and a start took a little longer
+    assert late is not None and late.missing_s == 0
     also = Trial(settings={"sequences": 32, "compiled": True}, value=150.5, took_s=40)
     equal = plan_proof(search(), [*trials[:2], also, replace(also, settings={"compiled": True}, value=100.0)], 400)
     assert equal is not None and equal.sides == [{"sequences": 32}], "of about equal ones, those that change least"
     assert plan_proof(search(), trials[:1], 1000) is None
     alone = plan_proof(search(), [Trial(settings={"memory": 0.6}, value=1.0, took_s=5)], 1000)
     assert alone == ProofPlan(sides=[], blocks=3, block_s=5, missing_s=0), "they replace a default that fails"
+
+
+def test_that_nothing_beats_the_default_is_proven_against_the_best_of_the_others() -> None:
+    trials = [Trial(value=100.0, took_s=100)]
+    trials += [Trial(settings={"sequences": at}, value=value, took_s=50) for at, value in ((16, 99.0), (4, 60.0))]
+    plan = plan_proof(search(), trials, 450)
+    assert plan == ProofPlan(sides=[{"sequences": 16}], blocks=3, block_s=150, missing_s=0)
+    cut = plan_proof(search(), trials, 250)
+    assert cut is not None and cut.missing_s == 50
+    others_failed = [trials[0], Trial(settings={"sequences": 16}, cause="memory")]
+    assert plan_proof(search(), others_failed, 1000) is None
+
+
+@pytest.mark.parametrize("value", [60.0, 100.0, 150.0])
+def test_the_search_leaves_room_for_the_proof(value: float) -> None:
+    """However many starts fit: as long as one more is proposed, two blocks fit after it."""
+    for starts in range(1, 30):
+        trials, left_s = [Trial(value=100.0, took_s=60)], 60.0 * (starts - 1)
+        while isinstance(step := next_start(search(), trials, budget_s=left_s), Proposal):
+            trials.append(Trial(settings=step.settings, value=value if step.settings else 100.0, took_s=60))
+            left_s -= 60
+        plan = plan_proof(search(), trials, left_s)
+        tried = any(trial.settings for trial in trials)
+        assert (plan is not None) == tried == (starts >= 6)
+        assert plan is None or not plan.missing_s
 
 
 def test_first_starts_end_with_the_budget() -> None:
@@ -261,7 +289,7 @@ def test_the_answer_of_the_proof() -> None:
     wide = decide("output_tok_s", base, [(better, [150.0, 90, 150, 90])])
     assert (wide.verdict, wide.settings) == ("inconclusive", better)
     assert wide.needed is not None and wide.needed > 4
-    assert decide("output_tok_s", base, []).verdict == "keep"
+    assert decide("output_tok_s", base, []).verdict == "inconclusive", "nothing was compared"
 
 
 def test_only_settings_that_answer_the_same_are_chosen() -> None:

@@ -36,21 +36,30 @@ from harness.report import html, markdown, terminal
 from harness.report.elements import Chart, Grid, Paragraph
 from harness.report.page import shown_summary
 from harness.report.tune import TuneReport, answer_line, history, read_tune, result_text, tune_page, write_tune
-from harness.run.experiment import Experiment, Target
-from harness.run.progress import Progress
-from harness.run.running import start_failure
-from harness.run.settings import docker_run, failure_of, to_paste
-from harness.run.tune import LoadWatch, define_tune, proof_scenario, restored, users_ladder, with_budget
-from harness.run.tune_results import (
+from harness.report.tune_results import (
     QUESTIONS,
     proof_rooms,
     proof_values,
+    read_answered,
     search_reasons,
     slo_checks,
     users_value,
     value_of,
 )
-from harness.scenario import Arrivals, Load, Scenario, Server, asks_known
+from harness.run.experiment import Experiment, Target
+from harness.run.progress import Progress
+from harness.run.running import start_failure
+from harness.run.settings import docker_run, failure_of, to_paste
+from harness.run.tune import (
+    LoadWatch,
+    _read_to_resume,
+    define_tune,
+    proof_scenario,
+    restored,
+    users_ladder,
+    with_budget,
+)
+from harness.scenario import Arrivals, Baseline, Load, Scenario, Server, Sweep, SweepRow, asks_known
 from harness.serve.compose_file import Service, parse_compose
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import RunningModel, find_other_load
@@ -261,6 +270,8 @@ def test_the_first_line_is_the_answer() -> None:
     assert answer_line(unsure) == "inconclusive: max_num_seqs 5: 1.42x (1.35 to 1.49); 8 repeats would settle it"
     invalid = replace(unsure, needed=None, reasons=[because("proof_invalid", "x")])
     assert answer_line(invalid) == "inconclusive: max_num_seqs 5: 1.42x (1.35 to 1.49); the proof is INVALID"
+    missing = replace(unsure, ratio=None, needed=None, reasons=[because("proof_missing", "x")])
+    assert answer_line(missing).endswith("1.40x in the search, not proven; the records of the proof are missing")
     only = replace(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
     assert answer_line(only) == "set this: gpu_memory_utilization 0.75: the default gave no result"
     none = TuneReport(budget_s=1, verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
@@ -424,6 +435,64 @@ def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that
     short = replace(cut, budget_s=90.0, spent_s=60.0, more_s=47.0)
     assert "--budget 3min" in markdown.render(tune_page(short)), "more than was given"
     assert "--resume" not in markdown.render(tune_page(replace(cut, more_s=None))), "more time changes nothing"
+
+
+def searched_and_proven(runs: Path, speeds: dict[str, float], **changes: Any) -> Path:
+    """A search whose tune.json says 9.00x, and the run of its proof, in which the sides have these tok/s."""
+    folder, sides = runs / "r", {"default": {}, "first": {"max_num_seqs": 5}}
+    rows = {name: SweepRow(of="one", settings=settings) for name, settings in sides.items()}
+    made = scenario(
+        servers={name: Server(template="vllm-cpu") for name in sides}, repeats=3, swept=Sweep(servers=rows),
+        baseline=Baseline(server="default", load="x"),
+    )  # fmt: skip
+    write_made_run(runs / "p", lambda cell: (44 + cell.repeat / 100) / speeds[cell.server], made_of=made)
+    folder.mkdir()
+    told: dict[str, Any] = {"ratio": 9.0, "low": 8.9, "high": 9.1, "sides": [], "verdicts": [verdict(9.0, 8.9, 9.1)]}
+    write_tune(folder, replace(FOUND, **told | {"spent_s": 60.0} | changes))
+    return folder
+
+
+def test_a_stored_answer_is_that_of_the_proofs_records(tmp_path: Path) -> None:
+    for name, speed, word, ratio in (("a", 44.0, "keep", 1.0), ("b", 66.0, "set", 1.5)):
+        (runs := tmp_path / name).mkdir()
+        report = read_answered(searched_and_proven(runs, {"default": 44.0, "first": speed}))
+        assert report is not None and (report.verdict, report.blocks, report.starts) == (word, 3, 9)
+        assert report.ratio == pytest.approx(ratio) and "9.0" not in answer_line(report)
+        assert bool(report.paste) == (word == "set"), "what is stored to paste belongs to what is stored"
+        assert [one.ratio for one in report.verdicts] == [report.ratio]
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"proof": None}, []),
+        ({"proof": "gone"}, ["proof_missing"]),
+        ({"trials": [FOUND.trials[0], replace(FOUND.trials[2], settings={"sequences": 6})]}, ["proof_missing"]),
+        ({"proof": None, "verdict": "keep", "settings": {}}, []),
+    ],
+)
+def test_a_stored_answer_without_the_records_of_its_proof_is_not_printed(
+    tmp_path: Path, changes: dict[str, Any], codes: list[str]
+) -> None:
+    folder = searched_and_proven(tmp_path, {"default": 44.0, "first": 66.0}, **changes)
+    report = read_answered(folder)
+    assert report is not None and (report.verdict, report.ratio, report.paste) == ("inconclusive", None, {})
+    assert [reason.code for reason in report.reasons] == codes
+    assert answer_line(report).startswith("inconclusive: max_num_seqs ") and "9.0" not in answer_line(report)
+    assert "1.40x in the search, not proven" in answer_line(report), "what it saw"
+    with pytest.raises(Exit) as ended:
+        exit_after_tune(report)
+    assert ended.value.exit_code == 5
+
+
+def test_an_answer_that_its_proof_does_not_give_is_searched_on(tmp_path: Path) -> None:
+    folder = searched_and_proven(tmp_path, {"default": 44.0, "first": 66.0}, proof="gone")
+    again = _read_to_resume(folder)
+    assert (again.verdict, again.proof) == (None, None)
+    write_tune(folder, replace(FOUND, proof=None, verdict="keep"))
+    assert _read_to_resume(folder).verdict is None
+    write_tune(folder, replace(FOUND, verdict="keep"))
+    assert _read_to_resume(folder).verdict == "set", "as its records say"
 
 
 def test_a_larger_budget_goes_on_with_what_the_smaller_one_ended() -> None:

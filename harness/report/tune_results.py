@@ -1,21 +1,118 @@
-"""The results of `harness tune`: of each start of the search, and of each side of the proof. Nothing runs here."""
+"""The results of `harness tune`: of each start of the search, of each side of the proof, and the answer by the proof.
+
+Nothing runs here. The answer is always derived from the records of the proof; a stored one is not printed.
+"""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from harness.analysis.slo import CapacitySlo, parse_slos
-from harness.analysis.tune import is_disturbed
+from harness.analysis.summarize import summarize_with_counts
+from harness.analysis.tune import TuneAnswer, decide, is_disturbed, reference
 from harness.analysis.verdicts import row_rooms
-from harness.base.summary import CellSummary, Reason, Summary, because, sentence
+from harness.base.summary import CellSummary, Reason, SameAnswers, Summary, because, sentence
 from harness.base.units import count, duration, percent
-from harness.report.tune import Goal, TuneReport, format_settings
+from harness.records.manifest import read_run
+from harness.report.tune import Goal, TuneReport, format_settings, read_tune
 
 DEFAULT = "default"
+SIDES = ("first", "second")  # of the proof
 QUESTIONS = "same-answers"  # the load of the proof that asks the questions of --same-answers
+WORDS = ("same", "inconclusive", "worse")  # of answers; where several loads have known ones, the last counts
+
+
+class Proof(NamedTuple):
+    """A proof by its records."""
+
+    summary: Summary
+    sides: dict[str, dict[str, Any]]  # settings by name of the side, the reference left out
+
+
+def read_answered(folder: Path) -> TuneReport | None:
+    """Read tune.json with the answer of the proof's records, whatever it says itself; None, errors: as `read_tune`.
+
+    What to paste is that of the search, where the answer is the same.
+    """
+    stored = read_tune(folder)
+    if stored is None or stored.verdict is None:
+        return stored
+    report = with_answer(stored, folder.resolve().parent)
+    is_same = (report.verdict, report.settings) == (stored.verdict, stored.settings)
+    return report if is_same else replace(report, more_s=None, paste={})
+
+
+def with_answer(report: TuneReport, runs: Path, nearest: Mapping[str, Any] | None = None) -> TuneReport:
+    """Return the report with the answer of the proof's records: inconclusive without them, with what the search saw.
+
+    `nearest`: settings to name where nothing is proven; None: those of the search with the best result.
+    """
+    base, proof = reference(report.trials), _read_proof(report, runs)
+    values, compared, reasons = dict[str, list[float]](), dict[str, SameAnswers](), list[Reason]()
+    reasons += search_reasons(report, base, report.spent_s)
+    sides = {} if proof is None else proof.sides
+    if proof is not None:
+        values = proof_values(proof.summary, report, [DEFAULT, *sides])
+        reasons += [because("proof_invalid", f"the proof is INVALID: {sentence(one)}") for one in proof.summary.reasons]
+        compared = {one.side: one for one in sorted(proof.summary.same_answers, key=lambda one: WORDS.index(one.word))}
+        reasons += [one for row in proof.summary.rows if (one := row.failed) is not None]
+    elif report.proof is not None:
+        text = f"the records of the proof, {report.proof}, are missing or of another search: its answer is not shown"
+        reasons.append(because("proof_missing", text, proof=report.proof))
+    in_proof = [name for name in sides if len(values.get(name, [])) > 1] if values.get(DEFAULT) else []
+    proven = [(sides[name], values[name]) for name in in_proof]
+    answers = [compared.get(name) for name in in_proof] if report.same_answers else []
+    words = [one.word if one else "unknown" for one in answers]
+    rooms = [] if proof is None else [proof_rooms(proof.summary, report.goal, name) for name in in_proof]
+    answer = decide(report.goal, values.get(DEFAULT, []), proven, words, rooms)
+    replaces_default = bool(base) and bool(values.get(DEFAULT)) and not sides  # the reference alone was proven
+    is_invalid = any(one.code == "proof_invalid" for one in reasons)
+    if is_invalid or not (proven or replaces_default):
+        answer = _unproven(answer, dict(nearest or _best_seen(report) or base or {}), is_invalid=is_invalid)
+    elif replaces_default or (answer.verdict == "keep" and base):  # the default does not start
+        answer = replace(answer, verdict="set", settings=base, ratio=None, low=None, high=None)
+    return replace(
+        report,
+        **asdict(replace(answer, settings=report.spell(answer.settings))),
+        sides=[report.spell(settings) for settings, _ in proven],
+        answers=answers,
+        reference=report.spell(base or {}),
+        blocks=len(values.get(DEFAULT, [])),
+        starts=len(report.trials) + sum(map(len, values.values())),
+        reasons=reasons,
+    )
+
+
+def _read_proof(report: TuneReport, runs: Path) -> Proof | None:
+    """The proof of a search; None where its records are missing, or are not of settings that this search tried."""
+    if report.proof is None or not (runs / report.proof / "requests.jsonl").exists():
+        return None
+    swept = read_run(runs / report.proof).scenario.swept
+    tried = [trial.settings for trial in report.trials if trial.value]
+    sides: dict[str, dict[str, Any]] = {}
+    for name, row in ({} if swept is None else swept.servers).items():
+        settings = next((one for one in tried if report.spell(one) == row.settings), None)
+        if settings is None:
+            return None
+        sides[name] = settings
+    if sides.pop(DEFAULT, None) != reference(report.trials):
+        return None
+    return Proof(summarize_with_counts(runs / report.proof, slo_checks(report)).summary, sides)
+
+
+def _best_seen(report: TuneReport) -> dict[str, Any] | None:
+    """The settings of the start with the highest ratio to the reference; None: only the reference gave a result."""
+    known = [(start.ratio, start.settings) for start in report.trials if start.ratio is not None]
+    return max(known, key=lambda one: one[0])[1] if known else None
+
+
+def _unproven(answer: TuneAnswer, nearest: dict[str, Any], *, is_invalid: bool) -> TuneAnswer:
+    needed = None if is_invalid else answer.needed
+    return replace(answer, verdict="inconclusive", settings=answer.settings or nearest, needed=needed)
 
 
 def slo_checks(report: TuneReport) -> list[str]:
