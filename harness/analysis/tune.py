@@ -412,8 +412,10 @@ def _why_end(search: Search, trials: Sequence[Trial], budget_s: float) -> Reason
     if best:  # noise does not give it more than half of the budget
         half = (budget_s + spent_s) / 2 / max(_start_s(trials), 1e-9)
         proof = min(3 * block_count(search, trials, best[0]), max(3.0 * MIN_BLOCKS, half))
-    if (spent := _budget_end(trials, 1 + proof, budget_s)) is not None:
-        return spent
+    spent = _budget_end(trials, 1 + proof, budget_s)
+    least = (2 * LEAST_BLOCKS - 2 * SLACK) * _start_s(trials)
+    if spent is not None and (budget_s < _start_s(trials) or (_by_gain(search, trials) and least <= budget_s)):
+        return spent  # else no proof fits, and what other settings bring is worth the time
     base, highest, since = reference(trials), 0.0, 0
     for trial, gain in zip(trials, gains(trials), strict=True):
         if trial.settings != base:
