@@ -38,6 +38,8 @@ FROM_SCHEDULE = ("ttft_sched", "e2e_sched")
 ABSENT = -1  # state of a request without such a latency
 MET, MISSED, OPEN = 1, 0, -1  # an SLO; OPEN: not known
 _CENSORED = (*CUT, "timeout")  # their latencies are at least their age
+_NOT_STARTED = ("connect", "rejected")  # errors of requests that no engine began; behind another one it may go on
+MAX_FOREIGN, MAX_FOREIGN_TOKENS = 0.02, 50  # generated tokens above the bound of ours: both must be exceeded
 
 
 def ttft(rows: Rows) -> Floats:
@@ -83,6 +85,23 @@ def starts_blank(rows: Rows) -> Bools:
     """Whether an answer began with a blank, and its text came more than MAX_BLANK_GAPS usual gaps later."""
     found: Bools = (rows.blank_gaps > MAX_BLANK_GAPS) & np.isfinite(rows.blank_gaps)
     return found
+
+
+def max_generated(rows: Rows) -> Floats:
+    """The most tokens that the server can have generated for a request; NaN: there is no bound.
+
+    A server may go on with an answer that was cut. A request that was sent twice may have been computed twice; one for
+    embeddings counts with a token for each vector, if at all.
+    """
+    asked = np.where(rows.chunks > rows.asked_tokens, np.nan, rows.asked_tokens)  # the server does not keep to it
+    cut: Floats = np.where(rows.error.is_in(*_NOT_STARTED), 0.0, np.where(np.isnan(asked), rows.vectors, asked))
+    bound: Floats = np.where(np.isnan(rows.output_tokens), cut, rows.output_tokens)
+    return bound + np.where(rows.resent, cut, 0.0)
+
+
+def foreign_tokens(generated: float, most: float) -> float:
+    """The tokens beyond what a server can have generated for us; 0 where the difference is within the tolerance."""
+    return generated - most if generated > max((1 + MAX_FOREIGN) * most, most + MAX_FOREIGN_TOKENS) else 0.0
 
 
 def _pieces(rows: Rows) -> Floats:

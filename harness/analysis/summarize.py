@@ -14,6 +14,7 @@ from harness.analysis.crossover import setting_answers
 from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import client_errors, client_limits, limited_fields, with_client_errors
 from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
+from harness.analysis.other_clients import find_other_clients
 from harness.analysis.prefill import prefill_tok_s
 from harness.analysis.same_answers import same_answers
 from harness.analysis.schedule import load_kind, schedule_kept, summarize_warmup
@@ -142,11 +143,12 @@ class _RunFacts(NamedTuple):
     imported: Mapping[str, Numbers]  # by cell, of another tool
     models: Mapping[str, str]  # by server, that most of its answers name
     finishing: Collection[str]  # servers of which an answer has a finish reason
+    clients: Mapping[str, Reason]  # by cell, see other_clients
 
 
 def _summarize_cells(data: RunData, slos: SloSets) -> list[CellSummary]:
     imported, models = read_numbers(data.folder, data.run), _usual_models(data)
-    facts = _RunFacts(data, slos, imported, models, _servers_with_finishes(data))
+    facts = _RunFacts(data, slos, imported, models, _servers_with_finishes(data), find_other_clients(data))
     sessions = notes.number_sessions(data.run)
     if not any(sessions.values()):
         sessions = {}
@@ -358,6 +360,7 @@ def _collect_evidence(facts: _RunFacts, cell: Cell) -> validity.Evidence:
         workers=run.workers,
         imported=is_import,
         shared_server=cell.mix is not None or cell.stage is not None,
+        clients=facts.clients.get(cell.id),
     )
 
 

@@ -169,6 +169,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     exit_code: int | None = None  # set if it died before it was stopped
     death: ServerDeath | None = None  # why it could not be used any more
     gateway: "ServedBy | None" = None  # in front of it, took the load
+    metrics_url: str | None = None  # of its metrics, where another address than `url` has them: `url` is a gateway's
 
 
 class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

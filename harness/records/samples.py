@@ -54,6 +54,7 @@ COUNTERS = (
 )  # fmt: skip
 _NOT_SUMMED = ("kv_usage", "started_s")  # of several engines (data parallel) the maximum
 
+MAX_IDLE_WAIT_S, IDLE_POLL_S = 10.0, 0.25  # for a server to be idle after a load
 _MAX_VALUE = 2.0**53  # a larger float cannot count
 _SAME_START_S = 0.5  # a restart takes longer
 
@@ -134,6 +135,7 @@ class Scraper:
         self.source = source
         self.cell = cell
         self.last_failure: str | None = None
+        self._in_flight = 0.0  # requests that the server ran or queued at the last sample; 0 also where it is unknown
         self._path = path
         self._interval_s = interval_s
         self._session = open_session(api_key)
@@ -149,12 +151,26 @@ class Scraper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stop()
+        if self.source is not None and kind is None:
+            self.scrape_now()
+        self._session.close()
+
+    def finish(self, say: Callable[[int], None] = lambda left: None) -> None:
+        """End the regular samples, and sample until the server is idle, at most MAX_IDLE_WAIT_S.
+
+        Some servers count the tokens of an answer when it ends. `say` is called with the requests in flight.
+        """
+        self._stop()
+        until_s = time.monotonic() + MAX_IDLE_WAIT_S
+        while self.source is not None and self.scrape_now() and self._in_flight and time.monotonic() < until_s:
+            say(round(self._in_flight))
+            time.sleep(IDLE_POLL_S)
+
+    def _stop(self) -> None:
         self._enough.set()
         if self.source is not None:
             self._thread.join()
-            if kind is None:
-                self.scrape_now()
-        self._session.close()
 
     def scrape_now(self) -> bool:
         """Append one sample. Return whether that succeeded."""
@@ -164,6 +180,7 @@ class Scraper:
             timeout_s = min(5.0, max(1.0, self._interval_s))
             values = fetch_metrics(source, session=self._session, timeout_s=timeout_s)
             append_sample(self._path, MetricsSample(wall_s, self.cell, values))
+            self._in_flight = values.get("running", 0.0) + values.get("waiting", 0.0)
         except (requests.RequestException, ValueError, OSError) as problem:
             self.last_failure = f"{type(problem).__name__}: {problem}"
             return False

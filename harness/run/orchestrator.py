@@ -316,6 +316,8 @@ def watch_server(running: Running, job: Job, endpoint: Endpoint, interval_s: flo
         Sampler(find_telemetry_files(endpoint), job.cell, folder / "telemetry.jsonl") as sampler,
     ):
         yield scraper, sampler
+        waiting = "waiting for {} that the server still works on"
+        scraper.finish(lambda left: running.progress.stage(waiting.format(count(left, "request"))))
 
 
 def prepare_generator(

@@ -26,6 +26,7 @@ from harness.base.summary import Summary, sentence
 from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Run, Startup
+from harness.report.sentences import group_reasons
 from harness.run import experiment as experiments
 from harness.run.experiment import RUNNING_SERVER, Experiment, Target
 from harness.scenario import Scenario, models_of_loads
@@ -335,7 +336,7 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
         server=ran.served_by.version,
         simulated=summary.simulated,
         valid=bool(summary.valid),
-        reasons=[sentence(reason) for reason in summary.reasons],
+        reasons=group_reasons(summary.reasons),
         one_user_tok_s=one.user_tok_s,
         prefill_tok_s=one.prefill_tok_s,
         ttft_ms=one.ttft_ms,

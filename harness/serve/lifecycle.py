@@ -447,6 +447,8 @@ def attach_to_server(
     with reported(f"the metrics and settings of {url}", on_wait):
         one_model = None if several else served.model
         own_metrics_url = metrics_url or probe.find_metrics_url(served.url, api_key, one_model)
+        if metrics_url is not None and urlsplit(metrics_url).netloc != parts.netloc:
+            served = replace(served, metrics_url=metrics_url)
         if loaded is None:
             monitor, metrics_url = None, own_metrics_url
         else:
