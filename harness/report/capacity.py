@@ -11,6 +11,7 @@ from harness.analysis.capacity import CapacityAnswer, CapacityReport, ServerCapa
 from harness.analysis.probe import MeasuredProbe
 from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
+from harness.report.sentences import group_reasons
 
 PURPOSES = {"slo": "", "knee": "knee", "drift": "drift check"}
 STATES = {
@@ -24,7 +25,11 @@ STATES = {
 
 
 def print_capacity(report: CapacityReport, summary: Summary, console: Console) -> None:
-    """Print the answers about each server, the notes on them, and a table of all probes."""
+    """Print whether the search counts, the answers about each server, the notes on them, and a table of all probes."""
+    if summary.valid is False:
+        console.print("INVALID: do not trust this answer", style="bold red")
+        for reason in group_reasons(summary.reasons):
+            console.print(f"- {reason}", style="red", highlight=False)
     if report.slos:
         console.print(f"SLOs: {', '.join(report.slos)}")
     for line in capacity_lines(report):
