@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from harness.analysis import derive
 from harness.analysis.limits import Limited, read_clock_answers
-from harness.analysis.other_clients import UNCHECKED
 from harness.analysis.prefill import blank_starts, is_first_token_blank
 from harness.analysis.validity import (
     MAX_RESENT,
@@ -85,7 +84,7 @@ def cell_notes(evidence: Evidence, limited: Sequence[Limited]) -> list[Reason]:
         *_connection_notes(evidence),
         *_answer_notes(evidence),
         *_missing_notes(evidence),
-        *([evidence.clients] if evidence.clients is not None and evidence.clients.code == UNCHECKED else []),
+        *([evidence.clients] if evidence.clients is not None and evidence.clients.code == "clients_unchecked" else []),
     ]
     return [replace(note, cell=evidence.cell) for note in notes]
 

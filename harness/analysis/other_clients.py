@@ -19,7 +19,6 @@ from harness.records.run_data import CellData, RunData
 from harness.records.samples import MetricsSample
 from harness.records.table import Floats
 
-FOUND, UNCHECKED = "other_client", "clients_unchecked"  # codes of the reasons
 PROBE_TOKENS = 1  # of the request with which the harness asks a running server before each load
 
 
@@ -55,7 +54,7 @@ def _ended_s(cell: CellData) -> Floats:
 
 
 def find_other_clients(data: RunData) -> dict[str, Reason]:
-    """Return a reason for each cell: FOUND where another client used the server, UNCHECKED where that is not known.
+    """Return a reason for each cell: `other_client`, or `clients_unchecked` where that is not known.
 
     Cells without requests, and those of which records are missing, have none.
     """
@@ -130,7 +129,7 @@ def _check(data: RunData, parts: Sequence[Part]) -> dict[str, Reason]:
         ended_s = max((span[1] for part in parts if (span := part.span_s()) is not None), default=0.0)
         why = _TOO_FEW if samples[-1].wall_s < ended_s else None
     text = f"whether another client used the server is not known: {why}"
-    return {} if why is None else dict.fromkeys(cells, because(UNCHECKED, text, why=why))
+    return {} if why is None else dict.fromkeys(cells, because("clients_unchecked", text, why=why))
 
 
 _TOO_FEW = "its metrics were not read both before the first request and after the last one"
@@ -202,7 +201,7 @@ def _reason(parts: Sequence[Part], first: MetricsSample, last: MetricsSample) ->
     text += f"this load, warm-up and the harness's own requests included. About {rate} a second are not ours. End the "
     text += "other client, or give the load a server of its own, and run it again"
     values = {"generated": generated, "max_tokens": most, "seconds": seconds, "tokens_per_s": tokens_per_s}
-    return because(FOUND, text, **values, answers_per_s=answers_per_s or None)
+    return because("other_client", text, **values, answers_per_s=answers_per_s or None)
 
 
 def _foreign_answers(parts: Sequence[Part], first: MetricsSample, last: MetricsSample, tokens: float) -> float:

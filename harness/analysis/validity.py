@@ -14,7 +14,6 @@ from harness.analysis.hang import Hang, find_hang
 from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import killed_processes, process_name, users_remedy
 from harness.analysis.numbers import generated_tokens, prompt_lengths
-from harness.analysis.other_clients import FOUND
 from harness.analysis.schedule import counts_arrivals
 from harness.base.summary import MachineLoad, Numbers, Reason, ServerLoad, WarmupResult, because
 from harness.base.units import GIB, count, gib, percent
@@ -94,7 +93,7 @@ def check_cell(evidence: Evidence) -> list[Reason]:
         *hang_reasons(evidence, invalid=True),
         *_work_reasons(evidence),
         *_count_reasons(evidence),
-        *([evidence.clients] if evidence.clients is not None and evidence.clients.code == FOUND else []),
+        *([evidence.clients] if evidence.clients is not None and evidence.clients.code == "other_client" else []),
         *throttling_reasons(evidence, invalid=True),
     ]
     return [replace(reason, cell=evidence.cell) for reason in reasons]
