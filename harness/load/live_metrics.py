@@ -36,6 +36,8 @@ TOKEN_TYPES = ("input", "output")  # as OpenTelemetry names them
 
 _BUCKET = math.log(1.0 + 2 * RESOLUTION)
 _MIN_S = 1e-6
+_MAX_COUNTS = 32  # of generated tokens that are kept: more than those of the lag of a report
+_COUNT_LAG_S = 2  # between a sample of the server and the requests of the same moment
 _SILENT_WORKER_S = 10.0  # a worker that has not reported for so long is no longer counted
 
 Histogram = dict[int, int]  # count by bucket; bucket b is from 1.02^b to 1.02^(b+1) seconds
@@ -161,11 +163,21 @@ class CounterDelta(msgspec.Struct, array_like=True):
     in_flight_of: dict[str, int] = {}  # by user class
     busy: float | None = None  # share of the last seconds in which the process ran, or waited for a core
     waiting: dict[int, dict[str, list[Request]]] = {}  # by second and user class: not counted yet
+    others: list[Request] = []  # likewise; only their tokens count: of the warm-up, and of the test before
+    # The tokens that the server can have generated at most: for requests that ended, and for those in flight.
+    max_tokens: float = 0.0  # NaN: no bound
+    requests: int = 0  # that ended
+    max_in_flight: int = 0
+
+    def pending(self) -> list[Request]:
+        """Return the requests that are not counted yet."""
+        return [*self.others, *(one for of in self.waiting.values() for requests in of.values() for one in requests)]
 
     def add(self, request: Request) -> None:
         """Keep a request until the report, which counts all of them at once."""
         failure = None if request.error in CUT else request.error
         if request.phase == "warmup":
+            self.others.append(request)
             self.warmup += 1
             self.warmup_failed += failure is not None
             return
@@ -178,6 +190,11 @@ class CounterDelta(msgspec.Struct, array_like=True):
 
     def close(self, recorder: "Recorder", slos: Sequence[Slo]) -> None:
         """Count the requests, and add the state at the time of the report."""
+        if pending := self.pending():
+            is_unbounded = any(bad.code == "above" for request in pending for bad in request.bad_fields)
+            self.max_tokens = math.nan if is_unbounded else float(derive.max_generated(rows_of(pending)).sum())
+            self.requests, self.others = len(pending), []
+        self.max_in_flight = recorder.asked_in_flight
         for second, of_classes in self.waiting.items():
             by_class = self.seconds.setdefault(second, {})
             for user_class, requests in of_classes.items():
@@ -203,7 +220,9 @@ class Observed:
         self.watched = folder is not None
         self.values: dict[str, Any] = {"server": None, "gpus": None, "host": None}
         self._files = [] if folder is None else [Samples(folder / f"{name}.jsonl") for name in ("metrics", "telemetry")]
-        self._token_count: tuple[float, float] | None = None  # time, and tokens generated until then
+        self.first_count: tuple[float, float] | None = None  # the first one of this server start
+        # Time, and tokens generated until then; the last ones.
+        self.token_counts: deque[tuple[float, float]] = deque(maxlen=_MAX_COUNTS)
         self._tok_s: float | None = None
 
     def update(self) -> None:
@@ -227,11 +246,50 @@ class Observed:
 
     def _update_rate(self, wall_s: float, tokens: float | None) -> None:
         """Update the server's token rate by a new count of generated tokens."""
-        previous, self._tok_s = self._token_count, None
+        previous, self._tok_s = self.token_counts[-1] if self.token_counts else None, None
         if tokens is not None:
             if previous is not None and wall_s > previous[0] and tokens >= previous[1]:
                 self._tok_s = (tokens - previous[1]) / (wall_s - previous[0])
-            self._token_count = (wall_s, tokens)
+            if self.first_count is None or (previous is not None and tokens < previous[1]):
+                self.first_count = (wall_s, tokens)
+                self.token_counts.clear()
+            self.token_counts.append((wall_s, tokens))
+
+
+class OtherClient:
+    """What the server generated for other clients since this process began, by the rule of `derive.foreign_tokens`.
+
+    All tests of the process are ours, also the answers with which a server goes on after a test.
+    """
+
+    def __init__(self, lag_s: int = 0) -> None:
+        """`lag_s`: reports of load processes come so late, so later counts of the server are not compared yet."""
+        self._lag_s = lag_s + _COUNT_LAG_S
+        self._max_tokens = 0.0
+        self._requests = 0
+        self._max_in_flight: dict[str, int] = {}  # by process
+
+    def add_delta(self, process: str, delta: CounterDelta) -> None:
+        self._max_tokens += delta.max_tokens
+        self._requests += delta.requests
+        self._max_in_flight[process] = delta.max_in_flight
+
+    def state(self, observed: Observed) -> Numbers | None:
+        """Return the tokens of others, and about how many tokens and answers a second; None: none, or not known."""
+        first, now_s = observed.first_count, time.time()
+        count = next((one for one in reversed(observed.token_counts) if one[0] <= now_s - self._lag_s), None)
+        if first is None or count is None or count[0] <= first[0]:
+            return None
+        tokens = derive.foreign_tokens(count[1] - first[1], self._max_tokens + sum(self._max_in_flight.values()))
+        if not tokens or math.isnan(self._max_tokens):
+            return None
+        tokens_per_s = tokens / (count[0] - first[0])
+        mean = self._max_tokens / self._requests if self._requests else 0.0
+        return {
+            "tokens": tokens,
+            "tokens_per_s": float(f"{tokens_per_s:.3g}"),
+            "answers_per_s": float(f"{tokens_per_s / mean:.3g}") if mean else None,
+        }
 
 
 class LiveNumbers:

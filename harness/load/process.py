@@ -199,6 +199,7 @@ class LoadProcess:
         )
         answer, is_cut = Answer(), False
         self.recorder.note_sending(work)
+        self.recorder.asked_in_flight += self._asked_tokens(work) or 0
         self._in_flight[id(exchange)] = exchange, work
         try:
             self._exchange(client, work, exchange)
@@ -246,6 +247,7 @@ class LoadProcess:
                 record = self._create_record(exchange, _defect_answer(error, answer.ended_s), work)
             self.recorder.add(record, work.cell_number)
         finally:
+            self.recorder.asked_in_flight -= self._asked_tokens(work) or 0
             # In any case: the end of the load waits for it.
             self.sequencer.settle(sample=_warmup_sample(exchange, work, answer), work=work)
         if on_record is not None:
@@ -262,6 +264,11 @@ class LoadProcess:
 
     def _load(self, work: Work) -> Load:
         return self.loads[work.load_number].load
+
+    def _asked_tokens(self, work: Work) -> int | None:
+        """Return the most tokens of the answer; None for embeddings."""
+        is_embedding = self._load(work).endpoint == "embeddings"
+        return None if is_embedding else self._workloads[work.load_number].output_tokens(work.question_index)
 
     def _request_id(self, work: Work) -> str:
         """Return the id of a request, unique among all runs: servers write it into their logs."""
@@ -301,7 +308,7 @@ class LoadProcess:
             resent=exchange.resent,
             connect_retries=exchange.connect_retries,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
-            asked_tokens=None if exchange.embeddings else workload.output_tokens(index),
+            asked_tokens=self._asked_tokens(work),
             fixed_length=load.output == "fixed" and not exchange.embeddings,
             asked_prompt_tokens=workload.prompt_tokens(index) if is_planned else None,
             tool_calls=None if tools is None else len(answer.calls),

@@ -171,6 +171,7 @@ class Recorder:
         self.sent = 0  # requests whose sending started
         self.recorded = 0
         self.in_flight_of: Counter[str] = Counter()  # by user class
+        self.asked_in_flight = 0  # tokens that requests without a record asked for at most
         self.watcher: Callable[[Request], None] | None = None  # called with each record of a live load
         # By stage and load: whether the warm-up found the server steady.
         self.steady: Callable[[int, int], bool | None] | None = None

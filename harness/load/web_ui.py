@@ -22,7 +22,16 @@ from prometheus_client.registry import Collector
 from harness.base.errors import HarnessError, sentence
 from harness.base.metrics import LIVE
 from harness.load import live_outputs
-from harness.load.live_metrics import ALL, RESOLUTION, WINDOW_S, CounterDelta, LiveNumbers, Observed, decode_delta
+from harness.load.live_metrics import (
+    ALL,
+    RESOLUTION,
+    WINDOW_S,
+    CounterDelta,
+    LiveNumbers,
+    Observed,
+    OtherClient,
+    decode_delta,
+)
 from harness.load.options import (
     OPTIONS,
     RUNNING_STATES,
@@ -194,7 +203,9 @@ class Live(Collector):
         self._job = job
         self._lag_s = _REPORT_LAG_S if isinstance(self._runner, MasterRunner) else 0
         self._observed = Observed(Path(job.requests_path).parent if job is not None else None)
+        self._others = OtherClient(self._lag_s)
         self._output: live_outputs.StockOutput | None = None
+        self._delta = CounterDelta()
         self.begin()
         hooks: Any = environment.events  # they have no types
         if isinstance(self._runner, WorkerRunner):
@@ -215,7 +226,7 @@ class Live(Collector):
         self._slos: tuple[Slo, ...] = ()
         with suppress(ValueError):  # the load will not start, and reports the error
             self._slos = slos_of(self._options.check)
-        self._delta = CounterDelta()
+        self._delta = CounterDelta(others=self._delta.pending())
         if self._recorder is not None:
             self._recorder.watcher = lambda request: self._delta.add(request)
         self.numbers = LiveNumbers(self._lag_s, slos_key(self._slos))
@@ -247,6 +258,7 @@ class Live(Collector):
             "in_flight": in_flight.pop(ALL),
             "in_flight_of": in_flight,
             "client_limited": numbers.client_limited(),
+            "other_client": None if missing else self._others.state(self._observed),
             "warmup": numbers.warmup,
             "now": numbers.recent(),
             "whole": numbers.whole_test(),
@@ -292,7 +304,11 @@ class Live(Collector):
 
     def _add_own_numbers(self) -> None:
         if (delta := self._take_delta()) is not None:
-            self.numbers.add_delta("here", delta)
+            self._add_delta("here", delta)
+
+    def _add_delta(self, process: str, delta: CounterDelta) -> None:
+        self.numbers.add_delta(process, delta)
+        self._others.add_delta(process, delta)
 
     def _update_regularly(self) -> None:
         while True:
@@ -312,4 +328,4 @@ class Live(Collector):
 
     def _on_worker_report(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
         if (delta := decode_delta(data.pop(KEY, None))) is not None:
-            self.numbers.add_delta(client_id, delta)
+            self._add_delta(client_id, delta)

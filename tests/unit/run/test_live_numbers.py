@@ -17,6 +17,7 @@ from harness.load.live_metrics import (
     CounterDelta,
     LiveNumbers,
     Observed,
+    OtherClient,
     decode_delta,
     percentiles,
 )
@@ -36,6 +37,7 @@ class Worker:
         self.health = self
         self.in_flight_of: dict[str, int] = {}
         self.busy: float | None = None
+        self.asked_in_flight = 0
 
     def busy_share(self) -> float | None:
         return self.busy
@@ -212,6 +214,49 @@ def test_the_time_series_is_thinned_and_not_cut(clock: list[float]) -> None:
     assert 600 <= len(numbers.points) <= 1200
     assert numbers.points[0]["t"] == 0.0 and numbers.points[-1]["t"] >= 5990.0
     assert (numbers.step_s, numbers.series_id - (first or 0)) == (8, 2)
+
+
+def observe(folder: Path, observed: Observed, *counts: tuple[float, float]) -> None:
+    """Append samples: seconds ago, and the tokens that the server had generated."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        for ago_s, tokens in counts:
+            sample = {"wall_s": time.time() - ago_s, "cell": "c", "values": {"generated_tokens": tokens}}
+            file.write(json.dumps(sample) + "\n")
+    observed.update()
+
+
+def test_another_client_of_the_server(tmp_path: Path) -> None:
+    """Tokens beyond those of requests that ended, also of the warm-up, and those that may still come."""
+    observed, others, worker = Observed(tmp_path), OtherClient(lag_s=4), Worker()
+    assert others.state(observed) is None
+    for number in range(10):
+        worker.add(request(tokens=11, asked_tokens=20, phase="warmup" if number < 5 else "measured"))
+    worker.asked_in_flight = 40
+    others.add_delta("a", delta(worker))
+    observe(tmp_path, observed, (20.0, 1000.0), (10.0, 1200.0))
+    assert others.state(observed) is None
+    observe(tmp_path, observed, (8.0, 1250.0), (1.0, 9999.0))  # the last one is too new
+    state = others.state(observed)
+    assert state is not None
+    assert (state["tokens"], state["tokens_per_s"]) == (100.0, pytest.approx(100 / 12, rel=0.01))
+    assert state["answers_per_s"] == pytest.approx(100 / 12 / 11, rel=0.01)
+    worker.add(request(tokens=90, asked_tokens=90))
+    worker.asked_in_flight = 0
+    others.add_delta("b", delta(worker))  # of another process: what is in flight in the first is still ours
+    assert others.state(observed) is None
+
+
+def test_another_client_is_not_known_without_a_bound_or_after_a_restart(tmp_path: Path) -> None:
+    observed, others, worker = Observed(tmp_path), OtherClient(), Worker()
+    observe(tmp_path, observed, (20.0, 0.0), (5.0, 900.0))
+    assert (others.state(observed) or {})["tokens"] == 900.0
+    observe(tmp_path, observed, (4.0, 10.0), (3.0, 30.0))
+    assert others.state(observed) is None  # within the tolerance since the server was started again
+    observe(tmp_path, observed, (2.5, 500.0))
+    assert (others.state(observed) or {})["answers_per_s"] is None
+    worker.add(request(error="unfinished", output_tokens=None))
+    others.add_delta("a", delta(worker))
+    assert others.state(observed) is None
 
 
 def test_the_newest_samples_of_server_and_machine(tmp_path: Path) -> None:
