@@ -268,27 +268,41 @@ class OtherClient:
         self._max_tokens = 0.0
         self._requests = 0
         self._max_in_flight: dict[str, int] = {}  # by process
+        self._first: tuple[float, float] | None = None  # count of the server
+        # Time, tokens beyond the bound of ours, and those beyond the tolerance, too.
+        self._excess: deque[tuple[float, float, float]] = deque(maxlen=_MAX_COUNTS)
 
     def add_delta(self, process: str, delta: CounterDelta) -> None:
         self._max_tokens += delta.max_tokens
         self._requests += delta.requests
         self._max_in_flight[process] = delta.max_in_flight
 
-    def state(self, observed: Observed) -> Numbers | None:
-        """Return the tokens of others, and about how many tokens and answers a second; None: none, or not known."""
+    def update(self, observed: Observed) -> None:
+        """Compare the newest count that the reports have reached. Call it each second."""
         first, now_s = observed.first_count, time.time()
         count = next((one for one in reversed(observed.token_counts) if one[0] <= now_s - self._lag_s), None)
-        if first is None or count is None or count[0] <= first[0]:
+        if first != self._first:
+            self._first = first
+            self._excess.clear()
+        if first is None or count is None or (self._excess and count[0] <= self._excess[-1][0]):
+            return
+        most = self._max_tokens + sum(self._max_in_flight.values())
+        tokens = derive.foreign_tokens(count[1] - first[1], most)
+        self._excess.append((count[0], count[1] - first[1] - most, tokens))
+
+    def state(self) -> Numbers | None:
+        """Return the tokens of others, and how many tokens and answers a second others get now; None: no others, or not
+        known. Answers have the mean length of ours.
+        """
+        if not self._excess or not self._excess[-1][2]:
             return None
-        tokens = derive.foreign_tokens(count[1] - first[1], self._max_tokens + sum(self._max_in_flight.values()))
-        if not tokens or math.isnan(self._max_tokens):
-            return None
-        tokens_per_s = tokens / (count[0] - first[0])
+        (begin_s, before, _), (end_s, now, tokens) = self._excess[0], self._excess[-1]
+        tokens_per_s = max(0.0, now - before) / (end_s - begin_s) if end_s > begin_s else None
         mean = self._max_tokens / self._requests if self._requests else 0.0
         return {
             "tokens": tokens,
-            "tokens_per_s": float(f"{tokens_per_s:.3g}"),
-            "answers_per_s": float(f"{tokens_per_s / mean:.3g}") if mean else None,
+            "tokens_per_s": None if tokens_per_s is None else float(f"{tokens_per_s:.3g}"),
+            "answers_per_s": float(f"{tokens_per_s / mean:.3g}") if mean and tokens_per_s is not None else None,
         }
 
 

@@ -258,7 +258,7 @@ class Live(Collector):
             "in_flight": in_flight.pop(ALL),
             "in_flight_of": in_flight,
             "client_limited": numbers.client_limited(),
-            "other_client": None if missing else self._others.state(self._observed),
+            "other_client": None if missing else self._others.state(),
             "warmup": numbers.warmup,
             "now": numbers.recent(),
             "whole": numbers.whole_test(),
@@ -316,6 +316,7 @@ class Live(Collector):
             try:
                 self._add_own_numbers()
                 self._observed.update()
+                self._others.update(self._observed)
                 if self._runner.state in (*RUNNING_STATES, STATE_STOPPING, STATE_CLEANUP):
                     self.numbers.tick(self._runner.user_count, self._observed)
                     if self._output is not None:

@@ -1,6 +1,12 @@
 """A running server without a scenario: `harness run --url`. The wheel's test has `harness quick`."""
 
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import requests
 
 from harness.records.manifest import read_run
 from tests.support.command import harness, only_run
@@ -14,3 +20,36 @@ def test_a_run_of_a_server_without_a_scenario_and_without_token_counts(tmp_path:
     run = read_run(only_run(tmp_path / "runs"))
     assert (run.scenario.model, run.scenario_name, run.status) == ("a-model", "quick", "valid")
     assert [cell.load for cell in run.cells] == ["users@1", "users@4", "users@8"]
+
+
+@contextmanager
+def other_client(url: str) -> Iterator[None]:
+    """One user who asks for an answer of 64 tokens after the other."""
+    ended = threading.Event()
+    body = {"model": "a-model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 64, "ignore_eos": True}
+
+    def ask() -> None:
+        while not ended.is_set():
+            requests.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_another_client_of_the_server_makes_it_invalid(tmp_path: Path) -> None:
+    with spawned("--model", "a-model", quiet=True) as running, other_client(running.url):
+        done = harness("quick", running.url, "--json", cwd=tmp_path)
+    report = json.loads(done.out)
+    assert (done.code, report["valid"], len(report["reasons"])) == (3, False, 1)  # one sentence for all levels
+    run = read_run(only_run(tmp_path / "runs"))
+    assert [(reason.code, reason.cell) for reason in run.reasons] == [
+        ("other_client", f"r1-running-users@{users}") for users in (1, 4, 8)
+    ]
+    values = run.reasons[0].values
+    assert values["generated"] > values["max_tokens"] + 50
+    assert values["answers_per_s"] > 0

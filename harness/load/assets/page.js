@@ -116,7 +116,7 @@
     if (last.client_limited) warnings.push(`CLIENT-LIMITED: a load process runs, or waits for a core that others have, ${Math.round(100 * last.client_limited)} % of the time; these numbers are those of the load generator as well. Use more processes or machines, keep others from its core, or take fewer users.`);
     if (last.other_client) {
       const other = last.other_client, rate = isKnown(other.answers_per_s) ? `${number(other.answers_per_s)} answers` : `${number(other.tokens_per_s)} tokens`;
-      warnings.push(`OTHER CLIENT: the server generated ${number(other.tokens)} tokens more than this load can have had: about ${rate} a second are not ours, and these numbers include that load. End the other client, or use a server of its own.`);
+      warnings.push(`OTHER CLIENT: the server generated ${number(other.tokens)} tokens more than this load can have had; in the last seconds about ${rate} a second were not ours. These numbers include that load. End the other client, or use a server of its own.`);
     }
     if (last.missing) warnings.push(`LOST: ${last.missing} of ${last.workers + last.missing} load processes ${last.missing === 1 ? "gives" : "give"} no sign of life; these numbers are without what ${last.missing === 1 ? "it sends" : "they send"}.`);
     if (last.simulated) infos.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
