@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from harness.analysis import stats
 from harness.analysis.comparable import collect_facts, differing_keys, is_address
-from harness.analysis.summarize import read_summary, summary_of
+from harness.analysis.summarize import summary_of
 from harness.analysis.verdicts import Measured, metric_values, to_speeds
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
@@ -164,7 +164,7 @@ def find_equal_runs(
         if all(sum(n in one.sides for one in found) >= MAX_EQUAL_RUNS for n in equals):
             continue
         try:
-            summary = read_summary(folder) if (folder / "summary.json").exists() else summary_of(folder)
+            summary = summary_of(folder)
         except HarnessError:
             continue
         if summary.valid is not False:

@@ -1,4 +1,4 @@
-"""A run and the earlier runs of its scenario on its machine, from their stored summaries: is it slower, since when?"""
+"""A run and the earlier runs of its scenario on its machine: is it slower, and since when?"""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from harness.analysis import stats
 from harness.analysis.comparable import SHOWN_ONLY, collect_facts, find_differences
 from harness.analysis.compare import refuse_invalid
-from harness.analysis.summarize import read_summary
+from harness.analysis.summarize import summary_of
 from harness.analysis.verdicts import (
     Measured,
     comparison_metrics,
@@ -32,7 +32,7 @@ LeftOut = Literal[
     "unreadable", "not_valid", "machine", "engine_kind", "model", "workload", "later",
     "no_row", "client_limited", "no_value", "definition",
 ]  # fmt: skip
-Stored = tuple[Run, Summary]  # a run and its stored summary
+Summarized = tuple[Run, Summary]
 _NEAR = 2  # runs on either side of a change point that may differ in the manifest
 
 
@@ -130,9 +130,7 @@ def read_history(folder: Path, runs: Path, results: Path) -> History:
 
     Raises RunError unless the run is VALID.
     """
-    run = read_run(folder)
-    refuse_invalid(run, None, "is compared with its history")
-    newest = read_summary(folder)
+    run, newest = read_run(folder), summary_of(folder)
     refuse_invalid(run, newest, "is compared with its history")
     earlier, left_out = _collect_earlier(run, runs, results)
     all_runs = [earlier_run for earlier_run, _ in earlier] + [run]
@@ -159,10 +157,10 @@ def read_history(folder: Path, runs: Path, results: Path) -> History:
     )
 
 
-def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Stored], dict[LeftOut, list[str]]]:
+def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Summarized], dict[LeftOut, list[str]]]:
     """The earlier runs that did the same work as `current`, oldest first, each once; and those that cannot be used."""
     left_out = defaultdict[LeftOut, list[str]](list)
-    found: dict[tuple[str, float], Stored] = {}
+    found: dict[tuple[str, float], Summarized] = {}
     seen = {(current.id, current.started_wall_s)}
     for folder, run in list_runs(runs, results):
         try:
@@ -173,7 +171,7 @@ def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Stor
                 continue
             reason = _exclusion(run, current)
             if reason is None:
-                summary = read_summary(folder)
+                summary = summary_of(folder)
                 reason = "not_valid" if summary.valid is False else None
         except HarnessError:
             left_out["unreadable"].append(folder.name)
@@ -183,7 +181,7 @@ def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Stor
             found[key] = run, summary
         elif run.id not in left_out[reason]:
             left_out[reason].append(run.id)
-    return sorted(found.values(), key=lambda stored: stored[0].started_wall_s), dict(left_out)
+    return sorted(found.values(), key=lambda found: found[0].started_wall_s), dict(left_out)
 
 
 def _exclusion(run: Run, current: Run) -> LeftOut | None:
@@ -199,11 +197,11 @@ def _exclusion(run: Run, current: Run) -> LeftOut | None:
     return next((reason for reason, differs in differing.items() if differs), None)
 
 
-def _make_series(runs: Sequence[Stored]) -> list[Series]:
+def _make_series(runs: Sequence[Summarized]) -> list[Series]:
     """The values of every row of the newest run by metric, without levels and verdict."""
     series = []
     for key in [row.key for row in runs[-1][1].rows]:
-        with_row = [(stored, row) for stored in runs for row in stored[1].rows if row.key == key]
+        with_row = [(one, row) for one in runs for row in one[1].rows if row.key == key]
         (newest, _), newest_row = with_row[-1]
         measured = Measured(
             name=newest_row.name,
@@ -217,7 +215,7 @@ def _make_series(runs: Sequence[Stored]) -> list[Series]:
     return series
 
 
-def _make_metric_series(metric: str, with_row: Sequence[tuple[Stored, Row]], without_row: list[str]) -> Series:
+def _make_metric_series(metric: str, with_row: Sequence[tuple[Summarized, Row]], without_row: list[str]) -> Series:
     """The values of one row by one metric. `without_row`: runs that do not have the row."""
     newest_row = with_row[-1][1]
     left_out = defaultdict[LeftOut, list[str]](list)

@@ -45,7 +45,7 @@ from harness.base.summary import (
 )
 from harness.failures.explain import group_failures
 from harness.records import run_data
-from harness.records.manifest import Run, origin_notes, read_numbers, without_unknown_numbers
+from harness.records.manifest import Run, origin_notes, read_numbers, read_run, without_unknown_numbers
 from harness.records.run_data import CellData, RunData, effective_load, first_arrival_s
 from harness.records.samples import MetricsSample, machine_load, median_load, server_load
 from harness.records.table import Rows
@@ -110,7 +110,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         scenario=run.scenario_name,
         question=run.scenario.question,
         simulated=run.simulated,
-        valid=None if run.origin is not None and not reasons else not reasons,
+        valid=_validity(run, reasons),
         reasons=reasons,
         notes=[
             *notes.failed_setting_notes(rows),
@@ -269,16 +269,50 @@ def _without_redefined(row: Row, definitions: int) -> Row:
 
 
 def read_summary(folder: Path) -> Summary:
-    """Read summary.json without computing it anew. Raises HarnessError where it is missing or damaged."""
+    """Read summary.json without computing it anew.
+
+    Raises HarnessError where it is missing, damaged, of another run, or contradicts itself or run.json.
+    """
     path = folder / "summary.json"
+    run = read_run(folder) if (folder / "run.json").exists() else None
     try:
-        summary = read_json(path, Summary, FORMAT_VERSION)
+        summary = read_json(
+            path,
+            Summary,
+            FORMAT_VERSION,
+            advice=", or is of another run: restore it from a copy",
+            contradiction=lambda summary: None if run is None else _contradiction(summary, run),
+        )
     except OSError:
         raise HarnessError(
             f"{path}: there is no summary", next_step=f"`harness report {folder} --format json` prints one."
         ) from None
     rows = [_without_redefined(row, summary.definitions) for row in summary.rows]
     return replace(summary, rows=rows)
+
+
+def _contradiction(summary: Summary, run: Run) -> tuple[str, str] | None:
+    """What shows that a stored summary is not the one of its run, or was changed; and its place in the file."""
+    if summary.run != run.id:
+        return f"Expected the summary of the run `{run.id}`, got that of `{summary.run}`", "$.run"
+    cells = {cell.id: cell for cell in summary.cells}
+    for place, row in enumerate(summary.rows):
+        if row.server not in run.scenario.servers or row.load not in run.scenario.loads:
+            return f"Expected a server and a load of run.json, got `{row.name}`", f"$.rows[{place}]"
+        valid = [cells[name].numbers for name in row.cells if name in cells and not cells[name].problems]
+        for name in WORK:
+            if getattr(row, name) != [value for one in valid if (value := getattr(one, name)) is not None]:
+                return "Expected the values of its cells", f"$.rows[{place}].{name}"
+    problems = [problem for cell in summary.cells if cell.failed is None for problem in cell.problems]
+    expected = _validity(run, [*summary.reasons, *problems])
+    if summary.valid != expected:
+        return f"Expected `{expected}` by its reasons, got `{summary.valid}`", "$.valid"
+    return None
+
+
+def _validity(run: Run, reasons: Sequence[Reason]) -> bool | None:
+    """Whether a run is valid. None: an import without problems, whose file does not show the conditions."""
+    return None if run.origin is not None and not reasons else not reasons
 
 
 def has_only_summary(folder: Path) -> bool:

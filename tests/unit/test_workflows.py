@@ -146,7 +146,9 @@ def test_the_gate_closes_on_a_run_slower_than_its_history(tmp_path: Path) -> Non
     for number in range(10):
         earlier = target.parent / f"{number}"
         earlier.mkdir()
-        summary["rows"][0] |= {"wall": [wall_s * (1 + 0.001 * (number % 3))], "client_limited": []}
+        earlier_s = wall_s * (1 + 0.001 * (number % 3))
+        summary["rows"][0] |= {"wall": [earlier_s], "client_limited": []}
+        summary["cells"][0]["numbers"]["wall"] = earlier_s
         (earlier / "summary.json").write_text(json.dumps(summary | {"run": f"{number}"}))
         when = {"id": f"{number}", "started_wall_s": run["started_wall_s"] - 3600 * (10 - number)}
         (earlier / "run.json").write_text(json.dumps(run | when))

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from harness.analysis.compare import compare_runs
 from harness.analysis.history import History, read_history
 from harness.analysis.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
-from harness.analysis.summarize import summarize, write_summary
-from harness.base.errors import ExitCode, RunError
+from harness.analysis.summarize import read_summary, summarize, write_summary
+from harness.base.errors import ExitCode, HarnessError, RunError
 from harness.records.manifest import Machine, Run
-from harness.report.board import add_result
+from harness.report.board import add_result, collect_board
 from harness.report.charts import Figure
 from harness.report.history import _series_chart, history_html, left_out_sentences
 from harness.scenario import Scenario, Server
@@ -168,15 +169,70 @@ def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> No
     assert read_history(filed, stepped / "nowhere", stepped / "results") == found
 
 
-def test_runs_are_read_from_their_stored_summaries(stepped: Path) -> None:
-    """Neither the earlier runs nor the run itself are summarised from their records again."""
+def changed_summary(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    value = json.loads((folder / "summary.json").read_text())
+    change(value)
+    (folder / "summary.json").write_text(json.dumps(value))
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another run": lambda value: value.update(run="run-07"),
+    "a row's values": lambda value: value["rows"][0].update(wall=[1.0]),
+    "a row of no server": lambda value: value["rows"][0].update(server="z"),
+    "valid in spite of a reason": lambda value: value.update(reasons=[{"code": "x", "text": "y"}]),
+    "not checked, and no import": lambda value: value.update(valid=None),
+    "another format": lambda value: value.update(format_version=99),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_stored_summaries_are_not_taken_on_trust(stepped: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Where the records are, the numbers are theirs. A filed run has no records: its summary must be its own."""
     expected = history_of(stepped)
-    for records in stepped.rglob("requests.jsonl"):
-        records.write_text("not read")
-    assert history_of(stepped) == expected
-    (stepped / "runs" / "run-03" / "summary.json").unlink()
-    found = history_of(stepped)
+    runs, filed = stepped / "runs", stepped / "results" / "strix" / "which"
+    for number in range(12):
+        add_result(runs / f"run-{number:02}", stepped / "results")
+    for number in (3, 11):
+        changed_summary(runs / f"run-{number:02}", change)
+    (runs / "run-05" / "summary.json").unlink()
+    assert read_history(runs / "run-11", runs, stepped / "nowhere") == expected
+
+    changed_summary(filed / "run-03", change)
+    found = read_history(filed / "run-11", stepped / "nowhere", stepped / "results")
     assert (found.left_out, len(found.runs)) == ({"unreadable": ["run-03"]}, 11)
+    changed_summary(filed / "run-11", change)
+    refusals = {
+        "history": lambda: read_history(filed / "run-11", stepped / "nowhere", stepped / "results"),
+        "compare": lambda: compare_runs([[filed / "run-00"], [filed / "run-11"]]),
+        "report": lambda: read_summary(filed / "run-11"),
+    }
+    refused = set()
+    for refuse in refusals.values():
+        with pytest.raises(HarnessError) as error:
+            refuse()
+        refused.add(error.value.what)
+    assert len(refused) == 1 and "run-11/summary.json" in refused.pop()
+    assert [text.partition(":")[0] for text in collect_board(stepped / "results", stepped).unreadable] == [
+        str(filed / name / "summary.json") for name in ("run-03", "run-11")
+    ]
+
+
+def test_a_run_whose_records_are_damaged_is_refused_as_compare_refuses_it(stepped: Path) -> None:
+    """Its run.json and summary.json say VALID; its records do not."""
+    records = stepped / "runs" / "run-11" / "requests.jsonl"
+    records.write_text(records.read_text().partition("\n")[0])
+    whats = set()
+    for refuse in (
+        lambda: history_of(stepped),
+        lambda: compare_runs([[stepped / "runs" / "run-10"], [stepped / "runs" / "run-11"]]),
+    ):
+        with pytest.raises(RunError) as error:
+            refuse()
+        whats.add(error.value.what.partition("only a VALID run")[2].partition(": ")[2])
+    assert len(whats) == 1
+    assert history_of(stepped, 10).left_out == {"later": ["run-11"]}
+    (stepped / "runs" / "run-03" / "requests.jsonl").write_text("")
+    assert history_of(stepped, 10).left_out == {"not_valid": ["run-03"], "later": ["run-11"]}
 
 
 def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
