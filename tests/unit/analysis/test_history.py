@@ -201,13 +201,13 @@ def test_stored_summaries_are_not_taken_on_trust(stepped: Path, change: Callable
     found = read_history(filed / "run-11", stepped / "nowhere", stepped / "results")
     assert (found.left_out, len(found.runs)) == ({"unreadable": ["run-03"]}, 11)
     changed_summary(filed / "run-11", change)
-    refusals = {
-        "history": lambda: read_history(filed / "run-11", stepped / "nowhere", stepped / "results"),
-        "compare": lambda: compare_runs([[filed / "run-00"], [filed / "run-11"]]),
-        "report": lambda: read_summary(filed / "run-11"),
-    }
+    refusals: list[Callable[[], object]] = [
+        lambda: read_history(filed / "run-11", stepped / "nowhere", stepped / "results"),
+        lambda: compare_runs([[filed / "run-00"], [filed / "run-11"]]),
+        lambda: read_summary(filed / "run-11"),
+    ]
     refused = set()
-    for refuse in refusals.values():
+    for refuse in refusals:
         with pytest.raises(HarnessError) as error:
             refuse()
         refused.add(error.value.what)
@@ -221,11 +221,10 @@ def test_a_run_whose_records_are_damaged_is_refused_as_compare_refuses_it(steppe
     """Its run.json and summary.json say VALID; its records do not."""
     records = stepped / "runs" / "run-11" / "requests.jsonl"
     records.write_text(records.read_text().partition("\n")[0])
-    whats = set()
-    for refuse in (
-        lambda: history_of(stepped),
-        lambda: compare_runs([[stepped / "runs" / "run-10"], [stepped / "runs" / "run-11"]]),
-    ):
+    whats, refusals = set(), list[Callable[[], object]]()
+    refusals.append(lambda: history_of(stepped))
+    refusals.append(lambda: compare_runs([[stepped / "runs" / "run-10"], [stepped / "runs" / "run-11"]]))
+    for refuse in refusals:
         with pytest.raises(RunError) as error:
             refuse()
         whats.add(error.value.what.partition("only a VALID run")[2].partition(": ")[2])
