@@ -5,7 +5,6 @@ This module reads a file and gives strict access to its values: a number is read
 
 import datetime
 import hashlib
-import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +14,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from harness.base.errors import HarnessError, reason_of
-from harness.base.files import DOCS, UNDECODABLE, describe_decode_error, read_bytes
-from harness.base.summary import NEEDED, Distribution, Numbers, Reason
+from harness.base.files import DOCS, UNDECODABLE, read_bytes
+from harness.base.redact import printable
+from harness.base.summary import NEEDED, Distribution, Numbers, Reason, because
+from harness.base.units import count
+from harness.imports.documents import decode, read_documents, to_utf8
 from harness.records.records import Request
 
 T = TypeVar("T", bound=Struct)
@@ -26,6 +28,7 @@ Duration = Annotated[float, Meta(ge=0)]  # in the unit of the file
 
 # Notes of several formats.
 ONE_USER = Reason("import_one_user", "one request at a time: says nothing of several users")
+_MAX_SHOWN = 200  # characters of a line that a note shows
 _FILE_TIME = "the file has no time of day that can be read; its writing time is used as the end of the run"
 FILE_TIME = Reason("import_file_time", _FILE_TIME)
 
@@ -36,6 +39,7 @@ class Source(Struct, frozen=True):
     path: Path
     sha256: str
     value: Any
+    noise: list[str] = []  # lines of the file that are of other programs
 
     def read(self, kind: type[T], value: Any = ..., place: str = "$") -> T:
         """Return the document, or a value of it, as a Struct. A null counts as missing.
@@ -56,6 +60,14 @@ class Source(Struct, frozen=True):
             f"{self.path}: {place}: {what}",
             next_step=f"{DOCS}/imports.md says which versions of which tool are read; nothing was written.",
         )
+
+    def noise_notes(self) -> list[Reason]:
+        """A note on the lines that were left out."""
+        if not self.noise:
+            return []
+        first = " ".join(printable(self.noise[0]).split())[:_MAX_SHOWN]
+        text = f"{count(len(self.noise), 'line')} of the file that are not JSON were left out, such as: {first}"
+        return [because("import_noise", text, lines=len(self.noise), first=first)]
 
     def written_s(self) -> float:
         """Return when the file was written, as Unix time."""
@@ -123,46 +135,21 @@ def read_source(path: Path, read_text: Callable[[str], list[Any]] = lambda _: []
     except OSError as error:
         what = f"{path}: cannot be read ({reason_of(error)})"
         raise HarnessError(what, next_step="Give the file of results that the tool wrote.") from None
-    digest = hashlib.sha256(raw).hexdigest()
-    raw = raw.removeprefix(b"\xef\xbb\xbf")  # PowerShell writes a mark of the encoding
-    try:
-        return Source(path, digest, _decode(raw))
-    except UNDECODABLE as error:
-        documents = read_text(raw.decode(errors="replace"))
-        return Source(path, digest, documents or _decode_lines(path, raw, error))
-
-
-def _decode(raw: bytes) -> Any:
-    """Decode a document. NaN and Infinity, which Python's json module writes, are missing."""
-    try:
-        return msgspec.json.decode(raw)
-    except UNDECODABLE as error:
-        if b"NaN" not in raw and b"Infinity" not in raw:
-            raise
-        try:
-            return json.loads(raw, parse_constant=lambda _: None)
-        except (ValueError, RecursionError):
-            raise error from None
-
-
-def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
-    """The documents of JSON Lines. Raises HarnessError that names the first invalid line."""
-    lines = [(number, line) for number, line in enumerate(raw.splitlines(), start=1) if line.strip()]
-    if not lines:
+    digest, raw = hashlib.sha256(raw).hexdigest(), to_utf8(raw)
+    if not raw.strip():
         raise HarnessError(f"{path}: the file is empty")
-    documents: list[Any] = []
-    for number, line in lines:
+    try:
+        return Source(path, digest, decode(raw))
+    except UNDECODABLE as error:
+        text = raw.decode(errors="replace")
         try:
-            documents.append(_decode(line))
-        except UNDECODABLE as error:
-            mistake = f"line {number} of {lines[-1][0]} is not JSON ({describe_decode_error(error)})"
-            if not documents or not isinstance(documents[0], dict):
-                mistake = f"neither JSON nor JSON Lines ({describe_decode_error(as_json)})"
-            raise HarnessError(
-                f"{path}: {mistake}",
-                next_step=f"Nothing was written. {DOCS}/imports.md lists the formats; of llama-bench use `-o json`.",
-            ) from None
-    return documents
+            tests = read_text(printable(text))
+        except HarnessError as refusal:
+            raise HarnessError(f"{path}: {refusal.what}", next_step=refusal.next_step) from None
+        if tests:
+            return Source(path, digest, tests)
+        found = read_documents(path, text, error)
+        return Source(path, digest, found.values, found.noise)
 
 
 class LatencyStats(Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
+from harness.base.plausible import why_no_speed
 from harness.base.summary import NO_SAMPLE, Distribution, Numbers, Reason
 from harness.imports import (
     FILE_TIME,
@@ -42,6 +43,7 @@ UNTOLD = (
 _LOCAL_TIME = "the file's `timestamp` is local time though it ends in Z; it is taken for UTC"
 _EXACT = 1e-6  # the file has numbers as the tool computed them
 _ROUNDING = 0.01
+_ENDS = ("mean", "min", "max")
 _NO_RECORDS = "the file has no line for each request"
 _CATEGORIES_WITHOUT_TOKENS = ("embed", "imagegen", "transcription", "tts", "audio-generation")
 
@@ -50,16 +52,31 @@ class LemonadeStats(LatencyStats, frozen=True, kw_only=True):
     min: Duration
     max: Duration
 
+    def ends(self) -> tuple[float, float, float]:
+        """The numbers that a bad run changes."""
+        return self.max, self.min, self.mean
+
 
 class LemonadeScenario(Struct, frozen=True, kw_only=True):
     name: str
     category: str
     failed_runs: Count
     all_runs_failed: Any = UNSET
-    output_tokens: Count = 0
+    output_tokens: Count | None = None  # of the first run
     tps: LemonadeStats | None = None  # tokens a second
     ttft_ms: LemonadeStats | None = None
     duration_ms: LemonadeStats | None = None
+
+    def given(self) -> list[str]:
+        """The names of the statistics that it has."""
+        return [name for name in ("tps", "ttft_ms", "duration_ms") if getattr(self, name) is not None]
+
+    def why_no_speed(self) -> str | None:
+        """Why the speed cannot be one; None: it can be, or there is none. One bad run is in the mean of all."""
+        stats = self.tps
+        found = () if stats is None else (why_no_speed(each, tokens=self.output_tokens) for each in stats.ends())
+        why = next((reason for reason in found if reason is not None), None)
+        return None if why is None else f"{why}, and it is in the mean of the runs"
 
 
 class LemonadeResult(Struct, frozen=True, kw_only=True):
@@ -109,9 +126,12 @@ def read(source: Source) -> Imported:
     for i, result in enumerate(model.results):
         for j, raw in enumerate(result.scenarios):
             place = f"$.models[0].results[{i}].scenarios[{j}]"
-            scenario = source.read(LemonadeScenario, raw, place)
+            broken = _broken_stats(raw)
+            scenario = source.read(
+                LemonadeScenario, {key: raw[key] for key in raw if key not in broken} if broken else raw, place
+            )
             if scenario.category not in _CATEGORIES_WITHOUT_TOKENS:
-                parts.append(_make_part(source, place, model, scenario, servers[i], wall_s))
+                parts.append(_make_part(source, place, model, scenario, servers[i], wall_s, broken))
     if not parts:
         raise source.error_at("$.models[0]", "there is no scenario that generates text")
     by_server = dict(zip(servers, model.results, strict=True))
@@ -151,8 +171,26 @@ def _server_version(hardware: LemonadeHardware, result: LemonadeResult) -> str |
     return f"Lemonade {hardware.lemonade_version}, {result.recipe}:{result.backend}" + (f" {listed}" if listed else "")
 
 
+def _broken_stats(raw: Any) -> dict[str, str]:
+    """Statistics without a mean, minimum or maximum, and why they are not used: the tool writes NaN as null."""
+    return {
+        name: f"a number of {name} is null, which is NaN or infinite"
+        for name in ("tps", "ttft_ms", "duration_ms")
+        if isinstance(raw, dict)
+        and isinstance(raw.get(name), dict)
+        and None in map(raw[name].get, _ENDS)
+        and all(key in raw[name] for key in _ENDS)
+    }
+
+
 def _make_part(
-    source: Source, place: str, model: LemonadeModel, scenario: LemonadeScenario, server: str, wall_s: float
+    source: Source,
+    place: str,
+    model: LemonadeModel,
+    scenario: LemonadeScenario,
+    server: str,
+    wall_s: float,
+    broken: dict[str, str],
 ) -> ImportedPart:
     runs, failed = model.config.measurement_runs, scenario.failed_runs
     if scenario.all_runs_failed is not UNSET:
@@ -162,24 +200,25 @@ def _make_part(
     if failed > runs:
         raise source.error_at(f"{place}.failed_runs", f"more failed than the {runs} that were made, got {failed}")
     n = runs - failed
-    if n and (scenario.tps is None or scenario.duration_ms is None):
+    if n and not {"tps", "duration_ms"} <= {*broken, *scenario.given()}:
         raise source.error_at(place, "tps and duration_ms are expected where a run succeeded")
-    meaning = speed_definition(scenario) if n else None
-    speed = scenario.tps.mean if meaning and scenario.tps else 0.0
+    impossible = broken.get("tps") or scenario.why_no_speed() if n else None
+    meaning = speed_definition(scenario) if n and impossible is None else None
     numbers = Numbers(
         sent=runs,
         succeeded=n,
         failed=failed,
         unfinished=0,
         errors={"unknown": failed} if failed else {},
-        output_tok_s=speed if speed > 0 else None,  # zero: nothing was reported
+        output_tok_s=scenario.tps.mean if meaning and scenario.tps else None,
         ttft=_distribution(scenario.ttft_ms, n),
         e2e=_distribution(scenario.duration_ms, n),
     )
-    missing = {"output_tok_s": UNTOLD} if n and not meaning else {}
+    missing = {"output_tok_s": impossible or UNTOLD} if n and not meaning else {}
     for latency, stats in (("ttft", scenario.ttft_ms), ("e2e", scenario.duration_ms)):
         if n and (stats is None or stats.min <= 0):
-            missing[latency] = "the server reported none, or the file has a 0, which no latency can be"
+            reported = "the server reported none, or the file has a 0, which no latency can be"
+            missing[latency] = broken.get("ttft_ms" if latency == "ttft" else "duration_ms", reported)
         elif stats is not None:
             missing |= {f"{latency}_{name}": "the file has no such percentile" for name in stats.absent(n)}
     return ImportedPart(
@@ -205,10 +244,10 @@ def speed_definition(scenario: LemonadeScenario) -> str | None:
     if speed is None or took is None:
         return None
     products = (speed.max * took.min / 1000, speed.min * took.max / 1000)
-    if all(math.isclose(product, tokens, rel_tol=_EXACT) for product in products):
+    if tokens is not None and all(math.isclose(product, tokens, rel_tol=_EXACT) for product in products):
         return WHOLE_REQUEST
     prompt = scenario.ttft_ms
-    if prompt is None or prompt.min <= 0 or speed.min <= 0:
+    if tokens is None or prompt is None or prompt.min <= 0 or speed.min <= 0:
         return None
     room_ms = took.mean * (1 + _ROUNDING) - prompt.mean
     return DECODING if 1000 * tokens / speed.mean <= room_ms else None

@@ -7,11 +7,14 @@ repetition is a repeat. A Markdown table has only the mean and the standard devi
 import re
 from collections.abc import Iterator
 from itertools import count
+from math import isfinite
 from statistics import fmean
 from typing import Any
 
 from msgspec import Struct
 
+from harness.base.errors import HarnessError
+from harness.base.plausible import why_no_speed
 from harness.base.redact import printable
 from harness.base.summary import Distribution, Numbers, because
 from harness.base.units import significant
@@ -34,13 +37,28 @@ _MISSING = {
     "tokens_per_chunk": _NO_RECORDS,
     "ttfo": _NO_RECORDS,
 }
-# What a test measures and which build measured it; all other fields of a result are settings.
-_NO_SETTINGS = (
+_MODEL = ("model_filename", "model")
+# The settings of a test, each with its name in a table; the last lines are of older builds and of ik_llama.cpp. A field
+# that is not listed may be a measured value, which would make a server of each row.
+_SETTINGS = frozenset((
+    *_MODEL, "backends", "backend", "be", "n_batch", "n_ubatch", "n_threads", "threads", "th", "cpu_mask", "cpu_strict",
+    "poll", "type_k", "type_v", "n_gpu_layers", "ngl", "n_cpu_moe", "ncmoe", "split_mode", "sm", "load_mode", "lm",
+    "main_gpu", "mg", "no_kv_offload", "nkvo", "flash_attn", "fa", "devices", "dev", "tensor_split", "ts",
+    "tensor_buft_overrides", "ot", "use_mmap", "mmap", "use_direct_io", "dio", "embeddings", "embd", "no_op_offload",
+    "nopo", "no_host", "noh", "fit_target", "fitt", "fit_min_ctx", "fitc", "rpc_servers", "rpc", "numa",
+    "defrag_thold", "mul_mat_q", "mmq", "low_vram", "lv", "f16_kv", "cuda", "hip", "opencl", "vulkan", "kompute",
+    "metal", "sycl", "gpu_blas", "blas", "tensor_buft_override", "type_kv",
+    "mla_attn", "mla", "attn_max_batch", "amb", "repack", "rtr", "fused_moe", "fmoe", "ser", "mqkv", "muge", "rcache",
+    "sas", "ger", "use_thp", "thp", "no_fug", "no_ooae", "cuda_params", "khad", "vhad", "tgb", "n_threads_batch",
+))  # fmt: skip
+# What a test measures, and which build measured it.
+_NO_SETTINGS = frozenset((
     "build_commit", "build_number", "build", "cpu_info", "gpu_info", "model_type", "model_size", "model_n_params",
     "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns",
     "samples_ts", "size", "params", "test", "t/s", "table_speed", "unread",
-)  # fmt: skip
-_MODEL = ("model_filename", "model")
+))  # fmt: skip
+_BENCHY = re.compile(r"^llama-benchy\b", re.MULTILINE)
+_SERVED = re.compile(r"\(m?s\)|ttf|latency", re.IGNORECASE)  # in the head of a table: latencies of a server
 _TEST = re.compile(r"(?:pp ?(?P<pp>\d{1,9}))?\+?(?:tg ?(?P<tg>\d{1,9}))?(?: ?@ ?d ?(?P<depth>\d{1,9}))?")
 # Some locales print a decimal comma, always with two digits; "1,180" could be a thousand.
 _NUMBER = r"\d{1,9}(?:\.\d{1,9}|,\d{1,2})?"
@@ -73,12 +91,16 @@ class LlamaBenchTest(Struct, frozen=True, kw_only=True):
     @property
     def speeds(self) -> list[float]:
         """The samples that can be a speed."""
-        return [speed for speed in self.samples_ts if speed is not None and speed > 0]
+        return [speed for speed in self.samples_ts if speed is not None and self.why_not(speed) is None]
 
     @property
     def mean(self) -> float | None:
         """The mean, where it can be a speed."""
-        return self.avg_ts if self.avg_ts is not None and self.avg_ts > 0 else None
+        return self.avg_ts if self.avg_ts is not None and self.why_not(self.avg_ts) is None else None
+
+    def why_not(self, speed: float) -> str | None:
+        """Why a number cannot be a speed of this test. One token of `tg1` is timed as any other: it is no answer."""
+        return why_no_speed(speed, decoding=not self.n_prompt)
 
     @property
     def name(self) -> str:
@@ -90,8 +112,11 @@ class LlamaBenchTest(Struct, frozen=True, kw_only=True):
 def read_tables(text: str) -> list[dict[str, Any]]:
     """Return the tests of all Markdown tables of llama-bench in a text, in the form of its JSON.
 
-    A row without a speed is a test without one, and the first test has the rows that cannot be read.
+    A row without a speed is a test without one, and the first test has the rows that cannot be read. Raises
+    HarnessError for a table of another tool.
     """
+    if _BENCHY.search(text):
+        raise _other_tool("the text is of llama-benchy, which measures a server")
     build = _BUILD.search(text)
     about = {} if build is None else {"build_commit": build["commit"], "build_number": int(build["number"])}
     tests, head, unread = list[dict[str, Any]](), list[str](), list[str]()
@@ -102,6 +127,7 @@ def read_tables(text: str) -> list[dict[str, Any]]:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if {"test", "t/s"} <= set(cells):
             head = cells
+            _refuse_served(head)
         elif head and not all(map(_RULE.fullmatch, cells)):
             row = _table_row(dict(zip(head, cells, strict=False)) if len(cells) == len(head) else {})
             if row is None:
@@ -112,6 +138,19 @@ def read_tables(text: str) -> list[dict[str, Any]]:
         return []
     tests[0]["unread"] = unread
     return tests
+
+
+def _refuse_served(head: list[str]) -> None:
+    """Raise HarnessError for the head of a table of a tool that measures a server."""
+    if latencies := [name for name in head if _SERVED.search(name)]:
+        raise _other_tool(f"the table has latencies of a server ({', '.join(map(printable, latencies))})")
+
+
+def _other_tool(what: str) -> HarnessError:
+    return HarnessError(
+        f"{what}: it is not of llama-bench, which measures without one",
+        next_step="Nothing was written. Results of that tool are not read; `harness quick URL` measures the server.",
+    )
 
 
 def _table_row(row: dict[str, str]) -> dict[str, Any] | None:
@@ -159,6 +198,7 @@ def read(source: Source) -> Imported:
             ONE_USER,
             *([FILE_TIME] if any(unix_time(test.test_time, _TIME) is None for test in tests) else []),
             *_speed_notes(tests, servers),
+            *_column_notes(results),
             *_unread_notes(build.unread),
         ],
     )
@@ -178,12 +218,14 @@ def _speed_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[An
         if len(speeds) < total:
             missing = total - len(speeds)
             text = f"{row}: {missing} of {total} samples_ts are no speed and count as missing"
+            why = (test.why_not(speed) for speed in test.samples_ts if speed is not None)
+            text += next((f" ({one})" for one in why if one is not None), "")
             yield because("import_samples_missing", text, row=row, missing=missing, total=total)
         elif speeds and test.mean and abs(test.mean - (mean := fmean(speeds))) > MAX_DIFFERENCE * max(test.mean, mean):
             text = f"{row}: avg_ts ({test.mean:,} tok/s) is not the mean of samples_ts ({significant(mean)} tok/s); "
             text += "the samples are used"
             yield because("import_mean_differs", text, row=row, mean=test.mean, samples_mean=mean)
-        if not speeds and test.mean is not None and test.stddev_ts is not None:
+        if not speeds and test.mean is not None and test.stddev_ts is not None and isfinite(test.stddev_ts):
             text = f"{row}: {test.mean:,} ± {test.stddev_ts:,} tok/s (standard deviation); the single repetitions are "
             text += "not in the file"
             yield because("import_deviation", text, row=row, mean=test.mean, deviation=test.stddev_ts)
@@ -197,10 +239,18 @@ def _unread_notes(rows: list[str]) -> Iterator[Any]:
         yield because("import_rows_unread", text, unread=len(rows), rows=shown)
 
 
+def _column_notes(results: list[Any]) -> Iterator[Any]:
+    """A note on fields that are not known as settings."""
+    unknown = dict.fromkeys(key for value in results for key in value if key not in _SETTINGS | _NO_SETTINGS)
+    if unknown:
+        names = [" ".join(printable(key).split())[:_MAX_ROW] for key in unknown][:_MAX_ROWS]
+        text = f"not known as settings of llama-bench, so left out: {', '.join(names)}. Rows that differ in nothing "
+        text += "else count as repeats"
+        yield because("import_columns_unknown", text, columns=names)
+
+
 def _settings(value: dict[str, Any]) -> list[str]:
-    return [
-        f"{key}={value[key]}" for key in value if key not in _NO_SETTINGS and isinstance(value[key], str | int | float)
-    ]
+    return [f"{key}={value[key]}" for key in value if key in _SETTINGS and isinstance(value[key], str | int | float)]
 
 
 def _name_servers(results: list[Any], tests: list[LlamaBenchTest]) -> list[str]:
@@ -244,7 +294,9 @@ def _make_parts(
         missing |= dict.fromkeys(("input_tok_s", "ttft"), "the test processes no prompt")
     if not test.speeds and test.mean is None:
         name, given = ("avg_ts", test.avg_ts) if test.table_speed is None else ("t/s", test.table_speed)
-        why = f"{name} is {'missing' if given is None else printable(str(given))[:_MAX_ROW]}, which is no speed"
+        shown = "missing" if given is None else printable(str(given))[:_MAX_ROW]
+        reason = None if test.avg_ts is None or test.avg_ts <= 0 else test.why_not(test.avg_ts)
+        why = f"{name} is {shown}, which is no speed" if reason is None else f"{name}: {reason}"
         missing = {field: missing.get(field, why) for field in _OF_SPEED}
     speeds: list[float | None] = [*test.speeds] or [test.mean]
     return [

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
+from harness.base.plausible import why_no_speed
 from harness.base.summary import NO_SAMPLE, Distribution, Numbers, because
 from harness.imports import (
     FILE_TIME,
@@ -248,7 +249,7 @@ def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult,
     """The numbers of a result without a record for each request. `missing` receives why a number is not known."""
     lost = result.num_prompts - result.completed if result.failed is None else result.failed
     samples: dict[str, Any] = {
-        ours: _distribution(source, value, place, ours, name, result.completed, missing)
+        ours: _distribution(source, value, place, ours, name, result, missing)
         for ours, name in (("ttft", "ttft"), ("tpot", "tpot"), ("e2e", "e2el"))
         if ours not in missing
     }
@@ -268,6 +269,8 @@ def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult,
             return number
         if not result.duration:
             missing[field] = f"{name} is {number:g} in a duration of 0 s, which cannot be"
+        elif field == "output_tok_s" and result.max_concurrency == 1 and (why := why_no_speed(number)) is not None:
+            missing[field] = f"{name}: {why}"
         elif not isclose(number * result.duration, count, rel_tol=_RATE_TOLERANCE):
             missing[field] = (
                 f"{name} is {number:g}, but {count} in {result.duration:g} s are {count / result.duration:g}"
@@ -292,9 +295,10 @@ def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult,
 
 
 def _distribution(
-    source: Source, value: Any, place: str, ours: str, name: str, n: int, missing: dict[str, str]
+    source: Source, value: Any, place: str, ours: str, name: str, result: VllmResult, missing: dict[str, str]
 ) -> Distribution:
-    """The mean and the percentiles that n requests can carry."""
+    """The mean and the percentiles that the requests can carry."""
+    n = result.completed
     prefixes = {"mean": "mean", "p50": "median", "p90": "p90", "p95": "p95", "p99": "p99"}
     given = {key: value.get(f"{prefix}_{name}_ms") for key, prefix in prefixes.items()}
     if given["p50"] is None:  # --metric-percentiles 50
@@ -318,8 +322,19 @@ def _distribution(
             f"{keys} is 0, which no latency can be: requests without one were counted, so the others are wrong, too"
         )
         return NO_SAMPLE
+    if ours == "tpot" and (why := _why_no_tpot(numbers, result)) is not None:
+        missing[ours] = why
+        return NO_SAMPLE
     missing |= {f"{ours}_{key}": _NO_PERCENTILE for key in stats.absent(n)}
     return stats.distribution(n)
+
+
+def _why_no_tpot(numbers_ms: list[float], result: VllmResult) -> str | None:
+    """Why statistics of TPOT cannot be those of these answers."""
+    tokens = result.total_output_tokens
+    per_answer = 1 if tokens is not None and tokens <= result.completed else None
+    why = next((why for ms in numbers_ms if (why := why_no_speed(1000 / ms, tokens=per_answer)) is not None), None)
+    return None if why is None else f"tpot of {min(numbers_ms):g} ms: {why}"
 
 
 FORMAT = Format(

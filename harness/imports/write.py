@@ -105,7 +105,8 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
             next_step=f"Known are the files below; {DOCS}/imports.md says more.",
             detail="\n".join(f"{name}: {form.written_by}" for name, form in FORMATS.items()),
         )
-    return source, FORMATS[given or matching[0]].read(source)
+    imported = FORMATS[given or matching[0]].read(source)
+    return source, replace(imported, notes=[*imported.notes, *source.noise_notes()])
 
 
 def import_file(

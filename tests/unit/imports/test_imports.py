@@ -620,3 +620,176 @@ def test_a_table_of_something_else_is_refused(text: str, tmp_path: Path) -> None
     assert llama_bench.read_tables(text) == []
     with pytest.raises(HarnessError, match="neither JSON nor JSON Lines"):
         import_text(text, tmp_path)
+
+
+def lemonade_with(folder: Path, **scenario: Any) -> tuple[Run, Summary]:
+    """The sample with other values in its first scenario."""
+    folder.mkdir(exist_ok=True)
+
+    def change(raw: dict[str, Any]) -> None:
+        raw["models"][0]["results"][0]["scenarios"][0].update(scenario)
+
+    run = import_file(changed("lemonade-from-source.json", folder / "x.json", change), folder / "runs")
+    return read_run(run), summarize(run)
+
+
+def stats(mean: Any, least: Any = None, most: Any = None) -> dict[str, Any]:
+    return {"mean": mean, "min": least or mean, "max": most or mean}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reason"),
+    [
+        ({"output_tokens": 1, "tps": stats(1e6)}, "1,000,000 tok/s is of answers of 1 token"),
+        ({"output_tokens": 1, "tps": stats(0.58)}, "0.58 tok/s is of answers of 1 token"),
+        ({"tps": stats(250_000.0)}, "250,000 tok/s is more than one user can get"),
+        ({"tps": stats(9_100.0, 40.0, 1e6)}, "1,000,000 tok/s is more than one user can get"),
+        ({"tps": {"mean": 20.0, "min": 0.0, "max": 40.0}}, "0 tok/s is no speed"),
+        ({"tps": {"mean": 0.0, "min": 0.0, "max": 0.0}}, "0 tok/s is no speed"),
+        ({"tps": {"mean": float("inf"), "min": 40.0, "max": float("inf")}}, "tps is null"),
+        ({"tps": {"mean": float("nan"), "min": 40.0, "max": 45.0}}, "tps is null"),
+    ],
+)
+def test_a_speed_of_lemonade_that_cannot_be_is_missing(scenario: Any, reason: str, tmp_path: Path) -> None:
+    _, summary = lemonade_with(tmp_path, **scenario)
+    row, other = summary.rows
+    assert (row.pooled.output_tok_s, row.output_tok_s, other.pooled.output_tok_s) == (None, [], 25.6)
+    assert (row.pooled.ttft.mean, row.pooled.e2e.mean) == (0.08, 3.0), "its other numbers stay"
+    notes = [note.values for note in summary.notes if note.code == "import_unknown"]
+    assert [note["rows"] for note in notes if reason in note["why"]] == [["llamacpp-vulkan / chat-short"]]
+    assert summary.comparison is not None
+    assert [verdict.ratio for verdict in summary.comparison.verdicts] == [None]
+
+
+def test_a_lemonade_scenario_keeps_what_is_known(tmp_path: Path) -> None:
+    """The tool writes NaN as null."""
+    _, good = lemonade_with(tmp_path / "good", tps=stats(44.5, 43.0, 46.0))
+    assert good.rows[0].pooled.output_tok_s == 44.5 and "output_tok_s" not in good.rows[0].missing
+    _, summary = lemonade_with(tmp_path / "bad", duration_ms={"mean": None, "min": 1.0, "max": None})
+    row = summary.rows[0]
+    assert (row.pooled.ttft.mean, row.pooled.e2e.n, row.pooled.output_tok_s) == (0.08, 0, None)
+    assert "duration_ms is null" in row.missing["e2e"]
+
+
+def test_speeds_of_llama_bench_that_cannot_be_are_missing_and_prompts_may_be_fast(tmp_path: Path) -> None:
+    tests = [
+        llama_result(n_prompt=2048, n_gen=0, avg_ts=61_000.0, samples_ts=[60_000.0, 62_000.0]),
+        llama_result(n_prompt=0, n_gen=1, avg_ts=75.0, samples_ts=[75.0]),
+        llama_result(n_prompt=0, n_gen=64, avg_ts=75.0, samples_ts=[75.0, 1e6]),
+        llama_result(n_prompt=0, n_gen=32, avg_ts=333_383.3, samples_ts=[]),
+        llama_result(n_prompt=0, n_gen=16, avg_ts=75.0, stddev_ts=1.0, samples_ts=[]),
+    ]
+    text = json.dumps(tests).replace("333383.3", "1e999")
+    for name, given, why in (("a", json.dumps(tests), "more than one user"), ("b", text, "avg_ts is missing")):
+        _, summary = import_text(given, tmp_path, f"{name}.json")
+        rows = {row.load: row for row in summary.rows}
+        assert rows["pp2048"].input_tok_s == [60_000.0, 62_000.0], "a prompt is processed in parallel"
+        assert {load: row.output_tok_s for load, row in rows.items() if load != "pp2048"} == {
+            "tg1": [75.0], "tg64": [75.0], "tg32": [], "tg16": [75.0],
+        }  # fmt: skip
+        assert why in rows["tg32"].missing["output_tok_s"]
+        samples = [note.values for note in summary.notes if note.code == "import_samples_missing"]
+        assert samples == [{"row": "ROCm / tg64", "missing": 1, "total": 2}]
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [
+        ({"mean_tpot_ms": 0.03, "median_tpot_ms": 0.03, "p99_tpot_ms": 0.05}, ["tpot"]),
+        ({"total_output_tokens": 12, "output_throughput": None}, ["tpot", "output_tok_s"]),
+        ({"max_concurrency": 1, "duration": 0.004, "output_throughput": 24_000.0, "request_throughput": 3000.0},
+         ["output_tok_s"]),
+        ({"max_concurrency": 4, "duration": 0.004, "output_throughput": 24_000.0, "request_throughput": 3000.0}, []),
+        ({}, []),
+    ],
+)  # fmt: skip
+def test_speeds_of_one_user_that_cannot_be_are_missing_in_vllm(values: Any, missing: list[str], tmp_path: Path) -> None:
+    path = changed("vllm-plain.json", tmp_path / "x.json", lambda raw: raw.update(values))
+    (part,) = read_file(path)[1].parts
+    assert [field for field in ("ttft", "tpot", "output_tok_s", "requests_per_s") if field in part.missing] == missing
+
+
+NOISE = """\
++ llama-bench -m m.gguf -o json
+\x1b[1;32mWelcome to the toolbox!\x1b[0m
+[1] 4242
+[INFO] ggml_vulkan: 0 = Radeon (RADV) | uma: 1
+2026-10-18 10:00:00 loading
+"""
+PROMPT = "[user@toolbox ~]$ exit\n"
+RESULTS = [
+    llama_result(n_prompt=512, n_gen=0, avg_ts=1300.0, samples_ts=[1290.0, 1310.0]),
+    llama_result(n_prompt=0, n_gen=128, avg_ts=75.0, samples_ts=[75.0]),
+]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (json.dumps(RESULTS, indent=1), 0),
+        (f"{NOISE}{json.dumps(RESULTS, indent=1)}\n", 5),
+        (f"{NOISE}{json.dumps(RESULTS)}\n{PROMPT}", 6),
+        ("".join(f"{NOISE}{json.dumps(result)}\n" for result in RESULTS), 10),
+        ("[\n" + ",\nllama-bench: benchmark 2/2\n".join(json.dumps(one, indent=2) for one in RESULTS) + "\n]\n", 1),
+        (f"{NOISE}{TABLE}{PROMPT}", None),
+    ],
+    ids=["json", "before", "around", "jsonl", "within", "table"],
+)
+def test_lines_of_other_programs_are_left_out(encoding: str, text: str, lines: int | None, tmp_path: Path) -> None:
+    """What a shell adds to a tool's output: `set -x`, jobs, logs, banners; and the encodings of PowerShell."""
+    path = tmp_path / "bench.txt"
+    path.write_bytes(text.replace("\n", "\r\n").encode(encoding))
+    summary = summarize(import_file(path, tmp_path / "runs"))
+    rates = {row.load: (row.input_tok_s or row.output_tok_s) for row in summary.rows if row.server != "rocm-fa-0"}
+    assert rates["pp512"] == ([1312.8] if lines is None else [1290.0, 1310.0])
+    notes = [note.values["lines"] for note in summary.notes if note.code == "import_noise"]
+    assert notes == ([lines] if lines else [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        NOISE + json.dumps(RESULTS, indent=1)[:-40],
+        NOISE + "".join(f"{json.dumps(result)}\n" for result in RESULTS)[:-40],
+        "[\n" + json.dumps(RESULTS[0]) + ",\n",
+        NOISE,
+        NOISE + "[]\n",
+    ],
+)
+def test_a_damaged_document_between_other_lines_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="neither JSON nor JSON Lines|line 7 of 7 is not JSON"):
+        import_text(text, tmp_path)
+
+
+def test_measured_columns_of_a_table_are_no_settings(tmp_path: Path) -> None:
+    """A table with columns that someone added: the rows of one server stay one."""
+    table = """\
+| model | backend | fa | test  |            t/s |    W | t/s/W |
+| ----- | ------- | -- | ----- | -------------: | ---: | ----: |
+| m     | ROCm    |  0 | pp512 | 1012.80 ± 3.10 | 98.2 | 10.31 |
+| m     | ROCm    |  0 | tg128 |   65.30 ± 0.10 | 71.4 |  0.91 |
+| m     | ROCm    |  1 | pp512 | 1312.80 ± 3.10 | 99.9 | 13.14 |
+"""
+    run, summary = import_text(table, tmp_path, "bench.md")
+    assert [(row.server, row.load) for row in summary.rows] == [
+        ("rocm-fa-0", "pp512"), ("rocm-fa-0", "tg128"), ("rocm-fa-1", "pp512"),
+    ]  # fmt: skip
+    assert not any("W=" in argument for cell in run.cells for argument in cell.served_by.arguments)
+    assert [n.values["columns"] for n in summary.notes if n.code == "import_columns_unknown"] == [["W", "t/s/W"]]
+    _, clean = import_text(TABLE, tmp_path, "clean.md")
+    assert not any(note.code == "import_columns_unknown" for note in clean.notes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "| test | t/s | ttfr (ms) | e2e_ttft (ms) |\n|--|--|--|--|\n| pp512 | 1 ± 0.1 | 5 ± 1 | 6 ± 1 |\n",
+        "| model | test | t/s |\n|--|--|--|\n| m | pp512 | 1 ± 0.1 |\n\nllama-benchy (build: 75bc129)\n",
+        TABLE + "| test | t/s | TTFT |\n|--|--|--|\n| pp1 | 1 ± 1 | 5 |\n",
+    ],
+)
+def test_a_table_of_a_tool_that_measures_a_server_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="x.md: .*not of llama-bench") as caught:
+        import_text(text, tmp_path, "x.md")
+    assert caught.value.next_step
