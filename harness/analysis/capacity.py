@@ -21,7 +21,7 @@ from harness.analysis.probe import MeasuredProbe, Probe
 from harness.analysis.slo import CapacitySlo, ProbeBlock
 from harness.analysis.stats import ASSUMED_FREEDOM, ASSUMED_SD, welch_effect
 from harness.base.files import pretty_json, read_json, replace_file
-from harness.base.summary import Reason, because
+from harness.base.summary import Reason, because, known_bounds
 from harness.base.units import short_percent
 from harness.scenario import MAX_USERS, Load, is_open_loop
 
@@ -374,11 +374,14 @@ def find_drift(level: int, before: Sequence[ProbeBlock], after: Sequence[ProbeBl
     change = welch_effect(*([block.e2e_s for block in blocks if block.e2e_s] for blocks in (after, before)))
     if change is None:
         return None
-    low, high = change.interval()
+    low, high = known_bounds(change.ratio, *change.interval())
     drifted = abs(change.log_ratio) > max(change.half_width(), DRIFT_LIMIT)
     took = f"{short_percent(abs(change.ratio - 1))} {'longer' if change.ratio > 1 else 'shorter'}"
-    text = f"answers of the first level took {took} at the end than at the start (95 % interval of the ratio {low:.2f} "
-    text += f"to {high:.2f})" + (": the machine drifted, so the answer mixes both states" if drifted else "")
+    interval = "interval not known"
+    if low is not None and high is not None:
+        interval = f"95 % interval of the ratio {low:.2f} to {high:.2f}"
+    text = f"answers of the first level took {took} at the end than at the start ({interval})"
+    text += ": the machine drifted, so the answer mixes both states" if drifted else ""
     return because("capacity_drift", text, level=level, ratio=change.ratio, low=low, high=high, drifted=drifted)
 
 

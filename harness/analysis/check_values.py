@@ -1,6 +1,6 @@
 """The value of a row that a check bounds, or why it has none; and its evidence as a sentence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -17,6 +17,7 @@ from harness.base.summary import (
     Row,
     Verdict,
     because,
+    known_bounds,
     sentence,
 )
 from harness.base.units import count, figures, ratio_text
@@ -222,7 +223,7 @@ def _speedup_value(row: Row, comparison: Comparison | None) -> CheckValue:
         return missing_value("paced_users", text)
     if verdict.refused is not None:
         return missing_value("no_verdict", f"inconclusive: {sentence(verdict.refused)}", why=verdict.refused)
-    interval = verdict.low, verdict.high
+    interval = known_bounds(verdict.ratio or 0.0, verdict.low, verdict.high)
     return CheckValue(value=verdict.ratio, interval=interval, provisional=verdict.provisional, unit=verdict.unit)
 
 
@@ -269,23 +270,25 @@ def value_text(
             factor = f", {ratio_text(shown / base)} times as much" if multiple else ""
             text += f" against {_format_check_value(base, unit)} of {against['name']}{factor}"
         parts.append(text)
-    if interval is not None:
-        low, high = (
-            None
-            if bound is None
-            else f"{ratio_text(bound / against['value'])}"
-            if multiple and against is not None
-            else _format_check_value(bound, unit)
-            for bound in interval
-        )
-        bounds = f"up to {high}" if low is None else f"from {low}" if high is None else f"{low} to {high}"
-        parts.append(f"95 % interval {bounds}{' times' if multiple else ''}")
+    if interval is not None and multiple and against is not None and shown is not None:
+        base = against["value"]
+        ratios = known_bounds(shown / base, *(None if bound is None else bound / base for bound in interval))
+        parts.append(_format_interval(ratios, ratio_text) + (" times" if ratios != (None, None) else ""))
+    elif interval is not None:
+        parts.append(_format_interval(interval, lambda bound: _format_check_value(bound, unit)))
     known = [f"{censored:,} cut before it ended"] if censored else []
     known += [f"{unknown:,} unknown"] if unknown else []
     known += [f"{failed:,} failed (within no bound)"] if failed else []
     if known:
         parts.append(f"{' and '.join(known)} of {count(requests, 'request')}")
     return f"{row}: {', '.join(parts)}" + ("" if decision is None else f"; {sentence(decision)}")
+
+
+def _format_interval(interval: Sequence[float | None], show: Callable[[float], str]) -> str:
+    low, high = (None if bound is None else show(bound) for bound in interval)
+    if low is None and high is None:
+        return "interval not known"
+    return f"95 % interval {f'up to {high}' if low is None else f'from {low}' if high is None else f'{low} to {high}'}"
 
 
 def _format_check_value(value: float, unit: str) -> str:

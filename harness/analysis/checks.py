@@ -41,6 +41,7 @@ from harness.base.summary import (
     Row,
     Verdict,
     because,
+    known_bounds,
     sentence,
 )
 from harness.base.units import count, figures
@@ -258,7 +259,10 @@ def _evaluate_row(
     result = replace(result, value=value.value, bound=bound)
     if value.interval is not None:
         result = replace(result, low=low, high=high)
-        if (low, high) not in ((None, None), (shown.get("above"), None)):  # the second is a bound, already shown
+        if check.relative or (low, high) not in (
+            (None, None),
+            (shown.get("above"), None),
+        ):  # the second is a bound, already shown
             shown["interval"] = [low, high]
     if all(met) or not any(met):
         if all(met):
@@ -332,16 +336,17 @@ def _with_ratio_interval(
     unit: Literal["repeats", "runs"] | None = None
     provisional = False
     interval: Interval
-    if is_measured and verdict is not None and verdict.low and verdict.high:
-        interval = (
-            (verdict.low, verdict.high) if METRICS[metric].more_is_better else (1 / verdict.high, 1 / verdict.low)
-        )
+    if is_measured and verdict is not None and verdict.ratio is not None:
+        low, high = verdict.low, verdict.high
+        if not METRICS[metric].more_is_better:
+            low, high = None if high is None else 1 / high, None if low is None else 1 / low
+        interval = low, high
         unit, provisional = verdict.unit, verdict.provisional
     elif is_measured and (reference is not None or metric in WORK):
         repeats = [[each for each in getattr(one, metric, []) if each] for one in (row, base_row)]
         found = None if reference is not None else stats.welch_effect(*repeats)
         effect = found or stats.pooled_effect([value.known], [base_value.value])
-        interval = _widen(effect.interval(), row, base_row, metric)
+        interval = known_bounds(effect.ratio, *_widen(effect.interval(), row, base_row, metric))
         unit = "repeats" if reference is None else "runs"
         provisional = stats.is_mostly_assumed(effect) if reference is not None else found is None
     else:

@@ -11,7 +11,7 @@ from harness.analysis.capacity import find_crossing
 from harness.analysis.stats import geometric_ratio, welch_effect
 from harness.analysis.verdicts import is_client_limited
 from harness.base.engines import engines, find_engine
-from harness.base.summary import MARGIN, CellSummary, Numbers, Reason, Row, Summary, because
+from harness.base.summary import MARGIN, CellSummary, Numbers, Reason, Row, Summary, because, known_bounds
 from harness.base.units import count, factor, figures, short_percent
 from harness.records.manifest import Run
 from harness.scenario.plan import baseline_of
@@ -269,7 +269,9 @@ def _ranges(question: SweepQuestion, server: str) -> list[Reason]:
         effect, ratio = welch_effect(at_first, at_last), geometric_ratio(at_first, at_last)
         shown = "one run, not repeated"
         if effect is not None:
-            shown = "95 % interval {}x to {}x".format(*map(factor, effect.interval()))
+            low, high = known_bounds(effect.ratio, *effect.interval())
+            known = low is not None and high is not None
+            shown = f"95 % interval {factor(low or 0.0)}x to {factor(high or 0.0)}x" if known else "interval not known"
         slower = {"decode": "decodes", "first": "gives the first token"}[speed.id]
         levels = f" with {_level_text(AXES[question.axis], last)} than with {_number_text(AXES[question.axis], first)}"
         text = f"{'it' if found else server} {slower} {factor(ratio)}x slower{'' if found else levels} ({shown})"

@@ -23,7 +23,7 @@ from harness.analysis.verdicts import (
 )
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
-from harness.base.summary import Difference, Row, Summary
+from harness.base.summary import Difference, Row, Summary, known_bounds
 from harness.records.directory import list_runs
 from harness.records.manifest import Run, definition_conflict, read_run
 
@@ -260,6 +260,7 @@ def _decide(series: Series, run: str, series_count: int) -> Series:
         return series
     shift = stats.find_shift(speeds, series_count)._asdict()
     before = [points[index] for index in shift.pop("history")]
+    shift["low"], shift["high"] = known_bounds(1.0, shift["low"], shift["high"])
     since = before[0].run if before else None
     return replace(series, value=points[-1].value, runs=len(before), since=since, **shift)
 

@@ -20,6 +20,7 @@ from harness.analysis.slo import ProbeBlock
 from harness.analysis.stats import t_quantile
 from harness.base.summary import ALPHA
 
+MIN_LEVELS = 3  # that show a knee: of two it is only known which one is better
 KNEE_SHARE = 0.9  # the knee is the smallest level with this share of the peak; less than it beyond the peak hurts
 GRID_STEP = 2**0.25  # closer levels are not distinguished
 MAX_WIDTH = 1.5  # of the knee's interval at the end of the search, in steps of the grid
@@ -230,7 +231,9 @@ def knee_answer(probes: Sequence[Probe], max_level: int, seed: int = 0) -> Capac
     peak_low, peak, peak_high = map(math.exp, _bias_corrected_interval(peaks, middle.peak))
     outside = float(np.mean(knees > _max_knee(points)))
     kind: AnswerKind = "unclear"
-    if outside <= ALPHA / 2:
+    if len(points) < MIN_LEVELS:
+        pass
+    elif outside <= ALPHA / 2:
         kind = "knee"
     elif outside >= 0.5 and points[-1].level >= max_level:
         kind = "none"

@@ -58,7 +58,7 @@ class MeasuredProbe(Struct, frozen=True, kw_only=True):
     missed: int = 0  # measured requests that missed an SLO ...
     queued: int = 0  # ... and of these, those whose connection waited in the server's listen queue
     answer_s: float | None  # mean end-to-end latency
-    tok_s: float | None
+    tok_s: float | None  # of a probe for the knee: of its blocks with a steady throughput, as the knee's points
 
     @property
     def met(self) -> list[float | None]:
@@ -167,7 +167,8 @@ class Probe:
     def result(self, cells: list[str]) -> MeasuredProbe:
         """The result of the ended probe. `cells`: of the run."""
         counts = [block.counts for block in self.blocks]
-        seconds = self.seconds
+        measured = self.steady_blocks or self.blocks
+        measured_s = sum(block.seconds for block in measured)
         return MeasuredProbe(
             cells=cells,
             level=self.level,
@@ -175,7 +176,7 @@ class Probe:
             state=self.state,
             blocks=len(self.blocks),
             answers=sum(block.answers for block in self.blocks),
-            seconds=seconds,
+            seconds=self.seconds,
             counts=[
                 (sum(each[slo][0] for each in counts), sum(each[slo][1] for each in counts))
                 for slo in range(len(self.slos))
@@ -183,7 +184,7 @@ class Probe:
             missed=self.missed,
             queued=self.queued,
             answer_s=self.cutter.answer_s,
-            tok_s=sum(block.output_tokens for block in self.blocks) / seconds if seconds else None,
+            tok_s=sum(block.output_tokens for block in measured) / measured_s if measured_s else None,
         )
 
 

@@ -615,7 +615,8 @@ def decide(
     """The answer of the proof. `base`: the results of the reference, one for each block; `sides`: settings and results.
 
     "set": one is better beyond the margin, after Holm's correction; of about equal ones the shortest. "keep":
-    none is, and none was better by more than the margin. Without sides nothing is proven: "inconclusive".
+    none is, none was better by more than the margin, and the interval is known. Without sides nothing is proven:
+    "inconclusive".
     `answers`: of each side "same", "worse", which is never chosen, or another word, with which it is not proven.
     `rooms`: of each side, as of `ComparedSides`.
     """
@@ -647,7 +648,7 @@ def decide(
     best = verdicts[chosen]
     is_faster = best.word == "faster"
     word: TuneWord = "set" if is_faster and words[chosen] == "same" else "inconclusive"
-    if not is_faster and (best.ratio or 0.0) <= 1 + MARGIN:
+    if not is_faster and (best.ratio or 0.0) <= 1 + MARGIN and best.reason != "interval_unknown":
         word = "keep"
     return TuneAnswer(
         verdict=word,

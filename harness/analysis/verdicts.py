@@ -25,6 +25,7 @@ from harness.base.summary import (
     Row,
     Verdict,
     because,
+    known_bounds,
     sentence,
 )
 from harness.base.units import count, ratio_text, short_percent
@@ -500,6 +501,10 @@ def _decide(pair: ComparedSides, found: _Found, p: float, comparisons: int) -> V
     if _is_inside(low, high):
         return _make_verdict(pair, "same", comparisons, **numbers)
     numbers |= _needed_to_decide(pair, found, comparisons, includes_one=includes_one)
+    if includes_one and None in known_bounds(effect.ratio, low, high):
+        few = min(map(len, _independent_values(pair))) < CONFIRMING_REPEATS
+        numbers |= {"low": None, "high": None, "needed": CONFIRMING_REPEATS if few else numbers["needed"]}
+        return _make_verdict(pair, "interval_unknown", comparisons, **numbers)
     if found.basis != "repeats" and exact_low <= 1 <= exact_high:
         return _make_verdict(pair, "no_difference", comparisons, **numbers)
     reason: Inconclusive = "not_beyond"
@@ -604,12 +609,13 @@ def drift_notes(cells: Sequence[CellSummary], scenario: Scenario) -> list[Reason
     effect = estimate_drift(pairs)
     if effect is None:
         return []
-    low, high = effect.interval()
+    low, high = known_bounds(effect.ratio, *effect.interval())
     change = f"{short_percent(abs(effect.ratio - 1))} {'faster' if effect.ratio >= 1 else 'slower'}"
-    text = (
-        f"the first cell of a server start was {change} (95 % interval {ratio_text(low)} to {ratio_text(high)} times "
-    )
-    text += f"as fast, {count(len(pairs), 'start')}) when it was repeated at its end"
+    interval = "interval not known"
+    if low is not None and high is not None:
+        interval = f"95 % interval {ratio_text(low)} to {ratio_text(high)} times as fast"
+    text = f"the first cell of a server start was {change} ({interval}, {count(len(pairs), 'start')}) when it was "
+    text += "repeated at its end"
     code = "no_drift"
     if is_drift(effect):
         code = "drift"

@@ -20,6 +20,7 @@ ALPHA = 0.05  # of tests and intervals
 POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
 ANSWER_MARGIN = 0.03  # of right answers: a server that has at most so many less gives the same answers
 MARGIN = 0.02  # smaller differences are treated as noise: "faster" and "slower" are larger, "same" is within it
+MAX_FACTOR = 4.0  # by which a bound of an interval may be away from its ratio: a bound that is farther says nothing
 LARGE = 0.25  # a difference that a provisional verdict, and an error of the load generator that a result, cannot carry
 SHOWN_ROWS = 7  # of a summary at a prompt
 MAX_REPEATS = 100  # beyond which no number of repeats is suggested
@@ -488,6 +489,7 @@ Inconclusive = Literal[
     "not_beyond",  # the interval excludes 1, but not the margin
     "corrected",  # the interval is beyond the margin, but does not count among so many comparisons
     "client",  # the interval decides without what the load generator's delays add to it
+    "interval_unknown",  # the interval includes 1 and is wider than MAX_FACTOR either way: the values say nothing
 ]  # fmt: skip
 
 
@@ -620,6 +622,16 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return table
 
 
+def known_bounds(ratio: float, low: float | None, high: float | None) -> tuple[float | None, float | None]:
+    """The bounds of an interval of a ratio that say something: those within MAX_FACTOR of it, and those between it and
+    1, which show the smallest difference. None for another bound.
+    """
+    return (
+        low if low is not None and (low > 1 or low * MAX_FACTOR >= ratio) else None,
+        high if high is not None and (high < 1 or high <= ratio * MAX_FACTOR) else None,
+    )
+
+
 Basis = Literal[
     "repeats",  # Welch's interval over the repeats of one run
     "one_run",  # one repeat: blocks of its requests
@@ -635,7 +647,7 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     baseline: str
     metric: str  # such as "wall", "output_tok_s" or "ttft_p50"
     ratio: float | None  # of speed: above 1 if the side is faster than the baseline
-    low: float | None  # 95 % interval of the ratio
+    low: float | None  # 95 % interval of the ratio; None: not known
     high: float | None
     p: float | None  # two-sided, of a difference beyond the margin, corrected for the number of comparisons
     n: tuple[int, int]  # number of values of side and baseline: repeats of one run, or runs

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.analysis.capacity import CapacityAnswer, CapacityReport, ServerCapacity
+from harness.analysis.knee import MIN_LEVELS
 from harness.analysis.probe import MeasuredProbe
 from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
@@ -85,7 +86,7 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
     if not server.started:
         return server.reasons[:1]
     slo = [] if server.slo is None else [slo_reason(report, server.slo, server.probes)]
-    return slo if server.knee is None else [*slo, knee_reason(server.knee, report.max_level)]
+    return slo if server.knee is None else [*slo, knee_reason(server.knee, report.max_level, server.probes)]
 
 
 def slo_reason(
@@ -144,24 +145,34 @@ def slo_reason(
     return because("capacity_unresolved", text + waited, **values)
 
 
-def knee_reason(knee: CapacityAnswer, max_level: int) -> Reason:
+def knee_reason(knee: CapacityAnswer, max_level: int, probes: Sequence[MeasuredProbe] = ()) -> Reason:
     """The number of users from which on more of them stop paying."""
-    names = ("level", "low", "high", "peak_level", "peak_tok_s", "hurts_from", "complete")
+    names = ("level", "low", "high", "peak_level", "hurts_from", "complete")
+    # The throughput is that of the table of probes, not that of the fitted curve, which may be higher between levels.
+    peak = next((point for point in knee.points if point.level == knee.peak_level), None)
     values = {name: getattr(knee, name) for name in names} | {"max": max_level}
+    values["peak_tok_s"] = knee.peak_tok_s if peak is None else peak.tok_s
+    best = f"the best measured level is {users(knee.peak_level)} with {figures(values['peak_tok_s'] or 0.0)} tok/s"
+    at_best = sum(probe.purpose == "knee" and probe.level == knee.peak_level and bool(probe.tok_s) for probe in probes)
+    best += f" over its {at_best} probes" if at_best > 1 else ""
     if knee.kind == "knee":
-        text = f"more concurrency stops paying at {knee.level:,} users, 95 % interval {knee.low:,} to {knee.high:,} "
-        text += f"(90 % of the best, an estimated {figures(knee.peak_tok_s or 0.0)} tok/s)"
-        text += f"; from {knee.hurts_from:,} users on more users make it slower" if knee.hurts_from else ""
+        text = f"more concurrency stops paying at {users(knee.level)}, 95 % interval {knee.low:,} to {knee.high:,} "
+        text += f"(90 % of the best; {best})"
+        text += f"; from {users(knee.hurts_from)} on more users make it slower" if knee.hurts_from else ""
         return because("capacity_knee_knee", text, **values)
     if knee.kind == "none":
-        text = f"no knee in range: throughput still rises at {max_level:,} users, the maximum asked for"
+        text = f"no knee in range: throughput still rises at {users(max_level)}, the maximum asked for"
         return because("capacity_knee_none", text, **values)
-    measured = next(point.tok_s for point in knee.points if point.level == knee.peak_level)  # not of the fitted curve
     text = "where more concurrency stops paying is unresolved: "
-    text += f"not below {knee.low:,} users, and " if knee.low else ""
-    text += f"the best measured level is {knee.peak_level:,} users with {figures(measured)} tok/s; "
+    text += f"not below {users(knee.low)}, and " if knee.low else ""
+    text += f"{best}; "
     text += "all probes were made" if knee.complete else "the search was stopped early"
-    return because("capacity_knee_unclear", text, **values | {"peak_tok_s": measured})
+    text += f"; a knee needs {MIN_LEVELS} levels or more (--max-users)" if len(knee.points) < MIN_LEVELS else ""
+    return because("capacity_knee_unclear", text, **values)
+
+
+def users(level: float | None) -> str:
+    return count(round(level or 0), "user")
 
 
 def known_levels(report: CapacityReport, probes: Sequence[MeasuredProbe]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Gri
 from harness.report.table import machine_table, results_table, schedule_table, time_table
 from harness.report.trust import same_answers_page, trust_tables
 from harness.report.tune import TuneReport, answer_line, tune_elements, tune_question
-from harness.report.verdict_text import verdict_word
+from harness.report.verdict_text import format_bounds, shown_bounds, verdict_word
 
 _MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
 _RUN_HINT = "--explain shows them"
@@ -219,14 +219,14 @@ def verdict_grid(found: Sequence[Verdict]) -> Grid:
 
 
 def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
-    known = verdict.low is not None and verdict.high is not None
+    interval = format_bounds(*shown_bounds(verdict), lambda bound: units.factor(bound, 3))
     return (
         verdict.side,
         verdict.baseline,
         f"{verdict.n[0]} : {verdict.n[1]}",
         METRICS[verdict.metric].title,
         "n/a" if verdict.ratio is None else f"{units.factor(verdict.ratio, 3)}×",
-        f"{units.factor(verdict.low or 0.0, 3)} to {units.factor(verdict.high or 0.0, 3)}" if known else "n/a",
+        interval or ("not known" if verdict.reason == "interval_unknown" else "n/a"),
         "n/a" if verdict.p is None else "< 0.001" if verdict.p < 0.001 else f"{verdict.p:.3f}",
         verdict_word(verdict),
     )

@@ -13,7 +13,7 @@ from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
 from harness.report.elements import Grid, TableColumn
 from harness.report.trust import answers_word
-from harness.report.verdict_text import verdict_word
+from harness.report.verdict_text import format_bounds, shown_bounds, verdict_word
 from harness.scenario.plan import baseline_of
 
 LIMIT_WORDS: dict[LimitedBy, str] = {
@@ -91,9 +91,8 @@ def table_lines(summary: Summary, run: Run) -> list[TableLine]:
 
 def format_interval(verdict: Verdict) -> str:
     """The 95 % interval of a speedup."""
-    if verdict.low is None or verdict.high is None:
-        return "no interval"
-    return f"{units.factor(verdict.low)}–{units.factor(verdict.high)}"
+    unknown = "interval not known" if verdict.reason == "interval_unknown" else "no interval"
+    return format_bounds(*shown_bounds(verdict), units.factor, "–") or unknown
 
 
 def _format_rate(line: TableLine) -> str:

@@ -12,12 +12,13 @@ from msgspec.structs import replace
 
 from harness.analysis.tune import Trial
 from harness.base.files import pretty_json, read_json, replace_file
-from harness.base.summary import MARGIN, Reason, SameAnswers, Verdict, sentence
+from harness.base.summary import MARGIN, Reason, SameAnswers, Verdict, known_bounds, sentence
 from harness.base.units import NOTHING, count, duration, factor, short_percent
 from harness.report import words
 from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
 from harness.report.trust import answers_sentence, points_text
+from harness.report.verdict_text import format_bounds, shown_bounds
 
 TUNE_FILE = "tune.json"
 TUNE_VERSION = 1
@@ -144,8 +145,8 @@ def answers_text(found: SameAnswers | None) -> str:
 def _ratio(ratio: float | None, low: float | None, high: float | None) -> str:
     if ratio is None:
         return ""
-    interval = "" if low is None or high is None else f" ({factor(low)} to {factor(high)})"
-    return f"{factor(ratio)}x{interval}"
+    interval = format_bounds(*known_bounds(ratio, low, high), factor)
+    return f"{factor(ratio)}x" + (f" ({interval})" if interval else "")
 
 
 def tune_elements(report: TuneReport) -> list[Element]:
@@ -245,15 +246,15 @@ def tune_chart(report: TuneReport) -> Chart:
         ratios = [ratio for *_, ratio in known]
         data.append(scatter("start", x, ratios, hover, "lines+markers", text=text, line=line, marker=marker))
     proven = [
-        (settings, one.ratio, one.low, one.high)
+        (settings, one.ratio, *shown_bounds(one))
         for settings, one in zip(report.sides, report.verdicts, strict=False)
-        if one.ratio is not None and one.low is not None and one.high is not None
+        if one.ratio is not None
     ]
     if proven:
         bars = {
             "type": "data", "symmetric": False, "color": "@s3", "thickness": 2, "width": 7,
-            "array": [high - ratio for _, ratio, _, high in proven],
-            "arrayminus": [ratio - low for _, ratio, low, _ in proven],
+            "array": [0.0 if high is None else high - ratio for _, ratio, _, high in proven],
+            "arrayminus": [0.0 if low is None else ratio - low for _, ratio, low, _ in proven],
         }  # fmt: skip
         x = [len(report.trials) + 1 + place for place in range(len(proven))]
         marker = {"color": "@s3", "symbol": "diamond", "size": 11}

@@ -1,10 +1,11 @@
 """Verdicts as sentences."""
 
 import math
+from collections.abc import Callable
 
 from harness.base.metrics import METRICS
-from harness.base.summary import MARGIN, MAX_REPEATS, OPEN, POWER, Verdict, sentence
-from harness.base.units import ratio_text, short_percent
+from harness.base.summary import MARGIN, MAX_FACTOR, MAX_REPEATS, OPEN, POWER, Verdict, known_bounds, sentence
+from harness.base.units import count, ratio_text, short_percent
 
 WORDS = {"no_difference": "no difference seen"}  # others are shown as they are
 
@@ -44,12 +45,12 @@ def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:
 
     `baseline` replaces the name of the baseline.
     """
-    ratio, low, high = verdict.ratio or 0.0, verdict.low, verdict.high
+    ratio, (low, high) = verdict.ratio or 0.0, shown_bounds(verdict)
     is_decided = verdict.word in ("faster", "slower")
     if is_decided:
         speed = f"{format_speedup(ratio)} than"
-        if low is not None and high is not None and ratio < 1:
-            low, high = _invert(high), _invert(low)
+        if ratio < 1:
+            low, high = (None if bound is None else _invert(bound) for bound in (high, low))
     else:
         speed = f"{format_speedup(ratio)} than" if ratio_text(ratio) != "1.0000" else "as fast as"
     notes = [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
@@ -57,16 +58,30 @@ def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:
         times = max(ratio, _invert(ratio))
         shown = f"{times:.1f}" if times >= 1.2 else ratio_text(times)
         speed = f"about {shown}x {verdict.word} ({notes.pop()}) than"
-    known = low is not None and high is not None
-    if not known:
+    if verdict.reason == "interval_unknown":
+        speed = f"about {speed}"
+        interval = f"interval not known from {count(min(verdict.n), verdict.unit.removesuffix('s'))}"
+    elif low is None and high is None:
         interval = "no interval"
     elif is_decided:
-        interval = f"95 % interval {ratio_text(low or 0.0)}x to {ratio_text(high or 0.0)}x"
+        interval = f"95 % interval {format_bounds(low, high, lambda bound: f'{ratio_text(bound)}x')}"
     else:
-        interval = f"95 % interval {format_speedup(low or 0.0)} to {format_speedup(high or 0.0)}"
+        interval = f"95 % interval {format_bounds(low, high, format_speedup)}"
     return (
         f"{speed} {baseline or verdict.baseline} by {METRICS[verdict.metric].title} ({', '.join([interval, *notes])})"
     )
+
+
+def shown_bounds(verdict: Verdict) -> tuple[float | None, float | None]:
+    """The bounds of the interval that say something: of a verdict that is far beyond the margin, often only one."""
+    return (None, None) if verdict.ratio is None else known_bounds(verdict.ratio, verdict.low, verdict.high)
+
+
+def format_bounds(low: float | None, high: float | None, show: Callable[[float], str], dash: str = " to ") -> str:
+    """An interval, of which one bound may not be known: "1.20x to 1.90x", "at least 2.00x"; empty: none is known."""
+    if low is None:
+        return "" if high is None else f"at most {show(high)}"
+    return f"at least {show(low)}" if high is None else f"{show(low)}{dash}{show(high)}"
 
 
 _RUNS_OF_BASIS = {"one_run": "one run, not repeated", "apart": "not interleaved"}
@@ -87,6 +102,7 @@ def _why_inconclusive(verdict: Verdict) -> str:
         "includes_one": "the interval includes 1",
         "not_beyond": f"the interval is not beyond {alike}",
         "corrected": f"with {verdict.comparisons} comparisons the corrected p-value is {p}",
+        "interval_unknown": f"the interval is wider than a factor of {MAX_FACTOR:g} either way",
         "client": "the load generator was late, and the interval allows for that; without it there would be a verdict",
     }
     return why.get(verdict.reason or "", "too few repeats")
@@ -100,6 +116,8 @@ def _what_confirms(verdict: Verdict) -> list[str]:
         texts.append(f"the interval allows for {short_percent(share)} of delay in the load generator")
     if verdict.reason == "client":
         texts.append("free a core for the load generator, or use more processes")
+    elif verdict.reason == "interval_unknown" and verdict.needed is not None:
+        texts.append(f"{verdict.needed} {verdict.unit} a side would show how far they differ")
     elif verdict.basis in ("runs", "repeats") and (verdict.reason in OPEN or verdict.word == "no_difference"):
         texts.append(_describe_needed(verdict))
     if verdict.provisional:

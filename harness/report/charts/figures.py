@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from harness.analysis.knee import KNEE_SHARE
+from harness.analysis.knee import KNEE_SHARE, MIN_LEVELS
 from harness.analysis.verdicts import metric_values, without_concurrency
 from harness.base import units
 from harness.base.metrics import METRICS, Metric
@@ -48,7 +48,7 @@ _NO_CURVE = "No load with a fixed concurrency has enough successful requests for
 
 
 def describe_knee(points: Sequence[tuple[int, float]]) -> str:
-    """The knee of (concurrency, throughput) points; empty for fewer than two concurrencies.
+    """The knee of (concurrency, throughput) points, which needs three concurrencies; empty for fewer than two.
 
     Of several points with one concurrency the best counts.
     """
@@ -58,10 +58,14 @@ def describe_knee(points: Sequence[tuple[int, float]]) -> str:
     best = max(rates, key=lambda level: (rates[level], -level), default=0)
     if len(rates) < 2 or rates[best] <= 0:
         return ""
+    least, most = min(rates), max(rates)
+    if len(rates) < MIN_LEVELS:
+        gain = f"{units.factor(rates[most] / rates[least])}x the tok/s of {least}" if rates[least] > 0 else "the best"
+        return f"{most} at once give {gain}; a knee needs {MIN_LEVELS} levels or more"
     enough = KNEE_SHARE * rates[best]
     knee = min(level for level in rates if rates[level] >= enough)
-    if knee == max(rates):
-        return f"no knee up to {knee} at once: it still rises there"
+    if knee == most:
+        return f"no knee among the {len(rates)} levels up to {knee} at once: it still rises there"
     falls_at = [level for level in rates if level > best and rates[level] < enough]
     beyond = f"falls from {min(falls_at)} at once on" if falls_at else "more does not help"
     return f"knee at {knee} at once, {units.figures(100 * rates[knee] / rates[best])}\u00a0% of the best; {beyond}"

@@ -22,6 +22,8 @@ from harness.analysis.knee import (
 )
 from harness.analysis.probe import Probe
 from harness.analysis.slo import ProbeBlock
+from harness.base.units import figures
+from harness.report.capacity import knee_reason
 from tests.support.knee_servers import SERVERS, Truth, knee_server, searched, truth, truths
 
 
@@ -119,11 +121,38 @@ def test_a_cliff_is_where_it_hurts() -> None:
     assert (answer.peak_level or 99) <= 20
 
 
-@pytest.mark.parametrize("max_level", [1, 256])
+@pytest.mark.parametrize("max_level", [4, 256])
 def test_no_knee_in_range(max_level: int) -> None:
     answer = answer_of(run(rising, max_level), max_level)
     assert (answer.kind, answer.level, answer.low, answer.high, answer.hurts_from) == ("none", None, None, None, None)
     assert answer.peak_level == max_level
+
+
+@pytest.mark.parametrize("max_level", [1, 2])
+@pytest.mark.parametrize("curve", [rising, lambda level: 100.0])
+def test_two_levels_show_no_knee(curve: Callable[[int], float], max_level: int) -> None:
+    answer = answer_of(run(curve, max_level), max_level)
+    assert (answer.kind, answer.level, answer.complete) == ("unclear", None, True)
+    reason = knee_reason(answer, max_level)
+    assert reason.code == "capacity_knee_unclear" and "3 levels" in reason.text
+
+
+def test_a_level_has_one_throughput() -> None:
+    """The probe's, the curve's, and that of the sentence, also where the server settled during the probe."""
+    dice, probes = random.Random(2), list[Probe]()
+    for level in (1, 2, 4):
+        probe = make_knee_probe(level, 0.03, [])
+        for number in range(60):
+            probe.add(block((500 if level == 1 and number > 5 else 300 / level) * (1 + dice.gauss(0, 0.01))))
+        probes.append(probe)
+    assert probes[0].settled and (answer := answer_of(probes, 4)).peak_level == 1
+    shown = [probe.result([]) for probe in probes]
+    assert [probe.tok_s for probe in shown] == [point.tok_s for point in answer.points]
+    reason = knee_reason(answer, 4, shown)
+    assert (
+        reason.values["peak_tok_s"] == shown[0].tok_s
+        and f"1 user with {figures(shown[0].tok_s or 0.0)} tok/s" in reason.text
+    )
 
 
 def test_one_user_is_enough() -> None:

@@ -134,8 +134,13 @@ def test_the_knee_is_described(folder: Path, run: Run) -> None:
     )
     assert describe_knee([(1, 50.0), (2, 100.0), (4, 60.0)]).endswith("; falls from 4 at once on")
     assert describe_knee([(1, 50.0)]) == describe_knee([(1, 0.0), (2, 0.0)]) == ""
+    two = describe_knee([(1, 50.0), (16, 80.0)]), describe_knee([(1, 80.0), (16, 80.0)])
+    assert two == ("16 at once give 1.60x the tok/s of 1; a knee needs 3 levels or more",
+                   "16 at once give 1.00x the tok/s of 1; a knee needs 3 levels or more")  # fmt: skip
     summary = read_summary(folder)
-    assert throughput_chart(summary, run).findings[0] == "open: no knee up to 10 at once: it still rises there"
+    assert throughput_chart(summary, run).findings[0] == (
+        "open: no knee among the 3 levels up to 10 at once: it still rises there"
+    )
 
 
 def test_a_line_joins_loads_that_differ_in_concurrency_alone(folder: Path, run: Run) -> None:
@@ -145,7 +150,7 @@ def test_a_line_joins_loads_that_differ_in_concurrency_alone(folder: Path, run: 
     mixed = replace(run, scenario=replace(run.scenario, loads=loads))
     summary = read_summary(folder)
     assert throughput_chart(summary, mixed).findings[0] == (
-        "open (sequential, batch-5): no knee up to 5 at once: it still rises there"
+        "open (sequential, batch-5): 5 at once give 4.25x the tok/s of 1; a knee needs 3 levels or more"
     )
     for chart in (throughput_chart, first_token_chart, tradeoff_chart):
         alike, apart = ([len(trace["x"]) for trace in chart(summary, of).figure["data"]] for of in (run, mixed))
