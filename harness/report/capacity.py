@@ -152,7 +152,7 @@ def knee_reason(knee: CapacityAnswer, max_level: int, probes: Sequence[MeasuredP
     peak = next((point for point in knee.points if point.level == knee.peak_level), None)
     values = {name: getattr(knee, name) for name in names} | {"max": max_level}
     values["peak_tok_s"] = knee.peak_tok_s if peak is None else peak.tok_s
-    best = f"the best measured level is {users(knee.peak_level)} with {figures(values['peak_tok_s'] or 0.0)} tok/s"
+    best = f"the best measured level is {users(knee.peak_level)} with {significant(values['peak_tok_s'])} tok/s"
     at_best = sum(probe.purpose == "knee" and probe.level == knee.peak_level and bool(probe.tok_s) for probe in probes)
     best += f" over its {at_best} probes" if at_best > 1 else ""
     if knee.kind == "knee":

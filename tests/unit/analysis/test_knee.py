@@ -22,7 +22,7 @@ from harness.analysis.knee import (
 )
 from harness.analysis.probe import Probe
 from harness.analysis.slo import ProbeBlock
-from harness.base.units import figures
+from harness.base.units import significant
 from harness.report.capacity import knee_reason
 from tests.support.knee_servers import SERVERS, Truth, knee_server, searched, truth, truths
 
@@ -151,7 +151,7 @@ def test_a_level_has_one_throughput() -> None:
     reason = knee_reason(answer, 4, shown)
     assert (
         reason.values["peak_tok_s"] == shown[0].tok_s
-        and f"1 user with {figures(shown[0].tok_s or 0.0)} tok/s" in reason.text
+        and f"1 user with {significant(shown[0].tok_s)} tok/s" in reason.text
     )
 
 
