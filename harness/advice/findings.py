@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from harness.advice import cache, queue, setup, speed, stream
+from harness.advice import answers, cache, queue, setup, speed, stream
 from harness.advice.expect import Share, Word, prefill_bound, share
 from harness.advice.rules import AdviceRule, RowFacts
 from harness.analysis.summarize import Summarized, summarize_data
@@ -14,11 +14,14 @@ from harness.records.run_data import RunData
 
 MAX_FINDINGS = 5
 WORDS: dict[Word, str] = {"at-limit": "at the limit", "normal": "normal", "slow": "slow"}
-RULES: tuple[AdviceRule, ...] = (*stream.RULES, *speed.RULES, *cache.RULES, *queue.RULES, *setup.RULES)
+RULES: tuple[AdviceRule, ...] = (
+    *answers.RULES, *stream.RULES, *speed.RULES, *cache.RULES, *queue.RULES, *setup.RULES,
+)  # fmt: skip
 
 
 def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
-    """Return at most MAX_FINDINGS findings about a run, the worst first, then those whose cost no number of it shows.
+    """Return at most MAX_FINDINGS findings about a run: those that doubt its answers, then those that cost most, then
+    those whose cost no number of it shows.
 
     `summary`: of the run, where it is known.
     A finding of several rows is listed once, with the numbers of the row that it costs most.

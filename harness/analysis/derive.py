@@ -34,6 +34,8 @@ MANY_TOKENS = 4.0  # of a chunk: a word of a text alone is rarely so many
 MAX_DOUBT = 0.03  # of a TPOT, from the number of tokens that came first
 MAX_BLANK_GAPS = 10.0  # usual gaps after a blank until the first text: it was sent before the prompt was computed
 MIN_PROMPT_SHARE = 0.75  # of the planned tokens; a few tokenizers join frequent words
+# Finish reasons of refused answers: OpenAI's, to which Anthropic's "refusal" is translated, and those of gateways.
+REFUSING = ("content_filter", "content-filter", "content_filtered", "refusal", "safety", "SAFETY", "PROHIBITED_CONTENT")
 FROM_SCHEDULE = ("ttft_sched", "e2e_sched")
 ABSENT = -1  # state of a request without such a latency
 MET, MISSED, OPEN = 1, 0, -1  # an SLO; OPEN: not known
@@ -129,6 +131,19 @@ def has_more_pieces(rows: Rows) -> Bools:
 def streamed(rows: Rows) -> Bools:
     """Whether an answer succeeded and was streamed as text, to a client of this suite: its finish reason is known."""
     found: Bools = rows.good & (rows.chunks > 0) & ~np.isnan(rows.textless)
+    return found
+
+
+def is_refused(rows: Rows) -> Bools:
+    """Whether the server or the model refused to answer, or a filter cut the answer off."""
+    found: Bools = rows.refused | rows.finish.is_in(*REFUSING)
+    return found
+
+
+def is_empty(rows: Rows) -> Bools:
+    """Whether an answer is complete and has no text, or only white space. One that was cut at its limit is odd text."""
+    blank = rows.good & rows.odd_text.is_in("blank") & ~rows.finish.is_in("length") & ~rows.fixed_length
+    found: Bools = rows.error.is_in("empty") | blank
     return found
 
 

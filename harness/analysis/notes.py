@@ -18,6 +18,7 @@ from harness.analysis.validity import (
     finish_reasons,
     hang_reasons,
     name_counts,
+    refused_reasons,
     resent_reason,
     throttling_reasons,
 )
@@ -29,6 +30,7 @@ from harness.records.samples import MAX_GAP_S
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 
 MAX_COALESCED = 0.01
+MAX_FINGERPRINTS = 0.5  # of the answers that have one: with more, it is the name of an answer
 MAX_OPENED = 0.10  # of the requests
 MAX_ENERGY_DIFFERENCE = 0.10  # between power readings and the GPU's energy counter
 GAP_S = 3600.0  # after a pause this long, the machine may be warmer or busy
@@ -211,6 +213,8 @@ def _answer_notes(evidence: Evidence) -> Iterator[Reason]:
         text += "known"
         yield because("tokens_unknown", text, answers=uncounted, requests=succeeded)
     yield from finish_reasons(evidence, invalid=False)
+    yield from refused_reasons(evidence, invalid=False)
+    yield from _fingerprint_notes(evidence)
     if finishes := name_counts(good.finish.where(~good.finish.is_in(*KNOWN_FINISHES))):
         text = f"{finishes.total():,} of {count(succeeded, 'answer')} ended with a finish reason that the OpenAI API "
         text += f"does not have: {counts_text(dict(finishes.most_common()))}. They count as complete"
@@ -229,6 +233,29 @@ def _answer_notes(evidence: Evidence) -> Iterator[Reason]:
         text = f"{count(succeeded, 'answer')} held {count(numbers.tool_calls, 'tool call')}, "
         text += f"{numbers.tool_calls_valid or 0:,} of them valid; steps without one went on as planned"
         yield because("tool_calls", text, answers=succeeded, calls=numbers.tool_calls, valid=numbers.tool_calls_valid)
+
+
+def _fingerprint_notes(evidence: Evidence) -> Iterator[Reason]:
+    """Answers of several fingerprints: a gateway hands the requests to servers that differ, or the server changed.
+
+    Only inside a cell, which has one start of the server. A fingerprint for each answer says nothing.
+    """
+    known = evidence.good.where(evidence.good.fingerprint.known)
+    names = name_counts(known.fingerprint)
+    is_one_model = not isinstance(evidence.load.model, list)
+    if len(names) < 2 or len(known.fingerprint.counts()) > MAX_FINGERPRINTS * len(known) or not is_one_model:
+        return
+    codes = known.fingerprint.codes[np.argsort(known.sent_s, kind="stable")]
+    changes = int((codes[1:] != codes[:-1]).sum())
+    alternate = changes >= len(names)  # one of them came back
+    text = f"the answers name {len(names)} values of system_fingerprint ({counts_text(dict(names.most_common()))})"
+    if alternate:
+        text += f", which change {count(changes, 'time')} and come back: servers with different builds or settings "
+        text += "answer, such as replicas behind a gateway. Measure each of them alone"
+    else:
+        text += ", one after the other: the server was replaced or changed while it was measured"
+    values = {"fingerprints": dict(names.most_common()), "changes": changes, "alternate": alternate}
+    yield because("fingerprints_differ", text, **values)
 
 
 def _missing_notes(evidence: Evidence) -> Iterator[Reason]:

@@ -27,6 +27,7 @@ from harness.scenario.workers import Workers
 
 MAX_TOKEN_DIFFERENCE = 0.01
 MAX_FOREIGN_MEMORY = 0.25  # of a GPU's memory; a desktop on an APU needs some
+MAX_REFUSED = 0.5  # of the answers, refused or empty
 MAX_RESENT = 0.01  # of the requests
 MAX_SILENT = 0.01  # of the requests, each silent for longer than ...
 SILENT_S = 30.0  # ... this, and ...
@@ -92,6 +93,7 @@ def check_cell(evidence: Evidence) -> list[Reason]:
         *finish_reasons(evidence, invalid=True),
         *hang_reasons(evidence, invalid=True),
         *_work_reasons(evidence),
+        *refused_reasons(evidence, invalid=True),
         *_count_reasons(evidence),
         *([evidence.clients] if evidence.clients is not None and evidence.clients.code == "other_client" else []),
         *throttling_reasons(evidence, invalid=True),
@@ -255,6 +257,30 @@ def finish_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
         if invalid:
             text = f"{ended}, which other answers of this server have: they were cut"
         yield because("finish_missing", text, answers=without, requests=len(streamed), cut=invalid)
+
+
+def refused_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
+    """Answers that are refusals or empty: most of them, so that the speed is not that of answers, or a few."""
+    rows = evidence.data.counted
+    refused, empty = rows.good & derive.is_refused(rows), derive.is_empty(rows)
+    number, answers = int((refused | empty).sum()), int((rows.good | empty).sum())
+    # Where all failed, or more than are allowed, that is the reason.
+    rate = evidence.numbers.error_rate
+    failed = rate is not None and rate > evidence.max_error_rate
+    counted = int((rows.good & (refused | empty)).sum()) if failed else number
+    if evidence.imported or not counted or not rows.good.any() or (number > MAX_REFUSED * answers) != invalid:
+        return
+    kinds = {"refused": int(refused.sum()), "empty": int((empty & ~refused).sum())}
+    text = f"{number:,} of {count(answers, 'answer')} {'is' if number == 1 else 'are'} refused or empty "
+    text += f"({counts_text({name: kind for name, kind in kinds.items() if kind})})"
+    if invalid:
+        text += (
+            ": the numbers are not those of answers. Ask the server once by hand with a prompt of this load; look at "
+        )
+        text += "its filters (guardrails), and at the chat template"
+    else:
+        text += ": they count as answers"
+    yield because("answers_refused", text, **kinds, answers=answers, invalid=invalid)
 
 
 def hang_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:

@@ -13,6 +13,7 @@ sse.py            bytes to events; the template of events that need no decoding
 openai_api.py     the JSON of a request, of tool calls, and of a response
 channels.py       the generated text of a response, in every form in which servers send it
 anthropic_api.py  the same of Anthropic's Messages API, translated
+odd_text.py       whether an answer is nonsense, such as one token again and again
 recorder.py       records and marks to their files; whether the load process itself is the bottleneck
 
 Locust around it:

@@ -77,7 +77,7 @@ def _merge(messages: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[dict[st
 def as_chat_event(event: Event) -> Event:
     """Return the event of a chat completion that has the same content. What is not known stays, and so do errors.
 
-    The model is left out: a message starts with the name that was asked for.
+    The model is left out: only the start of a message has it, see `started_message`.
     """
     try:
         body = decode_json(event.data)
@@ -99,6 +99,15 @@ def as_chat_event(event: Event) -> Event:
     elif delta := _delta(body):
         chunk["choices"] = [{"delta": delta, "finish_reason": None}]
     return Event("message", msgspec.json.encode(chunk))
+
+
+def started_message(event: Event) -> dict[str, Any]:
+    """Return the message whose start an event reports, with the name of its model; {} for any other event."""
+    with suppress(ValueError):
+        body = decode_json(event.data)
+        if isinstance(body, dict) and body.get("type") == "message_start":
+            return _mapping(body.get("message"))
+    return {}
 
 
 def _delta(body: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +156,7 @@ def as_chat_completion(raw: bytes) -> bytes:
                 if one.get("type") in _CALLS
             ]
             choice = {"message": message | {"tool_calls": calls}, "finish_reason": _finish(body.get("stop_reason"))}
-            return msgspec.json.encode({"choices": [choice], "usage": _usage(body)})
+            return msgspec.json.encode({"choices": [choice], "usage": _usage(body), "model": body.get("model")})
     return raw
 
 

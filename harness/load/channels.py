@@ -50,6 +50,7 @@ class GeneratedOutput:
     visible: str = ""
     reasoning: str = ""
     calls: list[Any] = field(default_factory=list)  # of tools
+    refused: bool = False  # the text says why the model does not answer
     other: bool = False  # output without text, such as sound
     empty: bool = False  # a channel is there without text: it is held back or hidden
     unread: dict[str, Any] = field(default_factory=dict)  # filled channels of no known form, by name
@@ -82,6 +83,9 @@ def read_output(part: dict[str, Any]) -> GeneratedOutput:
     for name in filter(part.__contains__, TEXT_CHANNELS):
         visible, reasoning = _read_channel(part, name, output)
         output.visible += "" if is_analysis else visible
+        parts = part[name] if isinstance(part[name], list) else ()
+        output.refused |= name == "refusal" and bool(visible)
+        output.refused |= any(isinstance(one, dict) and one.get("type") == "refusal" for one in parts)
         output.reasoning += reasoning + (visible if is_analysis else "")
     texts = ["".join(_read_channel(part, name, output)) for name in filter(part.__contains__, REASONING_CHANNELS)]
     output.reasoning += next(filter(None, texts), "")

@@ -15,7 +15,8 @@ import httptools
 
 from harness.failures.unexpected_response import error_words, to_text
 from harness.load import openai_api
-from harness.load.anthropic_api import as_chat_completion, as_chat_event
+from harness.load.anthropic_api import as_chat_completion, as_chat_event, started_message
+from harness.load.odd_text import classify_text
 from harness.load.openai_api import Answer
 from harness.load.reader import AnyInbox, ReadTimes
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong, Parser
@@ -27,6 +28,7 @@ _MAX_STREAM_BYTES = 256 << 20  # 100,000 tokens take 30 MiB
 _MAX_PIECES_PER_TOKEN, _MORE_PIECES = 16, 1000  # of text, for each token of max_tokens and in addition
 _MAX_BLANKS = 64  # before the first event
 _EVENT_START = re.compile(rb"\s*(?:data|event|id|retry)?:")  # JSON and HTML never start like this
+_MESSAGE_START = b'"message_start"'
 MAX_RETRY_AFTER_S = 60.0
 # Some servers send fractions, which RFC 9110 does not allow. Possessive: the time stays linear.
 _RETRY_AFTER_SECONDS = re.compile(r"[0-9]++(?:\.[0-9]++)?")
@@ -166,10 +168,16 @@ class Exchange:
         if self.template.text:
             self.answer.texts.append(self.template.text.decode("utf-8", "replace"))
             self.template.text.clear()
+        if self.template.reasoning:
+            self.answer.reasoning_texts.append(self.template.reasoning.decode("utf-8", "replace"))
+            self.template.reasoning.clear()
 
     def _note_event(self, event: Event, read: int) -> None:
         answer = self.answer
-        event = as_chat_event(event) if self.messages else event
+        if self.messages:
+            if _MESSAGE_START in event.data:  # the only event that names the model; it has no text
+                openai_api.note_model(started_message(event), answer)
+            event = as_chat_event(event)
         data = event.data.strip()
         self._event_count += bool(data)  # some gateways send empty events as pings
         if data == b"[DONE]":
@@ -209,6 +217,8 @@ class Exchange:
             openai_api.note_whole_response(body, self.headers, answer, embeddings=self.embeddings)
         if self.failure is not None and not answer.done:
             answer.fail(self.failure.kind, self.failure.message)
+        if answer.error is None and not self.embeddings and not answer.calls:
+            answer.odd_text = classify_text(answer.texts, answer.reasoning_texts)
         return answer
 
     def _finish_stream(self) -> None:

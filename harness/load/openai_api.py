@@ -30,8 +30,15 @@ from harness.failures.unexpected_response import (
 )
 from harness.load.anthropic_api import encode_messages
 from harness.load.channels import CHANNELS, GeneratedOutput, is_blank, read_output
-from harness.load.sse import Event
-from harness.records.records import KNOWN_FINISHES, TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
+from harness.load.sse import CLASSIFIED_CHARS, Event
+from harness.records.records import (
+    KNOWN_FINISHES,
+    TEMPLATE_TOKENS,
+    BadField,
+    ErrorKind,
+    OddText,
+    find_impossible_counts,
+)
 from harness.scenario import Load
 from harness.workload import Message
 
@@ -205,7 +212,7 @@ _MESSAGE_CHARS = 300
 _MASKED_CHARS = 4096  # of a text of a server, masked before it is shortened
 _MAX_FINISH_CHARS = 64
 _MAX_MODEL_CHARS = 300
-_MODEL_JOINT = " then "
+_NAME_JOINT = " then "
 _MAX_UNKNOWN = 8  # fields of an answer that are no known channel and have text
 _TOKEN_COUNTS = {  # names in a record, and paths in a response
     "prompt_tokens": "usage.prompt_tokens",
@@ -252,7 +259,11 @@ class Answer:
     calls: list[Call] = field(default_factory=list)
     finish: str | None = None
     model: str | None = None
+    fingerprint: str | None = None
+    refused: bool = False
+    odd_text: OddText | None = None
     texts: list[str] = field(default_factory=list)  # visible content, for the next turn; in no record
+    reasoning_texts: list[str] = field(default_factory=list)  # the start of the reasoning; in no record
     done: bool = False  # [DONE] was seen, or the response is complete in one piece
     generated: bool = False  # there was at least one token, in any channel
     unread: int | None = None  # events whose text could not be read; None: none
@@ -378,7 +389,7 @@ def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "bl
     finish = _note_finish(choice, answer)
     output, part = _output_of(choice, answer)
     if output.has_any:
-        _note_model(body, answer)
+        note_model(body, answer)
         _note_length(output, answer)
         _add_output(output, answer)
         if not output.is_visible:
@@ -452,6 +463,9 @@ def _add_output(output: GeneratedOutput, answer: Answer) -> None:
     answer.generated = True
     if output.is_visible:
         answer.texts.append(output.visible)
+    answer.refused |= output.refused
+    if not answer.texts and output.reasoning and len(answer.reasoning_texts) < CLASSIFIED_CHARS:
+        answer.reasoning_texts.append(output.reasoning)
     if output.calls and not add_tool_calls(answer.calls, output.calls):
         answer.note_wrong_type("tool_calls", output.calls)
 
@@ -486,7 +500,7 @@ def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, 
         answer.fail("not_api", f"status {answer.status} with JSON that has no choices")
         return
     _note_usage(body, answer)
-    _note_model(body, answer)
+    note_model(body, answer)
     answer.done = True
     if _note_finish(choice, answer) is None and has_empty_error(body):
         answer.fail("stream_error", "no finish reason, and its error is empty")
@@ -506,7 +520,7 @@ def _note_vectors(body: Any, answer: Answer) -> None:
         answer.fail("not_api", f"status {answer.status} with JSON that has no data")
         return
     _note_usage(body, answer)
-    _note_model(body, answer)
+    note_model(body, answer)
     answer.done, answer.output_tokens, answer.reasoning_tokens = True, None, None
     vectors = [item.get("embedding") if isinstance(item, dict) else None for item in data]
     answer.vectors = len(vectors)
@@ -571,20 +585,26 @@ def _note_usage(body: dict[str, Any], answer: Answer) -> None:
             setattr(answer, name, value)
 
 
-def _note_model(body: dict[str, Any], answer: Answer) -> None:
-    """Note the model of a text. Other events of routers name the model that was asked for, and none."""
-    name = body.get("model")
-    if not name or not isinstance(name, str):
-        return
-    name = _recorded_model(name[:_MASKED_CHARS])
-    if answer.model is None:
-        answer.model = name
-    elif answer.model != name and _MODEL_JOINT not in answer.model:
-        answer.model += _MODEL_JOINT + name
+def note_model(body: dict[str, Any], answer: Answer) -> None:
+    """Note the model of a text, and the fingerprint of what computed it. Other events of routers name the model that
+    was asked for, and none.
+    """
+    answer.model = _joined(answer.model, body.get("model"))
+    answer.fingerprint = _joined(answer.fingerprint, body.get("system_fingerprint"))
+
+
+def _joined(before: str | None, value: Any) -> str | None:
+    """Return the name so far, with the first other one that follows it."""
+    if not value or not isinstance(value, str):
+        return before
+    name = _recorded_name(value[:_MASKED_CHARS])
+    if before is None or before == name:
+        return name
+    return before if _NAME_JOINT in before else before + _NAME_JOINT + name
 
 
 @lru_cache(100)
-def _recorded_model(name: str) -> str:
+def _recorded_name(name: str) -> str:
     return masked(name, "known")[:_MAX_MODEL_CHARS]
 
 

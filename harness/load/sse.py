@@ -16,6 +16,7 @@ _BOM = b"\xef\xbb\xbf"
 _MAX_STRAY_BYTES = 4000
 _ERROR_FIELDS = (b"error", b"exception", b"fatal")  # llama.cpp sent `error: {...}`
 MAX_EVENT_BYTES = 8 << 20  # an endless event must not fill the memory
+CLASSIFIED_CHARS = 4000  # of a text by which it is known to be nonsense
 
 
 class EventTooLong(Exception):
@@ -145,7 +146,8 @@ class EventTemplate:
     """The bytes before and after the text of a decoded event. Other events with the same bytes need no decoding."""
 
     __slots__ = (
-        "_after", "_before", "_is_visible", "chars", "extra_event_reads", "reads", "ready", "reasoning_events", "text",
+        "_after", "_before", "_is_visible", "chars", "extra_event_reads", "reads", "ready", "reasoning",
+        "reasoning_events", "text",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -154,6 +156,7 @@ class EventTemplate:
         self.reads = 0  # number of reads taken
         self.extra_event_reads = array("I")  # for each event that is not the first of its read: the number of the read
         self.chars = array("I")  # characters of the text of each event
+        self.reasoning = bytearray()  # likewise, only its start: it is only classified
         self.reasoning_events = 0  # events with reasoning instead of content
         self._is_visible = True
         self._before = b""
@@ -199,6 +202,8 @@ class EventTemplate:
             self.text += text
         else:
             self.reasoning_events += count
+            if len(self.reasoning) < CLASSIFIED_CHARS:
+                self.reasoning += text
         self.reads += 1
         return True
 

@@ -116,6 +116,7 @@ class Rows:
     first_words: Floats
     asked_tokens: Floats
     fixed_length: Bools
+    refused: Bools
     asked_prompt_tokens: Floats
     prompt_tokens: Floats
     output_tokens: Floats
@@ -135,6 +136,8 @@ class Rows:
     error: Words
     finish: Words
     model: Words
+    fingerprint: Words
+    odd_text: Words
     via: Words
     answer_digest: Words
     message: Words  # of failed requests: one example of all that differ only in numbers
@@ -309,8 +312,8 @@ def records_at(path: Path, places: Iterable[int]) -> Iterator[Request]:
 
 
 _TOKEN_COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
-_FLAGS = ("resent", "fixed_length")
-_WORDS = ("load", "error", "finish", "model", "via", "answer_digest")
+_FLAGS = ("resent", "fixed_length", "refused")
+_WORDS = ("load", "error", "finish", "model", "fingerprint", "odd_text", "via", "answer_digest")
 _NUMBERS = (
     "user", "sent_s", "ended_s", "batch", "scheduled_s", "connect_s", "connect_retries", "headers_s", "textless",
     "first_visible_s", "coalesced", "coalesced_late", "text_chars", "first_arrival_chars", "first_words",
