@@ -1,18 +1,28 @@
 """Findings about answers that are none: the speed of a row is then not that of a server that answers its users."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from harness.advice.rules import Found, RowFacts, rule
-from harness.analysis.answers import Answered, answered, are_shorter, are_stubs, has_free_lengths, join, median_length
-from harness.analysis.answers import unserved as count_unserved
-from harness.base.units import count, figures, short_percent
+from harness.analysis.answers import (
+    MIN_UNSERVED,
+    Answered,
+    answered,
+    are_shorter,
+    are_stubs,
+    has_free_lengths,
+    join,
+    median_length,
+    unserved,
+)
+from harness.base.units import count, figures, milliseconds, short_percent
 from harness.records.table import Rows
 from harness.scenario import is_open_loop, prompts_of
 
+NONE_S, NONE_TIMES = 2.0, 10.0  # without a token; times the usual wait for the first one
 MIN_ODD, ODD_SHARE = 2, 0.1  # answers, and of all
-MIN_UNSERVED = 0.1  # of the requests at once
 ODD_WORDS = {
     "repeated": "one token again and again", "reserved": "only reserved tokens, such as <unused49>",
     "blank": "only white space",
@@ -67,7 +77,7 @@ def nonsense_answers(row: RowFacts) -> Found | None:
 )
 def short_answers(row: RowFacts) -> Found | None:
     prompts = prompts_of(row.data.run.scenario, row.load)
-    if not has_free_lengths(row.load, prompts) or row.row.pooled.tool_calls is not None or row.data.run.origin:
+    if not has_free_lengths(row.load, prompts) or row.data.run.origin:
         return None
     mine, median = _answered(row), median_length(_answered(row))
     fewer = [one for one in row.neighbours if one.in_flight < row.in_flight]
@@ -75,11 +85,11 @@ def short_answers(row: RowFacts) -> Found | None:
     best = max(better, key=lambda one: median_length(_answered(one)) or np.inf, default=None)
     if median is None or (best is None and not (prompts.kind == "synthetic" and are_stubs(mine, _asked(row)))):
         return None
-    measured = f"the median answer has {figures(median)} tokens with {count(row.in_flight, 'request')} at once"
-    values: dict[str, object] = {"tokens": median, "in_flight": row.in_flight, "asked": _asked(row)}
+    measured = f"with {count(row.in_flight, 'request')} at once the median answer has {count(round(median), 'token')}"
+    values: dict[str, Any] = {"tokens": median, "in_flight": row.in_flight, "asked": _asked(row)}
     if best is not None:
         before = median_length(_answered(best))
-        measured += f", and {'more' if before is None else figures(before)} with {best.in_flight}"
+        measured += f", and {'more' if before is None else figures(before)} with {best.in_flight} at once"
         values |= {"best_tokens": before, "best_in_flight": best.in_flight}
     elif (asked := _asked(row)) is not None:
         measured += f"; up to {asked:,.0f} were asked for"
@@ -105,7 +115,8 @@ def _asked(row: RowFacts) -> float | None:
 
 @rule(
     when="10 % of the requests at once got nothing, or users got each answer so late, that more than twice as many "
-    "later requests were served first as are in flight (closed loops)",
+    "later requests were served first as are in flight (closed loops); or no request got a token for 10 times as long "
+    "as with fewer at once, and 2 s",
     means="Some users wait for good while others are served. Percentiles of requests hide it, because the others send "
     "many more of them.",
     actions="a look at the queue and its order, at limits of connections, and at replicas that do not answer",
@@ -114,14 +125,36 @@ def _asked(row: RowFacts) -> float | None:
 def users_unserved(row: RowFacts) -> Found | None:
     if is_open_loop(row.load) or row.data.run.origin:
         return None
-    of_cell = partial(count_unserved, at_once=row.in_flight)
+    if not row.row.pooled.succeeded:
+        return _none_served(row)
+    of_cell = partial(unserved, at_once=row.in_flight)
     waiting = max((of_cell(answered(row.data.cells[name].rows)) for name in row.row.cells), default=0)
     if waiting < MIN_UNSERVED * row.in_flight or not waiting:
         return None
     what = "users" if row.in_flight == row.load.users else "requests at once"
+    measured = f"{waiting:,} of {row.in_flight:,} {what} were left waiting while later requests were served"
+    return _unserved(row, measured, {"unserved": waiting, "in_flight": row.in_flight})
+
+
+def _none_served(row: RowFacts) -> Found | None:
+    """A row in which nothing came, although requests with fewer at once started soon."""
+    requests, known_s = _answered(row), [one.row.pooled.ttft.mean for one in row.neighbours]
+    usual_s = max((one for one in known_s if one is not None), default=None)
+    if usual_s is None or not len(requests.waits) or not requests.waits.all():
+        return None
+    waited_s = float((requests.begun_s - requests.sent_s).max())
+    if waited_s < max(NONE_S, NONE_TIMES * usual_s):
+        return None
+    measured = f"with {count(row.in_flight, 'request')} at once none got a token within {figures(waited_s)} s; with "
+    measured += f"fewer the first one came after {milliseconds(usual_s)} ms"
+    values = {"unserved": row.in_flight, "in_flight": row.in_flight, "waited_s": waited_s, "usual_s": usual_s}
+    return _unserved(row, measured, values)
+
+
+def _unserved(row: RowFacts, measured: str, values: dict[str, Any]) -> Found:
     return Found(
         cost=None,
-        measured=f"{waiting:,} of {row.in_flight:,} {what} were left waiting while later requests were served",
+        measured=measured,
         why="the order of the queue is unfair, a limit of connections or slots holds some back, or a replica is stuck",
         actions=[
             row.action(
@@ -129,7 +162,7 @@ def users_unserved(row: RowFacts) -> Found | None:
                 "gateway by itself; until then count only on the users that were served",
             )
         ],
-        values={"unserved": waiting, "in_flight": row.in_flight},
+        values=values,
     )
 
 

@@ -28,7 +28,9 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
     """
     summary = summary or summarize_data(data).summary
     found: dict[str, list[RunFinding]] = {}
-    for one in _of_rows(_row_facts(data, summary)):
+    rows = _row_facts(data, summary)
+    silent = [RowFacts(data, summary, row, rows) for row in summary.rows if not row.failed and not row.pooled.succeeded]
+    for one in [*filter(None, map(answers.users_unserved.finding, silent)), *_of_rows(rows)]:
         found.setdefault(one.code, []).append(one)
     ranked = [replace(alike[0], rows=[one.rows[0] for one in alike]) for alike in found.values()]
     return _with_same_costs(ranked[:MAX_FINDINGS])

@@ -16,6 +16,7 @@ from harness.scenario import Load, Prompts
 SHORTER = 0.5  # of the median length with fewer requests at once
 _CHANCE = 0.01  # that so many answers are short by chance
 STUB_TOKENS, MIN_ASKED, MIN_ANSWERS = 2, 16, 5  # a stub; tokens that were asked for; answers of which most are stubs
+MIN_UNSERVED = 0.1  # of the requests at once
 _OVERTAKEN, _MORE = 2, 5  # times as many later requests as are in flight, and some more, were served before one
 _WHOLE = 5  # times as many for answers in one piece: their time includes that of a long answer
 
@@ -23,30 +24,31 @@ _WHOLE = 5  # times as many for answers in one piece: their time includes that o
 class Answered(NamedTuple):
     """What became of some requests: arrays with a value for each."""
 
+    measured: Bools  # not of the warm-up
     user: Floats
     sent_s: Floats
     begun_s: Floats  # when the answer started, or the request ended without one
     good: Bools
     streamed: Bools  # there is a chunk
     waits: Bools  # it ended without a chunk, cut or after a timeout
-    length: Floats  # tokens; infinite where the answer was cut, NaN without an answer
+    length: Floats  # tokens, of measured ones; infinite where it was cut; NaN without an answer, and of tool calls
     poor: Bools  # refused or empty
 
 
 def answered(rows: Rows) -> Answered:
     good, streamed = rows.good, rows.chunks > 0
     tokens = np.where(np.isnan(rows.output_tokens), rows.chunks, rows.output_tokens)
-    empty = derive.is_empty(rows)
+    length = np.where(good, tokens, np.where(rows.error.is_in("unfinished", "abandoned"), np.inf, np.nan))
     return Answered(
-        # The number of a user is unique in a load.
-        user=np.nan_to_num(rows.user),
+        measured=rows.measured,
+        user=np.nan_to_num(rows.user),  # its number is unique in a load
         sent_s=rows.sent_s,
         begun_s=rows.sent_s + np.where(streamed, rows.first_chunk_s, rows.ended_s),
         good=good,
         streamed=streamed,
         waits=~streamed & rows.error.is_in("unfinished", "timeout"),
-        length=np.where(good, tokens, np.where(rows.error.is_in("unfinished", "abandoned"), np.inf, np.nan)),
-        poor=(good & derive.is_refused(rows)) | empty,
+        length=np.where(rows.measured & np.isnan(rows.tool_calls), length, np.nan),
+        poor=(good & derive.is_refused(rows)) | derive.is_empty(rows),
     )
 
 
@@ -114,7 +116,13 @@ def median_length(requests: Answered) -> float | None:
     return median if np.isfinite(median) else None
 
 
+def looks_stubby(requests: Answered) -> bool:
+    """Whether most answers are so much shorter than the longest one that a lower load should be measured, too."""
+    known = requests.length[np.isfinite(requests.length)]
+    return len(known) > 0 and bool(np.median(known) <= 2 * STUB_TOKENS and known.max() >= MIN_ASKED)
+
+
 def poor_share(requests: Answered) -> float:
-    """The share of refused and empty answers."""
-    answers = int((requests.good | requests.poor).sum())
-    return int(requests.poor.sum()) / answers if answers else 0.0
+    """The share of refused and empty answers in the measured ones."""
+    answers = int((requests.measured & (requests.good | requests.poor)).sum())
+    return int((requests.measured & requests.poor).sum()) / answers if answers else 0.0

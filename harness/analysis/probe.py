@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
+from harness.analysis.answers import Answered, answered, join
 from harness.analysis.derive import MISSED, meets_slos, waited_in_listen_queue
 from harness.analysis.slo import BLOCK_ANSWERS, BlockCutter, CapacitySlo, ProbeBlock, count_met
 from harness.analysis.slo_rule import Decision, DesignEffect, LatencySample, decide, design_effect
@@ -95,6 +96,7 @@ class Probe:
         self.answer_s: float | None = None  # mean time of an answer
         self.hopeless = False  # the first answers show that the time until the deadline is too short
         self.missed = self.queued = 0  # see MeasuredProbe
+        self._answered: dict[str | None, list[Answered]] = {}  # by load of a mix
         self.failure: str | None = None  # the message of the first failed request
         bounds = [] if purpose == "knee" else [bound.bound_s for slo in slos for bound in slo.bounds]
         self.report_after_s = min(bounds, default=None)
@@ -127,10 +129,18 @@ class Probe:
             messages = (each.message for each in requests if each.error not in (None, *CUT))
             self.failure = self.failure or next(messages, None)
             rows = rows_of(requests)
+            for load in dict.fromkeys(rows.load.texts):
+                of_load = rows.where(rows.load.is_in(load))
+                if load is not None and len(of_load):
+                    self._answered.setdefault(load_of_part(load), []).append(answered(of_load))
             missed = rows.where(rows.measured & are_missed(rows, () if self.purpose == "knee" else self.slos))
             self.missed += len(missed)
             self.queued += int(waited_in_listen_queue(missed).sum())
             self.cutter.add(requests)
+
+    def answered(self, load: str | None) -> Answered:
+        """What became of the requests of a load so far, warm-up included. `load`: of a mix; None: the only one."""
+        return join(self._answered.get(load) or [answered(rows_of([]))])
 
     def note_in_flight(self, cell: str, requests: list[Any]) -> None:
         with self._lock:

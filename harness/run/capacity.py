@@ -15,6 +15,16 @@ import msgspec
 import requests
 from msgspec.structs import replace
 
+from harness.analysis.answers import (
+    MIN_UNSERVED,
+    are_shorter,
+    are_stubs,
+    has_free_lengths,
+    looks_stubby,
+    median_length,
+    poor_share,
+    unserved,
+)
 from harness.analysis.capacity import (
     CapacityReport,
     MixMember,
@@ -44,10 +54,11 @@ from harness.analysis.slo import (
     pause_s,
     scenario_slos,
 )
+from harness.analysis.validity import MAX_REFUSED
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.process import pause, refuse_too_few_files
 from harness.base.summary import Reason, because
-from harness.base.units import count, duration, duration_up
+from harness.base.units import count, duration, duration_up, figures, percent
 from harness.records.manifest import CellRun
 from harness.records.samples import fetch_metrics
 from harness.report.capacity import format_loads
@@ -62,9 +73,12 @@ from harness.scenario import (
     Warmup,
     connections_per_process,
     is_open_loop,
+    max_concurrency,
+    prompts_of,
     requests_per_task,
     wave_size,
 )
+from harness.scenario.behaviour import typical_length
 from harness.scenario.plan import Cell, cell_of, load_of_stage
 from harness.serve.lifecycle import Endpoint
 from harness.serve.lint import refuse_too_long
@@ -81,6 +95,7 @@ _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
 WARMUP_BLOCKS = 2  # a warm-up takes about as long as this many blocks
 TYPICAL_BLOCKS = 15  # of a probe, in the mean (passed: 19 to 29, failed: mostly 3; test_capacity_proof.py)
+REFUSED = "capacity_refused"
 MAX_IDLE_WAIT_S = 60.0  # for requests of the last probe that the server still works on
 
 
@@ -349,7 +364,6 @@ class ServerSearch:
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
         death = because("capacity_died", f"the server died at {at}, which counts as not held", loads=loads)
-        yield from (replace(cell_run, failed=death if died else None) for cell_run in cell_runs)
         is_short = probe.state == "open" and (probe.hopeless or time.monotonic() > self.deadline_s)
         starts_low = is_short and probe.hopeless and self._may_start_low(probe)
         can_go_on = not problems and (starts_low or not is_short)
@@ -357,7 +371,11 @@ class ServerSearch:
         probe.end("died" if died else "stopped" if is_stopped else "unresolved")
         if problems and not died:  # its load generator failed: what was measured until then decides nothing
             probe.state = "stopped"
+        unheld = self._unheld(probe)
+        failed = death if died else unheld if probe.level > 1 and unheld and unheld.code == REFUSED else None
+        yield from (replace(cell_run, failed=failed) for cell_run in cell_runs)
         self._record(probe, [cell_run.id for cell_run in cell_runs])
+        self._withdraw_passes(probe)
         if probe.purpose == "drift" and probe.state == "done":
             self.drift = find_drift(probe.level, self._repeated_probe().blocks, probe.blocks)
         if starts_low and not problems:
@@ -371,6 +389,76 @@ class ServerSearch:
             self.reasons.append(self._budget_reason(probe))
         self.write()
         return can_go_on
+
+    def _unheld(self, probe: Probe) -> Reason | None:
+        """Fail a probe that meets the SLOs with answers that are none, or without serving all users; return why.
+
+        Refusals at a level may not depend on it, and where answers look like stubs, those with fewer users show it: the
+        lowest level is next.
+        """
+        if probe.purpose != "slo" or probe.state not in ("pass", "unresolved"):
+            return None
+        for part, load in self._loads_at(probe.level).items():
+            reason = self._why_unheld(probe, part, load)
+            if reason is not None:
+                probe.state, probe.chance = "fail", 0.0
+                self._failures_decide |= reason.code == REFUSED
+                self.reasons.append(reason)
+                return reason
+            self._failures_decide |= self._compares_lengths(load) and looks_stubby(probe.answered(self._key(part)))
+        return None
+
+    def _why_unheld(self, probe: Probe, part: str, load: Load) -> Reason | None:
+        requests, at_once = probe.answered(self._key(part)), max_concurrency(load)
+        loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
+        if (share := poor_share(requests)) > MAX_REFUSED:
+            text = f"at {at} {percent(share)} of the answers were refused or empty, which counts as not held"
+            return because(REFUSED, text, loads=loads, share=share)
+        waiting = 0 if is_open_loop(load) else unserved(requests, at_once)
+        if waiting and waiting >= MIN_UNSERVED * at_once:
+            text = f"at {at} {waiting:,} of {at_once:,} requests at once were left waiting while later ones were "
+            text += "served, which counts as not held"
+            return because("capacity_unserved", text, loads=loads, unserved=waiting, in_flight=at_once)
+        if not self._compares_lengths(load):
+            return None
+        lower = [one for one in self.probes if one.level < probe.level]
+        before = next((one for one in lower if are_shorter(requests, one.answered(self._key(part)))), None)
+        is_synthetic = prompts_of(self.running.scenario, load).kind == "synthetic"
+        if before is None and not (is_synthetic and are_stubs(requests, typical_length(load.output_tokens))):
+            return None
+        return self._short_reason(probe, before, self._key(part))
+
+    def _short_reason(self, probe: Probe, before: Probe | None, key: str | None) -> Reason:
+        """Why a level with short answers is not held. `before`: a lower level, whose answers are longer."""
+        loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
+        tokens = median_length(probe.answered(key)) or 0.0
+        text, values = f"at {at} the median answer has {figures(tokens)} tokens", {"loads": loads, "tokens": tokens}
+        if before is not None:
+            more = median_length(before.answered(key))
+            text += f", and {'more' if more is None else figures(more)} at {format_loads(self.report, before.level)}"
+            values |= {"lower": before.level, "lower_tokens": more}
+        text += ": the server cuts its answers short, which counts as not held"
+        return because("capacity_short_answers", text, **values)
+
+    def _withdraw_passes(self, probe: Probe) -> None:
+        """Fail earlier probes of higher levels, if their answers are clearly shorter than those of this one."""
+        for part, load in self._loads_at(probe.level).items():
+            key = self._key(part)
+            for place, one in enumerate(self.probes):
+                is_passed = one.purpose == "slo" and one.state == "pass" and one.level > probe.level
+                if not (is_passed and self._compares_lengths(load)):
+                    continue
+                if are_shorter(one.answered(key), probe.answered(key)):
+                    one.state, one.chance = "fail", 0.0
+                    self.measured[place] = replace(self.measured[place], state="fail")
+                    self.reasons.append(self._short_reason(one, probe, key))
+
+    def _compares_lengths(self, load: Load) -> bool:
+        return has_free_lengths(load, prompts_of(self.running.scenario, load))
+
+    def _key(self, part: str) -> str | None:
+        """The load of a mix; None for the only load."""
+        return part if self.report.members else None
 
     def _may_start_low(self, probe: Probe) -> bool:
         """Whether this is the first probe of a search that could start lower."""
