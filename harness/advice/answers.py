@@ -114,8 +114,8 @@ def _asked(row: RowFacts) -> float | None:
 
 
 @rule(
-    when="10 % of the requests at once got nothing, or users got each answer so late, that more than twice as many "
-    "later requests were served first as are in flight (closed loops); or no request got a token for 10 times as long "
+    when="10 % of the requests at once got nothing, or users got each answer late, while 1.5 times as many later "
+    "requests as are in flight, and 3 more, were served (closed loops); or no request got a token for 10 times as long "
     "as with fewer at once, and 2 s",
     means="Some users wait for good while others are served. Percentiles of requests hide it, because the others send "
     "many more of them.",

@@ -17,8 +17,10 @@ SHORTER = 0.5  # of the median length with fewer requests at once
 _CHANCE = 0.01  # that so many answers are short by chance
 STUB_TOKENS, MIN_ASKED, MIN_ANSWERS = 2, 16, 5  # a stub; tokens that were asked for; answers of which most are stubs
 MIN_UNSERVED = 0.1  # of the requests at once
-_OVERTAKEN, _MORE = 2, 5  # times as many later requests as are in flight, and some more, were served before one
-_WHOLE = 5  # times as many for answers in one piece: their time includes that of a long answer
+# Later requests that are sent before one starts, in requests at once, and some more: in a queue in order of arrival
+# fewer than are in flight. For answers in one piece it is more: their start is their end.
+_LATER, _LATER_WHOLE, _MORE = 1.5, 7.5, 3
+_PIECES = 2  # of an answer in one piece
 
 
 class Answered(NamedTuple):
@@ -29,7 +31,7 @@ class Answered(NamedTuple):
     sent_s: Floats
     begun_s: Floats  # when the answer started, or the request ended without one
     good: Bools
-    streamed: Bools  # there is a chunk
+    whole: Bools  # an answer that came in one piece
     waits: Bools  # it ended without a chunk, cut or after a timeout
     length: Floats  # tokens, of measured ones; infinite where it was cut; NaN without an answer, and of tool calls
     poor: Bools  # refused or empty
@@ -45,7 +47,7 @@ def answered(rows: Rows) -> Answered:
         sent_s=rows.sent_s,
         begun_s=rows.sent_s + np.where(streamed, rows.first_chunk_s, rows.ended_s),
         good=good,
-        streamed=streamed,
+        whole=good & (rows.arrivals <= _PIECES),
         waits=~streamed & rows.error.is_in("unfinished", "timeout"),
         length=np.where(rows.measured & np.isnan(rows.tool_calls), length, np.nan),
         poor=(good & derive.is_refused(rows)) | derive.is_empty(rows),
@@ -60,13 +62,12 @@ def unserved(requests: Answered, at_once: int) -> int:
     """The number of requests at once that a server left waiting while it served many later ones.
 
     `at_once`: requests in flight, of a closed loop. Counted are requests that got nothing, and users whose every answer
-    started so late. A server that serves requests in the order in which they come lets none be overtaken by more than
-    are in flight.
+    started so late.
     """
     served_s = np.sort(requests.sent_s[requests.good])
     later = np.searchsorted(served_s, requests.begun_s) - np.searchsorted(served_s, requests.sent_s, "right")
-    times = np.where(requests.streamed.any(), _OVERTAKEN, _OVERTAKEN * _WHOLE)
-    overtaken = later >= times * at_once + _MORE
+    is_whole = int(requests.whole.sum()) > requests.good.sum() / 2
+    overtaken = later >= (_LATER_WHOLE if is_whole else _LATER) * at_once + _MORE
     users, numbers = np.unique(requests.user[requests.good], return_inverse=True)
     in_time = np.bincount(numbers, ~overtaken[requests.good], minlength=len(users))
     late = int((in_time == 0).sum()) if len(users) > 1 else 0

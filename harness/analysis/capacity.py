@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from harness.analysis.probe import MeasuredProbe, Probe
+from harness.analysis.probe import MeasuredProbe, Probe, Unheld
 from harness.analysis.slo import CapacitySlo, ProbeBlock
 from harness.analysis.stats import ASSUMED_FREEDOM, ASSUMED_SD, welch_effect
 from harness.base.files import pretty_json, read_json, replace_file
@@ -86,7 +86,8 @@ class CapacityAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     complete: bool  # False: the search was stopped early
     # Of the SLOs.
     above: int | None = None  # the smallest level above that failed ...
-    broken: str | None = None  # ... and the SLO that it broke most clearly
+    broken: str | None = None  # ... and the SLO that it broke most clearly, ...
+    unheld: Unheld | None = None  # ... or what its answers lack
     unconfirmed: list[int] = []  # levels next to the answer that only one probe decided, because no further was left
     posterior: list[tuple[int, float]] = []  # level, and the probability that it is the answer
     # Of the knee; throughputs are output tokens per second.
@@ -292,9 +293,11 @@ def slo_answer(probes: Sequence[Probe], max_level: int, *, complete: bool | None
 def with_broken(
     answer: CapacityAnswer, all_probes: Sequence[MeasuredProbe], slos: Sequence[CapacitySlo]
 ) -> CapacityAnswer:
-    """Add the SLO that the level above the answer missed most."""
+    """Add the SLO that the level above the answer missed most, or why it does not count."""
     of_level = [one for one in all_probes if one.purpose == "slo" and one.level == answer.above]
     failed = next((one for one in of_level if one.state in ("fail", "died")), None)
+    if failed is not None and failed.unheld is not None:
+        return msgspec.structs.replace(answer, unheld=failed.unheld)
     missed = [
         ((1 - share) / (1 - slo.share), slo.text)
         for slo, share in zip(slos, failed.met if failed else (), strict=False)

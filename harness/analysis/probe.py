@@ -32,6 +32,12 @@ from harness.scenario.plan import load_of_part
 # done: of a probe for throughput or drift. stopped: the budget was spent, or its load generator failed.
 ProbeState = Literal["open", "pass", "fail", "unresolved", "done", "died", "stopped"]
 Purpose = Literal["slo", "knee", "drift"]
+# Why a level is not held although its latencies meet the SLOs.
+Unheld = Literal["refused", "unserved", "short"]
+UNHELD: dict[Unheld, str] = {
+    "refused": "most answers are refused or empty", "unserved": "users are left waiting",
+    "short": "the answers are cut short",
+}  # fmt: skip
 
 MAX_LOSS = 1 / BLOCK_ANSWERS  # of a block, by one incident
 ERROR = 0.15  # of one probe; the capacity needs two passed probes, and the level above it two failed ones
@@ -60,6 +66,7 @@ class MeasuredProbe(Struct, frozen=True, kw_only=True):
     queued: int = 0  # ... and of these, those whose connection waited in the server's listen queue
     answer_s: float | None  # mean end-to-end latency
     tok_s: float | None  # of a probe for the knee: of its blocks with a steady throughput, as the knee's points
+    unheld: Unheld | None = None  # why it failed, if not by an SLO
 
     @property
     def met(self) -> list[float | None]:
@@ -94,6 +101,7 @@ class Probe:
         self.state: ProbeState = "open"
         self.chance = 0.5  # the probability that the level meets all SLOs, by this probe alone; of an ended one
         self.answer_s: float | None = None  # mean time of an answer
+        self.unheld: Unheld | None = None  # see MeasuredProbe
         self.hopeless = False  # the first answers show that the time until the deadline is too short
         self.missed = self.queued = 0  # see MeasuredProbe
         self._answered: dict[str | None, list[Answered]] = {}  # by load of a mix
@@ -174,6 +182,10 @@ class Probe:
             self.state = state
         return self.state
 
+    def fail(self, unheld: Unheld) -> None:
+        """Fail a level whose answers are none, whatever their latencies."""
+        self.state, self.chance, self.unheld = "fail", 0.0, unheld
+
     def result(self, cells: list[str]) -> MeasuredProbe:
         """The result of the ended probe. `cells`: of the run."""
         counts = [block.counts for block in self.blocks]
@@ -194,6 +206,7 @@ class Probe:
             missed=self.missed,
             queued=self.queued,
             answer_s=self.cutter.answer_s,
+            unheld=self.unheld,
             tok_s=sum(block.output_tokens for block in measured) / measured_s if measured_s else None,
         )
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from harness.analysis.capacity import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.analysis.knee import MIN_LEVELS
-from harness.analysis.probe import MeasuredProbe
+from harness.analysis.probe import UNHELD, MeasuredProbe
 from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
 from harness.report.sentences import group_reasons
@@ -117,16 +117,19 @@ def slo_reason(
     values |= {name: None if level is None else report.amount(level) for name, level in levels.items()}
     if slo.kind == "found":
         broken = slo.broken or "an SLO"
+        why = UNHELD[slo.unheld] if slo.unheld else f"{broken} is broken"
         text = f"holds {amount(slo.level)}{next_to}, 95 % interval {number(slo.low)} to {number(slo.high)}"
-        text += f"; at {number(slo.above)} {broken} is broken" if slo.above else ""
-        return because("capacity_found", text + more + waited, broken=broken, **values)
+        text += f"; at {number(slo.above)} {why}" if slo.above else ""
+        values |= {"broken": None if slo.unheld else broken, "unheld": slo.unheld}
+        return because("capacity_found", text + more + waited, **values)
     if slo.kind == "more_than":
         text = f"holds more than {amount(report.max_level)}{next_to}, the maximum asked for (--max-users raises it)"
         return because("capacity_more_than", text + more, **values)
     if slo.kind == "none":
         why = f"{slo.broken} is broken" if slo.broken else "the server died, or no answer came"
+        why = UNHELD[slo.unheld] if slo.unheld else why
         text = f"does not hold even {amount(1)}{next_to}: {why}"
-        return because("capacity_none", text + more + waited, broken=slo.broken, **values)
+        return because("capacity_none", text + more + waited, broken=slo.broken, unheld=slo.unheld, **values)
     text = f"unresolved{next_to}: "
     if slo.low is not None and slo.low == slo.high:  # known, but not confirmed
         text += f"likely {amount(slo.low)}; "
@@ -213,7 +216,7 @@ def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredP
         duration(probe.seconds),
         NOTHING if probe.answer_s is None else f"{figures(probe.answer_s)} s",
         significant(probe.tok_s),
-        STATES[probe.state],
+        "not held" if probe.unheld else STATES[probe.state],
         PURPOSES[probe.purpose],
     ]
 

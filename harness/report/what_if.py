@@ -86,6 +86,8 @@ def replay(data: RunData, measured: MeasuredProbe, slos: Sequence[CapacitySlo]) 
     probe.end("died" if measured.state == "died" else "stopped")
     if failed and measured.state != "died":  # its load generator failed
         probe.state = "stopped"
+    elif measured.unheld is not None:
+        probe.fail(measured.unheld)
     return probe
 
 

@@ -42,7 +42,16 @@ from harness.analysis.capacity import (
     write_capacity,
 )
 from harness.analysis.knee import decide_throughput, knee_answer, make_knee_probe, next_knee_level
-from harness.analysis.probe import MIN_BLOCKS, MeasuredProbe, Probe, ProbeState, Purpose, block_limit
+from harness.analysis.probe import (
+    MIN_BLOCKS,
+    UNHELD,
+    MeasuredProbe,
+    Probe,
+    ProbeState,
+    Purpose,
+    Unheld,
+    block_limit,
+)
 from harness.analysis.slo import (
     BLOCK_ANSWERS,
     EXAMPLE,
@@ -58,7 +67,7 @@ from harness.analysis.validity import MAX_REFUSED
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.process import pause, refuse_too_few_files
 from harness.base.summary import Reason, because
-from harness.base.units import count, duration, duration_up, figures, percent
+from harness.base.units import count, duration, duration_up, figures, short_percent
 from harness.records.manifest import CellRun
 from harness.records.samples import fetch_metrics
 from harness.report.capacity import format_loads
@@ -95,7 +104,9 @@ _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
 WARMUP_BLOCKS = 2  # a warm-up takes about as long as this many blocks
 TYPICAL_BLOCKS = 15  # of a probe, in the mean (passed: 19 to 29, failed: mostly 3; test_capacity_proof.py)
-REFUSED = "capacity_refused"
+UNHELD_CODES: dict[str, Unheld] = {
+    "capacity_refused": "refused", "capacity_unserved": "unserved", "capacity_short_answers": "short",
+}  # fmt: skip
 MAX_IDLE_WAIT_S = 60.0  # for requests of the last probe that the server still works on
 
 
@@ -372,7 +383,9 @@ class ServerSearch:
         if problems and not died:  # its load generator failed: what was measured until then decides nothing
             probe.state = "stopped"
         unheld = self._unheld(probe)
-        failed = death if died else unheld if probe.level > 1 and unheld and unheld.code == REFUSED else None
+        # Refusals at a higher level are a result; at the lowest one they make the run INVALID.
+        is_result = probe.level > 1 and probe.unheld == "refused"
+        failed = death if died else unheld if is_result else None
         yield from (replace(cell_run, failed=failed) for cell_run in cell_runs)
         self._record(probe, [cell_run.id for cell_run in cell_runs])
         self._withdraw_passes(probe)
@@ -401,9 +414,9 @@ class ServerSearch:
         for part, load in self._loads_at(probe.level).items():
             reason = self._why_unheld(probe, part, load)
             if reason is not None:
-                probe.state, probe.chance = "fail", 0.0
-                self._failures_decide |= reason.code == REFUSED
-                self.reasons.append(reason)
+                probe.fail(UNHELD_CODES[reason.code])
+                self._failures_decide |= probe.unheld == "refused"
+                self._add_reason(reason)
                 return reason
             self._failures_decide |= self._compares_lengths(load) and looks_stubby(probe.answered(self._key(part)))
         return None
@@ -412,8 +425,8 @@ class ServerSearch:
         requests, at_once = probe.answered(self._key(part)), max_concurrency(load)
         loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
         if (share := poor_share(requests)) > MAX_REFUSED:
-            text = f"at {at} {percent(share)} of the answers were refused or empty, which counts as not held"
-            return because(REFUSED, text, loads=loads, share=share)
+            text = f"at {at} {short_percent(share)} of the answers were refused or empty, which counts as not held"
+            return because("capacity_refused", text, loads=loads, share=share)
         waiting = 0 if is_open_loop(load) else unserved(requests, at_once)
         if waiting and waiting >= MIN_UNSERVED * at_once:
             text = f"at {at} {waiting:,} of {at_once:,} requests at once were left waiting while later ones were "
@@ -432,7 +445,10 @@ class ServerSearch:
         """Why a level with short answers is not held. `before`: a lower level, whose answers are longer."""
         loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
         tokens = median_length(probe.answered(key)) or 0.0
-        text, values = f"at {at} the median answer has {figures(tokens)} tokens", {"loads": loads, "tokens": tokens}
+        text, values = (
+            f"at {at} the median answer has {count(round(tokens), 'token')}",
+            {"loads": loads, "tokens": tokens},
+        )
         if before is not None:
             more = median_length(before.answered(key))
             text += f", and {'more' if more is None else figures(more)} at {format_loads(self.report, before.level)}"
@@ -449,9 +465,16 @@ class ServerSearch:
                 if not (is_passed and self._compares_lengths(load)):
                     continue
                 if are_shorter(one.answered(key), probe.answered(key)):
-                    one.state, one.chance = "fail", 0.0
-                    self.measured[place] = replace(self.measured[place], state="fail")
-                    self.reasons.append(self._short_reason(one, probe, key))
+                    one.fail("short")
+                    self.measured[place] = replace(self.measured[place], state="fail", unheld="short")
+                    self._add_reason(self._short_reason(one, probe, key))
+
+    def _add_reason(self, reason: Reason) -> None:
+        """Add a reason about a level, which two probes may have."""
+        known = any((one.code, one.values["loads"]) == (reason.code, reason.values["loads"]) for one in self.reasons
+                    if "loads" in one.values)  # fmt: skip
+        if not known:
+            self.reasons.append(reason)
 
     def _compares_lengths(self, load: Load) -> bool:
         return has_free_lengths(load, prompts_of(self.running.scenario, load))
@@ -596,8 +619,9 @@ class ServerSearch:
             "fail": "breaks the SLOs",
             "died": "the server died",
         }
+        outcome = f"not held, {UNHELD[probe.unheld]}" if probe.unheld else outcomes.get(probe.state, probe.state)
         self.running.progress.line(
-            f"{self.name}, probe {len(self.probes)}: {text}: {outcomes.get(probe.state, probe.state)} "
+            f"{self.name}, probe {len(self.probes)}: {text}: {outcome} "
             f"({count(measured.answers, 'answer')} in {duration(measured.seconds)})"
         )
 

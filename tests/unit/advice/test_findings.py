@@ -120,6 +120,8 @@ LONG = replace(HEALTHY, max_num_batched_tokens=8192, max_model_len=8192)
 SMALL_SHM: dict[str, dict[str, Any]] = {"container": {"HostConfig": {"ShmSize": 64 << 20, "IpcMode": "private"}},
              "effective": {"tensor_parallel_size": 2}}  # fmt: skip
 ONE = {"one": batch(1)}
+UNANSWERED: dict[str, Any] = {"error": "unfinished", "chunks_s": [], "output_tokens": None, "finish": None}
+STUB: dict[str, Any] = {"output_tokens": 1, "finish": "stop", "fixed_length": False}
 
 
 def bundled(one: Request, size: int = 16, via: str | None = "nginx/1.22.1") -> Request:
@@ -131,6 +133,19 @@ def bundled(one: Request, size: int = 16, via: str | None = "nginx/1.22.1") -> R
 
 
 CAUSES: dict[str, Cause] = {
+    "nonsense_answers": Cause(
+        EngineSetup(), ONE, more={"measured": lambda one: replace(one, odd_text="reserved" if one.index % 9 else None)}
+    ),
+    "short_answers": Cause(
+        EngineSetup(),
+        {"one": batch(1, 20), "eight": batch(8)},
+        more={"measured": lambda one: one if one.load == "one" else replace(one, **STUB, chunks_s=one.chunks_s[:1])},
+    ),
+    "users_unserved": Cause(
+        EngineSetup(),
+        {"six": chat(6)},
+        more={"measured": lambda one: one if one.user < 3 else replace(one, **UNANSWERED, ended_s=900.0)},
+    ),
     "more_is_slower": Cause(EngineSetup(engine=TIGHT), {"five": batch(5), "ten": batch(10)}, 360),
     "kv_cache_full": Cause(EngineSetup(engine=TIGHT), {"ten": batch(10)}, 360),
     "queue_with_room": Cause(EngineSetup(engine=replace(HEALTHY, max_num_seqs=2)), {"eight": batch(8)}),

@@ -93,6 +93,25 @@ def assert_found(reasons: Sequence[Reason], expected: Expected) -> None:
         assert {name: reason.values.get(name) for name in values} == values
 
 
+def refused(number: int, **changes: Any) -> list[Request]:
+    """Four answers; `changes` are made to the last ones."""
+    return [request(index=i, **(changes if i >= 4 - number else {})) for i in range(4)]
+
+
+def named(names: str, **changes: Any) -> list[Request]:
+    """An answer of each fingerprint, sent one after the other; "-": none."""
+    return [
+        request(index=i, sent_s=1000.0 + i, fingerprint=None if name == "-" else name, **changes)
+        for i, name in enumerate(names)
+    ]
+
+
+FILTERED: dict[str, Any] = {"finish": "content_filter"}
+REFUSED: dict[str, Any] = {"refused": True}
+BLANK: dict[str, Any] = {"odd_text": "blank", "finish": "stop", "fixed_length": False}
+EMPTY: dict[str, Any] = {"error": "empty", "chunks_s": [], "output_tokens": None, "finish": "stop"}
+
+
 def machine(**changes: Any) -> MachineLoad:
     return MachineLoad(**({"samples": 9, "gap_max_s": 1.4, "took_max_s": 0.1} | changes))
 
@@ -186,6 +205,32 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"marks": both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=8.9)}, [], []),
         ({"records": four(clock="read")}, [], [("read_clock", {"answers": 1, "requests": 4})]),
         *(({"records": shared(late)}, [], [("shared_reads", {"share": 1 / 11})]) for late in (0, None)),
+        # Answers that are none: most of them, or some. What ends at its limit has its length.
+        *(({"records": refused(number, **kind)}, [("answers_refused", values)] * (number > 2),
+           [("answers_refused", values)] * (0 < number < 3))
+          for kind, name in ((FILTERED, "refused"), (REFUSED, "refused"), (BLANK, "empty"))
+          for number in (0, 1, 2, 3, 4)
+          for values in [{name: number, "answers": 4, "invalid": number > 2}]),
+        ({"records": many(4, odd_text="blank")}, [], []),
+        ({"records": many(4, odd_text="repeated", fixed_length=False, finish="stop")}, [], []),
+        ({"records": refused(2, **BLANK)[2:] + refused(2, **FILTERED)[2:] + refused(1, **REFUSED)[3:],
+          "load": replace(LOAD, requests=5), "marks": both_marks("c", 7, 0.0, 10.0, sent=5)},
+         [("request_repeated", {}), ("answers_refused", {"refused": 3, "empty": 2, "answers": 5})], []),
+        ({"records": [*four()[:1], *(request(index=i, **EMPTY) for i in range(1, 4))], "max_error_rate": 1.0},
+         [("answers_refused", {"refused": 0, "empty": 3, "answers": 4})], []),
+        ({"records": [*four()[:1], *(request(index=i, **EMPTY) for i in range(1, 4))]}, [("error_rate", {})], []),
+        # Several fingerprints: by turns, one after the other, one for each answer, those of several models.
+        *(({"records": named(names, **more), "load": replace(LOAD, requests=len(names), model=model),
+            "marks": both_marks("c", 7, 0.0, 10.0, sent=len(names))}, [], found)
+          for names, model, more, found in (
+              ("aaaaaa", None, {}, []),
+              ("abaabb", None, {}, [("fingerprints_differ", {"fingerprints": {"a": 3, "b": 3}, "changes": 3,
+                                                              "alternate": True})]),
+              ("aaabbb", None, {}, [("fingerprints_differ", {"changes": 1, "alternate": False})]),
+              ("abcdef", None, {}, []),
+              ("ababab", ["m", "n"], {}, []),
+              ("a-a-a-", None, {}, []),
+          )),
         # What servers count.
         ({"records": four(output_tokens=None)}, [], [("tokens_unknown", {"answers": 1, "requests": 4})]),
         ({"records": four(finish="eos_token")}, [],

@@ -76,7 +76,7 @@ def test_a_stream_has_text_reasoning_calls_and_all_prompt_tokens() -> None:
         delta(2, type="input_json_delta", partial_json='"a"}'),
         {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 7}}, STOP,
     )  # fmt: skip
-    assert (answer.error, answer.done, answer.text, answer.model) == (None, True, "I read", None)
+    assert (answer.error, answer.done, answer.text, answer.model) == (None, True, "I read", "tiny")
     assert (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == (26, 6, 7)
     assert (answer.finish, answer.reasoning_chunks, answer.tool_chunks) == ("tool_calls", 1, 3)
     assert [(call.id, call.name, call.arguments) for call in answer.calls] == [("t1", "read_file", '{"path":"a"}')]
