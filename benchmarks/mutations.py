@@ -40,8 +40,11 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     # Numbers of one request
     Mutation("numbers", "TPOT divides by all tokens, the first included",
-             "steps = np.where(known, tokens - 1, np.nan)",
-             "steps = np.where(known, tokens, np.nan)", "derive"),
+             "steps = np.where(known & (after > 0), after, np.nan)",
+             "steps = np.where(known & (after > 0), tokens, np.nan)", "derive"),
+    Mutation("numbers", "TPOT starts at the first chunk of a bundle, not at its last",
+             "(rows.last_chunk_s - rows.first_arrival_s) / steps",
+             "(rows.last_chunk_s - rows.first_chunk_s) / steps", "arrivals"),
     Mutation("numbers", "E2E of a stream is the end of the response, not the last chunk",
              "np.where(rows.chunks > 0, rows.last_chunk_s, rows.ended_s), np.nan)",
              "rows.ended_s, np.nan)", "derive"),

@@ -8,7 +8,6 @@ _PROXIES = {  # by a word of the headers `server` and `via`: what switches its b
     "nginx": ("nginx", "proxy_buffering off;"),
     "openresty": ("nginx", "proxy_buffering off;"),
     "caddy": ("Caddyfile, reverse_proxy", "flush_interval -1"),
-    "litellm": ("LiteLLM, model_info", "supports_native_streaming: true"),
 }
 
 
@@ -25,7 +24,9 @@ def stream_bundled(row: RowFacts) -> Found | None:
     if bundle is None or any(limit.what == "shared_reads" for cell in row.cells for limit in cell.limits):
         return None  # the load generator may have joined the chunks itself
     pieces = f"an answer of {figures(bundle.tokens)} tokens came in {count(round(bundle.pieces), 'piece')}"
-    first = f"the first with {figures(bundle.first_tokens)} tokens" if bundle.pieces > 1 else "at its end"
+    first = "at its end" if bundle.pieces <= 1 else f"the first with {figures(bundle.first_tokens or 0)} tokens"
+    if bundle.pieces > 1 and bundle.first_tokens is None:
+        first = "of which the first may have many tokens"
     whole = row.row.pooled.answer_tok_s
     speed = "" if whole is None else f"; {figures(whole)} tok/s over the whole answer, with the wait for its start"
     sender = f"the answers come through {bundle.via}" if bundle.via else "no header names what is in between"
@@ -47,7 +48,7 @@ def _unbuffered(row: RowFacts, bundle: Bundle) -> Action:
         where, text = known
         return row.action("Switch the buffering off", settings={where: text}, about="variables")
     do = "Send the load straight to the engine, and compare; then switch off buffering in what is in between "
-    do += "(nginx: `proxy_buffering off;`; LiteLLM: `supports_native_streaming: true`)"
+    do += "(nginx: `proxy_buffering off;`)"
     return row.action(do, about="variables")
 
 

@@ -116,18 +116,22 @@ def find_bundle(good: Sequence[Rows]) -> Bundle | None:
     senders = sum((Counter(rows.via.counts()) for rows in streams), Counter[str]())
     return Bundle(
         pieces=float(np.median(pieces[bundled])),
-        first_tokens=float(np.nanmedian(first[bundled])),
+        first_tokens=_median_of_known(first[bundled]),
         tokens=float(np.median(tokens[bundled])),
         answers=int(bundled.sum()),
         via=next((name for name, _ in senders.most_common(1)), None),
     )
 
 
+def _median_of_known(values: Floats) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else None
+
+
 def _answer_tok_s(good: Sequence[Rows]) -> float | None:
     """The median speed of an answer from its sending to its end; None where no tokens are known."""
     speeds = np.concatenate([np.empty(0), *(rows.output_tokens / np.maximum(derive.e2e(rows), 1e-9) for rows in good)])
-    known = speeds[speeds > 0]
-    return float(np.median(known)) if len(known) else None
+    return _median_of_known(np.where(speeds > 0, speeds, np.nan))
 
 
 def _sum_of_known(columns: Any) -> int | None:

@@ -173,7 +173,7 @@ class Bundle(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How answers came that something between the model and this client bundled; medians over the answers."""
 
     pieces: float  # groups of chunks that came together
-    first_tokens: float  # of the first piece
+    first_tokens: float | None  # of the first piece; None: not known
     tokens: float  # of the answer
     answers: int
     via: str | None = None  # the headers `server` and `via` of most of them

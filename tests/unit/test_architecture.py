@@ -29,8 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"advice", "analysis", "failures", "records", "scenario"},
     "imports": {"__version__", "analysis", "records", "scenario"},
     "load": {
-        "__version__", "analysis.derive", "failures.explain", "failures.unexpected_response", "records.records",
-        "records.table", "scenario", "workload",
+        "__version__", "analysis.derive", "failures.explain", "failures.unexpected_response", "records.arrivals",
+        "records.records", "records.table", "scenario", "workload",
     },
     "serve": {"failures", "load.sse", "machine", "records", "scenario", "workload"},
     "run": {
