@@ -217,7 +217,7 @@ class Exchange:
             openai_api.note_whole_response(body, self.headers, answer, embeddings=self.embeddings)
         if self.failure is not None and not answer.done:
             answer.fail(self.failure.kind, self.failure.message)
-        if answer.error is None and answer.generated and not self.embeddings and not answer.calls:
+        if answer.error is None and answer.generated and not (self.embeddings or answer.calls or answer.has_sound):
             answer.odd_text = classify_text(answer.texts, answer.reasoning_texts)
         return answer
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from harness.load.channels import is_blank
 from harness.load.sse import CLASSIFIED_CHARS
 from harness.records.records import OddText
 
@@ -24,8 +25,8 @@ def classify_text(texts: Sequence[str], reasoning: Sequence[str] = ()) -> OddTex
     None for any other text.
     """
     visible, hidden = _start(texts), _start(reasoning)
-    text = visible.strip() or hidden.strip()
-    if not text:
+    text = (hidden if is_blank(visible) else visible).strip()
+    if is_blank(text):
         return "blank"
     if text[0] in "<[" and not _RESERVED.sub("", text).strip():
         return "reserved"
