@@ -20,7 +20,7 @@ RULES: tuple[AdviceRule, ...] = (
 
 
 def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
-    """Return at most MAX_FINDINGS findings about a run: those that doubt its answers, then those that cost most, then
+    """Return at most MAX_FINDINGS findings about a run: those that doubt its numbers, then those that cost most, then
     those whose cost no number of it shows.
 
     `summary`: of the run, where it is known.

@@ -209,14 +209,16 @@ def tpot(rows: Rows) -> Floats:
 
     An arrival is a group of chunks that came together (`harness.records.arrivals`). None for a single arrival, for
     fewer than MIN_ARRIVALS that carry more tokens than arrivals, when the server did not count tokens, and for a tool
-    call with more tokens than chunks, because the number of tokens before its first chunk is unknown.
+    call with more tokens than chunks, because the number of tokens before its first chunk is unknown. A blank that was
+    sent before the prompt was computed is not its start.
     """
     tokens = carried_tokens(rows)
     known = (rows.arrivals >= 2) & ((rows.arrivals >= MIN_ARRIVALS) | (tokens <= rows.arrivals))
     known &= (tokens >= 2) & ~((rows.tool_chunks == rows.chunks) & (rows.chunks < tokens))
-    after = tokens - first_arrival_tokens(rows)
+    after = tokens - first_arrival_tokens(rows) - starts_blank(rows)  # the first text after a blank is not timed
+    started_s = np.where(starts_blank(rows), rows.first_text_s, rows.first_arrival_s)
     steps = np.where(known & (after > 0), after, np.nan)
-    found: Floats = (rows.last_chunk_s - rows.first_arrival_s) / steps
+    found: Floats = (rows.last_chunk_s - started_s) / steps
     return found
 
 

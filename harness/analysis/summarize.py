@@ -263,9 +263,12 @@ def _without_redefined(row: Row, definitions: int) -> Row:
     if not names:
         return row
     why = f"it was computed by an earlier definition (version {definitions}), and its records are not here"
-    slos = {text: one for text, one in row.pooled.slos.items() if not any(name in text for name in names)}
-    pooled = replace(row.pooled, slos=slos, **dict.fromkeys(names, NO_SAMPLE))
-    return replace(row, pooled=pooled, missing=row.missing | dict.fromkeys(names, why))
+    return replace(row, pooled=_numbers_without(row.pooled, names), missing=row.missing | dict.fromkeys(names, why))
+
+
+def _numbers_without(numbers: Numbers, names: set[str]) -> Numbers:
+    slos = {text: one for text, one in numbers.slos.items() if not any(name in text for name in names)}
+    return replace(numbers, slos=slos, **dict.fromkeys(names, NO_SAMPLE))
 
 
 def read_summary(folder: Path) -> Summary:
@@ -288,7 +291,15 @@ def read_summary(folder: Path) -> Summary:
             f"{path}: there is no summary", next_step=f"`harness report {folder} --format json` prints one."
         ) from None
     rows = [_without_redefined(row, summary.definitions) for row in summary.rows]
-    return replace(summary, rows=rows)
+    other = {
+        name: row.definitions.keys() for row in rows for name in row.cells
+    }  # those of another tool have not changed
+    redefined = _redefined(summary.definitions)
+    cells = [
+        replace(cell, numbers=_numbers_without(cell.numbers, redefined - other.get(cell.id, set())))
+        for cell in summary.cells
+    ]
+    return replace(summary, rows=rows, cells=cells)
 
 
 def _contradiction(summary: Summary, run: Run) -> tuple[str, str] | None:

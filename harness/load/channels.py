@@ -50,7 +50,7 @@ class GeneratedOutput:
     visible: str = ""
     reasoning: str = ""
     calls: list[Any] = field(default_factory=list)  # of tools
-    refused: bool = False  # the text says why the model does not answer
+    refused: bool = False  # it has a refusal
     other: bool = False  # output without text, such as sound
     empty: bool = False  # a channel is there without text: it is held back or hidden
     unread: dict[str, Any] = field(default_factory=dict)  # filled channels of no known form, by name
@@ -82,10 +82,8 @@ def read_output(part: dict[str, Any]) -> GeneratedOutput:
     is_analysis = part.get("channel") == "analysis"
     for name in filter(part.__contains__, TEXT_CHANNELS):
         visible, reasoning = _read_channel(part, name, output)
+        output.refused |= bool(visible) and (name == "refusal" or _has_refusal(part[name]))
         output.visible += "" if is_analysis else visible
-        parts = part[name] if isinstance(part[name], list) else ()
-        output.refused |= name == "refusal" and bool(visible)
-        output.refused |= any(isinstance(one, dict) and one.get("type") == "refusal" for one in parts)
         output.reasoning += reasoning + (visible if is_analysis else "")
     texts = ["".join(_read_channel(part, name, output)) for name in filter(part.__contains__, REASONING_CHANNELS)]
     output.reasoning += next(filter(None, texts), "")
@@ -101,6 +99,10 @@ def read_output(part: dict[str, Any]) -> GeneratedOutput:
     if not output.has_any:
         output.unknown = _unknown_texts(part)
     return output
+
+
+def _has_refusal(parts: Any) -> bool:
+    return isinstance(parts, list) and any(isinstance(one, dict) and one.get("refusal") for one in parts)
 
 
 def _read_channel(part: dict[str, Any], name: str, output: GeneratedOutput) -> tuple[str, str]:

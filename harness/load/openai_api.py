@@ -262,6 +262,7 @@ class Answer:
     fingerprint: str | None = None
     refused: bool = False
     odd_text: OddText | None = None
+    has_sound: bool = False  # there is output without text
     texts: list[str] = field(default_factory=list)  # visible content, for the next turn; in no record
     reasoning_texts: list[str] = field(default_factory=list)  # the start of the reasoning; in no record
     done: bool = False  # [DONE] was seen, or the response is complete in one piece
@@ -461,10 +462,11 @@ def _note_text_event(event: Event, problem: str, answer: Answer) -> None:
 def _add_output(output: GeneratedOutput, answer: Answer) -> None:
     """Keep the visible text and the tool calls."""
     answer.generated = True
+    answer.refused |= output.refused
+    answer.has_sound |= output.other
     if output.is_visible:
         answer.texts.append(output.visible)
-    answer.refused |= output.refused
-    if not answer.texts and output.reasoning and len(answer.reasoning_texts) < CLASSIFIED_CHARS:
+    elif output.reasoning and not answer.texts and len(answer.reasoning_texts) < CLASSIFIED_CHARS:
         answer.reasoning_texts.append(output.reasoning)
     if output.calls and not add_tool_calls(answer.calls, output.calls):
         answer.note_wrong_type("tool_calls", output.calls)

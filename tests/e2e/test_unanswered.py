@@ -45,16 +45,16 @@ def answering(text: Text) -> Iterator[str]:
                 in_flight[0] += 1
                 deltas, finish = text(in_flight[0])
             try:
-                self.stream(deltas[: asked["max_tokens"]], finish)
+                self.stream(deltas[: asked["max_tokens"]], finish, len(str(asked["messages"]).split()))
             finally:
                 with lock:
                     in_flight[0] -= 1
 
-        def stream(self, deltas: list[dict[str, str]], finish: str) -> None:
+        def stream(self, deltas: list[dict[str, str]], finish: str, prompt: int) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
-            usage = {"prompt_tokens": 30, "completion_tokens": len(deltas)}
+            usage = {"prompt_tokens": prompt, "completion_tokens": len(deltas)}
             for delta in deltas:
                 time.sleep(STEP_S)
                 self.event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}], "model": "m"})

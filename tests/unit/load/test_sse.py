@@ -186,7 +186,6 @@ def test_chunks_that_share_a_read_are_taken_together(channel: str) -> None:
     assert summary_of(answer) == summary_of(other)
     text = "".join(f"{number} " for number in range(20))
     assert answer.text_chars == other.text_chars == len(text)
-    assert answer.first_arrival_chars == other.first_arrival_chars
     assert answer.text == ("".join(f"{number} " for number in range(20)) if channel == "content" else "")
     assert taken == len(reads) - len(exchange.parsed) == len(reads) - 4
     shared = [len(list(same)) for _, same in itertools.groupby(answer.chunks_s)]
