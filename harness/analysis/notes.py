@@ -248,12 +248,12 @@ def _fingerprint_notes(evidence: Evidence) -> Iterator[Reason]:
     codes = known.fingerprint.codes[np.argsort(known.sent_s, kind="stable")]
     changes = int((codes[1:] != codes[:-1]).sum())
     alternate = changes >= len(names)  # one of them came back
-    text = f"the answers name {len(names)} values of system_fingerprint ({counts_text(dict(names.most_common()))})"
-    if alternate:
-        text += f", which change {count(changes, 'time')} and come back: servers with different builds or settings "
-        text += "answer, such as replicas behind a gateway. Measure each of them alone"
-    else:
-        text += ", one after the other: the server was replaced or changed while it was measured"
+    which = f"change {count(changes, 'time')} and come back: servers with different builds or settings answer, such as "
+    which += "replicas behind a gateway. Measure each of them alone"
+    if not alternate:
+        which = "come one after the other: the server was replaced or changed while it was measured"
+    text = f"the answers name {len(names)} values of system_fingerprint ({counts_text(dict(names.most_common()))}), "
+    text += f"which {which}"
     values = {"fingerprints": dict(names.most_common()), "changes": changes, "alternate": alternate}
     yield because("fingerprints_differ", text, **values)
 

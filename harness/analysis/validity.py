@@ -273,13 +273,11 @@ def refused_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
     kinds = {"refused": int(refused.sum()), "empty": int((empty & ~refused).sum())}
     text = f"{number:,} of {count(answers, 'answer')} {'is' if number == 1 else 'are'} refused or empty "
     text += f"({counts_text({name: kind for name, kind in kinds.items() if kind})})"
-    if invalid:
-        text += (
-            ": the numbers are not those of answers. Ask the server once by hand with a prompt of this load; look at "
-        )
-        text += "its filters (guardrails), and at the chat template"
-    else:
-        text += ": they count as answers"
+    if not invalid:
+        yield because("answers_refused", f"{text}, which count as answers", **kinds, answers=answers, invalid=False)
+        return
+    text += ": the numbers are not those of answers. Send a prompt of this load by hand; look at the server's filters "
+    text += "(guardrails) and at its chat template"
     yield because("answers_refused", text, **kinds, answers=answers, invalid=invalid)
 
 

@@ -51,7 +51,6 @@ After = Annotated[float, msgspec.Meta(ge=-SLACK_S, le=1e11)]
 Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
-# What the text of an answer consists of: white space; one token again and again; tokens that the model reserves.
 OddText = Literal["blank", "repeated", "reserved"]
 CUT = ("unfinished", "abandoned")  # not ended by the server: no failures, and their tokens count
 # What is known of a latency of a request; harness.analysis.slo_rule has the meanings.
@@ -171,7 +170,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     model: str | None = None  # that the text of the answer is of, as the server says; "A then B" if it changed
     fingerprint: str | None = None  # `system_fingerprint` of the text, likewise
     refused: bool = False  # the answer has a refusal; another one is the finish reason "content_filter"
-    odd_text: OddText | None = None  # None: any other text, or not checked (failed, tool calls, embeddings)
+    # The whole text is white space (blank), one token again and again (repeated), or tokens that no text has (reserved,
+    # such as <unused49>). None: any other text, or not checked (failed requests, tool calls, embeddings).
+    odd_text: OddText | None = None
     status: Annotated[int, msgspec.Meta(ge=0, le=999)] | None = None  # three digits, whatever they are
     # The wait before this user's next request that the server asked for (Retry-After of 429 and 503), at most 60 s; in
     # none of the times above. None: it asked for none, or for none that is valid.

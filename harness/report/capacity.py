@@ -117,9 +117,11 @@ def slo_reason(
     values |= {name: None if level is None else report.amount(level) for name, level in levels.items()}
     if slo.kind == "found":
         broken = slo.broken or "an SLO"
-        why = UNHELD[slo.unheld] if slo.unheld else f"{broken} is broken"
         text = f"holds {amount(slo.level)}{next_to}, 95 % interval {number(slo.low)} to {number(slo.high)}"
-        text += f"; at {number(slo.above)} {why}" if slo.above else ""
+        if slo.above and slo.unheld:
+            text += f"; at {number(slo.above)} {UNHELD[slo.unheld]}"
+        elif slo.above:
+            text += f"; at {number(slo.above)} {broken} is broken"
         values |= {"broken": None if slo.unheld else broken, "unheld": slo.unheld}
         return because("capacity_found", text + more + waited, **values)
     if slo.kind == "more_than":

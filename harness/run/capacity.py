@@ -445,10 +445,8 @@ class ServerSearch:
         """Why a level with short answers is not held. `before`: a lower level, whose answers are longer."""
         loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
         tokens = median_length(probe.answered(key)) or 0.0
-        text, values = (
-            f"at {at} the median answer has {count(round(tokens), 'token')}",
-            {"loads": loads, "tokens": tokens},
-        )
+        text = f"at {at} the median answer has {count(round(tokens), 'token')}"
+        values: dict[str, Any] = {"loads": loads, "tokens": tokens}
         if before is not None:
             more = median_length(before.answered(key))
             text += f", and {'more' if more is None else figures(more)} at {format_loads(self.report, before.level)}"

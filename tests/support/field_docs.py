@@ -37,7 +37,7 @@ FILES: dict[str, tuple[Any, ...]] = {
 _TYPES = {
     r"\b(?:Wall)?Seconds\b|\bDuration\b|\bAfter\b|\bNumber\b|\bfloat\b": "number",
     r"\bCount\b|\bWhole\b|\bint\b": "integer",
-    r"\bbool\b": "boolean", r"\bstr\b": "text", r"\bAny\b": "anything", r"['\"](\w+)['\"]": r"\1",
+    r"\bbool\b": "boolean", r"\bstr\b|\bOddText\b": "text", r"\bAny\b": "anything", r"['\"](\w+)['\"]": r"\1",
 }  # fmt: skip
 
 
