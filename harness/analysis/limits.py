@@ -315,14 +315,15 @@ def read_clock_answers(cell: CellData) -> int:
 def may_be_joined_late(rows: Rows, marks: Sequence[ProcessMark]) -> Bools:
     """Whether the load process was ever so late that it, and not a proxy, may have joined the chunks of an answer.
 
-    A late process joins what comes while it is late. Bundles that are further apart than that came as bundles.
+    A late process joins what comes while it is late. Bundles of two chunks and more that are further apart than that
+    came as bundles.
     """
     lag_s = _max_known(marks, "loop_lag_p99_s") or _max_known(marks, "loop_lag_max_s")
     if lag_s is None:
         return np.ones(len(rows), dtype=np.bool_)
     steps = np.maximum(rows.arrivals - 1, 1)
     apart_s = np.where(rows.arrivals > 1, (rows.last_chunk_s - rows.first_arrival_s) / steps, rows.last_chunk_s)
-    found: Bools = ~(apart_s > 2 * lag_s)
+    found: Bools = ~((rows.chunks >= 2 * rows.arrivals) & (apart_s > 2 * lag_s))
     return found
 
 

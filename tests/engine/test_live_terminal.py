@@ -29,7 +29,7 @@ def record(index: int, cell: str = CELL, **more: Any) -> bytes:
     given = {
         "id": str(index), "cell": cell, "load": "burst", "user_class": "BatchAgent", "index": index, "user": 0,
         "process": 1, "phase": "measured", "sent_s": 1.0, "ended_s": 1.0,
-        "chunks_s": [0.1 * (index + 1), 0.1 * (index + 1) + 0.2], "output_tokens": 11,
+        "chunks_s": [0.1 * (index + 1) + 0.02 * chunk for chunk in range(11)], "output_tokens": 11,
     }  # fmt: skip
     return msgspec.json.encode(Request(**{**given, **more})) + b"\n"
 

@@ -124,7 +124,7 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
         ttfo=with_cut(sample_of(0.5), 0.5, 1, 1, 1.0, 1.0),
         tpot=with_cut(sample_of(0.5, 0.875), 1.375 / 3, 0, 1, None, None),
         e2e=with_cut(sample_of(1.0, 2.0), 4 / 3, 1, 0, None, 1.0),
-        gap=gaps(0.5, 1.0, 0.75), tokens_per_chunk=1.0,
+        gap=gaps(0.5, 1.0, 0.75), tokens_per_chunk=1.0, answer_tok_s=1.75,
     )  # fmt: skip
     assert summary.cells[0].numbers.error_rate == 0.25
     assert summary.rows[0].pooled == summary.cells[0].numbers
