@@ -25,7 +25,7 @@ from harness.analysis.validity import (
 from harness.base.summary import CellSummary, ClientLimit, MachineLoad, Reason, Row, because, sentence
 from harness.base.units import count, date_time, duration, figures, milliseconds, percent
 from harness.records.manifest import Run, ServedBy
-from harness.records.records import KNOWN_FINISHES, MAX_CPU, BadField, ProcessMark
+from harness.records.records import AT_MOST, KNOWN_FINISHES, MAX_CPU, BadField, ProcessMark
 from harness.records.samples import MAX_GAP_S
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 
@@ -267,6 +267,11 @@ def _missing_notes(evidence: Evidence) -> Iterator[Reason]:
             text = f"{what} is unknown for {sample.unknown:,} of {count(of, 'request')} (not streamed, nothing "
             text += "visible, or in no known form): checks must hold whether or not these meet the bound"
             yield because("latency_unknown", text, what=what, requests=sample.unknown, of=of)
+    in_few = int((derive.latency_states(evidence.good, "tpot")[1] == AT_MOST).sum())
+    if in_few > MAX_COALESCED * numbers.succeeded:
+        text = f"TPOT is not known for {in_few:,} of {count(numbers.succeeded, 'answer')}: they came in fewer than "
+        text += f"{derive.MIN_ARRIVALS} pieces with several tokens each. Checks take E2E / tokens as its upper bound"
+        yield because("few_pieces", text, answers=in_few, requests=numbers.succeeded)
     if numbers.abandoned:
         left = count(numbers.abandoned, "request was abandoned by its user", "requests were abandoned by their users")
         text = f"{left}: in percentiles a latency that had not ended is longer than their wait"
