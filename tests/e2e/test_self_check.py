@@ -55,7 +55,7 @@ SHARED_READ = {"chunks_s": SHARED, "coalesced": 1, "coalesced_late": 1}
         # Chunks that were read late together with others; of an old run it is not known who put them together.
         (SHARED_READ, {}, "shared_reads", 1 / 11, 0.01, ["gap"]),
         (SHARED_READ | {"chunks_s": FIRST_SHARED}, {}, "shared_reads", 1.0, 0.01,
-         ["ttft", "ttfo", "tpot", "gap"]),
+         ["ttft", "ttfo", "gap"]),
         (SHARED_READ | {"coalesced_late": 0}, {}, None, 0, 0, []),
         (SHARED_READ | {"coalesced_late": None}, {}, None, 0, 0, []),
         # Where the loop was late most of the time, all shared reads count.
@@ -85,7 +85,7 @@ def test_a_limit(
 def test_a_limit_in_words() -> None:
     [(_, why)] = limits_with_lags(four(**SHARED_READ | {"chunks_s": FIRST_SHARED}), LOAD, core_wait=0.25)
     assert sentence(why) == (
-        "client-limited (TTFT, TTFO, TPOT and chunk gaps): 9.1 % of the chunks and 100.0 % of the first chunks were "
+        "client-limited (TTFT, TTFO and chunk gaps): 9.1 % of the chunks and 100.0 % of the first chunks were "
         "fetched late, together with a later one: their times are upper bounds; at most 1 % is allowed; other "
         "processes used its core during 25 % of the time: stop them, or send from another machine"
     )
