@@ -1,6 +1,7 @@
 """Findings about how the text reaches the client, which change what its times mean."""
 
 from harness.advice.rules import Found, RowFacts, rule
+from harness.base.engines import engines
 from harness.base.summary import Action, Bundle
 from harness.base.units import count, figures
 
@@ -24,9 +25,9 @@ def stream_bundled(row: RowFacts) -> Found | None:
     if bundle is None or any(limit.what == "shared_reads" for cell in row.cells for limit in cell.limits):
         return None  # the load generator may have joined the chunks itself
     pieces = f"an answer of {figures(bundle.tokens)} tokens came in {count(round(bundle.pieces), 'piece')}"
-    first = "at its end" if bundle.pieces <= 1 else f"the first with {figures(bundle.first_tokens or 0)} tokens"
-    if bundle.pieces > 1 and bundle.first_tokens is None:
-        first = "of which the first may have many tokens"
+    first = "at its end" if bundle.pieces <= 1 else "of which the first may have many tokens"
+    if bundle.pieces > 1 and bundle.first_tokens is not None:
+        first = f"the first with about {count(round(bundle.first_tokens), 'token')}"
     whole = row.row.pooled.answer_tok_s
     speed = "" if whole is None else f"; {figures(whole)} tok/s over the whole answer, with the wait for its start"
     sender = f"the answers come through {bundle.via}" if bundle.via else "no header names what is in between"
@@ -44,11 +45,15 @@ def _unbuffered(row: RowFacts, bundle: Bundle) -> Action:
     """The action that lets each token pass when it is there."""
     via = (bundle.via or "").lower()
     known = next((setting for word, setting in _PROXIES.items() if word in via), None)
+    engine = next((one for one in engines() if one.unbuffered and one.title.lower() in via), None)
+    if engine is not None and engine.unbuffered:
+        known = (engine.title, engine.unbuffered)
     if known is not None:
         where, text = known
         return row.action("Switch the buffering off", settings={where: text}, about="variables")
+    ways = [f"{one.title}: `{one.unbuffered}`" for one in engines() if one.unbuffered]
     do = "Send the load straight to the engine, and compare; then switch off buffering in what is in between "
-    do += "(nginx: `proxy_buffering off;`)"
+    do += f"({'; '.join(['nginx: `proxy_buffering off;`', *ways])})"
     return row.action(do, about="variables")
 
 

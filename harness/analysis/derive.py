@@ -30,7 +30,7 @@ SYN_SLACK_S = 0.5  # what the connection itself may take in addition
 MIN_ARRIVALS = 5  # of a TPOT, where they carry several tokens each
 MIN_TOKENS = 5  # a shorter answer has no TPOT to miss
 TWO_TOKENS = 1.5  # of a first arrival, by its share of the text
-MANY_TOKENS = 4.0  # of a chunk: a word of a text alone is rarely so many
+MANY_TOKENS = 5.0  # by its share of the text: one word alone is rarely so many
 MAX_DOUBT = 0.03  # of a TPOT, from the number of tokens that came first
 MAX_BLANK_GAPS = 10.0  # usual gaps after a blank until the first text: it was sent before the prompt was computed
 MIN_PROMPT_SHARE = 0.75  # of the planned tokens; a few tokenizers join frequent words
@@ -180,7 +180,7 @@ def first_arrival_tokens(rows: Rows) -> Floats:
     later = np.maximum(tokens - (chunks - first), first)  # each later chunk has one token or more
     share = tokens * rows.first_arrival_chars / np.maximum(rows.text_chars, 1)
     usual = (tokens - 1) / np.maximum(chunks - 1, 1)  # tokens of a chunk after the first one
-    is_word = (rows.first_words <= 1) & (usual < MANY_TOKENS)
+    is_word = (rows.first_words <= 1) & (share < MANY_TOKENS)
     alone = (first == 1) & ((share < np.sqrt(np.maximum(usual, 1.0))) | is_word)
     by_text = np.where(alone, 1.0, np.clip(share, first, later))
     mean = np.clip(first * tokens / np.maximum(chunks, 1), first, later)

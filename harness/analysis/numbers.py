@@ -101,7 +101,10 @@ def find_bundle(good: Sequence[Rows]) -> Bundle | None:
     interval and speculation send the first token alone, so that neither is called a bundle. In an answer of a few tens
     of milliseconds a busy machine bundles tokens, so that such an answer does not count.
     """
-    streams = [rows.where((rows.tool_chunks == 0) & (rows.last_chunk_s >= MIN_BUNDLED_S)) for rows in good]
+    streams = [
+        rows.where((rows.tool_chunks == 0) & (derive.carried_tokens(rows) >= derive.MIN_TOKENS)) for rows in good
+    ]
+    slow = np.concatenate([np.empty(0, np.bool_), *(rows.last_chunk_s >= MIN_BUNDLED_S for rows in streams)])
     starts, held = (
         np.concatenate([np.empty(0, np.bool_), *map(rule, streams)])
         for rule in (derive.starts_in_bundle, derive.is_bundled)
@@ -110,7 +113,8 @@ def find_bundle(good: Sequence[Rows]) -> Bundle | None:
         np.concatenate([np.empty(0), *map(column, streams)])
         for column in (lambda rows: rows.arrivals, derive.carried_tokens, derive.first_arrival_tokens)
     )
-    bundled, many = starts | held, tokens >= MIN_BUFFERED
+    held &= slow
+    bundled, many = (starts & slow) | held, tokens >= MIN_BUFFERED
     if bundled.sum() <= MOST * len(bundled) and not held.sum() > MOST * many.sum():
         return None
     senders = sum((Counter(rows.via.counts()) for rows in streams), Counter[str]())

@@ -90,6 +90,7 @@ def level_of(users: int, cell: CellData, *, is_few: bool) -> QuickLevel:
     ttft_s = _usual(numbers.ttft, is_few)
     ttfo_s = good.first_visible_s
     late = ttfo_s > good.first_chunk_s
+    is_whole = numbers.bundle is not None and numbers.bundle.pieces <= 1  # its first token comes with its last
     cut = int(rows.error.is_in(*CUT).sum())
     return QuickLevel(
         users=users,
@@ -100,7 +101,7 @@ def level_of(users: int, cell: CellData, *, is_few: bool) -> QuickLevel:
         user_tok_s=None if tpot_s is None else 1 / tpot_s,
         answer_tok_s=numbers.answer_tok_s,
         prefill_tok_s=prefill_tok_s([cell], planned=True) if ttft_s else None,
-        ttft_ms=_milliseconds(ttft_s),
+        ttft_ms=None if is_whole else _milliseconds(ttft_s),
         reasons=bool((started.reasoning_chunks > 0).any()),
         visible_ms=_milliseconds(_median(ttfo_s[late])) if late.any() else None,
     )

@@ -89,7 +89,7 @@ LATENCIES = (
     _latency(
         "tpot", "TPOT", words="TPOT", about="Time per output token after the first",
         definition="(last - first arrival of generated tokens) / (output tokens that came after the first arrival)",
-        live=("p50", "p95"), only="streamed answers that came in several pieces",
+        live=("p50", "p95"), only="streamed answers in 5 pieces or more, or with a token in each piece",
         outcome="streamed at least this fast",
         table=("p50", "tail"), vectors=("p50", "tail"),
         formula="TPOT = (last arrival − first arrival) ÷ output tokens that came after the first arrival",

@@ -13,6 +13,7 @@ from itertools import pairwise
 import gevent
 import httptools
 
+from harness.base.engines import engines
 from harness.failures.unexpected_response import error_words, to_text
 from harness.load import openai_api
 from harness.load.anthropic_api import as_chat_completion, as_chat_event, started_message
@@ -309,7 +310,8 @@ class Exchange:
         first = starts[1] if len(starts) > 1 else len(chars)
         answer.text_chars, answer.first_arrival_chars = sum(chars), sum(chars[:first])
         if first > 1 or len(starts) <= MAX_PIECES or (answer.output_tokens or 0) >= 2 * len(starts):
-            passed = filter(None, (self.headers.get("server"), self.headers.get("via")))
+            gateways = [one.title for one in engines() if one.gateway and one.version_header in self.headers]
+            passed = filter(None, (*gateways, self.headers.get("server"), self.headers.get("via")))
             answer.via = openai_api.header_text(", via ".join(passed)) or None
 
 

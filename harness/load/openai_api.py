@@ -479,8 +479,13 @@ def _note_length(output: GeneratedOutput, answer: Answer) -> None:
     calls = [_text_or_empty(one.get(key)) for one in known for key in ("name", "arguments")]
     texts = [output.visible, output.reasoning, *calls]
     if not answer.chunk_chars:
-        answer.first_words = sum(len(text.split()) for text in texts)
+        answer.first_words = sum(map(count_words, texts))
     answer.chunk_chars.append(sum(map(len, texts)))
+
+
+def count_words(text: str) -> int:
+    """Return the number of words. Signs of scripts without spaces, and emoji, count as words in addition."""
+    return len(text.split()) + sum(char >= "\u2e80" for char in text)
 
 
 def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, *, embeddings: bool) -> None:

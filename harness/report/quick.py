@@ -37,7 +37,9 @@ def _lead(report: QuickReport) -> str:
         whole = None if first is None else first.answer_tok_s
         if whole is None:
             return "No speed: no answer came in pieces."
-        why = "the times of its tokens are not known" if report.notes else "it came in too few pieces for more"
+        why = (
+            "the times of its tokens are not known" if report.notes else "it comes in too few pieces to time its tokens"
+        )
         return f"{figures(whole)} tok/s for one user over the whole answer: {why}"
     together = "" if most.tok_s is None else f", {figures(most.tok_s)} tok/s for {most.users} users together"
     return f"{figures(report.one_user_tok_s)} tok/s for one user{together}"
@@ -76,7 +78,8 @@ def _about(report: QuickReport) -> str:
 def _finding(report: QuickReport) -> Iterator[Element]:
     finding = report.finding
     if finding is None:
-        yield Paragraph("FINDINGS: no problem found", "good")
+        if report.valid:
+            yield Paragraph("FINDINGS: no problem found", "good")
         return
     yield Paragraph("Worst finding", "heading")
     parts = list(finding_parts(finding))

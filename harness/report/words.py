@@ -16,6 +16,7 @@ from harness.records.manifest import Run
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
 from harness.scenario.plan import load_of_stage
 
+_FIRST = ("ttft", "ttfo")
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
 OVER_E2E = "over E2E"  # of a speed: of the whole answer, its start included
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
@@ -29,6 +30,8 @@ def format_percentile(row: Row, metric: Metric) -> str:
     """
     sample, name = metric.sample(row.pooled), metric.statistic
     value: float | None = getattr(sample, name)
+    if metric.latency in _FIRST and row.pooled.bundle is not None and row.pooled.bundle.pieces <= 1:
+        return "n/a (whole)"  # the first token comes with the last one
     if value is not None:
         return milliseconds(value)
     if sample.known >= NEEDED[name] and sample.above is not None:

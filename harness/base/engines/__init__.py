@@ -189,6 +189,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     answers: list[FactSource] = []
     versions: list[Version] = []
     version_header: str | None = None  # of its answers
+    unbuffered: str | None = None  # the setting with which it passes each token on at once
     model_prefixes: list[str] = []  # of a model's name in requests, but not in its list of models
     model_tag: str | None = None  # of a model's name in its list of models, but optional in requests
     startup: list[Start] = []

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from harness.analysis import derive
+from harness.analysis.numbers import find_bundle
+from harness.load.openai_api import count_words
 from harness.records.arrivals import split_arrivals
 from harness.records.table import rows_of
 from tests.support.made_runs import request, value_of
@@ -79,7 +81,7 @@ def test_tpot_does_not_depend_on_what_a_proxy_bundles(size: int, events: str) ->
     assert derive.first_arrival_tokens(rows_of([made])).tolist() == [size]
 
 
-@pytest.mark.parametrize("first_chars", [1, 4, 9])
+@pytest.mark.parametrize("first_chars", [1, 4, 9, 13])
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
 def test_a_stream_interval_sends_one_token_first(size: int, first_chars: int) -> None:
     """vLLM's stream interval and speculation: the first token alone, then several an event."""
@@ -87,6 +89,25 @@ def test_a_stream_interval_sends_one_token_first(size: int, first_chars: int) ->
     made = streamed([0.1 + 0.01 * size * i for i in range(events + 1)], 1 + size * events,
                     [first_chars, *[4 * size] * events])  # fmt: skip
     assert value_of(derive.tpot, made) == pytest.approx(0.01, rel=1e-6)
+
+
+@pytest.mark.parametrize(("first", "words"), [("Unfortunately", 1), ("two words", 2), ("你好", 3), ("\N{OWL}", 2)])
+def test_words_of_a_first_piece(first: str, words: int) -> None:
+    assert count_words(first) == words
+
+
+def test_signs_of_several_tokens_come_whole() -> None:
+    """Emoji of three tokens each: the first event has three, too."""
+    made = streamed([0.12 + 0.03 * i for i in range(16)], 48, [1] * 16, first_words=count_words("\N{OWL}"))
+    assert value_of(derive.tpot, made) == pytest.approx(0.01, rel=1e-6)
+
+
+def test_a_bundle_is_of_most_answers() -> None:
+    """One answer of sixteen that a busy machine bundled says nothing of a proxy."""
+    held, steady = streamed(bundled(0.01, 8, 0.0), 64, [4] * 64), streamed(even(0.01, 64), 64, [4] * 64)
+    quick = streamed(even(0.002, 16, 0.02), 16, [4] * 16)
+    assert find_bundle([rows_of([held, *[quick] * 15])]) is None
+    assert find_bundle([rows_of([held, held, held, steady])]) is not None
 
 
 def test_what_came_in_few_pieces_has_no_tpot() -> None:
