@@ -141,7 +141,7 @@ class _RunFacts(NamedTuple):
     data: RunData
     slos: SloSets
     imported: Mapping[str, Numbers]  # by cell, of another tool
-    models: Mapping[str, str]  # by server, that most of its answers name
+    models: Mapping[tuple[str, str], str]  # by server and endpoint, that most of its answers name
     finishing: Collection[str]  # servers of which an answer has a finish reason
     clients: Mapping[str, Reason]  # by cell, see other_clients
 
@@ -175,15 +175,16 @@ def with_checks(
     return made._replace(summary=replace(summary, checks=results))
 
 
-def _usual_models(data: RunData) -> dict[str, str]:
-    """The model that most answers of each server name."""
-    models: dict[str, Counter[str]] = {}
+def _usual_models(data: RunData) -> dict[tuple[str, str], str]:
+    """The model that most answers of each endpoint name. Lemonade names it by its file, or as it was asked for."""
+    models: dict[tuple[str, str], Counter[str]] = {}
     for name, cell in data.cells.items():
-        if data.run.scenario.loads[data.planned[name].load].model is not None:
+        load = data.run.scenario.loads[data.planned[name].load]
+        if load.model is not None:
             continue
         named = validity.name_counts(cell.counted.model.where(cell.counted.good))
-        models.setdefault(data.planned[name].server, Counter()).update(named)
-    return {server: counts.most_common(1)[0][0] for server, counts in models.items() if counts}
+        models.setdefault((data.planned[name].server, load.endpoint), Counter()).update(named)
+    return {endpoint: counts.most_common(1)[0][0] for endpoint, counts in models.items() if counts}
 
 
 def _servers_with_finishes(data: RunData) -> set[str]:
@@ -397,7 +398,7 @@ def _collect_evidence(facts: _RunFacts, cell: Cell) -> validity.Evidence:
         machine_load=machine_load(data.telemetry.get(cell.id, []), _wall_window(of_cell), tokens),
         marks=marks,
         warmup=summarize_warmup(of_cell, marks, None if is_import else first_arrival_s(load, seed)),
-        model=facts.models.get(cell.server),
+        model=facts.models.get((cell.server, load.endpoint)),
         sends_finish=cell.server in facts.finishing,
         last_sample=metrics[-1] if metrics else None,
         tokens=None if is_import else request_tokens(load, prompts_of(run.scenario, load)),
