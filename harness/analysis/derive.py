@@ -199,8 +199,12 @@ def is_bundled(rows: Rows) -> Bools:
 
 
 def starts_in_bundle(rows: Rows) -> Bools:
-    """Whether the first arrival of an answer has two tokens or more."""
-    found: Bools = (carried_tokens(rows) >= MIN_TOKENS) & (first_arrival_tokens(rows) >= TWO_TOKENS)
+    """Whether the first arrival of an answer has two tokens or more. One sign of several tokens, an emoji, has to wait
+    for its last one.
+    """
+    is_sign = (rows.first_arrival_chunks == 1) & (rows.first_arrival_chars <= 2)
+    several = first_arrival_tokens(rows) >= TWO_TOKENS
+    found: Bools = (carried_tokens(rows) >= MIN_TOKENS) & several & ~is_sign
     return found
 
 

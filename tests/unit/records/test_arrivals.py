@@ -100,6 +100,7 @@ def test_signs_of_several_tokens_come_whole() -> None:
     """Emoji of three tokens each: the first event has three, too."""
     made = streamed([0.12 + 0.03 * i for i in range(16)], 48, [1] * 16, first_words=count_words("\N{OWL}"))
     assert value_of(derive.tpot, made) == pytest.approx(0.01, rel=1e-6)
+    assert find_bundle([rows_of([made] * 4)]) is None
 
 
 def test_a_bundle_is_of_most_answers() -> None:
