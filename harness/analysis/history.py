@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from harness.analysis import stats
 from harness.analysis.comparable import SHOWN_ONLY, collect_facts, find_differences
 from harness.analysis.compare import refuse_invalid
-from harness.analysis.summarize import summary_of
+from harness.analysis.summarize import has_only_summary, summary_of
 from harness.analysis.verdicts import (
     Measured,
     comparison_metrics,
@@ -72,6 +72,7 @@ class Series(Struct, frozen=True, kw_only=True):
     window: int = 1  # newest runs that show the shift together; 1 where none do
     runs: int = 0  # of the history: since its last change point, without outliers
     since: str | None = None  # the first of them
+    level: float | None = None  # geometric mean over them, that `ratio` refers to
     detectable: float | None = None  # slowdown that is found within three runs in 80 %
     needed: int | None = None  # runs of history that find one of 10 %; None: more than 100
 
@@ -119,6 +120,7 @@ class History(Struct, frozen=True, kw_only=True):
     change_points: list[ChangePoint]
     sides: list[str]  # the last run before the shift, or else before this run, and this run
     differences: list[Difference]
+    without_records: list[str] = []  # those of `runs` whose stored summary is used
 
     @property
     def slower(self) -> bool:
@@ -132,7 +134,7 @@ def read_history(folder: Path, runs: Path, results: Path) -> History:
     """
     run, newest = read_run(folder), summary_of(folder)
     refuse_invalid(run, newest, "is compared with its history")
-    earlier, left_out = _collect_earlier(run, runs, results)
+    earlier, left_out, without_records = _collect_earlier(run, runs, results)
     all_runs = [earlier_run for earlier_run, _ in earlier] + [run]
     undecided = _make_series([*earlier, (run, newest)])
     series = [_decide(one, run.id, len(undecided)) for one in undecided]
@@ -154,13 +156,19 @@ def read_history(folder: Path, runs: Path, results: Path) -> History:
         change_points=_find_change_points(series, all_runs),
         sides=[side.id for side in sides],
         differences=find_differences(facts) if earlier else [],
+        without_records=without_records + ([run.id] if has_only_summary(folder) else []),
     )
 
 
-def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Summarized], dict[LeftOut, list[str]]]:
-    """The earlier runs that did the same work as `current`, oldest first, each once; and those that cannot be used."""
+def _collect_earlier(
+    current: Run, runs: Path, results: Path
+) -> tuple[list[Summarized], dict[LeftOut, list[str]], list[str]]:
+    """The earlier runs that did the same work as `current`, oldest first, each once; those that cannot be used; and
+    those of the first whose records are missing.
+    """
     left_out = defaultdict[LeftOut, list[str]](list)
     found: dict[tuple[str, float], Summarized] = {}
+    without_records = []
     seen = {(current.id, current.started_wall_s)}
     for folder, run in list_runs(runs, results):
         try:
@@ -179,9 +187,11 @@ def _collect_earlier(current: Run, runs: Path, results: Path) -> tuple[list[Summ
         if reason is None:
             seen.add(key)
             found[key] = run, summary
+            without_records += [run.id] if has_only_summary(folder) else []
         elif run.id not in left_out[reason]:
             left_out[reason].append(run.id)
-    return sorted(found.values(), key=lambda found: found[0].started_wall_s), dict(left_out)
+    earlier = sorted(found.values(), key=lambda found: found[0].started_wall_s)
+    return earlier, dict(left_out), sorted(without_records)
 
 
 def _exclusion(run: Run, current: Run) -> LeftOut | None:
@@ -262,7 +272,8 @@ def _decide(series: Series, run: str, series_count: int) -> Series:
     before = [points[index] for index in shift.pop("history")]
     shift["low"], shift["high"] = known_bounds(1.0, shift["low"], shift["high"])
     since = before[0].run if before else None
-    return replace(series, value=points[-1].value, runs=len(before), since=since, **shift)
+    level = math.exp(stats.mean_log([point.value for point in before])) if before else None
+    return replace(series, value=points[-1].value, runs=len(before), since=since, level=level, **shift)
 
 
 def _find_change_points(series: Sequence[Series], runs: Sequence[Run]) -> list[ChangePoint]:

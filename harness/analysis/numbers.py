@@ -27,7 +27,7 @@ from harness.scenario.check_syntax import Slo
 
 MOST = 0.5  # of the answers
 MIN_BUNDLED_S = 0.1  # E2E of an answer that may be bundled
-_RATES = ("wall", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
+RATES = ("wall", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # errors after which the server generated nothing
 
 SloSets = Mapping[str, tuple[Slo, ...]]
@@ -43,7 +43,7 @@ def compute_numbers(
     counted = [cell.counted for cell in cells]
     good = [rows.where(rows.good) for rows in counted]
     if of_cells or len(cells) != 1:
-        rates: dict[str, Any] = {name: median_of_known(getattr(cell, name) for cell in of_cells) for name in _RATES}
+        rates: dict[str, Any] = {name: median_of_known(getattr(cell, name) for cell in of_cells) for name in RATES}
         rates["window"] = next((cell.window for cell in of_cells if cell.window is not None), None)
     else:
         rates = _rates(cells[0], good[0])
@@ -318,7 +318,7 @@ def pool_numbers(cells: Sequence[Numbers]) -> Numbers:
         for name in Numbers.__struct_fields__
         if isinstance(getattr(cells[0], name), Distribution)
     }
-    for name in _RATES:
+    for name in RATES:
         fields[name] = median_of_known(getattr(cell, name) for cell in cells)
     for name in ("prompt_tokens", "output_tokens", "cached_tokens"):
         fields[name] = total(name)

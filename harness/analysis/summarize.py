@@ -1,6 +1,7 @@
 """Computes the Summary of a run from its directory. The same files always give the same summary."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from harness.analysis import checks, comparable, derive, notes, validity
 from harness.analysis.crossover import setting_answers
 from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import client_errors, client_limits, limited_fields, with_client_errors
-from harness.analysis.numbers import SloSets, compute_numbers, pool_numbers
+from harness.analysis.numbers import RATES, SloSets, compute_numbers, pool_numbers
 from harness.analysis.other_clients import find_other_clients
 from harness.analysis.prefill import prefill_tok_s
 from harness.analysis.same_answers import same_answers
@@ -27,6 +28,7 @@ from harness.analysis.verdicts import compare_rows, drift_notes, is_paced
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.metrics import METRICS, NUMBER_WORDS, WORK
+from harness.base.plausible import MAX_USER_TOK_S
 from harness.base.summary import (
     DEFINITIONS,
     FORMAT_VERSION,
@@ -42,6 +44,7 @@ from harness.base.summary import (
     ServerLoad,
     Summary,
     because,
+    median_of_known,
 )
 from harness.failures.explain import group_failures
 from harness.records import run_data
@@ -54,6 +57,7 @@ from harness.scenario.check_syntax import slo_sets
 from harness.scenario.plan import Cell, baseline_of
 
 MAX_CAUSES = 5  # of failed requests that a summary explains, by row
+_ROUNDING = 1e-6  # relative, of numbers that follow from others
 
 
 class Summarized(NamedTuple):
@@ -315,11 +319,54 @@ def _contradiction(summary: Summary, run: Run) -> tuple[str, str] | None:
         for name in WORK:
             if getattr(row, name) != [value for one in valid if (value := getattr(one, name)) is not None]:
                 return "Expected the values of its cells", f"$.rows[{place}].{name}"
+        if run.origin is None:
+            of_cells = [cells[name].numbers for name in row.cells if name in cells]
+            for name in RATES:
+                expected_rate = median_of_known(getattr(one, name) for one in of_cells)
+                if not _agrees(getattr(row.pooled, name), expected_rate):
+                    return "Expected the median of its cells", f"$.rows[{place}].pooled.{name}"
+    for place, cell in enumerate(summary.cells if run.origin is None else ()):
+        if (wrong := _impossible(cell.numbers)) is not None:
+            return wrong[0], f"$.cells[{place}].numbers.{wrong[1]}"
     problems = [problem for cell in summary.cells if cell.failed is None for problem in cell.problems]
     expected = _validity(run, [*summary.reasons, *problems])
     if summary.valid != expected:
         return f"Expected `{expected}` by its reasons, got `{summary.valid}`", "$.valid"
     return None
+
+
+def _impossible(numbers: Numbers) -> tuple[str, str] | None:
+    """What shows that the numbers of a cell were not computed by the formulas of this suite; and its field.
+
+    Rates follow from totals where the work is fixed: those of a timed load are of what ended inside its window, and
+    users who leave have tokens that no total counts.
+    """
+    window_s, speeds = numbers.window_s, {"answer_tok_s": numbers.answer_tok_s}
+    wall = window_s if numbers.window == "wall" else None
+    if not _agrees(numbers.wall, wall):
+        return f"Expected `{wall}` by window_s, got `{numbers.wall}`", "wall"
+    if wall is not None:
+        totals = {"requests_per_s": numbers.succeeded, "input_tok_s": numbers.prompt_tokens}
+        if not numbers.abandoned:
+            totals["output_tok_s"] = numbers.output_tokens
+        for name, total in totals.items():
+            rate = getattr(numbers, name)
+            if rate is not None and total is not None and not _agrees(rate, total / wall):
+                return f"Expected `{total / wall:g}` by its total and window_s, got `{rate:g}`", name
+        if numbers.e2e.max is not None and numbers.e2e.max > wall * (1 + _ROUNDING) + _ROUNDING:
+            return f"Expected at most window_s, `{wall:g}`, got `{numbers.e2e.max:g}`", "e2e.max"
+    speeds["tpot.p50"] = 1 / numbers.tpot.p50 if numbers.tpot.p50 else None
+    for name, tok_s in speeds.items():
+        if tok_s is not None and tok_s > MAX_USER_TOK_S:
+            return f"Expected at most {MAX_USER_TOK_S:,.0f} tok/s of one user, got `{tok_s:g}`", name
+    return None
+
+
+def _agrees(value: float | None, expected: float | None) -> bool:
+    """Whether two values are the same but for rounding, or neither is known."""
+    if value is None or expected is None:
+        return value is expected
+    return math.isclose(value, expected, rel_tol=_ROUNDING, abs_tol=_ROUNDING**2)
 
 
 def _validity(run: Run, reasons: Sequence[Reason]) -> bool | None:

@@ -61,7 +61,7 @@ def report(
     other_slos = [] if capacity is None else what_if.parse(checks or [], capacity)
     alone = has_only_summary(folder) and not checks and base is None  # a filed run
     if alone:
-        print(f"{folder}: requests.jsonl is missing; this is the stored summary", file=sys.stderr)
+        _say_stored([folder])
     own = (checks or []) if capacity is None else []
     counts = None if alone else summarize_with_counts(folder, own, charted=output == "html")
     if base is not None and counts is not None:
@@ -89,6 +89,13 @@ def _exit_after_report(summary: "Summary", tuned: "TuneReport | None", provision
         exit_after_tune(tuned)
     else:
         cli.exit_after_run(summary, provisional=provisional)
+
+
+def _say_stored(runs: list[Path] | list[str]) -> None:
+    """Say of which runs the stored summary is used."""
+    if runs:
+        shown = ", ".join(map(str, runs[:3])) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
+        print(f"{shown}: requests.jsonl is missing; the stored summary is used", file=sys.stderr)
 
 
 def _find_or_import_run(given: Path, runs: Path) -> Path:
@@ -139,6 +146,7 @@ def compare(
     machine's own variation.
     """
     from harness.analysis.compare import compare_runs, group_by_machine
+    from harness.analysis.summarize import has_only_summary
     from harness.records.manifest import UnlikeError, read_run
     from harness.report import junit
     from harness.report.page import comparison_page
@@ -162,6 +170,7 @@ def compare(
             error.next_step = f"If the comparison is about just that: {command}"
         _print_all_differences([group[0] for group in groups], output)
         raise
+    _say_stored([folder for group in groups for folder in group if has_only_summary(folder)])
     page = comparison_page(comparison)
     cli.print_page_as(output, comparison, page, "Comparison", junit=lambda: junit.comparison_xml(comparison))
     worse = any(answers.word == "worse" for answers in comparison.same_answers)
@@ -195,6 +204,7 @@ def _compare_with_history(run_folders: list[Path], output: str, runs: Path, resu
             f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
         )
     history = read_history(cli.find_run(run_folders[0], runs), runs, results)
+    _say_stored(history.without_records)
     cli.print_page_as(
         output,
         history,

@@ -152,6 +152,11 @@ def slo_reason(
 
 def knee_reason(knee: CapacityAnswer, max_level: int, probes: Sequence[MeasuredProbe] = ()) -> Reason:
     """The number of users from which on more of them stop paying."""
+    if (measured := len(knee.points)) < MIN_LEVELS:
+        were = "was" if measured == 1 else "were"
+        text = f"knee: not known: {count(measured, 'level')} {were} measured, {MIN_LEVELS} are needed "
+        text += "(--max-users)" if knee.complete else "(--budget)"
+        return because("capacity_knee_levels", text, levels=measured, needed=MIN_LEVELS, complete=knee.complete)
     names = ("level", "low", "high", "peak_level", "hurts_from", "complete")
     # The throughput is that of the table of probes, not that of the fitted curve, which may be higher between levels.
     peak = next((point for point in knee.points if point.level == knee.peak_level), None)
@@ -172,7 +177,6 @@ def knee_reason(knee: CapacityAnswer, max_level: int, probes: Sequence[MeasuredP
     text += f"not below {users(knee.low)}, and " if knee.low else ""
     text += f"{best}; "
     text += "all probes were made" if knee.complete else "the search was stopped early"
-    text += f"; a knee needs {MIN_LEVELS} levels or more (--max-users)" if len(knee.points) < MIN_LEVELS else ""
     return because("capacity_knee_unclear", text, **values)
 
 

@@ -28,7 +28,7 @@ LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
     "no_value": "with too few requests, or without this number",
     "definition": "with another definition of this number",
 }
-HEAD = ("Row", "By", "History", "Newest level", "Change points", "Outliers", "Speed", "Expected", "Verdict")
+HEAD = ("Row", "By", "History", "Level", "Change points", "Outliers", "Speed", "Expected", "Verdict")
 
 
 def history_page(history: History) -> list[Element]:
@@ -83,7 +83,7 @@ def series_cells(series: Series) -> list[str]:
         series.name,
         METRICS[series.metric].title,
         units.count(series.runs, "run"),
-        words.format_metric(series.levels[-1].value, series.metric) if series.levels else units.NOTHING,
+        units.NOTHING if series.level is None else words.format_metric(series.level, series.metric),
         str(max(0, len(series.levels) - 1)),
         str(outliers) + (f", and the newest {undecided} differ" if undecided else ""),
         units.NOTHING if series.ratio is None else f"{series.ratio:.3f}×",

@@ -26,6 +26,7 @@ from harness.analysis.answers import (
     unserved,
 )
 from harness.analysis.capacity import (
+    CapacityAnswer,
     CapacityReport,
     MixMember,
     ServerCapacity,
@@ -336,15 +337,22 @@ class ServerSearch:
     def result(self) -> ServerCapacity:
         """Return the results so far."""
         max_level, has_slo = self.report.max_level, bool(self.slos) and self.started
-        return ServerCapacity(
+        knee = knee_answer(self.probes, max_level)
+        if knee is None and self.report.knee and self.started:  # asked for, but no level was measured
+            knee = CapacityAnswer(kind="unclear", level=None, low=None, high=None, complete=False)
+        result = ServerCapacity(
             server=self.name,
             slo=with_broken(slo_answer(self.probes, max_level), self.measured, self.slos) if has_slo else None,
-            knee=knee_answer(self.probes, max_level),
+            knee=knee,
             drift=self.drift,
             reasons=self.reasons,
             started=self.started,
             probes=self.measured,
         )
+        if result.unresolved:
+            return result
+        # A probe that was to confirm an answer may be cut without changing it.
+        return replace(result, reasons=[reason for reason in self.reasons if reason.code != "capacity_budget"])
 
     def _next_probe(self) -> tuple[Purpose, int, float] | None:
         """Return purpose, level and precision of the next probe: for the SLOs, then for the knee, then for drift."""
@@ -528,7 +536,9 @@ class ServerSearch:
         shared = f", shared by {servers} servers," if servers > 1 else ""
         # An estimate below what was spent is not worth a number.
         needed = "" if needed_s is None or needed_s <= budget_s else f" (about {duration_up(needed_s)} in all)"
-        text = f"its budget of {duration(budget_s)}{shared} was spent before the answer was known; a longer --budget"
+        is_slo_known = not self.slos or slo_answer(self.probes, self.report.max_level).kind != "unresolved"
+        what = "the knee" if self.report.knee and is_slo_known else "the answer"
+        text = f"its budget of {duration(budget_s)}{shared} was spent before {what} was known; a longer --budget"
         text += f"{needed} can find it, or --max-users where the first probes have too many"
         return because("capacity_budget", text, budget_s=budget_s, servers=servers, search_s=needed_s)
 

@@ -175,12 +175,35 @@ def changed_summary(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
     (folder / "summary.json").write_text(json.dumps(value))
 
 
+def with_speed(value: dict[str, Any], factor: float) -> None:
+    """Another speed in cells and rows alike; the window, tokens and latencies stay."""
+    for one in [*(cell["numbers"] for cell in value["cells"]), *(row["pooled"] for row in value["rows"])]:
+        one["wall"] /= factor
+        for name in ("output_tok_s", "input_tok_s", "requests_per_s"):
+            one[name] = None if one.get(name) is None else one[name] * factor
+    for row in value["rows"]:
+        row["wall"] = [each / factor for each in row["wall"]]
+        for name in ("output_tok_s", "input_tok_s"):
+            row[name] = [each * factor for each in row[name]]
+
+
+def with_window(value: dict[str, Any], factor: float) -> None:
+    """The same with the window, in which the longest answer does not fit."""
+    with_speed(value, factor)
+    for one in [*(cell["numbers"] for cell in value["cells"]), *(row["pooled"] for row in value["rows"])]:
+        one["window_s"] /= factor
+
+
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another run": lambda value: value.update(run="run-07"),
     "a row's values": lambda value: value["rows"][0].update(wall=[1.0]),
     "a row of no server": lambda value: value["rows"][0].update(server="z"),
     "valid in spite of a reason": lambda value: value.update(reasons=[{"code": "x", "text": "y"}]),
     "not checked, and no import": lambda value: value.update(valid=None),
+    "another speed": lambda value: with_speed(value, 1000),
+    "a pooled speed": lambda value: value["rows"][0]["pooled"].update(wall=1.0),
+    "an answer longer than all": lambda value: with_window(value, 1000),
+    "a token in a nanosecond": lambda value: value["cells"][0]["numbers"].update(answer_tok_s=1e9),
     "another format": lambda value: value.update(format_version=99),
 }
 

@@ -134,7 +134,12 @@ def test_two_levels_show_no_knee(curve: Callable[[int], float], max_level: int) 
     answer = answer_of(run(curve, max_level), max_level)
     assert (answer.kind, answer.level, answer.complete) == ("unclear", None, True)
     reason = knee_reason(answer, max_level)
-    assert reason.code == "capacity_knee_unclear" and "3 levels" in reason.text
+    assert (reason.code, reason.values) == (
+        "capacity_knee_levels",
+        {"levels": max_level, "needed": 3, "complete": True},
+    )
+    unmeasured = CapacityAnswer(kind="unclear", level=None, low=None, high=None, complete=False)
+    assert knee_reason(unmeasured, 4).values == {"levels": 0, "needed": 3, "complete": False}
 
 
 def test_a_level_has_one_throughput() -> None:
