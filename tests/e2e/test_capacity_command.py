@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harness import summarize
@@ -371,6 +372,29 @@ def test_a_warm_up_of_a_slow_server_is_one_wave(tmp_path: Path, answer_s: float 
     warmup = search._warmup(experiment.scenario.loads.values())
     assert (warmup is None) == one_wave
     assert warmup is None or (warmup.until == "steady" and warmup.max_s <= 60)
+
+
+@pytest.mark.parametrize("kind", ["more_than", "unresolved"])
+def test_a_spent_budget_is_named_next_to_an_open_answer_only(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, **QUICK)
+    experiment, question, slos = define_search(prepare(path), None, [EASY], max_level=2, budget_s=75.0)
+    running = Running(None, experiment, Progress(Console()))  # type: ignore[arg-type]  # it runs nothing
+    answer = CapacityAnswer(kind=kind, level=None, low=None, high=None, complete=False)  # type: ignore[arg-type]
+    monkeypatch.setattr("harness.run.capacity.slo_answer", lambda *_: answer)
+
+    def result(*, knee: bool) -> ServerCapacity:
+        search = ServerSearch(replace(question, knee=knee), running, "one", slos["one"])
+        search.started, search.reasons = True, [search._budget_reason(search._make_probe("slo", 1, 0.0))]
+        return search.result()
+
+    assert [one.code for one in result(knee=False).reasons] == (["capacity_budget"] if kind == "unresolved" else [])
+    of_both = result(knee=True)
+    (reason,) = of_both.reasons
+    assert of_both.unresolved and of_both.knee is not None and of_both.knee.points == []
+    assert ("before the knee was known" in reason.text) == (kind == "more_than")
+    assert answer_reasons(question, of_both)[-1].values == {"levels": 0, "needed": 3, "complete": False}
 
 
 def knees(server: str, rates: dict[int, list[float]]) -> ServerCapacity:

@@ -1,6 +1,7 @@
 """The history of a scenario: change points, what changed in the manifests there, and the gate."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from harness.base.errors import ExitCode, HarnessError, RunError
 from harness.records.manifest import Machine, Run
 from harness.report.board import add_result, collect_board
 from harness.report.charts import Figure
-from harness.report.history import _series_chart, history_html, left_out_sentences
+from harness.report.history import _series_chart, history_html, left_out_sentences, series_cells
 from harness.scenario import Scenario, Server
 from tests.support.command import harness
 from tests.support.made_runs import WALL_S, scenario, served_by, write_made_run
@@ -166,7 +167,30 @@ def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> No
     for number in range(12):
         add_result(stepped / "runs" / f"run-{number:02}", stepped / "results")
     filed = stepped / "results" / "strix" / "which" / "run-11"
-    assert read_history(filed, stepped / "nowhere", stepped / "results") == found
+    of_filed = read_history(filed, stepped / "nowhere", stepped / "results")
+    assert of_filed.without_records == found.runs
+    assert replace(of_filed, without_records=[]) == found
+
+
+def test_the_level_is_that_of_the_other_runs(tmp_path: Path) -> None:
+    """The speed of a run is relative to it, so that it must not include the run itself."""
+    for number in range(3):
+        history_run(tmp_path / "runs", number, 10.0)
+    (alone,), (third,) = history_of(tmp_path, 0).series, history_of(tmp_path, 2).series
+    assert (alone.level, alone.ratio, series_cells(alone)[3]) == (None, None, "–")
+    first, second, newest = (point.value for point in third.points)
+    assert third.level == pytest.approx(math.sqrt(first * second))
+    assert third.level is not None and third.ratio == pytest.approx(third.level / newest)
+
+
+def test_commands_say_of_which_runs_the_stored_summary_is_used(stepped: Path) -> None:
+    filed = [add_result(stepped / "runs" / f"run-{n:02}", stepped / "results") for n in (8, 9)]
+    names = [f"results/strix/which/run-{n:02}" for n in (8, 9)]
+    assert len(filed) == 2
+    said = "requests.jsonl is missing; the stored summary is used"
+    assert harness("compare", *names, cwd=stepped).err == f"{', '.join(names)}: {said}\n"
+    assert harness("compare", "runs/run-08", names[1], cwd=stepped).err == f"{names[1]}: {said}\n"
+    assert harness("compare", "--history", names[1], cwd=stepped).err == f"run-08, run-09: {said}\n"
 
 
 def changed_summary(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
