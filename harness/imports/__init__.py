@@ -5,6 +5,7 @@ This module reads a file and gives strict access to its values: a number is read
 
 import datetime
 import hashlib
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from msgspec import Meta, Struct
 
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import DOCS, UNDECODABLE, read_bytes
+from harness.base.plausible import why_no_latency
 from harness.base.redact import printable
 from harness.base.summary import NEEDED, Distribution, Numbers, Reason, because
 from harness.base.units import count
@@ -66,7 +68,9 @@ class Source(Struct, frozen=True):
         if not self.noise:
             return []
         first = " ".join(printable(self.noise[0]).split())[:_MAX_SHOWN]
-        text = f"{count(len(self.noise), 'line')} of the file that are not JSON were left out, such as: {first}"
+        text = (
+            f"{count(len(self.noise), 'line')} of the file that are of other programs were left out, such as: {first}"
+        )
         return [because("import_noise", text, lines=len(self.noise), first=first)]
 
     def written_s(self) -> float:
@@ -120,6 +124,17 @@ class Format(Struct, frozen=True):
     keys: tuple[str, ...]  # that the document, or the first line, must have
     read: Callable[[Source], Imported]
 
+    def without_noise(self, source: Source) -> Source:
+        """The source without leading documents that have none of the keys: JSON logs of other programs."""
+        values = source.value if isinstance(source.value, list) else []
+        first = next((at for at, value in enumerate(values) if self.matches(value)), 0)
+        others = values[:first]
+        if not first or any(not isinstance(each, dict) or set(self.keys) & set(each) for each in others):
+            return source
+        lines = [json.dumps(each) for each in others]
+        kept = values[first] if len(values) == first + 1 else values[first:]
+        return msgspec.structs.replace(source, value=kept, noise=[*source.noise, *lines])
+
     def matches(self, value: Any) -> bool:
         first = value[0] if isinstance(value, list) and value else value
         return isinstance(first, dict) and all(first.get(key) is not None for key in self.keys)
@@ -166,6 +181,13 @@ class LatencyStats(Struct, frozen=True, kw_only=True):
     def zeros(self) -> list[str]:
         """Return the names of the statistics that are 0, which no latency can be."""
         return [name for name, ms in msgspec.structs.asdict(self).items() if ms == 0]
+
+    def why_no_latency(self, run_s: float | None = None) -> str | None:
+        """Return which statistic no request of a run of that duration can have, and why; None: none."""
+        for name, ms in msgspec.structs.asdict(self).items():
+            if ms and (why := why_no_latency(ms / 1000, run_s)) is not None:
+                return f"{name}: {why}"
+        return None
 
     def falling(self) -> tuple[str, str] | None:
         """Return the names of two statistics of which the smaller one by definition is the larger one; else None."""

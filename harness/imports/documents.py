@@ -51,7 +51,7 @@ def decode(raw: bytes) -> Any:
 def read_documents(path: Path, text: str, as_json: Exception) -> Documents:
     """Return the documents of JSON Lines, or of a text with lines of other programs. `as_json`: why it is no document.
 
-    Raises HarnessError that names the first damaged line.
+    A text of something else has none. Raises HarnessError that names the first damaged line.
     """
     lines = printable(text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
     kept = [number for number, line in enumerate(lines) if _may_be_json(line)]
@@ -78,7 +78,7 @@ def read_documents(path: Path, text: str, as_json: Exception) -> Documents:
             values, at = values + found, at_end
         else:
             noise, at = [*noise, line], max(at_end, end + 1)
-    if not values:
+    if not values and text.lstrip().startswith(("{", "[")):
         raise _damaged(path, lines, 0, values, as_json)
     return Documents(values, noise)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
-from harness.base.plausible import why_no_speed
+from harness.base.plausible import why_no_speed, why_not_within
 from harness.base.summary import NO_SAMPLE, Distribution, Numbers, Reason
 from harness.imports import (
     FILE_TIME,
@@ -70,6 +70,16 @@ class LemonadeScenario(Struct, frozen=True, kw_only=True):
     def given(self) -> list[str]:
         """The names of the statistics that it has."""
         return [name for name in ("tps", "ttft_ms", "duration_ms") if getattr(self, name) is not None]
+
+    def why_no_latencies(self) -> dict[str, str]:
+        """Why a latency cannot be one, by name. TTFT is a part of E2E: where it is longer, either may be wrong."""
+        given = {"ttft_ms": self.ttft_ms, "duration_ms": self.duration_ms}
+        why = {name: stats.why_no_latency() for name, stats in given.items() if stats is not None}
+        found = {name: f"{name}: {reason}" for name, reason in why.items() if reason is not None}
+        if not found and self.ttft_ms is not None and self.duration_ms is not None:
+            above = why_not_within(self.ttft_ms.distribution(1), self.duration_ms.distribution(1))
+            found = dict.fromkeys(given, above) if above is not None else {}
+        return found
 
     def why_no_speed(self) -> str | None:
         """Why the speed cannot be one; None: it can be, or there is none. One bad run is in the mean of all."""
@@ -202,6 +212,11 @@ def _make_part(
     n = runs - failed
     if n and not {"tps", "duration_ms"} <= {*broken, *scenario.given()}:
         raise source.error_at(place, "tps and duration_ms are expected where a run succeeded")
+    broken = broken | scenario.why_no_latencies()
+    ttft, e2e = (
+        _distribution(None if name in broken else stats, n)
+        for name, stats in (("ttft_ms", scenario.ttft_ms), ("duration_ms", scenario.duration_ms))
+    )
     impossible = broken.get("tps") or scenario.why_no_speed() if n else None
     meaning = speed_definition(scenario) if n and impossible is None else None
     numbers = Numbers(
@@ -211,14 +226,15 @@ def _make_part(
         unfinished=0,
         errors={"unknown": failed} if failed else {},
         output_tok_s=scenario.tps.mean if meaning and scenario.tps else None,
-        ttft=_distribution(scenario.ttft_ms, n),
-        e2e=_distribution(scenario.duration_ms, n),
+        ttft=ttft,
+        e2e=e2e,
     )
     missing = {"output_tok_s": impossible or UNTOLD} if n and not meaning else {}
     for latency, stats in (("ttft", scenario.ttft_ms), ("e2e", scenario.duration_ms)):
-        if n and (stats is None or stats.min <= 0):
+        name = "ttft_ms" if latency == "ttft" else "duration_ms"
+        if n and (stats is None or stats.min <= 0 or name in broken):
             reported = "the server reported none, or the file has a 0, which no latency can be"
-            missing[latency] = broken.get("ttft_ms" if latency == "ttft" else "duration_ms", reported)
+            missing[latency] = broken.get(name, reported)
         elif stats is not None:
             missing |= {f"{latency}_{name}": "the file has no such percentile" for name in stats.absent(n)}
     return ImportedPart(

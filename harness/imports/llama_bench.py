@@ -102,6 +102,17 @@ class LlamaBenchTest(Struct, frozen=True, kw_only=True):
         """Why a number cannot be a speed of this test. One token of `tg1` is timed as any other: it is no answer."""
         return why_no_speed(speed, decoding=not self.n_prompt)
 
+    def time_differs(self) -> tuple[float, float] | None:
+        """The first sample's speed, and that by its time, where the two differ; None: none do."""
+        tokens = self.n_prompt + self.n_gen
+        for speed, ns in zip(self.samples_ts, self.samples_ns, strict=False):
+            if speed is None or ns is None or ns <= 0 or self.why_not(speed) is not None:
+                continue
+            by_time = tokens * 1e9 / ns
+            if abs(speed - by_time) > MAX_DIFFERENCE * max(speed, by_time):
+                return speed, by_time
+        return None
+
     @property
     def name(self) -> str:
         parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
@@ -134,8 +145,14 @@ def read_tables(text: str) -> list[dict[str, Any]]:
                 unread.append(line)
             else:
                 tests.append(row | about)
-    if not any(_DEVIATION.search(test["table_speed"]) for test in tests):
+    if not tests:
         return []
+    if not any(_DEVIATION.search(test["table_speed"]) for test in tests):
+        shown = ", ".join(dict.fromkeys(printable(test["table_speed"])[:_SHORT] for test in tests[:_MAX_ROWS]))
+        raise HarnessError(
+            f"no row of the table has a speed as llama-bench writes it, such as 75.3 ± 0.1 (t/s: {shown})",
+            next_step="Nothing was written. Measure again; `llama-bench -o json` has each repetition.",
+        )
     tests[0]["unread"] = unread
     return tests
 
@@ -225,6 +242,10 @@ def _speed_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[An
             text = f"{row}: avg_ts ({test.mean:,} tok/s) is not the mean of samples_ts ({significant(mean)} tok/s); "
             text += "the samples are used"
             yield because("import_mean_differs", text, row=row, mean=test.mean, samples_mean=mean)
+        if (by_time := test.time_differs()) is not None:
+            text = f"{row}: samples_ns ({significant(by_time[1])} tok/s) contradict samples_ts "
+            text += f"({significant(by_time[0])} tok/s); samples_ts are used"
+            yield because("import_time_differs", text, row=row, samples_ts=by_time[0], by_samples_ns=by_time[1])
         if not speeds and test.mean is not None and test.stddev_ts is not None and isfinite(test.stddev_ts):
             text = f"{row}: {test.mean:,} ± {test.stddev_ts:,} tok/s (standard deviation); the single repetitions are "
             text += "not in the file"

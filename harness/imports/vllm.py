@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
-from harness.base.plausible import why_no_speed
+from harness.base.plausible import why_no_duration, why_no_latency, why_no_speed, why_not_within
 from harness.base.summary import NO_SAMPLE, Distribution, Numbers, because
 from harness.imports import (
     FILE_TIME,
@@ -142,7 +142,7 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
         planned=result.num_prompts,
         records=records,
         numbers=numbers,
-        started_wall_s=ended - result.duration,
+        started_wall_s=ended - (result.duration if why_no_duration(result.duration) is None else 0.0),
         ended_wall_s=ended,
         missing=missing,
     )
@@ -155,10 +155,16 @@ def _load_name(rate: float | None, concurrency: int | None, default: str) -> str
 
 
 def _has_bad_latency(value: dict[str, Any]) -> bool:
-    """Whether a request has a missing or negative latency: when it ended is not known."""
+    """Whether a request has a latency that is missing or cannot be: when it ended is not known."""
+    duration = value.get("duration")
+    run_s = duration if isinstance(duration, int | float) else None
     itls = value["itls"] if isinstance(value.get("itls"), list) else []
     lists = [latencies for latencies in (value.get("ttfts"), *itls) if isinstance(latencies, list)]
-    return any(one is None or (isinstance(one, int | float) and one < 0) for latencies in lists for one in latencies)
+    return any(
+        one is None or (isinstance(one, int | float) and one != 0 and why_no_latency(one, run_s) is not None)
+        for latencies in lists
+        for one in latencies
+    )
 
 
 def _swept(value: dict[str, Any]) -> list[str]:
@@ -253,14 +259,19 @@ def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult,
         for ours, name in (("ttft", "ttft"), ("tpot", "tpot"), ("e2e", "e2el"))
         if ours not in missing
     }
+    _leave_out_above_e2e(samples, missing)
+    no_time = why_no_duration(result.duration) if result.duration else None  # 0 s is told apart below
 
     def positive(field: str, name: str, number: Any) -> Any:
         """A number that cannot be 0 where requests succeeded, and says nothing of a duration of 0 s."""
         if not number and (result.completed or not result.duration):
             cannot_be = "0, which cannot be" if result.completed or field == "wall" else "0 in a duration of 0 s"
             missing[field] = f"{name} is {'not in the file' if number is None else cannot_be}"
-            return None
-        return number
+        elif field == "wall" and no_time is not None:
+            missing[field] = f"{name}: {no_time}"
+        elif field == "output_tokens" and (why := _why_no_output(result, number)) is not None:
+            missing[field] = f"{name} is {number:,} in {result.duration:g} s: {why}"
+        return None if field in missing else number
 
     def rate(field: str, name: str, number: float | None, count: int | None) -> Any:
         """A rate that agrees with its count and the duration."""
@@ -269,7 +280,9 @@ def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult,
             return number
         if not result.duration:
             missing[field] = f"{name} is {number:g} in a duration of 0 s, which cannot be"
-        elif field == "output_tok_s" and result.max_concurrency == 1 and (why := why_no_speed(number)) is not None:
+        elif no_time is not None:
+            missing[field] = f"{name} is over the duration of the run: {no_time}"
+        elif field == "output_tok_s" and (why := why_no_speed(number, users=_at_once(result))) is not None:
             missing[field] = f"{name}: {why}"
         elif not isclose(number * result.duration, count, rel_tol=_RATE_TOLERANCE):
             missing[field] = (
@@ -287,11 +300,31 @@ def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult,
         output_tokens=positive("output_tokens", "total_output_tokens", result.total_output_tokens),
         wall=positive("wall", "duration", result.duration),
         window="wall",
-        window_s=result.duration or None,
+        window_s=None if no_time else result.duration or None,
         output_tok_s=rate("output_tok_s", "output_throughput", result.output_throughput, result.total_output_tokens),
         requests_per_s=rate("requests_per_s", "request_throughput", result.request_throughput, result.completed),
         **samples,
     )
+
+
+def _at_once(result: VllmResult) -> int:
+    """The most requests that can have been in flight together."""
+    return min(result.max_concurrency or result.num_prompts, result.num_prompts)
+
+
+def _why_no_output(result: VllmResult, tokens: int) -> str | None:
+    """Why so many tokens cannot have been generated in the duration of the run."""
+    if not tokens or not result.duration or why_no_duration(result.duration) is not None:
+        return None
+    return why_no_speed(tokens / result.duration, users=_at_once(result))
+
+
+def _leave_out_above_e2e(samples: dict[str, Any], missing: dict[str, str]) -> None:
+    """Take out TTFT and E2E where TTFT is the longer one: either may be the wrong one."""
+    ttft, e2e = samples.get("ttft", NO_SAMPLE), samples.get("e2e", NO_SAMPLE)
+    if (why := why_not_within(ttft, e2e)) is not None:
+        samples |= {"ttft": NO_SAMPLE, "e2e": NO_SAMPLE}
+        missing |= {"ttft": why, "e2e": why}
 
 
 def _distribution(
@@ -321,6 +354,9 @@ def _distribution(
         missing[ours] = (
             f"{keys} is 0, which no latency can be: requests without one were counted, so the others are wrong, too"
         )
+        return NO_SAMPLE
+    if (why := stats.why_no_latency(result.duration)) is not None:
+        missing[ours] = f"{name}: {why}"
         return NO_SAMPLE
     if ours == "tpot" and (why := _why_no_tpot(numbers, result)) is not None:
         missing[ours] = why

@@ -92,7 +92,8 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
     if given is not None and given not in FORMATS:
         raise HarnessError(f"--format: there is no format '{given}'; {did_you_mean(given, FORMATS)}")
     source = read_source(path, llama_bench.read_tables)
-    matching = [name for name, form in FORMATS.items() if form.matches(source.value)]
+    found = {name: form.without_noise(source) for name, form in FORMATS.items()}
+    matching = [name for name, form in FORMATS.items() if form.matches(found[name].value)]
     if given is not None and given not in matching:
         hint = f"; it looks like {matching[0]}" if matching else ""
         raise HarnessError(
@@ -105,7 +106,9 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
             next_step=f"Known are the files below; {DOCS}/imports.md says more.",
             detail="\n".join(f"{name}: {form.written_by}" for name, form in FORMATS.items()),
         )
-    imported = FORMATS[given or matching[0]].read(source)
+    name = given or matching[0]
+    source = found[name]
+    imported = FORMATS[name].read(source)
     return source, replace(imported, notes=[*imported.notes, *source.noise_notes()])
 
 

@@ -328,7 +328,13 @@ def _describe_numbers(row: Row) -> str:
         if sample.p50 is not None:
             parts.append(f"median {name} {units.milliseconds(sample.p50)}\u00a0ms")
             break
-    return ", ".join(parts) or f"{numbers.succeeded:,} of {count(numbers.sent, 'request')} succeeded"
+    if parts:
+        return ", ".join(parts)
+    succeeded = f"{numbers.succeeded:,} of {count(numbers.sent, 'request')} succeeded"
+    # Of a test of a prompt alone, that there is no output is no news.
+    of_prompt = numbers.output_tokens is None and "input_tok_s" in row.missing
+    why = row.missing.get("input_tok_s" if of_prompt else "output_tok_s")
+    return succeeded if why is None else f"the speed is not known ({why}); {succeeded}"
 
 
 def load_descriptions(run: Run) -> dict[str, str]:

@@ -269,7 +269,8 @@ def test_a_file_that_is_damaged_or_of_no_known_tool_is_refused(tmp_path: Path) -
         ("".join(lines[:-1]) + lines[-1][:100], None, r"line 12 of 12 is not JSON \(Input data was truncated\)"),
         ("".join(lines[:4]) + "{oops}\n" + "".join(lines[5:]), None, r"line 5 of 12 is not JSON \(.*\)"),
         (vllm[:500], None, r"neither JSON nor JSON Lines \(Input data was truncated\)"),
-        ("<html>", None, "neither JSON nor JSON Lines"),
+        ("<html>", None, "not a file of any tool that is known"),
+        ("Metric,avg\nTime to First Token (ms),40\n", None, "not a file of any tool that is known"),
         ("", None, "empty"),
         ("[]", None, "not a file of any tool that is known"),
         ('{"hello": 1}', None, r"not a file of any tool that is known \(its keys: hello\)"),
@@ -611,15 +612,20 @@ def test_a_test_of_llama_bench_without_a_speed_is_missing_in_its_row(bad: Any, f
 @pytest.mark.parametrize(
     "text",
     [
-        "| test | t/s |\n|---|---|\n| pp512 | fast |\n",
         "| a | b |\n|---|---|\n| 1 | 2 |\n",
         "| test | t/s |\n| @ d5 | 1 ± 1 |",
     ],
 )
 def test_a_table_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
     assert llama_bench.read_tables(text) == []
-    with pytest.raises(HarnessError, match="neither JSON nor JSON Lines"):
+    with pytest.raises(HarnessError, match="not a file of any tool that is known") as caught:
         import_text(text, tmp_path)
+    assert len(caught.value.detail.splitlines()) == len(FORMATS)
+
+
+def test_a_table_without_any_speed_is_refused_with_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match=r"no row of the table has a speed .*\(t/s: inf, fast\)"):
+        import_text("| test | t/s |\n|---|---|\n| pp512 | inf |\n| tg64 | fast |\n", tmp_path)
 
 
 def lemonade_with(folder: Path, **scenario: Any) -> tuple[Run, Summary]:
@@ -698,8 +704,9 @@ def test_speeds_of_llama_bench_that_cannot_be_are_missing_and_prompts_may_be_fas
         ({"mean_tpot_ms": 0.03, "median_tpot_ms": 0.03, "p99_tpot_ms": 0.05}, ["tpot"]),
         ({"total_output_tokens": 12, "output_throughput": None}, ["tpot", "output_tok_s"]),
         ({"max_concurrency": 1, "duration": 0.004, "output_throughput": 24_000.0, "request_throughput": 3000.0},
-         ["output_tok_s"]),
-        ({"max_concurrency": 4, "duration": 0.004, "output_throughput": 24_000.0, "request_throughput": 3000.0}, []),
+         ["ttft", "output_tok_s"]),
+        ({"max_concurrency": 4, "duration": 0.004, "output_throughput": 24_000.0, "request_throughput": 3000.0},
+         ["ttft"]),
         ({}, []),
     ],
 )  # fmt: skip
@@ -758,7 +765,9 @@ def test_lines_of_other_programs_are_left_out(encoding: str, text: str, lines: i
     ],
 )
 def test_a_damaged_document_between_other_lines_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="neither JSON nor JSON Lines|line 7 of 7 is not JSON"):
+    with pytest.raises(
+        HarnessError, match="neither JSON nor JSON Lines|line 7 of 7 is not JSON|not a file of any tool"
+    ):
         import_text(text, tmp_path)
 
 
@@ -793,3 +802,80 @@ def test_a_table_of_a_tool_that_measures_a_server_is_refused(text: str, tmp_path
     with pytest.raises(HarnessError, match="x.md: .*not of llama-bench") as caught:
         import_text(text, tmp_path, "x.md")
     assert caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [
+        ({"duration": 1e308}, {"wall", "output_tok_s", "requests_per_s"}),
+        ({"duration": 2e-301}, {"wall", "output_tok_s", "requests_per_s"}),
+        ({"mean_ttft_ms": 2e307, "median_ttft_ms": 2e307, "p99_ttft_ms": 2e307}, {"ttft"}),
+        ({"median_ttft_ms": 71_000.0, "p99_ttft_ms": 71_000.0}, {"ttft"}),
+        ({"mean_e2el_ms": 9.0, "mean_ttft_ms": 40.0}, {"ttft", "e2e"}),
+        ({"total_output_tokens": 40_000_000, "output_throughput": 2e7}, {"output_tokens", "output_tok_s"}),
+        ({"total_output_tokens": 120_000, "output_throughput": 60_000.0}, set()),
+    ],
+)
+def test_durations_latencies_and_speeds_out_of_bounds_are_missing(
+    values: Any, missing: set[str], tmp_path: Path
+) -> None:
+    base = {"duration": 2.0, "output_throughput": 48.0, "request_throughput": 6.0, "max_concurrency": 4}
+    path = changed("vllm-plain.json", tmp_path / "x.json", lambda raw: raw.update(base | values))
+    (part,) = read_file(path)[1].parts
+    fields = {"wall", "ttft", "e2e", "output_tok_s", "output_tokens", "requests_per_s"}
+    assert fields & set(part.missing) - ({"e2e"} - missing) == missing
+    summarize(import_file(path, tmp_path / "runs"))
+
+
+def test_a_ttft_of_a_list_that_is_longer_than_the_run_is_missing(tmp_path: Path) -> None:
+    for long_s in (1e300, 9_999.0):
+        path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw["ttfts"].__setitem__(1, long_s))  # noqa: B023
+        (part,) = read_file(path)[1].parts
+        assert part.records == [] and "ttft" in part.missing
+
+
+def test_latencies_of_lemonade_that_cannot_be_are_missing(tmp_path: Path) -> None:
+    _, summary = lemonade_with(tmp_path / "long", ttft_ms=stats(1e306))
+    row = summary.rows[0]
+    assert (row.pooled.ttft.n, row.pooled.e2e.mean, "ttft" in row.missing, "e2e" in row.missing) == (
+        0,
+        3.0,
+        True,
+        False,
+    )
+    _, summary = lemonade_with(tmp_path / "above", ttft_ms=stats(4_400.0))
+    row = summary.rows[0]
+    assert (row.pooled.ttft.n, row.pooled.e2e.n, {"ttft", "e2e"} <= set(row.missing)) == (0, 0, True)
+
+
+@pytest.mark.parametrize("speed", [1e308, 3_100_000.0])
+def test_a_prompt_speed_out_of_bounds_is_missing_and_the_first_sentence_says_so(speed: float, tmp_path: Path) -> None:
+    test = llama_result(n_prompt=512, n_gen=0, avg_ts=speed, samples_ts=[speed, speed])
+    run, summary = import_text(json.dumps([test]), tmp_path)
+    (row,) = summary.rows
+    assert (row.pooled.input_tok_s, row.pooled.ttft.n, "input_tok_s" in row.missing) == (None, 0, True)
+    assert row.missing["input_tok_s"] in of_report.run_answer(summary, run)
+
+
+def test_samples_of_llama_bench_whose_times_contradict_their_speeds_get_a_note(tmp_path: Path) -> None:
+    right, wrong = 64 * 10**9 // 80, 64 * 10**9 // 8
+    for ns, noted in ((right, []), (wrong, [8.0])):
+        test = llama_result(n_prompt=0, n_gen=64, avg_ts=80.0, samples_ts=[80.0, 80.0], samples_ns=[right, ns])
+        _, summary = import_text(json.dumps([test]), tmp_path, f"{ns}.json")
+        notes = [note.values for note in summary.notes if note.code == "import_time_differs"]
+        assert [note["by_samples_ns"] for note in notes] == noted
+        assert summary.rows[0].output_tok_s == [80.0, 80.0]
+
+
+@pytest.mark.parametrize("noise", ['{"severity": "warn", "text": "GPU found"}\n', "[]\n{}\n"])
+def test_json_of_other_programs_before_results_is_left_out(noise: str, tmp_path: Path) -> None:
+    _, summary = import_text(noise + json.dumps(RESULTS, indent=1), tmp_path)
+    assert {row.load for row in summary.rows} == {"pp512", "tg128"}
+    assert [note.code for note in summary.notes].count("import_noise") == 1
+    vllm_text = noise + (DATA / "vllm-plain.json").read_text()
+    assert import_text(vllm_text, tmp_path, "v.json")[1].rows[0].pooled.succeeded == 12
+    lemonade_text = noise + (DATA / "lemonade-from-source.json").read_text()
+    assert len(import_text(lemonade_text, tmp_path, "l.json")[1].rows) == 2
+    damaged = json.dumps({"n_prompt": 5}) + "\n" + json.dumps(RESULTS[0])  # a result that lacks something is no noise
+    with pytest.raises(HarnessError, match="not a file of any tool"):
+        import_text(damaged, tmp_path, "d.json")
