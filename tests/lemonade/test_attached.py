@@ -189,7 +189,9 @@ def test_a_backend_that_is_killed_during_a_stream(on_llamacpp: Lemond) -> None:
         os.kill(running.pid, signal.SIGKILL)
         rest = b"\n".join(lines)
     assert answer.status_code == 200 and b"backend_watchdog_reset" in rest and b"data: [DONE]" not in rest
-    assert [problem.code for problem in watch.problems(state)] in (["backend_lost"], ["backend_reset"])
+    # Which of them depends on how far Lemonade has come with the next backend.
+    codes = [problem.code for problem in watch.problems(state)]
+    assert codes in (["backend_lost"], ["backend_reset"], ["backend_restarted"])
     # The engine died by itself: the watchdog has only noticed it.
     found = [finding.id for finding in scan_text(on_llamacpp.log.read_text()).findings]
     assert "lemonade.backend_died" in found and "lemonade.watchdog" not in found

@@ -147,8 +147,13 @@ def test_the_gate_closes_on_a_run_slower_than_its_history(tmp_path: Path) -> Non
         earlier = target.parent / f"{number}"
         earlier.mkdir()
         earlier_s = wall_s * (1 + 0.001 * (number % 3))
-        summary["rows"][0] |= {"wall": [earlier_s], "client_limited": []}
-        summary["cells"][0]["numbers"]["wall"] = earlier_s
+        row, numbers = summary["rows"][0], summary["cells"][0]["numbers"]
+        times = numbers["window_s"] / earlier_s
+        of_time = {"wall": earlier_s, "window_s": earlier_s, "e2e": numbers["e2e"] | {"max": earlier_s}}
+        rates = {name: numbers[name] * times for name in ("output_tok_s", "input_tok_s", "requests_per_s")}
+        numbers |= of_time | rates
+        row["pooled"] |= of_time | rates
+        row |= {name: [numbers[name]] for name in ("wall", "output_tok_s", "input_tok_s")} | {"client_limited": []}
         (earlier / "summary.json").write_text(json.dumps(summary | {"run": f"{number}"}))
         when = {"id": f"{number}", "started_wall_s": run["started_wall_s"] - 3600 * (10 - number)}
         (earlier / "run.json").write_text(json.dumps(run | when))
