@@ -1,4 +1,4 @@
-"""Findings about answers that are none: the speed of a row is then not that of a server that answers its users."""
+"""Findings about answers that are refused, cut short or nonsense: their speed says nothing about the server."""
 
 from functools import partial
 from typing import Any

@@ -14,7 +14,7 @@ from harness.records.table import Bools, Floats, Rows
 from harness.scenario import Load, Prompts
 
 SHORTER = 0.5  # of the median length with fewer requests at once
-_CHANCE = 0.01  # that so many answers are short by chance
+_CHANCE = 0.01  # that so many answers are short without a cause
 STUB_TOKENS, MIN_ASKED, MIN_ANSWERS = 2, 16, 5  # a stub; tokens that were asked for; answers of which most are stubs
 MIN_UNSERVED = 0.1  # of the requests at once
 # Later requests that are sent before one starts, in requests at once, and some more: in a queue in order of arrival

@@ -183,7 +183,7 @@ class Probe:
         return self.state
 
     def fail(self, unheld: Unheld) -> None:
-        """Fail a level whose answers are none, whatever their latencies."""
+        """Fail a level whose answers are refused or cut short, whatever their latencies."""
         self.state, self.chance, self.unheld = "fail", 0.0, unheld
 
     def result(self, cells: list[str]) -> MeasuredProbe:

@@ -260,7 +260,7 @@ def _summary_numbers(source: Source, value: Any, place: str, result: VllmResult,
         if ours not in missing
     }
     _leave_out_above_e2e(samples, missing)
-    no_time = why_no_duration(result.duration) if result.duration else None  # 0 s is told apart below
+    no_time = why_no_duration(result.duration) if result.duration else None  # 0 s is handled below
 
     def positive(field: str, name: str, number: Any) -> Any:
         """A number that cannot be 0 where requests succeeded, and says nothing of a duration of 0 s."""

@@ -412,7 +412,7 @@ class ServerSearch:
         return can_go_on
 
     def _unheld(self, probe: Probe) -> Reason | None:
-        """Fail a probe that meets the SLOs with answers that are none, or without serving all users; return why.
+        """Fail a probe that meets the SLOs with refused or short answers, or without serving all users; return why.
 
         Refusals at a level may not depend on it, and where answers look like stubs, those with fewer users show it: the
         lowest level is next.

@@ -536,7 +536,7 @@ def resume_tune(
 
 
 def _read_to_resume(folder: Path) -> TuneReport:
-    """Read tune.json. An answer that the records of its proof do not give is none. Raises HarnessError."""
+    """Read tune.json. An answer without the records of its proof is dropped. Raises HarnessError."""
     stored, report = read_tune(folder), read_answered(folder)
     if stored is None or report is None:
         raise HarnessError(f"{folder}: not a run of `harness tune`", next_step="`harness run --resume` is for others.")
