@@ -117,7 +117,6 @@ def _latency_value(row: Row, metric: Metric) -> CheckValue:
     failed, effect = _failed_requests(row.pooled, sample), sample.effect or 1.0
     all_miss = False
     if failed and not sample.n:
-        effect = sample.effect or slo_rule.ASSUMED_EFFECT
         counts["interval"] = counts["interval"] or (None, None)
     if failed:
         requests, low = sample.known + sample.unknown + failed, (counts["interval"] or (None, None))[0]
@@ -199,7 +198,7 @@ def _slo_value(check: Check, row: Row) -> CheckValue:
 def _slos_effect(check: Check, row: Row) -> float:
     """The largest design effect of the latencies that the SLOs bound."""
     samples = [METRICS[slo.latency].sample(row.pooled) for slo in check.slos]
-    return max((sample.effect for sample in samples if sample.effect is not None), default=slo_rule.ASSUMED_EFFECT)
+    return max((sample.effect for sample in samples if sample.effect is not None), default=1.0)
 
 
 def requests_needed(check: Check) -> int:

@@ -149,28 +149,25 @@ def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
             for server in scenario.servers
             for name, load in scenario.loads.items()
             if load.requests is not None and check.concerns(server, name)
-            for fewest, needed in [_planned_requests_needed(check, load, scenario.repeats)]
+            for fewest, needed in [_planned_requests_needed(check, load)]
             if load.requests * scenario.repeats < needed
         ]
         if planned:
             yield min(planned, key=lambda found: (found.planned, found.row))
 
 
-def _planned_requests_needed(check: Check, load: Load, repeats: int) -> tuple[int, int]:
-    """How many requests of all repeats a check needs: if they are independent, and with the assumed design effect of
-    too few blocks. The number of blocks follows from the times of the answers, which are unknown before the run.
+def _planned_requests_needed(check: Check, load: Load) -> tuple[int, int]:
+    """How many requests of all repeats a check needs to pass: at least, and near the bound with the design effect of
+    the requests in flight.
     """
     statistic = METRICS[check.metric].statistic
     needed = requests_needed(check) if check.metric == "attainment" else NEEDED.get(statistic, 1)
     share = check.bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else 0.0
     if check.relative or not 0 < share < 1 or needed == 1 or METRICS[check.metric].latency == "gap":
         return needed, needed
-    block = math.ceil(slo_rule.BLOCK_ANSWER_TIMES) * max_concurrency(load)
     sizes = range(1, slo_rule.MAX_REQUESTS)
     passing = bisect_left(sizes, True, key=lambda n: slo_rule.interval_counts(n, share, 1.0)[1] <= n) + 1
-    in_blocks = -(-slo_rule.MIN_BLOCKS // repeats) * block * repeats
-    fewest = max(needed, passing)
-    return fewest, max(fewest, min(math.ceil(passing * slo_rule.ASSUMED_EFFECT), in_blocks))
+    return passing, math.ceil(passing * max(1.0, max_concurrency(load) / 2))
 
 
 def _evaluate_check(

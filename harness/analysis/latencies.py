@@ -54,17 +54,21 @@ def token_shares_between(
     return shares
 
 
-def distribution(samples: Sequence[LatencySample], answer_s: float | None = None) -> Distribution:
-    """Statistics of a latency, one sample a repeat. `answer_s`: mean time of an answer, for the design effect."""
+def distribution(
+    samples: Sequence[LatencySample], answer_s: float | None = None, in_flight: float | None = None
+) -> Distribution:
+    """Statistics of a latency, one sample a repeat.
+
+    `answer_s`: mean time of an answer, and `in_flight`: mean number of requests in flight, for the design effect.
+    """
     parts = {state: np.concatenate([one.of_state(state) for one in samples] or [np.empty(0)]) for state in _COUNTED}
     values, ages, n, unknown = parts[OBSERVED], parts[AT_LEAST], len(parts[OBSERVED]), len(parts[UNKNOWN])
     if not n and (unknown or not len(ages)):  # no answer has this latency, as those that are not streamed
         return NO_SAMPLE
-    design = slo_rule.design_effect(samples, answer_s)
-    effect = design.inflation()
+    design = slo_rule.design_effect(samples, answer_s, in_flight)
     found = slo_rule.percentiles(samples, list(PERMILLES.values()))
     known = dict(zip(PERMILLES, found, strict=True))
-    known_intervals = slo_rule.percentile_intervals(samples, list(PERMILLES.values()), effect)
+    known_intervals = slo_rule.percentile_intervals(samples, list(PERMILLES.values()), design.effect)
     intervals = dict(zip(PERMILLES, known_intervals, strict=True))
     if len(ages) or unknown:
         intervals["mean"] = float((values.sum() + ages.sum()) / (n + len(ages) + unknown)), None
@@ -81,8 +85,9 @@ def distribution(samples: Sequence[LatencySample], answer_s: float | None = None
         censored=len(ages),
         unknown=unknown,
         above=oldest if oldest is not None and (not n or oldest >= values.max()) else None,
-        effect=effect,
+        effect=design.effect,
         blocks=design.blocks,
+        spread=slo_rule.log_spread(samples),
     )
 
 

@@ -51,8 +51,10 @@ def compute_numbers(
     samples: dict[str, list[LatencySample]] = {
         name: [latency_sample(cell, name) for cell in cells] for name in derive.SAMPLES
     }
-    answer_s = _mean_answer_s(samples["e2e"])
-    distributions: dict[str, Any] = {name: distribution(of_name, answer_s) for name, of_name in samples.items()}
+    answer_s, in_flight = _mean_answer_s(samples["e2e"]), _mean_in_flight(counted)
+    distributions: dict[str, Any] = {
+        name: distribution(of_name, answer_s, in_flight) for name, of_name in samples.items()
+    }
     output_tokens = _sum_if_all(rows.output_tokens for rows in good)
     reasoning = sum(float(np.nansum(derive.reasoning_tokens(rows))) for rows in good)
     chunks, tokens = _carried(good)
@@ -169,6 +171,14 @@ def _mean_answer_s(samples: Sequence[LatencySample]) -> float | None:
     """The mean time of an answer, of requests that did not end their age; None without any."""
     times = np.concatenate([one.of_state(OBSERVED, AT_LEAST) for one in samples] or [np.empty(0)])
     return float(times.mean()) if len(times) else None
+
+
+def _mean_in_flight(counted: Sequence[Rows]) -> float | None:
+    """The mean number of requests in flight from the first sending to the last end; None where that is no time."""
+    took_s = sum(float(np.nansum(rows.ended_s)) for rows in counted)
+    spans_s = (float(np.nanmax(rows.sent_s + rows.ended_s) - rows.sent_s.min()) for rows in counted if len(rows))
+    span_s = sum(spans_s)
+    return took_s / span_s if span_s > 0 else None
 
 
 def _answered(cell: CellData) -> list[tuple[CellData, Rows, Bools]]:

@@ -300,10 +300,8 @@ def _rule(share: float, samples: Sequence[LatencySample], answer_s: float | None
     counts, effects = _count(samples), _effects(samples, answer_s)
 
     def decision(alpha: float, times: float) -> Decision:
-        # More blocks would replace an assumed effect.
-        known_effects = [one for one in effects if times == 1 or not math.isinf(one.freedom)]
         met, known, unknown = (round(times * count) for count in counts)
-        effect = max([1.0, *(one.inflation(2 * alpha) for one in known_effects)])
+        effect = max(one.effect for one in effects)
         return decide(met, unknown, known + unknown, share, effect, 2 * alpha)
 
     return decision
@@ -325,7 +323,7 @@ def _effects(samples: Sequence[LatencySample], answer_s: float | None) -> list[D
     if len(met) > 1 and 0 < share < 1:
         squares = float(((met - share * known) ** 2).sum()) * len(met) / (len(met) - 1)
         effect = squares / float(known.sum() * share * (1 - share))
-        effects += [DesignEffect(effect, len(met) - 1, len(met))] if effect > 1 else []
+        effects += [DesignEffect(effect, len(met))] if effect > 1 else []
     return effects
 
 

@@ -15,19 +15,25 @@ functions are pure: arrays in, values out. Times are in seconds.
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.base.summary import ALPHA, POWER
+from harness.base.summary import ALPHA, POWER, LogSpread
 from harness.records.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
 
+SLO_ALPHA = 0.1  # of intervals and decisions of shares: 5 % on each side
+MIN_REQUESTS = 60  # fewer pass nothing
 BLOCK_ANSWER_TIMES = 5.0  # a block is at least this long, so that blocks hardly depend on each other
-MIN_BLOCKS = 8  # with fewer blocks the effect is assumed
+MIN_BLOCKS = 8  # fewer blocks say nothing about the effect
 MAX_BLOCKS = 32
 TAILS = (0.9, 0.95)
-ASSUMED_EFFECT = 10.0
+# "Far below the bound": of so many requests none is above the bound divided by the factor ...
+FAR_REQUESTS = ((100, 2.0), (60, 5.0))
+FAR_EFFECTIVE = 8.0  # ... so many independent requests would say as much ...
+FAR_FACTOR = 1.5  # ... and the bound is so many times as far away as the tolerance limit of a normal distribution.
 DRAWS = 4000  # of a ratio
 MAX_REQUESTS = 100_000  # no larger number of requests is suggested
 _MAX_CORRELATION = 0.99  # of neighbouring requests: an effect of 199
@@ -62,16 +68,7 @@ class DesignEffect(NamedTuple):
     """How many dependent requests count as one."""
 
     effect: float  # at least 1
-    freedom: float  # degrees of freedom of the estimate; infinite where the effect is assumed
     blocks: int  # of all repeats
-
-    def inflation(self, alpha: float = ALPHA) -> float:
-        """The effect for intervals at this level: an estimate from few blocks widens them by Student's t."""
-        if math.isinf(self.freedom):
-            return self.effect
-        from scipy.special import ndtri, stdtrit
-
-        return self.effect * float(stdtrit(self.freedom, 1 - alpha / 2) / ndtri(1 - alpha / 2)) ** 2
 
 
 class KnownPercentile(NamedTuple):
@@ -110,30 +107,31 @@ def kaplan_meier(samples: Sequence[LatencySample]) -> tuple[Floats, Floats]:
     return times, 1 - np.cumprod(1 - counts / at_risk)
 
 
-def design_effect(samples: Sequence[LatencySample], answer_s: float | None) -> DesignEffect:
+def design_effect(
+    samples: Sequence[LatencySample], answer_s: float | None, in_flight: float | None = None
+) -> DesignEffect:
     """Estimate the design effect from the ranks of a latency in the order of sending, one sample a repeat.
 
-    It is the largest of these ratios to independent requests: the variance of the means of blocks, of the ranks and of
-    being among the slowest (TAILS), because a queue makes the slow ones neighbours; the variance of the means of
-    repeats; and what follows from the correlation of neighbours, which short blocks underestimate.
-    `answer_s`: the mean time of an answer; a block is at least BLOCK_ANSWER_TIMES as long. With fewer than MIN_BLOCKS
-    blocks the effect is ASSUMED_EFFECT or the estimate, whichever is larger.
+    It is the largest of: what follows from the correlation of neighbours; the long-run variance of being among the
+    slowest (TAILS), because a queue makes the slow ones neighbours; the variance of the means of blocks, with at least
+    MIN_BLOCKS of them, and of repeats; and half the requests in flight, because a stall hits all of them at once.
+    `answer_s`: the mean time of an answer; a block is at least BLOCK_ANSWER_TIMES as long. `in_flight`: the mean number
+    of requests in flight; None: not known.
     """
     repeats = _ranks_in_order(samples)
     n = sum(map(len, repeats))
-    everything = np.concatenate(repeats) if n else np.empty(0)
-    variance = float(everything.var()) if n else 0.0
+    variance = float(np.concatenate(repeats).var()) if n else 0.0
     sizes = [_block_requests(one.sent_s, len(ranks), answer_s) for one, ranks in zip(samples, repeats, strict=True)]
-    counts = [len(ranks) // size for ranks, size in zip(repeats, sizes, strict=True)]
-    blocks, freedom = sum(counts), sum(count - 1 for count in counts if count >= 2)
-    effect = 1.0
-    if variance > 1e-12:
-        among_slowest = [[(ranks > tail).astype(np.float64) for ranks in repeats] for tail in TAILS]
-        within = max(_block_effect(values, sizes) for values in (repeats, *among_slowest))
-        effect = max(effect, within, _correlation_effect(repeats), _between_effect(repeats) / variance)
-    if blocks < MIN_BLOCKS or not freedom:
-        return DesignEffect(max(effect, ASSUMED_EFFECT), math.inf, blocks)
-    return DesignEffect(effect, freedom, blocks)
+    blocks = sum(len(ranks) // size for ranks, size in zip(repeats, sizes, strict=True))
+    effect = max(1.0, (in_flight or 0.0) / 2)
+    if variance <= 1e-12:
+        return DesignEffect(effect, blocks)
+    lags = math.ceil(2 * max(1.0, in_flight or 0.0))
+    slowest = [[(ranks > tail).astype(np.float64) for ranks in repeats] for tail in TAILS]
+    effects = [_correlation_effect(repeats), _between_effect(repeats) / variance]
+    effects += [_long_run_effect(values, lags) for values in slowest]
+    effects += [_block_effect(values, sizes) for values in (repeats, *slowest)] if blocks >= MIN_BLOCKS else []
+    return DesignEffect(max(effect, *effects), blocks)
 
 
 def _block_effect(repeats: Sequence[Floats], sizes: Sequence[int]) -> float:
@@ -179,16 +177,44 @@ def _block_requests(sent_s: Floats, n: int, answer_s: float | None) -> int:
 
 
 def _correlation_effect(repeats: Sequence[Floats]) -> float:
-    """The effect of an autoregressive series with the correlation of neighbouring ranks, corrected for its bias."""
-    centered = [ranks - ranks.mean() for ranks in repeats if len(ranks) > 1]
+    """The effect of an autoregressive series with the correlation of neighbouring ranks.
+
+    That of every second one shows a slow wave under noise: its root counts where it is larger. Each is corrected for
+    its bias; one standard error more, because the effect of a correlation that is estimated too small is far too small.
+    """
+    centered = [ranks - ranks.mean() for ranks in repeats if len(ranks) > 2]
     # Sums of products, because `@` would start threads.
     squares = sum(float((ranks * ranks).sum()) for ranks in centered)
     if squares <= 0:
         return 1.0
     n = sum(map(len, centered))
-    correlation = sum(float((ranks[1:] * ranks[:-1]).sum()) for ranks in centered) / squares
-    correlation = min(max(correlation + (1 + 3 * correlation) / n, 0.0), _MAX_CORRELATION)
-    return (1 + correlation) / (1 - correlation)
+
+    def correlation(lag: int) -> float:
+        raw = sum(float((ranks[lag:] * ranks[:-lag]).sum()) for ranks in centered) / squares
+        return min(max(raw + (1 + 3 * raw) / n, 0.0), 1.0)
+
+    largest = max(correlation(1), math.sqrt(correlation(2)))
+    largest = min(largest + math.sqrt((1 - largest * largest) / n), _MAX_CORRELATION)
+    return (1 + largest) / (1 - largest)
+
+
+def _long_run_effect(repeats: Sequence[Floats], lags: int) -> float:
+    """The long-run variance relative to that of independent values, by correlations up to so many lags (Bartlett).
+
+    With Bartlett's weights it is the mean square of the moving sums of `lags` + 1 values, divided by their number.
+    """
+    values = np.concatenate(repeats)
+    mean, squares = values.mean(), float(values.var()) * len(values)
+    width = min(lags + 1, max(1, len(values) // 4))
+    if squares <= 1e-12:
+        return 1.0
+    sums = 0.0
+    for part in repeats:
+        total = np.cumsum(part - mean)
+        padded = np.concatenate([np.zeros(width), total, np.full(width - 1, total[-1] if len(total) else 0.0)])
+        moving = padded[width:] - padded[:-width]
+        sums += float((moving * moving).sum())
+    return sums / (width * squares) / (1 - width / len(values))
 
 
 def _between_effect(repeats: Sequence[Floats]) -> float:
@@ -200,7 +226,7 @@ def _between_effect(repeats: Sequence[Floats]) -> float:
     return sum(len(ranks) * float(ranks.mean() - mean) ** 2 for ranks in parts) / (len(parts) - 1)
 
 
-def share_interval(met: float, n: int, effect: float, alpha: float = ALPHA) -> tuple[float, float]:
+def share_interval(met: float, n: int, effect: float, alpha: float = SLO_ALPHA) -> tuple[float, float]:
     """The Clopper-Pearson interval of a share, `met` of n requests, with n / effect effective requests."""
     from scipy.special import betaincinv
 
@@ -210,8 +236,14 @@ def share_interval(met: float, n: int, effect: float, alpha: float = ALPHA) -> t
     return low, high
 
 
-def interval_counts(n: int, share: float, effect: float, alpha: float = ALPHA) -> tuple[int, int]:
+def interval_counts(n: int, share: float, effect: float, alpha: float = SLO_ALPHA) -> tuple[int, int]:
     """The numbers of met requests that decide: so many or fewer fail, so many or more pass. -1 and n + 1: none do."""
+    fails, passes = _counts_outside(n, share, effect, alpha)
+    return fails, passes if n >= MIN_REQUESTS else n + 1
+
+
+def _counts_outside(n: int, share: float, effect: float, alpha: float) -> tuple[int, int]:
+    """The same for any number of requests: the interval of so many met ones does not contain the share."""
     from scipy.special import betainc
 
     size = n / effect
@@ -320,12 +352,153 @@ def failures_decide(failed: int, n: int, share: float, effect: float) -> bool:
     return decide(0, n - failed, n, share, effect) == "fail"
 
 
-def decide(met: int, unknown: int, n: int, share: float, effect: float, alpha: float = ALPHA) -> Decision:
+def decide(met: int, unknown: int, n: int, share: float, effect: float, alpha: float = SLO_ALPHA) -> Decision:
     """Whether at least `share` (0 to 1) of n requests are within a bound: both with the unknown ones met and missed."""
     fails, passes = interval_counts(n, share, effect, alpha)
     if met >= passes:
         return "pass"
     return "fail" if met + unknown <= fails else "inconclusive"
+
+
+# Far below and far above a bound.
+
+
+def log_spread(samples: Sequence[LatencySample]) -> LogSpread | None:
+    """What `far_bounds` needs of a latency; None without a positive value.
+
+    A latency that is at most a value counts as that value: if the values are far below a bound, so are the latencies.
+    A zero is a latency that a request does not have, or that its clock does not show.
+    """
+    if not samples:
+        return None
+    states, values = (np.concatenate(p) for p in zip(*((one.state, one.value_s) for one in samples), strict=True))
+    valued = values[((states == OBSERVED) | (states == AT_MOST)) & (values > 0)]
+    if not len(valued):
+        return None
+    logs, ages = np.log(valued), values[states == AT_LEAST]
+    may_be_zero = bool(((states == UNKNOWN) | (states == AT_MOST)).any() or (values[states == OBSERVED] <= 0).any())
+    return LogSpread(
+        n=len(valued),
+        mean=float(logs.mean()),
+        sd=float(logs.std(ddof=1)) if len(logs) > 1 else 0.0,
+        min=None if may_be_zero else float(min(valued.min(), ages.min(initial=math.inf))),
+        max=None if (states == FAILED).any() else float(max(valued.max(), ages.max(initial=0.0))),
+        open=int(np.isin(states, (AT_LEAST, UNKNOWN)).sum()),
+    )
+
+
+def far_bounds(spread: LogSpread | None, share: float, effect: float) -> tuple[float | None, float | None]:
+    """Bounds below the first are missed, and those from the second on met, by far more than `share` of the requests.
+
+    None: no bound is. All requests that have a value are on one side, at some distance (FAR_REQUESTS), and so is the
+    tolerance limit of their logarithms, FAR_FACTOR times as far away as that of a normal distribution. Requests that
+    were cut or are unknown must not matter: they may all be misses, and still no more than the share allows.
+    """
+    if spread is None or spread.n < FAR_EFFECTIVE * effect or spread.open > (1 - share) * (spread.n + spread.open):
+        return None, None
+    factor = next((factor for n, factor in FAR_REQUESTS if spread.n >= n * _far_scale(share)), None)
+    if factor is None:
+        return None, None
+    reach = FAR_FACTOR * tolerance_factor(share, spread.n / effect) * spread.sd
+    below = None if spread.max is None else max(spread.max * factor, math.exp(spread.mean + reach))
+    above = None if spread.min is None else min(spread.min / factor, math.exp(spread.mean - reach))
+    return above, below
+
+
+def _far_scale(share: float) -> float:
+    """A share above 95 % needs more requests: a slow mode of just too many of them would remain unseen in as few."""
+    return max(1.0, 0.05 / (1 - share))
+
+
+def tolerance_factor(share: float, n: float) -> float:
+    """So many standard deviations above the mean of n normal values is at least `share` of all, with 95 % confidence.
+
+    Natrella's approximation (Experimental Statistics, 1963), which is within 2 % from 8 values on.
+    """
+    at_share, at_confidence = NormalDist().inv_cdf(share), NormalDist().inv_cdf(0.95)
+    a = 1 - at_confidence**2 / (2 * (n - 1))
+    b = at_share**2 - at_confidence**2 / n
+    return (at_share + math.sqrt(at_share**2 - a * b)) / a
+
+
+def requests_to_be_far(spread: LogSpread | None, share: float, effect: float, bound: float) -> int | None:
+    """About how many requests decide that a bound is far above all of them, if they go on like that. None: none do."""
+    if spread is None or spread.max is None or not 0 < bound < math.inf:
+        return None
+    needed = min((n * _far_scale(share) for n, factor in FAR_REQUESTS if spread.max * factor <= bound), default=None)
+    if needed is None or spread.open > (1 - share) * (spread.n + spread.open):
+        return None
+    needed = math.ceil(max(needed, FAR_EFFECTIVE * effect))
+    distance, sd = math.log(bound) - spread.mean, spread.sd
+    sizes = range(needed, MAX_REQUESTS + 1)
+    index = bisect_left(sizes, True, key=lambda n: FAR_FACTOR * tolerance_factor(share, n / effect) * sd <= distance)
+    return sizes[index] if index < len(sizes) else None
+
+
+class ShareDecision(NamedTuple):
+    """Whether a share of the requests is within a bound, and what that rests on."""
+
+    decision: Decision
+    met: int
+    unknown: int  # cut before they missed the bound, or without a known latency
+    n: int  # all requests, failed and unknown ones included
+    effect: float  # so many dependent requests count as one
+    interval: tuple[float, float]  # of the share: its lower end with unknown ones as missed, its upper end as met
+    far: bool  # the requests are so far from the bound that this decides, although the interval does not
+    needed: int | None  # about so many requests decide. None: decided, too close to the bound, or unknown ones decide
+
+
+def decide_share(
+    samples: Sequence[LatencySample],
+    share: float,
+    *,
+    bound: float = 1.0,
+    answer_s: float | None = None,
+    in_flight: float | None = None,
+    alpha: float = SLO_ALPHA,
+) -> ShareDecision:
+    """Decide whether at least `share` (0 to 1) of all such requests are within a bound. `samples`: one a repeat.
+
+    `bound`: in the unit of the samples. `answer_s` and `in_flight`: see `design_effect`. `alpha`: half of it is the
+    probability of a wrong decision on each side.
+    """
+    counts = [_counts_at(one, bound) for one in samples]
+    met, unknown, n = (sum(each) for each in zip((0, 0, 0), *counts, strict=True))
+    effect = design_effect(samples, answer_s, in_flight).effect
+    spread, decision = log_spread(samples), decide(met, unknown, n, share, effect, alpha)
+    interval = (0.0, 1.0)
+    if n:
+        interval = share_interval(met, n, effect, alpha)[0], share_interval(met + unknown, n, effect, alpha)[1]
+    above, below = far_bounds(spread, share, effect)
+    far: Decision | None = "pass" if below is not None and bound >= below else None
+    far = "fail" if above is not None and bound < above else far
+    if decision != "inconclusive" or far is not None:
+        is_far = decision == "inconclusive"
+        return ShareDecision(far if is_far and far else decision, met, unknown, n, effect, interval, is_far, None)
+    needed = requests_to_settle(met, unknown, n, share, effect, spread, bound)
+    return ShareDecision(decision, met, unknown, n, effect, interval, False, needed)
+
+
+def _counts_at(sample: LatencySample, bound: float) -> tuple[int, int, int]:
+    """The numbers of requests within a bound, of those of which it is not known, and of all."""
+    state, value = sample.state, sample.value_s
+    met = ((state == OBSERVED) | (state == AT_MOST)) & (value <= bound)
+    missed = (state == FAILED) | ((state == OBSERVED) & ~met) | ((state == AT_LEAST) & (value >= bound))
+    return int(met.sum()), int((~met & ~missed).sum()), len(state)
+
+
+def requests_to_settle(
+    met: float, unknown: float, n: int, share: float, effect: float, spread: LogSpread | None, bound: float
+) -> int | None:
+    """About how many requests decide, if they go on like these `n`: by their share, or because the bound is far away.
+
+    None: it is too close to the bound, or unknown requests decide.
+    """
+    if not n or (unknown and met <= share * n <= met + unknown):
+        return None
+    by_share = requests_to_decide(share, (met if met > share * n else met + unknown) / n, effect)
+    by_distance = requests_to_be_far(spread, share, effect, bound)
+    return min((one for one in (by_share, by_distance) if one is not None), default=None)
 
 
 def requests_to_decide(share: float, seen: float, effect: float = 1.0) -> int | None:
@@ -335,13 +508,14 @@ def requests_to_decide(share: float, seen: float, effect: float = 1.0) -> int | 
     """
     from scipy.special import bdtr
 
+    fewest = MIN_REQUESTS if seen > share else 1
     if seen < share:
         share, seen = 1 - share, 1 - seen
 
     def power(n: int) -> float:
-        return 1 - float(bdtr(interval_counts(n, share, 1.0)[1] - 1, n, seen))
+        return 1 - float(bdtr(_counts_outside(n, share, 1.0, SLO_ALPHA)[1] - 1, n, seen))
 
     sizes = range(1, MAX_REQUESTS + 1)
     index = bisect_left(sizes, POWER, key=power) if seen > share else len(sizes)
-    needed = None if index >= len(sizes) else math.ceil(sizes[index] * effect)
+    needed = None if index >= len(sizes) else max(fewest, math.ceil(sizes[index] * effect))
     return None if needed is None or needed > MAX_REQUESTS else needed

@@ -61,6 +61,17 @@ def median_of_known(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
+class LogSpread(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The logarithms of latencies, or of latencies relative to a bound, and their ends: "far below the bound"."""
+
+    n: int  # requests with a value
+    mean: float  # of the logarithms
+    sd: float
+    min: float | None  # no request has less; None: not known
+    max: float | None  # no request has more, or was older when it was cut; None: a request failed
+    open: int = 0  # requests that were cut, or whose latency is not known
+
+
 class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Exact statistics of a sample, in its own unit. A percentile that the sample cannot carry is None.
 
@@ -76,7 +87,7 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     p90: float | None = None
     p95: float | None = None
     p99: float | None = None
-    # The 95 % interval of each percentile: bounds below it fail, bounds above it pass. None: no bound on that side.
+    # The 90 % interval of each percentile: bounds below it fail, bounds above it pass. None: no bound on that side.
     # Failed requests are above every bound. Also that of the mean where requests are censored or unknown, and the ages
     # of the youngest and the oldest cut request (`cut`). Without an entry: chunk gaps, and numbers that another tool
     # computed.
@@ -86,7 +97,8 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     above: float | None = None  # age of the oldest cut request, if no value is larger: the maximum, and percentiles
     # that are None although the sample carries them, are above it
     effect: float | None = None  # so many dependent requests count as one in the intervals (design effect)
-    blocks: int | None = None  # from which it was estimated; fewer than 8: an effect of 10 is assumed
+    blocks: int | None = None  # of requests, whose means it is also estimated from if there are 8 or more
+    spread: LogSpread | None = None  # None: no value, numbers of another tool, or a summary of an earlier version
 
     @property
     def known(self) -> int:
