@@ -4,20 +4,19 @@ The searches are functions of the probes so far and do no I/O. They assume that 
 """
 
 import math
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from harness.analysis.probe import MeasuredProbe, Probe, Unheld
+from harness.analysis.probe import SLO_PURPOSES, MeasuredProbe, Probe, Unheld
 from harness.analysis.slo import CapacitySlo, ProbeBlock
 from harness.analysis.stats import ASSUMED_FREEDOM, ASSUMED_SD, welch_effect
 from harness.base.files import pretty_json, read_json, replace_file
@@ -29,7 +28,7 @@ CAPACITY_FILE = "capacity.json"
 CAPACITY_VERSION = 1
 CapacityUnit = Literal["users", "requests/s", "times the trace"]
 AnswerKind = Literal[
-    "found", "more_than", "none", "unresolved",
+    "found", "between", "more_than", "none", "unproven",
     "knee", "unclear",
     "from", "until", "always", "never", "cannot_tell",
 ]  # fmt: skip
@@ -39,8 +38,6 @@ GRID_STEP = 0.1  # between two levels
 RATE_STEPS = 10  # the rate of an open loop is varied in tenths of the scenario's rate
 QUEUE_S = 120.0  # an open loop has enough users for a queue of this length; with fewer, arrivals would be lost
 MASS = 0.95  # probability of an interval
-_MAX_CONFIDENCE = 0.97  # of a single probe: larger probabilities count as this one
-_MAX_CONFIDENCE_UNRESOLVED = 0.7
 _DRAWS = 2000
 DRIFT_LIMIT = 0.05  # smaller drift is not reported
 
@@ -65,12 +62,12 @@ class KneePoint(Struct, frozen=True, kw_only=True):
 
 
 class CapacityAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An answer in levels of the load, with its 95 % interval low..high (inclusive); see docs/method.md.
+    """An answer in levels of the load, with its interval low..high (inclusive); see docs/method.md.
 
-    The highest level that meets the SLOs. found: `level`. more_than: even the highest level meets them; `high` is None.
-    none: even the lowest level does not; `level` is 0. unresolved: no level has clear evidence on both sides, or the
-    search was stopped early: `low` is the highest level that passed and `high` the last one below the first that
-    failed; None where there is no such level.
+    The highest level that meets the SLOs. `low` is the highest level that is proven to meet them, `high` the last one
+    below the lowest that is proven to break one; None: no such level. found: `level`, and the next level that can be
+    tried breaks an SLO. between: more than `low`, up to `high`; `level` is likely. more_than: even the highest level
+    meets them. none: even the lowest level does not; `level` is 0. unproven: no level is proven; `level` is likely.
 
     The knee of throughput. knee: `level`. none: throughput rises up to the maximum level; all three are None. unclear:
     both are possible, or the search was stopped early; only `low` is known.
@@ -88,8 +85,8 @@ class CapacityAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     above: int | None = None  # the smallest level above that failed ...
     broken: str | None = None  # ... and the SLO that it broke most clearly, ...
     unheld: Unheld | None = None  # ... or what its answers lack
-    unconfirmed: list[int] = []  # levels next to the answer that only one probe decided, because no further was left
-    posterior: list[tuple[int, float]] = []  # level, and the probability that it is the answer
+    met: int | None = None  # the highest level that seems to meet the SLOs ...
+    missed: int | None = None  # ... and the lowest one above it that seems to break one, proven or not
     # Of the knee; throughputs are output tokens per second.
     peak_level: int | None = None
     peak_tok_s: float | None = None
@@ -112,6 +109,7 @@ class ServerCapacity(Struct, frozen=True, kw_only=True):
     server: str
     slo: CapacityAnswer | None = None
     knee: CapacityAnswer | None = None
+    settle_s: float | None = None  # a budget that should settle the answer for the SLOs; None: it is settled
     drift: Reason | None = None  # how much longer the answers of an early level take at the end
     reasons: list[Reason] = []  # why there is no better answer, such as a server that died or a spent budget
     started: bool = True
@@ -119,9 +117,9 @@ class ServerCapacity(Struct, frozen=True, kw_only=True):
 
     @property
     def unresolved(self) -> bool:
-        """Whether a longer search can give a better answer."""
+        """Whether a question has no answer: no level is proven, or the knee is unclear."""
         kinds = [answer.kind for answer in (self.slo, self.knee) if answer is not None]
-        return self.started and not {"unclear", "unresolved"}.isdisjoint(kinds)
+        return self.started and (not kinds or not {"unclear", "unproven"}.isdisjoint(kinds))
 
 
 class MixMember(Struct, frozen=True, kw_only=True):
@@ -147,10 +145,21 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
     knee: bool = False  # the knee was asked for, too
     budget_s: float
     took_s: float = 0.0
+    at_least: float | None = None  # only whether this amount meets the SLOs was asked ...
+    at_least_level: int | None = None  # ... which is this level
     simulated: bool = False
     members: list[MixMember] = []  # of a mix
     servers: list[ServerCapacity] = []
     crossovers: list[CapacityAnswer] = []
+
+    def holds(self, server: ServerCapacity) -> bool | None:
+        """Whether a server holds what was asked for, else any level; None: not known."""
+        level, slo = self.at_least_level or 1, server.slo
+        if slo is None or not self.slos:
+            return None if self.slos else True
+        if slo.low is not None and (slo.low >= level or self.at_least is None):
+            return True
+        return False if slo.above is not None and slo.above <= level else None
 
     def amount(self, level: float) -> float:
         """The amount of a level, in the unit."""
@@ -199,6 +208,12 @@ def log_grid(max_level: int) -> list[int]:
     return levels
 
 
+def search_levels(max_level: int, at_least: int | None) -> list[int]:
+    """The levels that a search may try: the grid, doublings from 1, and the one that is asked for."""
+    doublings = {2**power for power in range(max_level.bit_length()) if 2**power <= max_level}
+    return sorted({*log_grid(max_level), *doublings, *([] if at_least is None else [at_least])})
+
+
 def load_unit(load: Load) -> CapacityUnit:
     """The unit of the amount of a load."""
     return "times the trace" if load.trace is not None else "requests/s" if is_open_loop(load) else "users"
@@ -226,76 +241,217 @@ def load_at(load: Load, amount: float, duration_s: float) -> Load:
     return msgspec.structs.replace(load, users=users, arrivals=arrivals)
 
 
-# The largest load that meets the SLOs: probabilistic bisection on a grid of levels, followed by confirming probes.
+# The largest load that meets the SLOs.
 #
-# The *capacity* is the largest level that meets all SLOs. Each state, "the capacity is between this level of the grid
-# and the next", has a probability: at first the width of its step on a logarithmic scale. A probe shifts probability to
-# one side by its evidence (generalised probabilistic bisection, arXiv 1711.00843); an unresolved probe shifts little.
-# The next probe is at the median. When the capacity is within one step, fresh probes of the answer and of the level
-# above must agree with it, else the search continues.
+# First a *ramp*: doubling levels, a few answers each, until one clearly breaks an SLO. It gives an estimate. Then
+# proofs, close to the estimate first: the level below it, the level above it, and what remains between them.
 
 
-def probe_limit(max_level: int) -> int:
-    """The largest number of probes: those of a bisection, two to confirm, one more for a probe without result."""
-    return math.ceil(math.log2(len(log_grid(max_level)) + 1)) + 3
+MAX_PROOFS = 14
+MAX_TRIES = 3  # probes of one level: two agree, or a third one decides
+# Answer times of a probe with its warm-up, and probes of a search (tests/unit/analysis/test_capacity_proof.py).
+PROOF_ROUNDS, RAMP_ROUNDS, TYPICAL_PROOFS = 40, 4, 4
+MARGIN_LIMITS = (1e-3, 10.0)  # of the latency / bound of a level, for the estimate
+_BELOW = 1.05  # the first proof is so far below the estimate
+_AROUND = 1.2  # levels so close to one that could not be decided are as hard
 
 
-def next_slo_level(probes: Sequence[Probe], max_level: int) -> int | None:
-    """The level to probe next for the SLOs; None at the end of the search. `probes`: all so far.
+class LevelPoint(NamedTuple):
+    """What was seen of one level. `excess` is positive where it meets the SLOs, and negative where it breaks one."""
 
-    After a first probe that was stopped the search climbs: it starts at the lowest level, and doubles it until a probe
-    fails. That is for slow servers.
+    level: float
+    excess: float
+    weight: float = 1.0
+
+
+class SloStep(NamedTuple):
+    """The next probe of a search."""
+
+    purpose: Literal["ramp", "slo"]
+    level: int
+
+
+def crossing_level(points: Sequence[LevelPoint]) -> float | None:
+    """Estimate the level above which the SLOs are broken, on a straight line over the logarithm of the level.
+
+    0: even the lowest level breaks one. The highest level: none does. None without points. A higher level is never
+    better, so points that contradict this are averaged.
     """
-    climbs = any(probe.purpose == "slo" and probe.state == "stopped" for probe in probes)
-    levels, counted = log_grid(max_level), _counted(probes)
-    remaining, tries = probe_limit(max_level) - len(counted), Counter(probe.level for probe in counted)
-    if remaining <= 0:
+    from scipy.optimize import isotonic_regression
+
+    if not points:
         return None
-    nets = _net_passes(counted, levels)
-    low, high = _bracket(nets)
-    to_confirm = [level for level in (low, high) if level is not None and nets[level] in (-1, 1)]
-    candidates = _candidate_levels([level for level in levels if (low or 0) < level < (high or math.inf)], tries)
-    if climbs and candidates and high is None and remaining > len(to_confirm):
-        return next((level for level in candidates if level >= 2 * (low or 0)), candidates[-1])
-    if candidates and remaining > len(to_confirm):
-        # Around a level are the two states that a probe of it separates.
-        states = [chance for _, chance in _posterior(counted, levels)]
-        around = {level: sum(two) for level, two in zip(levels, pairwise(states), strict=True)}
-        chances = list(accumulate(around[level] for level in candidates))
-        return candidates[bisect_left(chances, chances[-1] / 2)]
-    return min(to_confirm, key=lambda level: tries[level]) if to_confirm else None
+    points = sorted(points)
+    fit = isotonic_regression(
+        [point.excess for point in points], weights=[point.weight for point in points], increasing=False
+    ).x.tolist()
+    broken = next((place for place, excess in enumerate(fit) if excess < 0), None)
+    if broken is None:
+        return points[-1].level
+    if broken == 0:
+        return 0.0
+    (low, met), (high, missed) = ((points[place].level, fit[place]) for place in (broken - 1, broken))
+    return float(low * (high / low) ** (met / (met - missed)))
 
 
-def slo_answer(probes: Sequence[Probe], max_level: int, *, complete: bool | None = None) -> CapacityAnswer:
-    """The largest load that meets the SLOs, after the probes so far. `complete`: None if a search decides it."""
-    levels, counted = log_grid(max_level), _counted(probes)
-    nets, states = _net_passes(counted, levels), _posterior(counted, levels)
+def next_slo_step(probes: Sequence[Probe], max_level: int, at_least: int | None = None) -> SloStep | None:
+    """The probe that the SLOs need next; None at the end of the search. `probes`: all so far.
+
+    `at_least`: only whether this level meets the SLOs is asked.
+    """
+    if (level := _next_ramp_level(probes, min(max_level, at_least or max_level))) is not None:
+        return SloStep("ramp", level)
+    counted = _counted(probes)
+    levels = search_levels(max_level, at_least)
+    nets = _net_passes(probes, levels)
     low, high = _bracket(nets)
-    first, last = _interval(states)
-    complete = next_slo_level(probes, max_level) is None if complete is None else complete
-    answer = partial(
-        CapacityAnswer,
-        complete=complete,
-        posterior=[(level, chance) for level, chance in states if chance > 1e-4],
-        unconfirmed=[level for level in (low, high) if level is not None and abs(nets[level]) < 2],
+    tried = {probe.level for probe in counted if probe.state == "unresolved"}
+    candidates = [level for level in levels if (low or 0) < level < (high or math.inf) and level not in tried]
+    proofs = [probe for probe in counted if probe.purpose == "slo"]
+    is_known = at_least is not None and ((low or 0) >= at_least or (high or math.inf) <= at_least)
+    if is_known or len(proofs) >= MAX_PROOFS:
+        return None
+    if at_least is not None and at_least not in tried:
+        return SloStep("slo", at_least)
+    if tried or not candidates:  # confirm what one probe decided; at once where a level showed to be unsteady
+        once = [level for level in (low, high) if level is not None and abs(nets[level]) == 1]
+        tries = Counter(probe.level for probe in counted)
+        if (again := next((level for level in once if tries[level] < MAX_TRIES), None)) is not None:
+            return SloStep("slo", again)
+    if not candidates:
+        return None
+    return SloStep("slo", _next_proof_level(candidates, (low, high), sorted(tried), proofs, estimate_level(probes)))
+
+
+def _next_ramp_level(probes: Sequence[Probe], max_level: int) -> int | None:
+    """Twice the last level of the ramp; None if that one clearly broke an SLO, or was the highest."""
+    ramp = [probe for probe in probes if probe.purpose == "ramp"]
+    if not ramp:
+        return 1
+    if any(probe.purpose == "slo" for probe in probes) or ramp[-1].clearly_missed or ramp[-1].level >= max_level:
+        return None
+    return min(2 * ramp[-1].level, max_level)
+
+
+def _next_proof_level(
+    candidates: Sequence[int],
+    bracket: tuple[int | None, int | None],
+    tried: Sequence[int],
+    proofs: Sequence[Probe],
+    estimate: float | None,
+) -> int:
+    """The level that is proven next: below the estimate, then above it, then between. `tried`: not decidable ones."""
+    low, high = bracket
+    if len(proofs) >= 2 and len({probe.state for probe in proofs[-2:]}) == 1 and proofs[-1].state != "unresolved":
+        top = high or 2 * candidates[-1]  # the estimate is far off
+        return min(candidates, key=lambda level: abs(math.log(level**2 / (max(low or 1, 1) * top))))
+    likely = max(estimate or 1.0, 1.0)
+    floor, ceiling = likely, likely if likely >= candidates[-1] and high is None else likely / _BELOW
+    if tried:
+        floor, ceiling = max(floor, tried[-1]), min(ceiling, tried[0] / _AROUND)
+    below = [level for level in candidates if level <= ceiling]
+    above = [level for level in candidates if level > floor]
+    if below:
+        return below[-1]
+    if above:
+        return above[0]
+    return candidates[len(candidates) // 2]
+
+
+def estimate_level(probes: Sequence[Probe]) -> float | None:
+    """Estimate the largest level that meets the SLOs, by the latencies at all levels; None before the first answer."""
+    points: dict[int, list[tuple[float, int]]] = {}
+    for probe in probes:
+        if probe.purpose in SLO_PURPOSES and (margin := probe.margin) is not None:
+            known = max(1, sum(block.answers for block in probe.blocks))
+            points.setdefault(probe.level, []).append(
+                (-math.log(min(max(margin, MARGIN_LIMITS[0]), MARGIN_LIMITS[1])), known)
+            )
+    return crossing_level(
+        [
+            LevelPoint(level, sum(x * n for x, n in of) / sum(n for _, n in of), sum(n for _, n in of))
+            for level, of in points.items()
+        ]
     )
+
+
+def settle_seconds(probes: Sequence[Probe], max_level: int, at_least: int | None, pause_s: float) -> float | None:
+    """About the seconds of the proofs that are left, by the times that the server showed; None: the answer is known.
+
+    `pause_s`: the mean pause after an answer.
+    """
+    timed = [probe for probe in probes if probe.answer_s is not None]
+    step = next_slo_step(probes, max_level, at_least)
+    if step is None or not timed:
+        return None
+    level = step.level if step.purpose == "slo" else max(probe.level for probe in timed)
+    nearest = min(timed, key=lambda probe: abs(math.log(probe.level / level)))
+    round_s = (nearest.answer_s or 0.0) * max(1.0, level / nearest.level) + pause_s
+    done = sum(probe.purpose == "slo" and probe.state != "stopped" for probe in probes)
+    left = 1 if at_least is not None else max(1, TYPICAL_PROOFS - done)
+    ramp = RAMP_ROUNDS * math.log2(max(1.0, max_level / level)) if step.purpose == "ramp" else 0.0
+    return round_s * (left * PROOF_ROUNDS + ramp)
+
+
+def slo_answer(
+    probes: Sequence[Probe], max_level: int, at_least: int | None = None, *, complete: bool | None = None
+) -> CapacityAnswer | None:
+    """The largest load that meets the SLOs, after the probes so far; None before the first one has an answer.
+
+    `complete`: None if a search decides it.
+    """
+    complete = next_slo_step(probes, max_level, at_least) is None if complete is None else complete
+    nets = _net_passes(probes, search_levels(max_level, at_least))
+    met, missed = _seen(probes)
+    answer = levels_answer(nets, estimate_level(probes))
+    return None if answer is None else msgspec.structs.replace(answer, complete=complete, met=met, missed=missed)
+
+
+def levels_answer(nets: Mapping[int, int], estimate: float | None) -> CapacityAnswer | None:
+    """The largest level that meets the SLOs; None where nothing is known.
+
+    `nets`: the levels that can be tried, rising, each with how often it was proven to meet the SLOs, less how often it
+    was proven to break one. `estimate`: of the largest level, proven or not.
+    """
+    levels = list(nets)
+    low, high = _bracket(nets)
+    if estimate is None and low is None and high is None:
+        return None
+    likely = max([level for level in levels if level <= (estimate or 0)], default=0)
+    likely = max(likely, low or 0) if high is None else min(max(likely, low or 0), high - 1)
+    answer = partial(CapacityAnswer, complete=True, above=high)
     if low == levels[-1]:
-        return answer(kind="more_than", level=low, low=first, high=None)
+        return answer(kind="more_than", level=low, low=low, high=None)
     if high == levels[0]:
-        return answer(kind="none", level=0, low=0, high=0, above=high)
-    if low is None or high is None or not complete:
-        return answer(kind="unresolved", level=None, low=low, high=None if high is None else high - 1, above=high)
-    last = max(last or 0, high - 1)
-    above = min((level for level in levels if level > last and nets[level] < 0), default=None)
-    return answer(kind="found", level=low, low=min(first, low), high=last, above=above)
+        return answer(kind="none", level=0, low=0, high=0)
+    top = None if high is None else high - 1
+    if low is None:
+        return answer(kind="unproven", level=likely, low=None, high=top)
+    if high is not None and levels.index(high) == levels.index(low) + 1:
+        return answer(kind="found", level=low, low=low, high=top)
+    return answer(kind="between", level=likely, low=low, high=top)
+
+
+def _seen(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
+    """The highest level that seems to meet the SLOs, and the lowest one above it that seems to break one."""
+    known = {
+        probe.level: margin
+        for probe in probes
+        if probe.purpose in SLO_PURPOSES and (margin := probe.margin) is not None
+    }
+    met = max((level for level, margin in known.items() if margin <= 1), default=None)
+    missed = min((level for level, margin in known.items() if margin > 1 and level > (met or 0)), default=None)
+    return met, missed
 
 
 def with_broken(
     answer: CapacityAnswer, all_probes: Sequence[MeasuredProbe], slos: Sequence[CapacitySlo]
 ) -> CapacityAnswer:
     """Add the SLO that the level above the answer missed most, or why it does not count."""
-    of_level = [one for one in all_probes if one.purpose == "slo" and one.level == answer.above]
-    failed = next((one for one in of_level if one.state in ("fail", "died")), None)
+    of_level = [
+        one for one in all_probes if one.purpose in SLO_PURPOSES and one.level == (answer.above or answer.missed)
+    ]
+    failed = next((one for one in of_level if one.state in ("fail", "died")), of_level[0] if of_level else None)
     if failed is not None and failed.unheld is not None:
         return msgspec.structs.replace(answer, unheld=failed.unheld)
     missed = [
@@ -308,27 +464,34 @@ def with_broken(
 
 def _counted(probes: Sequence[Probe]) -> list[Probe]:
     """The probes that have a result for the SLOs."""
-    return [probe for probe in probes if probe.purpose == "slo" and probe.state not in ("open", "stopped")]
-
-
-def _posterior(probes: Sequence[Probe], levels: Sequence[int]) -> list[tuple[int, float]]:
-    """Each level with the probability that the capacity is between it and the next one. 0: below all levels."""
-    # State i: the capacity is at least levels[i - 1] and below levels[i]; the last one: at least the highest.
-    logs = np.log([math.log(2), *(math.log(b / a) for a, b in pairwise(levels)), math.log(2)])
-    for probe in probes:
-        confidence = _MAX_CONFIDENCE_UNRESOLVED if probe.state == "unresolved" else _MAX_CONFIDENCE
-        chance = min(confidence, max(1 - confidence, probe.chance))
-        index = levels.index(probe.level)
-        logs[: index + 1] += math.log(1 - chance)
-        logs[index + 1 :] += math.log(chance)
-    weights = np.exp(logs - logs.max())
-    return list(zip([0, *levels], (weights / weights.sum()).tolist(), strict=True))
+    ended = [probe for probe in probes if probe.purpose in SLO_PURPOSES]
+    return [probe for probe in ended if probe.state in ("pass", "fail", "died", "unresolved")]
 
 
 def _net_passes(probes: Sequence[Probe], levels: Sequence[int]) -> dict[int, int]:
-    """For each level the number of passed probes less the number of failed ones."""
+    """For each level the number of passed probes less the number of failed ones.
+
+    A probe that could not decide takes the result of a single other one back. A level of which the requests at it and
+    below miss an SLO has no pass: what made them miss is not the load.
+    """
     signs = {"pass": 1, "fail": -1, "died": -1}
-    return {level: sum(signs.get(one.state, 0) for one in probes if one.level == level) for level in levels}
+    counted = _counted(probes)
+    nets = {level: sum(signs.get(one.state, 0) for one in counted if one.level == level) for level in levels}
+    undecided = {one.level for one in counted if one.state == "unresolved"}
+    for level in levels:
+        if (level in undecided and abs(nets[level]) < 2) or (nets[level] > 0 and _misses_below(probes, level)):
+            nets[level] = 0
+    return nets
+
+
+def _misses_below(probes: Sequence[Probe], level: int) -> bool:
+    """Whether all requests at a level and below it, together, miss an SLO.."""
+    chosen = [one for one in probes if one.level <= level and one.purpose in SLO_PURPOSES]
+    for slo, share in enumerate(chosen[0].shares if chosen else ()):
+        met, known = (sum(one.counts[slo][place] for one in chosen) for place in (0, 1))
+        if met < share * known:
+            return True
+    return False
 
 
 def _bracket(nets: Mapping[int, int]) -> tuple[int | None, int | None]:
@@ -341,29 +504,6 @@ def _bracket(nets: Mapping[int, int]) -> tuple[int | None, int | None]:
     passed = [level for level in levels[:boundary] if nets[level] > 0]
     failed = [level for level in levels[boundary:] if nets[level] < 0]
     return (passed[-1] if passed else None), (failed[0] if failed else None)
-
-
-def _candidate_levels(between: Sequence[int], tries: Mapping[int, int]) -> Sequence[int]:
-    """The levels of the bracket that may be probed next.
-
-    Levels with unresolved probes are near the capacity, and so are the levels between them. So the search continues
-    below or above all of these, where more levels are left.
-    """
-    unresolved = [level for level in between if tries[level]]
-    if not unresolved:
-        return between
-    below = [level for level in between if level < unresolved[0]]
-    above = [level for level in between if level > unresolved[-1]]
-    return below if len(below) >= len(above) else above
-
-
-def _interval(states: Sequence[tuple[int, float]]) -> tuple[int, int | None]:
-    """The lowest and highest capacity, without tails of (1 - MASS) / 2 on either side. None: no upper bound."""
-    levels, chances = zip(*states, strict=True)
-    below, above = ([0.0, *accumulate(tail)] for tail in (chances[:-1], chances[:0:-1]))
-    first, last = (bisect_right(tail, (1 - MASS) / 2) - 1 for tail in (below, above))  # states from either end
-    highest: list[int | None] = [*(level - 1 for level in levels[1:]), None]  # capacity of each state
-    return levels[first], highest[-1 - last]
 
 
 # Drift, and the level from which on one server has more throughput than another.

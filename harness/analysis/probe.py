@@ -4,12 +4,11 @@ An SLO such as `ttft_p95 <= 2 s` requires that at least 95 % of the requests hav
 0.95. `harness.analysis.slo_rule` decides it, as it decides a check: by the effective number of dependent requests. A
 failed request does not meet the SLO.
 
-- The blocks are examined at some of their numbers. Each examination has an equal part of the error (Bonferroni), so
-  that the error holds wherever the probe stops; that of a wrong `fail` is also divided by the number of SLOs.
-- Some servers miss in rare waves, which the ranks of the latency do not show. So the effect is also estimated from the
-  misses of the blocks, and a `pass` needs so many blocks that it rules out incidents: one loses at most MAX_LOSS of a
-  block, because it lasts an answer, and a block is BLOCK_ANSWERS long.
-- `unresolved`: no decision within `block_limit`, or earlier when none is to be expected. It bounds nothing.
+- A probe of the *ramp* is short: a few answers, enough for an estimate. It may decide the level, too.
+- A probe that *proves* is examined at some numbers of its blocks, each time with an error of LOOK_ERROR on either
+  side, and a last time when the budget ends it. What the looks add up to is simulated (docs/capacity.md).
+- `unresolved`: no decision within `block_limit`, or earlier when none is to be expected. It bounds nothing. A level of
+  which all requests met the SLOs is not given up: it goes on until it is proven.
 """
 
 import math
@@ -23,15 +22,15 @@ from msgspec import Struct
 
 from harness.analysis.answers import Answered, answered, join
 from harness.analysis.derive import MISSED, meets_slos, waited_in_listen_queue
-from harness.analysis.slo import BLOCK_ANSWERS, BlockCutter, CapacitySlo, ProbeBlock, count_met
-from harness.analysis.slo_rule import Decision, DesignEffect, LatencySample, decide, design_effect
-from harness.records.records import CUT
+from harness.analysis.slo import BlockCutter, CapacitySlo, ProbeBlock, count_met
+from harness.analysis.slo_rule import LatencySample, ShareDecision, decide_share
+from harness.records.records import AT_LEAST, CUT, FAILED, OBSERVED
 from harness.records.table import Bools, Rows, rows_of
 from harness.scenario.plan import load_of_part
 
-# done: of a probe for throughput or drift. stopped: the budget was spent, or its load generator failed.
+# done: of a probe of the ramp, for throughput or drift. stopped: the budget was spent, or its load generator failed.
 ProbeState = Literal["open", "pass", "fail", "unresolved", "done", "died", "stopped"]
-Purpose = Literal["slo", "knee", "drift"]
+Purpose = Literal["ramp", "slo", "knee", "drift"]
 # Why a level is not held although its latencies meet the SLOs.
 Unheld = Literal["refused", "unserved", "short"]
 UNHELD: dict[Unheld, str] = {
@@ -39,16 +38,22 @@ UNHELD: dict[Unheld, str] = {
     "short": "the answers are cut short",
 }  # fmt: skip
 
-MAX_LOSS = 1 / BLOCK_ANSWERS  # of a block, by one incident
-ERROR = 0.15  # of one probe; the capacity needs two passed probes, and the level above it two failed ones
+LOOK_ERROR = 0.025  # one-sided, of each examination of a probe
 MAX_BLOCKS = 40  # for shares up to ...
 _SHARE = 0.95  # ... this one; higher shares need more blocks, in proportion to 1 / (1 - share)
-MIN_BLOCKS = 3  # two blocks can still be affected by the start
-_FAIL_LOOKS = (0.075, 0.125, 0.225, 0.375, 0.55, 0.75, 1.0)  # of the limit
-_PASS_LOOKS = 3  # at the first number of blocks that rules out incidents, at the limit, and halfway
+_LOOKS = (3, 6, 12, 20, 30, 40)  # of MAX_BLOCKS; two blocks can still be affected by the start
+MIN_PASS_BLOCKS = 6  # fewer answer times show no stalls
+_PATIENCE = 4  # times the limit, for a level without a request that missed an SLO
 # A probe is hopeless after HOPE of the limit if even PACE times its remaining blocks decide nothing.
 HOPE = 0.4
 PACE = 2.0
+RAMP_BLOCKS, RAMP_ANSWERS, RAMP_S = 2, 5, 3.0  # of a probe of the ramp, at least: its blocks, requests and seconds
+RAMP_MAX_BLOCKS = 12
+_CLEAR = 3.0  # the ramp ends at a level with so many times the misses that an SLO allows
+_MIN_MISSES = 2  # ... and not because of a single one
+
+
+SLO_PURPOSES: tuple[Purpose, ...] = ("ramp", "slo")  # of the search for the SLOs
 
 
 class MeasuredProbe(Struct, frozen=True, kw_only=True):
@@ -67,6 +72,8 @@ class MeasuredProbe(Struct, frozen=True, kw_only=True):
     answer_s: float | None  # mean end-to-end latency
     tok_s: float | None  # of a probe for the knee: of its blocks with a steady throughput, as the knee's points
     unheld: Unheld | None = None  # why it failed, if not by an SLO
+    # The quantile of the latency / its bound, of the SLO that is closest to being broken: above 1 it is broken.
+    margin: float | None = None
 
     @property
     def met(self) -> list[float | None]:
@@ -88,28 +95,24 @@ class Probe:
         purpose: Purpose = "slo",
         cutter: BlockCutter | None = None,
         deadline_s: float = math.inf,
-        min_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`decide`: default `decide_slos`. `deadline_s`: monotonic. `min_s`: returns the time that the probe must have
-        at least, once the duration of an answer is known.
-        """
+        """`decide`: default `decide_slos`, of the ramp `decide_ramp`. `deadline_s`: monotonic."""
         self.level, self.purpose, self.slos = level, purpose, slos
         self.cutter = BlockCutter(slos) if cutter is None else cutter
         self.blocks: list[ProbeBlock] = []
         self.settled = 0  # number of the first block with a steady throughput, where this is what is measured
         self.steady = True
         self.state: ProbeState = "open"
-        self.chance = 0.5  # the probability that the level meets all SLOs, by this probe alone; of an ended one
         self.answer_s: float | None = None  # mean time of an answer
         self.unheld: Unheld | None = None  # see MeasuredProbe
-        self.hopeless = False  # the first answers show that the time until the deadline is too short
         self.missed = self.queued = 0  # see MeasuredProbe
         self._answered: dict[str | None, list[Answered]] = {}  # by load of a mix
+        self._evidence: list[ProbeBlock] = []  # of an ended probe: its blocks, and what the end of the load cut
         self.failure: str | None = None  # the message of the first failed request
         bounds = [] if purpose == "knee" else [bound.bound_s for slo in slos for bound in slo.bounds]
         self.report_after_s = min(bounds, default=None)
-        self._decide = decide or decide_slos
-        self._deadline_s, self._min_s, self._began_s = deadline_s, min_s, time.monotonic()
+        self._decide = decide or (decide_ramp if purpose == "ramp" else decide_slos)
+        self._deadline_s = deadline_s
         self._lock = threading.Lock()
 
     @property
@@ -157,34 +160,52 @@ class Probe:
     def is_done(self) -> bool:
         now_s = time.monotonic()
         with self._lock:
-            min_s = None if self.blocks else self._min_s()
-            self.hopeless |= min_s is not None and self._began_s + min_s > self._deadline_s
             if self.state == "open":
                 for block in self.cutter.cut(now_s):
                     self.add(block, self.cutter.answer_s)
-        return self.state != "open" or self.hopeless or now_s > self._deadline_s
+        return self.state != "open" or now_s > self._deadline_s
 
     def measured_s(self, stopped_s: float) -> float:
         return 0.0 if self.cutter.begun_s is None else max(0.0, stopped_s - self.cutter.begun_s)
 
     def end(self, state: ProbeState = "unresolved") -> ProbeState:
         """Use what the end of the load cut. `state`: of a probe that its blocks did not decide, or `died`."""
+        self._evidence = [*self.blocks, ProbeBlock(seconds=0.0, samples=self.cutter.cut_samples())]
         if state == "died":  # all requests in flight are lost: none met the SLOs
-            self.state, self.chance = "died", 0.0
-        elif self.purpose == "slo" and self.blocks:
-            evidence = [*self.blocks, ProbeBlock(seconds=0.0, samples=self.cutter.cut_samples())]
+            self.state = "died"
+        elif self.purpose in SLO_PURPOSES and self.blocks:
             self.answer_s = self.cutter.answer_s or self.answer_s
-            self.state = _decide_cut(self.state, self.shares, evidence, self.answer_s)
-            self.chance = math.prod(
-                _chance(share, _samples(evidence, slo), self.answer_s) for slo, share in enumerate(self.shares)
-            )
+            self.state = _decide_cut(self.state, self.shares, self._evidence, self.answer_s)
         if self.state == "open":
             self.state = state
         return self.state
 
     def fail(self, unheld: Unheld) -> None:
         """Fail a level whose answers are refused or cut short, whatever their latencies."""
-        self.state, self.chance, self.unheld = "fail", 0.0, unheld
+        self.state, self.unheld = "fail", unheld
+
+    @property
+    def margin(self) -> float | None:
+        """See MeasuredProbe; infinite where the server died or the level is not held, None without a request."""
+        if self.state == "died" or self.unheld is not None:
+            return math.inf
+        margins = [_margin(share, _samples(self._evidence, slo)) for slo, share in enumerate(self.shares)]
+        return max((margin for margin in margins if margin is not None), default=None)
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """For each SLO the requests that met it, and of which it is known, with those that the end of the load cut."""
+        return [_count(_samples(self._evidence, slo))[:2] for slo in range(len(self.shares))]
+
+    @property
+    def clearly_missed(self) -> bool:
+        """Whether the level breaks an SLO by far, or the server died, or its answers do not count."""
+        if self.state in ("fail", "died"):
+            return True
+        return any(
+            known - met >= max(_MIN_MISSES, _CLEAR * (1 - share) * known)
+            for share, (met, known) in zip(self.shares, self.counts, strict=True)
+        )
 
     def result(self, cells: list[str]) -> MeasuredProbe:
         """The result of the ended probe. `cells`: of the run."""
@@ -207,6 +228,7 @@ class Probe:
             queued=self.queued,
             answer_s=self.cutter.answer_s,
             unheld=self.unheld,
+            margin=None if self.purpose not in SLO_PURPOSES or self.margin == math.inf else self.margin,
             tok_s=sum(block.output_tokens for block in measured) / measured_s if measured_s else None,
         )
 
@@ -227,19 +249,72 @@ def block_limit(shares: Sequence[float]) -> int:
 
 
 def decide_slos(probe: Probe) -> ProbeState:
-    """Decide whether the level meets all SLOs, with a probability of ERROR at most of a wrong `pass` or `fail` each."""
-    number, limit, hope = len(probe.blocks), block_limit(probe.shares), round(HOPE * block_limit(probe.shares))
-    fail_looks, pass_looks = _fail_looks(limit), _pass_looks(probe.shares)
-    if number not in {*pass_looks, *fail_looks, hope}:
+    """Decide whether the level meets all SLOs, at some numbers of blocks."""
+    number, limit = len(probe.blocks), block_limit(probe.shares)
+    hope = round(HOPE * limit)
+    if number not in _looks(limit) and number != hope and (number < limit or number % limit):
         return "open"
-    rules = _rules(probe.shares, probe.blocks, probe.answer_s)
-    if number in pass_looks and _all_pass(rules):
-        return "pass"
-    if number in fail_looks and _one_fails(rules, limit):
-        return "fail"
+    state = _decide(probe.shares, probe.blocks, probe.answer_s)
+    if state == "pass" and number < MIN_PASS_BLOCKS:
+        return "open"
+    if state != "open" or number < hope or not _has_misses(probe.blocks):
+        return "unresolved" if state == "open" and number >= _PATIENCE * limit else state
+    if number >= limit:
+        return "unresolved"
+    # Even PACE times the remaining blocks would decide nothing.
     times = 1 + PACE * (limit - number) / number
-    hopeless = number >= hope and not _all_pass(rules, times) and not _one_fails(rules, limit, times)
-    return "unresolved" if number >= limit or hopeless else "open"
+    open_ones = [one for one in _decide_each(probe.shares, probe.blocks, probe.answer_s) if one.decision != "pass"]
+    return "unresolved" if any(one.needed is None or one.needed > times * one.n for one in open_ones) else "open"
+
+
+def decide_ramp(probe: Probe) -> ProbeState:
+    """End a probe of the ramp after some answers. It decides the level where these are enough."""
+    number = len(probe.blocks)
+    requests = max(sum(len(block.samples[slo].state) for block in probe.blocks) for slo in range(len(probe.shares)))
+    is_short = number < RAMP_BLOCKS or requests < RAMP_ANSWERS or probe.seconds < RAMP_S
+    if is_short and number < RAMP_MAX_BLOCKS:
+        return "open"
+    state = _decide(probe.shares, probe.blocks, probe.answer_s)
+    return "done" if state == "open" else state
+
+
+def _decide(shares: Sequence[float], blocks: Sequence[ProbeBlock], answer_s: float | None) -> ProbeState:
+    """Decide by all blocks at once."""
+    decisions = {one.decision for one in _decide_each(shares, blocks, answer_s)}
+    if "fail" in decisions:
+        return "fail"
+    return "pass" if decisions == {"pass"} else "open"
+
+
+def _decide_each(shares: Sequence[float], blocks: Sequence[ProbeBlock], answer_s: float | None) -> list[ShareDecision]:
+    """Decide each SLO, that at least its share of all requests must meet."""
+    flight, decided = _in_flight(blocks), []
+    for slo, share in enumerate(shares):
+        samples = _samples(blocks, slo)
+        together = [LatencySample(*map(np.concatenate, zip(*samples, strict=True)))] if samples else []
+        # Half of what is in flight is the least effect of the rule; the misses may come in larger clusters.
+        clusters = max(flight or 0.0, 2 * _cluster_effect(samples))
+        decided.append(decide_share(together, share, answer_s=answer_s, in_flight=clusters, alpha=2 * LOOK_ERROR))
+    return decided
+
+
+def _cluster_effect(samples: Sequence[LatencySample]) -> float:
+    """The design effect by the misses of the blocks: a stall misses all requests in flight at once."""
+    if len(samples) < 2:
+        return 1.0
+    met, known = np.array([count_met(sample) for sample in samples]).T
+    share = met.sum() / max(1, known.sum())
+    if not 0 < share < 1:
+        return 1.0
+    squares = float(((met - share * known) ** 2).sum()) * len(met) / (len(met) - 1)
+    return squares / float(known.sum() * share * (1 - share))
+
+
+def _in_flight(blocks: Sequence[ProbeBlock]) -> float | None:
+    """The mean number of requests in flight, by Little's law; None where no answer came."""
+    seconds = sum(block.seconds for block in blocks)
+    busy_s = sum(block.answers * block.e2e_s for block in blocks if block.e2e_s is not None)
+    return busy_s / seconds if seconds and busy_s else None
 
 
 def _decide_cut(
@@ -247,64 +322,32 @@ def _decide_cut(
 ) -> ProbeState:
     """Decide again with the requests that the end of the load cut: those older than a bound have missed it.
 
-    They can only take a pass back, or make an undecided probe fail.
+    They can take a pass back, or make an undecided probe fail. What the budget ended is examined a last time.
     """
-    rules = _rules(shares, blocks, answer_s)
-    if _one_fails(rules, block_limit(shares)):
+    decided = _decide(shares, blocks, answer_s)
+    if decided == "fail":
         return "fail"
-    return "unresolved" if state == "pass" and not _all_pass(rules) else state
+    if state == "pass":
+        return "pass" if decided == "pass" else "unresolved"
+    return decided if state == "open" else state
 
 
 def blocks_needed(shares: Sequence[float], blocks: int) -> int:
     """The number of blocks at which an open probe with so many blocks is examined next."""
-    looks = _fail_looks(block_limit(shares)) | _pass_looks(shares)
-    return min((look for look in looks if look > blocks), default=blocks)
+    limit = block_limit(shares)
+    return min((look for look in _looks(limit) if look > blocks), default=(blocks // limit + 1) * limit)
 
 
-def _pass_looks(shares: Sequence[float]) -> set[int]:
-    limit, allowed = block_limit(shares), 1 - max(shares)
-    loss = max(MAX_LOSS, min(1.0, 4 * allowed))  # lower shares allow incidents of a third of a block
-    first = math.ceil(math.log(ERROR / _PASS_LOOKS) / math.log1p(-allowed / loss))
-    first = min(max(first, MIN_BLOCKS), limit)
-    return {first, (first + limit) // 2, limit}
+def _looks(limit: int) -> set[int]:
+    return {max(_LOOKS[0], round(look * limit / MAX_BLOCKS)) for look in _LOOKS}
 
 
-def _fail_looks(limit: int) -> set[int]:
-    return {max(MIN_BLOCKS, round(look * limit)) for look in _FAIL_LOOKS}
-
-
-# The decision about one SLO at a one-sided level, as if there were so many times as many requests like those measured.
-_Rule = Callable[[float, float], Decision]
-
-
-def _all_pass(rules: Sequence[_Rule], times: float = 1.0) -> bool:
-    return all(rule(ERROR / _PASS_LOOKS, times) == "pass" for rule in rules)
-
-
-def _one_fails(rules: Sequence[_Rule], limit: int, times: float = 1.0) -> bool:
-    return any(rule(ERROR / len(_fail_looks(limit)) / len(rules), times) == "fail" for rule in rules)
+def _has_misses(blocks: Sequence[ProbeBlock]) -> bool:
+    return any(met < known for block in blocks for met, known in block.counts)
 
 
 def _samples(blocks: Sequence[ProbeBlock], slo: int) -> list[LatencySample]:
     return [block.samples[slo] for block in blocks if len(block.samples[slo].state)]
-
-
-def _rules(shares: Sequence[float], blocks: Sequence[ProbeBlock], answer_s: float | None) -> list[_Rule]:
-    return [_rule(share, _samples(blocks, slo), answer_s) for slo, share in enumerate(shares)]
-
-
-def _rule(share: float, samples: Sequence[LatencySample], answer_s: float | None) -> _Rule:
-    """The rule of one SLO, that at least `share` of all requests must meet. `samples`: of each block."""
-    if not samples:
-        return lambda alpha, times: "inconclusive"
-    counts, effects = _count(samples), _effects(samples, answer_s)
-
-    def decision(alpha: float, times: float) -> Decision:
-        met, known, unknown = (round(times * count) for count in counts)
-        effect = max(one.effect for one in effects)
-        return decide(met, unknown, known + unknown, share, effect, 2 * alpha)
-
-    return decision
 
 
 def _count(samples: Sequence[LatencySample]) -> tuple[int, int, int]:
@@ -314,25 +357,11 @@ def _count(samples: Sequence[LatencySample]) -> tuple[int, int, int]:
     return sum(count[0] for count in counts), known, sum(len(sample.state) for sample in samples) - known
 
 
-def _effects(samples: Sequence[LatencySample], answer_s: float | None) -> list[DesignEffect]:
-    """The design effects by the ranks of the latency, and by the misses of the blocks."""
-    columns = [np.concatenate(parts) for parts in zip(*samples, strict=True)]
-    effects = [design_effect([LatencySample(*columns)], answer_s)]
-    met, known = np.array([count_met(sample) for sample in samples]).T
-    share = met.sum() / max(1, known.sum())
-    if len(met) > 1 and 0 < share < 1:
-        squares = float(((met - share * known) ** 2).sum()) * len(met) / (len(met) - 1)
-        effect = squares / float(known.sum() * share * (1 - share))
-        effects += [DesignEffect(effect, len(met))] if effect > 1 else []
-    return effects
-
-
-def _chance(share: float, samples: Sequence[LatencySample], answer_s: float | None) -> float:
-    """The probability that the attainment is at least the share, by the effective requests (Jeffreys' prior)."""
-    if not samples:
-        return 0.5
-    from scipy.special import betainc
-
-    met, known, _ = _count(samples)
-    effect = max(one.effect for one in _effects(samples, answer_s))
-    return 1 - float(betainc(met / effect + 0.5, (known - met) / effect + 0.5, share))
+def _margin(share: float, samples: Sequence[LatencySample]) -> float | None:
+    """The latency / bound that `share` of the requests do not exceed; failed ones are beyond every bound."""
+    values = [
+        np.where(sample.state == FAILED, math.inf, sample.value_s)[np.isin(sample.state, (OBSERVED, AT_LEAST, FAILED))]
+        for sample in samples
+    ]
+    together = np.sort(np.concatenate(values)) if values else np.empty(0)
+    return float(together[math.ceil(share * len(together) - 1e-9) - 1]) if len(together) else None

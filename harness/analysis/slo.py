@@ -24,6 +24,7 @@ from harness.scenario.check_syntax import Check, Slo, parse_check, split_checks
 from harness.scenario.plan import load_of_part
 
 BLOCK_ANSWERS = 3  # a block lasts as long as so many answers, thinking included
+RAMP_BLOCK_ANSWERS = 1  # a block of the ramp lasts as long as so many answers, thinking included
 KNEE_BLOCK_ANSWERS = 2  # a block of the knee's search lasts as long as so many answers and pauses
 MIN_ARRIVALS = 3.0  # of an open loop in a block
 MIN_BLOCK_S = 0.5  # shorter blocks would show when records are flushed
@@ -164,16 +165,17 @@ class BlockCutter:
         *,
         whole_tokens: bool = False,
         flush_s: float = FLUSH_S,
+        answers: int | None = None,
     ) -> None:
         """`loads`: those of a mix by name; None is the key of a load alone. `whole_tokens`: for the knee; a block is
         complete only when all answers with a part in it have ended, so that its tokens are exact. `flush_s`: time after
-        the end of a block until its records have been read.
+        the end of a block until its records have been read. `answers`: a block lasts as long as so many.
         """
         self._slos = slos
         self._loads = loads
         self._whole_tokens = whole_tokens
         self._flush_s = flush_s
-        self._answers = KNEE_BLOCK_ANSWERS if whole_tokens else BLOCK_ANSWERS
+        self._answers = answers or (KNEE_BLOCK_ANSWERS if whole_tokens else BLOCK_ANSWERS)
         self._waiting: list[Request] = []  # requests that a later block may count
         # Latencies by load: of the newest and of the first answers.
         self._newest_s: dict[str | None, deque[float]] = {load: deque(maxlen=_NEWEST) for load in loads}

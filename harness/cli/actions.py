@@ -267,6 +267,10 @@ def capacity(
     fix: FixOpt = None,
     max_users: MaxUsersOpt = 256,
     budget: Annotated[str, cli.option("TIME", "How long it may take in all, such as 30min or 2h.")] = "30min",
+    at_least: Annotated[
+        float | None,
+        cli.option("N", "Only find whether it holds so many users, or requests/s: exit code 4 if it does not.", min=0),
+    ] = None,
     knee: Annotated[bool, cli.flag("--knee", "Also find where more concurrency stops raising the throughput.")] = False,
     url: cli.UrlOpt = None,
     user: UserOpt = None,
@@ -276,10 +280,11 @@ def capacity(
     as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
-    """Find for each server how many users, or requests per second, meet the SLOs, with a 95 % interval.
+    """Find for each server how many users, or requests per second, meet the SLOs: an estimate first, then its proof.
 
-    Exit code 0: each server has an answer, also "more than" and "not even one". 2: a server did not start; the others
-    have their answers. 3: the run is INVALID. 5: an answer is unresolved.
+    Exit code 0: a number of users is proven for each server (with --at-least: that many), or not even one is served.
+    2: a server did not start; the others have their answers. 3: the run is INVALID. 4: a server does not hold what
+    --at-least asks for. 5: not even one number of users is proven, or not what --at-least asks for.
     """
 
     from harness.analysis.summarize import read_summary
@@ -296,7 +301,14 @@ def capacity(
     with running_scenarios.scenario_path(scenario, target, name, make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, console.print)
         experiment, question, parsed = searching.define_search(
-            experiment, load, checks or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
+            experiment,
+            load,
+            checks or [],
+            max_level=max_users,
+            budget_s=budget_s,
+            knee=knee,
+            fix=fix or [],
+            at_least=at_least,
         )
         folder, report = searching.capacity(experiment, question, parsed, runs, Progress(console))
     if as_json:

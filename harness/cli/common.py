@@ -147,8 +147,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Load testing of LLM servers on AMD hardware: from a scenario file to a verdict.",
     epilog="Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready, or lacks the model; "
-    "3 the run is INVALID; 4 a check failed or a comparison found a regression; 5 a check is inconclusive, or a "
-    "capacity is unresolved; 130 interrupted.",
+    "3 the run is INVALID; 4 a check failed or a comparison found a regression; 5 a check is inconclusive, or no "
+    "number of users is proven; 130 interrupted.",
 )
 command = partial(app.command, cls=CliCommand)
 
@@ -445,7 +445,10 @@ def exit_after_capacity(folder: Path, report: "CapacityReport") -> None:
         raise typer.Exit(ExitCode.INVALID)
     if not all(server.started for server in report.servers):
         raise typer.Exit(ExitCode.SERVER)
-    if any(server.unresolved for server in report.servers):
+    asked = report.at_least is not None
+    if asked and any(report.holds(server) is False for server in report.servers):
+        raise typer.Exit(ExitCode.FAILED)
+    if any(server.unresolved or (asked and report.holds(server) is None) for server in report.servers):
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 

@@ -9,19 +9,20 @@ from rich.table import Table
 
 from harness.analysis.capacity import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.analysis.knee import MIN_LEVELS
-from harness.analysis.probe import UNHELD, MeasuredProbe
+from harness.analysis.probe import SLO_PURPOSES, UNHELD, MeasuredProbe
 from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
 from harness.report.sentences import group_reasons
 
-PURPOSES = {"slo": "", "knee": "knee", "drift": "drift check"}
+PURPOSES = {"ramp": "estimate", "slo": "proof", "knee": "knee", "drift": "drift check"}
+BUDGETS_MIN = (5, 10, 15, 20, 30, 45, 60, 90, 120)  # that are suggested; longer ones in whole hours
 STATES = {
     "pass": "meets",
     "fail": "breaks",
-    "unresolved": "unresolved",
+    "unresolved": "too close to decide",
     "done": "measured",
     "died": "server died",
-    "stopped": "stopped",
+    "stopped": "time ran out",
 }
 
 
@@ -85,15 +86,22 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
     """The answers about one server."""
     if not server.started:
         return server.reasons[:1]
-    slo = [] if server.slo is None else [slo_reason(report, server.slo, server.probes)]
+    slo = [] if server.slo is None else [slo_reason(report, server.slo, server.probes, settle_s=server.settle_s)]
     return slo if server.knee is None else [*slo, knee_reason(server.knee, report.max_level, server.probes)]
 
 
 def slo_reason(
-    report: CapacityReport, slo: CapacityAnswer, all_probes: Sequence[MeasuredProbe], *, what_if: bool = False
+    report: CapacityReport,
+    slo: CapacityAnswer,
+    all_probes: Sequence[MeasuredProbe],
+    *,
+    what_if: bool = False,
+    settle_s: float | None = None,
 ) -> Reason:
-    """The largest load that meets the SLOs. `what_if`: by the probes of a search for others."""
-    probes = [probe for probe in all_probes if probe.purpose == "slo"]
+    """The largest load that meets the SLOs. `what_if`: by the probes of a search for others. `settle_s`: a budget that
+    should settle it.
+    """
+    probes = [probe for probe in all_probes if probe.purpose in SLO_PURPOSES]
     unit, load = report.unit, report.varied if report.members else None
 
     def amount(level: float | None) -> str:
@@ -103,51 +111,58 @@ def slo_reason(
         return format_level(report, level or 0)
 
     next_to = f" next to {format_amounts(report.loads_at(1, fixed=True))}" if report.fixed else ""
-    unconfirmed = " and ".join(map(amount, slo.unconfirmed))
-    more = f"; only one probe decided {unconfirmed}" if unconfirmed else ""
     missed, queued = sum(probe.missed for probe in probes), sum(probe.queued for probe in probes)
-    waited = f"; {queued:,} of {missed:,} misses waited in the server's listen queue" if queued else ""
-    near = [probe for probe in probes if not what_if or slo.above is None or probe.level <= slo.above]
-    known = known_levels(report, near) if slo.kind == "unresolved" else []
-    values: dict[str, Any] = {
-        "unit": unit, "load": load, "missed": missed, "queued": queued, "complete": slo.complete, "known": known,
-        "next_to": report.loads_at(1, fixed=True), "unconfirmed": [report.amount(level) for level in slo.unconfirmed],
-    }  # fmt: skip
+    waited = f". {queued:,} of {missed:,} misses waited in the server's listen queue" if queued else ""
+    broken = UNHELD[slo.unheld] if slo.unheld else f"{slo.broken or 'an SLO'} is broken"
     levels = {"level": slo.level, "low": slo.low, "high": slo.high, "above": slo.above, "max": report.max_level}
+    levels |= {"met_at": slo.met, "missed_at": slo.missed}
+    values: dict[str, Any] = {
+        "unit": unit, "load": load, "missed": missed, "queued": queued, "complete": slo.complete,
+        "known": known_levels(report, probes), "next_to": report.loads_at(1, fixed=True), "broken": slo.broken,
+        "unheld": slo.unheld, "settle_s": settle_s, "at_least": report.at_least,
+    }  # fmt: skip
     values |= {name: None if level is None else report.amount(level) for name, level in levels.items()}
-    if slo.kind == "found":
-        broken = slo.broken or "an SLO"
-        text = f"holds {amount(slo.level)}{next_to}, 95 % interval {number(slo.low)} to {number(slo.high)}"
-        if slo.above and slo.unheld:
-            text += f"; at {number(slo.above)} {UNHELD[slo.unheld]}"
-        elif slo.above:
-            text += f"; at {number(slo.above)} {broken} is broken"
-        values |= {"broken": None if slo.unheld else broken, "unheld": slo.unheld}
-        return because("capacity_found", text + more + waited, **values)
+    above = f"; at {number(slo.above)} {broken}" if slo.above else ""
     if slo.kind == "more_than":
-        text = f"holds more than {amount(report.max_level)}{next_to}, the maximum asked for (--max-users raises it)"
-        return because("capacity_more_than", text + more, **values)
+        raises = "what --at-least asks for" if report.at_least else "the maximum that was tried (--max-users raises it)"
+        return because("capacity_more_than", f"holds at least {amount(slo.low)}{next_to}, proven: {raises}", **values)
     if slo.kind == "none":
-        why = f"{slo.broken} is broken" if slo.broken else "the server died, or no answer came"
-        why = UNHELD[slo.unheld] if slo.unheld else why
-        text = f"does not hold even {amount(1)}{next_to}: {why}"
-        return because("capacity_none", text + more + waited, broken=slo.broken, unheld=slo.unheld, **values)
-    text = f"unresolved{next_to}: "
-    if slo.low is not None and slo.low == slo.high:  # known, but not confirmed
-        text += f"likely {amount(slo.low)}; "
+        why = broken if slo.broken or slo.unheld else "the server died, or no answer came"
+        return because("capacity_none", f"does not hold even {amount(1)}{next_to}: {why}{waited}", **values)
+    if slo.kind == "found":
+        between = "" if slo.low == slo.high else f", and no more than {number(slo.high)}"
+        text = f"holds {amount(slo.low)}{next_to}{between}, proven{above}"
+        return because("capacity_found", text + waited, **values)
+    settle = _settle(slo, settle_s, what_if=what_if)
+    if slo.kind == "between":
+        if report.at_least_level and slo.low is not None and slo.low >= report.at_least_level:
+            settle = ""
+        likely = "" if slo.level == slo.low else f"; {number(slo.level)} is likely"
+        text = f"holds at least {amount(slo.low)}{next_to}, proven{likely}{above}{settle}"
+        return because("capacity_between", text + waited, **values)
+    if slo.level:
+        between = f" (between {number(slo.met)} and {number(slo.missed)})" if slo.met and slo.missed else ""
+        more = "" if slo.missed else " or more"
+        text = f"about {amount(slo.level)}{more}{next_to}{between}; not proven yet{above}{settle}"
     else:
-        text += f"at least {amount(slo.low)}; " if slo.low else ""
-        text += f"at most {amount(slo.high)}; " if slo.high else ""
-    text += (
-        "the stored probes do not decide the other levels"
-        if what_if
-        else "all probes were made, and the levels in between are too close to the SLOs"
-        if slo.complete
-        else "the search was stopped early"
-    )
-    for each in known if what_if else ():  # else the table of probes has them
-        text += f"; {format_amounts(each['loads'])}: {each['met']:,} of {each['total']:,} met {each['slo']}"
-    return because("capacity_unresolved", text + waited, **values)
+        text = f"likely not even {amount(1)}{next_to}: {broken}; not proven yet{settle}"
+    return because("capacity_unproven", text + waited, **values)
+
+
+def _settle(slo: CapacityAnswer, settle_s: float | None, *, what_if: bool) -> str:
+    """What would settle an answer."""
+    if what_if:
+        return ". The stored requests decide no more"
+    if slo.complete:
+        return ". The levels in between are too close to the SLOs to decide"
+    return "" if settle_s is None else f". `--budget {round_budget(settle_s)}` should settle it"
+
+
+def round_budget(seconds: float) -> str:
+    """A budget of at least so many seconds, as the command line takes it."""
+    minutes = math.ceil(seconds / 60)
+    rounded = next((step for step in BUDGETS_MIN if step >= minutes), math.ceil(minutes / 60) * 60)
+    return f"{rounded}min" if rounded < 120 else f"{math.ceil(rounded / 60)}h"
 
 
 def knee_reason(knee: CapacityAnswer, max_level: int, probes: Sequence[MeasuredProbe] = ()) -> Reason:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from harness.analysis import quick
+from harness.analysis.capacity import LevelPoint, crossing_level, levels_answer
 from harness.analysis.checks import evaluate
 from harness.analysis.comparable import engine_versions
 from harness.analysis.soak import soak_answer
@@ -194,24 +195,41 @@ def _levels_by_server(rows: Sequence[Row], run: Run) -> dict[str, list[tuple[flo
 
 def _capacity_answer(server: str, levels: list[tuple[float, str, Row]], slos: Sequence[str], summary: Summary) -> str:
     """The highest level at which a server meets all SLOs, and the lowest at which it misses one."""
-    passed, missed, undecided = "", "", ""
-    for _, level, row in sorted(levels, key=lambda level: level[0]):
+    levels = sorted(levels, key=lambda level: level[0])
+    nets: dict[int, int] = {}  # by place among the levels, from 1
+    points: list[LevelPoint] = []
+    for place, (level, _, row) in enumerate(levels, 1):
         own = [slo for slo in slos if parse_check(slo).server in (None, row.server)]
-        statuses = {result.status for result in evaluate(own, [row], summary.comparison)}
-        if "failed" in statuses:
-            missed = level
-            break
-        if "inconclusive" in statuses:
-            undecided = undecided or level
-        elif not undecided:
-            passed = level
-    text = f"{server} meets {' and '.join(slos)} {f'up to {passed}' if passed else 'at no measured load'}"
-    text += f"; {undecided} cannot be decided" if undecided else ""
-    if missed:
-        text += f", and misses {'it' if len(slos) == 1 else 'them'} at {missed}"
-    elif passed and not undecided:
+        results = evaluate(own, [row], summary.comparison)
+        statuses = {result.status for result in results}
+        nets[place] = -1 if "failed" in statuses else 0 if "inconclusive" in statuses else 1
+        excesses = [excess for result in results if (excess := _excess(result)) is not None]
+        points += [LevelPoint(level, min(excesses))] if excesses else []
+    answer = levels_answer(nets, None)
+    what = " and ".join(slos)
+    estimate = crossing_level(points)
+    likely = f"; about {units.significant(estimate)} are likely" if estimate and len(points) > 1 else ""
+    if answer is None:
+        return f"{server}: {what} cannot be decided at any measured load{likely}."
+    text = f"{server} meets {what} {f'up to {levels[int(answer.low) - 1][1]}' if answer.low else 'at no measured load'}"
+    if answer.above:
+        text += f", and misses {'it' if len(slos) == 1 else 'them'} at {levels[int(answer.above) - 1][1]}"
+    elif answer.kind == "more_than":
         text += ", the most that was measured"
+    undecided = [
+        levels[place - 1][1] for place in range(int(answer.low or 0) + 1, int(answer.above or len(levels) + 1))
+    ]
+    text += f"; {undecided[0]} cannot be decided{likely}" if undecided else ""
     return f"{text}."
+
+
+def _excess(result: CheckResult) -> float | None:
+    """By how much a row meets a check, positive, or breaks it, negative."""
+    if result.value is None or not result.bound:
+        return None
+    if parse_check(result.check).metric == "attainment":
+        return result.value - result.bound
+    return math.log(result.bound / result.value) if result.value > 0 else None
 
 
 def _interference_answer(summary: Summary) -> str:

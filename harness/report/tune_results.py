@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict, replace
 
+from harness.analysis.capacity import LevelPoint, crossing_level
 from harness.analysis.slo import CapacitySlo, parse_slos
 from harness.analysis.summarize import summarize_with_counts
 from harness.analysis.tune import TuneAnswer, decide, is_disturbed, reference
@@ -148,22 +149,17 @@ def value_of(cells: Sequence[CellSummary], report: TuneReport) -> float | Reason
 
 def users_value(cells: Sequence[CellSummary], report: TuneReport) -> float | Reason:
     """Return the users at which the share of the SLOs is just met, by the shares at the levels around it."""
-    share, known = min(slo.share for slo in _slos(report)), list[tuple[float, float]]()
+    share, points = min(slo.share for slo in _slos(report)), list[LevelPoint]()
     for cell in cells:
         met = next(iter(cell.numbers.slos.values()), None)
         if met is None or met.attainment is None:
             return _no_value(cell, report.goal)
-        known.append((math.log(report.levels[cell.load]), met.attainment))
-    known.sort()
-    below = [one for one in known if one[1] >= share]
-    if not below:
-        fewest = min(cells, key=lambda cell: report.levels[cell.load])
-        return math.exp(known[0][0]) * known[0][1] / share or _broken(fewest, 0.0)
-    last = known.index(below[-1])
-    if last + 1 == len(known):
-        return math.exp(known[last][0])
-    (low, met_low), (high, met_high) = known[last], known[last + 1]
-    return math.exp(low + (high - low) * (met_low - share) / (met_low - met_high))
+        points.append(LevelPoint(report.levels[cell.load], met.attainment - share))
+    if estimate := crossing_level(points):
+        return estimate
+    lowest = min(points)
+    fewest = min(cells, key=lambda cell: report.levels[cell.load])
+    return lowest.level * (lowest.excess + share) / share or _broken(fewest, 0.0)
 
 
 def _cell_value(cell: CellSummary, report: TuneReport) -> float | Reason:

@@ -12,9 +12,16 @@ from itertools import groupby
 import numpy as np
 from msgspec.structs import replace
 
-from harness.analysis.capacity import CAPACITY_FILE, CapacityReport, ServerCapacity, log_grid, slo_answer, with_broken
-from harness.analysis.probe import MeasuredProbe, Probe, blocks_needed
-from harness.analysis.slo import BlockCutter, CapacitySlo, parse_slos
+from harness.analysis.capacity import (
+    CAPACITY_FILE,
+    CapacityReport,
+    ServerCapacity,
+    search_levels,
+    slo_answer,
+    with_broken,
+)
+from harness.analysis.probe import SLO_PURPOSES, MeasuredProbe, Probe, blocks_needed
+from harness.analysis.slo import RAMP_BLOCK_ANSWERS, BlockCutter, CapacitySlo, parse_slos
 from harness.analysis.summarize import Summarized
 from harness.base.errors import HarnessError
 from harness.base.summary import Reason, because
@@ -45,8 +52,8 @@ def server_answers(
 ) -> Iterator[Reason]:
     """The largest load of a server that meets the SLOs, and the probes that ended too early for them."""
     asked = replace(capacity, slos=[slo.text for slo in slos], shares=[slo.share for slo in slos])
-    stored = [probe for probe in server.probes if probe.purpose == "slo"]
-    levels = log_grid(capacity.max_level)
+    stored = [probe for probe in server.probes if probe.purpose in SLO_PURPOSES]
+    levels = search_levels(capacity.max_level, capacity.at_least_level)
     for one in stored:
         known = all(cell in data.planned and data.planned[cell].load in data.run.scenario.loads for cell in one.cells)
         if one.level not in levels or not one.cells or not known:
@@ -56,7 +63,10 @@ def server_answers(
             )
     probes = [replay(data, probe, slos) for probe in stored]
     results = [probe.result(one.cells) for probe, one in zip(probes, stored, strict=True)]
-    answer = with_broken(slo_answer(probes, capacity.max_level, complete=True), results, slos)
+    found_answer = slo_answer(probes, capacity.max_level, capacity.at_least_level, complete=True)
+    if found_answer is None:
+        return
+    answer = with_broken(found_answer, results, slos)
     text = f"{server.server}, {', '.join(asked.slos)}: "
     found = slo_reason(asked, answer, results, what_if=True)
     yield replace(found, text=text + found.text, values={**found.values, "server": server.server, "slos": asked.slos})
@@ -73,7 +83,9 @@ def replay(data: RunData, measured: MeasuredProbe, slos: Sequence[CapacitySlo]) 
     """Decide the records of a stored probe for other SLOs. `stopped`: it ended too early for them."""
     names = [data.planned[cell].load for cell in measured.cells]
     loads = {load_of_part(name): data.run.scenario.loads[name] for name in names}
-    probe = Probe(measured.level, slos, cutter=BlockCutter(slos, loads, flush_s=0.0))
+    is_ramp = measured.purpose == "ramp"
+    cutter = BlockCutter(slos, loads, flush_s=0.0, answers=RAMP_BLOCK_ANSWERS if is_ramp else None)
+    probe = Probe(measured.level, slos, purpose=measured.purpose, cutter=cutter)
     requests = sorted((one for cell in measured.cells for one in _requests(data, cell)), key=_end_s)
     # Later blocks have no requests that began in them.
     cut = [_end_s(one) for one in requests if one.error == "unfinished"]

@@ -20,7 +20,6 @@ from harness.analysis.answers import (
     are_shorter,
     are_stubs,
     has_free_lengths,
-    looks_stubby,
     median_length,
     poor_share,
     unserved,
@@ -35,29 +34,19 @@ from harness.analysis.capacity import (
     level_step,
     load_at,
     load_unit,
-    next_slo_level,
-    probe_limit,
+    next_slo_step,
     read_capacity,
+    settle_seconds,
     slo_answer,
     with_broken,
     write_capacity,
 )
 from harness.analysis.knee import decide_throughput, knee_answer, make_knee_probe, next_knee_level
-from harness.analysis.probe import (
-    MIN_BLOCKS,
-    UNHELD,
-    MeasuredProbe,
-    Probe,
-    ProbeState,
-    Purpose,
-    Unheld,
-    block_limit,
-)
+from harness.analysis.probe import SLO_PURPOSES, UNHELD, MeasuredProbe, Probe, ProbeState, Purpose, Unheld
 from harness.analysis.slo import (
-    BLOCK_ANSWERS,
     EXAMPLE,
     FLUSH_S,
-    MIN_ARRIVALS,
+    RAMP_BLOCK_ANSWERS,
     BlockCutter,
     CapacitySlo,
     parse_slos,
@@ -71,7 +60,7 @@ from harness.base.summary import Reason, because
 from harness.base.units import count, duration, duration_up, figures, short_percent
 from harness.records.manifest import CellRun
 from harness.records.samples import fetch_metrics
-from harness.report.capacity import format_loads
+from harness.report.capacity import format_loads, slo_reason
 from harness.run.drive import POLL_S
 from harness.run.experiment import Experiment, load_name
 from harness.run.orchestrator import endpoint_of, run_group, start_run
@@ -103,8 +92,6 @@ STEADY_WITHIN = 0.1
 MAX_RESTARTS = 2  # of a server that died under a probe
 _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
-WARMUP_BLOCKS = 2  # a warm-up takes about as long as this many blocks
-TYPICAL_BLOCKS = 15  # of a probe, in the mean (passed: 19 to 29, failed: mostly 3; test_capacity_proof.py)
 UNHELD_CODES: dict[str, Unheld] = {
     "capacity_refused": "refused", "capacity_unserved": "unserved", "capacity_short_answers": "short",
 }  # fmt: skip
@@ -120,12 +107,14 @@ def define_search(
     budget_s: float,
     knee: bool = False,
     fix: Sequence[str] = (),
+    at_least: float | None = None,
 ) -> tuple[Experiment, CapacityReport, Slos]:
     """Return the experiment with only the load or mix of the search, without checks and comparisons; the report without
     answers; and the SLOs.
 
-    given: the load or mix; None: the first load. slos: as in `--check`. fix: LOAD=USERS, of loads of a mix. Raises
-    HarnessError for a load that cannot be varied, and for a search without a goal.
+    given: the load or mix; None: the first load. slos: as in `--check`. fix: LOAD=USERS, of loads of a mix. at_least:
+    only whether so many users (or requests/s) meet the SLOs is asked. Raises HarnessError for a load that cannot be
+    varied, and for a search without a goal.
     """
     scenario = experiment.scenario
     load = given if given in scenario.mixes else load_name(experiment, given)
@@ -158,7 +147,17 @@ def define_search(
         knee=knee,
         budget_s=budget_s,
         members=members if is_mix else [],
+        at_least=at_least,
     )
+    if at_least is not None:
+        level = math.ceil(at_least / varied.step - 1e-9)
+        if without_slo or level < 1:
+            raise HarnessError(
+                f"--at-least {at_least:g}: "
+                + ("needs SLOs" if without_slo else f"less than one level ({varied.step:g})"),
+                next_step=f"Add {EXAMPLE}." if without_slo else "Use a larger number.",
+            )
+        report = replace(report, max_level=max(max_level, level), at_least_level=level)
     if scenario.generator == "process":
         largest = load_at(loads[varied.load], max_level * varied.step, 1.0)
         refuse_too_few_files(connections_per_process(largest), "a smaller --max-users")
@@ -218,38 +217,9 @@ def capacity(
     A server that does not start is a result. Raises RunError, HarnessError, KeyboardInterrupt as `run` does.
     """
     servers = count(len(experiment.scenario.servers), "server")
-    effort = describe_effort(experiment, question, slos)
-    progress.line(f"At most {duration(question.budget_s)} for {servers} (--budget). {effort}")
+    progress.line(f"First an estimate, then its proof: at most {duration(question.budget_s)} for {servers} (--budget).")
     folder = start_run(experiment, [], runs, progress, lambda running, _: search_servers(question, slos, running))
     return folder, read_capacity(folder) or question
-
-
-def describe_effort(experiment: Experiment, question: CapacityReport, all_slos: Slos) -> str:
-    """Describe the largest number of probes, and their duration."""
-    shares = [slo.share for slos in all_slos.values() for slo in slos]
-    max_blocks = block_limit(shares or [0.5])
-    shortest = BLOCK_ANSWERS * (MIN_BLOCKS + WARMUP_BLOCKS)
-    longest = BLOCK_ANSWERS * (max_blocks + WARMUP_BLOCKS)
-    text = f"At most {probe_limit(question.max_level)} probes each for the SLOs. " if shares else ""
-    text += (
-        f"A probe takes some {shortest} to {longest} times as long as an answer with the pause after it: at 2 s, "
-        f"{duration(2 * shortest)} to {duration(2 * longest)}."
-    )
-    rates = [load.arrivals.rate for load in experiment.scenario.loads.values() if load.arrivals and load.arrivals.rate]
-    if rates:
-        arrivals = MIN_BLOCKS * MIN_ARRIVALS
-        takes = duration(arrivals / min(rates))
-        text += f" It has {arrivals:.0f} arrivals or more, which take {takes} at {min(rates):g}/s."
-    return text
-
-
-def describe_search_s(max_level: int, answer_s: float) -> tuple[float, float]:
-    """Return the least seconds of a probe, and about the seconds of a whole search. `answer_s`: with its pause."""
-    block_s = BLOCK_ANSWERS * answer_s
-    return (
-        block_s * (MIN_BLOCKS + WARMUP_BLOCKS),
-        block_s * (TYPICAL_BLOCKS + WARMUP_BLOCKS) * (probe_limit(max_level) - 1),
-    )
 
 
 def search_servers(question: CapacityReport, slos: Slos, running: Running) -> Iterator[CellRun]:
@@ -288,9 +258,10 @@ class ServerSearch:
         self.reasons: list[Reason] = []
         self.started = False
         self.drift: Reason | None = None
+        self.search_began_s = time.monotonic()
+        self._printed: tuple[Any, ...] = ()  # the newest answer that was printed
         self._answer_s: float | None = None  # duration of an answer at the last level
         self._waits = True  # for requests of the last probe
-        self._failures_decide = False  # in some probe so many requests failed that an SLO was broken by them alone
 
     @property
     def loads(self) -> Mapping[str, Load]:
@@ -336,34 +307,29 @@ class ServerSearch:
 
     def result(self) -> ServerCapacity:
         """Return the results so far."""
-        max_level, has_slo = self.report.max_level, bool(self.slos) and self.started
-        knee = knee_answer(self.probes, max_level)
+        knee = knee_answer(self.probes, self.report.max_level)
         if knee is None and self.report.knee and self.started:  # asked for, but no level was measured
             knee = CapacityAnswer(kind="unclear", level=None, low=None, high=None, complete=False)
-        result = ServerCapacity(
+        return ServerCapacity(
             server=self.name,
-            slo=with_broken(slo_answer(self.probes, max_level), self.measured, self.slos) if has_slo else None,
+            slo=self._slo_answer(),
             knee=knee,
+            settle_s=self._settle_s(),
             drift=self.drift,
             reasons=self.reasons,
             started=self.started,
             probes=self.measured,
         )
-        if result.unresolved:
-            return result
-        # A probe that was to confirm an answer may be cut without changing it.
-        return replace(result, reasons=[reason for reason in self.reasons if reason.code != "capacity_budget"])
 
     def _next_probe(self) -> tuple[Purpose, int, float] | None:
         """Return purpose, level and precision of the next probe: for the SLOs, then for the knee, then for drift."""
-        max_level = self.report.max_level
-        if self.slos and (level := next_slo_level(self.probes, max_level)) is not None:
-            # Failures that are enough to break an SLO may not depend on the load; the lowest level shows it at once.
-            lowest_measured = any(probe.level == 1 for probe in self.probes)
-            return "slo", 1 if self._failures_decide and not lowest_measured else level, 0.0
-        if self.report.knee and (knee := next_knee_level(self.probes, max_level)) is not None:
+        if time.monotonic() > self.deadline_s:
+            return None
+        if self.slos and (step := next_slo_step(self.probes, *self._limits)) is not None:
+            return *step, 0.0
+        if self.report.knee and (knee := next_knee_level(self.probes, self.report.max_level)) is not None:
             return "knee", *knee
-        if len(self.probes) < 2 or self.probes[-1].purpose == "drift" or time.monotonic() > self.deadline_s:
+        if len(self.probes) < 2 or self.probes[-1].purpose == "drift" or self.report.at_least is not None:
             return None
         return "drift", self._repeated_probe().level, 0.0
 
@@ -383,9 +349,8 @@ class ServerSearch:
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
         death = because("capacity_died", f"the server died at {at}, which counts as not held", loads=loads)
-        is_short = probe.state == "open" and (probe.hopeless or time.monotonic() > self.deadline_s)
-        starts_low = is_short and probe.hopeless and self._may_start_low(probe)
-        can_go_on = not problems and (starts_low or not is_short)
+        is_short = probe.state == "open" and time.monotonic() > self.deadline_s
+        can_go_on = not problems and not is_short
         is_stopped = is_short or bool(problems) or probe.purpose == "drift"
         probe.end("died" if died else "stopped" if is_stopped else "unresolved")
         if problems and not died:  # its load generator failed: what was measured until then decides nothing
@@ -399,34 +364,39 @@ class ServerSearch:
         self._withdraw_passes(probe)
         if probe.purpose == "drift" and probe.state == "done":
             self.drift = find_drift(probe.level, self._repeated_probe().blocks, probe.blocks)
-        if starts_low and not problems:
-            answer_s, budget_s = probe.cutter.typical_s or 0.0, self.report.budget_s
-            text = f"an answer takes {duration(answer_s)} at {at}, too long for a search of all levels within the "
-            text += f"budget of {duration(budget_s)}: it starts at the lowest one instead"
-            values = {"answer_s": answer_s, "budget_s": budget_s}
-            self.reasons.append(because("capacity_starts_low", text, loads=loads, **values))
         self.reasons += [death] if died else problems
-        if not can_go_on and not problems and probe.purpose != "drift":
-            self.reasons.append(self._budget_reason(probe))
+        if is_short and not problems and probe.purpose != "drift":
+            self.reasons.append(self._budget_reason())
         self.write()
+        self._print_answer(probe)
         return can_go_on
 
-    def _unheld(self, probe: Probe) -> Reason | None:
-        """Fail a probe that meets the SLOs with refused or short answers, or without serving all users; return why.
+    def _print_answer(self, probe: Probe) -> None:
+        """Print what the search knows after a probe, where that is new."""
+        answer = self._slo_answer()
+        if probe.purpose not in SLO_PURPOSES or answer is None:
+            return
+        if (following := next_slo_step(self.probes, *self._limits)) is None or following.purpose == "ramp":
+            return
+        known = (answer.kind, answer.low, answer.high, answer.level)
+        if known != self._printed:
+            progress, is_first = self.running.progress, not self._printed
+            self._printed = known
+            progress.line(f"{self.name}: {slo_reason(self.report, answer, self.measured).text}")
+            more_s = self._more_s() if is_first else None
+            if more_s is not None:
+                progress.line(f"{self.name}: the proof takes about {duration_up(more_s)} here")
 
-        Refusals at a level may not depend on it, and where answers look like stubs, those with fewer users show it: the
-        lowest level is next.
-        """
-        if probe.purpose != "slo" or probe.state not in ("pass", "unresolved"):
+    def _unheld(self, probe: Probe) -> Reason | None:
+        """Fail a probe that meets the SLOs with refused or short answers, or without serving all users; return why."""
+        if probe.purpose not in SLO_PURPOSES or probe.state not in ("pass", "unresolved", "done"):
             return None
         for part, load in self._loads_at(probe.level).items():
             reason = self._why_unheld(probe, part, load)
             if reason is not None:
                 probe.fail(UNHELD_CODES[reason.code])
-                self._failures_decide |= probe.unheld == "refused"
                 self._add_reason(reason)
                 return reason
-            self._failures_decide |= self._compares_lengths(load) and looks_stubby(probe.answered(self._key(part)))
         return None
 
     def _why_unheld(self, probe: Probe, part: str, load: Load) -> Reason | None:
@@ -467,7 +437,7 @@ class ServerSearch:
         for part, load in self._loads_at(probe.level).items():
             key = self._key(part)
             for place, one in enumerate(self.probes):
-                is_passed = one.purpose == "slo" and one.state == "pass" and one.level > probe.level
+                is_passed = one.purpose in SLO_PURPOSES and one.state in ("pass", "done") and one.level > probe.level
                 if not (is_passed and self._compares_lengths(load)):
                     continue
                 if are_shorter(one.answered(key), probe.answered(key)):
@@ -489,58 +459,46 @@ class ServerSearch:
         """The load of a mix; None for the only load."""
         return part if self.report.members else None
 
-    def _may_start_low(self, probe: Probe) -> bool:
-        """Whether this is the first probe of a search that could start lower."""
-        return not self.probes and probe.purpose == "slo" and probe.level > 1
-
     def _make_probe(self, purpose: Purpose, level: int, precision: float) -> Probe:
-        cutter = self._cutter(level, purpose)
-
-        def min_s() -> float | None:
-            """Of the first probe: the whole search, else it starts low. Then one probe. What later ones can still
-            measure is worth having.
-            """
-            is_first = all(one.state == "stopped" for one in self.probes)
-            times = self._search_s(cutter) if is_first else None
-            return None if times is None else times[self._may_start_low(probe)]
-
-        more: dict[str, Any] = {"cutter": cutter, "deadline_s": self.deadline_s, "min_s": min_s, "slos": self.slos}
-        if purpose == "slo":
-            probe = Probe(level, **more)
-        elif purpose == "knee":
-            probe = make_knee_probe(level, precision, self.probes, **more)
-        else:
+        more: dict[str, Any] = {"deadline_s": self.deadline_s, "slos": self.slos}
+        more["cutter"] = self._cutter(level, purpose)
+        if purpose == "knee":
+            return make_knee_probe(level, precision, self.probes, **more)
+        if purpose == "drift":
             decide = decide_throughput if self.report.knee else _decide_drift
-            probe = Probe(level, decide=decide, purpose=purpose, **more)
-        return probe
+            return Probe(level, decide=decide, purpose=purpose, **more)
+        return Probe(level, purpose=purpose, **more)
 
-    def _search_s(self, cutter: BlockCutter) -> tuple[float, float] | None:
-        """The least seconds of a probe, and about those of the search; None before the first answer."""
-        if cutter.typical_s is None:
+    @property
+    def _limits(self) -> tuple[int, int | None]:
+        """The highest level, and the only one that is asked for."""
+        return self.report.max_level, self.report.at_least_level
+
+    def _slo_answer(self) -> CapacityAnswer | None:
+        if not self.slos or not self.started:
             return None
-        return describe_search_s(self.report.max_level, cutter.typical_s + max(map(pause_s, self.loads.values())))
+        answer = slo_answer(self.probes, *self._limits)
+        return None if answer is None else with_broken(answer, self.measured, self.slos)
 
-    def _budget_reason(self, probe: Probe) -> Reason:
+    def _more_s(self) -> float | None:
+        """About the seconds that are left, by the times that this server showed; None: the answer is known."""
+        return settle_seconds(self.probes, *self._limits, max(map(pause_s, self.loads.values())))
+
+    def _settle_s(self) -> float | None:
+        """A budget in seconds that should settle the answer; None: it is settled."""
+        more_s = self._more_s()
+        return None if more_s is None else (time.monotonic() - self.search_began_s + more_s) * self.servers
+
+    def _budget_reason(self) -> Reason:
         """Why the time was too short, with the time that a search needs."""
-        budget_s, servers = self.report.budget_s, len(self.running.scenario.servers)
-        probe_s, search_s = self._search_s(probe.cutter) or (None, None)
-        needed_s = None if search_s is None else search_s * servers
-        if probe.hopeless and probe_s is not None and needed_s is not None:
-            loads, answer_s = self.report.loads_at(probe.level), probe.cutter.typical_s or 0.0
-            text = f"an answer takes {duration(answer_s)} at {format_loads(self.report, probe.level)}, so one "
-            text += f"probe takes {duration_up(probe_s)} or more, and the budget of {duration(budget_s)} is too short "
-            text += f"for it; a whole search takes about {duration_up(needed_s)} (--budget), less with a smaller "
-            text += "--max-users"
-            times = {"answer_s": answer_s, "probe_s": probe_s, "search_s": needed_s}
-            return because("capacity_hopeless", text, loads=loads, budget_s=budget_s, **times)
+        budget_s, servers = self.report.budget_s, self.servers
         shared = f", shared by {servers} servers," if servers > 1 else ""
-        # An estimate below what was spent is not worth a number.
-        needed = "" if needed_s is None or needed_s <= budget_s else f" (about {duration_up(needed_s)} in all)"
-        is_slo_known = not self.slos or slo_answer(self.probes, self.report.max_level).kind != "unresolved"
-        what = "the knee" if self.report.knee and is_slo_known else "the answer"
-        text = f"its budget of {duration(budget_s)}{shared} was spent before {what} was known; a longer --budget"
-        text += f"{needed} can find it, or --max-users where the first probes have too many"
-        return because("capacity_budget", text, budget_s=budget_s, servers=servers, search_s=needed_s)
+        text = f"the budget of {duration(budget_s)}{shared} was spent before the search was complete"
+        return because("capacity_budget", text, budget_s=budget_s, servers=servers, search_s=self._settle_s())
+
+    @property
+    def servers(self) -> int:
+        return len(self.running.scenario.servers)
 
     def _loads_at(self, level: int) -> dict[str, Load]:
         """Return the load, or those of the mix, with their amounts at a level."""
@@ -552,13 +510,17 @@ class ServerSearch:
         loads = {part if is_mix else None: load for part, load in self._loads_at(level).items()}
         # A thread for each load of a mix reads its records every POLL_S.
         flush_s = FLUSH_S + 2 * POLL_S if is_mix else FLUSH_S
-        return BlockCutter(self.slos, loads, whole_tokens=purpose != "slo" and self.report.knee, flush_s=flush_s)
+        whole = purpose not in SLO_PURPOSES and self.report.knee
+        answers = RAMP_BLOCK_ANSWERS if purpose == "ramp" else None
+        return BlockCutter(self.slos, loads, whole_tokens=whole, flush_s=flush_s, answers=answers)
 
-    def _warmup(self, loads: Collection[Load]) -> Warmup | None:
+    def _warmup(self, loads: Collection[Load], purpose: Purpose) -> Warmup | None:
         """Return a warm-up until the server is steady, limited to the time of some conversations; None: one wave."""
         given = self.running.scenario.warmup
         if given is not None and given.requests == 0:
             return given
+        if purpose == "ramp":
+            return None
         max_s = FIRST_WARMUP_S
         if (answer_s := self._answer_s) is not None:
             if answer_s > SLOW_ANSWER_S:
@@ -586,7 +548,7 @@ class ServerSearch:
         scenario = replace(known, loads={**known.loads, **loads}, mixes={**known.mixes, **mixes})
         # Each probe has new prompts, lengths and arrivals.
         seed = scenario.seed + len(self.probes) + sum(len(server.probes) for server in self.report.servers)
-        own = replace(scenario, warmup=self._warmup(loads.values()), seed=seed)
+        own = replace(scenario, warmup=self._warmup(loads.values(), probe.purpose), seed=seed)
         self._wait_until_idle(endpoint)
         running.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {format_loads(self.report, level)}"
         begun: dict[str, Any] = {"started_wall_s": time.time(), "served_by": endpoint.served_by, "seed": seed}
@@ -618,24 +580,26 @@ class ServerSearch:
         failed = sum(block.failed for block in probe.blocks)
         if failed and probe.state == "fail":
             self._note_failures(probe, failed, measured.answers)
-        text = at + (" once more" if probe.purpose == "drift" else "")
-        for slo, share in zip(self.slos, measured.met, strict=True):
-            if share is not None and probe.purpose != "knee":
-                text += f", {100 * share:.1f} % within {slo.text}"
+        if not measured.answers:
+            self.running.progress.line(f"{self.name}: {at}: no answer in {duration(measured.seconds)}")
+            return
+        shares = [
+            f"{short_percent(share)} within {slo.text}"
+            for slo, share in zip(self.slos, measured.met, strict=True)
+            if share is not None and probe.purpose != "knee"
+        ]
         outcomes: dict[ProbeState, str] = {
-            "pass": "meets the SLOs",
-            "fail": "breaks the SLOs",
-            "died": "the server died",
-        }
-        outcome = f"not held, {UNHELD[probe.unheld]}" if probe.unheld else outcomes.get(probe.state, probe.state)
-        self.running.progress.line(
-            f"{self.name}, probe {len(self.probes)}: {text}: {outcome} "
-            f"({count(measured.answers, 'answer')} in {duration(measured.seconds)})"
-        )
+            "pass": "proven", "fail": "broken", "died": "the server died", "unresolved": "too close to decide",
+            "stopped": "time ran out",
+        }  # fmt: skip
+        outcome = f"not held, {UNHELD[probe.unheld]}" if probe.unheld else outcomes.get(probe.state)
+        took = f"{count(measured.answers, 'answer')} in {duration(measured.seconds)}"
+        text = ", ".join([*shares, took, *([] if outcome is None else [outcome])])
+        again = " once more" if probe.purpose == "drift" else ""
+        self.running.progress.line(f"{self.name}: {at}{again}: {text}")
 
     def _note_failures(self, probe: Probe, failed: int, answers: int) -> None:
         """Add the reason that failed requests took part in a failed probe."""
-        self._failures_decide |= any(failed > (1 - slo.share) * answers for slo in self.slos)
         loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
         values = {"loads": loads, "failed": failed, "answers": answers}
         text = f"{failed:,} of {answers:,} requests failed"

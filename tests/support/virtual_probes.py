@@ -14,9 +14,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from harness.analysis.capacity import log_grid, next_slo_level
-from harness.analysis.probe import Probe
-from harness.analysis.slo import BLOCK_ANSWERS, CapacitySlo, ProbeBlock, parse_slos
+from harness.analysis.capacity import log_grid, next_slo_step
+from harness.analysis.probe import Probe, Purpose
+from harness.analysis.slo import BLOCK_ANSWERS, RAMP_BLOCK_ANSWERS, CapacitySlo, ProbeBlock, parse_slos
 from harness.analysis.slo_rule import LatencySample, observed
 from harness.base.files import ROOT
 from harness.simulated.engine import EngineConfig
@@ -123,42 +123,63 @@ class SeededQuestion(NamedTuple):
         return [(count, len(requests)) for count in met]
 
 
-def blocks(server: SeededServer, level: int, seed: int) -> Iterator[list[VirtualRequest]]:
-    """Blocks of requests in steady state: the first answers of all users are warm-up."""
+def blocks(
+    server: SeededServer, level: int, seed: int, answers: float = BLOCK_ANSWERS, warmup: int | None = None
+) -> Iterator[tuple[float, list[VirtualRequest]]]:
+    """Blocks of so many answer times in steady state, with their seconds: the first answers of all users are warm-up.
+
+    `warmup`: so many requests of it; None: a few answers of all users.
+    """
     stream = closed_loop(server.config, level, server.work, seed=seed)
-    warm = list(islice(stream, 20 + 3 * level))
+    warm = list(islice(stream, 20 + 3 * level if warmup is None else warmup))
     answer_s = statistics.median(r.e2e_s for r in warm[len(warm) // 2 :]) + server.work.think_s
-    end = warm[-1].ended_s + BLOCK_ANSWERS * answer_s
+    begin, end = warm[-1].ended_s, warm[-1].ended_s + answers * answer_s
     block: list[VirtualRequest] = []
     for request in stream:
-        while request.ended_s > end:
-            yield block
-            end, block = end + BLOCK_ANSWERS * answer_s, []
+        while request.ended_s > end and len(block) >= (BLOCK_ANSWERS if answers < BLOCK_ANSWERS else 0):
+            yield end - begin, block
+            begin, end, block = end, end + answers * answer_s, []
+        end = max(end, request.ended_s) if answers < BLOCK_ANSWERS else end
         block.append(request)
 
 
-def run_probe(question: SeededQuestion, level: int, seed: int) -> Probe:
-    probe = Probe(level, question.slos)
-    for requests in blocks(question.server, level, seed):
-        if add_block(probe, question, requests) != "open":
+def run_probe(
+    question: SeededQuestion, level: int, seed: int, purpose: Purpose = "slo", deadline_s: float = math.inf
+) -> Probe:
+    """A probe in virtual time. `deadline_s`: seconds of it, after which it is stopped."""
+    probe = Probe(level, question.slos, purpose=purpose)
+    parts = blocks(question.server, level, seed) if purpose == "slo" else _ramp_blocks(question.server, level, seed)
+    for seconds, requests in parts:
+        if probe.seconds + seconds > deadline_s or add_block(probe, question, requests, seconds) != "open":
             break
-    probe.end()
+    probe.end("stopped" if probe.state == "open" and deadline_s < math.inf else "unresolved")
     return probe
 
 
-def add_block(probe: Probe, question: SeededQuestion, requests: list[VirtualRequest]) -> str:
-    block = ProbeBlock(seconds=1.0, samples=question.samples(requests), answers=len(requests))
-    return probe.add(block, mean_answer_s(requests))
+def _ramp_blocks(server: SeededServer, level: int, seed: int) -> Iterator[tuple[float, list[VirtualRequest]]]:
+    return blocks(server, level, seed, RAMP_BLOCK_ANSWERS, warmup=level)
+
+
+def add_block(probe: Probe, question: SeededQuestion, requests: list[VirtualRequest], seconds: float) -> str:
+    answer_s = mean_answer_s(requests)
+    block = ProbeBlock(seconds=seconds, samples=question.samples(requests), answers=len(requests), e2e_s=answer_s)
+    return probe.add(block, answer_s)
 
 
 def mean_answer_s(requests: list[VirtualRequest]) -> float | None:
     return statistics.fmean(r.e2e_s for r in requests) if requests else None
 
 
-def run_search(question: SeededQuestion, seed: int = 1) -> list[Probe]:
+def run_search(question: SeededQuestion, seed: int = 1, budget_s: float = math.inf) -> list[Probe]:
+    """A search in virtual time, until its answer or the end of the budget."""
     probes: list[Probe] = []
-    while (level := next_slo_level(probes, MAX_LEVEL)) is not None:
-        probes.append(run_probe(question, level, seed * 1000 + len(probes)))
+    while (step := next_slo_step(probes, MAX_LEVEL)) is not None:
+        left_s = budget_s - sum(probe.seconds for probe in probes)
+        if left_s <= 0:
+            break
+        probes.append(run_probe(question, step.level, seed * 1000 + len(probes), step.purpose, left_s))
+        if probes[-1].state == "stopped":
+            break
     return probes
 
 
@@ -170,7 +191,7 @@ def seeded_question(seed: int) -> SeededQuestion:
     server = seeded_server(seed)
     dice = random.Random(f"question {seed}")
     one, all_of_them = (
-        [r for block in islice(blocks(server, level, seed), 60 if level == 1 else 6) for r in block]
+        [r for _, block in islice(blocks(server, level, seed), 60 if level == 1 else 6) for r in block]
         for level in (1, MAX_LEVEL)
     )
     which, share = dice.choice(["ttft", "tpot", "both"]), dice.uniform(0.02, 1)
@@ -192,7 +213,7 @@ def _p95(values: list[float]) -> float:
 def attains(question: SeededQuestion, level: int) -> bool:
     """Whether the server meets all SLOs at a level, by a run of 60,000 requests, or until that is beyond doubt."""
     counts: list[list[tuple[int, int]]] = []
-    for block in blocks(question.server, level, 99):
+    for _, block in blocks(question.server, level, 99):
         if block:
             counts.append(question.counts(block))
         total = sum(count[0][1] for count in counts)
@@ -224,7 +245,7 @@ def fixed_bisection(question: SeededQuestion, seed: int) -> tuple[int, int]:
     while high - low > 1:
         middle = (low + high) // 2
         probe = islice(blocks(question.server, levels[middle], seed * 1000 + middle), FIXED_BLOCKS)
-        found = [request for block in probe for request in block]
+        found = [request for _, block in probe for request in block]
         requests += len(found)
         met = all(met >= 0.95 * total for met, total in question.counts(found))
         low, high = (middle, high) if met else (low, middle)

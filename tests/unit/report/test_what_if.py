@@ -10,11 +10,12 @@ from msgspec.structs import replace
 from harness.analysis.capacity import (
     CapacityReport,
     ServerCapacity,
-    next_slo_level,
+    SloStep,
+    next_slo_step,
     slo_answer,
 )
 from harness.analysis.probe import MeasuredProbe, Probe
-from harness.analysis.slo import BlockCutter, CapacitySlo
+from harness.analysis.slo import RAMP_BLOCK_ANSWERS, BlockCutter, CapacitySlo
 from harness.base.errors import HarnessError
 from harness.records.records import Request
 from harness.records.run_data import CellData, RunData, cell_data
@@ -27,11 +28,13 @@ from tests.support.virtual_probes import MAX_LEVEL, SeededQuestion, SeededServer
 
 
 def records(
-    server: SeededServer, cell: Cell, level: int, slos: list[CapacitySlo], seed: int
+    server: SeededServer, cell: Cell, step: SloStep, slos: list[CapacitySlo], seed: int
 ) -> tuple[Probe, list[Request]]:
     """A probe, and its records: the end of the load cuts the requests in flight."""
+    level, is_ramp = step.level, step.purpose == "ramp"
     stream = closed_loop(server.config, level, server.work, seed=seed)
-    probe = Probe(level, slos, cutter=BlockCutter(slos, flush_s=0.0))
+    cutter = BlockCutter(slos, flush_s=0.0, answers=RAMP_BLOCK_ANSWERS if is_ramp else None)
+    probe = Probe(level, slos, purpose=step.purpose, cutter=cutter)
     made: list[Request] = []
     now_s = 0.0
     warm = 20 + 3 * level
@@ -64,13 +67,13 @@ def search(folder: Path, question: SeededQuestion, seed: int) -> tuple[RunData, 
     cells: dict[str, CellData] = {}
     planned: dict[str, Cell] = {}
     loads: dict[str, Load] = {}
-    while (level := next_slo_level(probes, MAX_LEVEL)) is not None:
+    while (step := next_slo_step(probes, MAX_LEVEL)) is not None:
         cell = cell_of("a", f"x-{len(probes)}", 1)
-        probe, made = records(question.server, cell, level, question.slos, 1000 * seed + len(probes))
+        probe, made = records(question.server, cell, step, question.slos, 1000 * seed + len(probes))
         probes.append(probe)
         measured.append(probe.result([cell.id]))
         planned[cell.id] = cell
-        loads[cell.load] = Load(user="batch", users=level, think_s=[question.server.work.think_s] * 2)
+        loads[cell.load] = Load(user="batch", users=step.level, think_s=[question.server.work.think_s] * 2)
         cells[cell.id] = cell_data(made)
     run = write_made_run(folder)
     run = replace(run, scenario=replace(run.scenario, loads=loads), cells=[])
