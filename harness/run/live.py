@@ -78,7 +78,7 @@ def live(
         if not running.file.discard_if_empty():
             running.file.finish("live", [because("live_load", "a live load, changed by hand, has no verdicts")])
         if running.folder.exists() and (running.folder / "requests.jsonl").stat().st_size:
-            progress.line(f"What was sent is recorded: harness report {running.folder}")
+            progress.line(f"What was sent is recorded: harness report {running.folder}", whole=True)
 
 
 def _single_server(experiment: Experiment, server: str, loads: list[str], *, endless: bool) -> Experiment:

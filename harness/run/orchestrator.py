@@ -87,7 +87,7 @@ def start_run(
     running = create_run(experiment, cells, runs, progress, make_reference)
     with lock_folder(running.folder):
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
-        progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
+        progress.line(f"Run {running.id}: {planned}Records go to {running.folder}", whole=True)
         return run_steps(running, cells, steps)
 
 
@@ -97,7 +97,7 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
     try:
         if (workers := running.experiment.workers) is not None:
             machines = ", ".join(workers.names) or f"{workers.machines} machines"
-            progress.line(f"Workers: {machines}. On each of them: {workers.command}")
+            progress.line(f"Workers: {machines}. On each of them: {workers.command}", whole=True)
         with progress.live():
             for cell_run in steps(running, cells):
                 file.update(cell_run)
@@ -118,7 +118,7 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
             error.next_step = " ".join(filter(None, [error.next_step, *advice]))
         if isinstance(error, KeyboardInterrupt):
             with contextlib.suppress(OSError):  # the terminal may be closed
-                progress.line("\n".join(advice))
+                progress.line("\n".join(advice), whole=True)
         raise error from None
     file.finish()
     return folder

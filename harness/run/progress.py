@@ -1,5 +1,9 @@
-"""Show the progress of a run: live numbers in a terminal, else plain lines."""
+"""Show the progress of a run: live numbers in a terminal, else plain lines.
 
+A log gets one line for each cell, and one a minute while something takes long; each has less than 100 columns.
+"""
+
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +22,12 @@ from harness.base.units import count, duration, gib, percent
 from harness.run.drive import Monitor
 from harness.scenario.plan import Cell
 
-PLAIN_EVERY_S = 5.0
+PLAIN_EVERY_S = 60.0  # between two lines of a log, while nothing else is printed
+PLAIN_WIDTH = 99  # of these lines
 LOOK_EVERY_S = 1.0  # between two reads of a cell's files
 LATENCIES = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95")
+_TEXT_ROOM = 60  # of PLAIN_WIDTH, for what is not the head
+PLAIN_NAMES = ("failed:", "tok/s", "TTFT p95", "TPOT p95", "waiting", "KV")  # of numbers in a log, as far as they fit
 
 
 class Progress:
@@ -30,7 +37,7 @@ class Progress:
         self.console = console
         self.head = ""  # of each line: the current cell
         self._place = (0, 0)  # number of the cell, and of all cells
-        self.last_plain = 0.0
+        self._last_plain_s = time.monotonic()
         self._live: Live | None = None
         self._spinner = Spinner("dots", "starting")
         self._monitor: Monitor | None = None
@@ -47,8 +54,12 @@ class Progress:
             yield self
         self._live = None
 
-    def line(self, text: str) -> None:
-        self.console.print(masked(text, "sure"), soft_wrap=True)
+    def line(self, text: str, *, whole: bool = False) -> None:
+        """Print lines. A long one continues below, indented. `whole`: it has a path or a command that is pasted."""
+        self._last_plain_s = time.monotonic()
+        text = masked(text, "sure")
+        width = self.console.width if self.console.is_terminal else PLAIN_WIDTH
+        self.console.print(text if whole else wrapped(text, width), soft_wrap=True)
 
     def note(self, server: str, load: str, text: str) -> None:
         """Print a note on a row once, however often it is measured."""
@@ -60,8 +71,11 @@ class Progress:
         """Show the next cell. `left_s`: the estimated time for it and all later cells."""
         self._place = number, cells
         left = "" if left_s is None else f", about {duration(left_s)} left"
-        self.head = f"[{number}/{cells}] {cell.server} / {cell.load}, repeat {cell.repeat}{left}"
+        place = f"[{number}/{cells}] " if cells else ""  # a search has no plan
+        before, self.head = self.head, f"{place}{cell.server} / {cell.load}, repeat {cell.repeat}{left}"
         self.stage("")
+        if self._live is None and self.head != before:
+            self.line(self.head)
 
     def stage(self, text: str) -> None:
         """Show a stage of the current cell before its load, such as the start of its server."""
@@ -86,7 +100,7 @@ class Progress:
             self._show(f"{self.head}: {monitor.elapsed_s:.0f} s of {monitor.missing_workers}")
             return
         now_s = time.monotonic()
-        is_shown = self._live is not None or now_s - self.last_plain >= PLAIN_EVERY_S
+        is_shown = self._live is not None or now_s - self._last_plain_s >= PLAIN_EVERY_S
         if is_shown and now_s - self._read_s >= LOOK_EVERY_S:
             self._read_s = now_s
             self._numbers = describe_numbers(monitor)
@@ -100,8 +114,6 @@ class Progress:
                 text += f", warm-up until now: {count(monitor.warmup_ended, 'request')}"
             if (left_s := monitor.left_s()) is not None:
                 text += f", {duration(left_s)} left"
-            if self._live is None:
-                text = ", ".join([text, *self._numbers])
         self._show(text, self._numbers)
 
     def _show(self, text: str, numbers: list[str] | None = None) -> None:
@@ -109,9 +121,34 @@ class Progress:
             self._spinner.update(text=Text(text))  # names come from files: no markup in them
             table = Padding(Columns(numbers or [], padding=(0, 3)), (0, 0, 0, 2))
             self._live.update(Group(self._spinner, table) if numbers else self._spinner)
-        elif time.monotonic() - self.last_plain >= PLAIN_EVERY_S:
-            self.last_plain = time.monotonic()
-            self.line(text)
+        elif time.monotonic() - self._last_plain_s >= PLAIN_EVERY_S:
+            self.line(plain_line(self.head, text.removeprefix(self.head), numbers or []))
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break lines between words, with the further ones indented. A longer word, such as a path, stays whole."""
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(lines)
+
+
+def plain_line(head: str, text: str, numbers: list[str]) -> str:
+    """A line of a log: a long head is cut, then a long text; numbers follow as far as they fit."""
+    head = _cut(head, PLAIN_WIDTH - min(len(text), _TEXT_ROOM))
+    line = head + _cut(text, PLAIN_WIDTH - len(head))
+    known = [number for name in PLAIN_NAMES for number in numbers if number.startswith(f"{name} ")]
+    for number in known:
+        if len(line) + len(number) + 2 <= PLAIN_WIDTH:
+            line += f", {number}"
+    return line
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 4].rstrip()} ..."
 
 
 def describe_numbers(monitor: Monitor) -> list[str]:

@@ -75,7 +75,8 @@ def resume(
         experiment = preflight(experiment, progress.line)
         progress.line(
             f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} are complete and valid and stay; "
-            f"{count(len(again), 'cell')} to run. Records go to {folder}"
+            f"{count(len(again), 'cell')} to run. Records go to {folder}",
+            whole=True,
         )
         running = Running(RunFile(folder, _reopen(folder, run, kept, cells), make_reference), experiment, progress)
         return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s, max_repeats))
@@ -89,7 +90,7 @@ def reopened(
     with lock_folder(folder):
         run, experiment = read_run(folder), recorded_experiment(folder, target)
         _remove_leftovers(run, experiment, progress)
-        progress.line(f"Run {run.id}: {count(len(kept), 'cell')} stay. Records go to {folder}")
+        progress.line(f"Run {run.id}: {count(len(kept), 'cell')} stay. Records go to {folder}", whole=True)
         yield Running(
             RunFile(folder, _reopen(folder, run, set(kept), list(recorded_cells(run).values()))), experiment, progress
         )

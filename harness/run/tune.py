@@ -265,7 +265,7 @@ class TuneSearch:
         progress.line(
             f"Start {number}, {duration(max(0.0, self.left_s))} left: {text} ({why_text(step.why, step.finding)})"
         )
-        progress.head = f"start {number}: {text}"
+        progress.head = f"start {number}"
         loads = [load for load in scenario.loads if load != QUESTIONS]
         if self._asks(step.settings):
             asked = questions_like(scenario.loads[loads[0]])
@@ -571,7 +571,7 @@ def _with_resume_advice(folder: Callable[[], Path | None], progress: Progress) -
                 error.next_step = " ".join(filter(None, [error.next_step, advice]))
             elif isinstance(error, KeyboardInterrupt):
                 with contextlib.suppress(OSError):
-                    progress.line(advice)
+                    progress.line(advice, whole=True)
         raise
 
 

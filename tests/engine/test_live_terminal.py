@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harness.base.units import duration
@@ -152,7 +153,46 @@ def test_the_progress_of_a_warm_up_of_unknown_length(tmp_path: Path, monkeypatch
     progress.update()
     before, after = out.getvalue().splitlines()[-2:]
     assert before == "[2/2] one / people@5, repeat 1: 2 requests, 2 s, warm-up until now: 2 requests"
-    assert after.startswith("[2/2] one / people@5, repeat 1: 3 requests, 2 s, 8 s left, TTFT p50 ")
+    assert after.startswith("[2/2] one / people@5, repeat 1: 3 requests, 2 s, 8 s left, tok/s ")
+
+
+def test_a_log_has_a_line_for_each_cell_and_one_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: list[float]
+) -> None:
+    monkeypatch.setattr("harness.run.progress.LOOK_EVERY_S", 0.0)
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=300, color_system=None))
+    one = Cell(id=CELL, server="one", load="burst", repeat=1)
+    progress.start_cell(1, 2, one, 75.0)
+    progress.start_cell(1, 2, one, 75.0)  # shown again, as before the load of an offline job
+    progress.stage("starting the server")
+    progress.start_load(monitor := Monitor(job(tmp_path, requests=400)))
+    append(tmp_path / "requests.jsonl", *(record(index, sent_s=0.1 * index) for index in range(50)))
+    for _ in range(90):  # seconds
+        now[0] += 1.0
+        progress.update()
+    monitor.failed = 3
+    progress.start_cell(2, 2, replace(one, load="l" * 120), None)
+    progress.start_load(monitor)
+    now[0] += 61.0
+    progress.update()
+    head, minute, other, *_, last = out.getvalue().splitlines()
+    assert head == "[1/2] one / burst, repeat 1, about 75 s left"
+    assert minute.startswith(f"{head}: 50 of 401 requests (1 for warm-up), 60 s, ")
+    assert other == "[2/2] one /" and ", 3 FAILED, 151 s" in last and " ..." in last
+    assert all(len(line) < 100 for line in [head, minute, last]), "the words of a scenario's author are whole"
+
+
+def test_long_lines_of_a_log_continue_below_without_broken_words() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=300, color_system=None))
+    path = f"runs/{'r' * 150}"
+    progress.line(f"  doubt: {'word ' * 30}{path}\nnext")
+    first, second, whole, after = out.getvalue().splitlines()
+    assert first.startswith("  doubt: word") and second.startswith("    word") and len(first) < 100
+    assert (whole.strip(), after) == (path, "next")
+    progress.line(f"{'word ' * 30}{path}", whole=True)
+    assert out.getvalue().splitlines()[4:] == [f"{'word ' * 30}{path}"]
 
 
 def test_durations() -> None:
