@@ -1,5 +1,6 @@
 """What the terminal prints: the report of a run, a comparison, an explained log, a prediction."""
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -88,13 +89,34 @@ def _print_part(console: Console, part: Bullet) -> None:
     """Print a part of a finding."""
     grid, mark = Table.grid(padding=(0, 1)), Text(f"{words.one_line(part.mark)}:", "bold")
     lines = list(map(words.neutral, part.code.splitlines()))
-    if any(len(line) + len(mark) + 3 > console.width for line in lines):  # a command is pasted as a whole
+    if any(len(line) + len(mark) + 3 > console.width for line in lines):  # it is pasted
         console.print(Text("  ") + mark)
-        for line in lines:
-            console.print(Text(line), soft_wrap=True)
+        indent = "    " if _COMMAND.match(lines[0]) else ""  # of a setting in a file, the spaces count
+        for row in (row for line in lines for row in fold_command(line, console.width - len(indent))):
+            console.print(Text(f"{indent}{row}"), soft_wrap=True)
         return
     grid.add_row(Text(" "), mark, Text("\n".join(lines) or words.one_line(part.text)))
     _print_trimmed(console, grid)
+
+
+_COMMAND = re.compile(r"(?:harness|docker|podman|curl|vllm|llama-server|python3?|[A-Z_]+=\S+) ")
+_ONE_WORD = r"(?:[^\s'\"\\]|\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\")+"
+_WORD = re.compile(rf"--?[a-z][\w-]*\s+(?![-&|]){_ONE_WORD}|{_ONE_WORD}")  # an option has its value with it
+
+
+def fold_command(line: str, width: int) -> list[str]:
+    """Break a long shell command between its words, so that it is pasted as one. Other lines stay whole."""
+    text = line.strip()
+    if len(line) <= width or not _COMMAND.match(text) or _WORD.sub("", text).strip():
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    rows = [indent]
+    for word in _WORD.findall(text):
+        if rows[-1].strip() and len(rows[-1]) + len(word) + 3 > width:  # " \\" ends the row
+            rows[-1] += " \\"
+            rows.append(f"{indent}  ")
+        rows[-1] += f" {word}" if rows[-1].strip() else word
+    return rows
 
 
 def _print_grid(grid: Grid, console: Console, *, explain: bool) -> None:

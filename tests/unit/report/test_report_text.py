@@ -1,6 +1,7 @@
 """The terminal and Markdown reports, to the letter, on a small summary made by hand."""
 
 import io
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from harness.base.summary import (
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
 from harness.report.capacity import print_capacity
-from harness.report.elements import LIMITED, Bullet, Paragraph, with_names
+from harness.report.elements import LIMITED, Bullet, Bullets, Paragraph, with_names
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
+from harness.report.terminal import fold_command
 from harness.report.words import load_names
 from harness.scenario import Load, Scenario, Server, Stage, Sweep, SweepRow
 from harness.scenario.plan import expand_stages
@@ -443,3 +445,25 @@ def test_rows_of_other_work_are_said_to_have_no_verdict(tmp_path: Path) -> None:
         run = write_made_run(folder, made_of=known)
         text = sentences.other_work_sentence(summarize(folder), run)
         assert text.startswith(rows) and bool(text) is bool(rows), text
+
+
+def test_a_long_command_continues_below_and_is_pasted_as_one() -> None:
+    words = ["harness", "run", "a.yaml", "--check", "'ttft_p95 <= 2s'", "--model", "m" * 50, "&&", "harness", "list"]
+    rows = fold_command(" ".join(words), 60)
+    assert rows == [
+        "harness run a.yaml --check 'ttft_p95 <= 2s' \\", f"  --model {'m' * 50} \\", "  && harness list"
+    ]  # fmt: skip
+    assert shlex.split("\n".join(rows).replace("\\\n", "")) == shlex.split(" ".join(words))
+    setting = f"  extra_args: [{', '.join(['--enable-prefix-caching'] * 5)}]"
+    for whole in ("harness list", setting, f"harness 'an open quote {'w ' * 50}", f"docker run {'--rm ' * 20}\\"):
+        assert fold_command(whole, 60) == [whole]
+
+
+def test_the_parts_of_a_finding_are_indented_where_they_are_long() -> None:
+    out = io.StringIO()
+    verify = "harness run scenarios/first-look.yaml --url http://127.0.0.1:8000 --repeats 5"
+    finding = Bullet("slow", parts=[Bullet("", mark="Verify", code=verify)])
+    terminal.print_page([Bullets([finding], "findings")], Console(file=out, width=60))
+    assert out.getvalue().splitlines()[1:] == [
+        "  Verify:", "    harness run scenarios/first-look.yaml \\", "      --url http://127.0.0.1:8000 --repeats 5"
+    ]  # fmt: skip
