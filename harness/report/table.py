@@ -119,12 +119,11 @@ def _format_answers(line: TableLine, name: str, of: str) -> str:
 
 
 def format_errors(numbers: Numbers) -> str:
-    """ "2 of 25, 1 unfinished", or "0"; nothing where nothing was sent"""
+    """ "2 of 25 (1 cut)", or "0"; nothing where nothing was sent"""
     if not numbers.sent:
         return units.NOTHING
-    parts = [f"{numbers.failed:,} of {numbers.sent:,}"] if numbers.failed else []
-    parts += [f"{numbers.unfinished:,} unfinished"] if numbers.unfinished else []
-    return ", ".join(parts) or "0"
+    failed = f"{numbers.failed:,} of {numbers.sent:,}" if numbers.failed else "0"
+    return f"{failed} ({numbers.unfinished:,} cut)" if numbers.unfinished else failed
 
 
 def _format_speedup(line: TableLine) -> str:
@@ -267,8 +266,8 @@ _USER_COLUMNS = (
 _VERDICT_COLUMNS = (
     TableColumn(
         "errors", "Errors",
-        "Requests that failed, of all that were sent, and how many the end of the load cut: these are no part of the "
-        "error rate. They count here and never in a latency.",
+        "Requests that failed, of all that were sent: they count here and never in a latency. Cut: in flight when the load "
+        "ended, as planned; these are no errors.",
         "errors = failed; error rate = failed ÷ sent", lambda line: format_errors(line.row.pooled), "latency",
     ),
     TableColumn(

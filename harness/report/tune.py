@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from harness.analysis.tune import Trial
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.summary import MARGIN, Reason, SameAnswers, Verdict, known_bounds, sentence
-from harness.base.units import NOTHING, count, duration, factor, short_percent
+from harness.base.units import NOTHING, count, duration, factor, figures, short_percent
 from harness.report import words
 from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
@@ -29,6 +29,14 @@ GOALS: dict[Goal, str] = {
     "goodput": "more requests a second that meet the SLOs",
     "users": "more users within the SLOs",
     "energy": "more output tokens per joule",
+}
+# What a change of the result is called: of what, where it is better, where it is worse.
+CHANGES: dict[Goal, tuple[str, str, str]] = {
+    "throughput": ("output tokens a second", "more", "fewer"),
+    "latency": ("mean end-to-end latency", "lower", "higher"),
+    "goodput": ("requests a second within the SLOs", "more", "fewer"),
+    "users": ("users within the SLOs", "more", "fewer"),
+    "energy": ("output tokens per joule", "more", "fewer"),
 }
 WHY = {"first": "reference", "again": "drift check", "setting": "promising"}
 
@@ -62,6 +70,7 @@ class TuneReport(Struct, frozen=True, kw_only=True):
     starts: int = 0  # of the search and of the proof
     blocks: int = 0  # of the proof
     reference: dict[str, Any] = {}  # settings of the reference, if the default did not start
+    defaults: dict[str, Any] = {}  # by setting its value in the default, where it is known
     verdicts: list[Verdict] = []  # of the proof
     sides: list[dict[str, Any]] = []  # settings of each of them
     same_answers: bool = False  # whether only settings are recommended that answer the same
@@ -95,32 +104,36 @@ def tune_question(report: TuneReport) -> str:
 
 def answer_line(report: TuneReport) -> str:
     """The answer in one line."""
-    settings, ratio = format_settings(report.settings), _ratio(report.ratio, report.low, report.high)
+    gain = gain_text(report, report.ratio, report.low, report.high)
     proven = list(zip(report.sides, report.verdicts, report.answers, strict=False))  # with --same-answers
     faster = [one for one in proven if one[1].word == "faster"]
     worse = [one for one in faster if one[2] is not None and one[2].word == "worse"]
     if report.verdict == "set":
         answers = [f"; {answers_text(one)}" for side, _, one in proven if side == report.settings]
-        return f"set this: {settings}: {ratio or 'the default gave no result'}{''.join(answers)}"
+        found = f"{gain}, proven on new prompts" if gain else "the default gave no result"
+        return f"Set {settings_to_set(report)}: {found}{''.join(answers)}"
     if report.verdict == "keep" and worse:
         side, verdict, found = max(worse, key=lambda one: one[1].ratio or 0.0)
-        ratio = _ratio(verdict.ratio, verdict.low, verdict.high)
-        return f"keep the default: {format_settings(side)} brings {ratio}, but {answers_text(found)}"
+        gain = gain_text(report, verdict.ratio, verdict.low, verdict.high)
+        return f"Keep the default: {format_settings(side)} brings {gain}, but {answers_text(found)}"
     if report.verdict == "keep":
         tried = len({msgspec.json.encode(start.settings) for start in report.trials}) - 1
-        best, margin = f"; the best of them: {ratio}" if ratio else "", short_percent(MARGIN).replace(" ", "\u00a0")
-        return f"keep the default: {count(max(0, tried), 'other setting')} tried, none brings {margin} more{best}"
+        best, margin = f"; the best of them: {gain}" if gain else "", short_percent(MARGIN).replace(" ", "\u00a0")
+        others = count(max(0, tried), "other setting")
+        return f"Keep the default: {others} tried, none brings {margin} {' '.join(CHANGES[report.goal][1::-1])}{best}"
     if any(reason.code == "nothing_started" for reason in report.reasons):
-        return "inconclusive: no settings gave a result"
+        return "No answer: no settings gave a result"
     if report.verdict == "inconclusive" and not report.sides and not report.settings:
         more = f"; {duration(report.more_s)} more would try some" if report.more_s else ""
-        return f"inconclusive: no other settings gave a result{more}"
+        return f"No answer: no other settings gave a result{more}"
     if report.verdict == "inconclusive":
+        settings = f"set {settings_to_set(report)}" if report.settings else "the default"
         seen = [start.ratio for start in report.trials if report.spell(start.settings) == report.settings]
         known = max((one for one in seen if one is not None), default=None)
-        ratio = ratio or ("not proven" if known is None else f"{_ratio(known, None, None)} in the search, not proven")
+        if not gain and known is not None:
+            gain = f"{gain_text(report, known)} in the search"
         if undecided := [one for side, _, one in faster if side == report.settings]:
-            return f"inconclusive: {settings}: {ratio}; {answers_text(undecided[0])}"
+            return f"Not proven: {settings}: {gain}; {answers_text(undecided[0])}"
         repeats = "" if report.needed is None else count(report.needed, "repeat")
         minutes = "" if report.more_s is None else f"{duration(report.more_s)} more"
         settle = f"{', '.join(filter(None, [repeats, minutes])) or 'a longer proof'} would settle it"
@@ -128,9 +141,9 @@ def answer_line(report: TuneReport) -> str:
             settle = "the proof is INVALID"
         if any(reason.code == "proof_missing" for reason in report.reasons):
             settle = "the records of the proof are missing"
-        return f"inconclusive: {settings}: {ratio}; {settle}"
+        return f"Not proven: {settings}: {'; '.join(filter(None, [gain, settle]))}"
     part = "search" if report.ended is None else "proof"
-    return f"no answer: the {part} has not ended; `{resume_command(Path(report.folder))}` goes on"
+    return f"No answer yet: the {part} has not ended; `{resume_command(Path(report.folder))}` goes on"
 
 
 def answers_text(found: SameAnswers | None) -> str:
@@ -140,6 +153,43 @@ def answers_text(found: SameAnswers | None) -> str:
     words = {"same": "it answers the same", "worse": "it answers worse"}
     why = "" if found.reason is None else f" ({sentence(found.reason)})"
     return f"{words.get(found.word, 'whether it answers the same is inconclusive')}: {points_text(found)}{why}"
+
+
+def settings_to_set(report: TuneReport) -> str:
+    """The settings of the answer with their old values: "max_num_seqs to 18 (was 4) and block_size to 32"."""
+    parts = [
+        f"{name} to {words.format_setting(value)}"
+        + (f" (was {words.format_setting(report.defaults[name])})" if name in report.defaults else "")
+        for name, value in report.settings.items()
+    ]
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def gain_text(report: TuneReport, ratio: float | None, low: float | None = None, high: float | None = None) -> str:
+    """A ratio to the reference as a change of the metric: "41 % more output tokens a second (38 to 44 %)"."""
+    if ratio is None:
+        return ""
+    bounds = [bound for bound in known_bounds(ratio, low, high) if bound is not None]
+    digits = 3 if len({_change(report.goal, bound, 2) for bound in bounds}) < len(bounds) else 2
+    amount, word = _change(report.goal, ratio, digits)
+    ends = [_change(report.goal, bound, digits) for bound in bounds]
+    if len(ends) == 2 and ends[0][1] == ends[1][1]:  # 38 to 44 %
+        interval = f" ({ends[0][0].rpartition(' ')[0]} to {ends[1][0]})"
+    else:
+        side = "" if len(ends) == 2 else "at least " if bounds == [low] else "at most "
+        texts = [" ".join(end).removesuffix(" the") for end in ends]
+        interval = f" ({side}{' to '.join(texts)})" if ends else ""
+    against = f", compared with {format_settings(report.reference)}" if report.reference else ""
+    return f"{amount} {word} {CHANGES[report.goal][0]}{interval}{against}"
+
+
+def _change(goal: Goal, ratio: float, digits: int) -> tuple[str, str]:
+    """The amount and the direction of a change: ("41 %", "more"), ("4.17 times", "the")."""
+    _, better, worse = CHANGES[goal]
+    if goal != "latency" and ratio >= 2:
+        return f"{factor(ratio)} times", "the"
+    share = 1 / ratio - 1 if goal == "latency" else ratio - 1
+    return f"{figures(100 * abs(share), digits)} %", better if ratio >= 1 else worse
 
 
 def _ratio(ratio: float | None, low: float | None, high: float | None) -> str:

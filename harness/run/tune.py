@@ -366,7 +366,7 @@ class TuneSearch:
         self.write()
         of_reference = "" if start.ratio is None else " the reference"
         of_reference += "" if start.reason is None else f": {sentence(start.reason)}"
-        self.running.progress.line(f"  {result_text(start)}{of_reference}{', kept' if start.kept else ''}")
+        self.running.progress.line(f"  {result_text(start)}{of_reference}{', the best so far' if start.kept else ''}")
 
 
 def search_of(manifest: Run, report: TuneReport, advised: Sequence[Mapping[str, Any]] = ()) -> Search:
@@ -421,7 +421,8 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
             resume(runs / report.proof, progress, experiment.target, max(0.0, left_s), max_repeats=blocks)
         report = read_tune(folder) or report
     block_s = 0.0 if proof is None else proof.block_s
-    return finish(folder, report, sides, runs, began_s, blocks, block_s)
+    defaults = report.spell({setting.name: setting.default for setting in search.settings})
+    return finish(folder, replace(report, defaults=defaults), sides, runs, began_s, blocks, block_s)
 
 
 def proof_scenario(

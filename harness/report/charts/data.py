@@ -14,6 +14,7 @@ from harness.analysis.latencies import latency_sample
 from harness.analysis.slo_rule import LatencySample, kaplan_meier
 from harness.analysis.summarize import has_only_summary
 from harness.base.metrics import LIVE
+from harness.records.records import CUT
 from harness.records.run_data import CellData, RunData, load
 from harness.records.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
 from harness.records.table import FINE_S, MAX_FINE, Rows
@@ -148,9 +149,11 @@ def _with_known_times(cell: CellData, rows: Rows) -> Rows:
 
 
 def drawn_rows(cell: CellData) -> Rows:
-    """The counted requests that are drawn: those that the user left are neither good nor failed."""
+    """The counted requests that are drawn. Those that the end of the load or their user cut have not failed, and how
+    long they would have taken is not known.
+    """
     rows = _with_known_times(cell, cell.counted)
-    return rows.where(~rows.error.is_in("abandoned"))
+    return rows.where(~rows.error.is_in(*CUT))
 
 
 def _zero_s(known: Rows) -> float:
@@ -216,7 +219,7 @@ def _timeline(name: str, cell: CellData, known: Rows, server: ServerSamples, mac
         first, last = max(low, part.first), min(high, part.first + len(part.counts))
         tokens[first - low : max(first, last) - low] += part.counts[first - part.first : max(first, last) - part.first]
     failed = drawn_rows(cell)
-    failed = failed.where(~failed.good & ~failed.error.is_in("unfinished"))
+    failed = failed.where(~failed.good)
     failed_s = failed.sent_s + failed.ended_s - axis_s - zero
     kinds = {kind: failed_s[failed.error.is_in(kind)] for kind in failed.error.counts()}
     return Timeline(

@@ -196,11 +196,12 @@ def test_single_requests_show_failures(folder: Path, run: Run) -> None:
     assert chart.body[0][:5] == ["open", "sequential", "60", "60", "6"]
 
 
-def test_an_abandoned_request_is_no_failure_and_vectors_have_no_tokens_to_miss(tmp_path: Path) -> None:
+def test_a_cut_request_is_no_failure_and_vectors_have_no_tokens_to_miss(tmp_path: Path) -> None:
     records = [
         made_runs.request(id="q0", index=0),
         made_runs.request(id="q1", index=1, error="abandoned", output_tokens=None, message="the user left after 3 s"),
         made_runs.request(id="q2", index=2, error="timeout", output_tokens=None),
+        made_runs.request(id="q4", index=4, error="unfinished", output_tokens=None, finish=None),
         made_runs.request(id="q3", index=3, chunks_s=[], first_visible_s=None, output_tokens=None, vectors=1),
     ]
     one_cell(tmp_path / "run", records, max_error_rate=1.0)

@@ -186,7 +186,7 @@ def test_probes_that_the_load_generator_limited_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("failed", "unfinished", "text"),
-    [(0, 0, "0"), (2, 0, "2 of 25"), (0, 7, "7 unfinished"), (2, 7, "2 of 25, 7 unfinished")],
+    [(0, 0, "0"), (2, 0, "2 of 25"), (0, 7, "0 (7 cut)"), (2, 7, "2 of 25 (7 cut)")],
 )
 def test_what_did_not_finish_is_no_error(failed: int, unfinished: int, text: str) -> None:
     of = replace(numbers(1.0, MANY, failed), unfinished=unfinished, succeeded=25 - failed - unfinished)

@@ -35,7 +35,17 @@ from harness.failures.table import rules
 from harness.report import html, markdown, terminal
 from harness.report.elements import Chart, Grid, Paragraph
 from harness.report.page import shown_summary
-from harness.report.tune import TuneReport, answer_line, history, read_tune, result_text, tune_page, write_tune
+from harness.report.tune import (
+    Goal,
+    TuneReport,
+    answer_line,
+    gain_text,
+    history,
+    read_tune,
+    result_text,
+    tune_page,
+    write_tune,
+)
 from harness.report.tune_results import (
     QUESTIONS,
     proof_rooms,
@@ -263,27 +273,49 @@ FOUND = replace(
 
 
 def test_the_first_line_is_the_answer() -> None:
-    assert answer_line(FOUND) == "set this: max_num_seqs 5: 1.42x (1.35 to 1.49)"
+    gain = "42 % more output tokens a second (35 to 49 %)"
+    assert answer_line(FOUND) == f"Set max_num_seqs to 5: {gain}, proven on new prompts"
+    two = replace(FOUND, settings={"max_num_seqs": 5, "enforce_eager": True, "x": 1}, defaults={"max_num_seqs": 4})
+    assert answer_line(two).startswith("Set max_num_seqs to 5 (was 4), enforce_eager to true and x to 1: 42 %")
     kept = replace(FOUND, verdict="keep", settings={}, ratio=1.004, low=0.99, high=1.018)
-    assert answer_line(kept).startswith("keep the default: 2 other settings tried")
+    assert answer_line(kept).startswith("Keep the default: 2 other settings tried, none brings 2\u00a0% more output")
+    assert answer_line(kept).endswith("0.4 % more output tokens a second (1 % fewer to 1.8 % more)")
     unsure = replace(FOUND, verdict="inconclusive", needed=8)
-    assert answer_line(unsure) == "inconclusive: max_num_seqs 5: 1.42x (1.35 to 1.49); 8 repeats would settle it"
+    assert answer_line(unsure) == f"Not proven: set max_num_seqs to 5: {gain}; 8 repeats would settle it"
     invalid = replace(unsure, needed=None, reasons=[because("proof_invalid", "x")])
-    assert answer_line(invalid) == "inconclusive: max_num_seqs 5: 1.42x (1.35 to 1.49); the proof is INVALID"
+    assert answer_line(invalid) == f"Not proven: set max_num_seqs to 5: {gain}; the proof is INVALID"
     missing = replace(unsure, ratio=None, needed=None, reasons=[because("proof_missing", "x")])
-    assert answer_line(missing).endswith("1.40x in the search, not proven; the records of the proof are missing")
+    assert answer_line(missing).endswith(
+        "40 % more output tokens a second in the search; the records of the proof are missing"
+    )
     only = replace(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
-    assert answer_line(only) == "set this: gpu_memory_utilization 0.75: the default gave no result"
+    assert answer_line(only) == "Set gpu_memory_utilization to 0.75: the default gave no result"
     none = TuneReport(budget_s=1, verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
-    assert answer_line(none) == "inconclusive: no settings gave a result"
+    assert answer_line(none) == "No answer: no settings gave a result"
+
+
+@pytest.mark.parametrize(
+    ("goal", "ratio", "low", "high", "text"),
+    [
+        ("throughput", 1.37, 1.368, 1.373, "37 % more output tokens a second (36.8 to 37.3 %)"),
+        ("throughput", 4.17, 4.16, 4.19, "4.17 times the output tokens a second (4.16 to 4.19 times)"),
+        ("throughput", 1.98, 1.9, 2.06, "98 % more output tokens a second (90 % more to 2.06 times)"),
+        ("goodput", 0.97, 0.93, None, "3 % fewer requests a second within the SLOs (at least 7 % fewer)"),
+        ("users", 1.5, None, None, "50 % more users within the SLOs"),
+        ("latency", 1.25, 1.2, 1.3, "20 % lower mean end-to-end latency (17 to 23 %)"),
+        ("energy", None, None, None, ""),
+    ],
+)
+def test_a_gain_is_a_change_of_the_metric(goal: Goal, ratio: float, low: float, high: float, text: str) -> None:
+    assert gain_text(replace(REPORT, goal=goal), ratio, low, high) == text
 
 
 def test_a_search_without_an_answer_says_what_has_not_ended() -> None:
     begun = replace(FOUND, verdict=None)
     command = "`harness tune --resume 'my runs/r'` goes on"
-    assert answer_line(begun) == f"no answer: the search has not ended; {command}"
+    assert answer_line(begun) == f"No answer yet: the search has not ended; {command}"
     ended = replace(begun, ended=because("tune_patience", "x"))
-    assert answer_line(ended) == f"no answer: the proof has not ended; {command}"
+    assert answer_line(ended) == f"No answer yet: the proof has not ended; {command}"
 
 
 def test_the_exit_code_says_how_the_settings_failed() -> None:
@@ -351,10 +383,10 @@ def test_the_answer_says_whether_settings_answer_the_same() -> None:
     same, worse = compared("same", 0.001), compared("worse", -0.08)
     faster = replace(verdict(1.42, 1.35, 1.49), word="faster")
     found = replace(FOUND, same_answers=True, answers=[same], verdicts=[faster])
-    points = "+0.1 points (-0.9 to +1.1)"
-    assert answer_line(found) == f"set this: max_num_seqs 5: 1.42x (1.35 to 1.49); it answers the same: {points}"
+    points, gain = "+0.1 points (-0.9 to +1.1)", "42 % more output tokens a second (35 to 49 %)"
+    assert answer_line(found) == f"Set max_num_seqs to 5: {gain}, proven on new prompts; it answers the same: {points}"
     kept = replace(found, verdict="keep", settings={}, ratio=None, low=None, high=None, answers=[worse])
-    assert answer_line(kept).endswith("brings 1.42x (1.35 to 1.49), but it answers worse: -8.0 points (-9.0 to -7.0)")
+    assert answer_line(kept).endswith(f"brings {gain}, but it answers worse: -8.0 points (-9.0 to -7.0)")
     unsure = replace(found, verdict="inconclusive", answers=[compared("inconclusive", -0.03)])
     assert "whether it answers the same is inconclusive: -3.0 points" in answer_line(unsure)
     assert answer_line(replace(unsure, answers=[None])).endswith("whether it answers the same is not known")
@@ -428,7 +460,8 @@ def test_delays_of_the_load_generator_widen_the_answer_in_their_direction() -> N
 def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that_is_missing() -> None:
     cut = replace(FOUND, verdict="inconclusive", ratio=None, low=None, high=None, sides=[], verdicts=[], more_s=1140.0)
     assert answer_line(cut) == (
-        "inconclusive: max_num_seqs 5: 1.40x in the search, not proven; 19 min 0 s more would settle it"
+        "Not proven: set max_num_seqs to 5: 40 % more output tokens a second in the search; "
+        "19 min 0 s more would settle it"
     )
     assert "command: `harness tune --resume 'my runs/r' --budget 83min`" in markdown.render(tune_page(cut))
     assert "--budget 83min" in markdown.render(tune_page(replace(cut, spent_s=3600.0)))
@@ -478,8 +511,8 @@ def test_a_stored_answer_without_the_records_of_its_proof_is_not_printed(
     report = read_answered(folder)
     assert report is not None and (report.verdict, report.ratio, report.paste) == ("inconclusive", None, {})
     assert [reason.code for reason in report.reasons] == codes
-    assert answer_line(report).startswith("inconclusive: max_num_seqs ") and "9.0" not in answer_line(report)
-    assert "1.40x in the search, not proven" in answer_line(report), "what it saw"
+    assert answer_line(report).startswith("Not proven: set max_num_seqs to ") and "9.0" not in answer_line(report)
+    assert "40 % more output tokens a second in the search" in answer_line(report), "what it saw"
     with pytest.raises(Exit) as ended:
         exit_after_tune(report)
     assert ended.value.exit_code == 5
@@ -544,11 +577,12 @@ def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
     assert (axis["tickvals"], axis["ticktext"]) == ([1, 2, 3, 4], ["1", "2", "3", "proof"])
     shown = html.render_page(page, "Tune", ["tune"])
     assert "on fresh requests: `harness report 'my runs/p'`" in markdown.render(page), "with its folder, and the space"
-    assert "memory: x" in shown and "set this: max_num_seqs 5" in markdown.render(page).replace("\\", "")
+    assert "memory: x" in shown and "Set max_num_seqs to 5" in markdown.render(page).replace("\\", "")
     assert isinstance(page[0], Paragraph) and page[0].style == "lead"
     printed, command = io.StringIO(), "llama-server " + "--flag 1 " * 20 + "--last"
     terminal.print_page(tune_page(replace(FOUND, paste={"command": command})), Console(file=printed, width=80))
-    assert command in printed.getvalue().splitlines(), "it can be pasted"
+    pasted = " ".join(printed.getvalue().replace("\\\n", " ").split())
+    assert command in pasted, "a shell takes it as one command"
     many = {f"a_setting_of_this_engine_{number}": 100_000 for number in range(5)}
     terminal.print_page([history(replace(FOUND, sides=[many]))], Console(file=(narrow := io.StringIO()), width=80))
     lines = narrow.getvalue().splitlines()
