@@ -266,8 +266,8 @@ _USER_COLUMNS = (
 _VERDICT_COLUMNS = (
     TableColumn(
         "errors", "Errors",
-        "Requests that failed, of all that were sent: they count here and never in a latency. Cut: in flight when the load "
-        "ended, as planned; these are no errors.",
+        "Requests that failed, of all that were sent: they count here and never in a latency. Cut: in flight when the "
+        "load ended, as planned; these are no errors.",
         "errors = failed; error rate = failed ÷ sent", lambda line: format_errors(line.row.pooled), "latency",
     ),
     TableColumn(

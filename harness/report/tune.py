@@ -110,8 +110,8 @@ def answer_line(report: TuneReport) -> str:
     worse = [one for one in faster if one[2] is not None and one[2].word == "worse"]
     if report.verdict == "set":
         answers = [f"; {answers_text(one)}" for side, _, one in proven if side == report.settings]
-        found = f"{gain}, proven on new prompts" if gain else "the default gave no result"
-        return f"Set {settings_to_set(report)}: {found}{''.join(answers)}"
+        why = f"{gain}, proven on new prompts" if gain else "the default gave no result"
+        return f"Set {settings_to_set(report)}: {why}{''.join(answers)}"
     if report.verdict == "keep" and worse:
         side, verdict, found = max(worse, key=lambda one: one[1].ratio or 0.0)
         gain = gain_text(report, verdict.ratio, verdict.low, verdict.high)
