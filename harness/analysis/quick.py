@@ -1,19 +1,22 @@
 """The numbers of `harness quick`: what one, four and eight users at once get, from however few requests there are."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.analysis import derive
-from harness.analysis.latencies import token_shares_between
+from harness.analysis.latencies import latency_sample, token_shares_between
 from harness.analysis.numbers import compute_numbers
 from harness.analysis.prefill import prefill_tok_s
-from harness.analysis.summarize import Summarized
-from harness.base.summary import NEEDED, Distribution, RunFinding, Summary, median_of_known, sentence
-from harness.records.records import CUT
-from harness.records.run_data import CellData
+from harness.analysis.slo_rule import percentiles
+from harness.base.summary import RunFinding, Summary, median_of_known, sentence
+from harness.records import run_data
+from harness.records.records import CUT, OBSERVED
+from harness.records.run_data import CellData, RunData
 from harness.records.table import Floats, Rows
 from harness.scenario.plan import load_of_stage
 
@@ -22,17 +25,17 @@ NOTES = ("text_unread", "first_token_blank", "reasoning_hidden", "prefill_above_
 
 
 class QuickLevel(Struct, frozen=True, kw_only=True):
-    """What so many users got: medians, of few requests means, as in the run's table. None: unknown."""
+    """What so many users got in the time of their level. None: unknown."""
 
     users: int
     answers: int  # that are complete
     cut: int  # requests that the end of the time cut
     failed: int
-    tok_s: float | None  # output tokens a second of all users together
-    user_tok_s: float | None  # output tokens a second of one user after the first token, 1 / TPOT
+    tok_s: float | None  # output tokens a second of all users together, the wait for first tokens included
+    user_tok_s: float | None  # output tokens a second of one user after the first token
     answer_tok_s: float | None  # output tokens of an answer / its E2E latency
     prefill_tok_s: float | None  # uncached prompt tokens / TTFT; None where requests waited for others
-    ttft_ms: float | None
+    ttft_ms: float | None  # the median, of however few requests
     reasons: bool  # whether the model reasons before it answers
     visible_ms: float | None  # TTFO of such answers; None also where no text was visible
 
@@ -62,16 +65,21 @@ class QuickReport(Struct, frozen=True, kw_only=True):
     next: dict[str, str]  # commands, each with what it answers
 
 
-def quick_levels(made: Summarized) -> list[QuickLevel]:
-    """Return the levels of a run whose load has stages, in their order, with the numbers of its table: there TTFT is
-    the median of each level, or the mean of each.
+def read_levels(folder: Path, summary: Summary) -> list[QuickLevel]:
+    """Return the levels of a run of `harness quick`; none for another run, or without its records. Raises HarnessError
+    for damaged ones.
     """
-    planned = {name: cell for name, cell in made.data.planned.items() if name in made.data.cells and cell.repeat == 1}
-    known = {name: made.data.cells[name] for name, cell in planned.items() if load_of_stage(cell.load)}
-    samples = [compute_numbers([cell]).ttft for cell in known.values()]
-    is_few = any(sample.n and sample.known < NEEDED["p50"] for sample in samples)
-    users = {name: made.data.run.scenario.loads[planned[name].load].users for name in known}
-    return [level_of(users[name], cell, is_few=is_few) for name, cell in known.items()]
+    is_quick = summary.scenario == NAME and (folder / "requests.jsonl").exists()
+    return quick_levels(run_data.load(folder), summary) if is_quick else []
+
+
+def quick_levels(data: RunData, summary: Summary) -> list[QuickLevel]:
+    """Return the levels of a run whose load has stages, in their order. `summary`: of the run."""
+    planned = {name: cell for name, cell in data.planned.items() if name in data.cells and cell.repeat == 1}
+    users = {name: data.run.scenario.loads[cell.load].users for name, cell in planned.items()}
+    levels = [level_of(users[name], data.cells[name]) for name, cell in planned.items() if load_of_stage(cell.load)]
+    is_above = any(note.code == "prefill_above_hardware" for note in summary.notes)  # then prefill is not given
+    return [replace(level, prefill_tok_s=None) for level in levels] if is_above else levels
 
 
 def quick_notes(summary: Summary) -> list[str]:
@@ -81,14 +89,12 @@ def quick_notes(summary: Summary) -> list[str]:
     ]
 
 
-def level_of(users: int, cell: CellData, *, is_few: bool) -> QuickLevel:
-    """Return the numbers of a cell. `is_few`: the TTFT is a mean, because a level has too few for a median."""
+def level_of(users: int, cell: CellData) -> QuickLevel:
+    """Return the numbers of a cell."""
     rows = cell.counted
     good, started = rows.where(rows.good), rows.where(rows.good | rows.error.is_in(*CUT))
     numbers = compute_numbers([cell])
-    tpot_s = _usual(numbers.tpot) or _median(_seconds_per_token(good)) or _median(_seconds_per_token(started))
-    ttft_s = _usual(numbers.ttft, is_few)
-    ttfo_s = good.first_visible_s
+    ttft_s, ttfo_s = _median_ttft_s(cell), good.first_visible_s
     late = ttfo_s > good.first_chunk_s
     is_whole = numbers.bundle is not None and numbers.bundle.pieces <= 1  # its first token comes with its last
     cut = int(rows.error.is_in(*CUT).sum())
@@ -98,7 +104,7 @@ def level_of(users: int, cell: CellData, *, is_few: bool) -> QuickLevel:
         cut=cut,
         failed=len(rows) - len(good) - cut,
         tok_s=_all_tok_s(cell),
-        user_tok_s=None if tpot_s is None else 1 / tpot_s,
+        user_tok_s=_user_tok_s(cell, good) or _user_tok_s(cell, started),
         answer_tok_s=numbers.answer_tok_s,
         prefill_tok_s=prefill_tok_s([cell], planned=True) if ttft_s else None,
         ttft_ms=None if is_whole else _milliseconds(ttft_s),
@@ -107,11 +113,29 @@ def level_of(users: int, cell: CellData, *, is_few: bool) -> QuickLevel:
     )
 
 
-def _usual(sample: Distribution, is_few: bool = False) -> float | None:
-    """The median, of few requests the mean. None: no request has it, or the end cut most of them before it."""
-    if not is_few and sample.known >= NEEDED["p50"]:
-        return sample.p50
-    return sample.mean if sample.n > sample.censored else None
+def _median_ttft_s(cell: CellData) -> float | None:
+    """The median TTFT, of however few requests. None: no request has it, or the end cut most of them before it."""
+    sample = latency_sample(cell, "ttft")
+    return percentiles([sample], [500])[0].value_s if len(sample.of_state(OBSERVED)) else None
+
+
+def _user_tok_s(cell: CellData, rows: Rows) -> float | None:
+    """Output tokens after the first ones / the time that they took, inside the window. An answer that outlives its
+    level shares the server with the users of the next one, and counts until then.
+    """
+    span_s = rows.last_chunk_s - rows.first_arrival_s
+    tokens = span_s / _seconds_per_token(rows)
+    if cell.window_s is not None:
+        until_s = cell.window_s[1] - rows.sent_s
+        places = np.flatnonzero(~np.isnan(tokens) & (rows.last_chunk_s > until_s))
+        for at, request in zip(places.tolist(), cell.fetch(rows.place[places].tolist()), strict=True):
+            later_s = np.array([chunk_s for chunk_s in request.chunks_s if chunk_s > rows.first_arrival_s[at]])
+            inside_s = later_s[later_s <= until_s[at]]
+            tokens[at] *= len(inside_s) / max(1, len(later_s))
+            span_s[at] = inside_s.max() - rows.first_arrival_s[at] if len(inside_s) else 0.0
+    known = ~np.isnan(tokens)
+    total_s = float(span_s[known].sum())
+    return float(tokens[known].sum()) / total_s if total_s > 0 else None
 
 
 def counts_tokens(cells: Sequence[CellData]) -> bool:

@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.analysis.compare import refuse_invalid
+from harness.analysis.quick import read_levels
 from harness.analysis.summarize import read_summary, summarize
 from harness.analysis.verdicts import is_client_limited, is_paced, metric_values, work_metric
 from harness.base import units
@@ -331,7 +332,7 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
     files = {
         "run.json": pretty_json(run),
         "summary.json": pretty_json(summary),
-        "report.md": render(run_page(summary, run)).encode(),
+        "report.md": render(run_page(summary, run, levels=read_levels(folder, summary))).encode(),
     }
     target.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 
 from harness.analysis.capacity import CapacityReport, read_capacity
 from harness.analysis.comparable import server_differences
+from harness.analysis.quick import QuickLevel, read_levels
 from harness.analysis.summarize import Summarized
 from harness.base import units
 from harness.base.metrics import LIVE
@@ -32,6 +34,7 @@ from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.elements import LIMITED, Chart, Element, Fold, Grid, with_names
+from harness.report.quick import levels_grid
 from harness.report.trust import same_answers_page, trust_charts, trust_tables
 from harness.report.tune import TuneReport, tune_chart, tune_elements
 from harness.report.tune_results import read_answered
@@ -124,7 +127,7 @@ def render_run(folder: Path, run: Run, summary: Summary, summarized: Summarized 
     are read for them. Raises HarnessError.
     """
     data = read_chart_data(folder) if summarized is None else chart_data(summarized.data)
-    return render(summary, run, data, read_capacity(folder), read_answered(folder))
+    return render(summary, run, data, read_capacity(folder), read_answered(folder), read_levels(folder, summary))
 
 
 def render(
@@ -133,8 +136,11 @@ def render(
     data: ChartData,
     capacity: CapacityReport | None = None,
     tune: TuneReport | None = None,
+    levels: Sequence[QuickLevel] = (),
 ) -> str:
-    """Return the page. `capacity`: the result of a capacity search. `tune`: of a search of settings."""
+    """Return the page. `capacity`: the result of a capacity search. `tune`: of a search of settings. `levels`: of a
+    quick run.
+    """
     summary = page.shown_summary(summary, tune)
     bounds, named = figures.slo_bounds(summary), partial(with_names, names=page.load_names(run, tune))
     answers, others = (
@@ -148,7 +154,8 @@ def render(
     events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
     loads = sentences.load_descriptions(run)
     results = table.results_table(summary, run, loads if len(summary.rows) <= _FEW else {})
-    shown_tiles = tiles(summary) if is_sure and tune is None else []
+    results = levels_grid(levels) if levels else results
+    shown_tiles = (quick_tiles(levels) if levels else tiles(summary, run)) if is_sure and tune is None else []
     numbers = itertools.chain(*results.rows, (value for _, value, _ in shown_tiles))
     details = [
         *trust_tables(summary), *table.time_table(summary), *table.schedule_table(summary, run)
@@ -159,7 +166,7 @@ def render(
         {line.cell: timeline_figure(line, events[line.cell]) for line in data.timelines},
         summary=summary,
         run=run,
-        answer=named(page.answer(summary, run, capacity, tune)),
+        answer=named(page.answer(summary, run, capacity, tune, levels)),
         tiles=named(shown_tiles),
         state=named([*page.state(summary, run, numbers), *([] if tune is None else tune_elements(tune))]),
         findings=named(page.findings(summary)),
@@ -208,18 +215,50 @@ def _charts(summary: Summary, data: ChartData) -> list[Chart]:
     return [*distributions, figures.request_chart(summary, data)]
 
 
-def tiles(summary: Summary) -> list[tuple[str, str, str]]:
-    """The three numbers that a reader looks for first: title, value with unit, and where it was measured."""
+def tiles(summary: Summary, run: Run) -> list[tuple[str, str, str]]:
+    """The three numbers that a reader looks for first: title, value with unit, and the row that has it.
+
+    What one user gets is all of one row, the fastest of those with the fewest requests in flight. What all get together
+    is of the row that has the most.
+    """
     rows = [row for row in summary.rows if row.failed is None and row.invalid is None]
-    names, found = sentences.short_row_names(rows), []
-    for title, unit, field, of in _TILES:
-        known = [(value, row) for row in rows if (value := of(row))]
-        if known:
-            value, row = (min if unit == "ms" else max)(known, key=lambda each: each[0])
-            limited = LIMITED if field in row.client_limited else ""
-            best = f", the best of {len(known)}" if len(known) > 1 else ""
-            found.append((title, f"{units.figures(value)}{limited} {unit}", f"{names.get(row.name, row.name)}{best}"))
+    levels = {row.name: sentences.in_flight(row, run) for row in rows}
+    fewest = min((level for level in levels.values() if level is not None), default=None)
+    lowest = [row for row in rows if levels[row.name] == fewest]
+    one, names, found = min(lowest, key=_time_s, default=None), sentences.short_row_names(rows), []
+    for title, unit, field, is_of_one, of in _TILES:
+        known = [(value, row) for row in rows if (row is one or not is_of_one) and (value := of(row))]
+        if not known:
+            continue
+        value, row = max(known, key=lambda each: each[0])
+        number, level = len(lowest if is_of_one else known), levels[row.name]
+        if title == "One user gets" and fewest != 1:
+            title = "Each user gets" if fewest is None else f"Each of {fewest:,} gets"
+        if title == "All together" and level is not None and level > 1 and len(rows) > 1:
+            title = f"{level:,} together"
+        limited, best = LIMITED if field in row.client_limited else "", f", the best of {number}" if number > 1 else ""
+        found.append((title, f"{units.figures(value)}{limited} {unit}", f"{names.get(row.name, row.name)}{best}"))
     return found[:_SHOWN_TILES]
+
+
+def _time_s(row: Row) -> float:
+    """What a user waits for: the time of a token, else of an answer."""
+    return _middle(row.pooled.tpot) or _middle(row.pooled.e2e) or math.inf
+
+
+def quick_tiles(levels: Sequence[QuickLevel]) -> list[tuple[str, str, str]]:
+    """The three numbers of a quick run, as in its table."""
+    one, most = levels[0], max(levels, key=lambda level: level.tok_s or 0.0)
+    found = [
+        ("One user gets", one.user_tok_s or one.answer_tok_s, "tok/s", one),
+        (f"{units.count(most.users, 'user')} together", most.tok_s, "tok/s", most),
+        ("First token after", one.ttft_ms, "ms", one),
+    ]
+    return [
+        (title, f"{units.figures(value)} {unit}", units.count(level.users, "user"))
+        for title, value, unit, level in found
+        if value is not None
+    ]
 
 
 def fold_long(tables: Sequence[Grid]) -> list[Element]:
@@ -234,13 +273,14 @@ def _middle(sample: Distribution) -> float | None:
 
 _FEW = 8  # rows, each of which the main table describes
 _SHOWN_TILES = 3
-_TILES: tuple[tuple[str, str, str, Callable[[Row], float | None]], ...] = (  # title, unit, field of Numbers, value
-    ("One user gets", "tok/s", "tpot", lambda row: 1 / tpot_s if (tpot_s := _middle(row.pooled.tpot)) else None),
-    ("All together", "tok/s", "output_tok_s", lambda row: row.pooled.output_tok_s),
-    ("First token after", "ms", "ttft", lambda row: 1000 * (_middle(row.pooled.ttft) or 0.0)),
-    ("Prompt tokens", "tok/s", "input_tok_s", lambda row: row.pooled.input_tok_s),
-    ("Answer after", "ms", "e2e", lambda row: 1000 * (_middle(row.pooled.e2e) or 0.0)),
-    ("Requests", "a second", "requests_per_s", lambda row: row.pooled.requests_per_s),
+# Title, unit, field of Numbers, whether it is of one user, value.
+_TILES: tuple[tuple[str, str, str, bool, Callable[[Row], float | None]], ...] = (
+    ("One user gets", "tok/s", "tpot", True, lambda row: 1 / tpot_s if (tpot_s := _middle(row.pooled.tpot)) else None),
+    ("All together", "tok/s", "output_tok_s", False, lambda row: row.pooled.output_tok_s),
+    ("First token after", "ms", "ttft", True, lambda row: 1000 * (_middle(row.pooled.ttft) or 0.0)),
+    ("Prompt tokens", "tok/s", "input_tok_s", False, lambda row: row.pooled.input_tok_s),
+    ("Answer after", "ms", "e2e", True, lambda row: 1000 * (_middle(row.pooled.e2e) or 0.0)),
+    ("Requests", "a second", "requests_per_s", False, lambda row: row.pooled.requests_per_s),
 )  # fmt: skip
 
 

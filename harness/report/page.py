@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from harness.analysis.capacity import CapacityReport
+from harness.analysis.quick import QuickLevel, quick_notes
 from harness.base import units
 from harness.base.metrics import METRICS
 from harness.base.summary import (
@@ -23,6 +24,7 @@ from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid, with_names
+from harness.report.quick import lead, levels_grid
 from harness.report.table import machine_table, results_table, schedule_table, time_table
 from harness.report.trust import same_answers_page, trust_tables
 from harness.report.tune import TuneReport, answer_line, tune_elements, tune_question
@@ -40,17 +42,19 @@ def run_page(
     run: Run,
     capacity: CapacityReport | None = None,
     tune: TuneReport | None = None,
+    levels: Sequence[QuickLevel] = (),
     *,
     explain: bool = False,
 ) -> list[Element]:
     """The page of a run: the answer, the findings, the main table, the verdicts, and what else is known.
 
-    `capacity`: the result of a capacity search. `tune`: of a search of settings. `explain`: with the host metrics.
+    `capacity`: the result of a capacity search. `tune`: of a search of settings. `levels`: of a quick run. `explain`:
+    with the host metrics.
     """
     summary = shown_summary(summary, tune)
-    results = results_table(summary, run)
+    results = levels_grid(levels) if levels else results_table(summary, run)
     page = [
-        *answer(summary, run, capacity, tune),
+        *answer(summary, run, capacity, tune, levels),
         *state(summary, run, itertools.chain(*results.rows)),
         *([] if tune is None else tune_elements(tune)),
         *findings(summary),
@@ -89,11 +93,17 @@ def shown_summary(summary: Summary, tune: TuneReport | None) -> Summary:
 
 
 def answer(
-    summary: Summary, run: Run, capacity: CapacityReport | None = None, tune: TuneReport | None = None
+    summary: Summary,
+    run: Run,
+    capacity: CapacityReport | None = None,
+    tune: TuneReport | None = None,
+    levels: Sequence[QuickLevel] = (),
 ) -> list[Element]:
     """The question and its answer."""
     answers = [sentences.run_answer(summary, run)] if capacity is None else capacity_lines(capacity)
     answers = answers if tune is None else [answer_line(tune)]
+    if levels and summary.valid and run.status == "valid":
+        answers = [lead(levels, is_known=not quick_notes(summary))]
     return [
         Paragraph(summary.question if tune is None else tune_question(tune), "title"),
         *(Paragraph(line, "lead") for line in answers),

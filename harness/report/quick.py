@@ -1,14 +1,40 @@
 """The page of `harness quick`: one table, how near the hardware it is, the worst finding, and what to do next."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from harness.analysis.quick import QuickLevel, QuickReport
 from harness.base.units import NOTHING, count, figures
 from harness.report import words
-from harness.report.elements import Bullet, Bullets, Element, Paragraph, plain_grid
+from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
 from harness.report.sentences import finding_parts
 
-_HEAD = ("Users", "tok/s per user", "tok/s of all", "Prefill tok/s", "TTFT ms", "Answers")
+_COLUMNS = (
+    TableColumn("users", "Users", "Users at once, each with one request after the other.", group="name"),
+    TableColumn(
+        "user_rate", "tok/s per user",
+        'Output tokens a second that each user gets after the first token; "over E2E" where the text comes in too few '
+        "pieces: of the whole answer, its start included.",
+        "output tokens after the first ÷ time from the first to the last, inside the level", group="name",
+    ),
+    TableColumn(
+        "rate", "tok/s together",
+        "Output tokens a second of all users. It includes the wait for first tokens, so it is a little less than the "
+        "users' speeds together.",
+        "output tokens inside the level ÷ its seconds", group="name",
+    ),
+    TableColumn(
+        "prefill", "Prefill tok/s", "Prompt tokens a second until the first token, of requests that were alone.",
+        "mean uncached prompt tokens ÷ mean TTFT", group="name",
+    ),
+    TableColumn(
+        "ttft", "TTFT ms", "Time to the first token: the median of the level's requests, however few.",
+        "first chunk − request sent; 50th percentile", group="name",
+    ),
+    TableColumn(
+        "answers", "Answers", "Complete answers. Cut: in flight at the end, as planned; these are no failures.",
+        "successful requests", group="name",
+    ),
+)  # fmt: skip
 _SHARE_UNKNOWN = "Share of what the hardware allows: not known (it takes a known GPU, and the model's files here)."
 
 
@@ -17,10 +43,10 @@ def quick_page(report: QuickReport) -> list[Element]:
     server = f", {report.server}" if report.server else ""
     return [
         Paragraph(f"{report.model} at {report.url}{server}", "title"),
-        Paragraph(_lead(report), "lead"),
+        Paragraph(lead(report.users, is_known=not report.notes), "lead"),
         *([Paragraph(words.SIMULATED, "simulated")] if report.simulated else []),
         *_reasons(report),
-        plain_grid(_HEAD, [_cells(level) for level in report.users]),
+        levels_grid(report.users),
         Paragraph(_about(report), "fine"),
         *([Bullets([Bullet(text, "inconclusive") for text in report.notes])] if report.notes else []),
         Paragraph(report.share_sentence or _SHARE_UNKNOWN),
@@ -30,19 +56,21 @@ def quick_page(report: QuickReport) -> list[Element]:
     ]
 
 
-def _lead(report: QuickReport) -> str:
-    most = report.users[-1]
-    first = report.users[0] if report.users else None
-    if report.one_user_tok_s is None:
-        whole = None if first is None else first.answer_tok_s
-        if whole is None:
+def levels_grid(levels: Sequence[QuickLevel]) -> Grid:
+    """The table of a quick run, the same in its own page and in the run's."""
+    return Grid(id="results", columns=_COLUMNS, rows=[_cells(level) for level in levels])
+
+
+def lead(levels: Sequence[QuickLevel], *, is_known: bool) -> str:
+    """The answer. `is_known`: False where notes say that the times of tokens are not known."""
+    first, most = levels[0], levels[-1]
+    if first.user_tok_s is None:
+        if first.answer_tok_s is None:
             return "No speed: no answer came in pieces."
-        why = (
-            "the times of its tokens are not known" if report.notes else "it comes in too few pieces to time its tokens"
-        )
-        return f"{figures(whole)} tok/s for one user over the whole answer: {why}"
+        why = "it comes in too few pieces to time its tokens" if is_known else "the times of its tokens are not known"
+        return f"{figures(first.answer_tok_s)} tok/s for one user over the whole answer: {why}"
     together = "" if most.tok_s is None else f", {figures(most.tok_s)} tok/s for {most.users} users together"
-    return f"{figures(report.one_user_tok_s)} tok/s for one user{together}"
+    return f"{figures(first.user_tok_s)} tok/s for one user{together}"
 
 
 def _reasons(report: QuickReport) -> list[Element]:
@@ -72,7 +100,8 @@ def _about(report: QuickReport) -> str:
     reasons = f"; the model reasons first, {text}" if any(one.reasons for one in report.users) else ""
     asked = f"{prompt}answers of at most {report.answer_tokens} tokens{level}"
     prefill = "; prefill is that of one request at a time, since others make it wait" if report.prefill_tok_s else ""
-    return f"Medians, of few answers means; {asked}{counted}{reasons}{prefill}."
+    speeds = "Per user: after the first token. Together: the wait for first tokens included. TTFT: the median. "
+    return f"{speeds}{asked[:1].upper()}{asked[1:]}{counted}{reasons}{prefill}."
 
 
 def _finding(report: QuickReport) -> Iterator[Element]:

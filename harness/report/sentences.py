@@ -169,6 +169,13 @@ def _slo_answer(checks: Sequence[tuple[Check, CheckResult]], summary: Summary, r
     return f"Yes: {total} passed: {', '.join(result.check for result in results[:3])}{', ...' * (len(results) > 3)}."
 
 
+def in_flight(row: Row, run: Run) -> int | None:
+    """How many requests a row of a closed loop has in flight at most; None: that is not fixed, or not known."""
+    load = run.scenario.loads.get(row.load)
+    is_closed = load is not None and run.origin is None and load.trace is None and load.arrivals is None
+    return words.max_in_flight(load) if load is not None and is_closed and mix_of(row.load) is None else None
+
+
 def _levels_by_server(rows: Sequence[Row], run: Run) -> dict[str, list[tuple[float, str, Row]]]:
     """By server its rows as (level, level in words, row). Empty unless they differ in concurrency or rate alone."""
     curves: dict[str, list[tuple[float, str, Row]]] = {}

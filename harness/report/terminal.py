@@ -13,6 +13,7 @@ from rich.text import Text
 
 from harness.analysis.capacity import read_capacity
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
+from harness.analysis.quick import read_levels
 from harness.base.engines import engines
 from harness.base.summary import Summary, sentence
 from harness.base.units import NOTHING, count, factor
@@ -39,7 +40,9 @@ _TIME_UNITS = ((5400.0, 3600.0, "h"), (90.0, 60.0, "min"), (0.0, 1.0, "s"))  # f
 
 def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
     """Print the report of a run; `explain` adds what each column means."""
-    elements = run_page(summary, run, read_capacity(folder), read_answered(folder), explain=explain)
+    elements = run_page(
+        summary, run, read_capacity(folder), read_answered(folder), read_levels(folder, summary), explain=explain
+    )
     print_page(elements, console, explain=explain)
     console.print()
     page = folder / "report.html"

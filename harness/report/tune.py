@@ -195,8 +195,10 @@ def _change(goal: Goal, ratio: float, digits: int) -> tuple[str, str]:
 def _ratio(ratio: float | None, low: float | None, high: float | None) -> str:
     if ratio is None:
         return ""
-    interval = format_bounds(*known_bounds(ratio, low, high), factor)
-    return f"{factor(ratio)}x" + (f" ({interval})" if interval else "")
+    bounds = known_bounds(ratio, low, high)
+    decimals = 3 if None not in bounds and len({factor(bound) for bound in bounds if bound}) == 1 else 2
+    interval = format_bounds(*bounds, lambda bound: factor(bound, decimals))
+    return f"{factor(ratio, decimals)}x" + (f" ({interval})" if interval else "")
 
 
 def tune_elements(report: TuneReport) -> list[Element]:

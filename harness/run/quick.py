@@ -17,12 +17,12 @@ from msgspec.structs import replace
 
 from harness.advice.findings import with_findings
 from harness.advice.model import find_model, read_model
-from harness.analysis.quick import QuickLevel, QuickReport, counts_tokens, median_prompt, quick_levels, quick_notes
+from harness.analysis.quick import QuickReport, counts_tokens, median_prompt, quick_levels, quick_notes
 from harness.analysis.summarize import summarize_with_counts
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import SCENARIOS
 from harness.base.process import pause
-from harness.base.summary import Summary, sentence
+from harness.base.summary import sentence
 from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Run, Startup
@@ -327,7 +327,7 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
     made = with_findings(summarize_with_counts(folder))
     data, summary = made.data, made.summary
     load, ran = next(iter(data.run.scenario.loads.values())), next(iter(data.run.cells))
-    levels, cells = _without_impossible_prefill(quick_levels(made), summary), list(data.cells.values())
+    levels, cells = quick_levels(data, summary), list(data.cells.values())
     one, share = levels[0], next(iter(summary.hardware_shares), None)
     return QuickReport(
         run=str(folder),
@@ -351,12 +351,6 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
         notes=quick_notes(summary),
         next=next_commands(data.run, target.url, one.user_tok_s, options),
     )
-
-
-def _without_impossible_prefill(levels: list[QuickLevel], summary: Summary) -> list[QuickLevel]:
-    """Return the levels without prefill speeds that the summary does not give, as they are above the hardware's."""
-    is_above = any(note.code == "prefill_above_hardware" for note in summary.notes)
-    return [replace(level, prefill_tok_s=None) for level in levels] if is_above else levels
 
 
 def next_commands(run: Run, url: str, tok_s: float | None, options: Mapping[str, object]) -> dict[str, str]:

@@ -17,12 +17,13 @@ from harness.analysis.slo_rule import observed
 from harness.analysis.summarize import read_summary
 from harness.base.files import ROOT
 from harness.base.summary import NO_SAMPLE, because
-from harness.records.manifest import read_run, write_run
+from harness.records.manifest import Origin, read_run, write_run
 from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution_points, read_chart_data
 from harness.report.elements import Fold, plain_grid
 from harness.report.html import LIBRARY, fold_long, render, render_run, tiles
 from tests.support.report_runs import HOSTILE, write_report, write_run_directory
 from tests.unit.report.test_report_text import FEW, MANY, numbers, row
+from tests.unit.report.test_report_text import run as text_run
 from tests.unit.report.test_report_text import summary as text_summary
 
 
@@ -117,19 +118,29 @@ def test_tables_of_details_are_folded_where_they_are_long() -> None:
     assert shown is few and folded == Fold("Times", [long])
 
 
-def test_the_tiles_are_the_best_of_each_number() -> None:
+def test_what_one_user_gets_is_all_of_one_row() -> None:
     few = numbers(5.0, FEW)
-    assert tiles(replace(text_summary(), rows=[row("one", numbers(13.07, MANY))])) == [
+    assert tiles(replace(text_summary(), rows=[row("one", numbers(13.07, MANY))]), text_run()) == [
         ("One user gets", "20 tok/s", "one"),
         ("All together", "95.6 tok/s", "one"),
         ("First token after", "52.3 ms", "one"),
     ]
     one, ten = text_summary().rows
-    late = replace(text_summary(), rows=[one, replace(ten, client_limited=["output_tok_s"])])
-    assert tiles(late)[1] == ("All together", "299‡ tok/s", "ten, the best of 2")
+    quick_start = replace(ten, pooled=replace(ten.pooled, ttft=FEW, tpot=FEW), client_limited=["output_tok_s"])
+    assert tiles(replace(text_summary(), rows=[one, quick_start]), text_run()) == [
+        ("One user gets", "20 tok/s", "one"),
+        ("10 together", "299\u2021 tok/s", "ten, the best of 2"),
+        ("First token after", "52.3 ms", "one"),
+    ], "TTFT and speed of the row with ten at once are better, and are no answer"
+    assert [title for title, *_ in tiles(replace(text_summary(), rows=[ten]), text_run())][0] == "Each of 10 gets"
+    other = replace(one, server="other", pooled=replace(one.pooled, tpot=replace(MANY, p50=0.04)))
+    shown = tiles(replace(text_summary(), rows=[one, other]), text_run())
+    assert shown[0] == ("One user gets", "25 tok/s", "other, the best of 2") and shown[2][2] == shown[0][2]
     vectors = replace(few, output_tok_s=None, ttft=NO_SAMPLE, tpot=NO_SAMPLE, input_tok_s=900.0)
-    shown = tiles(replace(text_summary(), rows=[row("one", vectors)]))
+    shown = tiles(replace(text_summary(), rows=[row("one", vectors)]), text_run())
     assert [value for _, value, _ in shown] == ["900 tok/s", "50 ms", "5 a second"]
+    imported = replace(text_run(), origin=Origin(tool="t", files={}, imported_wall_s=0.0, importer="1"))
+    assert tiles(replace(text_summary(), rows=[one]), imported)[0][0] == "Each user gets"
 
 
 def test_texts_from_outside_stay_text(tmp_path: Path) -> None:
