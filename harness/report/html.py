@@ -251,7 +251,7 @@ def quick_tiles(levels: Sequence[QuickLevel]) -> list[tuple[str, str, str]]:
     one, most = levels[0], max(levels, key=lambda level: level.tok_s or 0.0)
     found = [
         ("One user gets", one.user_tok_s or one.answer_tok_s, "tok/s", one),
-        (f"{units.count(most.users, 'user')} together", most.tok_s, "tok/s", most),
+        ("All together", most.tok_s, "tok/s", most),
         ("First token after", one.ttft_ms, "ms", one),
     ]
     return [

@@ -93,7 +93,7 @@ def _cells(level: QuickLevel) -> list[str]:
 def _about(report: QuickReport) -> str:
     """How it was measured, in one line."""
     prompt = "" if report.prompt_tokens is None else f"prompts of about {count(report.prompt_tokens, 'token')}, "
-    level = "" if report.level_s is None else f", {report.level_s:g} s for each number of users"
+    level = "" if report.level_s is None else f", {report.level_s:g}\u00a0s for each number of users"
     counted = "" if report.tokens_counted else "; the server reports no tokens, so each chunk counts as one"
     visible = next((one.visible_ms for one in report.users if one.visible_ms is not None), None)
     text = "no text is visible within these tokens" if visible is None else f"text comes after {figures(visible)} ms"

@@ -87,7 +87,7 @@ def start_run(
     running = create_run(experiment, cells, runs, progress, make_reference)
     with lock_folder(running.folder):
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
-        progress.line(f"Run {running.id}: {planned}Records go to {running.folder}", whole=True)
+        progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
         return run_steps(running, cells, steps)
 
 

@@ -55,7 +55,7 @@ class Progress:
         self._live = None
 
     def line(self, text: str, *, whole: bool = False) -> None:
-        """Print lines. A long one continues below, indented. `whole`: it has a path or a command that is pasted."""
+        """Print lines. A long one continues below, indented. `whole`: it has a command, which is pasted."""
         self._last_plain_s = time.monotonic()
         text = masked(text, "sure")
         width = self.console.width if self.console.is_terminal else PLAIN_WIDTH

@@ -75,8 +75,7 @@ def resume(
         experiment = preflight(experiment, progress.line)
         progress.line(
             f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} are complete and valid and stay; "
-            f"{count(len(again), 'cell')} to run. Records go to {folder}",
-            whole=True,
+            f"{count(len(again), 'cell')} to run. Records go to {folder}"
         )
         running = Running(RunFile(folder, _reopen(folder, run, kept, cells), make_reference), experiment, progress)
         return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s, max_repeats))
@@ -90,7 +89,7 @@ def reopened(
     with lock_folder(folder):
         run, experiment = read_run(folder), recorded_experiment(folder, target)
         _remove_leftovers(run, experiment, progress)
-        progress.line(f"Run {run.id}: {count(len(kept), 'cell')} stay. Records go to {folder}", whole=True)
+        progress.line(f"Run {run.id}: {count(len(kept), 'cell')} stay. Records go to {folder}")
         yield Running(
             RunFile(folder, _reopen(folder, run, set(kept), list(recorded_cells(run).values()))), experiment, progress
         )
