@@ -129,7 +129,7 @@ def _print_grid(grid: Grid, console: Console, *, explain: bool) -> None:
     parts, fits = _fitting_parts(grid, console.width)
     lines = len(parts) * (len(grid.rows) + 3)
     if len(parts) == 1 or (fits and len(grid.rows) > 1 and lines <= len(grid.rows) * len(grid.columns)):
-        tables: list[RenderableType] = [_rich_table(grid, part) for part in parts]
+        tables: list[RenderableType] = [_rich_table(grid, part, console.width) for part in parts]
     else:
         tables = [_row_list(grid, number) for number in range(len(grid.rows))]
     for number, table in enumerate(tables):
@@ -166,15 +166,35 @@ def _fitting_parts(grid: Grid, width: int) -> tuple[list[list[int]], bool]:
     return parts, all(map(fits, parts))
 
 
-def _rich_table(grid: Grid, places: Sequence[int]) -> Table:
+def _folded_widths(grid: Grid, places: Sequence[int], width: int) -> dict[int, int]:
+    """The widths of columns with long texts that break no word; empty where all texts fit, or where no widths do."""
+    texts = {place: [grid.columns[place].title, *(row[place] for row in grid.rows)] for place in places}
+    wanted = {place: max(map(len, texts[place])) for place in places}
+    widths = {place: max(len(word) for text in texts[place] for word in text.split() or [""]) for place in places}
+    left = width - 2 * (len(places) - 1) - sum(widths.values())
+    if left < 0 or sum(wanted.values()) - sum(widths.values()) <= left:
+        return {}
+    by_need = sorted(places, key=lambda place: wanted[place] - widths[place])
+    for number, place in enumerate(by_need):
+        more = min(wanted[place] - widths[place], left // (len(by_need) - number))
+        widths[place], left = widths[place] + more, left - more
+    return widths
+
+
+def _rich_table(grid: Grid, places: Sequence[int], width: int = 1000) -> Table:
     """A table of some columns, without rules."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in (grid.columns[place] for place in places):
+    are_names = all(grid.columns[place].group == "name" for place in places)
+    widths = _folded_widths(grid, places, width) if are_names else {}
+    for place in places:
+        column = grid.columns[place]
         justify: Literal["left", "right"] = "left" if column.is_text else "right"
         title, _, rest = words.one_line(column.title).partition(" " if grid.is_main else "\n")
         heading = Text(f"{title}\n{rest} {column.unit}".rstrip())
         folds = column.group == "name"  # where the width does not suffice for long ones
-        table.add_column(heading, justify=justify, no_wrap=not folds, overflow="fold", vertical="top")
+        table.add_column(
+            heading, justify=justify, no_wrap=not folds, overflow="fold", vertical="top", width=widths.get(place)
+        )
     for number in range(len(grid.rows)):
         table.add_row(*(_cell(grid, number, place) for place in places))
     return table

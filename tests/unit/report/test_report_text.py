@@ -31,7 +31,7 @@ from harness.base.summary import (
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
 from harness.report.capacity import print_capacity
-from harness.report.elements import LIMITED, Bullet, Bullets, Paragraph, with_names
+from harness.report.elements import LIMITED, Bullet, Bullets, Paragraph, plain_grid, with_names
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.report.terminal import fold_command
@@ -467,3 +467,19 @@ def test_the_parts_of_a_finding_are_indented_where_they_are_long() -> None:
     assert out.getvalue().splitlines()[1:] == [
         "  Verify:", "    harness run scenarios/first-look.yaml \\", "      --url http://127.0.0.1:8000 --repeats 5"
     ]  # fmt: skip
+
+
+def test_a_table_of_long_texts_breaks_no_word() -> None:
+    words = [
+        "long_prefill_token_threshold 0, max_num_batched_tokens 256",
+        "finding queue_with_room",
+        "1.36x (1.35 to 1.37)",
+    ]
+    grid = plain_grid(["Tried", "Why", "Result", "Kept"], [[*words, "yes"], ["the default", "reference", "1", ""]])
+    for width in (64, 80, 100, 200):
+        terminal.print_page([grid], Console(file=(out := io.StringIO()), width=width))
+        assert set(out.getvalue().split()) == {
+            *" ".join(words).split(),
+            *["Tried", "Why", "Result", "Kept", "yes", "the", "default", "reference", "1"],
+        }
+        assert max(map(len, out.getvalue().splitlines())) <= width
