@@ -69,12 +69,12 @@ def quick(
     from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
 
-    progress = cli.console(stderr=as_json)
+    progress = Progress(cli.console(stderr=as_json))
     target = cli.make_target(address or quickly.find_server(), ca=ca)
     assert target is not None
-    make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.print)
+    make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
     with quickly.scenario_path(None, target, NAME, make) as path:
-        folder = run_experiment(experiments.prepare(path, target), runs, Progress(progress))
+        folder = run_experiment(experiments.prepare(path, target), runs, progress)
     report = quickly.quick_report(folder, target, {"--model": model, "--api-key-env": api_key_env, "--ca": ca})
     if as_json:
         cli.print_json(report)
@@ -121,6 +121,7 @@ def run(
     from harness.base.units import read_duration
     from harness.run import experiment as experiments
     from harness.run import quick as running_scenarios
+    from harness.run.progress import Progress
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
@@ -131,13 +132,13 @@ def run(
     if resume is not None:
         report(_resume(cli.find_run(resume, runs), target, budget_s, against, junit))
         return
-    say, duration_s = cli.console().print, None if duration is None else read_duration("--duration", duration)
+    say, duration_s = Progress(cli.console()).line, None if duration is None else read_duration("--duration", duration)
     make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=say)
     with running_scenarios.scenario_path(scenario, target, quick.NAME, make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, say, repeats, checks or [], duration_s)
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
-        _print_notes(experiment.scenario)
+        _print_notes(experiment.scenario, say)
 
         def measure() -> None:
             report(_measure(experiment, runs, budget_s, against, junit))
@@ -178,12 +179,12 @@ def _resume(
     return folder
 
 
-def _print_notes(scenario: "Scenario") -> None:
+def _print_notes(scenario: "Scenario", say: "Callable[[str], None]") -> None:
     from harness.run.preview import check_notes
     from harness.serve.lint import removed_notes
 
     for note in [*check_notes(scenario), *removed_notes(scenario)]:
-        cli.console().print(f"note: {note}")
+        say(f"note: {note}")
 
 
 def _report_run(

@@ -18,6 +18,7 @@ from harness.base.units import count
 from harness.records.manifest import Startup
 from harness.report import words
 from harness.run.experiment import Experiment
+from harness.run.progress import wrapped
 from harness.run.quick import PROMPT_WORDS, RequestSpeed
 from harness.scenario import Load, Scenario, Sweep, max_concurrency, prompts_of, requests_per_task, warmup_of
 from harness.scenario.behaviour import Agent, Rag, mean_pause_s, typical_length
@@ -133,9 +134,9 @@ def show_plan(experiment: Experiment, shown: Preview, console: Console) -> None:
         f"{count(shown.server_starts, 'server start')}: {per_start}\n"
         f"order: {' '.join(shown_cells)}{' ...' if len(shown_cells) < len(cells) else ''}"
     )
-    console.print(f"estimated time: {units.duration(shown.estimated_s)} (assumed: {shown.assumed})")
-    for note in shown.notes:
-        console.print(f"note: {note}")
+    estimate = f"estimated time: {units.duration(shown.estimated_s)} (assumed: {shown.assumed})"
+    for line in (estimate, *(f"note: {note}" for note in shown.notes)):
+        console.print(wrapped(line, console.width), soft_wrap=True)
 
 
 def _plan_notes(experiment: Experiment) -> Iterator[str]:
