@@ -256,7 +256,7 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         values=values,
         output_tok_s=median(row.output_tok_s) if row.output_tok_s else None,
         ttft_p50=numbers.ttft.p50,
-        errors=numbers.failed + numbers.unfinished,
+        errors=numbers.failed,
         date=format_date(run.started_wall_s),
         run=run.id,
         image_digest=served.image_digest if served else None,
