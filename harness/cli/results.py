@@ -45,11 +45,9 @@ def report(
     from harness.advice.findings import with_findings
     from harness.analysis.capacity import read_capacity
     from harness.analysis.compare import make_reference
-    from harness.analysis.quick import read_levels
     from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
     from harness.records.manifest import read_run
     from harness.report import export, html, junit, markdown, terminal, what_if
-    from harness.report.page import run_page
     from harness.report.tune_results import read_answered
     from harness.run.experiment import validate_checks
 
@@ -77,7 +75,7 @@ def report(
         summary,
         terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
         html=lambda: html.render_run(folder, manifest, summary, counts),
-        markdown=lambda: markdown.render(run_page(summary, manifest, capacity, tuned, read_levels(folder, summary))),
+        markdown=lambda: markdown.render(terminal.report_page(summary, manifest, folder)),
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),
     )

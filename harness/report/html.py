@@ -138,9 +138,7 @@ def render(
     tune: TuneReport | None = None,
     levels: Sequence[QuickLevel] = (),
 ) -> str:
-    """Return the page. `capacity`: the result of a capacity search. `tune`: of a search of settings. `levels`: of a
-    quick run.
-    """
+    """Return the page. `capacity`, `tune`: the result of such a search. `levels`: of a quick run."""
     summary = page.shown_summary(summary, tune)
     bounds, named = figures.slo_bounds(summary), partial(with_names, names=page.load_names(run, tune))
     answers, others = (
@@ -152,14 +150,11 @@ def render(
     drawn = {chart.id: chart.figure for chart in (*answers, *others, starts) if not chart.empty}
     cells = {cell.id: cell for cell in summary.cells}
     events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
-    loads = sentences.load_descriptions(run)
-    results = table.results_table(summary, run, loads if len(summary.rows) <= _FEW else {})
-    results = levels_grid(levels) if levels else results
+    loads = sentences.load_descriptions(run) if len(summary.rows) <= _FEW else {}
+    results = levels_grid(levels) if levels else table.results_table(summary, run, loads)
     shown_tiles = (quick_tiles(levels) if levels else tiles(summary, run)) if is_sure and tune is None else []
     numbers = itertools.chain(*results.rows, (value for _, value, _ in shown_tiles))
-    details = [
-        *trust_tables(summary), *table.time_table(summary), *table.schedule_table(summary, run)
-    ]  # fmt: skip
+    details = [*trust_tables(summary), *table.time_table(summary), *table.schedule_table(summary, run)]
     return _render_template(
         "report.html.j2",
         drawn,

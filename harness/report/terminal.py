@@ -40,14 +40,17 @@ _TIME_UNITS = ((5400.0, 3600.0, "h"), (90.0, 60.0, "min"), (0.0, 1.0, "s"))  # f
 
 def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
     """Print the report of a run; `explain` adds what each column means."""
-    elements = run_page(
-        summary, run, read_capacity(folder), read_answered(folder), read_levels(folder, summary), explain=explain
-    )
-    print_page(elements, console, explain=explain)
+    print_page(report_page(summary, run, folder, explain=explain), console, explain=explain)
     console.print()
     page = folder / "report.html"
     where = str(page) if page.exists() else f"`harness report {folder} --format html > report.html` writes it"
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
+
+
+def report_page(summary: Summary, run: Run, folder: Path, *, explain: bool = False) -> list[Element]:
+    """Return the page of a run, with what its folder has of a search or a quick run."""
+    levels = read_levels(folder, summary)
+    return run_page(summary, run, read_capacity(folder), read_answered(folder), levels, explain=explain)
 
 
 def print_page(page: Sequence[Element], console: Console, *, explain: bool = False) -> None:
@@ -102,7 +105,7 @@ def _print_part(console: Console, part: Bullet) -> None:
     _print_trimmed(console, grid)
 
 
-_COMMAND = re.compile(r"(?:harness|docker|podman|curl|vllm|llama-server|python3?|[A-Z_]+=\S+) ")
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:harness |[\w./-]+ (?:.* )?--?\w)")  # a program with options
 _ONE_WORD = r"(?:[^\s'\"\\]|\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\")+"
 _WORD = re.compile(rf"--?[a-z][\w-]*\s+(?![-&|]){_ONE_WORD}|{_ONE_WORD}")  # an option has its value with it
 
