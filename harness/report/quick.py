@@ -9,7 +9,9 @@ from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, T
 from harness.report.sentences import finding_parts
 
 _COLUMNS = (
-    TableColumn("users", "Users", "Users at once, each with one request after the other.", "loads.users.stages", group="name"),
+    TableColumn(
+        "users", "Users", "Users at once, each with one request after the other.", "loads.users.stages", group="name",
+    ),
     TableColumn(
         "user_rate", "tok/s per user",
         'Output tokens a second that each user gets after the first token; "over E2E" where the text comes in too few '
