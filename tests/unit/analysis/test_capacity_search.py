@@ -183,7 +183,7 @@ def test_the_capacity_is_found_within_one_step(capacity: int) -> None:
     assert answer.high == next(level for level in search_levels(256, None) if level > capacity) - 1
     proofs = [probe for probe in probes if probe.purpose == "slo"]
     assert len(proofs) <= 10
-    assert sorted(probe.level for probe in proofs).count(answer.level) >= 1, "a fresh probe agrees"
+    assert answer.level in {probe.level for probe in proofs}, "a fresh probe agrees"
 
 
 def test_more_than_the_maximum_not_even_one_and_unproven_are_answers() -> None:
@@ -226,10 +226,10 @@ def test_a_level_of_which_all_requests_are_good_is_not_given_up() -> None:
     while probe.state == "open":
         margins = []
         for _ in range(24):
-            value = 0.96 * value + 0.1 * dice.gauss(0, 1)
+            value = 0.97 * value + 0.1 * dice.gauss(0, 1)
             margins.append(0.9 * math.exp(min(value - 1.5, 0.1)))
         add(probe, sample_of(probe, margins))
-    assert probe.state == "pass" and len(probe.blocks) > 40
+    assert len(probe.blocks) == 160, "four times the limit"
 
 
 @pytest.mark.parametrize(("limit", "low", "above"), [(40, 23, None), (20, None, 23)])
