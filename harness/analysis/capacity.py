@@ -17,12 +17,13 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from harness.analysis.probe import SLO_PURPOSES, MeasuredProbe, Probe, Unheld
-from harness.analysis.slo import CapacitySlo, ProbeBlock
+from harness.analysis.slo import ProbeBlock
 from harness.analysis.stats import ASSUMED_FREEDOM, ASSUMED_SD, welch_effect
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.summary import Reason, because, known_bounds
 from harness.base.units import short_percent
 from harness.scenario import MAX_USERS, Load, is_open_loop
+from harness.scenario.check_syntax import Check
 
 CAPACITY_FILE = "capacity.json"
 CAPACITY_VERSION = 1
@@ -444,9 +445,7 @@ def _seen(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
     return met, missed
 
 
-def with_broken(
-    answer: CapacityAnswer, all_probes: Sequence[MeasuredProbe], slos: Sequence[CapacitySlo]
-) -> CapacityAnswer:
+def with_broken(answer: CapacityAnswer, all_probes: Sequence[MeasuredProbe], slos: Sequence[Check]) -> CapacityAnswer:
     """Add the SLO that the level above the answer missed most, or why it does not count."""
     of_level = [
         one for one in all_probes if one.purpose in SLO_PURPOSES and one.level == (answer.above or answer.missed)

@@ -22,10 +22,11 @@ from msgspec import Struct
 
 from harness.analysis.answers import Answered, answered, join
 from harness.analysis.derive import MISSED, meets_slos, waited_in_listen_queue
-from harness.analysis.slo import BlockCutter, CapacitySlo, ProbeBlock, count_met
+from harness.analysis.slo import BlockCutter, ProbeBlock, count_met
 from harness.analysis.slo_rule import LatencySample, ShareDecision, decide_share
 from harness.records.records import AT_LEAST, CUT, FAILED, OBSERVED
 from harness.records.table import Bools, Rows, rows_of
+from harness.scenario.check_syntax import Check
 from harness.scenario.plan import load_of_part
 
 # done: of a probe of the ramp, for throughput or drift. stopped: the budget was spent, or its load generator failed.
@@ -89,7 +90,7 @@ class Probe:
     def __init__(
         self,
         level: int,
-        slos: Sequence[CapacitySlo] = (),
+        slos: Sequence[Check] = (),
         decide: "Callable[[Probe], ProbeState] | None" = None,
         *,
         purpose: Purpose = "slo",
@@ -233,7 +234,7 @@ class Probe:
         )
 
 
-def are_missed(rows: Rows, slos: Sequence[CapacitySlo]) -> Bools:
+def are_missed(rows: Rows, slos: Sequence[Check]) -> Bools:
     """Whether each request failed, or missed one of the SLOs that count for it."""
     missed = rows.error.known & ~rows.error.is_in(*CUT)
     for slo in slos:

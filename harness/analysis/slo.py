@@ -14,13 +14,11 @@ from harness.analysis.derive import MET, MISSED, meets_slos, slo_margins
 from harness.analysis.latencies import token_shares_between
 from harness.analysis.slo_rule import LatencySample
 from harness.base.errors import HarnessError
-from harness.base.metrics import METRICS
-from harness.base.summary import NEEDED
 from harness.records.records import CUT, FAILED, OBSERVED, UNKNOWN, Request
 from harness.records.table import Rows, rows_of
 from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.behaviour import mean_pause_s
-from harness.scenario.check_syntax import Check, Slo, parse_check, split_checks
+from harness.scenario.check_syntax import Check, parse_check, split_checks
 from harness.scenario.plan import load_of_part
 
 BLOCK_ANSWERS = 3  # a block lasts as long as so many answers, thinking included
@@ -33,33 +31,14 @@ _FIRST, _NEWEST = 20, 200  # answers of which latencies are kept
 EXAMPLE = '--check "ttft_p95 <= 2s" --check "tpot_p95 <= 60ms"'
 
 
-class CapacitySlo(Struct, frozen=True, kw_only=True):
-    """The share of the requests that must meet all bounds: `ttft_p95<=2s` is a share of 0.95 and one bound.
-
-    `load`: the load of a mix whose requests count; None: all requests.
-    """
-
-    text: str
-    load: str | None = None
-    bounds: tuple[Slo, ...]
-    share: float  # 0 to 1
-
-
-def slo_from_check(check: Check) -> CapacitySlo | None:
-    """The SLO of a check; None for other kinds of checks, such as of a throughput or a mean."""
-    if check.relative:
+def slo_from_check(check: Check) -> Check | None:
+    """The check without its server and load, if it is an SLO; None for others, such as of a throughput or a mean."""
+    if not check.is_slo:
         return None
-    text = check.text.rpartition(":")[2].strip()  # without SERVER/LOAD
-    if check.metric == "attainment" and check.operator in (">=", ">") and 0 < check.bound < 1:
-        return CapacitySlo(text=text, bounds=check.slos, share=check.bound)
-    metric = METRICS[check.metric]
-    if metric.statistic not in NEEDED or not metric.slo or check.operator not in ("<=", "<"):
-        return None
-    bound = Slo(text=text, latency=metric.latency, operator=check.operator, bound_s=check.bound)
-    return CapacitySlo(text=text, bounds=(bound,), share=int(metric.statistic[1:]) / 100)
+    return msgspec.structs.replace(check, text=check.text.rpartition(":")[2].strip(), server=None, load=None)
 
 
-def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[CapacitySlo]:
+def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[Check]:
     """Parse the SLOs of the command line, which are checks. `LOAD: CHECK` is for one of the `loads` of a mix.
 
     Raises HarnessError.
@@ -85,11 +64,11 @@ def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[Capaci
     return slos
 
 
-def _for_load(slo: CapacitySlo, load: str) -> CapacitySlo:
+def _for_load(slo: Check, load: str) -> Check:
     return msgspec.structs.replace(slo, load=load, text=f"{load}: {slo.text}")
 
 
-def scenario_slos(scenario: Scenario, server: str, load: str) -> list[CapacitySlo]:
+def scenario_slos(scenario: Scenario, server: str, load: str) -> list[Check]:
     """The SLOs of a scenario's checks for this server and load. For each load of a mix: its checks in the mix, or else
     those of the same load alone.
     """
@@ -102,7 +81,7 @@ def scenario_slos(scenario: Scenario, server: str, load: str) -> list[CapacitySl
     ]
 
 
-def _row_slos(scenario: Scenario, server: str, load: str) -> list[CapacitySlo]:
+def _row_slos(scenario: Scenario, server: str, load: str) -> list[Check]:
     slos = []
     for text in scenario.checks:
         check = parse_check(text)
@@ -160,7 +139,7 @@ class BlockCutter:
 
     def __init__(
         self,
-        slos: Sequence[CapacitySlo],
+        slos: Sequence[Check],
         loads: Mapping[str | None, Load] = MappingProxyType({None: Load(user="batch")}),
         *,
         whole_tokens: bool = False,
@@ -322,7 +301,7 @@ def _mean(values: Collection[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def slo_sample(slo: CapacitySlo, rows: Rows) -> LatencySample:
+def slo_sample(slo: Check, rows: Rows) -> LatencySample:
     """The latencies of requests relative to the bound of an SLO: at most 1 meets it. Of several bounds the worst."""
     margins, met = slo_margins(rows, slo.bounds), meets_slos(rows, slo.bounds)
     values = np.where(met == MISSED, np.maximum(margins, math.nextafter(1.0, 2.0)), margins)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict, replace
 
 from harness.analysis.capacity import LevelPoint, crossing_level
-from harness.analysis.slo import CapacitySlo, parse_slos
+from harness.analysis.slo import parse_slos
 from harness.analysis.summarize import summarize_with_counts
 from harness.analysis.tune import TuneAnswer, decide, is_disturbed, reference
 from harness.analysis.verdicts import row_rooms
@@ -20,6 +20,7 @@ from harness.base.summary import CellSummary, Reason, SameAnswers, Summary, beca
 from harness.base.units import count, duration, percent
 from harness.records.manifest import read_run
 from harness.report.tune import Goal, TuneReport, format_settings, read_tune
+from harness.scenario.check_syntax import Check
 
 DEFAULT = "default"
 SIDES = ("first", "second")  # of the proof
@@ -122,11 +123,11 @@ def slo_checks(report: TuneReport) -> list[str]:
     return [f"attainment({', '.join(bounds)}) >= 0"] if bounds else []
 
 
-def _slos(report: TuneReport) -> list[CapacitySlo]:
+def _slos(report: TuneReport) -> list[Check]:
     return parse_slos(report.slos) if report.slos else []
 
 
-def _request_bounds(slo: CapacitySlo) -> list[Any]:
+def _request_bounds(slo: Check) -> list[Any]:
     """Return the bounds of an SLO as of single requests: `ttft<=2s` of `ttft_p95<=2s`."""
     return [replace(one, text=f"{one.latency}{one.operator}{one.bound_s:g}s") for one in slo.bounds]
 

@@ -21,7 +21,7 @@ from harness.analysis.capacity import (
     with_broken,
 )
 from harness.analysis.probe import SLO_PURPOSES, MeasuredProbe, Probe, blocks_needed
-from harness.analysis.slo import RAMP_BLOCK_ANSWERS, BlockCutter, CapacitySlo, parse_slos
+from harness.analysis.slo import RAMP_BLOCK_ANSWERS, BlockCutter, parse_slos
 from harness.analysis.summarize import Summarized
 from harness.base.errors import HarnessError
 from harness.base.summary import Reason, because
@@ -29,17 +29,18 @@ from harness.base.units import count
 from harness.records.records import Request
 from harness.records.run_data import RunData
 from harness.report.capacity import format_loads, slo_reason
+from harness.scenario.check_syntax import Check
 from harness.scenario.plan import load_of_part
 
 STEP_S = 0.5  # between two cuts, as in the search
 
 
-def parse(texts: Sequence[str], capacity: CapacityReport) -> list[CapacitySlo]:
+def parse(texts: Sequence[str], capacity: CapacityReport) -> list[Check]:
     """Parse checks as `harness capacity` does. Raises HarnessError."""
     return parse_slos(texts, [one.load for one in capacity.members])
 
 
-def with_answers(made: Summarized, capacity: CapacityReport, slos: Sequence[CapacitySlo]) -> Summarized:
+def with_answers(made: Summarized, capacity: CapacityReport, slos: Sequence[Check]) -> Summarized:
     """The same with the answers for the SLOs in the summary."""
     if not slos:
         return made
@@ -48,7 +49,7 @@ def with_answers(made: Summarized, capacity: CapacityReport, slos: Sequence[Capa
 
 
 def server_answers(
-    data: RunData, capacity: CapacityReport, server: ServerCapacity, slos: Sequence[CapacitySlo]
+    data: RunData, capacity: CapacityReport, server: ServerCapacity, slos: Sequence[Check]
 ) -> Iterator[Reason]:
     """The largest load of a server that meets the SLOs, and the probes that ended too early for them."""
     asked = replace(capacity, slos=[slo.text for slo in slos], shares=[slo.share for slo in slos])
@@ -79,7 +80,7 @@ def server_answers(
             yield because("what_if_too_short", text, server=server.server, **values)
 
 
-def replay(data: RunData, measured: MeasuredProbe, slos: Sequence[CapacitySlo]) -> Probe:
+def replay(data: RunData, measured: MeasuredProbe, slos: Sequence[Check]) -> Probe:
     """Decide the records of a stored probe for other SLOs. `stopped`: it ended too early for them."""
     names = [data.planned[cell].load for cell in measured.cells]
     loads = {load_of_part(name): data.run.scenario.loads[name] for name in names}

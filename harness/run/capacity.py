@@ -48,7 +48,6 @@ from harness.analysis.slo import (
     FLUSH_S,
     RAMP_BLOCK_ANSWERS,
     BlockCutter,
-    CapacitySlo,
     parse_slos,
     pause_s,
     scenario_slos,
@@ -78,11 +77,12 @@ from harness.scenario import (
     wave_size,
 )
 from harness.scenario.behaviour import typical_length
+from harness.scenario.check_syntax import Check
 from harness.scenario.plan import Cell, cell_of, load_of_stage
 from harness.serve.lifecycle import Endpoint
 from harness.serve.lint import refuse_too_long
 
-Slos = Mapping[str, Sequence[CapacitySlo]]  # by server
+Slos = Mapping[str, Sequence[Check]]  # by server
 
 FIRST_WARMUP_S = 30.0  # limit of the first warm-up, when the duration of an answer is unknown
 MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 300.0  # limits of later ones
@@ -243,7 +243,7 @@ class ServerSearch:
         report: CapacityReport,
         running: Running,
         name: str,
-        slos: Sequence[CapacitySlo],
+        slos: Sequence[Check],
         deadline_s: float = math.inf,
         began_s: float = 0.0,
     ) -> None:

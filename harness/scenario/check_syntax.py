@@ -65,7 +65,11 @@ class Slo(Struct, frozen=True, kw_only=True):
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """A parsed check. Without a server it holds for each of them; without a load, for every row."""
+    """A parsed check. Without a server it holds for each of them; without a load, for every row.
+
+    An SLO is a check that a `share` of the requests meets all its `bounds`: `ttft_p95<=2s` is a share of 0.95 and one
+    bound.
+    """
 
     text: str
     server: str | None = None
@@ -75,6 +79,29 @@ class Check(Struct, frozen=True, kw_only=True):
     operator: str
     bound: float  # in seconds or a plain number, or the factor of the baseline's value
     relative: bool = False
+
+    @property
+    def bounds(self) -> tuple[Slo, ...]:
+        """The bounds on single requests: those of an attainment or goodput, or that of a percentile; else none."""
+        metric = METRICS.get(self.metric)
+        is_upper = self.operator in ("<=", "<") and not self.relative
+        if self.slos or metric is None or not is_upper:
+            return self.slos
+        if metric.latency not in SLO_LATENCIES or metric.statistic not in NEEDED:
+            return ()
+        return (_parse_slo(f"{metric.latency}{self.operator}{self.text.rpartition(self.operator)[2]}"),)
+
+    @property
+    def is_slo(self) -> bool:
+        """Whether a share of the requests must meet all bounds."""
+        if self.relative or not self.bounds or self.metric == "goodput":
+            return False
+        return not self.slos or (self.operator in (">=", ">") and 0 < self.bound < 1)
+
+    @property
+    def share(self) -> float:
+        """The share of the requests (0 to 1) that must meet all bounds; only of an SLO."""
+        return self.bound if self.slos else int(METRICS[self.metric].statistic[1:]) / 100
 
     def concerns(self, server: str, load: str) -> bool:
         """Whether it holds for this row."""
@@ -93,16 +120,7 @@ def request_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
     """
     checks = [parse_check(text) for text in split_checks(texts)]
     found = next((check.slos for check in checks if check.slos), None)
-    return found or tuple(slo for check in checks if (slo := _request_slo(check)) is not None)
-
-
-def _request_slo(check: Check) -> Slo | None:
-    metric = METRICS[check.metric]
-    if check.relative or metric.latency not in SLO_LATENCIES or metric.statistic not in NEEDED:
-        return None
-    if check.operator not in ("<=", "<"):
-        return None
-    return _parse_slo(f"{metric.latency}{check.operator}{check.text.rpartition(check.operator)[2]}")
+    return found or tuple(slo for check in checks for slo in check.bounds)
 
 
 def slos_key(slos: Iterable[Slo]) -> str:

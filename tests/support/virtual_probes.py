@@ -16,9 +16,10 @@ import numpy as np
 
 from harness.analysis.capacity import log_grid, next_slo_step
 from harness.analysis.probe import Probe, Purpose
-from harness.analysis.slo import BLOCK_ANSWERS, RAMP_BLOCK_ANSWERS, CapacitySlo, ProbeBlock, parse_slos
+from harness.analysis.slo import BLOCK_ANSWERS, RAMP_BLOCK_ANSWERS, ProbeBlock, parse_slos
 from harness.analysis.slo_rule import LatencySample, observed
 from harness.base.files import ROOT
+from harness.scenario.check_syntax import Check
 from harness.simulated.engine import EngineConfig
 from tests.support.virtual import VirtualRequest, VirtualWork, closed_loop
 
@@ -99,7 +100,7 @@ class SeededQuestion(NamedTuple):
     tpot_s: float | None
 
     @property
-    def slos(self) -> list[CapacitySlo]:
+    def slos(self) -> list[Check]:
         bounds = {"ttft": self.ttft_s, "tpot": self.tpot_s}
         return parse_slos([f"{name}_p95<={1e3 * bound}ms" for name, bound in bounds.items() if bound is not None])
 

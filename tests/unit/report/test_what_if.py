@@ -15,12 +15,13 @@ from harness.analysis.capacity import (
     slo_answer,
 )
 from harness.analysis.probe import MeasuredProbe, Probe
-from harness.analysis.slo import RAMP_BLOCK_ANSWERS, BlockCutter, CapacitySlo
+from harness.analysis.slo import RAMP_BLOCK_ANSWERS, BlockCutter
 from harness.base.errors import HarnessError
 from harness.records.records import Request
 from harness.records.run_data import CellData, RunData, cell_data
 from harness.report import what_if
 from harness.scenario import Load
+from harness.scenario.check_syntax import Check
 from harness.scenario.plan import Cell, cell_of
 from tests.support.made_runs import request, write_made_run
 from tests.support.virtual import closed_loop
@@ -28,7 +29,7 @@ from tests.support.virtual_probes import MAX_LEVEL, SeededQuestion, SeededServer
 
 
 def records(
-    server: SeededServer, cell: Cell, step: SloStep, slos: list[CapacitySlo], seed: int
+    server: SeededServer, cell: Cell, step: SloStep, slos: list[Check], seed: int
 ) -> tuple[Probe, list[Request]]:
     """A probe, and its records: the end of the load cuts the requests in flight."""
     level, is_ramp = step.level, step.purpose == "ramp"
