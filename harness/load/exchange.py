@@ -135,6 +135,14 @@ class Exchange:
             answer.first_visible_s = (reads_ns[self._first_visible_read] - self.sent_ns) / 1e9
         return answer
 
+    def first_chunk_ns(self) -> int | None:
+        """Return when the first token arrived, as far as it is parsed: by the kernel's stamp, or by the read."""
+        if not self._chunk_reads:
+            return None
+        read = self._chunk_reads[0]
+        read_ns, stamp_ns = self.arrivals.reads_ns[read], self.arrivals.stamps_ns[read]
+        return stamp_ns if self.start_ns <= stamp_ns <= read_ns else read_ns
+
     def unprocessed_body(self) -> bytes:
         return b"".join(data for _, data in self.body)
 

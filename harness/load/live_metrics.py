@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,8 +17,9 @@ from harness.analysis import derive
 from harness.analysis.derive import MET, OPEN
 from harness.base.files import UNDECODABLE
 from harness.base.metrics import LIVE
-from harness.records.records import CUT, MAX_CPU, ErrorKind, Request, Samples
-from harness.records.table import rows_of
+from harness.base.summary import NEEDED
+from harness.records.records import AT_LEAST, CUT, MAX_CPU, OBSERVED, ErrorKind, Request, Samples
+from harness.records.table import Floats, rows_of
 from harness.scenario.check_syntax import Slo
 
 if TYPE_CHECKING:  # the harness, which has no gevent, uses this module, too
@@ -30,12 +31,14 @@ STEP_S = 2
 MAX_POINTS = 1200  # with more, every second point is dropped and the step doubles: 40 minutes, 80, 160 ...
 ALL = "all"
 SHARES = (0.5, 0.9, 0.95, 0.99)
+CENSORED = ("ttft", "e2e")  # latencies of which a request in flight shows a value or a lower bound
 SERVER = ("running", "waiting", "kv_usage", "preemptions")
 GPU = ("busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w")
 TOKEN_TYPES = ("input", "output")  # as OpenTelemetry names them
 
 _BUCKET = math.log(1.0 + 2 * RESOLUTION)
 _MIN_S = 1e-6
+_MIN_CHUNKS = 16  # of an answer that shows how many tokens a chunk has: the last chunk of a shorter one counts too much
 _MAX_COUNTS = 32  # of generated tokens that are kept: more than those of the lag of a report
 _COUNT_LAG_S = 2  # between a sample of the server and the requests of the same moment
 _SILENT_WORKER_S = 10.0  # a worker that has not reported for so long is no longer counted
@@ -44,25 +47,88 @@ Histogram = dict[int, int]  # count by bucket; bucket b is from 1.02^b to 1.02^(
 Numbers = dict[str, float | int | None]
 
 
-def percentiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float | None]:
-    """Return percentiles in seconds, at most 1 % off; None for an empty histogram.
+def percentiles(
+    histogram: Histogram, shares: tuple[float, ...], censored: Histogram | None = None
+) -> list[float | None]:
+    """Return percentiles in seconds, at most 1 % off; None for one that is not reached, as of an empty histogram.
 
-    A percentile is the middle of the bucket with the ceil(share * n)-th of n values.
+    A percentile is the middle of the bucket with the ceil(share * n)-th of n values. `censored`: values of which only
+    a lower bound is known; with them the percentiles are Kaplan-Meier, as in a report.
     """
     if not histogram:
         return [None] * len(shares)
     buckets = sorted(histogram)
-    counted = np.cumsum([histogram[bucket] for bucket in buckets])
-    ranks = np.maximum(1, np.ceil(np.array(shares) * counted[-1] - 1e-9))
-    return [bucket_middle_s(buckets[place]) for place in np.searchsorted(counted, ranks)]
+    counts = np.array([histogram[bucket] for bucket in buckets])
+    counted = np.cumsum(counts)
+    if not censored:
+        ranks = np.maximum(1, np.ceil(np.array(shares) * counted[-1] - 1e-9))
+        return [bucket_middle_s(buckets[place]) for place in np.searchsorted(counted, ranks)]
+    bounds = sorted(censored)
+    below = np.append(0, np.cumsum([censored[bucket] for bucket in bounds]))
+    at_risk = counted[-1] - counted + counts + below[-1] - below[np.searchsorted(bounds, buckets)]
+    places = np.searchsorted(1 - np.cumprod(1 - counts / at_risk), np.array(shares) - 1e-9)
+    return [bucket_middle_s(buckets[place]) if place < len(buckets) else None for place in places]
 
 
 def bucket_middle_s(bucket: int) -> float:
     return math.exp((bucket + 0.5) * _BUCKET)
 
 
+def _histogram(values_s: Floats) -> Histogram:
+    buckets = np.floor(np.log(np.maximum(values_s, _MIN_S)) / _BUCKET).astype(np.int64)
+    return dict(zip(*(array.tolist() for array in np.unique(buckets, return_counts=True)), strict=True))
+
+
+class RequestInFlight(NamedTuple):
+    """What is known of a measured request that has no record yet."""
+
+    user_class: str
+    sent_s: float  # monotonic clock
+    ttft_s: float | None = None  # None: no token has arrived
+    chunks: int = 0  # with generated tokens
+    streams: bool = True  # so that its first token can be seen
+    ended: bool = False  # its record is being made
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its first token has not arrived."""
+        return self.streams and self.ttft_s is None and not self.ended
+
+
+class ArrivedTokens:
+    """Counts the output tokens of a process at the time at which they arrive, by user class.
+
+    What the server counted is known at the end of a request. Until then a chunk counts as one token, and later as the
+    fewest tokens a chunk of a request that ended: the end of a request adds the rest, and a sum never falls.
+    """
+
+    def __init__(self) -> None:
+        self._of_ended: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
+        self._per_chunk: dict[str, float] = {}
+
+    def add_ended(self, request: Request) -> None:
+        """Add the tokens of a request. A failed one has those that arrived."""
+        name, chunks, tokens = request.user_class, len(request.chunks_s), request.output_tokens
+        if tokens is not None and chunks >= _MIN_CHUNKS:
+            self._per_chunk[name] = min(self._per_chunk.get(name, math.inf), tokens / chunks)
+        self._of_ended[name] += int(chunks * self._per_chunk.get(name, 1.0)) if tokens is None else tokens
+
+    def take_new(self, in_flight: Sequence[RequestInFlight]) -> dict[str, int]:
+        """Return the tokens since the last call."""
+        chunks: Counter[str] = Counter()
+        for request in in_flight:
+            chunks[request.user_class] += request.chunks
+        new = {}
+        for name in {*chunks, *self._of_ended}:
+            total = self._of_ended[name] + int(chunks[name] * self._per_chunk.get(name, 1.0))
+            if total > self._reported[name]:
+                new[name], self._reported[name] = total - self._reported[name], total
+        return new
+
+
 class Accumulator(msgspec.Struct, array_like=True):
-    """Sums over measured requests that ended in a period."""
+    """Sums over measured requests that ended in a period, or over those in flight."""
 
     ended: int = 0
     failures: dict[ErrorKind, int] = {}
@@ -76,6 +142,10 @@ class Accumulator(msgspec.Struct, array_like=True):
     # Tokens of requests that succeeded, as the server counted them.
     token_sums: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))
     token_counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))  # of requests
+    arrived: int = 0  # output tokens that arrived in the period; see ArrivedTokens
+    # Latencies of requests in flight and of cut ones, by what is known of each: its value, or only a lower bound.
+    others: dict[str, Histogram] = {}
+    censored: dict[str, Histogram] = {}
 
     @property
     def succeeded(self) -> int:
@@ -106,30 +176,44 @@ class Accumulator(msgspec.Struct, array_like=True):
         for name, tokens in zip(TOKEN_TYPES, (answers.prompt_tokens, answers.output_tokens), strict=True):
             self.token_sums[name] += int(np.nansum(tokens))
             self.token_counts[name] += int((~np.isnan(tokens)).sum())
-        for latency in LIVE:
-            values_s = derive.latency_s(answers, latency.name)
+        for name in (latency.name for latency in LIVE):
+            values_s = derive.latency_s(answers, name)
             values_s = values_s[~np.isnan(values_s)]
-            buckets = np.floor(np.log(np.maximum(values_s, _MIN_S)) / _BUCKET).astype(np.int64)
-            counts = zip(*(array.tolist() for array in np.unique(buckets, return_counts=True)), strict=True)
-            self.latencies[latency.name] = _sum(self.latencies[latency.name], dict(counts))
-            self.sums_s[latency.name] += float(values_s.sum())
+            self.latencies[name] = _sum(self.latencies[name], _histogram(values_s))
+            self.sums_s[name] += float(values_s.sum())
+            if not good.all():
+                values_s, states = derive.latency_states(rows, name)
+                self._add_others(name, values_s[(states == OBSERVED) & ~good], values_s[states == AT_LEAST])
+
+    def add_in_flight(self, requests: Sequence[RequestInFlight], now_s: float) -> None:
+        """Add the latencies of requests in flight: a request that waits is censored at its age."""
+        ages_s = np.array([now_s - one.sent_s for one in requests if not one.ended])
+        waits_s = np.array([now_s - one.sent_s for one in requests if one.is_waiting])
+        self._add_others("ttft", np.array([one.ttft_s for one in requests if one.ttft_s is not None]), waits_s)
+        self._add_others("e2e", np.array([]), ages_s)
+
+    def _add_others(self, name: str, values_s: Floats, bounds_s: Floats) -> None:
+        for into, seconds in ((self.others, values_s), (self.censored, bounds_s)):
+            if len(seconds):
+                into[name] = _sum(into.get(name, {}), _histogram(seconds))
 
     def merge(self, other: "Accumulator") -> None:
         for name in self.__struct_fields__:
             setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
-    def numbers(self, span_s: float | None, *, with_slos: bool) -> Numbers:
-        """Return counts, rates over `span_s` seconds (None: unknown), SLO attainment, and latency percentiles.
+    def numbers(self, span_s: float | None, *, with_slos: bool, tokens: int | None = None) -> Numbers:
+        """Return counts, rates over `span_s` seconds (None: unknown), SLO attainment, and latencies.
 
         As in a report, `requests_per_s` counts successful requests, and `attainment` leaves out requests of which it is
-        unknown.
+        unknown. `tokens`: the output tokens; without it, those of requests that succeeded.
         """
-        numbers: Numbers = {"ended": self.ended, "failed": self.failed, "tokens": self.tokens}
+        tokens = self.tokens if tokens is None else tokens
+        numbers: Numbers = {"ended": self.ended, "failed": self.failed, "tokens": tokens}
         met = self.met if with_slos and not self.unknown else None
         rates = {
             "requests_per_s": self.succeeded,
             "failed_per_s": self.failed,
-            "output_tok_s": self.tokens,
+            "output_tok_s": tokens,
             "goodput": met,
         }
         for name, count in rates.items():
@@ -137,10 +221,38 @@ class Accumulator(msgspec.Struct, array_like=True):
         known = self.ended - self.unknown - self.cut_unknown
         attained = self.met + self.cut_met
         numbers["attainment"] = float(f"{attained / known:.4g}") if with_slos and known else None
-        for name, histogram in self.latencies.items():
-            for share, value in zip(SHARES, percentiles(histogram, SHARES), strict=True):
-                numbers[f"{name}_p{share * 100:g}"] = None if value is None else float(f"{value:.4g}")
+        for name in self.latencies:
+            numbers |= self._latency_numbers(name)
         return numbers
+
+    def _latency_numbers(self, name: str) -> Numbers:
+        """Return the number of values, percentiles and maximum of a latency.
+
+        A percentile other than the median is None where a report would not have it: there are too few values. Where
+        only a lower bound is known, it has the name with `_above`. That of a percentile counts each censored value as
+        its bound.
+        """
+        observed, censored = _sum(self.latencies[name], self.others.get(name, {})), self.censored.get(name, {})
+        every = _sum(observed, censored)
+        n = sum(every.values())
+        numbers: Numbers = {f"{name}_n": n}
+        found = zip(SHARES, percentiles(observed, SHARES, censored), percentiles(every, SHARES), strict=True)
+        for share, value, above in found:
+            key = f"{name}_p{share * 100:g}"
+            is_carried = share == SHARES[0] or n >= NEEDED[f"p{share * 100:g}"]
+            numbers[key] = _rounded(value) if is_carried else None
+            if is_carried and value is None and above is not None:
+                numbers[f"{key}_above"] = _rounded(above)
+        largest = bucket_middle_s(max(every)) if every else None
+        is_open = bool(every) and max(every) == max(censored, default=None)
+        numbers[f"{name}_max"] = None if is_open else _rounded(largest)
+        if is_open:
+            numbers[f"{name}_max_above"] = _rounded(largest)
+        return numbers
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -157,8 +269,8 @@ class CounterDelta(msgspec.Struct, array_like=True):
     messages: dict[ErrorKind, str] = {}  # of the last failure of each kind
     warmup: int = 0  # warm-up requests that ended
     warmup_failed: int = 0
-    sent_s: float | None = None  # of the measured requests that ended: when the first was sent ...
-    ended_s: float = 0.0  # ... and the last ended
+    sent_s: float | None = None  # of the measured requests that ended or are in flight: when the first was sent ...
+    ended_s: float = 0.0  # ... and the last ended; with requests in flight the time of the report
     now: float = 0.0  # time of the report
     in_flight_of: dict[str, int] = {}  # by user class
     busy: float | None = None  # share of the last seconds in which the process ran, or waited for a core
@@ -168,6 +280,9 @@ class CounterDelta(msgspec.Struct, array_like=True):
     max_tokens: float = 0.0  # NaN: no bound
     requests: int = 0  # that ended
     max_in_flight: int = 0
+    in_flight: dict[str, Accumulator] = {}  # latencies of the measured requests in flight, by user class
+    waiting_of: dict[str, int] = {}  # measured requests without a first token, by user class
+    oldest_waiting_s: float | None = None  # the age of the oldest of these
 
     def pending(self) -> list[Request]:
         """Return the requests that are not counted yet."""
@@ -187,6 +302,28 @@ class CounterDelta(msgspec.Struct, array_like=True):
         sent_s = self.ended_s - request.ended_s
         self.sent_s = sent_s if self.sent_s is None else min(self.sent_s, sent_s)
         self.waiting.setdefault(int(self.ended_s), {}).setdefault(request.user_class, []).append(request)
+
+    def note_in_flight(self, requests: Sequence[RequestInFlight], new_tokens: dict[str, int]) -> None:
+        """Note the state of the measured requests in flight, and the tokens since the last call. Call it each second.
+
+        The call at the end of a second counts for that second, also if it is a little late.
+        """
+        now = time.monotonic()
+        for user_class, tokens in new_tokens.items():
+            by_class = self.seconds.setdefault(int(now - 0.5), {})
+            by_class.setdefault(user_class, Accumulator()).arrived += tokens
+        of_classes: dict[str, list[RequestInFlight]] = {}
+        for request in requests:
+            of_classes.setdefault(request.user_class, []).append(request)
+        self.in_flight = {name: Accumulator() for name in of_classes}
+        for name, own in of_classes.items():
+            self.in_flight[name].add_in_flight(own, now)
+        waiting = [request for request in requests if request.is_waiting]
+        self.waiting_of = dict(Counter(request.user_class for request in waiting))
+        self.oldest_waiting_s = max((now - request.sent_s for request in waiting), default=None)
+        if requests:
+            first_s = min(request.sent_s for request in requests)
+            self.sent_s, self.ended_s = first_s if self.sent_s is None else min(self.sent_s, first_s), now
 
     def close(self, recorder: "Recorder", slos: Sequence[Slo]) -> None:
         """Count the requests, and add the state at the time of the report."""
@@ -366,6 +503,16 @@ class LiveNumbers:
         by_class = sum((Counter(delta.in_flight_of) for delta in self._newest_deltas()), Counter[str]())
         return {ALL: by_class.total(), **by_class}
 
+    def waiting(self) -> dict[str, int]:
+        """Return the measured requests that wait for their first token, of each user class and of all."""
+        by_class = sum((Counter(delta.waiting_of) for delta in self._newest_deltas()), Counter[str]())
+        return {ALL: by_class.total(), **by_class}
+
+    def oldest_waiting_s(self) -> float | None:
+        """Return the age of the oldest request without a first token; None: no request waits."""
+        ages = (delta.oldest_waiting_s for delta in self._newest_deltas())
+        return _rounded(max((age for age in ages if age is not None), default=None))
+
     def client_limited(self) -> float | None:
         """Return the busy share of the busiest load process if it is a client-side bottleneck, else None."""
         busiest = max((delta.busy for delta in self._newest_deltas() if delta.busy is not None), default=0.0)
@@ -382,6 +529,8 @@ class LiveNumbers:
             "wall_s": round(self._start_wall_s + now - self._start_s, 1),
             "users": users,
             "in_flight": self.in_flight()[ALL],
+            "waiting": self.waiting()[ALL],
+            "oldest_waiting_s": self.oldest_waiting_s(),
             "classes": self.recent(),
             **observed.values,
         }
@@ -392,7 +541,10 @@ class LiveNumbers:
             self.series_id += 1
 
     def recent(self) -> dict[str, Numbers]:
-        """Return numbers of the last seconds: of all user classes together, then of each."""
+        """Return numbers of the last seconds: of all user classes together, then of each.
+
+        They have the tokens that arrived, the requests that ended, and the latencies of these and of those in flight.
+        """
         last = int(time.monotonic()) - self._lag_s - 1  # the current second is not over yet
         if self._recent[0] != last:
             first = last - WINDOW_S + 1
@@ -405,7 +557,7 @@ class LiveNumbers:
         return self._recent[1]
 
     def whole_test(self) -> dict[str, Numbers]:
-        """Return numbers of the time from the first request sent until the last one ended."""
+        """Return numbers from the first request sent until the last one ended; until now with requests in flight."""
         span_s = None if self._first_sent_s is None else max(0.0, self._last_ended_s - self._first_sent_s)
         return self._numbers(self.total, span_s)
 
@@ -413,8 +565,12 @@ class LiveNumbers:
         return dict(sorted(_merge_all(self.total).failures.items()))
 
     def _numbers(self, by_class: dict[str, Accumulator], span_s: float | None) -> dict[str, Numbers]:
-        rows = {ALL: _merge_all(by_class)} | dict(sorted(by_class.items()))
-        return {name: row.numbers(span_s, with_slos=bool(self.slos)) for name, row in rows.items()}
+        merged: dict[str, Accumulator] = {}
+        for part in (by_class, *(delta.in_flight for delta in self._newest_deltas())):
+            _merge_classes(merged, part)
+        rows = {ALL: _merge_all(merged)} | dict(sorted(merged.items()))
+        with_slos = bool(self.slos)
+        return {name: row.numbers(span_s, with_slos=with_slos, tokens=row.arrived) for name, row in rows.items()}
 
 
 def _merge_all(by_class: dict[str, Accumulator]) -> Accumulator:

@@ -22,7 +22,7 @@ from harness.base.files import read_text
 from harness.base.metrics import LIVE
 from harness.base.units import percent
 from harness.load import live_metrics
-from harness.load.live_metrics import ALL, SHARES, TOKEN_TYPES, LiveNumbers, Numbers
+from harness.load.live_metrics import ALL, CENSORED, SHARES, TOKEN_TYPES, LiveNumbers, Numbers
 
 WARMUP = "(warm-up)"
 COLUMNS = (  # of the tab: key (Locust's page changes keys with an underscore), title, name of the number, factor
@@ -40,6 +40,7 @@ TITLES = {
     "ended": "# requests",
     "failed": "# fails",
     "inflight": "In flight",
+    "waiting": "No token yet",
     **{key: title for key, title, _, _ in COLUMNS},
 }
 
@@ -47,38 +48,50 @@ TITLES = {
 def table_rows(live: LiveNumbers, *, with_recent: bool = False) -> list[dict[str, Any]]:
     """Return the table of the whole test, by the keys of `TITLES`: each user class, all together, and the warm-up.
 
-    `with_recent`: also the last seconds. Numbers have three digits; "–" is an unknown one.
+    `with_recent`: also the last seconds. Numbers have three digits; "–" is an unknown one, and "> 5" a lower bound.
     """
-    whole, in_flight = live.whole_test(), live.in_flight()
+    whole, in_flight, waiting = live.whole_test(), live.in_flight(), live.waiting()
     names = [name for name in whole if name != ALL]
     names += [] if len(names) == 1 else [ALL]
-    lines: list[tuple[str, Numbers, int]] = [(name, whole[name], in_flight.get(name, 0)) for name in names]
+    lines: list[tuple[str, Numbers, str]] = [(name, whole[name], name) for name in names]
     if live.warmup:  # as in Locust's own table
-        lines.append((WARMUP, {"ended": live.warmup, "failed": live.warmup_failed}, 0))
+        lines.append((WARMUP, {"ended": live.warmup, "failed": live.warmup_failed}, WARMUP))
     if with_recent:
-        lines.append((f"last {live_metrics.WINDOW_S} s", live.recent()[ALL], in_flight[ALL]))
-    rows = []
-    for name, numbers, count in lines:
-        row: dict[str, Any] = {"name": name, "ended": numbers["ended"], "failed": numbers["failed"], "inflight": count}
-        for key, _, column, factor in COLUMNS:
-            value = numbers.get(column)
-            row[key] = "–" if value is None else float(f"{value * factor:.3g}")
-        rows.append(row)
-    return rows
+        lines.append((f"last {live_metrics.WINDOW_S} s", live.recent()[ALL], ALL))
+    return [
+        {
+            "name": name,
+            "ended": numbers["ended"],
+            "failed": numbers["failed"],
+            "inflight": in_flight.get(user_class, 0),
+            "waiting": waiting.get(user_class, 0),
+            **{key: _cell(numbers, column, factor) for key, _, column, factor in COLUMNS},
+        }
+        for name, numbers, user_class in lines
+    ]
+
+
+def _cell(numbers: Numbers, column: str, factor: float) -> float | str:
+    value, above = numbers.get(column), numbers.get(f"{column}_above")
+    if value is not None:
+        return float(f"{value * factor:.3g}")
+    return "–" if above is None else f"> {float(f'{above * factor:.3g}'):g}"
 
 
 _CLASS_KEYS = (
     *("ended", "failed", "tokens", "requests_per_s", "failed_per_s", "output_tok_s", "goodput", "attainment"),
-    *(f"{latency.name}_p{share * 100:g}" for latency in LIVE for share in SHARES),
+    *(f"{latency.name}_{of}" for latency in LIVE for of in ("n", *(f"p{share * 100:g}" for share in SHARES), "max")),
+    *(f"{name}_{of}_above" for name in CENSORED for of in (*(f"p{share * 100:g}" for share in SHARES), "max")),
 )
-_HISTORY_HEADER = ("wall_s", "t_s", "user_class", *_CLASS_KEYS, "users", "in_flight")
+_HISTORY_HEADER = ("wall_s", "t_s", "user_class", *_CLASS_KEYS, "users", "in_flight", "waiting", "oldest_waiting_s")
 
 
 def _history_rows(point: dict[str, Any]) -> Iterator[list[Any]]:
     """Yield a row for each user class at a point in time. Users and requests in flight are those of all classes."""
+    of_all = _HISTORY_HEADER[-4:]
     for name, numbers in point["classes"].items():
-        all_classes = [point["users"], point["in_flight"]] if name == ALL else [None, None]
-        yield [point["wall_s"], point["t"], name, *(numbers[key] for key in _CLASS_KEYS), *all_classes]
+        all_classes = [point[key] if name == ALL else None for key in of_all]
+        yield [point["wall_s"], point["t"], name, *(numbers.get(key) for key in _CLASS_KEYS), *all_classes]
 
 
 def _csv(rows: Iterable[Sequence[object]]) -> str:
@@ -94,7 +107,7 @@ def history_csv(live: LiveNumbers) -> str:
 
 def whole_csv(live: LiveNumbers) -> str:
     """Return the whole test: a row for each user class, and one for all."""
-    rows = [[name, *(n[key] for key in _CLASS_KEYS), live.slos] for name, n in live.whole_test().items()]
+    rows = [[name, *(n.get(key) for key in _CLASS_KEYS), live.slos] for name, n in live.whole_test().items()]
     return _csv([["user_class", *_CLASS_KEYS, "slos"], *rows])
 
 
@@ -103,11 +116,11 @@ def text_table(live: LiveNumbers, *, final: bool = False) -> list[str]:
     rows = table_rows(live, with_recent=not final)
     width = max(26, *(len(row["name"]) for row in rows))
     titles = [title.removesuffix(", ms").replace("Goodput, req/s", "goodput/s") for _, title, _, _ in COLUMNS]
-    lines = [f"{'LLM metrics (times in ms)':<{width}} {'# reqs':>8} {'# fails':>8} {'in flight':>10}"]
+    lines = [f"{'LLM metrics (times in ms)':<{width}} {'# reqs':>8} {'# fails':>8} {'in flight':>10} {'no token':>9}"]
     lines[0] += "".join(f" {title:>9}" for title in titles)
     for row in rows:
         texts = [row[key] if isinstance(row[key], str) else f"{row[key]:g}" for key, *_ in COLUMNS]
-        line = f"{row['name']:<{width}} {row['ended']:>8} {row['failed']:>8} {row['inflight']:>10}"
+        line = f"{row['name']:<{width}} {row['ended']:>8} {row['failed']:>8} {row['inflight']:>10} {row['waiting']:>9}"
         lines.append(line + "".join(f" {text:>9}" for text in texts))
     if live.slos:
         total = live.whole_test()[ALL]
@@ -232,9 +245,12 @@ def metrics_of(
         outcomes[name, "failed"], outcomes[name, "cut"] = sums.failed, sums.cut
     met = {(name,): sums.met for name, sums in total.items() if numbers.slos and not sums.unknown}
     errors = {(kind,): count for kind, count in numbers.failures().items()}
-    in_flight = {
-        (name,): count for name, count in (dict.fromkeys(total, 0) | numbers.in_flight()).items() if name != ALL
-    }
+    in_flight, waiting = (
+        {(name,): count for name, count in (dict.fromkeys(total, 0) | counts).items() if name != ALL}
+        for counts in (numbers.in_flight(), numbers.waiting())
+    )
+    oldest_s = {(): numbers.oldest_waiting_s() or 0.0}
+    arrived = {(name,): sums.arrived for name, sums in total.items()}
     limited = numbers.client_limited() is not None
     counter, gauge = CounterMetricFamily, GaugeMetricFamily
     for family, name, about, labels, values in (
@@ -242,7 +258,16 @@ def metrics_of(
         (counter, "slo_met_requests", "Requests that met every SLO (goodput)", [LABEL], met),
         (counter, "errors", "Failed requests by kind", ["error_type"], errors),
         (counter, "warmup_requests", "Warm-up requests that ended; counted nowhere else", [], {(): numbers.warmup}),
+        (
+            counter,
+            "output_tokens",
+            "Output tokens when they arrive; a chunk is about one until its request ends",
+            [LABEL],
+            arrived,
+        ),
         (gauge, "requests_in_flight", "Requests sent and not ended", [LABEL], in_flight),
+        (gauge, "requests_waiting", "Measured requests in flight without a first token", [LABEL], waiting),
+        (gauge, "oldest_waiting_seconds", "Age of the oldest of these; 0: none waits", [], oldest_s),
         (gauge, "users", "Virtual users", [], {(): users}),
         (gauge, "running", "1: a load runs", [], {(): running}),
         (gauge, "client_limited", "1: a load process has no CPU time left: times are too long", [], {(): limited}),

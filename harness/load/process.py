@@ -22,6 +22,7 @@ from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, Se
 from harness.load import anthropic_api
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Abandoned, Exchange, Failure
+from harness.load.live_metrics import RequestInFlight
 from harness.load.openai_api import PATHS, Answer, encode_request
 from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
@@ -120,7 +121,9 @@ class LoadProcess:
         # Resolve the host name now, so that the first users need not wait. In a greenlet: if this waited, Locust's
         # worker would send its first report before the locustfile's listeners of `init` are called.
         gevent.spawn(self._look_up)
-        self._in_flight: dict[int, tuple[Exchange, Work]] = {}  # by the identity of the exchange
+        # Requests without a record, by the identity of the exchange.
+        self._in_flight: dict[int, tuple[Exchange, Work]] = {}
+        recorder.measured_in_flight = self._measured_in_flight
         if job.report_after_s is not None:
             recorder.old_in_flight = self._old_in_flight
         self.sequencer = create_sequencer(job)
@@ -211,7 +214,6 @@ class LoadProcess:
             answer.fail(*_cut_error(error))
             raise
         finally:
-            del self._in_flight[id(exchange)]
             save = partial(self._save_record, exchange, answer, work, on_record)
             if is_cut:
                 save()  # Locust may count next
@@ -247,6 +249,7 @@ class LoadProcess:
                 record = self._create_record(exchange, _defect_answer(error, answer.ended_s), work)
             self.recorder.add(record, work.cell_number)
         finally:
+            del self._in_flight[id(exchange)]  # now the live numbers have the record
             self.recorder.asked_in_flight -= self._asked_tokens(work) or 0
             # In any case: the end of the load waits for it.
             self.sequencer.settle(sample=_warmup_sample(exchange, work, answer), work=work)
@@ -261,6 +264,25 @@ class LoadProcess:
             if answer is not None and answer.ended_s >= (self.job.report_after_s or 0.0):
                 old.append(self._create_record(exchange, answer, work))
         return old
+
+    def _measured_in_flight(self) -> list[RequestInFlight]:
+        """Return the state of each measured request without a record. It costs about a microsecond a request."""
+        states = []
+        for exchange, work in self._in_flight.values():
+            if work.phase == "measured":
+                first_ns, sent_s = exchange.first_chunk_ns(), exchange.start_ns / 1e9
+                load = self._load(work)
+                states.append(
+                    RequestInFlight(
+                        user_class=work.user_class,
+                        sent_s=sent_s,
+                        ttft_s=None if first_ns is None else first_ns / 1e9 - sent_s,
+                        chunks=exchange.chunk_count,
+                        streams=load.stream and not exchange.embeddings,
+                        ended=exchange.ended_ns is not None,
+                    )
+                )
+        return states
 
     def _load(self, work: Work) -> Load:
         return self.loads[work.load_number].load

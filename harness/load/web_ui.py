@@ -4,6 +4,7 @@ Model output never gets here. Error messages, which may quote a server, are sent
 """
 
 import logging
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,11 +22,13 @@ from prometheus_client.registry import Collector
 
 from harness.base.errors import HarnessError, sentence
 from harness.base.metrics import LIVE
+from harness.base.summary import NEEDED
 from harness.load import live_outputs
 from harness.load.live_metrics import (
     ALL,
     RESOLUTION,
     WINDOW_S,
+    ArrivedTokens,
     CounterDelta,
     LiveNumbers,
     Observed,
@@ -44,12 +47,12 @@ from harness.load.options import (
 )
 from harness.load.recorder import Recorder
 from harness.load.web_access import base_path
+from harness.records.records import Request
 from harness.scenario.check_syntax import Slo, slos_key
 from harness.workload.job import Job
 
 KEY = "llm"  # of the tab and the routes, and of our numbers in a worker's report
 ASSETS = Path(__file__).with_name("assets")
-_UPDATE_S = 1.0
 _REPORT_LAG_S = 4  # Locust's workers report each 3 s, or later
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _POLICY = (  # the page needs only its own files
@@ -189,6 +192,11 @@ def _refuse_form(message: str, host: str | None, status: int = 400) -> Response:
     return response
 
 
+def _sleep_until_second_ends() -> None:
+    """Sleep until just after the next whole second of the monotonic clock: numbers are kept by such seconds."""
+    gevent.sleep(1.001 - time.monotonic() % 1.0)
+
+
 class Live(Collector):
     """The live numbers of a process: a worker counts, a master merges, a local runner does both.
 
@@ -210,6 +218,7 @@ class Live(Collector):
         hooks: Any = environment.events  # they have no types
         if isinstance(self._runner, WorkerRunner):
             hooks.report_to_master.add_listener(self._on_report_to_master)
+            gevent.spawn(self._count_tokens_regularly)
             return
         hooks.worker_report.add_listener(self._on_worker_report)
         hooks.reset_stats.add_listener(lambda **_: self.numbers.reset())
@@ -227,8 +236,9 @@ class Live(Collector):
         with suppress(ValueError):  # the load will not start, and reports the error
             self._slos = slos_of(self._options.check)
         self._delta = CounterDelta(others=self._delta.pending())
+        self._arrived = ArrivedTokens()
         if self._recorder is not None:
-            self._recorder.watcher = lambda request: self._delta.add(request)
+            self._recorder.watcher = self._add_record
         self.numbers = LiveNumbers(self._lag_s, slos_key(self._slos))
         self.error: str | None = None  # why no load could start, or why it was ended
 
@@ -238,13 +248,14 @@ class Live(Collector):
         If the query has the `series` of the current test, it gets only the points after the time `after`.
         """
         numbers, (workers, missing) = self.numbers, self._workers()
-        in_flight = numbers.in_flight()
+        in_flight, waiting = numbers.in_flight(), numbers.waiting()
         is_same_series = query.get("series") == str(numbers.series_id)
         after = float(query.get("after") or -1) if is_same_series else -1.0
         return {
             "series": str(numbers.series_id),
             "resolution": RESOLUTION,
             "window_s": WINDOW_S,
+            "needed": NEEDED,
             "slos": numbers.slos,
             "latencies": [(latency.name, latency.title) for latency in LIVE],
             "state": self._runner.state,
@@ -257,6 +268,9 @@ class Live(Collector):
             **self._observed.values,
             "in_flight": in_flight.pop(ALL),
             "in_flight_of": in_flight,
+            "waiting": waiting.pop(ALL),
+            "waiting_of": waiting,
+            "oldest_waiting_s": numbers.oldest_waiting_s(),
             "client_limited": numbers.client_limited(),
             "other_client": None if missing else self._others.state(),
             "warmup": numbers.warmup,
@@ -294,10 +308,26 @@ class Live(Collector):
         except Exception:  # the exit code is that of the load
             logger.exception("the LLM metrics of the whole test are lost")
 
+    def _add_record(self, request: Request) -> None:
+        self._delta.add(request)
+        if request.phase == "measured":
+            self._arrived.add_ended(request)
+
+    def _note_in_flight(self, recorder: Recorder) -> None:
+        requests = recorder.measured_in_flight()
+        self._delta.note_in_flight(requests, self._arrived.take_new(requests))
+
+    def _count_tokens_regularly(self) -> None:
+        """Count the tokens of each second in a worker, which reports every few seconds."""
+        while self._recorder is not None:
+            _sleep_until_second_ends()
+            self._note_in_flight(self._recorder)
+
     def _take_delta(self) -> CounterDelta | None:
         """Return the counts of this process since the last call; None in a master."""
         if self._recorder is None:
             return None
+        self._note_in_flight(self._recorder)
         delta, self._delta = self._delta, CounterDelta()
         delta.close(self._recorder, self._slos)
         return delta
@@ -312,7 +342,7 @@ class Live(Collector):
 
     def _update_regularly(self) -> None:
         while True:
-            gevent.sleep(_UPDATE_S)
+            _sleep_until_second_ends()
             try:
                 self._add_own_numbers()
                 self._observed.update()

@@ -43,12 +43,23 @@
   const ms = (value) => isKnown(value) ? number(value * 1000) : "–";
   const scaled = (value, factor) => isKnown(value) ? value * factor : null;
 
+  // A latency of a row: a value, only a lower bound ("> 12", because requests still wait), or not known.
+  const isAbove = (n, key) => !isKnown(n?.[key]) && isKnown(n?.[`${key}_above`]);
+  const latency = (n, key) => n?.[key] ?? n?.[`${key}_above`];
+  const latencyMs = (n, key) => (isAbove(n, key) ? "> " : "") + ms(latency(n, key));
+  const tooFew = (n, key, p) => isKnown(latency(n, `${key}_${p}`)) || !(n[`${key}_n`] < last.needed[p]) ? ""
+    : `needs ${last.needed[p]} requests, and there are ${n[`${key}_n`]}`;
+
   const SHARES = [50, 90, 95, 99];
   const columns = () => [
-    ["requests", (n) => String(n.ended)], ["in flight", (n, name) => String(name === "all" ? last.in_flight : last.in_flight_of[name] || 0)], ["failed", (n) => String(n.failed), (n) => n.failed > 0],
+    ["requests", (n) => String(n.ended)], ["in flight", (n, name) => String(name === "all" ? last.in_flight : last.in_flight_of[name] || 0)],
+    ["no token yet", (n, name) => String(name === "all" ? last.waiting : last.waiting_of[name] || 0)], ["failed", (n) => String(n.failed), (n) => n.failed > 0],
     ["succeeded req/s", (n) => number(n.requests_per_s)], ["tok/s", (n) => number(n.output_tok_s)],
     ["goodput req/s", (n) => number(n.goodput)], ["in SLOs %", (n) => number(scaled(n.attainment, 100))],
-    ...last.latencies.flatMap(([key, title]) => SHARES.map((p) => [`${title} p${p} ms`, (n) => ms(n[`${key}_p${p}`])])),
+    ...last.latencies.flatMap(([key, title]) => [
+      ...SHARES.map((p) => [`${title} p${p} ms`, (n) => latencyMs(n, `${key}_p${p}`), undefined, (n) => tooFew(n, key, `p${p}`)]),
+      [`${title} slowest ms`, (n) => latencyMs(n, `${key}_max`)],
+    ]),
   ];
 
   function table() {
@@ -63,14 +74,19 @@
       if (name === "all" && Object.keys(last[span]).length === 2) continue;
       const row = element("tr"), title = element("th", name);
       title.scope = "row";
-      row.append(title, ...columns().map(([, of, bad]) => element("td", of(numbers, name), bad?.(numbers) ? "bad" : "")));
+      row.append(title, ...columns().map(([, of, bad, why]) => {
+        const cell = element("td", of(numbers, name), bad?.(numbers) ? "bad" : "");
+        if (why?.(numbers)) cell.title = why(numbers);
+        return cell;
+      }));
       body.push(row);
     }
     $("classes").replaceChildren(head, ...body);
     $("which-span").textContent = `By user class, ${span === "now" ? `last ${last.window_s} s` : "whole test"}`;
-    $("how").textContent = "Measured requests only, counted when they end"
-      + (isKnown(last.workers) ? "; workers report every 3 s" : "")
-      + `. Percentiles are within ${last.resolution * 100} %.`
+    $("how").textContent = "Measured requests only, counted when they end. Tokens count when they arrive, a chunk as about one until its request ends."
+      + " TTFT and E2E include requests in flight: \"> 5\" means that so many still wait that only this bound is known."
+      + ` Percentiles are within ${last.resolution * 100} %; one that needs more requests is "–".`
+      + (isKnown(last.workers) ? " Workers report every 3 s." : "")
       + (last.slos ? ` Goodput: requests a second that met ${last.slos}.` : " Goodput needs SLOs, in the start form.")
       + " A report is made from the exact records.";
   }
@@ -84,9 +100,16 @@
       made.push(box);
     };
     tile("in flight", String(last.in_flight), `by ${last.users} ${last.users === 1 ? "user" : "users"}`);
-    tile("TTFT p50", ms(n.ttft_p50), "ms");
-    tile("TTFT p95", ms(n.ttft_p95), "ms");
-    tile("TPOT p50", ms(n.tpot_p50), "ms");
+    // From 10 s on in seconds. A tail that the requests do not carry is the slowest of them.
+    const time = (title, key) => {
+      const seconds = latency(n, key), long = seconds >= 10;
+      tile(title, (isAbove(n, key) ? "> " : "") + (long ? number(seconds) : ms(seconds)), long ? "s" : "ms");
+    };
+    const tail = ["p95", "p90"].find((p) => isKnown(latency(n, `ttft_${p}`)));
+    tile("no token yet", String(last.waiting), isKnown(last.oldest_waiting_s) ? `oldest ${number(last.oldest_waiting_s)} s` : "");
+    time(`TTFT p50 of ${n.ttft_n}`, "ttft_p50");
+    time(`TTFT ${tail || "slowest"} of ${n.ttft_n}`, `ttft_${tail || "max"}`);
+    time(`TPOT p50 of ${n.tpot_n}`, "tpot_p50");
     tile("output", number(n.output_tok_s), "tok/s");
     tile("succeeded", number(n.requests_per_s), "req/s");
     if (last.slos) tile("goodput", number(n.goodput), "req/s");
@@ -154,16 +177,23 @@
     }
   }
 
-  // For each chart: title, unit, and lines as [name, value of a point]. A chart without values is not drawn.
+  // For each chart: title, unit, and lines as [name, value of a point, whether it is a lower bound]. A chart without
+  // values is not drawn.
   function chartSpecs() {
     const of = (key, factor = 1) => (p) => scaled(p.classes[chosenClass]?.[key], factor);
+    const times = (key) => [(p) => scaled(latency(p.classes[chosenClass], key), 1000), (p) => isAbove(p.classes[chosenClass], key)];
+    const lines = (key) => {
+      const hasTail = points.some((p) => isKnown(latency(p.classes[chosenClass], `${key}_p90`)));
+      return [...SHARES.map((s) => [`p${s}`, ...times(`${key}_p${s}`)]), ...(hasTail ? [] : [["slowest", ...times(`${key}_max`)]])];
+    };
     const gpus = [...new Set(points.flatMap((p) => Object.keys(p.gpus || {})))].sort();
     const each = (what) => gpus.map((name) => [name, (p) => what(p.gpus?.[name] || {})]);
     return [
-      ...last.latencies.map(([key, title]) => [title, "ms", SHARES.map((s) => [`p${s}`, of(`${key}_p${s}`, 1000)])]),
-      ["Output tokens", "tok/s", [["of ended requests", of("output_tok_s")], ["by the server", (p) => p.server?.tok_s]]],
+      ...last.latencies.map(([key, title]) => [title, "ms", lines(key)]),
+      ["Output tokens", "tok/s", [["received", of("output_tok_s")], ["by the server", (p) => p.server?.tok_s]]],
       ["Requests", "/s", [["succeeded", of("requests_per_s")], ["goodput", of("goodput")], ["failed", of("failed_per_s")]]],
-      ["Users and requests in flight", "", [["users", (p) => p.users], ["in flight", (p) => p.in_flight]]],
+      ["Users and requests in flight", "", [["users", (p) => p.users], ["in flight", (p) => p.in_flight], ["no token yet", (p) => p.waiting]]],
+      ["Oldest request without a token", "s", [["age", (p) => p.oldest_waiting_s ?? 0]]],
       ["Server's queue", "requests", [["running", (p) => p.server?.running], ["waiting", (p) => p.server?.waiting]]],
       ["KV cache in use", "%", [["KV cache", (p) => scaled(p.server?.kv_usage, 100)]]],
       ["GPU busy", "%", each((gpu) => gpu.busy_percent)],
@@ -172,10 +202,14 @@
     ];
   }
 
-  const axisMax = (max) => {
-    if (!(max > 0)) return 1;
-    const unit = 10 ** Math.floor(Math.log10(max));
-    return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * unit >= max * 1.0001) * unit;
+  // The end of an axis, which starts at 0: 100 of a percentage, an even number of a count, and no tiny one without need.
+  const axisMax = (max, unit) => {
+    if (unit === "%" && max <= 100) return 100;
+    const isCount = unit === "" || unit === "requests", least = isCount ? 2 : unit === "/s" ? 0.1 : 1;
+    if (!(max > least)) return least;
+    const power = 10 ** Math.floor(Math.log10(max));
+    const steps = isCount && power === 1 ? [2, 4, 6, 8, 10] : [1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15];
+    return steps.find((step) => step * power >= (isCount ? max : max * 1.0001)) * power;
   };
   const clock = (seconds) => {
     const whole = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
@@ -190,7 +224,7 @@
     const figure = element("figure"), caption = element("figcaption"), width = Math.max(240, figureWidth());
     caption.append(element("b", unit ? `${title}, ${unit}` : title));
     const first = points[0].t, over = Math.max(points.at(-1).t - first, 2);  // less would show one time twice
-    const top = axisMax(Math.max(...shown.flatMap((i) => values[i].filter(isKnown))));
+    const top = axisMax(Math.max(...shown.flatMap((i) => values[i].filter(isKnown))), unit);
     const x = (t) => LEFT + (t - first) / over * (width - LEFT - RIGHT);
     const y = (value) => TOP + (1 - value / top) * (HEIGHT - TOP - BOTTOM);
     const svg = svgElement("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${title} over time` });
@@ -213,7 +247,8 @@
       svg.append(svgElement("path", { class: `course c${place + 1}`, d: path }));
       const k = at === null ? points.length - 1 : at, value = values[i][k];
       if (isKnown(value)) svg.append(svgElement("circle", { class: `dot c${place + 1}`, cx: x(points[k].t), cy: y(value), r: 3 }));
-      caption.append(element("span", `${lines[i][0]} ${number(value)}`, `key c${place + 1}`));
+      const bound = lines[i][2]?.(points[k]) ? "> " : "";
+      caption.append(element("span", `${lines[i][0]} ${bound}${number(value)}`, `key c${place + 1}`));
     });
     if (at !== null) caption.firstChild.textContent += ` at ${clock(points[at].t)}`;
     const point = (event) => {

@@ -14,10 +14,12 @@ import pytest
 from harness.load.live_metrics import (
     ALL,
     Accumulator,
+    ArrivedTokens,
     CounterDelta,
     LiveNumbers,
     Observed,
     OtherClient,
+    RequestInFlight,
     decode_delta,
     percentiles,
 )
@@ -34,6 +36,7 @@ class Worker:
     def __init__(self, slos: Sequence[Slo] = ()) -> None:
         self.slos = slos
         self.counted = CounterDelta()
+        self.arrived = ArrivedTokens()
         self.health = self
         self.in_flight_of: dict[str, int] = {}
         self.busy: float | None = None
@@ -44,6 +47,13 @@ class Worker:
 
     def add(self, request: Request) -> None:
         self.counted.add(request)
+        if request.phase == "measured":
+            self.arrived.add_ended(request)
+            self.note()
+
+    def note(self, *in_flight: RequestInFlight) -> None:
+        """The end of a second."""
+        self.counted.note_in_flight(in_flight, self.arrived.take_new(in_flight))
 
 
 def delta(worker: Worker, in_flight_of: dict[str, int] | None = None, busy: float | None = None) -> CounterDelta:
@@ -149,8 +159,9 @@ def test_a_counter_reports_everything_once() -> None:
     # An answer that came in one read has no TPOT here either: its chunks' times say when the read was.
     for one in (request(chunks_s=[0.3, 0.3, 0.3], coalesced=2, coalesced_late=0), request()):
         counter.add(one)
-    (by_class,) = delta(counter).seconds.values()
-    assert [sum((values or {}).values()) for values in map(by_class["Chat"].latencies.get, ("ttft", "tpot"))] == [2, 1]
+    numbers = LiveNumbers()
+    numbers.add_delta("a", delta(counter))
+    assert [sum(numbers.total["Chat"].latencies[name].values()) for name in ("ttft", "tpot")] == [2, 1]
     # What no worker of ours sent is left out.
     assert [decode_delta(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
 
