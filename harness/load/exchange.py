@@ -17,6 +17,7 @@ from harness.base.engines import engines
 from harness.failures.unexpected_response import error_words, to_text
 from harness.load import openai_api
 from harness.load.anthropic_api import as_chat_completion, as_chat_event, started_message
+from harness.load.live_metrics import RequestInFlight
 from harness.load.odd_text import classify_text
 from harness.load.openai_api import Answer
 from harness.load.reader import AnyInbox, ReadTimes
@@ -135,13 +136,15 @@ class Exchange:
             answer.first_visible_s = (reads_ns[self._first_visible_read] - self.sent_ns) / 1e9
         return answer
 
-    def first_chunk_ns(self) -> int | None:
-        """Return when the first token arrived, as far as it is parsed: by the kernel's stamp, or by the read."""
-        if not self._chunk_reads:
-            return None
-        read = self._chunk_reads[0]
-        read_ns, stamp_ns = self.arrivals.reads_ns[read], self.arrivals.stamps_ns[read]
-        return stamp_ns if self.start_ns <= stamp_ns <= read_ns else read_ns
+    def state(self, user_class: str, streams: bool) -> RequestInFlight:
+        """Return what is parsed so far. It takes a few microseconds, however long the answer is."""
+        sent_ns = self.created_ns if self.sent_ns is None else self.sent_ns
+        ttft_s, reads = None, self._chunk_reads
+        if reads:
+            read_ns, stamp_ns = self.arrivals.reads_ns[reads[0]], self.arrivals.stamps_ns[reads[0]]
+            ttft_s = ((stamp_ns if sent_ns <= stamp_ns <= read_ns else read_ns) - sent_ns) / 1e9
+        chunks = len(reads) + self.template.events
+        return RequestInFlight(user_class, sent_ns / 1e9, ttft_s, chunks, streams, self.ended_ns is not None)
 
     def unprocessed_body(self) -> bytes:
         return b"".join(data for _, data in self.body)

@@ -107,9 +107,10 @@
     };
     const tail = ["p95", "p90"].find((p) => isKnown(latency(n, `ttft_${p}`)));
     tile("no token yet", String(last.waiting), isKnown(last.oldest_waiting_s) ? `oldest ${number(last.oldest_waiting_s)} s` : "");
-    time(`TTFT p50 of ${n.ttft_n}`, "ttft_p50");
-    time(`TTFT ${tail || "slowest"} of ${n.ttft_n}`, `ttft_${tail || "max"}`);
-    time(`TPOT p50 of ${n.tpot_n}`, "tpot_p50");
+    const of = (key) => n[`${key}_n`] ? ` of ${number(n[`${key}_n`])}` : "";
+    time(`TTFT p50${of("ttft")}`, "ttft_p50");
+    time(`TTFT ${tail || "slowest"}${of("ttft")}`, `ttft_${tail || "max"}`);
+    time(`TPOT p50${of("tpot")}`, "tpot_p50");
     tile("output", number(n.output_tok_s), "tok/s");
     tile("succeeded", number(n.requests_per_s), "req/s");
     if (last.slos) tile("goodput", number(n.goodput), "req/s");

@@ -106,6 +106,8 @@ def test_prometheus_gets_exact_counts_and_sums() -> None:
     assert samples[f"{prefix}_requests_in_flight", "Chat"] == 2
     assert [samples[f"{ttft}_bucket", bound, "Chat"] for bound in ("0.08", "0.25", "+Inf")] == [0, 2, 2]
     assert samples[f"{ttft}_count", "Chat"] == 2 and samples[f"{ttft}_sum", "Chat"] == pytest.approx(0.3)
+    assert samples[f"{prefix}_output_tokens_total", "Chat"] == 22
+    assert (samples[f"{prefix}_requests_waiting", "Chat"], samples[f"{prefix}_oldest_waiting_seconds",]) == (0, 0)
     usage = "gen_ai_client_token_usage"
     assert samples[f"{usage}_sum", "input", "Chat"] == 33 and samples[f"{usage}_sum", "output", "Chat"] == 22
     assert samples[f"{usage}_count", "input", "Chat"] == 2

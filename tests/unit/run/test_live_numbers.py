@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from harness.analysis import slo_rule
+from harness.analysis.slo_rule import LatencySample
 from harness.load.live_metrics import (
     ALL,
     Accumulator,
@@ -20,10 +23,11 @@ from harness.load.live_metrics import (
     Observed,
     OtherClient,
     RequestInFlight,
+    bucket_middle_s,
     decode_delta,
     percentiles,
 )
-from harness.records.records import ErrorKind, Request
+from harness.records.records import AT_LEAST, OBSERVED, ErrorKind, Request
 from harness.run.live import checks_of_row
 from harness.scenario import Load
 from harness.scenario.check_syntax import Slo, parse_check, request_slos, slos_key
@@ -166,6 +170,85 @@ def test_a_counter_reports_everything_once() -> None:
     assert [decode_delta(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
 
 
+def test_percentiles_with_requests_that_wait_are_those_of_a_report() -> None:
+    """Kaplan-Meier of the whole product, on the middles of the buckets; "larger than" where it is not reached."""
+    rng = random.Random(7)
+    for waiting in (0, 3, 40, 200):
+        live = Accumulator()
+        live.count([request(ttft=rng.expovariate(2), tpot=0.0) for _ in range(150)], ())
+        ages = [rng.expovariate(0.5) for _ in range(waiting)]
+        live.add_in_flight([RequestInFlight("Chat", 100.0 - age_s) for age_s in ages], 100.0)
+        observed, censored = (
+            [bucket_middle_s(bucket) for bucket, n in histogram.items() for _ in range(n)]
+            for histogram in (live.latencies["ttft"], live.censored.get("ttft", {}))
+        )
+        values = np.array([*observed, *censored])
+        states = np.array([OBSERVED] * len(observed) + [AT_LEAST] * len(censored), dtype=np.int8)
+        report = slo_rule.percentiles([LatencySample(values, values, states)], [500, 900, 950])
+        numbers = live.numbers(1.0, with_slos=False)
+        for name, known in zip(("ttft_p50", "ttft_p90", "ttft_p95"), report, strict=True):
+            assert numbers[name] == (None if known.value_s is None else pytest.approx(known.value_s, rel=1e-3))
+            assert (f"{name}_above" in numbers) == (known.value_s is None)
+        assert numbers["ttft_n"] == 150 + waiting
+
+
+def test_requests_that_wait_do_not_look_good() -> None:
+    """Two of eight have their first token; of the others only their age is known. A p99 of eight is none."""
+    worker, numbers = Worker(), LiveNumbers()
+    now = time.monotonic()
+    streaming = [RequestInFlight("Chat", now - 30, 0.5, chunks=40), RequestInFlight("Chat", now - 30, 1.0, chunks=20)]
+    waiting = [RequestInFlight("Chat", now - 5 - age_s) for age_s in range(5)]
+    whole = RequestInFlight("Chat", now - 60, streams=False)  # its first token cannot be seen
+    done = RequestInFlight("Chat", now - 90, 2.0, chunks=3, ended=True)  # its record is being made
+    worker.note(*streaming, *waiting, whole, done)
+    numbers.add_delta("a", delta(worker, {"Chat": 9}))
+    clients = numbers.whole_test()[ALL]
+    assert (clients["ended"], clients["tokens"], clients["ttft_n"], clients["e2e_n"]) == (0, 63, 8, 8)
+    assert (clients["ttft_p50"], clients["ttft_p99"], clients["ttft_max"]) == (None, None, None)
+    # The fourth of eight, with each age as a value: half of them take longer.
+    assert clients["ttft_p50_above"] == pytest.approx(5.0, rel=0.02)
+    assert clients["ttft_max_above"] == pytest.approx(9.0, rel=0.02)
+    assert clients["e2e_max_above"] == pytest.approx(60.0, rel=0.02)
+    assert "tpot_max_above" not in clients and clients["tpot_p50"] is None
+    assert numbers.waiting() == {ALL: 5, "Chat": 5}
+    assert numbers.oldest_waiting_s() == pytest.approx(9.0, rel=0.01)
+    worker.note()
+    numbers.add_delta("a", delta(worker))
+    assert (numbers.waiting(), numbers.oldest_waiting_s(), numbers.whole_test()[ALL]["ttft_n"]) == ({ALL: 0}, None, 0)
+    # Also where a request was cut: of the two, one had its first token.
+    for cut in (request(error="timeout", ended_s=20.0), request(error="abandoned", chunks_s=[0.5], ended_s=3.0)):
+        worker.add(cut)
+    numbers.add_delta("a", delta(worker))
+    clients = numbers.whole_test()[ALL]
+    assert clients["ttft_n"] == 2 and clients["ttft_max_above"] == pytest.approx(20.0, rel=0.02)
+
+
+def test_tokens_count_when_they_arrive_and_once() -> None:
+    """A chunk counts as one token, then as the fewest that a chunk of an ended request had; the end adds the rest."""
+    tokens, total, sums = ArrivedTokens(), 0, []
+
+    def second(*chunks: int) -> None:
+        nonlocal total
+        total += tokens.take_new([RequestInFlight("Chat", 0.0, 0.1, chunks=one) for one in chunks]).get("Chat", 0)
+        sums.append(total)
+
+    second(10, 4)
+    second(20, 8)
+    tokens.add_ended(request(tokens=20, output_tokens=60))  # three tokens a chunk
+    second(10)
+    tokens.add_ended(request(tokens=12, output_tokens=25))  # two, of a short answer
+    second(30)
+    tokens.add_ended(request(tokens=30, output_tokens=61))  # two
+    second(6)
+    second()  # its record is late: a sum never falls
+    tokens.add_ended(request(error="disconnect", chunks_s=[0.1] * 6))  # what had arrived of it
+    second()
+    assert sums == [14, 28, 60 + 30, 60 + 25 + 90, 175, 175, 175]
+    tokens.add_ended(request(tokens=20, output_tokens=60))
+    second()
+    assert total == 60 + 25 + 61 + int(6 * 61 / 30) + 60
+
+
 def test_the_checks_are_those_of_the_row() -> None:
     checks = ["error_rate == 0", "a/bulk: goodput(e2e<=9s) >= 1 req/s", "attainment(ttft<=1s, tpot<=50ms) >= 90%"]
     checks += ["bulk: ttft_p95 <= 2 s", "tpot_mean <= 1s"]
@@ -199,7 +282,9 @@ def test_the_numbers_add_up_workers_and_classes(clock: list[float]) -> None:
         10.0,
     )
     assert (recent["Chat"]["attainment"], recent["Agent"]["attainment"]) == (1.0, 0.0)
-    assert recent["Chat"]["ttft_p99"] == pytest.approx(0.1, rel=0.0101)
+    # A hundred requests carry a p90, and no p95.
+    assert (recent["Chat"]["ttft_n"], recent["Chat"]["ttft_p95"]) == (100, None)
+    assert recent["Chat"]["ttft_p90"] == pytest.approx(0.1, rel=0.0101)
     assert recent["Agent"]["ttft_p50"] is None
     assert numbers.in_flight() == {ALL: 14, "Chat": 12, "Agent": 2}
     assert numbers.client_limited() is None
