@@ -111,10 +111,12 @@ def compare_runs(
         )
     _refuse_checks(groups, checks)
     sides = [_read_side(group, checks) for group in groups]
+    if is_across := about == "machine" and len({side.runs[0].machine.name for side in sides}) == len(sides):
+        sides = [side._replace(name=side.runs[0].machine.name) for side in sides]
     rows = _common_rows(sides)
     all_runs = [run for side in sides for run in side.runs]
     _refuse_repeated(all_runs)
-    compared = _compared_rows(sides, rows)
+    compared = _compared_rows(sides, rows, with_sides=is_across or len(sides) > 2)
     for each in compared:
         each.refuse_other_definitions()
     refuse_unlike(all_runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
@@ -154,14 +156,14 @@ def _common_rows(sides: Sequence[_Side]) -> list[RowKey]:
     return rows
 
 
-def _compared_rows(sides: Sequence[_Side], rows: Sequence[RowKey]) -> list[_ComparedRow]:
-    """Each row of each other side with that of the baseline. With several other sides the name has the side."""
+def _compared_rows(sides: Sequence[_Side], rows: Sequence[RowKey], *, with_sides: bool) -> list[_ComparedRow]:
+    """Each row of each other side with that of the baseline. `with_sides`: its name has the side."""
     base, *others = sides
     compared = []
     for number, side in enumerate(others, 1):
         for row in rows:
             name = " / ".join(row)
-            own = side.measured(row, f"{name} ({side.name})" if len(others) > 1 else name)
+            own = side.measured(row, f"{name} ({side.name})" if with_sides else name)
             compared.append(_ComparedRow(row, number, own, base.measured(row, f"{name} ({base.name})")))
     return compared
 

@@ -441,6 +441,11 @@ def to_speeds(metric: str, values: Sequence[float]) -> list[float]:
     return [value if METRICS[metric].more_is_better else 1 / value for value in values if value > 0]
 
 
+def from_speeds(metric: str, speeds: Sequence[float]) -> list[float]:
+    """Speeds of `to_speeds` as values of their metric."""
+    return [speed if METRICS[metric].more_is_better else 1 / speed for speed in speeds]
+
+
 def _independent_values(pair: ComparedSides) -> tuple[list[float], list[float]]:
     """The samples of both sides: the repeats of one run, or the geometric means of several runs."""
     if pair.within_run:
@@ -567,6 +572,7 @@ def _make_verdict(pair: ComparedSides, result: str, comparisons: int, **numbers:
         side=pair.side,
         baseline=pair.baseline,
         metric=pair.metric,
+        values=(from_speeds(pair.metric, side), from_speeds(pair.metric, base)),
         **{"ratio": None, "low": None, "high": None, "p": None, **numbers},
         n=(len(side), len(base)),
         word=result if is_decided else "inconclusive",

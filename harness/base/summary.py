@@ -658,6 +658,7 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     side: str  # "SERVER / LOAD", or the run's name
     baseline: str
     metric: str  # such as "wall", "output_tok_s" or "ttft_p50"
+    values: tuple[list[float], list[float]] = ([], [])  # of side and baseline, as `n` counts them, in the metric's unit
     ratio: float | None  # of speed: above 1 if the side is faster than the baseline
     low: float | None  # 95 % interval of the ratio; None: not known
     high: float | None

@@ -22,7 +22,7 @@ from harness.base.files import read_text
 from harness.base.metrics import LIVE
 from harness.base.units import percent
 from harness.load import live_metrics
-from harness.load.live_metrics import ALL, CENSORED, SHARES, TOKEN_TYPES, LiveNumbers, Numbers
+from harness.load.live_metrics import ALL, CENSORED, SHARES, TOKEN_TYPES, Accumulator, LiveNumbers, Numbers
 
 WARMUP = "(warm-up)"
 COLUMNS = (  # of the tab: key (Locust's page changes keys with an underscore), title, name of the number, factor
@@ -238,6 +238,13 @@ def metrics_of(
     numbers: LiveNumbers, *, users: int, running: bool, workers: int | None, missing: int | None
 ) -> Iterator[Metric]:
     """Yield the metrics of the test since its start, which a new test resets. `workers`: None for a single process."""
+    yield from _counters_and_gauges(numbers, {"users": users, "running": running}, workers, missing)
+    yield from _histograms(numbers.total)
+
+
+def _counters_and_gauges(
+    numbers: LiveNumbers, runner: dict[str, int], workers: int | None, missing: int | None
+) -> Iterator[Metric]:
     total = numbers.total
     outcomes: dict[tuple[str, ...], float] = {}
     for name, sums in total.items():
@@ -258,18 +265,12 @@ def metrics_of(
         (counter, "slo_met_requests", "Requests that met every SLO (goodput)", [LABEL], met),
         (counter, "errors", "Failed requests by kind", ["error_type"], errors),
         (counter, "warmup_requests", "Warm-up requests that ended; counted nowhere else", [], {(): numbers.warmup}),
-        (
-            counter,
-            "output_tokens",
-            "Output tokens when they arrive; a chunk is about one until its request ends",
-            [LABEL],
-            arrived,
-        ),
+        (counter, "output_tokens", "Output tokens as they arrive; a chunk is about one at first", [LABEL], arrived),
         (gauge, "requests_in_flight", "Requests sent and not ended", [LABEL], in_flight),
         (gauge, "requests_waiting", "Measured requests in flight without a first token", [LABEL], waiting),
         (gauge, "oldest_waiting_seconds", "Age of the oldest of these; 0: none waits", [], oldest_s),
-        (gauge, "users", "Virtual users", [], {(): users}),
-        (gauge, "running", "1: a load runs", [], {(): running}),
+        (gauge, "users", "Virtual users", [], {(): runner["users"]}),
+        (gauge, "running", "1: a load runs", [], {(): runner["running"]}),
         (gauge, "client_limited", "1: a load process has no CPU time left: times are too long", [], {(): limited}),
         (gauge, "workers", "Load processes that send requests", [], {(): workers}),
         (gauge, "workers_missing", "Load processes that give no sign of life", [], {(): missing}),
@@ -279,6 +280,9 @@ def metrics_of(
             if value is not None:
                 metric.add_metric(key, float(value))
         yield metric
+
+
+def _histograms(total: dict[str, Accumulator]) -> Iterator[Metric]:
     for column in LIVE:
         other = f"{PREFIX}_{column.name}_seconds", f"{column.title}: {column.about}, of successful requests", _DURATION
         name, about, bounds = LATENCIES.get(column.name, other)

@@ -94,13 +94,14 @@ def render_page(page: Sequence[Element], title: str, where: Sequence[str]) -> st
 def _render_template(name: str, drawn: dict[str, Figure], drawn_timelines: dict[str, Figure], **values: Any) -> str:
     style, theme, script, library = map(read_asset, ("report.css", "theme.js", "report.js", LIBRARY))
     data = msgspec.json.encode({"charts": drawn, "timelines": drawn_timelines}).decode()
-    scripts = [theme, script, library] if drawn or name == "report.html.j2" else []
+    has_charts = bool(drawn) or name == "report.html.j2"
+    scripts = [theme, script, *([library] if has_charts else [])]
     return page_template(name).render(
         values,
         style=Markup(style),
         theme=Markup(theme),
         script=Markup(script),
-        has_charts=bool(scripts),
+        has_charts=has_charts,
         policy=content_security_policy(scripts),
         library=pack_data(library.encode()),
         chart_data=pack_data(neutralize(data).encode()),

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -23,7 +23,19 @@ from harness.base.summary import (
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
-from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, plain_grid, with_names
+from harness.report.charts.compared import format_side, side_charts, side_titles
+from harness.report.elements import (
+    LIMITED,
+    Bullet,
+    Bullets,
+    Element,
+    Fold,
+    Grid,
+    Paragraph,
+    TableColumn,
+    plain_grid,
+    with_names,
+)
 from harness.report.quick import lead, levels_grid
 from harness.report.table import machine_table, results_table, schedule_table, time_table
 from harness.report.trust import same_answers_page, trust_tables
@@ -213,7 +225,9 @@ def comparison_page(comparison: Comparison) -> list[Element]:
     return [
         Paragraph(sentences.comparison_answer(comparison), "lead"),
         *_simulated(comparison.simulated),
-        verdict_grid(comparison.verdicts),
+        compared_grid(comparison),
+        *sides_sentence(comparison),
+        *side_charts(comparison),
         *(Paragraph(f"Warning: {sentence(note)}", "warning") for note in comparison.notes),
         *verdicts(comparison, "the table has all of them"),
         *same_answers_page(comparison.same_answers),
@@ -240,6 +254,35 @@ def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
         "n/a" if verdict.p is None else "< 0.001" if verdict.p < 0.001 else f"{verdict.p:.3f}",
         verdict_word(verdict),
     )
+
+
+def compared_grid(comparison: Comparison) -> Grid:
+    """The values of both sides, their ratio with its interval, and the verdict; on a phone as cards."""
+    before, after = side_titles(comparison)
+    titles = {
+        "load": "Row", "by": "By", "before": before, "after": after, "speedup": "Speed", "interval": "95 % interval",
+        "samples": "Samples", "p": "p", "verdict": "Verdict",
+    }  # fmt: skip
+    groups: dict[str, Any] = {"load": "name", "by": "text", "verdict": "verdict"}
+    rows = []
+    for verdict in comparison.verdicts:
+        side, _, samples, by, speed, interval, p, word = _verdict_cells(verdict)
+        values = [format_side(verdict, of) for of in reversed(verdict.values)]
+        rows.append([side, by, *values, speed, interval, samples, p, word])
+    return Grid(
+        columns=[TableColumn(key, title, group=groups.get(key, "work")) for key, title in titles.items()],
+        rows=rows,
+        styles=verdict_grid(comparison.verdicts).styles,
+        below=[""] * len(rows),
+    )
+
+
+def sides_sentence(comparison: Comparison) -> list[Element]:
+    """Which runs the two columns of values are of, where these do not have their names."""
+    names = comparison.sides
+    if len(names) < 2 or side_titles(comparison)[0] == names[0]:
+        return []
+    return [Paragraph(f"Before: {names[0]} (the baseline). After: {', '.join(names[1:])}.", "fine")]
 
 
 def differences(found: Sequence[Difference], sides: Sequence[str]) -> list[Element]:

@@ -183,7 +183,7 @@
   legends();
   saving();
   printing();
-  drawAll().catch((error) => {
+  if (document.getElementById("plotly-gz")) drawAll().catch((error) => {
     const note = document.getElementById("charts-failed");
     note.hidden = false;
     note.append(" (" + error.message + ")");

@@ -1,0 +1,73 @@
+"""The charts of `harness compare`: the values of both sides of each row, and their texts."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from harness.base import units
+from harness.base.metrics import METRICS, Metric
+from harness.base.summary import Comparison, Verdict
+from harness.report import words
+from harness.report.charts import Chart, Figure, colour, escape_markup, whiskers
+
+
+def side_titles(comparison: Comparison) -> tuple[str, str]:
+    """The titles of the values of the baseline and of the other side: the machines, where these are compared."""
+    machines = [each.values for each in comparison.differences if each.key == "machine.name"]
+    if len(comparison.sides) == 2 and comparison.sides in machines:
+        return comparison.sides[0], comparison.sides[1]
+    return "Before", "After"
+
+
+def format_side(verdict: Verdict, values: Sequence[float]) -> str:
+    """The value of a side: the geometric mean of its repeats or runs, as in the ratio."""
+    return words.format_metric(_mean(values), verdict.metric) if values else "n/a"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def side_charts(comparison: Comparison) -> list[Chart]:
+    """A chart for each metric; none where no row has values on both sides."""
+    known: dict[str, list[Verdict]] = {}
+    for verdict in comparison.verdicts:
+        if all(verdict.values):
+            known.setdefault(verdict.metric, []).append(verdict)
+    return [_chart(METRICS[name], found, side_titles(comparison)) for name, found in known.items()]
+
+
+def _chart(metric: Metric, verdicts: Sequence[Verdict], titles: tuple[str, str]) -> Chart:
+    scale, unit = (1000, "ms") if metric.latency else (1, metric.unit)
+    names = [escape_markup(verdict.side).replace(" / ", " /<br>").replace(" (", "<br>(") for verdict in verdicts]
+    data: list[Figure] = []
+    body: list[list[str]] = []
+    for number, title in enumerate(titles):
+        samples = [[scale * value for value in verdict.values[1 - number]] for verdict in verdicts]
+        means = list(map(_mean, samples))
+        data.append({
+            "type": "bar", "orientation": "h", "name": escape_markup(title), "y": names, "x": means,
+            "marker": {"color": f"@{colour(number)}"}, "error_x": whiskers(means, samples, "@ink"),
+            "hovertemplate": f"%{{y}}<br><b>%{{x:,.4g}} {unit}</b><extra>%{{fullData.name}}</extra>",
+        })  # fmt: skip
+        for verdict, mean, values in zip(verdicts, means, samples, strict=True):
+            shown = [units.significant(value) for value in (mean, min(values), max(values))]
+            body.append([verdict.side, title, *shown, str(len(values))])
+    name = f"{metric.title[0].upper()}{metric.title[1:]}"
+    return Chart(
+        id=f"sides-{metric.name}",
+        title=f"{name} of both sides",
+        caption=f"Mean of the {verdicts[0].unit} of each side; whiskers from the least to the most. "
+        f"{'More' if metric.more_is_better else 'Less'} is better.",
+        formula=f"{metric.formula or metric.title}; mean = geometric mean of the {verdicts[0].unit}",
+        figure={
+            "data": data,
+            "layout": {
+                "height": 120 + 68 * len(verdicts), "showlegend": True, "barmode": "group",
+                "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+                "yaxis": {"autorange": "reversed", "type": "category"},
+            },
+        },
+        head=["Row", "Side", f"Mean, {unit}", "Least", "Most", verdicts[0].unit.capitalize()],
+        body=body,
+    )  # fmt: skip
