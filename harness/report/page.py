@@ -260,7 +260,7 @@ def compared_grid(comparison: Comparison) -> Grid:
     """The values of both sides, their ratio with its interval, and the verdict; on a phone as cards."""
     before, after = side_titles(comparison)
     titles = {
-        "load": "Row", "by": "By", "before": before, "after": after, "speedup": "Speed", "interval": "95 % interval",
+        "load": "Row", "by": "By", "before": before, "after": after, "ratio": "Speed", "interval": "95\u00a0% interval",
         "samples": "Samples", "p": "p", "verdict": "Verdict",
     }  # fmt: skip
     groups: dict[str, Any] = {"load": "name", "by": "text", "verdict": "verdict"}

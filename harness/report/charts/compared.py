@@ -29,17 +29,20 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def side_charts(comparison: Comparison) -> list[Chart]:
-    """A chart for each metric; none where no row has values on both sides."""
+    """A chart for each metric; the percentiles of a latency share one. None where no row has values on both sides."""
     known: dict[str, list[Verdict]] = {}
     for verdict in comparison.verdicts:
         if all(verdict.values):
-            known.setdefault(verdict.metric, []).append(verdict)
+            known.setdefault(METRICS[verdict.metric].field, []).append(verdict)
     return [_chart(METRICS[name], found, side_titles(comparison)) for name, found in known.items()]
 
 
 def _chart(metric: Metric, verdicts: Sequence[Verdict], titles: tuple[str, str]) -> Chart:
+    """`metric`: a latency without its statistic, or another metric."""
     scale, unit = (1000, "ms") if metric.latency else (1, metric.unit)
-    names = [escape_markup(verdict.side).replace(" / ", " /<br>").replace(" (", "<br>(") for verdict in verdicts]
+    rows = [f"{verdict.side}{metric.latency and f', {METRICS[verdict.metric].statistic}'}" for verdict in verdicts]
+    names = [escape_markup(row).replace(" / ", " /<br>").replace(" (", "<br>(") for row in rows]
+    is_repeated = max(verdict.n[side] for verdict in verdicts for side in (0, 1)) > 1
     data: list[Figure] = []
     body: list[list[str]] = []
     for number, title in enumerate(titles):
@@ -47,18 +50,21 @@ def _chart(metric: Metric, verdicts: Sequence[Verdict], titles: tuple[str, str])
         means = list(map(_mean, samples))
         data.append({
             "type": "bar", "orientation": "h", "name": escape_markup(title), "y": names, "x": means,
-            "marker": {"color": f"@{colour(number)}"}, "error_x": whiskers(means, samples, "@ink"),
+            "marker": {"color": f"@{colour(number)}"},
+            **({"error_x": whiskers(means, samples, "@ink")} if is_repeated else {}),
             "hovertemplate": f"%{{y}}<br><b>%{{x:,.4g}} {unit}</b><extra>%{{fullData.name}}</extra>",
         })  # fmt: skip
-        for verdict, mean, values in zip(verdicts, means, samples, strict=True):
+        for row, mean, values in zip(rows, means, samples, strict=True):
             shown = [units.significant(value) for value in (mean, min(values), max(values))]
-            body.append([verdict.side, title, *shown, str(len(values))])
+            body.append([row, title, *shown, str(len(values))])
     name = f"{metric.title[0].upper()}{metric.title[1:]}"
+    spread = (
+        f"Mean of the {verdicts[0].unit} of each side; whiskers from the least to the most. " if is_repeated else ""
+    )
     return Chart(
         id=f"sides-{metric.name}",
         title=f"{name} of both sides",
-        caption=f"Mean of the {verdicts[0].unit} of each side; whiskers from the least to the most. "
-        f"{'More' if metric.more_is_better else 'Less'} is better.",
+        caption=f"{spread}{'More' if metric.more_is_better else 'Less'} is better.",
         formula=f"{metric.formula or metric.title}; mean = geometric mean of the {verdicts[0].unit}",
         figure={
             "data": data,
