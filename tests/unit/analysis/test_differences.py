@@ -12,6 +12,7 @@ from harness.base.errors import HarnessError
 from harness.base.summary import Difference
 from harness.records.manifest import Machine, ServedBy, read_run
 from harness.report.board import add_result
+from harness.report.elements import Chart, Grid
 from harness.report.markdown import render
 from harness.report.page import comparison_page
 from harness.scenario import Server
@@ -56,8 +57,18 @@ EXPECTED = [
 
 def test_across_machines(two: tuple[Path, Path]) -> None:
     made = compare_runs(group_by_machine(two), about="machine")
-    assert [(v.side, v.word) for v in made.verdicts] == [("a / x", "faster"), ("b / x", "faster")]
+    assert [(v.side, v.baseline, v.word) for v in made.verdicts] == [
+        ("a / x (mi300x)", "strix", "faster"), ("b / x (mi300x)", "strix", "faster"),
+    ]  # fmt: skip
     assert all(verdict.provisional for verdict in made.verdicts)
+    assert made.sides == ["strix", "mi300x"]
+    # The table has the values of both machines, and a chart shows them.
+    (grid,) = [each for each in comparison_page(made) if isinstance(each, Grid) and each.is_main]
+    assert [column.title for column in grid.columns][:5] == ["Row", "By", "strix", "mi300x", "Speed"]
+    assert [row[2:5] for row in grid.rows] == [["1.00 s", "0.501 s", "2.000×"]] * 2
+    (chart,) = [each for each in comparison_page(made) if isinstance(each, Chart)]
+    assert [trace["name"] for trace in chart.figure["data"]] == ["strix", "mi300x"]
+    assert [round(value, 2) for trace in chart.figure["data"] for value in trace["x"]] == [1.0, 1.0, 0.5, 0.5]
     assert (made.sides, made.differences) == (["one", "two"], EXPECTED)
     assert "| What differs | one | two |\n|:---|:---|:---|\n" in render(comparison_page(made))
     assert "\n| machine.name | strix | mi300x |\n" in render(comparison_page(made))
