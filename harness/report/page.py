@@ -23,7 +23,7 @@ from harness.base.summary import (
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
-from harness.report.charts.compared import format_side, side_charts, side_titles
+from harness.report.charts.compared import format_side, row_name, side_charts, side_titles
 from harness.report.elements import (
     LIMITED,
     Bullet,
@@ -266,9 +266,9 @@ def compared_grid(comparison: Comparison) -> Grid:
     groups: dict[str, Any] = {"load": "name", "by": "text", "verdict": "verdict"}
     rows = []
     for verdict in comparison.verdicts:
-        side, _, samples, by, speed, interval, p, word = _verdict_cells(verdict)
+        _, _, samples, by, speed, interval, p, word = _verdict_cells(verdict)
         values = [format_side(verdict, of) for of in reversed(verdict.values)]
-        rows.append([side, by, *values, speed, interval, samples, p, word])
+        rows.append([row_name(verdict, (before, after)), by, *values, speed, interval, samples, p, word])
     return Grid(
         columns=[TableColumn(key, title, group=groups.get(key, "work")) for key, title in titles.items()],
         rows=rows,

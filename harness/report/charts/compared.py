@@ -19,6 +19,11 @@ def side_titles(comparison: Comparison) -> tuple[str, str]:
     return "Before", "After"
 
 
+def row_name(verdict: Verdict, titles: tuple[str, str]) -> str:
+    """The row, without the machine that a title names."""
+    return verdict.side.removesuffix(f" ({titles[1]})")
+
+
 def format_side(verdict: Verdict, values: Sequence[float]) -> str:
     """The value of a side: the geometric mean of its repeats or runs, as in the ratio."""
     return words.format_metric(_mean(values), verdict.metric) if values else "n/a"
@@ -40,7 +45,10 @@ def side_charts(comparison: Comparison) -> list[Chart]:
 def _chart(metric: Metric, verdicts: Sequence[Verdict], titles: tuple[str, str]) -> Chart:
     """`metric`: a latency without its statistic, or another metric."""
     scale, unit = (1000, "ms") if metric.latency else (1, metric.unit)
-    rows = [f"{verdict.side}{metric.latency and f', {METRICS[verdict.metric].statistic}'}" for verdict in verdicts]
+    rows = [
+        f"{row_name(verdict, titles)}{metric.latency and f', {METRICS[verdict.metric].statistic}'}"
+        for verdict in verdicts
+    ]
     names = [escape_markup(row).replace(" / ", " /<br>").replace(" (", "<br>(") for row in rows]
     is_repeated = max(verdict.n[side] for verdict in verdicts for side in (0, 1)) > 1
     data: list[Figure] = []
