@@ -201,11 +201,14 @@ class Accumulator(msgspec.Struct, array_like=True):
         for name in self.__struct_fields__:
             setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
-    def numbers(self, span_s: float | None, *, with_slos: bool, tokens: int | None = None) -> Numbers:
+    def numbers(
+        self, span_s: float | None, *, with_slos: bool, tokens: int | None = None, successful_only: bool = False
+    ) -> Numbers:
         """Return counts, rates over `span_s` seconds (None: unknown), SLO attainment, and latencies.
 
         As in a report, `requests_per_s` counts successful requests, and `attainment` leaves out requests of which it is
-        unknown. `tokens`: the output tokens; without it, those of requests that succeeded.
+        unknown. `tokens`: the output tokens; without it, those of requests that succeeded. `successful_only`: the
+        latencies, too, are of these alone, each percentile of however few.
         """
         tokens = self.tokens if tokens is None else tokens
         numbers: Numbers = {"ended": self.ended, "failed": self.failed, "tokens": tokens}
@@ -222,24 +225,25 @@ class Accumulator(msgspec.Struct, array_like=True):
         attained = self.met + self.cut_met
         numbers["attainment"] = float(f"{attained / known:.4g}") if with_slos and known else None
         for name in self.latencies:
-            numbers |= self._latency_numbers(name)
+            numbers |= self._latency_numbers(name, successful_only=successful_only)
         return numbers
 
-    def _latency_numbers(self, name: str) -> Numbers:
+    def _latency_numbers(self, name: str, *, successful_only: bool) -> Numbers:
         """Return the number of values, percentiles and maximum of a latency.
 
         A percentile other than the median is None where a report would not have it: there are too few values. Where
         only a lower bound is known, it has the name with `_above`. That of a percentile counts each censored value as
         its bound.
         """
-        observed, censored = _sum(self.latencies[name], self.others.get(name, {})), self.censored.get(name, {})
+        others, censored = ({}, {}) if successful_only else (self.others.get(name, {}), self.censored.get(name, {}))
+        observed = _sum(self.latencies[name], others)
         every = _sum(observed, censored)
         n = sum(every.values())
         numbers: Numbers = {f"{name}_n": n}
         found = zip(SHARES, percentiles(observed, SHARES, censored), percentiles(every, SHARES), strict=True)
         for share, value, above in found:
             key = f"{name}_p{share * 100:g}"
-            is_carried = share == SHARES[0] or n >= NEEDED[f"p{share * 100:g}"]
+            is_carried = successful_only or share == SHARES[0] or n >= NEEDED[f"p{share * 100:g}"]
             numbers[key] = _rounded(value) if is_carried else None
             if is_carried and value is None and above is not None:
                 numbers[f"{key}_above"] = _rounded(above)

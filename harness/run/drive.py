@@ -158,7 +158,8 @@ class Monitor:
         self.observed.update()
         # Long answers end in waves, so the time since the newest one does not count.
         span_s = 0.0 if self._began_s is None else self._newest_s - self._began_s
-        return self.measured.numbers(span_s if span_s >= _MIN_RATE_SPAN_S else None, with_slos=False)
+        known_s = span_s if span_s >= _MIN_RATE_SPAN_S else None
+        return self.measured.numbers(known_s, with_slos=False, successful_only=True)
 
     def _add_requests(self, requests: list[Request], now_s: float) -> None:
         """Add records of the cell; those of its warm-up are only counted."""

@@ -30,8 +30,8 @@ def test_an_overloaded_server_shows_tokens_first_tokens_and_waits(tmp_path: Path
         assert now["output_tok_s"] == pytest.approx(8, rel=0.3)
         # Four have their first token, so it is not known of the slower half; of no request is the end known.
         assert (now["ttft_n"], now["ttft_p99"], now["e2e_p50"]) == (8, None, None)
-        assert state["oldest_waiting_s"] > 10 and now["e2e_p50_above"] > 10 and now["ttft_max_above"] > 10
-        assert (state["points"][-1]["waiting"], state["points"][-1]["oldest_waiting_s"] > 10) == (4, True)
+        assert state["oldest_waiting_s"] > 12 and now["e2e_p50_above"] > 5 and now["ttft_max_above"] > 5
+        assert (state["points"][-1]["waiting"], state["points"][-1]["oldest_waiting_s"] > 5) == (4, True)
         metrics = live.ask("/metrics").text
         assert 'amd_llm_load_live_requests_waiting{user_class="BatchAgent"} 4.0' in metrics
         before = state["whole"][ALL]["tokens"]
