@@ -84,6 +84,7 @@ from harness.serve.lint import refuse_too_long
 
 Slos = Mapping[str, Sequence[Check]]  # by server
 
+RAMP_WARMUP_S = 1.0
 FIRST_WARMUP_S = 30.0  # limit of the first warm-up, when the duration of an answer is unknown
 MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 300.0  # limits of later ones
 MIN_WARMUP_REQUESTS, WARMUP_WAVES = 100, 4  # a warm-up also ends after the larger of these requests and waves
@@ -323,7 +324,10 @@ class ServerSearch:
 
     def _next_probe(self) -> tuple[Purpose, int, float] | None:
         """Return purpose, level and precision of the next probe: for the SLOs, then for the knee, then for drift."""
-        if time.monotonic() > self.deadline_s:
+        if self.probes and time.monotonic() > self.deadline_s:
+            is_open = bool(self.slos) and next_slo_step(self.probes, *self._limits) is not None
+            if is_open and not any(reason.code == "capacity_budget" for reason in self.reasons):
+                self.reasons.append(self._budget_reason())
             return None
         if self.slos and (step := next_slo_step(self.probes, *self._limits)) is not None:
             return *step, 0.0
@@ -519,8 +523,8 @@ class ServerSearch:
         given = self.running.scenario.warmup
         if given is not None and given.requests == 0:
             return given
-        if purpose == "ramp":
-            return None
+        if purpose == "ramp":  # the first request of each user; a whole conversation would take too long
+            return Warmup(duration_s=RAMP_WARMUP_S)
         max_s = FIRST_WARMUP_S
         if (answer_s := self._answer_s) is not None:
             if answer_s > SLOW_ANSWER_S:

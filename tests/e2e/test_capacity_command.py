@@ -20,7 +20,7 @@ from harness.analysis.capacity import (
     read_capacity,
 )
 from harness.analysis.derive import waited_in_listen_queue
-from harness.analysis.probe import MeasuredProbe, Probe, Purpose
+from harness.analysis.probe import MeasuredProbe, Probe
 from harness.analysis.slo import FLUSH_S, BlockCutter, ProbeBlock, parse_slos, scenario_slos
 from harness.base.errors import HarnessError
 from harness.base.summary import sentence
@@ -381,19 +381,16 @@ def test_only_what_is_asked_for_is_proven(tmp_path: Path, check: str, code: int)
     assert max(probe.level for probe in one.probes) <= 2
 
 
-@pytest.mark.parametrize(
-    ("purpose", "answer_s", "one_wave"),
-    [("slo", None, False), ("slo", 0.5, False), ("slo", 40.0, True), ("ramp", 0.5, True)],
-)
-def test_a_warm_up_of_the_ramp_and_of_a_slow_server_is_one_wave(
-    tmp_path: Path, purpose: Purpose, answer_s: float | None, one_wave: bool
-) -> None:
+@pytest.mark.parametrize(("answer_s", "one_wave"), [(None, False), (0.5, False), (40.0, True)])
+def test_a_warm_up_of_a_slow_server_is_one_wave(tmp_path: Path, answer_s: float | None, one_wave: bool) -> None:
     path = write(tmp_path, **QUICK | {"warmup": {"until": "steady"}})
     experiment, question, slos = define_search(prepare(path), None, [EASY], max_level=8, budget_s=60.0)
     running = Running(None, experiment, Progress(Console()))  # type: ignore[arg-type]  # it runs nothing
     search = ServerSearch(question, running, "one", slos["one"])
     search._answer_s = answer_s
-    warmup = search._warmup(experiment.scenario.loads.values(), purpose)
+    loads = experiment.scenario.loads.values()
+    ramp, warmup = search._warmup(loads, "ramp"), search._warmup(loads, "slo")
+    assert ramp is not None and ramp.duration_s == 1.0, "not a whole conversation"
     assert (warmup is None) == one_wave
     assert warmup is None or (warmup.until == "steady" and warmup.max_s <= 60)
 
