@@ -5,13 +5,14 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from harness.analysis import slo_rule, stats
+from harness.analysis import slo_rule
 from harness.analysis.stats import Estimate
 from harness.base.metrics import METRICS, WORK, Metric
 from harness.base.summary import (
     NEEDED,
     Comparison,
     Distribution,
+    LogSpread,
     Numbers,
     Reason,
     Row,
@@ -20,11 +21,10 @@ from harness.base.summary import (
     known_bounds,
     sentence,
 )
-from harness.base.units import count, figures, ratio_text
+from harness.base.units import count, figures, percent, ratio_text
 from harness.scenario.check_syntax import ANSWER_SHARES, SLO_METRICS, Check, slos_key
 
 REQUESTS_UNKNOWN = because("requests_unknown", "it is unknown whether enough requests are within the bound")
-_MAX_PERMILLE = 999  # shares closer to 1 need as many requests as p99.9
 
 
 class CheckValue(Struct, frozen=True, kw_only=True):
@@ -39,11 +39,13 @@ class CheckValue(Struct, frozen=True, kw_only=True):
     provisional: bool = False  # of a verdict that is provisional
     censored: int = 0  # requests that were cut before the latency ended
     unknown: int = 0  # requests of which it is not known whether they meet the bound
+    at_most: int = 0  # other requests of which an upper bound is known
     met: int | None = None  # requests that met every SLO
     failed: int = 0  # requests without a latency: they miss every bound
     youngest: float | None = None  # age of the youngest cut request: a bound up to it is missed by all of them
     all_miss: bool = False  # so many requests failed that no bound is met
     effect: float = 1.0  # so many dependent requests count as one
+    spread: LogSpread | None = None  # of the latencies; of SLOs relative to their bounds
     unit: Literal["repeats", "runs"] | None = None  # what the interval is from; None: requests
 
     @property
@@ -52,7 +54,7 @@ class CheckValue(Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> int:
-        return self.n + self.unknown + self.failed
+        return self.n + self.at_most + self.unknown + self.failed
 
     def estimate(self) -> Estimate:
         """A value without an interval counts as exact. With failed requests the value is at least the lower end."""
@@ -105,6 +107,7 @@ def _latency_value(row: Row, metric: Metric) -> CheckValue:
         "interval": sample.intervals.get(statistic),
         "censored": sample.censored,
         "unknown": sample.unknown,
+        "at_most": sample.at_most,
         "youngest": sample.intervals.get("cut", (None, None))[0],
     }
     if statistic == "mean":
@@ -119,7 +122,7 @@ def _latency_value(row: Row, metric: Metric) -> CheckValue:
     if failed and not sample.n:
         counts["interval"] = counts["interval"] or (None, None)
     if failed:
-        requests, low = sample.known + sample.unknown + failed, (counts["interval"] or (None, None))[0]
+        requests, low = sample.known + sample.at_most + sample.unknown + failed, (counts["interval"] or (None, None))[0]
         all_miss = slo_rule.failures_decide(failed, requests, int(statistic[1:]) / 100, effect)
         high = (counts["interval"] or (None, None))[1]
         if all_miss or (high is None and low is not None and value is not None and value < low):
@@ -130,6 +133,7 @@ def _latency_value(row: Row, metric: Metric) -> CheckValue:
         missing=unknown or _latency_missing(row, metric, needed, counts["n"]),
         needed=needed,
         effect=effect,
+        spread=sample.spread,
         failed=failed,
         all_miss=all_miss,
         **counts,
@@ -152,11 +156,11 @@ def _failed_requests(numbers: Numbers, sample: Distribution) -> int:
 
     Where no request has the latency, only a run in which all of them failed says so.
     """
-    if not sample.known:
+    if not sample.known and not sample.at_most:
         return numbers.sent if 0 < numbers.sent == numbers.failed else 0
     if not sample.intervals:
         return 0
-    return max(0, min(numbers.failed, numbers.sent - sample.known - sample.unknown))
+    return max(0, min(numbers.failed, numbers.sent - sample.known - sample.at_most - sample.unknown))
 
 
 def _slo_value(check: Check, row: Row) -> CheckValue:
@@ -170,8 +174,7 @@ def _slo_value(check: Check, row: Row) -> CheckValue:
         text += "streamed, and have their tokens reported"
         missing = because("slos_unknown", text) if attained.unknown else METRICS["requests_per_s"].missing
         return CheckValue(value=attained.goodput, missing=missing)
-    needed, known = requests_needed(check), sent - attained.unknown
-    effect = _slos_effect(check, row)
+    effect = _slos_effect(check, row) if attained.effect is None else attained.effect
     interval = None
     if sent and (check.relative or 0 < check.bound < 1):
         interval = (
@@ -180,32 +183,23 @@ def _slo_value(check: Check, row: Row) -> CheckValue:
         )
     elif attained.unknown:  # bounds of 0 and 1 are about these requests only
         interval = attained.met / sent, (attained.met + attained.unknown) / sent
-    text = f"needs {needed:,} requests; {sent:,} were sent, of which {attained.met:,} met every SLO"
-    few = because("slos_too_few", text, needed=needed, sent=sent, met=attained.met)
     is_open = check.operator == "==" and attained.unknown > 0 and attained.attainment == check.bound
     return CheckValue(
-        value=attained.attainment if sent >= needed and not is_open else None,
-        missing=METRICS["error_rate"].missing if not sent else few if sent < needed else REQUESTS_UNKNOWN,
+        value=None if is_open else attained.attainment,
+        missing=REQUESTS_UNKNOWN if sent else METRICS["error_rate"].missing,
         interval=interval,
-        n=known,
-        needed=needed,
+        n=sent - attained.unknown,
         unknown=attained.unknown,
         met=attained.met,
         effect=effect,
+        spread=attained.spread,
     )
 
 
 def _slos_effect(check: Check, row: Row) -> float:
-    """The largest design effect of the latencies that the SLOs bound."""
+    """The largest design effect of the latencies that the SLOs bound, for summaries of earlier versions."""
     samples = [METRICS[slo.latency].sample(row.pooled) for slo in check.slos]
     return max((sample.effect for sample in samples if sample.effect is not None), default=1.0)
-
-
-def requests_needed(check: Check) -> int:
-    """How many requests a share needs. "At least 95 % within a bound" needs as many as "p95 within the bound"."""
-    if check.relative or check.operator not in (">", ">=") or not 0 < check.bound < 1:
-        return 1
-    return stats.samples_needed(min(int(round(check.bound * 1000, 6)), _MAX_PERMILLE))
 
 
 def _speedup_value(row: Row, comparison: Comparison | None) -> CheckValue:
@@ -254,43 +248,48 @@ def value_text(
     requests: int = 0,
     censored: int = 0,
     unknown: int = 0,
+    at_most: int = 0,
     failed: int = 0,
     decision: Reason | None = None,
+    confidence: float = 0.95,
 ) -> str:
-    """The value of a row, with its 95 % interval, the baseline's value and what would decide."""
+    """The value of a row, with its interval, the baseline's value and what would decide, or what decided."""
     parts, multiple = [], False
     shown = above if value is None else value
     if shown is not None:
-        text = ("above " if value is None else "") + _format_check_value(shown, unit)
+        text = ("above " if value is None else "") + format_check_value(shown, unit)
         text += " (client-limited)" if limited else ""
         if against is not None:
             base = against["value"]
             multiple = bool(base) and value is not None
             factor = f", {ratio_text(shown / base)} times as much" if multiple else ""
-            text += f" against {_format_check_value(base, unit)} of {against['name']}{factor}"
+            text += f" against {format_check_value(base, unit)} of {against['name']}{factor}"
         parts.append(text)
     if interval is not None and multiple and against is not None and shown is not None:
         base = against["value"]
         ratios = known_bounds(shown / base, *(None if bound is None else bound / base for bound in interval))
-        parts.append(_format_interval(ratios, ratio_text) + (" times" if ratios != (None, None) else ""))
+        parts.append(_format_interval(ratios, ratio_text, confidence) + (" times" if ratios != (None, None) else ""))
     elif interval is not None:
-        parts.append(_format_interval(interval, lambda bound: _format_check_value(bound, unit)))
+        parts.append(_format_interval(interval, lambda bound: format_check_value(bound, unit), confidence))
     known = [f"{censored:,} cut before it ended"] if censored else []
+    known += [f"{at_most:,} with an upper bound only"] if at_most else []
     known += [f"{unknown:,} unknown"] if unknown else []
     known += [f"{failed:,} failed (within no bound)"] if failed else []
     if known:
         parts.append(f"{' and '.join(known)} of {count(requests, 'request')}")
-    return f"{row}: {', '.join(parts)}" + ("" if decision is None else f"; {sentence(decision)}")
+    parts = [text for text in (", ".join(parts), "" if decision is None else sentence(decision)) if text]
+    return f"{row}: {'; '.join(parts)}"
 
 
-def _format_interval(interval: Sequence[float | None], show: Callable[[float], str]) -> str:
+def _format_interval(interval: Sequence[float | None], show: Callable[[float], str], confidence: float) -> str:
     low, high = (None if bound is None else show(bound) for bound in interval)
     if low is None and high is None:
         return "interval not known"
-    return f"95 % interval {f'up to {high}' if low is None else f'from {low}' if high is None else f'{low} to {high}'}"
+    ends = f"up to {high}" if low is None else f"from {low}" if high is None else f"{low} to {high}"
+    return f"{percent(confidence, 0)} interval {ends}"
 
 
-def _format_check_value(value: float, unit: str) -> str:
+def format_check_value(value: float, unit: str) -> str:
     if unit == "s":
         return f"{figures(value, 4)} s" if value >= 1 else f"{figures(value * 1000, 4)} ms"
     return f"{figures(value * 100)} %" if unit == "%" else f"{figures(value, 4)} {unit}".rstrip()

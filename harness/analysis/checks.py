@@ -18,9 +18,9 @@ from harness.analysis.check_values import (
     REQUESTS_UNKNOWN,
     CheckValue,
     check_fields,
+    format_check_value,
     missing_value,
     not_compared,
-    requests_needed,
     row_value,
     uncompared_reason,
     value_text,
@@ -36,6 +36,7 @@ from harness.base.summary import (
     CellSummary,
     CheckResult,
     Comparison,
+    LogSpread,
     Reason,
     Reference,
     Row,
@@ -160,11 +161,13 @@ def _planned_requests_needed(check: Check, load: Load) -> tuple[int, int]:
     """How many requests of all repeats a check needs to pass: at least, and near the bound with the design effect of
     the requests in flight.
     """
-    statistic = METRICS[check.metric].statistic
-    needed = requests_needed(check) if check.metric == "attainment" else NEEDED.get(statistic, 1)
-    share = check.bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else 0.0
-    if check.relative or not 0 < share < 1 or needed == 1 or METRICS[check.metric].latency == "gap":
-        return needed, needed
+    statistic, is_share = METRICS[check.metric].statistic, check.metric == "attainment"
+    share = check.bound if is_share else int(statistic[1:]) / 100 if statistic in NEEDED else 0.0
+    is_upper = check.operator in ((">", ">=") if is_share else ("<", "<="))
+    if check.relative or METRICS[check.metric].latency == "gap":
+        return (NEEDED.get(statistic, 1),) * 2
+    if not 0 < share < 1 or not is_upper:
+        return 1, 1
     sizes = range(1, slo_rule.MAX_REQUESTS)
     passing = bisect_left(sizes, True, key=lambda n: slo_rule.interval_counts(n, share, 1.0)[1] <= n) + 1
     return passing, math.ceil(passing * max(1.0, max_concurrency(load) / 2))
@@ -188,7 +191,11 @@ def _evaluate_check(
         # Rows without streamed answers, for example, have no TTFT.
         metric = METRICS[check.metric]
         if metric.latency:
-            has_latency = [row for row in chosen if not row.pooled.succeeded or metric.sample(row.pooled).known]
+            samples_of = {row.name: metric.sample(row.pooled) for row in chosen}
+            has_latency = [
+                row for row in chosen
+                if not row.pooled.succeeded or samples_of[row.name].known or samples_of[row.name].at_most
+            ]  # fmt: skip
             chosen = has_latency or chosen
     if not chosen:
         return CheckResult(check=check.text, status="failed", code="no_row", evidence=[_NO_ROW])
@@ -236,44 +243,96 @@ def _evaluate_row(
         value = replace(value, interval=None)
     if value.value is None and value.interval is None:
         return _without_value(result, row, value)
-    low, high = value.interval or (value.value, value.value)
-    holds = OPERATORS[check.operator]
-    lowest = math.inf if value.all_miss else -math.inf if low is None else low
-    met = holds(lowest, bound), holds(math.inf if high is None else high, bound)
-    more, decision = _requests_to_decide(check, value, bound) if any(met) and not all(met) else (None, None)
+    met, more, decision = _decide(check, value, bound)
     is_unknown = decision is not None and decision.code == "requests_unknown"
-    if value.known is None and any(met) and not is_unknown:
+    if value.known is None and met is None and not is_unknown and (more is None or not _are_all_within(value, bound)):
         return _without_value(result, row, value)
+    low, high = value.interval or (value.value, value.value)
+    shown = _shown_value(check, row, value, baseline) | {"decision": decision}
+    result = replace(result, value=value.value, bound=bound)
+    if value.interval is not None:
+        result = replace(result, low=low, high=high)
+    if met:
+        result = replace(result, status="passed", code="met")
+    elif met is None:
+        few = _required_share(check, value) is not None and value.requests < slo_rule.MIN_REQUESTS
+        code = "unknown_requests" if is_unknown else "too_few_requests" if few else "too_close"
+        result = replace(result, code=code, more_requests=more)
+    elif value.provisional and not _is_far(low, high, bound):
+        shown["decision"] = because("provisional", "one run, not repeated; would fail with --provisional")
+        result = replace(result, code="provisional")
+    else:
+        result = replace(result, status="failed", code="broken")
+    shown = {key: value for key, value in shown.items() if value is not None}
+    return replace(result, evidence=[because("check_value", value_text(**shown), **shown)])
+
+
+def _decide(check: Check, value: CheckValue, bound: float) -> tuple[bool | None, int | None, Reason | None]:
+    """Whether a value meets the bound (None: not decided), how many more requests decide, and what that rests on."""
+    share, holds = _required_share(check, value), OPERATORS[check.operator]
+    low, high = value.interval or (value.value, value.value)
+    lowest = math.inf if value.all_miss else -math.inf if low is None else low
+    ends = {holds(lowest, bound), holds(math.inf if high is None else high, bound)}
+    within = check.operator in ((">", ">=") if check.metric == "attainment" else ("<", "<="))  # is met if enough are
+    if share is not None and check.metric == "attainment":  # as for percentiles, few requests pass nothing
+        found = slo_rule.decide(value.met or 0, value.unknown, value.requests, share, value.effect)
+        ends = {True, False} if found == "inconclusive" else {(found == "pass") == within}
+    if len(ends) == 1:
+        return ends.pop(), None, None
+    if share is not None and value.spread is not None:
+        at = 1.0 if check.metric == "attainment" else bound
+        far = slo_rule.far_decision(value.spread, share, value.effect, at)
+        if far is not None:
+            return (far == "pass") == within, None, _far_evidence(check, value.spread, far)
+    return None, *_requests_to_decide(check, value, bound)
+
+
+def _required_share(check: Check, value: CheckValue) -> float | None:
+    """The share of the requests that must be within a bound; None where no such share decides the check."""
+    if check.relative or check.operator == "==" or value.interval is None or value.unit is not None:
+        return None
+    if check.metric == "attainment":
+        return check.bound if 0 < check.bound < 1 else None
+    metric = METRICS[check.metric]
+    return int(metric.statistic[1:]) / 100 if metric.latency and metric.statistic in NEEDED else None
+
+
+def _far_evidence(check: Check, spread: LogSpread, far: slo_rule.Decision) -> Reason:
+    """In words that all requests are far below a bound, or far above it."""
+    code, most, end = ("far_below", "most", spread.max) if far == "pass" else ("far_above", "least", spread.min)
+    assert end is not None
+    if check.metric == "attainment":
+        shown = f"{figures(100 * end)} % of the bound"
+    else:
+        shown = f"{format_check_value(end, 's')} of {format_check_value(check.bound, 's')}"
+    text = f"{code.replace('_', ' ')} the bound: {count(spread.n, 'request')} took at {most} {shown}"
+    return because(code, text, requests=spread.n, end=end)
+
+
+def _are_all_within(value: CheckValue, bound: float) -> bool:
+    """Whether every request that has the latency is within the bound."""
+    return value.spread is not None and value.spread.max is not None and value.spread.max <= bound
+
+
+def _shown_value(check: Check, row: Row, value: CheckValue, baseline: dict[str, Any] | None) -> dict[str, Any]:
+    """The values of the evidence, see `value_text`."""
+    low, high = value.interval or (value.value, value.value)
     shown: dict[str, Any] = {"row": row.name, "unit": METRICS[check.metric].unit}
     if value.value is not None:
         limited = bool(set(check_fields(check)) & set(row.client_limited)) or None
         shown |= {"value": value.value, "against": baseline, "limited": limited}
     elif value.above is not None or (high is None and low is not None and not check.relative):
         shown |= {"above": low if value.above is None else value.above, "against": baseline}
-    if value.censored or value.unknown or value.failed:
+    if value.censored or value.unknown or value.at_most or value.failed:
         shown |= {"requests": value.requests, "censored": value.censored, "unknown": value.unknown}
+        shown |= {"at_most": value.at_most} if value.at_most else {}
         shown |= {"failed": value.failed} if value.failed else {}
-    result = replace(result, value=value.value, bound=bound)
-    if value.interval is not None:
-        result = replace(result, low=low, high=high)
-        if check.relative or (low, high) not in (
-            (None, None),
-            (shown.get("above"), None),
-        ):  # the second is a bound, already shown
-            shown["interval"] = [low, high]
-    if all(met) or not any(met):
-        if all(met):
-            result = replace(result, status="passed", code="met")
-        elif value.provisional and not _is_far(low, high, bound):
-            shown["decision"] = because("provisional", "one run, not repeated; would fail with --provisional")
-            result = replace(result, code="provisional")
-        else:
-            result = replace(result, status="failed", code="broken")
-    else:
-        shown["decision"] = decision
-        result = replace(result, code="unknown_requests" if is_unknown else "too_close", more_requests=more)
-    shown = {key: value for key, value in shown.items() if value is not None}
-    return replace(result, evidence=[because("check_value", value_text(**shown), **shown)])
+    # The second is a bound, already shown.
+    is_interval = value.interval is not None and (low, high) not in ((None, None), (shown.get("above"), None))
+    if is_interval or (check.relative and value.interval is not None):
+        shown["interval"] = [low, high]
+        shown["confidence"] = None if _required_share(check, value) is None else 1 - slo_rule.SLO_ALPHA
+    return shown
 
 
 def _is_far(low: float | None, high: float | None, bound: float) -> bool:
@@ -421,7 +480,9 @@ def _requests_to_decide(check: Check, value: CheckValue, bound: float) -> tuple[
         met, unknown = _shares_at(check, value, bound, share)
         if unknown > 0 and met - 1e-9 <= share <= met + unknown + 1e-9:
             return None, REQUESTS_UNKNOWN
-        needed = slo_rule.requests_to_decide(share, met if met > share else met + unknown, value.effect)
+        at = 1.0 if check.metric == "attainment" else bound
+        counts = met * requests, unknown * requests, requests
+        needed = slo_rule.requests_to_settle(*counts, share, value.effect, value.spread, at)
         more = None if needed is None else max(1, needed - requests)
     if more is None:
         text = f"too close to the bound: more than {slo_rule.MAX_REQUESTS:,} requests would be needed to decide"
@@ -435,22 +496,20 @@ def _requests_to_decide(check: Check, value: CheckValue, bound: float) -> tuple[
 def _shares_at(check: Check, value: CheckValue, bound: float, share: float) -> tuple[float, float]:
     """The shares of all requests that met the bound, and of which it is unknown whether they did.
 
-    That of a percentile lies between three points: the percentile, and the ends of its interval.
+    That of a percentile lies between four points: the percentile, the ends of its interval, and the largest latency.
     """
     requests = value.requests
     if check.metric == "attainment":
         return (value.met or 0) / requests, value.unknown / requests
     assert value.interval is not None
     open_cut = 0 if value.youngest is None or bound <= value.youngest else value.censored
-    most = requests - value.unknown - value.failed - value.censored
+    open_at_most = 0 if _are_all_within(value, bound) else value.at_most
+    most = requests - value.unknown - value.failed - value.censored - open_at_most
     fails, passes = slo_rule.interval_counts(requests, share, value.effect)
     least = max(fails - value.unknown, 0)
     counts = least, share * (requests - value.unknown - value.failed), min(passes, most)
-    points = sorted(
-        (x, min(count, most))
-        for x, count in zip((value.interval[0], value.value, value.interval[1]), counts, strict=True)
-        if x is not None
-    )
+    ends = value.interval[0], value.value, value.interval[1], None if value.spread is None else value.spread.max
+    points = sorted((x, min(count, most)) for x, count in zip(ends, (*counts, most), strict=True) if x is not None)
     met: float = most
     if points:
         places, heights = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
@@ -459,7 +518,7 @@ def _shares_at(check: Check, value: CheckValue, bound: float, share: float) -> t
             met = least
         if value.interval[1] is None and bound > places[-1]:
             met = counts[2]
-    return met / requests, (value.unknown + open_cut) / requests
+    return met / requests, (value.unknown + open_cut + open_at_most) / requests
 
 
 def _baseline_value(

@@ -325,11 +325,11 @@ def meets_slos(rows: Rows, slos: Sequence[Slo]) -> States:
     return np.where(missed, MISSED, np.where(unknown, OPEN, MET)).astype(np.int8)
 
 
-def slo_margins(rows: Rows, slos: Sequence[Slo]) -> Floats:
-    """The largest latency relative to its bound, of those that are known at least in part; 0 without any."""
+def slo_margins(rows: Rows, slos: Sequence[Slo], of: Sequence[int] = (OBSERVED, AT_LEAST, AT_MOST)) -> Floats:
+    """The largest latency relative to its bound, of those in one of these states; 0 without any."""
     margins = np.zeros(len(rows))
     for slo in slos:
         values_s, states = latency_states(rows, slo.latency)
-        known = (states != ABSENT) & np.isfinite(values_s)
+        known = np.isin(states, of) & np.isfinite(values_s)
         margins = np.maximum(margins, np.where(known, values_s / max(slo.bound_s, 1e-9), 0.0))
     return margins

@@ -1,5 +1,6 @@
 """Statistics of the latencies of requests, with what is known of those that did not end."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -8,9 +9,10 @@ import numpy as np
 from harness.analysis import derive, slo_rule
 from harness.analysis.slo_rule import LatencySample
 from harness.base.summary import NEEDED, NO_SAMPLE, Distribution, median_of_known
-from harness.records.records import AT_LEAST, OBSERVED, UNKNOWN, Request
+from harness.records.records import AT_LEAST, AT_MOST, CUT, FAILED, OBSERVED, UNKNOWN, Request
 from harness.records.run_data import CellData
 from harness.records.table import Floats, Gaps, Rows, join_gaps
+from harness.scenario.check_syntax import Slo
 
 PERMILLES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
 _COUNTED = (OBSERVED, AT_LEAST, UNKNOWN)
@@ -29,6 +31,19 @@ def latency_sample(cell: CellData, latency: str) -> LatencySample:
     if latency in derive.FROM_SCHEDULE and not cell.open_loop:  # in an open loop, others are due when they are sent
         chosen &= ~np.isnan(rows.scheduled_s)
     return LatencySample(rows.sent_s[chosen], values_s[chosen], states[chosen])
+
+
+def margin_sample(rows: Rows, bounds: Sequence[Slo]) -> LatencySample:
+    """The latencies of requests relative to their bounds: at most 1 meets all of them. Of several bounds the worst."""
+    margins, met = derive.slo_margins(rows, bounds), derive.meets_slos(rows, bounds)
+    values = np.where(met == derive.MISSED, np.maximum(margins, math.nextafter(1.0, 2.0)), margins)
+    values = np.where(met == derive.MET, np.minimum(values, 1.0), values)
+    is_cut = rows.error.is_in(*CUT)
+    ages = np.minimum(derive.slo_margins(rows, bounds, (OBSERVED, AT_LEAST)), math.nextafter(1.0, 0.0))
+    values = np.where((met == derive.OPEN) & is_cut, ages, values)
+    states = np.where(met == derive.OPEN, np.where(is_cut, AT_LEAST, UNKNOWN), OBSERVED)
+    states = np.where(rows.error.known & ~is_cut, FAILED, states)
+    return LatencySample(rows.sent_s, values, states.astype(np.int8))
 
 
 def token_shares_between(
@@ -63,11 +78,12 @@ def distribution(
     """
     parts = {state: np.concatenate([one.of_state(state) for one in samples] or [np.empty(0)]) for state in _COUNTED}
     values, ages, n, unknown = parts[OBSERVED], parts[AT_LEAST], len(parts[OBSERVED]), len(parts[UNKNOWN])
-    if not n and (unknown or not len(ages)):  # no answer has this latency, as those that are not streamed
+    limited = sum(int(np.isfinite(one.of_state(AT_MOST)).sum()) for one in samples)
+    if not n and not limited and (unknown or not len(ages)):  # none has this latency, as those that are not streamed
         return NO_SAMPLE
     design = slo_rule.design_effect(samples, answer_s, in_flight)
-    found = slo_rule.percentiles(samples, list(PERMILLES.values()))
-    known = dict(zip(PERMILLES, found, strict=True))
+    found = slo_rule.percentiles(samples, list(PERMILLES.values())) if n or len(ages) else []
+    known = {name: one.value_s for name, one in zip(PERMILLES, found, strict=bool(found))}
     known_intervals = slo_rule.percentile_intervals(samples, list(PERMILLES.values()), design.effect)
     intervals = dict(zip(PERMILLES, known_intervals, strict=True))
     if len(ages) or unknown:
@@ -80,10 +96,11 @@ def distribution(
         mean=float(values.mean()) if n else None,
         min=float(values.min()) if n else None,
         max=float(values.max()) if n else None,
-        **_known_percentiles(n + len(ages), lambda name: known[name].value_s),
+        **_known_percentiles(n + len(ages), known.get),
         intervals=intervals,
         censored=len(ages),
         unknown=unknown,
+        at_most=limited,
         above=oldest if oldest is not None and (not n or oldest >= values.max()) else None,
         effect=design.effect,
         blocks=design.blocks,

@@ -270,8 +270,8 @@ def _missing_notes(evidence: Evidence) -> Iterator[Reason]:
     in_few = int((derive.latency_states(evidence.good, "tpot")[1] == AT_MOST).sum())
     if in_few > MAX_COALESCED * numbers.succeeded:
         text = f"TPOT is not known for {in_few:,} of {count(numbers.succeeded, 'answer')}: they came in fewer than "
-        text += f"{derive.MIN_ARRIVALS} pieces with several tokens each. Attainment and goodput take E2E / tokens "
-        text += "as its upper bound"
+        text += f"{derive.MIN_ARRIVALS} pieces with several tokens each. Checks take E2E / tokens as its "
+        text += "upper bound"
         yield because("few_pieces", text, answers=in_few, requests=numbers.succeeded)
     if numbers.abandoned:
         left = count(numbers.abandoned, "request was abandoned by its user", "requests were abandoned by their users")

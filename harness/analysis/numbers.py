@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from harness.analysis import derive
+from harness.analysis import derive, slo_rule
 from harness.analysis.derive import MET, OPEN
 from harness.analysis.latencies import (
     distribution,
     gap_distribution,
     latency_sample,
+    margin_sample,
     pool_distributions,
     token_shares_between,
 )
@@ -90,7 +91,7 @@ def compute_numbers(
         answers=answer_quality(good),
         prompts=prompt_lengths(good),
         slos={
-            name: slo_attainment(name, of_set, cells, rates.get("window_s"), of_cells)
+            name: slo_attainment(name, of_set, cells, rates.get("window_s"), of_cells, answer_s, in_flight)
             for name, of_set in (slos or {}).items()
         },
     )
@@ -245,9 +246,19 @@ def _tokens_inside(cell: CellData, window_s: tuple[float, float]) -> tuple[float
 
 
 def slo_attainment(
-    name: str, slos: Sequence[Slo], cells: Sequence[CellData], window_s: float | None, of_cells: Sequence[Numbers] = ()
+    name: str,
+    slos: Sequence[Slo],
+    cells: Sequence[CellData],
+    window_s: float | None,
+    of_cells: Sequence[Numbers] = (),
+    answer_s: float | None = None,
+    in_flight: float | None = None,
 ) -> SloAttainment:
-    """Attainment and goodput of a set of SLOs, of one cell or several pooled: then goodput is the median of theirs."""
+    """Attainment and goodput of a set of SLOs, of one cell or several pooled: then goodput is the median of theirs.
+
+    `answer_s`, `in_flight`: of the design effect.
+    """
+    samples = [margin_sample(cell.counted, slos) for cell in cells]
     results = np.concatenate([np.empty(0, np.int8), *(derive.meets_slos(cell.counted, slos) for cell in cells)])
     ended = [derive.meets_slos(rows.where(inside), slos) for cell in cells for _, rows, inside in _answered(cell)]
     met, unknown = int((results == MET).sum()), int((results == OPEN).sum())
@@ -260,6 +271,8 @@ def slo_attainment(
         unknown=unknown,
         attainment=met / (len(results) - unknown) if len(results) > unknown else None,
         goodput=None if any((one == OPEN).any() for one in ended) else goodput,
+        effect=slo_rule.design_effect(samples, answer_s, in_flight).effect,
+        spread=slo_rule.log_spread(samples),
     )
 
 

@@ -10,11 +10,11 @@ import numpy as np
 from msgspec import Struct
 
 from harness.analysis import derive
-from harness.analysis.derive import MET, MISSED, meets_slos, slo_margins
-from harness.analysis.latencies import token_shares_between
+from harness.analysis.derive import MISSED, meets_slos
+from harness.analysis.latencies import margin_sample, token_shares_between
 from harness.analysis.slo_rule import LatencySample
 from harness.base.errors import HarnessError
-from harness.records.records import CUT, FAILED, OBSERVED, UNKNOWN, Request
+from harness.records.records import AT_LEAST, FAILED, OBSERVED, UNKNOWN, Request
 from harness.records.table import Rows, rows_of
 from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.behaviour import mean_pause_s
@@ -113,7 +113,7 @@ class ProbeBlock(Struct, frozen=True, kw_only=True):
 
 def count_met(sample: LatencySample) -> tuple[int, int]:
     """The numbers of requests that met the SLO, and of which it is known whether they did."""
-    known = sample.state != UNKNOWN
+    known = (sample.state != UNKNOWN) & ~((sample.state == AT_LEAST) & (sample.value_s < 1))
     return int((known & (sample.state != FAILED) & (sample.value_s <= 1)).sum()), int(known.sum())
 
 
@@ -303,9 +303,4 @@ def _mean(values: Collection[float]) -> float | None:
 
 def slo_sample(slo: Check, rows: Rows) -> LatencySample:
     """The latencies of requests relative to the bound of an SLO: at most 1 meets it. Of several bounds the worst."""
-    margins, met = slo_margins(rows, slo.bounds), meets_slos(rows, slo.bounds)
-    values = np.where(met == MISSED, np.maximum(margins, math.nextafter(1.0, 2.0)), margins)
-    values = np.where(met == MET, np.minimum(values, 1.0), values)
-    failed = rows.error.known & ~rows.error.is_in(*CUT)
-    states = np.where(failed, FAILED, np.where((met != MET) & (met != MISSED), UNKNOWN, OBSERVED))
-    return LatencySample(rows.sent_s, values, states.astype(np.int8))
+    return margin_sample(rows, slo.bounds)

@@ -372,18 +372,19 @@ def log_spread(samples: Sequence[LatencySample]) -> LogSpread | None:
     if not samples:
         return None
     states, values = (np.concatenate(p) for p in zip(*((one.state, one.value_s) for one in samples), strict=True))
-    valued = values[((states == OBSERVED) | (states == AT_MOST)) & (values > 0)]
+    known = ((states == OBSERVED) | (states == AT_MOST)) & np.isfinite(values)
+    valued = values[known & (values > 0)]
     if not len(valued):
         return None
     logs, ages = np.log(valued), values[states == AT_LEAST]
-    may_be_zero = bool(((states == UNKNOWN) | (states == AT_MOST)).any() or (values[states == OBSERVED] <= 0).any())
+    may_be_zero = bool(((states == UNKNOWN) | (states == AT_MOST)).any() or (values[known] <= 0).any())
     return LogSpread(
         n=len(valued),
         mean=float(logs.mean()),
         sd=float(logs.std(ddof=1)) if len(logs) > 1 else 0.0,
         min=None if may_be_zero else float(min(valued.min(), ages.min(initial=math.inf))),
         max=None if (states == FAILED).any() else float(max(valued.max(), ages.max(initial=0.0))),
-        open=int(np.isin(states, (AT_LEAST, UNKNOWN)).sum()),
+        open=int((~known & (states != FAILED)).sum()),
     )
 
 
@@ -403,6 +404,14 @@ def far_bounds(spread: LogSpread | None, share: float, effect: float) -> tuple[f
     below = None if spread.max is None else max(spread.max * factor, math.exp(spread.mean + reach))
     above = None if spread.min is None else min(spread.min / factor, math.exp(spread.mean - reach))
     return above, below
+
+
+def far_decision(spread: LogSpread | None, share: float, effect: float, bound: float) -> Decision | None:
+    """Whether all requests are far below a bound (`pass`) or far above it (`fail`); None: neither."""
+    above, below = far_bounds(spread, share, effect)
+    if below is not None and bound >= below:
+        return "pass"
+    return "fail" if above is not None and bound < above else None
 
 
 def _far_scale(share: float) -> float:
@@ -469,12 +478,10 @@ def decide_share(
     interval = (0.0, 1.0)
     if n:
         interval = share_interval(met, n, effect, alpha)[0], share_interval(met + unknown, n, effect, alpha)[1]
-    above, below = far_bounds(spread, share, effect)
-    far: Decision | None = "pass" if below is not None and bound >= below else None
-    far = "fail" if above is not None and bound < above else far
-    if decision != "inconclusive" or far is not None:
-        is_far = decision == "inconclusive"
-        return ShareDecision(far if is_far and far else decision, met, unknown, n, effect, interval, is_far, None)
+    if decision != "inconclusive":
+        return ShareDecision(decision, met, unknown, n, effect, interval, False, None)
+    if (far := far_decision(spread, share, effect, bound)) is not None:
+        return ShareDecision(far, met, unknown, n, effect, interval, True, None)
     needed = requests_to_settle(met, unknown, n, share, effect, spread, bound)
     return ShareDecision(decision, met, unknown, n, effect, interval, False, needed)
 

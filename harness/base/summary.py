@@ -94,6 +94,7 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     intervals: dict[str, tuple[float | None, float | None]] = {}
     censored: int = 0  # requests that were cut before this latency ended; percentiles count them (Kaplan-Meier)
     unknown: int = 0  # other requests without it, such as the TTFT of an answer that was not streamed
+    at_most: int = 0  # other requests of which an upper bound is known, as for the TPOT of an answer in one piece
     above: float | None = None  # age of the oldest cut request, if no value is larger: the maximum, and percentiles
     # that are None although the sample carries them, are above it
     effect: float | None = None  # so many dependent requests count as one in the intervals (design effect)
@@ -119,6 +120,8 @@ class SloAttainment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     unknown: int = 0  # cut before an SLO was met or missed, or without a latency that an SLO bounds
     attainment: float | None = None  # met / (sent - unknown)
     goodput: float | None = None  # requests that met every SLO and ended inside the window / window
+    effect: float | None = None  # so many dependent requests count as one; None: a summary of an earlier version
+    spread: LogSpread | None = None  # of the latencies relative to their bounds, of several bounds the worst
 
 
 class ScheduleKept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -541,7 +544,7 @@ class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     evidence: list[Reason] = []  # of each row that decides
     row: str | None = None
     value: float | None = None
-    low: float | None = None  # the 95 % interval of the value; None: unbounded on that side
+    low: float | None = None  # the interval of the value, see docs/method.md; None: unbounded on that side
     high: float | None = None
     bound: float | None = None
     more_requests: int | None = None  # that would decide it; None: unknown, too many, or they do not help

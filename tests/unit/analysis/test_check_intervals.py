@@ -16,6 +16,7 @@ from harness.analysis.checks import evaluate
 from harness.analysis.latencies import distribution
 from harness.analysis.slo_rule import (
     DRAWS,
+    SLO_ALPHA,
     Draws,
     LatencySample,
     observed,
@@ -196,11 +197,11 @@ def test_against_an_exact_value_the_interval_of_a_ratio_is_that_of_the_percentil
     one = LatencySample(np.arange(600.0), dice.random(600), dice.choice(states, 600).astype(np.int8))
     for permille in (100, 500, 900, 990):
         low, high = percentile_intervals([one], [permille], effect)[0]
-        found = ratio_interval(percentile_draws([one], permille, effect), EXACT)
+        found = ratio_interval(percentile_draws([one], permille, effect), EXACT, SLO_ALPHA)
         assert [end is None for end in found] == [low is None, high is None]
         assert [end or 0.0 for end in found] == pytest.approx([(end or 0.0) / 2 for end in (low, high)], rel=1e-12)
     for met in (0, 300, 590, 600):
-        share = ratio_interval(share_draws(met, 0, 600, effect), EXACT)
+        share = ratio_interval(share_draws(met, 0, 600, effect), EXACT, SLO_ALPHA)
         assert (share[0] or 0.0, share[1]) == pytest.approx(
             [end / 2 for end in share_interval(met, 600, effect)], abs=1e-3
         )

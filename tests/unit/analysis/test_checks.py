@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.analysis.check_values import requests_needed
 from harness.analysis.checks import evaluate, undecidable_checks
 from harness.analysis.latencies import distribution
 from harness.analysis.slo_rule import LatencySample
