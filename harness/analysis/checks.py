@@ -508,7 +508,8 @@ def _shares_at(check: Check, value: CheckValue, bound: float, share: float) -> t
     fails, passes = slo_rule.interval_counts(requests, share, value.effect)
     least = max(fails - value.unknown, 0)
     counts = least, share * (requests - value.unknown - value.failed), min(passes, most)
-    ends = value.interval[0], value.value, value.interval[1], None if value.spread is None else value.spread.max
+    largest = None if value.spread is None or value.censored else value.spread.max
+    ends = value.interval[0], value.value, value.interval[1], largest
     points = sorted((x, min(count, most)) for x, count in zip(ends, (*counts, most), strict=True) if x is not None)
     met: float = most
     if points:

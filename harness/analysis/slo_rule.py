@@ -33,6 +33,7 @@ TAILS = (0.9, 0.95)
 # "Far below the bound": of so many requests none is above the bound divided by the factor ...
 FAR_REQUESTS = ((100, 2.0), (60, 5.0))
 FAR_EFFECTIVE = 8.0  # ... so many independent requests would say as much ...
+MAX_OPEN = 0.05  # ... no more of them were cut, or are unknown ...
 FAR_FACTOR = 1.5  # ... and the bound is so many times as far away as the tolerance limit of a normal distribution.
 DRAWS = 4000  # of a ratio
 MAX_REQUESTS = 100_000  # no larger number of requests is suggested
@@ -131,7 +132,7 @@ def design_effect(
     effects = [_correlation_effect(repeats), _between_effect(repeats) / variance]
     effects += [_long_run_effect(values, lags) for values in slowest]
     effects += [_block_effect(values, sizes) for values in (repeats, *slowest)] if blocks >= MIN_BLOCKS else []
-    return DesignEffect(max(effect, *effects), blocks)
+    return DesignEffect(max(effect, min(max(effects), float(n))), blocks)  # at most all of them count as one
 
 
 def _block_effect(repeats: Sequence[Floats], sizes: Sequence[int]) -> float:
@@ -393,9 +394,9 @@ def far_bounds(spread: LogSpread | None, share: float, effect: float) -> tuple[f
 
     None: no bound is. All requests that have a value are on one side, at some distance (FAR_REQUESTS), and so is the
     tolerance limit of their logarithms, FAR_FACTOR times as far away as that of a normal distribution. Requests that
-    were cut or are unknown must not matter: they may all be misses, and still no more than the share allows.
+    were cut or are unknown must not matter: they may all be misses, and still no more than the share allows (MAX_OPEN).
     """
-    if spread is None or spread.n < FAR_EFFECTIVE * effect or spread.open > (1 - share) * (spread.n + spread.open):
+    if spread is None or spread.n < FAR_EFFECTIVE * effect or not _can_all_be_missed(spread, share):
         return None, None
     factor = next((factor for n, factor in FAR_REQUESTS if spread.n >= n * _far_scale(share)), None)
     if factor is None:
@@ -404,6 +405,11 @@ def far_bounds(spread: LogSpread | None, share: float, effect: float) -> tuple[f
     below = None if spread.max is None else max(spread.max * factor, math.exp(spread.mean + reach))
     above = None if spread.min is None else min(spread.min / factor, math.exp(spread.mean - reach))
     return above, below
+
+
+def _can_all_be_missed(spread: LogSpread, share: float) -> bool:
+    """Whether requests that were cut or are unknown do not matter: so few that the share allows to miss all of them."""
+    return spread.open <= min(1 - share, MAX_OPEN) * (spread.n + spread.open)
 
 
 def far_decision(spread: LogSpread | None, share: float, effect: float, bound: float) -> Decision | None:
@@ -435,7 +441,7 @@ def requests_to_be_far(spread: LogSpread | None, share: float, effect: float, bo
     if spread is None or spread.max is None or not 0 < bound < math.inf:
         return None
     needed = min((n * _far_scale(share) for n, factor in FAR_REQUESTS if spread.max * factor <= bound), default=None)
-    if needed is None or spread.open > (1 - share) * (spread.n + spread.open):
+    if needed is None or not _can_all_be_missed(spread, share):
         return None
     needed = math.ceil(max(needed, FAR_EFFECTIVE * effect))
     distance, sd = math.log(bound) - spread.mean, spread.sd

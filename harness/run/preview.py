@@ -172,7 +172,7 @@ def check_notes(scenario: Scenario) -> list[str]:
     notes = []
     for found in undecidable_checks(scenario):
         what = "cannot pass" if found.certain else "may stay inconclusive"
-        needed = f"{found.needed:,}" if found.certain else f"up to {found.needed:,} if requests depend on each other"
+        needed = f"{found.needed:,}" if found.certain else f"up to {found.needed:,} near the bound"
         sent = f"{count(found.planned, 'request')} in {count(scenario.repeats, 'repeat')}"
         notes.append(
             f"check '{found.check}' {what}: {found.row} sends {sent}, and the check needs {needed}. "

@@ -1,5 +1,6 @@
 """Summaries of run directories whose every record is chosen."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,28 @@ def sample_of(*values: float) -> Distribution:
 
 
 def with_cut(
-    sample: Distribution, low_s: float, censored: int, unknown: int, above: float | None, age_s: float | None
+    sample: Distribution,
+    low_s: float,
+    censored: int,
+    unknown: int,
+    above: float | None,
+    age_s: float | None,
+    effect: float,
+    lows: tuple[float | None, float | None, float | None],
 ) -> Distribution:
-    """The same with cut and unknown requests; at least `low_s` is the mean. `age_s`: of the one that was cut."""
+    """The same with a failed request, and with cut and unknown ones; at least `low_s` is the mean. `age_s`: of the one
+    that was cut. `lows`: the lower ends of p90, p95 and p99."""
     cut = {} if age_s is None else {"cut": (age_s, age_s)}
-    intervals = sample.intervals | {"mean": (low_s, None)} | cut
-    return msgspec.structs.replace(sample, intervals=intervals, censored=censored, unknown=unknown, above=above)
+    ends = {name: (low, None) for name, low in zip(("p90", "p95", "p99"), lows, strict=True)}
+    intervals = sample.intervals | ends | {"mean": (low_s, None)} | cut
+    assert sample.spread is not None and sample.spread.max is not None
+    spread = msgspec.structs.replace(
+        sample.spread, open=censored + unknown, min=None if unknown else min(sample.spread.min or 0.0, age_s or 0.0),
+        max=None,
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        sample, intervals=intervals, censored=censored, unknown=unknown, above=above, spread=spread, effect=effect
+    )
 
 
 def gaps(*values: float) -> Distribution:
@@ -120,10 +137,10 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
     assert summary.cells[0].numbers == Numbers(
         sent=4, succeeded=2, failed=1, unfinished=1, errors={"stream_error": 1, "unfinished": 1}, prompt_tokens=40,
         output_tokens=5, cached_tokens=16, wall=10.0, window="wall", window_s=10.0, output_tok_s=0.5, input_tok_s=4.0,
-        requests_per_s=0.2, ttft=with_cut(sample_of(0.5, 0.25), 1.75 / 3, 1, 0, 1.0, 1.0),
-        ttfo=with_cut(sample_of(0.5), 0.5, 1, 1, 1.0, 1.0),
-        tpot=with_cut(sample_of(0.5, 0.875), 1.375 / 3, 0, 1, None, None),
-        e2e=with_cut(sample_of(1.0, 2.0), 4 / 3, 1, 0, None, 1.0),
+        requests_per_s=0.2, ttft=with_cut(sample_of(0.5, 0.25), 1.75 / 3, 1, 0, 1.0, 1.0, 3.0, (0.25, 0.25, 0.5)),
+        ttfo=with_cut(sample_of(0.5), 0.5, 1, 1, 1.0, 1.0, 3.0, (None, None, 0.5)),
+        tpot=with_cut(sample_of(0.5, 0.875), 1.375 / 3, 0, 1, None, None, 3.0, (None, None, 0.5)),
+        e2e=with_cut(sample_of(1.0, 2.0), 4 / 3, 1, 0, None, 1.0, 4.0, (None, None, math.nextafter(1.0, 2.0))),
         gap=gaps(0.5, 1.0, 0.75), tokens_per_chunk=1.0, answer_tok_s=1.75,
     )  # fmt: skip
     assert summary.cells[0].numbers.error_rate == 0.25
