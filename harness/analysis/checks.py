@@ -274,9 +274,8 @@ def _decide(check: Check, value: CheckValue, bound: float) -> tuple[bool | None,
     lowest = math.inf if value.all_miss else -math.inf if low is None else low
     ends = {holds(lowest, bound), holds(math.inf if high is None else high, bound)}
     within = check.operator in ((">", ">=") if check.metric == "attainment" else ("<", "<="))  # is met if enough are
-    if share is not None and check.metric == "attainment":  # as for percentiles, few requests pass nothing
-        found = slo_rule.decide(value.met or 0, value.unknown, value.requests, share, value.effect)
-        ends = {True, False} if found == "inconclusive" else {(found == "pass") == within}
+    if share is not None and ends == {within} and value.requests < slo_rule.MIN_REQUESTS:
+        ends = {True, False}
     if len(ends) == 1:
         return ends.pop(), None, None
     if share is not None and value.spread is not None:

@@ -266,8 +266,8 @@ def percentile_intervals(
 ) -> list[tuple[float | None, float | None]]:
     """The interval of each percentile: for which bounds `decide` neither passes nor fails. None: no bound on that side.
 
-    A bound b at or above the second value passes, one below the first fails. Failed requests miss every bound; if they
-    alone fail the check (`failures_decide`), the first value is None, too.
+    A bound b at or above the second value passes (with MIN_REQUESTS), one below the first fails. Failed requests miss
+    every bound; if they alone fail the check (`failures_decide`), the first value is None, too.
     """
     states, values = (
         np.concatenate(parts) for parts in zip(*((one.state, one.value_s) for one in samples), strict=True)
@@ -276,7 +276,7 @@ def percentile_intervals(
     at_best, at_worst = map(np.sort, _ends(states, values))
     found = []
     for permille in permilles:
-        fails, passes = interval_counts(n, permille / 1000, effect)
+        fails, passes = _counts_outside(n, permille / 1000, effect, SLO_ALPHA)
         best = float(at_best[fails]) if fails >= 0 else 0.0
         worst = float(at_worst[passes - 1]) if 0 < passes <= n else math.inf
         found.append((best if 0 < best < math.inf else None, worst if math.isfinite(worst) else None))

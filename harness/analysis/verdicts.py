@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.analysis import stats
+from harness.analysis.slo_rule import SLO_ALPHA
 from harness.analysis.stats import Effect
 from harness.base.metrics import METRICS, WORK
 from harness.base.summary import (
@@ -75,7 +76,8 @@ class Measured(Struct, frozen=True, kw_only=True):
         value, (low, high) = getattr(sample, statistic), sample.intervals.get(statistic, (None, None))
         if not value or not low or high is None:
             return None
-        return max(math.log(value / low), math.log(high / value)) / stats.t_quantile(1 - ALPHA / 2, math.inf), math.inf
+        errors = stats.t_quantile(1 - SLO_ALPHA / 2, math.inf)
+        return max(math.log(value / low), math.log(high / value)) / errors, math.inf
 
     def client_rooms(self, metric: str) -> tuple[float, float]:
         """By how much the logarithm of the mean speed may be lower and higher, because the load generator was late."""

@@ -87,10 +87,10 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     p90: float | None = None
     p95: float | None = None
     p99: float | None = None
-    # The 90 % interval of each percentile: bounds below it fail, bounds above it pass. None: no bound on that side.
-    # Failed requests are above every bound. Also that of the mean where requests are censored or unknown, and the ages
-    # of the youngest and the oldest cut request (`cut`). Without an entry: chunk gaps, and numbers that another tool
-    # computed.
+    # The 90 % interval of each percentile: bounds below it fail; with 60 requests, bounds above it pass. None: no bound
+    # on that side. Failed requests are above every bound. Also that of the mean where requests are censored or unknown,
+    # and the ages of the youngest and the oldest cut request (`cut`). Without an entry: chunk gaps, and numbers that
+    # another tool computed.
     intervals: dict[str, tuple[float | None, float | None]] = {}
     censored: int = 0  # requests that were cut before this latency ended; percentiles count them (Kaplan-Meier)
     unknown: int = 0  # other requests without it, such as the TTFT of an answer that was not streamed

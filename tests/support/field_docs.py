@@ -26,7 +26,7 @@ FILES: dict[str, tuple[Any, ...]] = {
         manifest.RowOrigin, summary.Reason,
     ),
     "summary.json": (
-        summary.Summary, summary.Row, summary.CellSummary, summary.Numbers, summary.Distribution,
+        summary.Summary, summary.Row, summary.CellSummary, summary.Numbers, summary.Distribution, summary.LogSpread,
         summary.SloAttainment, summary.ScheduleKept, summary.Answers, summary.PromptLengths, summary.ServerLoad,
         summary.MachineLoad, summary.TimeSplit, summary.ClientLimit, summary.WarmupResult, summary.BadFields,
         summary.FailedRequests, summary.CheckResult, summary.Comparison, summary.Verdict, summary.Difference,
