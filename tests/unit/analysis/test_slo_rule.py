@@ -1,6 +1,6 @@
 """The rule of SLOs on dependent and censored samples: errors by simulation, exact values where they are known.
 
-`python -m tests.unit.analysis.test_slo_rule` prints the figures of docs/method.md, with all draws: minutes.
+`python -m tests.unit.analysis.test_slo_rule` prints the figures of docs/method.md: minutes.
 """
 
 import math
@@ -76,8 +76,8 @@ def shares(decide_once: Decide, seed: int, trials: int) -> dict[str, float]:
 
 
 def ceiling(share: float, trials: int) -> float:
-    """What a share may be in so many draws: four standard errors above it; with all draws the share itself."""
-    return share if trials >= 3000 else share + scatter(max(share, 0.005), trials, 4)
+    """What a share may be in so many draws: four standard errors above it, with all draws two."""
+    return share + scatter(max(share, 0.005), trials, 2 if NIGHTLY else 4)
 
 
 # One sided errors where the true share is exactly on the bound.
@@ -498,7 +498,7 @@ def test_how_many_requests_decide() -> None:
 
 
 def _figures() -> Iterator[str]:
-    trials = 3000
+    trials = 1000
     for n in NUMBERS:
         both = [on_the_bound(n, correlation, trials) for correlation in CORRELATIONS]
         worst = max(found["pass"] for found in both), max(found["fail"] for found in both)
