@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from harness.analysis.checks import evaluate, undecidable_checks
 from harness.analysis.latencies import distribution
-from harness.analysis.slo_rule import LatencySample
+from harness.analysis.slo_rule import LatencySample, observed
 from harness.base.files import SCENARIOS
 from harness.base.metrics import LATENCIES
 from harness.base.summary import (
     CheckResult,
     Comparison,
     Distribution,
+    LogSpread,
     Numbers,
     Reference,
     Row,
@@ -27,7 +28,7 @@ from harness.base.summary import (
     because,
     evidence,
 )
-from harness.records.records import AT_LEAST, FAILED, OBSERVED, UNKNOWN
+from harness.records.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import (
     OPERATORS,
@@ -525,3 +526,53 @@ def test_what_the_command_line_makes_of_checks() -> None:
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_checks_of_shipped_scenarios_can_be_decided(path: Path) -> None:
     assert list(undecidable_checks(load_scenario(path))) == []
+
+
+# Far below the bound, and latencies of which only an upper bound is known.
+
+
+def test_a_p95_of_92_ms_meets_a_bound_of_2_s_and_says_why() -> None:
+    dice = np.random.default_rng(3)
+    ttft_s = 0.06 * np.exp(0.25 * dice.standard_normal(180))
+    sample = LatencySample(np.arange(180.0), ttft_s, np.full(180, OBSERVED, dtype=np.int8))
+    dependent = row(sent=180, succeeded=180, ttft=distribution([sample], 1.0, 16.0))
+    assert dependent.pooled.ttft.effect == 8.0
+    found = result_of("ttft_p95 <= 2s", dependent)
+    assert (found.status, found.code, found.high) == ("passed", "met", None)
+    why = found.evidence[0].values["decision"]
+    assert why["code"] == "far_below"
+    assert why["values"] == {"requests": 180, "end": pytest.approx(float(ttft_s.max()))}
+    assert "; far below the bound: 180 requests took at most 1" in evidence(found.evidence)
+    assert result_of("ttft_p95 > 2s", dependent).status == "failed"
+    assert result_of("ttft_p95 <= 200ms", dependent).code == "too_close"
+    few = row(sent=50, succeeded=50, ttft=distribution([observed(ttft_s[:50])], 1.0, 4.0))
+    near = result_of("ttft_p95 <= 2s", few)
+    assert (near.status, near.code, near.more_requests) == ("inconclusive", "too_few_requests", 10)
+
+
+def test_attainment_far_from_the_bounds_of_its_slos() -> None:
+    def meeting(spread: LogSpread) -> Row:
+        one_set = SloAttainment(met=120, attainment=1.0, effect=8.0, spread=spread)
+        return row(sent=120, succeeded=120, slos={SLOS: one_set})
+
+    check = f"attainment({SLOS}) >= 95%"
+    far = result_of(check, meeting(LogSpread(n=120, mean=-3.0, sd=0.2, min=0.03, max=0.09)))
+    assert (far.status, far.evidence[0].values["decision"]["code"]) == ("passed", "far_below")
+    assert evidence(far.evidence).endswith("far below the bound: 120 requests took at most 9 % of the bound")
+    assert result_of(check, meeting(LogSpread(n=120, mean=-0.3, sd=0.2, min=0.4, max=0.9))).status == "inconclusive"
+
+
+def test_a_tpot_of_which_an_upper_bound_is_known_decides_a_percentile() -> None:
+    """As of answers that a proxy sent in one piece: E2E / tokens is known, and TPOT is not."""
+    values_s = 0.02 * np.exp(0.2 * np.random.default_rng(4).standard_normal(200))
+    sample = LatencySample(np.arange(200.0), values_s, np.full(200, AT_MOST, dtype=np.int8))
+    bundled = row(tpot=distribution([sample], 1.0, 1.0))
+    assert (bundled.pooled.tpot.n, bundled.pooled.tpot.at_most, bundled.pooled.tpot.p95) == (0, 200, None)
+    found = result_of("tpot_p95 <= 60ms", bundled)
+    assert (found.status, found.code, found.value, found.low) == ("passed", "met", None, None)
+    assert evidence(found.evidence).endswith("200 with an upper bound only of 200 requests")
+    open_one = result_of("tpot_p95 <= 20ms", bundled)
+    assert (open_one.status, open_one.code, open_one.more_requests) == ("inconclusive", "unknown_requests", None)
+    some = LatencySample(sample.sent_s, values_s, np.where(np.arange(200) % 2, OBSERVED, AT_MOST).astype(np.int8))
+    assert result_of("tpot_p95 <= 60ms", row(tpot=distribution([some], 1.0, 1.0))).status == "passed"
+    assert result_of("tpot_p95 <= 5ms", row(tpot=distribution([some], 1.0, 1.0))).status != "passed"
