@@ -221,20 +221,15 @@ def _speedup_value(row: Row, comparison: Comparison | None) -> CheckValue:
 
 
 def uncompared_reason(row: Row, comparison: Comparison) -> Reason:
-    if comparison.verdicts and comparison.verdicts[0].baseline != row.name:
-        return because("no_comparison", "its work is not the baseline's, and it is compared with nothing")
-    return because("is_baseline", "it is the baseline itself")
+    if any(verdict.baseline == row.name for verdict in comparison.verdicts):
+        return because("is_baseline", "it is the baseline itself")
+    text = "it is compared with no row; `compare` in the scenario names a pair"
+    return because("no_comparison", text)
 
 
 def verdict_by_row(comparison: Comparison) -> dict[str, Verdict]:
-    """The verdict of each row except the baseline, by its name.
-
-    It is the row's first verdict, since the other pairs that the scenario compares come last.
-    """
-    verdicts = {verdict.side: verdict for verdict in reversed(comparison.verdicts)}
-    if comparison.verdicts:
-        verdicts.pop(comparison.verdicts[0].baseline, None)
-    return verdicts
+    """The first verdict of each compared row, by its name: that of a pair which the scenario names, if there is one."""
+    return {verdict.side: verdict for verdict in reversed(comparison.verdicts)}
 
 
 def value_text(

@@ -184,9 +184,7 @@ def _evaluate_check(
     chosen = [row for row in rows if check.concerns(*row.key)]
     if check.load is None:
         if comparison is not None and (check.metric == "speedup" or (check.relative and reference is None)):
-            # Only rows that are compared with the run's baseline row.
-            base = comparison.verdicts[0].baseline if comparison.verdicts else None
-            sides = {side for side, verdict in verdict_by_row(comparison).items() if verdict.baseline == base}
+            sides = set(verdict_by_row(comparison))
             chosen = [row for row in chosen if row.name in sides]
         # Rows without streamed answers, for example, have no TTFT.
         metric = METRICS[check.metric]

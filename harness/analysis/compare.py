@@ -4,7 +4,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,7 +12,8 @@ from harness.analysis import comparable
 from harness.analysis.checks import compared_metrics, evaluate
 from harness.analysis.comparable import collect_facts, find_differences, refuse_unlike
 from harness.analysis.crossover import Side, speculation_answers
-from harness.analysis.equal_runs import EqualRuns, RowKey, find_equal_runs
+from harness.analysis.equal_runs import EqualRuns, RowKey, find_equal_runs, variation_source
+from harness.analysis.gate import with_gate
 from harness.analysis.same_answers import same_answers_of_runs
 from harness.analysis.summarize import summary_of
 from harness.analysis.verdicts import (
@@ -26,7 +27,7 @@ from harness.analysis.verdicts import (
 from harness.base.errors import HarnessError, RunError
 from harness.base.summary import (
     DEFINITIONS,
-    LARGE,
+    TOLERANCE,
     Answers,
     CheckResult,
     Comparison,
@@ -94,12 +95,13 @@ def compare_runs(
     results: Path | None = None,
     checks: Sequence[str] = (),
     provisional: bool = False,
+    tolerance: float = TOLERANCE,
 ) -> Comparison:
     """Compare each group of run directories with the first, row by row of the same server and load.
 
     The sample is the run. The variation between equal runs is assumed until it is known: from several runs a side, from
     earlier equal runs in the folders `runs` and `results`.
-    `provisional`: whether a provisional `slower` fails, see `Verdict.fails`.
+    `tolerance`: the slowdown that fails, 0.1 for 10 %; `provisional`: whether a provisional one does, see `with_gate`.
     `about` is the one manifest key in which the groups may differ. `checks` are evaluated for the rows of every other
     group, with the first group as their baseline.
 
@@ -121,7 +123,8 @@ def compare_runs(
         each.refuse_other_definitions()
     refuse_unlike(all_runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
     equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
-    comparison = decide_verdicts([pair for each in compared for pair in each.pairs(equal)], equal.source())
+    pairs = [pair for each in compared for pair in each.pairs(equal)]
+    comparison = decide_verdicts(pairs, variation_source(pairs, equal, all_runs[0].machine.name))
     verdicts = [msgspec.structs.replace(each, baseline=sides[0].name) for each in comparison.verdicts]
     results_of_checks = []
     for number, side in enumerate(sides[1:], 1):
@@ -131,7 +134,7 @@ def compare_runs(
         results_of_checks += [_of_side(result, side) for result in found] if several else found
     return msgspec.structs.replace(
         comparison,
-        verdicts=[with_exit(verdict, provisional=provisional) for verdict in verdicts],
+        verdicts=[with_gate(verdict, tolerance, provisional=provisional) for verdict in verdicts],
         simulated=any(run.simulated for run in all_runs),
         sides=[side.name for side in sides],
         answers=speculation_answers(sides[0], sides[1:]),
@@ -178,19 +181,6 @@ def _check_ratios(
         _ComparedRow(row, number, side.measured(row, " / ".join(row)), base.measured(row, base.name)) for row in rows
     ]
     return decide_verdicts([pair for each in compared for pair in each.pairs(equal, metrics)]).verdicts
-
-
-def with_exit(verdict: Verdict, *, provisional: bool) -> Verdict:
-    """The verdict with its effect on the exit code. A provisional `slower` fails where `provisional` asks for that, or
-    where its whole interval is beyond LARGE.
-    """
-    if verdict.word != "slower":
-        return verdict
-    is_large = verdict.high is not None and verdict.high < 1 / (1 + LARGE)
-    fails: Literal["yes", "with_provisional"] = "yes"
-    if verdict.provisional and not provisional and not is_large:
-        fails = "with_provisional"
-    return msgspec.structs.replace(verdict, fails=fails)
 
 
 def _notes(sides: Sequence[_Side], rows: Sequence[RowKey]) -> Iterator[Reason]:

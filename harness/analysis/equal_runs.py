@@ -10,7 +10,7 @@ from msgspec import Struct
 from harness.analysis import stats
 from harness.analysis.comparable import collect_facts, differing_keys, is_address
 from harness.analysis.summarize import summary_of
-from harness.analysis.verdicts import Measured, metric_values, to_speeds
+from harness.analysis.verdicts import ComparedSides, Measured, metric_values, to_speeds
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
 from harness.base.summary import Reason, Summary, because
@@ -46,13 +46,6 @@ class EqualRuns(Struct, frozen=True):
     runs: list[EqualRun]
     starts: list[list[float]]
 
-    def source(self) -> list[Reason]:
-        """The assumption, and what else the variation between runs is known from."""
-        runs = len(self.runs)
-        equal = [because("equal_runs", count(runs, "earlier equal run"), runs=runs)] if runs else []
-        assumed = f"{percent(stats.ASSUMED_SD, 0)} assumed (counts as much as 5 runs)"
-        return [because("variation_assumed", assumed, sd=stats.ASSUMED_SD), *equal]
-
     def known(self, row: RowKey, sides: Sequence[tuple[int, Measured]]) -> Callable[[str], tuple[float, int]]:
         """What is known of a row besides the values of the sides, by metric: sum of squares, degrees of freedom.
 
@@ -76,6 +69,34 @@ class EqualRuns(Struct, frozen=True):
             return variation_within(own, earlier)
 
         return of_metric
+
+
+def variation_source(pairs: Sequence[ComparedSides], equal: EqualRuns, machine: str) -> list[Reason]:
+    """How far equal runs differ, and whose variation that is: of the runs of a machine, or the assumption.
+
+    It is measured where the runs weigh as much as the assumption in every pair (`stats.is_mostly_assumed`).
+    """
+    earlier = len(equal.runs)
+    of_earlier = f" and {count(earlier, 'earlier equal run')}" if earlier else ""
+    found = [measured_variation(pair) for pair in pairs if pair.refused is None]
+    if not found or any(freedom < stats.ASSUMED_FREEDOM for _, freedom in found):
+        text = f"your runs{of_earlier} are too few to know it; {percent(stats.ASSUMED_SD, 0)} is assumed"
+        return [because("variation_assumed", text, sd=stats.ASSUMED_SD, runs=earlier)]
+    sds = [math.sqrt(squares / freedom) for squares, freedom in found]
+    runs = max(len(pair.side_speeds) + len(pair.baseline_speeds) for pair in pairs)
+    shown = " to ".join(dict.fromkeys(percent(sd, 1) for sd in (min(sds), max(sds))))
+    text = f"{shown}, measured on {machine}: these {runs} runs{of_earlier}"
+    return [because("variation_measured", text, low=min(sds), high=max(sds), compared=runs, runs=earlier)]
+
+
+def measured_variation(pair: ComparedSides) -> tuple[float, int]:
+    """The sum of squares of equal runs around the mean of their side, with its degrees of freedom."""
+    squares, freedom = pair.known
+    for runs in (pair.side_speeds, pair.baseline_speeds):
+        values = [math.exp(stats.mean_log(run)) for run in runs if run]
+        if len(values) > 1:
+            squares, freedom = squares + stats.sum_of_squares(values), freedom + len(values) - 1
+    return squares, freedom
 
 
 def variation_within(sides: Mapping[int, Sequence[Value]], earlier: Sequence[Value]) -> tuple[float, int]:

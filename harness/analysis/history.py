@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from harness.analysis import stats
 from harness.analysis.comparable import SHOWN_ONLY, collect_facts, find_differences
 from harness.analysis.compare import refuse_invalid
+from harness.analysis.gate import decide_gate
 from harness.analysis.summarize import has_only_summary, summary_of
 from harness.analysis.verdicts import (
     Measured,
@@ -23,7 +24,7 @@ from harness.analysis.verdicts import (
 )
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
-from harness.base.summary import Difference, Row, Summary, known_bounds
+from harness.base.summary import TOLERANCE, Difference, Gate, Row, Summary, known_bounds
 from harness.records.directory import list_runs
 from harness.records.manifest import Run, definition_conflict, read_run
 
@@ -68,6 +69,11 @@ class Series(Struct, frozen=True, kw_only=True):
     ratio: float | None = None  # of the newest `window` runs to the history's geometric mean
     low: float | None = None  # ratios that are expected of equal runs
     high: float | None = None
+    # 95 % interval of the ratio; with fewer runs of history than the gate needs, by the assumed variation of runs
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    gate: Gate = "cannot_tell"  # what the exit code follows
+    tolerance: float = TOLERANCE  # of the gate: 0.1 is a slowdown of 10 %
     p: float | None = None  # before correction
     window: int = 1  # newest runs that show the shift together; 1 where none do
     runs: int = 0  # of the history: since its last change point, without outliers
@@ -122,13 +128,11 @@ class History(Struct, frozen=True, kw_only=True):
     differences: list[Difference]
     without_records: list[str] = []  # those of `runs` whose stored summary is used
 
-    @property
-    def slower(self) -> bool:
-        return any(series.word == "slower" for series in self.series)
 
-
-def read_history(folder: Path, runs: Path, results: Path) -> History:
+def read_history(folder: Path, runs: Path, results: Path, tolerance: float = TOLERANCE) -> History:
     """The history of the run in `folder`, from the run directories below `runs` and the filed `results`.
+
+    `tolerance`: the slowdown that fails, 0.1 for 10 %.
 
     Raises RunError unless the run is VALID.
     """
@@ -137,7 +141,7 @@ def read_history(folder: Path, runs: Path, results: Path) -> History:
     earlier, left_out, without_records = _collect_earlier(run, runs, results)
     all_runs = [earlier_run for earlier_run, _ in earlier] + [run]
     undecided = _make_series([*earlier, (run, newest)])
-    series = [_decide(one, run.id, len(undecided)) for one in undecided]
+    series = [_with_gate(_decide(one, run.id, len(undecided)), tolerance) for one in undecided]
     # A shift that several runs show together started with the first of them, so compare with the run before that one.
     windows = [one.window for one in series if one.word in ("slower", "faster")]
     sides = [all_runs[-1 - max(windows, default=1)], run] if earlier else [run]
@@ -271,9 +275,20 @@ def _decide(series: Series, run: str, series_count: int) -> Series:
     shift = stats.find_shift(speeds, series_count)._asdict()
     before = [points[index] for index in shift.pop("history")]
     shift["low"], shift["high"] = known_bounds(1.0, shift["low"], shift["high"])
+    effect = shift.pop("effect")
+    if effect is not None:
+        shift["ratio_low"], shift["ratio_high"] = effect.interval()
     since = before[0].run if before else None
     level = math.exp(stats.mean_log([point.value for point in before])) if before else None
     return replace(series, value=points[-1].value, runs=len(before), since=since, level=level, **shift)
+
+
+def _with_gate(series: Series, tolerance: float) -> Series:
+    """The series with its gate. A slowdown that the newest run may share with equal runs is not known to be slower."""
+    gate = decide_gate(series.ratio_low, series.ratio_high, tolerance)
+    if gate in ("slower", "size_unknown") and series.word != "slower":
+        gate = "cannot_tell"
+    return replace(series, gate=gate, tolerance=tolerance)
 
 
 def _find_change_points(series: Sequence[Series], runs: Sequence[Run]) -> list[ChangePoint]:

@@ -310,6 +310,7 @@ class Shift(NamedTuple):
     history: list[int]  # indices of the runs that they are compared with
     detectable: float | None  # slowdown that three runs find with a probability of POWER
     needed: int | None  # runs of history that find DETECTED; None: more than MAX_REPEATS
+    effect: Effect | None = None  # of the ratio; None without a history
 
 
 def find_levels(speeds: Sequence[float], series_count: int = 1) -> Levels:
@@ -359,7 +360,9 @@ def find_shift(speeds: Sequence[float], series_count: int = 1) -> Shift:
     shifts = [_window_shift(logs, runs, size, level) for size in WINDOWS if len(runs) - size >= MIN_HISTORY]
     if not shifts:
         ratio = math.exp(float(logs[-1] - logs[:-1].mean())) if len(logs) > 1 else None
-        return Shift("inconclusive", ratio, None, None, None, 1, runs[:-1], None, MIN_HISTORY)
+        values = [math.exp(log) for log in logs]
+        effect = pooled_effect(values[-1:], values[:-1]) if len(values) > 1 else None
+        return Shift("inconclusive", ratio, None, None, None, 1, runs[:-1], None, MIN_HISTORY, effect)
     significant = [shift for shift in shifts if shift.word in ("slower", "faster")]
     return min(significant, key=lambda shift: shift.p or 0.0) if significant else shifts[0]
 
@@ -375,6 +378,7 @@ def _window_shift(logs: Array, runs: Sequence[int], window: int, level: float) -
     deviation = float(old.std(ddof=1))
     detectable = _detectable_shift(deviation, len(old), level)
     sizes = range(MIN_HISTORY, MAX_REPEATS + 1)
+    effect = Effect(difference, error, freedom)
     word: Word = "no_shift" if detectable <= DETECTED else "inconclusive"
     if abs(difference) > expected:
         word = "slower" if difference < 0 else "faster"
@@ -383,7 +387,8 @@ def _window_shift(logs: Array, runs: Sequence[int], window: int, level: float) -
         ratio=math.exp(difference),
         low=math.exp(-expected),
         high=math.exp(expected),
-        p=Effect(difference, error, freedom).p_value(),
+        p=effect.p_value(),
+        effect=effect,
         window=window,
         history=list(runs[:-window]),
         detectable=detectable,

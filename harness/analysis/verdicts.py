@@ -234,13 +234,12 @@ def compare_rows(
     baseline: tuple[str, str],
     scenario: Scenario,
 ) -> Comparison | None:
-    """Compare every row of a run with its baseline row, and the pairs of rows that the scenario names.
+    """Compare the pairs of rows that the scenario names, and every other row with its baseline row.
 
-    The baseline row is `baseline` (server, load), with two exceptions. A load of a mix is compared with the same load
-    alone. A load with other work or another kind of pacing than the baseline's is compared with the same load of the
-    baseline's server.
+    That is the row of the baseline's server under the same load. A load of a mix is compared with the same load alone.
+    If all rows are of one server, a load with the same kind of work is compared with the load of `baseline`.
 
-    Two rows are compared by the repeats that both have. None when the baseline row is missing or alone.
+    Two rows are compared by the repeats that both have. None when there is no pair.
     """
     pairs: list[ComparedSides] = []
     for first, second in _compared_rows(rows, cells, baseline, scenario):
@@ -280,29 +279,34 @@ def planned_comparisons(scenario: Scenario, baseline: tuple[str, str]) -> int:
 def _compared_rows(
     rows: Sequence[Row], cells: Mapping[str, CellSummary], baseline: tuple[str, str], scenario: Scenario
 ) -> list[tuple[Measured, Measured]]:
-    """The pairs of rows to compare: first those with the baseline row, last those that the scenario names."""
+    """The pairs of rows to compare: first those that the scenario names, then those of each load."""
     rows = [row for row in rows if not asks_known(scenario.loads[row.load])]  # they are compared by their answers
-    base = next((row for row in rows if row.key == baseline), None)
-    if base is None:
-        return []
     named = {f"{row.server}/{row.load}": row for row in rows}
-    default = [(row, _default_baseline(row, base, named, scenario)) for row in rows if row is not base]
     requested = [(named.get(pair.row), named.get(pair.against)) for pair in scenario.compare]
+    default = [(row, _default_baseline(row, baseline, named, scenario)) for row in rows]
+    known = {(id(row), id(against)) for row, against in requested}
+    known |= {(against, row) for row, against in known}
 
     def measured(row: Row) -> Measured:
         return Measured(name=row.name, load=scenario.loads[row.load], rows=[row], cells=[cells])
 
     return [
         (measured(row), measured(against))
-        for row, against in [*sorted(default, key=lambda pair: pair[1] is not base), *requested]
+        for row, against in [*requested, *(pair for pair in default if (id(pair[0]), id(pair[1])) not in known)]
         if row is not None and against is not None
     ]
 
 
-def _default_baseline(row: Row, base: Row, named: Mapping[str, Row], scenario: Scenario) -> Row | None:
-    """The row that a row is compared with, unless the scenario names another."""
-    if mix_of(row.load) is not None:
-        return named.get(f"{row.server}/{load_of_part(row.load)}") or base
+def _default_baseline(row: Row, baseline: tuple[str, str], named: Mapping[str, Row], scenario: Scenario) -> Row | None:
+    """The row that a row is compared with, unless the scenario names another; None: it is a baseline, or alone."""
+    server, base_load_name = baseline
+    if mix_of(row.load) is not None and (alone := named.get(f"{row.server}/{load_of_part(row.load)}")) is not None:
+        return alone
+    if row.server != server:
+        return named.get(f"{server}/{row.load}")
+    base = named.get(f"{server}/{base_load_name}")
+    if base is None or row is base or len(scenario.servers) > 1:
+        return None
     load, base_load = scenario.loads[row.load], scenario.loads[base.load]
     same_pacing = (is_paced(load), is_open_loop(load)) == (is_paced(base_load), is_open_loop(base_load))
     same_work = (
@@ -311,10 +315,7 @@ def _default_baseline(row: Row, base: Row, named: Mapping[str, Row], scenario: S
         and (load.output, load.output_tokens) == (base_load.output, base_load.output_tokens)
         and (same_pacing and not scenario.mixes or without_concurrency(load) == without_concurrency(base_load))
     )
-    if same_work:
-        return base
-    same_load = named.get(f"{base.server}/{row.load}")
-    return None if same_load is row else same_load
+    return base if same_work else None
 
 
 def _definition_reason(side: Measured, base: Measured, metric: str) -> Reason | None:
@@ -512,8 +513,6 @@ def _decide(pair: ComparedSides, found: _Found, p: float, comparisons: int) -> V
         few = min(map(len, _independent_values(pair))) < CONFIRMING_REPEATS
         numbers |= {"low": None, "high": None, "needed": CONFIRMING_REPEATS if few else numbers["needed"]}
         return _make_verdict(pair, "interval_unknown", comparisons, **numbers)
-    if found.basis != "repeats" and exact_low <= 1 <= exact_high:
-        return _make_verdict(pair, "no_difference", comparisons, **numbers)
     reason: Inconclusive = "not_beyond"
     if is_beyond:
         reason = "corrected"
@@ -568,7 +567,7 @@ def _needed_to_decide(
 
 def _make_verdict(pair: ComparedSides, result: str, comparisons: int, **numbers: Any) -> Verdict:
     """Make a verdict. `result` is its word, or the reason why it is inconclusive."""
-    is_decided = result in ("faster", "slower", "same", "no_difference")
+    is_decided = result in ("faster", "slower", "same")
     side, base = _independent_values(pair)
     return Verdict(
         side=pair.side,

@@ -21,6 +21,7 @@ POWER = 0.8  # with which a recommended number of repeats, runs or requests deci
 ANSWER_MARGIN = 0.03  # of right answers: a server that has at most so many less gives the same answers
 MARGIN = 0.02  # smaller differences are treated as noise: "faster" and "slower" are larger, "same" is within it
 MAX_FACTOR = 4.0  # by which a bound of an interval may be away from its ratio: a bound that is farther says nothing
+TOLERANCE = 0.10  # of a gate: how much longer the work may take; `--tolerance` replaces it
 LARGE = 0.25  # a difference that a provisional verdict, and an error of the load generator that a result, cannot carry
 SHOWN_ROWS = 7  # of a summary at a prompt
 MAX_REPEATS = 100  # beyond which no number of repeats is suggested
@@ -655,6 +656,15 @@ Basis = Literal[
 ]
 
 
+Gate = Literal[
+    "no_slowdown",  # the interval excludes a slowdown of the tolerance; exit code 0, of all others 5 but for "slower"
+    "slower",  # the whole interval is a slowdown of the tolerance or more; exit code 4
+    "provisional",  # likewise, of a provisional verdict; exit code 4 with --provisional
+    "size_unknown",  # it is slower, and whether by the tolerance is not known
+    "cannot_tell",  # the interval contains 1 and the tolerance, or there is none
+]  # fmt: skip
+
+
 class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One side against the baseline side, for one metric."""
 
@@ -667,7 +677,7 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     high: float | None
     p: float | None  # two-sided, of a difference beyond the margin, corrected for the number of comparisons
     n: tuple[int, int]  # number of values of side and baseline: repeats of one run, or runs
-    word: str  # "faster", "slower", "same", "inconclusive"; "no_difference": the interval includes 1, and is wide
+    word: str  # "faster", "slower", "same", "inconclusive"
     provisional: bool = False  # one repeat, or a variation between runs that is mostly assumed
     basis: Basis = "repeats"
     reason: Inconclusive | None = None
@@ -677,9 +687,10 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     needed: int | None = None  # values of each side that would decide the verdict; None: not known, or too many
     needed_for_same: int | None = None  # those that would show that there is no difference beyond the margin
     widened: tuple[float, float] | None = None  # by which factors `low` and `high` are farther, see `client_error`
-    fails: Literal["yes", "with_provisional"] | None = (
-        None  # of a comparison of runs: its exit code, or that of the option
-    )
+    gate: Gate | None = None  # of a comparison of runs, and of servers with `--tolerance`: what the exit code follows
+    tolerance: float | None = None  # of the gate: 0.1 is a slowdown of 10 %
+    # Values of each side that would decide the gate, if the ratio stays; None: decided, not known, or too many.
+    gate_needed: int | None = None
 
 
 class Difference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

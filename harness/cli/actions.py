@@ -103,6 +103,7 @@ def run(
     baseline: cli.BaselineOpt = None,
     about: cli.AboutOpt = None,
     provisional: cli.ProvisionalOpt = False,
+    tolerance: cli.ToleranceOpt = None,
     junit: JunitOpt = None,
     workers: WorkersOpt = None,
     bind: BindOpt = None,
@@ -114,7 +115,8 @@ def run(
 
     With --url and without a scenario it measures a running server as `harness quick` does, and prints the whole report.
     After Ctrl-C, kill -9, a power loss or a failed server, `harness run --resume RUN` measures what is missing.
-    With --times the exit code is the worst one of all runs.
+    With --tolerance the exit code follows the verdicts on servers under the same load: 4 when one is slower than the
+    baseline's by that, 5 when that is not known. With --times the exit code is the worst one of all runs.
     """
     from harness.analysis import quick
     from harness.analysis.compare import make_reference
@@ -128,7 +130,8 @@ def run(
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=results)
     target = cli.make_target(url, metrics_url, ca)
-    report = partial(_report_run, provisional=provisional, junit=junit, explain=explain)
+    share = cli.read_tolerance(tolerance)
+    report = partial(_report_run, provisional=provisional, tolerance=share, junit=junit, explain=explain)
     if resume is not None:
         report(_resume(cli.find_run(resume, runs), target, budget_s, against, junit))
         return
@@ -191,17 +194,19 @@ def _report_run(
     folder: Path,
     *,
     provisional: bool,
+    tolerance: float | None,
     junit: Path | None,
     explain: bool,
 ) -> None:
     """Print the report of a run, write the files that were asked for, and exit with its code."""
+    from harness.analysis.gate import with_gates
     from harness.analysis.summarize import read_summary
     from harness.records.manifest import read_run
     from harness.report import junit as junit_xml
     from harness.report import terminal
 
     manifest = read_run(folder)
-    summary = read_summary(folder)
+    summary = with_gates(read_summary(folder), tolerance, provisional=provisional)
     terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
         junit_xml.write(junit, junit_xml.render(summary, manifest))

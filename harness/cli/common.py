@@ -135,7 +135,7 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
 
 if TYPE_CHECKING:
     from harness.analysis.capacity import CapacityReport
-    from harness.base.summary import CheckResult, SameAnswers, Summary
+    from harness.base.summary import CheckResult, Comparison, SameAnswers, Summary
     from harness.report.elements import Element
     from harness.run.experiment import Target
 
@@ -264,6 +264,10 @@ RepeatsOpt = Annotated[int | None, option("N", "Override the scenario's repeats.
 JsonOpt = Annotated[bool, flag("--json", "Print JSON.")]
 BaselineOpt = Annotated[Path | None, option("RUN", "The run that checks call the baseline (default: the row).")]
 ProvisionalOpt = Annotated[bool, flag("--provisional", "A provisional result that is too slow fails (exit code 4).")]
+ToleranceOpt = Annotated[
+    str | None,
+    option("PERCENT", "The slowdown that must not be (exit code 4), such as 5%; default of `harness compare`: 10%."),
+]
 ExplainOpt = Annotated[bool, flag("--explain", "Explain the columns below the table.")]
 AboutOpt = Annotated[str | None, option("KEY", "The one manifest key in which the sides may differ.")]
 UrlOpt = Annotated[
@@ -407,11 +411,45 @@ def find_run(given: Path, runs: Path) -> Path:
 
 def _newest_run(name: str, runs: Path) -> list[Path]:
     """Return the newest run: any (`last`), or of a scenario; none where there is no such run."""
+    return _runs_of(name, runs)[-1:]
+
+
+def _runs_of(name: str, runs: Path) -> list[Path]:
+    """Return the runs of a scenario, or all (`last`), the newest last."""
     from harness.records.directory import run_folders
 
     names = [folder.name for folder in run_folders(runs)]
     own = [one for one in names if re.fullmatch(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-[0-9a-f]{{4}}", one)]
-    return [runs / one for one in (names if name == LAST else own)[-1:]]
+    return [runs / one for one in (names if name == LAST else own)]
+
+
+def read_tolerance(given: str | None) -> float | None:
+    """A percentage, such as 5 or 5%, as a share. Raises HarnessError below the margin of verdicts."""
+    from harness.base.summary import MARGIN
+
+    if given is None:
+        return None
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,3})?) ?%?", given.strip())
+    if match is None or float(match[1]) < 100 * MARGIN:
+        raise HarnessError(
+            f"--tolerance: a percentage of at least {100 * MARGIN:g} is expected (got '{given}')",
+            next_step="Write 10%; differences under 2 % are treated as noise.",
+        )
+    return float(match[1]) / 100
+
+
+def find_runs(given: Path, runs: Path) -> list[Path]:
+    """The run that `find_run` finds, or of NAME:N the newest N runs of a scenario (`last:N`: of any), oldest first."""
+    name, _, number = str(given).rpartition(":")
+    if not name or not number.isdecimal() or given.exists():
+        return [find_run(given, runs)]
+    found = _runs_of(name, runs)
+    if not 1 <= int(number) <= len(found):
+        raise HarnessError(
+            f"{given}: {runs} has {len(found)} runs of {name}",
+            next_step=f"`harness list runs --runs {runs}` lists them.",
+        )
+    return found[-int(number) :]
 
 
 def find_baseline(given: Path, runs: Path) -> Path:
@@ -456,8 +494,18 @@ def exit_after_run(summary: "Summary", *, provisional: bool = False) -> None:
     """Exit with the code of a run. An import, whose validity cannot be checked, has the code of a VALID run."""
     if summary.valid is False:
         raise typer.Exit(ExitCode.INVALID)
+    exit_after_verdicts(summary.comparison, summary.checks)
     exit_after_checks(summary.checks, provisional=provisional)
     exit_after_answers(summary.same_answers)
+
+
+def exit_after_verdicts(comparison: "Comparison | None", checks: "Sequence[CheckResult]") -> None:
+    """Exit with the code of gates; a failed check comes before a gate that is not decided."""
+    from harness.analysis.gate import gate_code
+
+    code = gate_code(verdict.gate for verdict in (comparison.verdicts if comparison is not None else []))
+    if code and not (code == ExitCode.INCONCLUSIVE and any(result.status == "failed" for result in checks)):
+        raise typer.Exit(code)
 
 
 def exit_after_answers(found: "Sequence[SameAnswers]") -> None:

@@ -1,6 +1,7 @@
 """Commands that only read and write files: runs, reports, comparisons, filed results."""
 
 import datetime
+import itertools
 import shlex
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def report(
     baseline: cli.BaselineOpt = None,
     about: cli.AboutOpt = None,
     provisional: cli.ProvisionalOpt = False,
+    tolerance: cli.ToleranceOpt = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
     explain: cli.ExplainOpt = False,
@@ -39,12 +41,13 @@ def report(
 
     RUN may be the file of `locust --records`, or a folder with its requests.jsonl: a run directory is made of it.
 
-    With --check or --baseline the run is checked by them once more. Of a capacity search, --check answers for other
-    SLOs from the stored requests.
+    With --check or --baseline the run is checked by them once more, with --tolerance its servers are compared by it. Of
+    a capacity search, --check answers for other SLOs from the stored requests.
     """
     from harness.advice.findings import with_findings
     from harness.analysis.capacity import read_capacity
     from harness.analysis.compare import make_reference
+    from harness.analysis.gate import with_gates
     from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
     from harness.records.manifest import read_run
     from harness.report import export, html, junit, markdown, terminal, what_if
@@ -70,6 +73,7 @@ def report(
     if counts is not None and capacity is not None:
         counts = what_if.with_answers(counts, capacity, other_slos)
     summary, tuned = read_summary(folder) if counts is None else counts.summary, read_answered(folder)
+    summary = with_gates(summary, cli.read_tolerance(tolerance), provisional=provisional)
     cli.print_as(
         output,
         summary,
@@ -107,7 +111,7 @@ def _find_or_import_run(given: Path, runs: Path) -> Path:
 
 
 AgainstOpt = Annotated[
-    list[Path] | None, cli.option("RUN", "A run of the other side; may be repeated. RUN... are then one group.")
+    list[Path] | None, cli.option("RUN", "Runs of the other side; may be repeated. RUN... are then one side.")
 ]
 AcrossOpt = Annotated[
     Literal["machine"] | None,
@@ -121,7 +125,11 @@ HistoryOpt = Annotated[
 @cli.command(short_help="Compare runs of the same work.")
 def compare(
     run_folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Run directories or ids; the first is the baseline.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN",
+            help="Run directories, ids, or NAME:N, the newest N of a scenario; the first is the baseline.",
+        ),
     ],
     against: AgainstOpt = None,
     about: cli.AboutOpt = None,
@@ -133,35 +141,45 @@ def compare(
     history: HistoryOpt = False,
     checks: cli.ChecksOpt = None,
     provisional: cli.ProvisionalOpt = False,
+    tolerance: cli.ToleranceOpt = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Compare runs of the same work: a ratio with its interval and a verdict for each row, and the differences of the
-    manifests. Of runs that cannot be compared, it shows all differences.
+    manifests. Of runs that cannot be compared, it shows all differences. NAME:5 is a side of five runs, the newest of
+    a scenario. Servers that can both start are compared in one run instead: `harness run SCENARIO --tolerance 10%`.
 
-    Exit code 4 when a side is slower than the baseline, its answers are worse, or a check failed; 5 when a check is
-    inconclusive, or whether the answers are the same. A provisional "slower" counts with --provisional, or when its
-    whole interval is beyond 25 %. With --history 4 when the run is slower than its history and the shift exceeds the
-    machine's own variation.
+    Exit code 0 when a slowdown of --tolerance (10 %) or more is excluded in every row; 4 when a row is slower by that,
+    the answers are worse, or a check failed; 5 when it cannot tell, as with one run a side: measure each side with
+    `harness run --times 2`. A provisional "slower" fails with --provisional, or when its whole interval is beyond 25 %.
     """
     from harness.analysis.compare import compare_runs, group_by_machine
     from harness.analysis.summarize import has_only_summary
+    from harness.base.summary import TOLERANCE
     from harness.records.manifest import UnlikeError, read_run
     from harness.report import junit
     from harness.report.page import comparison_page
     from harness.run.experiment import validate_checks
 
     validate_checks(checks or [])
+    share = cli.read_tolerance(tolerance) or TOLERANCE
     if history:
-        _compare_with_history(run_folders, output, runs, results)
+        _compare_with_history(run_folders, output, runs, results, share)
         return
-    first, second = ([cli.find_run(run, runs) for run in side] for side in (run_folders, against or []))
-    groups = group_by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
+    first, second = ([cli.find_runs(run, runs) for run in side] for side in (run_folders, against or []))
+    sides = [list(itertools.chain(*side)) for side in (first, second)]
+    groups = group_by_machine(sides[0]) if across else sides if second else first
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
         validate_checks(checks or [], scenario.servers, scenario.loads)
     try:
         comparison = compare_runs(
-            groups, about=across or about, runs=runs, results=results, checks=checks or [], provisional=provisional
+            groups,
+            about=across or about,
+            runs=runs,
+            results=results,
+            checks=checks or [],
+            provisional=provisional,
+            tolerance=share,
         )
     except HarnessError as error:
         if isinstance(error, UnlikeError) and error.about is not None:
@@ -172,9 +190,9 @@ def compare(
     _say_stored([folder for group in groups for folder in group if has_only_summary(folder)])
     page = comparison_page(comparison)
     cli.print_page_as(output, comparison, page, "Comparison", junit=lambda: junit.comparison_xml(comparison))
-    worse = any(answers.word == "worse" for answers in comparison.same_answers)
-    if worse or any(verdict.fails == "yes" for verdict in comparison.verdicts):
+    if any(answers.word == "worse" for answers in comparison.same_answers):
         raise typer.Exit(ExitCode.FAILED)
+    cli.exit_after_verdicts(comparison, comparison.checks)
     cli.exit_after_checks(comparison.checks)
     cli.exit_after_answers(comparison.same_answers)
 
@@ -193,7 +211,8 @@ def _print_all_differences(folders: list[Path], output: str) -> None:
     cli.print_page_as(output, {"sides": sides, "differences": differences}, page, "Differences")
 
 
-def _compare_with_history(run_folders: list[Path], output: str, runs: Path, results: Path) -> None:
+def _compare_with_history(run_folders: list[Path], output: str, runs: Path, results: Path, tolerance: float) -> None:
+    from harness.analysis.gate import gate_code
     from harness.analysis.history import read_history
     from harness.report import history as pages
     from harness.report import junit
@@ -202,7 +221,7 @@ def _compare_with_history(run_folders: list[Path], output: str, runs: Path, resu
         raise HarnessError(
             f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
         )
-    history = read_history(cli.find_run(run_folders[0], runs), runs, results)
+    history = read_history(cli.find_run(run_folders[0], runs), runs, results, tolerance)
     _say_stored(history.without_records)
     cli.print_page_as(
         output,
@@ -212,8 +231,8 @@ def _compare_with_history(run_folders: list[Path], output: str, runs: Path, resu
         junit=lambda: junit.history_xml(history),
         html=lambda: pages.history_html(history),
     )
-    if history.slower:
-        raise typer.Exit(ExitCode.FAILED)
+    if code := gate_code(series.gate for series in history.series):
+        raise typer.Exit(code)
 
 
 @cli.command(short_help="Predict how long a number of items takes.")

@@ -3,17 +3,17 @@
 from collections.abc import Mapping, Sequence
 
 from harness.analysis.history import ChangePoint, History, LeftOut, Moved, Series
-from harness.analysis.stats import DETECTED, MIN_HISTORY
+from harness.analysis.stats import MIN_HISTORY
 from harness.base import units
 from harness.base.metrics import METRICS
-from harness.base.summary import MARGIN, MAX_REPEATS
+from harness.base.summary import MARGIN, MAX_REPEATS, Gate, known_bounds
 from harness.base.units import format_date
 from harness.report import words
 from harness.report.charts import Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Paragraph, plain_grid
 from harness.report.html import render_page
 from harness.report.page import differences
-from harness.report.verdict_text import format_speedup
+from harness.report.verdict_text import format_speedup, gate_text
 
 LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
     "unreadable": "that cannot be read",
@@ -28,18 +28,26 @@ LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
     "no_value": "with too few requests, or without this number",
     "definition": "with another definition of this number",
 }
+_WORDS: dict[Gate, str] = {
+    "no_slowdown": "no slowdown", "slower": "slower", "size_unknown": "slower; size not known",
+    "cannot_tell": "cannot tell", "provisional": "slower (provisional)",
+}  # fmt: skip
+_STYLES: dict[Gate, str] = {
+    "no_slowdown": "same", "slower": "slower", "size_unknown": "inconclusive", "cannot_tell": "inconclusive",
+    "provisional": "inconclusive",
+}  # fmt: skip
 HEAD = ("Row", "By", "History", "Level", "Change points", "Outliers", "Speed", "Expected", "Verdict")
 
 
 def history_page(history: History) -> list[Element]:
     """The verdict of each series, and what changed at the change points."""
     left_out = [Bullet(text, "inconclusive") for text in left_out_sentences(history)]
-    outcomes = [Bullet(outcome_sentence(series, history.run), series.word) for series in history.series]
+    outcomes = [Bullet(outcome_sentence(series, history.run), _STYLES[series.gate]) for series in history.series]
     page: list[Element] = [
         Paragraph(history_title(history), "title"),
         *([Paragraph(words.SIMULATED, "simulated")] if history.simulated else []),
         *([Bullets(left_out)] if left_out else []),
-        plain_grid(HEAD, list(map(series_cells, history.series)), [series.word for series in history.series]),
+        plain_grid(HEAD, list(map(series_cells, history.series)), [_STYLES[each.gate] for each in history.series]),
         Bullets(outcomes),
         *(differences(history.differences, history.sides) if len(history.sides) > 1 else []),
     ]
@@ -88,7 +96,7 @@ def series_cells(series: Series) -> list[str]:
         str(outliers) + (f", and the newest {undecided} differ" if undecided else ""),
         units.NOTHING if series.ratio is None else f"{series.ratio:.3f}×",
         f"{series.low:.3f} to {series.high:.3f}" if known else units.NOTHING,
-        "no shift" if series.word == "no_shift" else series.word,
+        _WORDS[series.gate],
     ]
 
 
@@ -105,22 +113,27 @@ def nearby_sentence(change: ChangePoint) -> str:
 
 
 def outcome_sentence(series: Series, run: str) -> str:
+    """What the newest run shows of a slowdown, and what would settle it."""
+    low, high = (
+        (None, None) if series.ratio is None else known_bounds(series.ratio, series.ratio_low, series.ratio_high)
+    )
     name = f"{series.name}: {METRICS[series.metric].title}"
-    if series.word in ("slower", "faster"):
-        shown = "this run shows" if series.window == 1 else f"the newest {series.window} runs together show"
-        return f"{name}: {series.word}: {shown} a shift that equal runs do not show (p = {series.p:.1e})."
-    share = None if series.detectable is None else f"{units.figures(100 * series.detectable)} %"
-    sensitivity = f"a slowdown of {share} or more is found within 3 runs in 80 %" if share else ""
-    if series.word == "no_shift":
-        return f"{name}: no shift; {sensitivity}."
     if series.value is None:
         why = next((LEFT_OUT[reason] for reason, runs in series.left_out.items() if run in runs), LEFT_OUT["no_value"])
-        return f"{name}: inconclusive: the run is one {why}."
+        return f"{name}: cannot tell: the run is one {why}."
+    shown = gate_text(series.gate, low, high, series.tolerance)
+    if series.word in ("slower", "faster"):
+        who = "this run shows" if series.window == 1 else f"the newest {series.window} runs together show"
+        shown = f"{series.word}: {shown}" if series.gate == "no_slowdown" else shown
+        return f"{name}: {shown}; {who} a shift that equal runs do not show (p = {series.p:.1e})."
+    if series.gate == "no_slowdown":
+        return f"{name}: {shown}."
     if series.runs < MIN_HISTORY:
         runs = units.count(series.runs, "run")
-        return f"{name}: inconclusive: {runs} since the last change point, at least {MIN_HISTORY} are needed."
+        return f"{name}: {shown}; {runs} since the last change point, at least {MIN_HISTORY} are needed."
     needed = f"more than {MAX_REPEATS}" if series.needed is None else f"about {series.needed}"
-    return f"{name}: inconclusive: {sensitivity}; {DETECTED * 100:.0f} % needs {needed} runs of history at this spread."
+    advice = "" if series.needed is not None and series.runs >= series.needed else f", or measure {needed} runs"
+    return f"{name}: {shown}; run it again{advice}."
 
 
 def _direction(moved: Moved) -> str:

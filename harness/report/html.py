@@ -33,6 +33,7 @@ from harness.report.charts.crossover import crossover_charts
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
+from harness.report.comparisons import short_row_names
 from harness.report.elements import LIMITED, Chart, Element, Fold, Grid, with_names
 from harness.report.quick import levels_grid
 from harness.report.trust import same_answers_page, trust_charts, trust_tables
@@ -221,7 +222,7 @@ def tiles(summary: Summary, run: Run) -> list[tuple[str, str, str]]:
     levels = {row.name: sentences.in_flight(row, run) for row in rows}
     fewest = min((level for level in levels.values() if level is not None), default=None)
     lowest = [row for row in rows if levels[row.name] == fewest]
-    one, names, found = min(lowest, key=_time_s, default=None), sentences.short_row_names(rows), []
+    one, names, found = min(lowest, key=_time_s, default=None), short_row_names(rows), []
     for title, unit, field, is_of_one, of in _TILES:
         known = [(value, row) for row in rows if (row is one or not is_of_one) and (value := of(row))]
         if not known:

@@ -1,8 +1,8 @@
 """JUnit XML: a case for the validity, each check and each verdict, with the evidence.
 
-A case fails or is an error exactly when the command's exit code is neither 0 nor 5 (a check is inconclusive, which is a
-skipped case). So a side that is slower fails in a comparison of runs, and not within a run: that one server or load is
-slower than another is the result of the run.
+A case fails or is an error exactly when the command's exit code is neither 0 nor 5 (a check or a gate is not decided,
+which is a skipped case). A verdict without a gate never fails: that one server or load is slower than another is the
+result of the run.
 """
 
 import datetime
@@ -32,7 +32,8 @@ _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 Outcome = Literal["passed", "failure", "error", "skipped"]
-OUTCOMES: dict[str, Outcome] = {"failed": "failure", "slower": "failure", "inconclusive": "skipped"}  # else passed
+OUTCOMES: dict[str, Outcome] = {"failed": "failure", "inconclusive": "skipped"}  # else passed
+_GATES: dict[str, Outcome] = {"no_slowdown": "passed", "slower": "failure"}  # else skipped
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ def render(summary: Summary, run: Run) -> str:
     """The XML of a run: its validity, checks and verdicts."""
     cases = [_validity_case(summary, run), *map(_check_case, summary.checks)]
     if summary.comparison is not None:
-        cases += _verdict_cases(summary.comparison, within=True)
+        cases += _verdict_cases(summary.comparison)
     cases += [_answers_case(found, within=True) for found in summary.same_answers]
     properties = {
         "run": run.id,
@@ -73,7 +74,7 @@ def comparison_xml(comparison: Comparison) -> str:
     for number, name in enumerate(comparison.sides):
         properties["baseline" if number == 0 else f"side.{number}"] = name
     properties |= _differences(comparison.sides, comparison.differences)
-    cases = [*map(_check_case, comparison.checks), *_verdict_cases(comparison, within=False)]
+    cases = [*map(_check_case, comparison.checks), *_verdict_cases(comparison)]
     cases += [_answers_case(found, within=False) for found in comparison.same_answers]
     return _document("compare", cases, properties)
 
@@ -83,8 +84,8 @@ def history_xml(history: History) -> str:
     cases = []
     for series in history.series:
         name, text = f"{series.name}: {METRICS[series.metric].title}", outcome_sentence(series, history.run)
-        outcome = OUTCOMES.get(series.word, "passed")
-        cases.append(Case(group="history", name=name, outcome=outcome, kind=series.word, message=text, evidence=text))
+        outcome = _GATES.get(series.gate, "skipped")
+        cases.append(Case(group="history", name=name, outcome=outcome, kind=series.gate, message=text, evidence=text))
     properties = {"run": history.run, "machine": history.machine, "history": history_title(history)}
     if history.simulated:
         properties["simulated"] = words.SIMULATED
@@ -140,20 +141,20 @@ def _check_case(result: CheckResult) -> Case:
     return Case(group="checks", name=result.check, outcome=outcome, kind=kind, message=text, evidence=text)
 
 
-def _verdict_outcome(verdict: Verdict, *, within: bool) -> Outcome:
-    """Within a run a slower side is a result. Between runs it is a failure, unless only --provisional counts it."""
-    if verdict.word == "slower" and (within or verdict.fails == "with_provisional"):
-        return "passed" if within else "skipped"
-    return OUTCOMES.get(verdict.word, "passed")
+def _verdict_outcome(verdict: Verdict) -> Outcome:
+    """What a gate decides. Without one a slower side is a result."""
+    if verdict.gate is not None:
+        return _GATES.get(verdict.gate, "skipped")
+    return "skipped" if verdict.word == "inconclusive" else "passed"
 
 
-def _verdict_cases(comparison: Comparison, *, within: bool) -> list[Case]:
+def _verdict_cases(comparison: Comparison) -> list[Case]:
     return [
         Case(
             group="comparison",
             name=f"{verdict.side} against {verdict.baseline}: {METRICS[verdict.metric].title}",
-            outcome=_verdict_outcome(verdict, within=within),
-            kind=verdict.word,
+            outcome=_verdict_outcome(verdict),
+            kind=verdict.gate or verdict.word,
             message=verdict_sentence(verdict),
             evidence=f"{verdict_sentence(verdict)}\n{sentences.method_sentence(comparison)}",
         )

@@ -40,7 +40,7 @@ from harness.report.quick import lead, levels_grid
 from harness.report.table import machine_table, results_table, schedule_table, time_table
 from harness.report.trust import same_answers_page, trust_tables
 from harness.report.tune import TuneReport, answer_line, tune_elements, tune_question
-from harness.report.verdict_text import format_bounds, shown_bounds, verdict_word
+from harness.report.verdict_text import format_bounds, gate_word, shown_bounds, verdict_style
 
 _MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
 _RUN_HINT = "--explain shows them"
@@ -239,7 +239,7 @@ def comparison_page(comparison: Comparison) -> list[Element]:
 def verdict_grid(found: Sequence[Verdict]) -> Grid:
     """The intervals, p-values and words of verdicts."""
     head = ("Side", "Baseline", "Samples", "By", "Speed", "95 % interval", "p", "Verdict")
-    return plain_grid(head, list(map(_verdict_cells, found)), [verdict.word for verdict in found])
+    return plain_grid(head, list(map(_verdict_cells, found)), [verdict_style(verdict) for verdict in found])
 
 
 def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
@@ -252,7 +252,7 @@ def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
         "n/a" if verdict.ratio is None else f"{units.factor(verdict.ratio, 3)}×",
         interval or ("not known" if verdict.reason == "interval_unknown" else "n/a"),
         "n/a" if verdict.p is None else "< 0.001" if verdict.p < 0.001 else f"{verdict.p:.3f}",
-        verdict_word(verdict),
+        gate_word(verdict),
     )
 
 

@@ -15,7 +15,6 @@ from harness.analysis.capacity import LevelPoint, crossing_level, levels_answer
 from harness.analysis.checks import evaluate
 from harness.analysis.comparable import engine_versions
 from harness.analysis.soak import soak_answer
-from harness.analysis.verdicts import without_concurrency
 from harness.base import units
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS, number_names
@@ -34,15 +33,15 @@ from harness.base.summary import (
 from harness.base.units import count
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
+from harness.report.comparisons import gates_answer, largest_effect, levels_by_server, short_row_names, speedup_answer
 from harness.report.elements import Bullet
 from harness.report.trust import answers_sentence, row_sentence
-from harness.report.verdict_text import describe_ratio, format_speedup, verdict_sentence, verdict_word
+from harness.report.verdict_text import describe_ratio, format_speedup, verdict_sentence, verdict_style
 from harness.scenario import asks_known
 from harness.scenario.check_syntax import SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
 
 _SHOWN_ERROR = 0.0005  # a smaller error of the load generator is not shown
-_OPEN_WORDS = ("inconclusive", "no_difference")
 SHOWN = 7  # verdicts that a report shows at once; the rest is folded
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
 _BOUNDED = (*SLO_METRICS, "output_tok_s", "input_tok_s", "requests_per_s", "wall")
@@ -53,7 +52,9 @@ def run_answer(summary: Summary, run: Run) -> str:
     answer = _run_answer(summary, run)
     if answer.startswith("No answer"):
         return answer
-    answer = " ".join([answer, *map(answers_sentence, summary.same_answers)]).strip()
+    gated = summary.comparison is not None and any(verdict.gate for verdict in summary.comparison.verdicts)
+    gates = [gates_answer(summary.comparison.verdicts)] if summary.comparison is not None and gated else []
+    answer = " ".join([*gates, answer, *map(answers_sentence, summary.same_answers)]).strip()
     for engine, versions in engine_versions(run).items():
         known = ", ".join(f"{name} {version}" for name, version in versions.items())
         answer += f" The servers run different versions of {engine} ({known}), so the comparison includes what changed "
@@ -82,7 +83,7 @@ def _run_answer(summary: Summary, run: Run) -> str:
     if summary.answers:
         return " ".join(map(sentence, summary.answers))
     if summary.comparison is not None and summary.comparison.verdicts:
-        return _speedup_answer(summary.comparison, summary.rows)
+        return speedup_answer(summary.comparison, summary.rows, run)
     known = [row for row in summary.rows if row.load in run.scenario.loads and asks_known(run.scenario.loads[row.load])]
     if known and len(known) == len(summary.rows):
         return "" if summary.same_answers else " ".join(map(row_sentence, known))
@@ -99,33 +100,13 @@ def comparison_answer(comparison: Comparison) -> str:
 
 
 def _comparison_answer(comparison: Comparison) -> str:
+    """What the worst verdict shows of a slowdown, and how many others there are."""
     verdicts = comparison.verdicts
-    largest = _largest_effect(verdicts)
-    total = count(len(verdicts), "comparison")
-    shown = "" if largest is None or comparison.answers else f"{largest.side}{_ratio_with_word(largest)}. "
-    counts = Counter(verdict_word(verdict) for verdict in verdicts)
-    parts = ", ".join(f"{number} {word}" for word, number in counts.items())
-    failing = sum(verdict.fails == "yes" for verdict in verdicts)
-    slower = sum(verdict.word == "slower" for verdict in verdicts)
+    faster = None if comparison.answers else largest_effect(verdicts, "faster")
+    shown = "" if faster is None else f"{faster.side} is {describe_ratio(faster)}. "
     failed = [check.check for check in comparison.checks if check.status == "failed"]
     checks = f" {count(len(failed), 'check')} failed: {', '.join(failed)}." if failed else ""
-    if slower:
-        head = "Regression" if failing else "Possible regression"
-        return (
-            f"{shown}{head}: {slower} of {total} slower{'' if failing else ', would fail with --provisional'}.{checks}"
-        )
-    if failed:
-        return f"{shown}Regression:{checks}"
-    if counts["inconclusive"]:
-        return f"{shown}Inconclusive: {counts['inconclusive']} of {total} cannot be decided, and none is slower."
-    return f"{shown}No regression: {parts} of {total}."
-
-
-def _ratio_with_word(verdict: Verdict) -> str:
-    """The ratio of a verdict; with its word, unless the ratio already has it."""
-    if verdict.word in ("faster", "slower"):
-        return f" is {describe_ratio(verdict)}"
-    return f": {describe_ratio(verdict)}; {verdict_word(verdict)}"
+    return f"{shown}{gates_answer(verdicts)}{checks}"
 
 
 def _parse_or_none(text: str) -> Check | None:
@@ -153,7 +134,7 @@ def _regression_answer(checks: Sequence[CheckResult]) -> str:
 
 
 def _slo_answer(checks: Sequence[tuple[Check, CheckResult]], summary: Summary, run: Run) -> str:
-    curves = _levels_by_server(summary.rows, run)
+    curves = levels_by_server(summary.rows, run)
     if curves and all(check.load is None for check, _ in checks):
         slos = [check.text for check, _ in checks]
         return " ".join(_capacity_answer(server, levels, slos, summary) for server, levels in curves.items())
@@ -174,30 +155,6 @@ def in_flight(row: Row, run: Run) -> int | None:
     load = run.scenario.loads.get(row.load)
     is_closed = load is not None and run.origin is None and load.trace is None and load.arrivals is None
     return words.max_in_flight(load) if load is not None and is_closed and mix_of(row.load) is None else None
-
-
-def _levels_by_server(rows: Sequence[Row], run: Run) -> dict[str, list[tuple[float, str, Row]]]:
-    """By server its rows as (level, level in words, row). Empty unless they differ in concurrency or rate alone."""
-    curves: dict[str, list[tuple[float, str, Row]]] = {}
-    kinds: dict[str, set[bytes]] = {}  # by server: its loads without their level
-    for row in rows:
-        load = run.scenario.loads.get(row.load)
-        if load is None or run.origin is not None or mix_of(row.load) is not None or load.trace is not None:
-            return {}
-        if load.arrivals is not None:
-            if load.arrivals.rate is None:
-                return {}
-            level, text = load.arrivals.rate, f"{load.arrivals.rate:g} requests/s"
-            kind = b"open"
-        else:
-            level = words.max_in_flight(load)
-            text = count(level, *(("chat user",) if load.user == "chat" else ("request at once", "requests at once")))
-            kind = without_concurrency(load)
-        curves.setdefault(row.server, []).append((level, text, row))
-        kinds.setdefault(row.server, set()).add(kind)
-    one_kind = all(len(kind) == 1 for kind in kinds.values())
-    distinct = all(len({level for level, _, _ in levels}) >= max(2, len(levels)) for levels in curves.values())
-    return curves if one_kind and distinct else {}
 
 
 def _capacity_answer(server: str, levels: list[tuple[float, str, Row]], slos: Sequence[str], summary: Summary) -> str:
@@ -246,7 +203,7 @@ def _interference_answer(summary: Summary) -> str:
     effects = [verdict for verdict in verdicts if verdict.ratio is not None and _is_mix_against_alone(verdict, rows)]
     if not effects:
         return ""
-    worst = _largest_effect(effects, "slower")
+    worst = largest_effect(effects, "slower")
     if worst is None:
         return "No part of the mix is shown to be slower together than alone."
     alone, together = (_format_pooled_metric(rows[name], worst.metric) for name in (worst.baseline, worst.side))
@@ -269,65 +226,6 @@ def _format_pooled_metric(row: Row, metric: str) -> str:
     """The value of a verdict's metric over all repeats, with its unit."""
     value = METRICS[metric].of(row.pooled)
     return units.NOTHING if value is None else words.format_metric(value, metric)
-
-
-def _speedup_answer(comparison: Comparison, rows: Sequence[Row]) -> str:
-    """The fastest and the slowest row against the baseline."""
-    base = comparison.verdicts[0].baseline
-    verdicts = [verdict for verdict in comparison.verdicts if verdict.baseline == base]
-    best, worst = _largest_effect(verdicts, "faster"), _largest_effect(verdicts, "slower")
-    short = short_row_names(rows)
-    against = short.get(base, base)
-    several = len({verdict.side for verdict in verdicts}) > 1
-    if best is not None:
-        fastest = "the fastest: " if several else ""
-        slowest = "" if worst is None else f"; {short.get(worst.side, worst.side)} is {describe_ratio(worst, against)}"
-        return f"{short.get(best.side, best.side)} is {fastest}{describe_ratio(best, against)}{slowest}."
-    if worst is not None:
-        nothing = f"Nothing is faster than {against}: " if several else ""
-        return f"{nothing}{short.get(worst.side, worst.side)} is {describe_ratio(worst, against)}."
-    largest, still_open = _largest_effect(verdicts), [verdict for verdict in verdicts if verdict.word in _OPEN_WORDS]
-    if largest is not None and largest.word in _OPEN_WORDS:
-        name = short.get(largest.side, largest.side)
-        likewise = f"; so are {len(still_open)} of {count(len(verdicts), 'comparison')}" if len(still_open) > 1 else ""
-        shown = f"{name} is {describe_ratio(largest, against)}: {verdict_word(largest)}"
-        return f"{shown}{likewise}.{_remedy(still_open)}"
-    if undecided := [verdict for verdict in verdicts if verdict.ratio is None]:
-        total = count(len(verdicts), "comparison")
-        return f"Inconclusive: {len(undecided)} of {total} with {against} have no ratio."
-    same = ", ".join(dict.fromkeys(short.get(verdict.side, verdict.side) for verdict in verdicts))
-    floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
-    return f"No difference: {same} and {against} are equally fast within {floor}."
-
-
-def _remedy(verdicts: Sequence[Verdict]) -> str:
-    """What would decide open verdicts of a run."""
-    needed = [verdict.needed for verdict in verdicts if verdict.needed is not None]
-    if len(needed) < len(verdicts):
-        return ""
-    if any(verdict.basis == "one_run" for verdict in verdicts):
-        return f" Use --repeats {max(needed)}."
-    return f" About {max(needed)} {verdicts[0].unit} a side would decide."
-
-
-def _largest_effect(verdicts: Sequence[Verdict], word: str | None = None) -> Verdict | None:
-    """The verdict, with that word, whose ratio is the farthest from 1; slower and faster ones first."""
-    known = [verdict for verdict in verdicts if word in (None, verdict.word) and verdict.ratio is not None]
-    order = ("same", "no_difference", "inconclusive", "faster", "slower")
-
-    def rank(verdict: Verdict) -> tuple[int, float]:
-        ratio = verdict.ratio or 1.0
-        return order.index(verdict.word), max(ratio, 1 / ratio)
-
-    return max(known, key=rank, default=None)
-
-
-def short_row_names(rows: Sequence[Row]) -> dict[str, str]:
-    """By row name the load if all rows have one server, the server if all have one load; else empty."""
-    servers, loads = {row.server for row in rows}, {row.load for row in rows}
-    if len(servers) > 1 and len(loads) > 1:
-        return {}
-    return {row.name: row.load if len(servers) == 1 else row.server for row in rows}
 
 
 def _measurements_answer(rows: Sequence[Row]) -> str:
@@ -460,16 +358,16 @@ def client_limit_sentence(summary: Summary, sign: str = "") -> str:
 
 
 def verdict_sentences(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """The word and the sentence of each verdict. Verdicts that differ only in their side become one."""
+    """The style and the sentence of each verdict. Verdicts that differ only in their side become one."""
     same_but_side: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in _sort_for_report(verdicts):
         same_but_side[verdict.baseline, verdict_sentence(verdict, side="")].append(verdict)
     sentences = []
     for (baseline, _), group in same_but_side.items():
         side = ", ".join(dict.fromkeys(verdict.side for verdict in group))
-        if baseline != verdicts[0].baseline and group[0].ratio is None:  # others name it
+        if group[0].ratio is None:  # others name it
             side += f" against {baseline}"
-        sentences.append((group[0].word, verdict_sentence(group[0], side=side)))
+        sentences.append((verdict_style(group[0]), verdict_sentence(group[0], side=side)))
     return sentences
 
 
@@ -477,7 +375,7 @@ def _sort_for_report(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Verdicts in their order; if a report cannot show all, slower and faster first, the largest effect first."""
     if len(verdicts) <= SHOWN:
         return list(verdicts)
-    order = ("slower", "faster", "inconclusive", "no_difference", "same")
+    order = ("slower", "faster", "inconclusive", "same")
     return sorted(verdicts, key=lambda v: (order.index(v.word), -abs(math.log(v.ratio)) if v.ratio else 0.0))
 
 
@@ -550,6 +448,9 @@ def method_sentence(comparison: Comparison) -> str:
     correction = few.get(number, f"{number} comparisons, corrected for their number (Holm)")
     floor = units.figures(100 * comparison.noise_floor)
     text = f"By {by}; {correction}. Differences under {floor}\u00a0% are treated as noise."
+    tolerance = next((verdict.tolerance for verdict in comparison.verdicts if verdict.tolerance is not None), None)
+    if tolerance is not None:
+        text += f" A slowdown of {units.short_percent(tolerance)} or more fails (`--tolerance`)."
     source = evidence(comparison.noise_source)
     return f"{text} Variation between runs: {source}." if source else text
 

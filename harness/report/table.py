@@ -42,7 +42,7 @@ class TableLine(Struct, frozen=True, kw_only=True):
     def word(self) -> str:
         """The word of its verdicts; of several words the most important one."""
         verdict_words = [verdict.word for verdict in self.verdicts]
-        order = ("slower", "inconclusive", "faster", "no_difference", "same")
+        order = ("slower", "inconclusive", "faster", "same")
         return next((word for word in order if word in verdict_words), "")
 
     @property
@@ -65,23 +65,25 @@ class TableLine(Struct, frozen=True, kw_only=True):
 
 
 def table_lines(summary: Summary, run: Run) -> list[TableLine]:
-    baseline = "{0.server} / {0.load}".format(baseline_of(run.scenario))
+    base = baseline_of(run.scenario)
     verdicts = summary.comparison.verdicts if summary.comparison else []
+    baselines = {verdict.baseline for verdict in verdicts} | {f"{base.server} / {base.load}"}
     # The first verdicts of a row are in its line; what else the scenario compares is not.
     against = {verdict.side: verdict.baseline for verdict in reversed(verdicts)}
     tokens = {cell.id: cell.numbers.output_tokens for cell in summary.cells}
     rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
     lines = []
     for row, rate in zip(summary.rows, rates, strict=True):
-        other = against.get(row.name, baseline)
-        own = {v.metric: v for v in verdicts if (v.side, v.baseline) == (row.name, other) and row.name != baseline}
+        other = against.get(row.name)
+        own = {v.metric: v for v in verdicts if (v.side, v.baseline) == (row.name, other)}
+        of_base = base.load if len(run.scenario.servers) == 1 else row.load
         lines.append(
             TableLine(
                 row=row,
                 tokens=median_of_known(map(tokens.get, row.cells)),
                 verdicts=list(own.values()),
-                baseline=row.name == baseline,
-                against=other if own and other != baseline else "",
+                baseline=row.name in baselines and not own,
+                against=other if own and other is not None and other != f"{base.server} / {of_base}" else "",
                 answers=next((one for one in summary.same_answers if one.side == row.server), None),
                 rate_mark="" if rate == rates[0] else OTHERWISE,
             )
@@ -131,7 +133,7 @@ def _format_speedup(line: TableLine) -> str:
         return "1 (baseline)"
     if line.verdict is None or line.verdict.ratio is None:
         return units.NOTHING
-    against = f" of {line.against}" if line.against else ""
+    against = f" of {line.against.removeprefix(f'{line.row.server} / ')}" if line.against else ""
     return f"{line.metric}{units.factor(line.verdict.ratio)}×{against} ({format_interval(line.verdict)})"
 
 
@@ -272,8 +274,10 @@ _VERDICT_COLUMNS = (
     ),
     TableColumn(
         "speedup", "Speedup (95 %)",
-        "How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the interval "
-        "that holds the true value in 95 of 100 experiments. The sample is the repeat, not the request.",
+        "The speed relative to the baseline, 0.50 for 2.00x slower, with the interval that holds the true value in 95 of "
+        "100 experiments. The baseline is the same load of the first server, of one server its first load, of a part of "
+        "a mix the same load alone; another one is named. We compare whole repeats, because requests of one repeat "
+        "influence each other.",
         "speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the baseline. "
         "Geometric means over the repeats, interval by Welch’s t on logarithms",
         _format_speedup, "verdict",

@@ -25,7 +25,7 @@ from harness.report.page import run_page
 from harness.report.tune_results import read_answered
 
 STYLES = {
-    "faster": "green", "slower": "red", "same": "cyan", "no_difference": "cyan", "no_shift": "cyan",
+    "faster": "green", "slower": "red", "same": "cyan", "no_shift": "cyan",
     "inconclusive": "yellow", "baseline": "dim", "passed": "green", "failed": "bold red", "title": "",
     "heading": "bold", "lead": "bold", "good": "bold green", "unsure": "bold yellow", "bad": "bold red",
     "simulated": "bold yellow", "warning": "bold yellow", "fine": "dim",

@@ -4,15 +4,13 @@ import math
 from collections.abc import Callable
 
 from harness.base.metrics import METRICS
-from harness.base.summary import MARGIN, MAX_FACTOR, MAX_REPEATS, OPEN, POWER, Verdict, known_bounds, sentence
-from harness.base.units import count, ratio_text, short_percent
-
-WORDS = {"no_difference": "no difference seen"}  # others are shown as they are
+from harness.base.summary import MARGIN, MAX_FACTOR, MAX_REPEATS, OPEN, POWER, Gate, Verdict, known_bounds, sentence
+from harness.base.units import count, figures, ratio_text, short_percent
 
 
 def verdict_word(verdict: Verdict) -> str:
     """The word of a verdict, marked where it is provisional: "slower (provisional)"."""
-    word = WORDS.get(verdict.word, verdict.word)
+    word = f"same within ±{short_percent(MARGIN)}" if verdict.word == "same" else verdict.word
     return f"{word} (provisional)" if verdict.provisional else word
 
 
@@ -29,15 +27,117 @@ def _describe_verdict(verdict: Verdict) -> str:
     if verdict.refused is not None:
         return f"inconclusive: {sentence(verdict.refused)}"
     parts = [describe_ratio(verdict)]
+    if verdict.gate is not None:
+        low, high = shown_bounds(verdict)
+        parts.append(gate_text(verdict.gate, low, high, verdict.tolerance or 0.0))
+        return "; ".join([*parts, *([_settles_gate(verdict)] if verdict.gate not in DECIDED else [])])
     if verdict.word == "same":
         parts.append(f"the same within ±{short_percent(MARGIN)}")
-    elif verdict.word == "no_difference":
-        parts.append(f"no difference seen{_percents(verdict)}")
     elif verdict.word == "inconclusive":
         parts.append(f"inconclusive: {_why_inconclusive(verdict)}")
     elif verdict.p is not None and not verdict.provisional:
         parts[0] = parts[0].removesuffix(")") + f", p {_format_p(verdict.p)})"
     return "; ".join([*parts, *_what_confirms(verdict)])
+
+
+DECIDED = ("no_slowdown", "slower")  # gates that nothing needs to settle
+
+
+def format_change(ratio: float) -> str:
+    """A ratio of speeds as a change: "29 % slower", "6 % faster", from a factor of 2 on "2.40x slower"."""
+    if max(ratio, _invert(ratio)) >= 2:
+        return format_speedup(ratio)
+    share, word = (_invert(ratio) - 1, "slower") if ratio < 1 else (ratio - 1, "faster")
+    return f"{_short_share(share)} % {word}"
+
+
+def _short_share(share: float) -> str:
+    return figures(100 * share, 2) if share >= 5e-5 else "0"
+
+
+def format_range(low: float | None, high: float | None) -> str:
+    """The interval of a ratio of speeds: "between 29 % slower and 6 % faster", "5 to 15 % slower"."""
+    if low is None or high is None:
+        if high is not None and high < 1:
+            return f"at least {format_change(high)}"
+        return f"at least {format_change(low)}" if low is not None and low > 1 else "interval not known"
+    if low < 1 <= high:
+        return f"between {format_change(low)} and {format_change(high)}"
+    return f"{_sizes(low, high)} {'slower' if high < 1 else 'faster'}"
+
+
+def _sizes(low: float, high: float) -> str:
+    """The sizes of an interval on one side of 1: "5 to 15 %", "2.1x to 2.4x"."""
+    near, far = (_invert(high), _invert(low)) if high < 1 else (low, high)
+    if far >= 2:
+        return f"{ratio_text(near)}x to {ratio_text(far)}x"
+    return f"{_short_share(near - 1)} to {_short_share(far - 1)} %"
+
+
+def gate_text(gate: Gate, low: float | None, high: float | None, tolerance: float) -> str:
+    """What the interval of a ratio shows of a slowdown by the tolerance."""
+    seen, limit = format_range(low, high), f"{_short_share(tolerance)} % or more"
+    if gate not in ("no_slowdown", "cannot_tell") and low is not None and high is not None:
+        seen = _sizes(low, high)  # the word is there
+    return {
+        "no_slowdown": f"no slowdown of {limit} ({seen})",
+        "slower": f"slower ({seen})",
+        "provisional": f"slower ({seen}), provisional; would fail with --provisional",
+        "size_unknown": f"slower ({seen}); whether {limit} is not known",
+        "cannot_tell": f"cannot tell: {seen}",
+    }[gate]
+
+
+def gate_answer(verdict: Verdict) -> str:
+    """What a verdict shows of a slowdown by the tolerance, as a sentence, with what would settle it."""
+    if verdict.refused is not None:
+        return f"Cannot tell: {verdict.side}: {sentence(verdict.refused)}."
+    seen, limit = format_range(*shown_bounds(verdict)), f"{_short_share(verdict.tolerance or 0.0)} % or more"
+    change = format_change(verdict.ratio or 1.0)
+    than = f" than {verdict.baseline} by {METRICS[verdict.metric].title}"
+    if verdict.gate == "no_slowdown":
+        return f"No slowdown of {limit}: {verdict.side} is {seen}{than}."
+    if verdict.gate == "cannot_tell":
+        known = f"about {change} ({seen})" if None in shown_bounds(verdict) else seen
+        return f"Cannot tell: {verdict.side} is {known}{than}. {_settles_gate(verdict, 'R')}."
+    low, high = shown_bounds(verdict)
+    sizes = seen if low is None or high is None else _sizes(low, high)
+    text = f"{verdict.side} is {change}{than} ({sizes})"
+    if verdict.gate == "slower":
+        return f"Slower: {text}."
+    if verdict.gate == "provisional":
+        return f"Probably slower: {text}, provisional; would fail with --provisional. {_settles_gate(verdict, 'R')}."
+    return f"Slower: {text}; whether {limit} is not known. {_settles_gate(verdict, 'R')}."
+
+
+def _settles_gate(verdict: Verdict, first: str = "r") -> str:
+    """What would decide the gate of a verdict."""
+    if verdict.reason == "client":
+        return "free a core for the load generator, or use more processes"
+    if verdict.gate_needed is None:
+        return "the difference is so near to the tolerance that more runs hardly decide"
+    if verdict.unit == "repeats":
+        return f"{first}epeat it: `--repeats {verdict.gate_needed}`"
+    return f"{first}epeat both: `--times {verdict.gate_needed}`"
+
+
+def gate_word(verdict: Verdict) -> str:
+    """The word of a verdict in a table: of its gate, if it has one."""
+    limit = f"{_short_share(verdict.tolerance or 0.0)} %"
+    if verdict.gate == "no_slowdown" and verdict.word not in ("faster", "same"):
+        return f"slower by under {limit}" if verdict.word == "slower" else f"no slowdown of {limit}"
+    known = {"provisional": "slower (provisional)", "size_unknown": "slower; size not known",
+             "cannot_tell": "cannot tell"}  # fmt: skip
+    return known.get(verdict.gate or "", verdict_word(verdict))
+
+
+def verdict_style(verdict: Verdict) -> str:
+    """The colour of a verdict: only what is decided is green or red."""
+    if verdict.gate is None:
+        return verdict.word
+    if verdict.gate == "no_slowdown":
+        return "faster" if verdict.word == "faster" else "same"
+    return "slower" if verdict.gate == "slower" else "inconclusive"
 
 
 def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:
@@ -87,14 +187,6 @@ def format_bounds(low: float | None, high: float | None, show: Callable[[float],
 _RUNS_OF_BASIS = {"one_run": "one run, not repeated", "apart": "not interleaved"}
 
 
-def _percents(verdict: Verdict) -> str:
-    """The interval of a verdict as changes of the speed: " (-22 % to +7 %)"."""
-    if verdict.low is None or verdict.high is None:
-        return ""
-    low, high = (f"{'+' if end > 1 else '-'}{short_percent(abs(end - 1))}" for end in (verdict.low, verdict.high))
-    return f" ({low} to {high})"
-
-
 def _why_inconclusive(verdict: Verdict) -> str:
     alike, p = f"±{short_percent(MARGIN)}", _format_p(verdict.p or 0.0).removeprefix("= ")
     why = {
@@ -118,12 +210,10 @@ def _what_confirms(verdict: Verdict) -> list[str]:
         texts.append("free a core for the load generator, or use more processes")
     elif verdict.reason == "interval_unknown" and verdict.needed is not None:
         texts.append(f"{verdict.needed} {verdict.unit} a side would show how far they differ")
-    elif verdict.basis in ("runs", "repeats") and (verdict.reason in OPEN or verdict.word == "no_difference"):
+    elif verdict.basis in ("runs", "repeats") and verdict.reason in OPEN:
         texts.append(_describe_needed(verdict))
     if verdict.provisional:
         texts.append(f"provisional: {_confirmation(verdict)}")
-    if verdict.fails == "with_provisional":
-        texts.append("would fail with --provisional")
     return texts
 
 

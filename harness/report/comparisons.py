@@ -1,0 +1,200 @@
+"""The answer of a comparison: what is faster under which load, and whether anything is too slow."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from harness.analysis.verdicts import without_concurrency
+from harness.base import units
+from harness.base.metrics import METRICS
+from harness.base.summary import Comparison, Gate, Row, Verdict
+from harness.base.units import count
+from harness.records.manifest import Run
+from harness.report import words
+from harness.report.verdict_text import (
+    describe_ratio,
+    format_bounds,
+    format_range,
+    format_speedup,
+    gate_answer,
+    gate_word,
+    shown_bounds,
+    verdict_word,
+)
+from harness.scenario.plan import mix_of
+
+_CLAUSES = 4  # of an answer; the verdicts have all
+_GATES: tuple[Gate, ...] = ("no_slowdown", "cannot_tell", "size_unknown", "provisional", "slower")  # the worst last
+_Keys = Mapping[str, tuple[str, str]]  # server and load of each row, by its name
+_Shared = Literal["load", "server", ""]  # what both sides of a pair have in common
+
+
+def speedup_answer(comparison: Comparison, rows: Sequence[Row], run: Run) -> str:
+    """What is faster: against one row the fastest and the slowest, else for each load, in the order of the verdicts."""
+    keys = {row.name: row.key for row in rows}
+    groups: dict[tuple[str, _Shared], list[Verdict]] = defaultdict(list)
+    for verdict in comparison.verdicts:
+        groups[verdict.baseline, _shared(keys[verdict.side], keys[verdict.baseline])].append(verdict)
+    if len({base for base, _ in groups}) == 1:
+        return _answer_against_one(comparison, rows)
+    loads = _load_texts(rows, run)
+    clauses = [_group_clause(keys[base], shared, group, keys, loads) for (base, shared), group in groups.items()]
+    more = f"; {count(len(clauses) - _CLAUSES, 'more')} below" if len(clauses) > _CLAUSES else ""
+    metrics = {verdict.metric for verdict in comparison.verdicts}
+    by = f"By {METRICS[metrics.pop()].title}, with 95 % intervals." if len(metrics) == 1 else "With 95 % intervals."
+    return " ".join([f"{'; '.join(clauses[:_CLAUSES])}{more}.", by, *_what_next(comparison.verdicts)])
+
+
+def _shared(side: tuple[str, str], base: tuple[str, str]) -> _Shared:
+    if side[1] == base[1]:
+        return "load"
+    return "server" if side[0] == base[0] else ""
+
+
+def _what_next(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """What decides or confirms verdicts of a run."""
+    still_open = [verdict for verdict in verdicts if verdict.word == "inconclusive"]
+    if any(verdict.basis == "one_run" for verdict in verdicts):
+        needed = max((verdict.needed or 0 for verdict in verdicts), default=0)
+        yield f"One run, not repeated: `--repeats {needed}` confirms it."
+    elif still_open and (remedy := _remedy(still_open)):
+        yield remedy
+
+
+def _load_texts(rows: Sequence[Row], run: Run) -> dict[str, str]:
+    """By load its number of users or requests in words, where the loads differ in that alone; else its name."""
+    names = {row.load: row.load for row in rows}
+    levels = levels_by_server(rows, run)
+    return names | {row.load: text for of_server in levels.values() for _, text, row in of_server}
+
+
+def _group_clause(
+    base: tuple[str, str], shared: _Shared, verdicts: Sequence[Verdict], keys: _Keys, loads: Mapping[str, str]
+) -> str:
+    """The comparisons with one row, headed by what both sides share: "16 users: vllm 1.45x faster (1.40x to 1.50x)"."""
+
+    def name(key: tuple[str, str]) -> str:
+        return {"load": key[0], "server": loads[key[1]], "": f"{key[0]} / {loads[key[1]]}"}[shared]
+
+    head = {"load": f"{loads[base[1]]}: ", "server": f"{base[0]}: ", "": ""}[shared]
+    sides = dict.fromkeys(name(keys[verdict.side]) for verdict in verdicts)
+    found = (
+        largest_effect(verdicts, "faster") or largest_effect(verdicts, "slower") or largest_effect(verdicts)
+        if len(sides) > 1
+        else largest_effect(verdicts)
+    )
+    if found is None:
+        return f"{head}{', '.join(sides)} and {name(base)} cannot be compared"
+    return head + _clause(found, name(keys[found.side]), name(base), of=len(sides), shared=shared)
+
+
+def _clause(verdict: Verdict, side: str, base: str, *, of: int, shared: _Shared) -> str:
+    """One side against its baseline. Of two servers under one load, the faster one is named."""
+    ratio, (low, high) = verdict.ratio or 1.0, shown_bounds(verdict)
+    than = f" than {base}" if of > 1 or shared != "load" else ""
+    if verdict.word == "inconclusive":
+        return f"not decided, {side} is {format_range(low, high)} than {base}"
+    if verdict.word == "same" and low is not None and high is not None and low <= 1 <= high:
+        return f"{side} and {base} are the same within ±2 %"
+    if ratio < 1 and not than:
+        side, ratio, low, high = base, 1 / ratio, high and 1 / high, low and 1 / low
+    fastest = " is the fastest," if of > 1 and verdict.word == "faster" else ""
+    nothing = f"nothing is faster{than}, " if of > 1 and verdict.word == "slower" else ""
+    near, far = (low, high) if ratio >= 1 else (high and 1 / high, low and 1 / low)
+    interval = format_bounds(near, far, lambda bound: f"{units.ratio_text(bound)}x")
+    within = ", within the ±2 % that count as the same" if verdict.word == "same" else ""
+    return f"{nothing}{side}{fastest} {format_speedup(ratio)}{than} ({interval or 'interval not known'}){within}"
+
+
+def _answer_against_one(comparison: Comparison, rows: Sequence[Row]) -> str:
+    """The fastest and the slowest row against the one baseline."""
+    verdicts = comparison.verdicts
+    base = verdicts[0].baseline
+    best, worst = largest_effect(verdicts, "faster"), largest_effect(verdicts, "slower")
+    short = short_row_names(rows)
+    against = short.get(base, base)
+    several = len({verdict.side for verdict in verdicts}) > 1
+    if best is not None:
+        fastest = "the fastest: " if several else ""
+        slowest = "" if worst is None else f"; {short.get(worst.side, worst.side)} is {describe_ratio(worst, against)}"
+        return f"{short.get(best.side, best.side)} is {fastest}{describe_ratio(best, against)}{slowest}."
+    if worst is not None:
+        nothing = f"Nothing is faster than {against}: " if several else ""
+        return f"{nothing}{short.get(worst.side, worst.side)} is {describe_ratio(worst, against)}."
+    largest, still_open = largest_effect(verdicts), [verdict for verdict in verdicts if verdict.word == "inconclusive"]
+    if largest is not None and largest.word == "inconclusive":
+        name = short.get(largest.side, largest.side)
+        likewise = f"; so are {len(still_open)} of {count(len(verdicts), 'comparison')}" if len(still_open) > 1 else ""
+        shown = f"{name} is {describe_ratio(largest, against)}: {verdict_word(largest)}"
+        return f"{shown}{likewise}.{_remedy(still_open)}"
+    if undecided := [verdict for verdict in verdicts if verdict.ratio is None]:
+        total = count(len(verdicts), "comparison")
+        return f"Inconclusive: {len(undecided)} of {total} with {against} have no ratio."
+    same = ", ".join(dict.fromkeys(short.get(verdict.side, verdict.side) for verdict in verdicts))
+    floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
+    return f"No difference: {same} and {against} are equally fast within {floor}."
+
+
+def _remedy(verdicts: Sequence[Verdict]) -> str:
+    """What would decide open verdicts of a run."""
+    needed = [verdict.needed for verdict in verdicts if verdict.needed is not None]
+    if len(needed) < len(verdicts):
+        return ""
+    if any(verdict.basis == "one_run" for verdict in verdicts):
+        return f" Use --repeats {max(needed)}."
+    return f" About {max(needed)} {verdicts[0].unit} a side would decide."
+
+
+def largest_effect(verdicts: Sequence[Verdict], word: str | None = None) -> Verdict | None:
+    """The verdict, with that word, whose ratio is the farthest from 1; slower and faster ones first."""
+    known = [verdict for verdict in verdicts if word in (None, verdict.word) and verdict.ratio is not None]
+    order = ("same", "inconclusive", "faster", "slower")
+
+    def rank(verdict: Verdict) -> tuple[int, float]:
+        ratio = verdict.ratio or 1.0
+        return order.index(verdict.word), max(ratio, 1 / ratio)
+
+    return max(known, key=rank, default=None)
+
+
+def short_row_names(rows: Sequence[Row]) -> dict[str, str]:
+    """By row name the load if all rows have one server, the server if all have one load; else empty."""
+    servers, loads = {row.server for row in rows}, {row.load for row in rows}
+    if len(servers) > 1 and len(loads) > 1:
+        return {}
+    return {row.name: row.load if len(servers) == 1 else row.server for row in rows}
+
+
+def levels_by_server(rows: Sequence[Row], run: Run) -> dict[str, list[tuple[float, str, Row]]]:
+    """By server its rows as (level, level in words, row). Empty unless they differ in concurrency or rate alone."""
+    curves: dict[str, list[tuple[float, str, Row]]] = {}
+    kinds: dict[str, set[bytes]] = {}  # by server: its loads without their level
+    for row in rows:
+        load = run.scenario.loads.get(row.load)
+        if load is None or run.origin is not None or mix_of(row.load) is not None or load.trace is not None:
+            return {}
+        if load.arrivals is not None:
+            if load.arrivals.rate is None:
+                return {}
+            level, text = load.arrivals.rate, f"{load.arrivals.rate:g} requests/s"
+            kind = b"open"
+        else:
+            level = words.max_in_flight(load)
+            text = count(level, *(("chat user",) if load.user == "chat" else ("request at once", "requests at once")))
+            kind = without_concurrency(load)
+        curves.setdefault(row.server, []).append((level, text, row))
+        kinds.setdefault(row.server, set()).add(kind)
+    one_kind = all(len(kind) == 1 for kind in kinds.values())
+    distinct = all(len({level for level, _, _ in levels}) >= max(2, len(levels)) for levels in curves.values())
+    return curves if one_kind and distinct else {}
+
+
+def gates_answer(verdicts: Sequence[Verdict]) -> str:
+    """The sentence of the worst gate, and how many gates there are of each kind."""
+    gated = [verdict for verdict in verdicts if verdict.gate is not None]
+    worst = max(gated, key=lambda verdict: (_GATES.index(verdict.gate), -(verdict.low or 0.0)))
+    if len(gated) == 1:
+        return gate_answer(worst)
+    counts = Counter(gate_word(verdict) for verdict in sorted(gated, key=lambda verdict: -_GATES.index(verdict.gate)))
+    parts = ", ".join(f"{number} {word}" for word, number in counts.items())
+    return f"{gate_answer(worst)} Of {count(len(gated), 'comparison')}: {parts}."
