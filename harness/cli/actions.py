@@ -142,11 +142,21 @@ def run(
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
         _print_notes(experiment.scenario, say)
+        if scenario is not None:
+            _check_gate(experiment.scenario, share, times)
+
+        folders: list[Path] = []
 
         def measure() -> None:
-            report(_measure(experiment, runs, budget_s, against, junit))
+            folders.append(_measure(experiment, runs, budget_s, against, junit))
+            report(folders[-1])
 
-        measure() if times == 1 else _repeat(measure, times, every_s)
+        if times == 1:
+            measure()
+        else:
+            code = _repeat(measure, times, every_s)
+            _print_next(folders, runs)
+            raise typer.Exit(code)
 
 
 def _measure(
@@ -182,6 +192,18 @@ def _resume(
     return folder
 
 
+def _check_gate(scenario: "Scenario", tolerance: float | None, times: int) -> None:
+    """Say what a later comparison needs. Raises HarnessError for a tolerance without two servers to compare."""
+    if tolerance is not None and len(scenario.servers) == 1:
+        raise HarnessError(
+            "--tolerance: the scenario has one server, and servers of one run are compared",
+            next_step="Add the other server to the scenario, or compare runs: harness compare OLD:2 NEW:2 --tolerance.",
+        )
+    if times == 1 and len(scenario.servers) == 1:
+        text = "a comparison with another run needs two runs a side to exclude a slowdown of 10 %: `--times 2`"
+        cli.console().print(f"note: {text}")
+
+
 def _print_notes(scenario: "Scenario", say: "Callable[[str], None]") -> None:
     from harness.run.preview import check_notes
     from harness.serve.lint import removed_notes
@@ -213,8 +235,16 @@ def _report_run(
     cli.exit_after_run(summary, provisional=provisional)
 
 
-def _repeat(measure: Callable[[], None], times: int, every_s: float) -> None:
-    """Measure so many runs, with their starts `every_s` apart, and exit with the worst code of all.
+def _print_next(folders: list[Path], runs: Path) -> None:
+    """Print the command that compares equal runs with as many that are measured later."""
+    command = ["harness", "compare", *(folder.name for folder in folders), "--against", f"{cli.LAST}:{len(folders)}"]
+    where = [] if runs == cli.RUNS else ["--runs", str(runs)]
+    text = f"To compare them with {len(folders)} later runs: {shlex.join([*command, *where])}"
+    cli.console().print(text, soft_wrap=True)
+
+
+def _repeat(measure: Callable[[], None], times: int, every_s: float) -> int:
+    """Measure so many runs, with their starts `every_s` apart, and return the worst exit code of all.
 
     A run that fails does not end the series. A run that takes longer than `every_s` is followed by the next at once.
     """
@@ -233,7 +263,7 @@ def _repeat(measure: Callable[[], None], times: int, every_s: float) -> None:
             codes.append(error.exit_code)
         while number < times and (left_s := began_s + every_s - time.monotonic()) > 0:
             pause(min(left_s, 1.0))
-    raise typer.Exit(min(filter(None, codes), default=ExitCode.OK))  # the codes of runs are in order, the worst first
+    return min(filter(None, codes), default=ExitCode.OK)  # the codes of runs are in order, the worst first
 
 
 FixOpt = Annotated[

@@ -18,6 +18,7 @@ from harness.report.verdict_text import (
     format_speedup,
     gate_answer,
     gate_word,
+    is_better_within_margin,
     shown_bounds,
     verdict_word,
 )
@@ -34,8 +35,9 @@ def speedup_answer(comparison: Comparison, rows: Sequence[Row], run: Run) -> str
     keys = {row.name: row.key for row in rows}
     groups: dict[tuple[str, _Shared], list[Verdict]] = defaultdict(list)
     for verdict in comparison.verdicts:
-        groups[verdict.baseline, _shared(keys[verdict.side], keys[verdict.baseline])].append(verdict)
-    if len({base for base, _ in groups}) == 1:
+        if verdict.side in keys and verdict.baseline in keys:  # a page may leave rows out
+            groups[verdict.baseline, _shared(keys[verdict.side], keys[verdict.baseline])].append(verdict)
+    if len({base for base, _ in groups}) < 2:
         return _answer_against_one(comparison, rows)
     loads = _load_texts(rows, run)
     clauses = [_group_clause(keys[base], shared, group, keys, loads) for (base, shared), group in groups.items()]
@@ -94,7 +96,7 @@ def _clause(verdict: Verdict, side: str, base: str, *, of: int, shared: _Shared)
     than = f" than {base}" if of > 1 or shared != "load" else ""
     if verdict.word == "inconclusive":
         return f"not decided, {side} is {format_range(low, high)} than {base}"
-    if verdict.word == "same" and low is not None and high is not None and low <= 1 <= high:
+    if verdict.word == "same" and not is_better_within_margin(verdict):
         return f"{side} and {base} are the same within ±2 %"
     if ratio < 1 and not than:
         side, ratio, low, high = base, 1 / ratio, high and 1 / high, low and 1 / low
@@ -130,6 +132,9 @@ def _answer_against_one(comparison: Comparison, rows: Sequence[Row]) -> str:
     if undecided := [verdict for verdict in verdicts if verdict.ratio is None]:
         total = count(len(verdicts), "comparison")
         return f"Inconclusive: {len(undecided)} of {total} with {against} have no ratio."
+    if largest is not None and is_better_within_margin(largest):
+        name, floor = short.get(largest.side, largest.side), units.short_percent(comparison.noise_floor)
+        return f"{name} is {describe_ratio(largest, against)}: within the ±{floor} that count as the same."
     same = ", ".join(dict.fromkeys(short.get(verdict.side, verdict.side) for verdict in verdicts))
     floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
     return f"No difference: {same} and {against} are equally fast within {floor}."

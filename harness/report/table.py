@@ -274,10 +274,10 @@ _VERDICT_COLUMNS = (
     ),
     TableColumn(
         "speedup", "Speedup (95 %)",
-        "The speed relative to the baseline, 0.50 for 2.00x slower, with the interval that holds the true value in 95 of "
-        "100 experiments. The baseline is the same load of the first server, of one server its first load, of a part of "
-        "a mix the same load alone; another one is named. We compare whole repeats, because requests of one repeat "
-        "influence each other.",
+        "The speed relative to the baseline, 0.50 for 2.00x slower, with the interval that holds the true value in 95 "
+        "of 100 experiments. The baseline is the same load of the first server, with one server its first load, for a "
+        "part of a mix the same load alone; another one is named. We compare whole repeats, because requests of one "
+        "repeat influence each other.",
         "speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the baseline. "
         "Geometric means over the repeats, interval by Welch’s t on logarithms",
         _format_speedup, "verdict",

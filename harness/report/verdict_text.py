@@ -9,9 +9,20 @@ from harness.base.units import count, figures, ratio_text, short_percent
 
 
 def verdict_word(verdict: Verdict) -> str:
-    """The word of a verdict, marked where it is provisional: "slower (provisional)"."""
-    word = f"same within ±{short_percent(MARGIN)}" if verdict.word == "same" else verdict.word
+    """The word of a verdict, marked where it is provisional: "slower (provisional)".
+
+    Where one side is better within the margin, it says so: "same (1.2 % faster)".
+    """
+    word = verdict.word
+    if word == "same" and is_better_within_margin(verdict):
+        word = f"same ({format_change(verdict.ratio or 1.0)})"
     return f"{word} (provisional)" if verdict.provisional else word
+
+
+def is_better_within_margin(verdict: Verdict) -> bool:
+    """Whether a side is surely the better one, by so much that a reader sees it, although the verdict is `same`."""
+    low, high, ratio = verdict.low or 0.0, verdict.high or math.inf, verdict.ratio or 1.0
+    return not low <= 1 <= high and abs(ratio - 1) >= SEEN
 
 
 def verdict_sentence(verdict: Verdict, *, side: str | None = None) -> str:
@@ -40,6 +51,7 @@ def _describe_verdict(verdict: Verdict) -> str:
     return "; ".join([*parts, *_what_confirms(verdict)])
 
 
+SEEN = 0.005  # a difference within the margin that is worth a word
 DECIDED = ("no_slowdown", "slower")  # gates that nothing needs to settle
 
 

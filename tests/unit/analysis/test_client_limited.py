@@ -146,7 +146,7 @@ def test_an_unknown_error_has_no_verdict(tmp_path: Path) -> None:
         write_summary(folder, replace(summary, rows=rows))
         (folder / "requests.jsonl").unlink()
     compared = {verdict.side: verdict for verdict in compare_runs(groups).verdicts}
-    assert compared["a / x"].word == "no_difference"
+    assert compared["a / x"].word == "inconclusive"
     refused = compared["b / x"].refused
     assert compared["b / x"].reason == "refused" and refused is not None and refused.code == "client_limited"
 

@@ -368,20 +368,25 @@ def in_folder(folder: Path) -> Callable[..., tuple[int, Any]]:
 def test_the_command_line(stepped: Path) -> None:
     call = in_folder(stepped)
     code, found = call("compare", "--history", "run-11", "--format", "json")
-    assert (code, found["change_points"][0]["after"]) == (0, "run-08")
+    assert (code, found["change_points"][0]["after"]) == (5, "run-08")
     code, gated = call("compare", "--history", "run-08", "--format", "json")
     (row,) = gated["series"]
-    assert (code, row["word"], row["runs"], row["window"]) == (ExitCode.FAILED, "slower", 8, 1)
+    assert (code, row["word"], row["gate"], row["runs"], row["window"]) == (5, "slower", "size_unknown", 8, 1)
+    code, gated = call("compare", "--history", "run-08", "--tolerance", "5%", "--format", "json")
+    (row,) = gated["series"]
+    assert (code, row["word"], row["gate"], row["tolerance"]) == (ExitCode.FAILED, "slower", "slower", 0.05)
     assert [one["key"] for one in gated["differences"]] == ["servers.a.image_digest"]
-    assert [call("compare", "--history", f"run-{n:02}")[0] for n in (3, 9, 11)] == [0, 4, 0]
-    code, text = call("compare", "--history", "run-10", "--format", "markdown")
+    assert [call("compare", "--history", f"run-{n:02}")[0] for n in (3, 9, 11)] == [0, 5, 5]
+    code, text = call("compare", "--history", "run-10", "--tolerance", "5", "--format", "markdown")
     assert (code, "| servers.a.image\\_digest | sha256:1111 | sha256:2222 |" in text) == (4, True)
-    code, text = call("compare", "--history", "run-08", "--format", "junit")
+    code, text = call("compare", "--history", "run-08", "--tolerance", "5", "--format", "junit")
     assert (code, '<failure type="slower"' in text) == (4, True)
+    code, text = call("compare", "--history", "run-08", "--format", "junit")
+    assert (code, '<skipped type="size_unknown"' in text) == (5, True)
     code, text = call("compare", "--history", "run-11")
-    assert (code, "Change point: run-07 → run-08" in text) == (0, True)
+    assert (code, "Change point: run-07 → run-08" in text) == (5, True)
     code, page = call("compare", "--history", "run-11", "--format", "html")
-    assert (code, page) == (0, history_html(history_of(stepped)))
+    assert (code, page) == (5, history_html(history_of(stepped)))
     for wrong in ("--history nothing", "--history run-01 run-02"):
         done = harness("compare", *wrong.split(), cwd=stepped)
         assert (done.code, done.out) == (1, "")

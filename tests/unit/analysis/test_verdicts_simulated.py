@@ -14,9 +14,10 @@ import pytest
 
 from harness.analysis import stats, verdicts
 from harness.analysis.equal_runs import Value, variation_within
+from harness.analysis.gate import gate_code, with_gate
 from harness.analysis.numbers import compute_numbers
 from harness.analysis.verdicts import Measured, pair_by_metric
-from harness.base.summary import Row, Verdict
+from harness.base.summary import TOLERANCE, Row, Verdict
 from harness.scenario import Load
 from harness.scenario.plan import plan
 from tests.support.made_runs import scenario
@@ -164,6 +165,43 @@ def test_differences_between_runs_are_found(runs: int, spread: float, known: int
     found = words(trials, lambda: machine.runs(runs, ratio, known))
     assert found["slower"] == 0
     assert found["faster"] / trials >= least - room(least, trials)
+
+
+# The gate: exit codes 0 (no slowdown of 10 % or more), 4 (slower by that), 5 (not known).
+
+
+def gate_codes(runs: int, spread: float, ratio: float, shape: Shape = "normal", seed: int = 4) -> dict[int, float]:
+    """The share of each exit code, of so many runs a side on a machine of which nothing is known."""
+    machine, trials = Machine(spread, shape, seed=seed), draws(4000)
+    gates = (with_gate(machine.runs(runs, ratio), TOLERANCE, provisional=False).gate for _ in range(trials))
+    codes = Counter(int(gate_code([gate])) for gate in gates)
+    return {code: codes[code] / trials for code in (0, 4, 5)}
+
+
+@pytest.mark.parametrize(
+    ("spread", "passes"),
+    [(0.01, {1: 0.0, 2: 0.92, 3: 1.0, 5: 1.0}), (0.03, {1: 0.07, 2: 0.58, 3: 0.87, 5: 0.99})],
+)
+def test_equal_sides_pass_the_gate_from_two_runs_on(spread: float, passes: dict[int, float]) -> None:
+    for runs, share in passes.items():
+        codes = gate_codes(runs, spread, 1.0)
+        assert codes[0] == pytest.approx(share, abs=0.03 + scatter(max(share, 0.05), draws(4000)))
+        assert codes[4] == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("runs", "spread"), [(1, 0.03), (2, 0.01), (2, 0.03), (3, 0.03), (5, 0.01), (5, 0.03), (5, 0.05)]
+)
+def test_a_slowdown_of_the_tolerance_hardly_ever_passes(shape: Shape, runs: int, spread: float) -> None:
+    codes = gate_codes(runs, spread, 1 / 1.1, shape)
+    assert codes[0] <= 0.03 + room(0.03, draws(4000))
+
+
+@pytest.mark.parametrize(("runs", "spread", "least"), [(2, 0.01, 0.99), (3, 0.03, 0.95), (5, 0.03, 0.99)])
+def test_a_slowdown_of_thirty_percent_fails(runs: int, spread: float, least: float) -> None:
+    codes = gate_codes(runs, spread, 1 / 1.3)
+    assert codes[4 if runs > 2 else 5] >= least - room(least, draws(4000)) and codes[0] == 0
 
 
 # Earlier runs that no recorded key assigns to a side: so many before the older side, and between the sides.

@@ -10,10 +10,12 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from harness.analysis.checks import evaluate
-from harness.base.summary import Comparison, Difference, Distribution, Row, Summary, Verdict
+from harness.analysis.gate import with_gate
+from harness.base.summary import Comparison, Difference, Distribution, Row, Summary, Verdict, because
 from harness.records.manifest import Startup
 from harness.report import markdown, sentences, terminal
 from harness.report.page import run_page
+from harness.report.verdict_text import verdict_word
 from harness.scenario import Load
 from tests.unit.report.test_report_text import MANY, numbers, row, run, summary
 
@@ -29,6 +31,40 @@ def compared(*verdicts: Verdict) -> Summary:
         metric="wall", comparisons=len(verdicts), noise_floor=0.02, noise_source=[], verdicts=list(verdicts)
     )
     return replace(summary(), comparison=table, checks=[])
+
+
+def test_servers_are_compared_under_the_same_load() -> None:
+    """Of two servers the faster one is named for each load; a pair that the scenario names comes first."""
+    rows = [
+        replace(row(load, numbers(6.5, MANY)), server=server)
+        for server in ("llamacpp", "vllm")
+        for load in ("one", "ten")
+    ]
+    loads = {"one": Load(user="chat", users=1, duration_s=60), "ten": Load(user="chat", users=16, duration_s=60)}
+    made = replace(run(), scenario=replace(run().scenario, loads=loads))
+    verdicts = [
+        verdict("vllm / one", "slower", 1 / 1.04, baseline="llamacpp / one"),
+        verdict("vllm / ten", "faster", 1.45, baseline="llamacpp / ten"),
+    ]
+    by_load = [
+        "1 chat user: llamacpp 1.040x faster (1.030x to 1.05x)", "16 chat users: vllm 1.45x faster (1.44x to 1.46x)"
+    ]  # fmt: skip
+    answer = sentences.run_answer(replace(compared(*verdicts), rows=rows), made)
+    assert answer == f"{'; '.join(by_load)}. By wall time, with 95 % intervals."
+    named = verdict("vllm / ten", "faster", 3.0, baseline="vllm / one")
+    answer = sentences.run_answer(replace(compared(named, *verdicts), rows=rows), made)
+    assert answer.startswith(
+        "vllm: 16 chat users 3.00x faster than 1 chat user (2.97x to 3.03x); 1 chat user: llamacpp"
+    )
+
+
+def test_what_is_better_within_the_margin_is_named() -> None:
+    of = compared(verdict("vllm / ten", "same", 1.012, low=1.008, high=1.016))
+    assert sentences.run_answer(of, run()) == (
+        "ten is 1.012x faster than one by wall time (95 % interval 1.008x faster to 1.016x faster): within the ±2 % that "
+        "count as the same."
+    )
+    assert of.comparison is not None and verdict_word(of.comparison.verdicts[0]) == "same (1.2 % faster)"
 
 
 def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() -> None:
@@ -52,7 +88,6 @@ def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() 
         (
             [
                 verdict("vllm / ten", "inconclusive", 1.1, needed=8, reason="includes_one"),
-                verdict("sglang / ten", "inconclusive", 1.1, needed=54, reason="includes_one", baseline="vllm / ten"),
             ],
             "ten is 1.10x faster than one by wall time (95 % interval 1.09x faster to 1.11x faster): inconclusive. "
             "About 8 repeats a side would decide.",
@@ -117,18 +152,25 @@ def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> N
 
 
 def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
-    slow, fast = verdict("b", "slower", 0.8, fails="yes"), verdict("c", "faster", 1.5)
-    maybe = verdict("b", "slower", 0.8, fails="with_provisional", provisional=True, basis="runs")
-    unknown = verdict("d", "inconclusive", None)
-    slower = "b is 1.25x slower than vllm / one by wall time (95 % interval 1.24x to 1.26x)"
-    faster = "c is 1.50x faster than vllm / one by wall time (95 % interval 1.48x to 1.52x)"
+    slow, fast = verdict("b", "slower", 0.8), verdict("c", "faster", 1.5)
+    maybe = verdict("b", "slower", 0.8, provisional=True, basis="runs", unit="runs", n=(1, 1))
+    few = verdict("b", "inconclusive", 0.907, low=0.775, high=1.061, basis="runs", unit="runs", n=(1, 1))
+    some = verdict("b", "slower", 0.913, low=0.87, high=0.952, unit="runs", n=(3, 3))
+    unknown = verdict("d", "inconclusive", None, refused=because("no_values", "there is no wall time"))
+    slower = "Slower: b is 25 % slower than vllm / one by wall time (24 to 26 %)"
+    faster = "c is 1.50x faster than vllm / one by wall time (95 % interval 1.48x to 1.52x). "
+    repeat = "Repeat both: `--times 5`."
+    none = "No slowdown of 10 % or more: c is 48 to 52 % faster than vllm / one by wall time."
     for verdicts, answer in (
-        ([slow, fast, unknown], f"{slower}. Regression: 1 of 3 comparisons slower."),
-        ([maybe], f"{slower}. Possible regression: 1 of 1 comparison slower, would fail with --provisional."),
-        ([fast], f"{faster}. No regression: 1 faster of 1 comparison."),
-        ([fast, unknown], f"{faster}. Inconclusive: 1 of 2 comparisons cannot be decided, and none is slower."),
-    ):
-        comparison = compared(*verdicts).comparison
+        ([slow, fast, unknown], f"{faster}{slower}. Of 3 comparisons: 1 slower, 1 cannot tell, 1 faster."),
+        ([maybe], f"Probably slower{slower[6:]}, provisional; would fail with --provisional. {repeat}"),
+        ([fast], faster + none),
+        ([few], f"Cannot tell: b is between 29 % slower and 6.1 % faster than vllm / one by wall time. {repeat}"),
+        ([some], "Slower: b is 9.5 % slower than vllm / one by wall time (5 to 15 %); whether 10 % or more is not "
+                 f"known. {repeat}"),
+        ([fast, unknown], f"{faster}Cannot tell: d: there is no wall time. Of 2 comparisons: 1 cannot tell, 1 faster."),
+    ):  # fmt: skip
+        comparison = compared(*(with_gate(each, 0.1, provisional=False) for each in verdicts)).comparison
         assert comparison is not None
         assert sentences.comparison_answer(comparison) == answer
 
@@ -169,5 +211,6 @@ def test_servers_with_different_versions_of_one_engine_are_named_in_the_answer()
     assert versions(("vllm", "vllm", "0.31.0"), ("lemonade", "vllm", None)) == plain
     comparison = of.comparison
     assert comparison is not None
+    comparison = replace(comparison, verdicts=[with_gate(comparison.verdicts[0], 0.1, provisional=False)])
     differs = replace(comparison, differences=[Difference(key="servers.a.startup.version", values=["1", "2"])])
     assert sentences.comparison_answer(differs).endswith("The engine's versions differ: 1, 2.")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize
 from harness.base.errors import ServerError
-from harness.base.summary import Comparison, Summary, Verdict, because
+from harness.base.summary import Comparison, Gate, Summary, Verdict, because
 from harness.records.manifest import read_run
 from harness.report import junit
 from harness.report.verdict_text import verdict_sentence
@@ -108,10 +108,11 @@ def test_a_comparison_of_runs(tmp_path: Path) -> None:
             p=None, n=(5, 5), word=word, refused=refused,
         )  # fmt: skip
 
-    four = [verdict(word) for word in ("faster", "slower", "same", "inconclusive")]
-    comparison = Comparison(metric="output_tok_s", comparisons=4, noise_floor=0.02, noise_source=[], verdicts=four)
+    gates: list[Gate] = ["no_slowdown", "slower", "provisional", "size_unknown", "cannot_tell"]
+    five = [replace(verdict(gate), gate=gate) for gate in gates]
+    comparison = Comparison(metric="output_tok_s", comparisons=5, noise_floor=0.02, noise_source=[], verdicts=five)
     outcomes = list(cases(junit.comparison_xml(comparison)).values())
-    assert [word for word, _ in outcomes] == ["passed", "failure", "passed", "skipped"]
+    assert [word for word, _ in outcomes] == ["passed", "failure", "skipped", "skipped", "skipped"]
     assert outcomes[1][1].splitlines()[0].endswith("slower / x: inconclusive: <because> & so on.")
     two_runs(tmp_path)
     checks = ("--check", "output_tok_s >= 2 * baseline", "--check", "wall <= 1.2 * baseline")
@@ -197,7 +198,7 @@ def test_a_run_that_fails_leaves_a_file_with_the_error(tmp_path: Path) -> None:
     assert ran.err.splitlines()[0] == f"error: {evidence.splitlines()[0]}"
     (tmp_path / "file").write_text("")
     done = harness("run", path.name, "--junit", "file/j.xml", "--runs", "other", cwd=tmp_path)
-    assert (done.code, done.out, (tmp_path / "other").exists()) == (1, "", False)
+    assert (done.code, (tmp_path / "other").exists()) == (1, False)
     assert done.err.startswith("error: file/j.xml: the JUnit file cannot be written (")
     done = called("report", "gone", "--format", "junit", cwd=tmp_path)
     assert (done.code, [word for word, _ in cases(done.out).values()]) == (1, ["error"])

@@ -376,7 +376,7 @@ def test_verdicts_that_differ_only_in_their_side_are_one_sentence() -> None:
             "b / x, c / x: 1.50x faster than a / x by wall time (no interval); inconclusive: too few repeats.",
         ),
         ("faster", "b / z: 2.00x faster than a / x by wall time (95 % interval 1.90x to 2.10x, p = 0.010)."),
-        ("inconclusive", "c / y: inconclusive: this run is INVALID."),
+        ("inconclusive", "c / y against a / x: inconclusive: this run is INVALID."),
     ]
 
 
