@@ -1,5 +1,6 @@
 """Decides verdicts from run-level values, by the rules of docs/method.md."""
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from msgspec import Struct
 from harness.analysis import stats
 from harness.analysis.slo_rule import SLO_ALPHA
 from harness.analysis.stats import Effect
+from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS, WORK
 from harness.base.summary import (
     ALPHA,
@@ -32,6 +34,7 @@ from harness.base.summary import (
 from harness.base.units import count, ratio_text, short_percent
 from harness.records.manifest import definition_conflict
 from harness.scenario import Load, Scenario, asks_known, is_open_loop, prompts_of
+from harness.scenario.check_syntax import parse_check
 from harness.scenario.plan import load_of_part, mix_of
 
 _OTHER_WORK = because("other_work", "one makes text and the other embeddings, which have no output tokens")
@@ -297,6 +300,17 @@ def _compared_rows(
     ]
 
 
+def is_asked_by_check(row: Row, scenario: Scenario) -> bool:
+    """Whether a check names the row and compares it, such as `vllm/five-at-a-time: speedup >= 1.5`."""
+    for text in scenario.checks:
+        with contextlib.suppress(ValueError, HarnessError):
+            check = parse_check(text)
+            is_named = check.load == row.load and check.server in (None, row.server)
+            if is_named and (check.relative or check.metric == "speedup"):
+                return True
+    return False
+
+
 def _default_baseline(row: Row, baseline: tuple[str, str], named: Mapping[str, Row], scenario: Scenario) -> Row | None:
     """The row that a row is compared with, unless the scenario names another; None: it is a baseline, or alone."""
     server, base_load_name = baseline
@@ -305,8 +319,10 @@ def _default_baseline(row: Row, baseline: tuple[str, str], named: Mapping[str, R
     if row.server != server:
         return named.get(f"{server}/{row.load}")
     base = named.get(f"{server}/{base_load_name}")
-    if base is None or row is base or len(scenario.servers) > 1:
+    if base is None or row is base:
         return None
+    if len(scenario.servers) > 1:
+        return base if is_asked_by_check(row, scenario) else None
     load, base_load = scenario.loads[row.load], scenario.loads[base.load]
     same_pacing = (is_paced(load), is_open_loop(load)) == (is_paced(base_load), is_open_loop(base_load))
     same_work = (

@@ -144,19 +144,25 @@ def run(
         _print_notes(experiment.scenario, say)
         if scenario is not None:
             _check_gate(experiment.scenario, share, times)
+        _measure_times(partial(_measure, experiment, runs, budget_s, against, junit), report, times, every_s, runs)
 
-        folders: list[Path] = []
 
-        def measure() -> None:
-            folders.append(_measure(experiment, runs, budget_s, against, junit))
-            report(folders[-1])
+def _measure_times(
+    measure: Callable[[], Path], report: Callable[[Path], None], times: int, every_s: float, runs: Path
+) -> None:
+    """Measure and report one run, or several equal ones with the command that compares them."""
+    if times == 1:
+        report(measure())
+        return
+    folders: list[Path] = []
 
-        if times == 1:
-            measure()
-        else:
-            code = _repeat(measure, times, every_s)
-            _print_next(folders, runs)
-            raise typer.Exit(code)
+    def measure_one() -> None:
+        folders.append(measure())
+        report(folders[-1])
+
+    code = _repeat(measure_one, times, every_s)
+    _print_next(folders, runs)
+    raise typer.Exit(code)
 
 
 def _measure(

@@ -4,6 +4,7 @@ import datetime
 import itertools
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,8 @@ from harness.cli import common as cli
 from harness.cli.tune import exit_after_tune
 
 if TYPE_CHECKING:
-    from harness.base.summary import Summary
+    from harness.base.summary import Comparison, Summary
+    from harness.records.manifest import Run
     from harness.report.tune import TuneReport
 
 MAX_CHARS = 100  # of the reason why a run cannot be read
@@ -50,7 +52,7 @@ def report(
     from harness.analysis.gate import with_gates
     from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
     from harness.records.manifest import read_run
-    from harness.report import export, html, junit, markdown, terminal, what_if
+    from harness.report import html, markdown, terminal, what_if
     from harness.report.tune_results import read_answered
     from harness.run.experiment import validate_checks
 
@@ -80,10 +82,19 @@ def report(
         terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
         html=lambda: html.render_run(folder, manifest, summary, counts),
         markdown=lambda: markdown.render(terminal.report_page(summary, manifest, folder)),
-        junit=lambda: junit.render(summary, manifest),
-        csv=lambda: export.csv_table(summary, manifest),
+        **_as_files(summary, manifest),
     )
     _exit_after_report(summary, None if checks else tuned, provisional)
+
+
+def _as_files(summary: "Summary", manifest: "Run") -> dict[str, Callable[[], str]]:
+    """The formats of a run for other programs."""
+    from harness.report import export, junit
+
+    return {
+        "junit": lambda: junit.render(summary, manifest),
+        "csv": lambda: export.csv_table(summary, manifest),
+    }
 
 
 def _exit_after_report(summary: "Summary", tuned: "TuneReport | None", provisional: bool) -> None:
@@ -157,8 +168,6 @@ def compare(
     from harness.analysis.summarize import has_only_summary
     from harness.base.summary import TOLERANCE
     from harness.records.manifest import UnlikeError, read_run
-    from harness.report import junit
-    from harness.report.page import comparison_page
     from harness.run.experiment import validate_checks
 
     validate_checks(checks or [])
@@ -188,6 +197,14 @@ def compare(
         _print_all_differences([group[0] for group in groups], output)
         raise
     _say_stored([folder for group in groups for folder in group if has_only_summary(folder)])
+    _print_comparison(comparison, output)
+
+
+def _print_comparison(comparison: "Comparison", output: str) -> None:
+    """Print a comparison, and exit with its code."""
+    from harness.report import junit
+    from harness.report.page import comparison_page
+
     page = comparison_page(comparison)
     cli.print_page_as(output, comparison, page, "Comparison", junit=lambda: junit.comparison_xml(comparison))
     if any(answers.word == "worse" for answers in comparison.same_answers):

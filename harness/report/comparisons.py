@@ -80,14 +80,11 @@ def _group_clause(
 
     head = {"load": f"{loads[base[1]]}: ", "server": f"{base[0]}: ", "": ""}[shared]
     sides = dict.fromkeys(name(keys[verdict.side]) for verdict in verdicts)
-    found = (
-        largest_effect(verdicts, "faster") or largest_effect(verdicts, "slower") or largest_effect(verdicts)
-        if len(sides) > 1
-        else largest_effect(verdicts)
-    )
-    if found is None:
-        return f"{head}{', '.join(sides)} and {name(base)} cannot be compared"
-    return head + _clause(found, name(keys[found.side]), name(base), of=len(sides), shared=shared)
+    found = [largest_effect(verdicts)]
+    if len(sides) > 1 and any(verdict.word in ("faster", "slower") for verdict in verdicts):
+        found = [largest_effect(verdicts, word) for word in ("faster", "slower")]
+    clauses = [_clause(each, name(keys[each.side]), name(base), of=len(sides), shared=shared) for each in found if each]
+    return head + (", ".join(clauses) or f"{', '.join(sides)} and {name(base)} cannot be compared")
 
 
 def _clause(verdict: Verdict, side: str, base: str, *, of: int, shared: _Shared) -> str:
@@ -101,11 +98,10 @@ def _clause(verdict: Verdict, side: str, base: str, *, of: int, shared: _Shared)
     if ratio < 1 and not than:
         side, ratio, low, high = base, 1 / ratio, high and 1 / high, low and 1 / low
     fastest = " is the fastest," if of > 1 and verdict.word == "faster" else ""
-    nothing = f"nothing is faster{than}, " if of > 1 and verdict.word == "slower" else ""
     near, far = (low, high) if ratio >= 1 else (high and 1 / high, low and 1 / low)
     interval = format_bounds(near, far, lambda bound: f"{units.ratio_text(bound)}x")
     within = ", within the ±2 % that count as the same" if verdict.word == "same" else ""
-    return f"{nothing}{side}{fastest} {format_speedup(ratio)}{than} ({interval or 'interval not known'}){within}"
+    return f"{side}{fastest} {format_speedup(ratio)}{than} ({interval or 'interval not known'}){within}"
 
 
 def _answer_against_one(comparison: Comparison, rows: Sequence[Row]) -> str:

@@ -83,7 +83,9 @@ def _run_answer(summary: Summary, run: Run) -> str:
     if summary.answers:
         return " ".join(map(sentence, summary.answers))
     if summary.comparison is not None and summary.comparison.verdicts:
-        return speedup_answer(summary.comparison, summary.rows, run)
+        verdicts = summary.comparison.verdicts
+        is_said = len(verdicts) == 1 and verdicts[0].gate is not None  # by the answer of the gate
+        return "" if is_said else speedup_answer(summary.comparison, summary.rows, run)
     known = [row for row in summary.rows if row.load in run.scenario.loads and asks_known(run.scenario.loads[row.load])]
     if known and len(known) == len(summary.rows):
         return "" if summary.same_answers else " ".join(map(row_sentence, known))

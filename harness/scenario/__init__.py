@@ -261,7 +261,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     drift_cells: bool = True
     warmup: Warmup | None = None  # default: one wave, as many requests as will be in flight at once
     baseline: Baseline | None = None  # default: the first server with the first load
-    # more comparisons; all comparisons of a run are corrected for their number
+    # pairs of rows such as `vllm/ten-at-a-time`; without them each server is compared with the first under the same
+    # load, and the loads of one server with the first load. A load against another one is compared only if named here
     compare: Annotated[list[Pair], Meta(max_length=200)] = []
     # such as `error_rate == 0` or `vllm/five-at-a-time: speedup >= 1.5` ([checks](scenarios.md#checks))
     checks: Annotated[list[str], Meta(max_length=1000)] = []

@@ -434,7 +434,7 @@ def test_relative_to_another_run() -> None:
 def test_a_check_of_two_runs_uses_the_verdict_on_them() -> None:
     verdict = Verdict(
         side="a / x", baseline="r1", metric="wall", ratio=0.917, low=0.775, high=1.073, p=0.3, n=(1, 1),
-        word="no_difference", provisional=True, basis="runs", unit="runs",
+        word="inconclusive", provisional=True, basis="runs", unit="runs",
     )  # fmt: skip
     before = Reference(run="r1", rows=[row(wall=10.0)])
     known = Comparison(metric="wall", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict])

@@ -61,8 +61,8 @@ def test_servers_are_compared_under_the_same_load() -> None:
 def test_what_is_better_within_the_margin_is_named() -> None:
     of = compared(verdict("vllm / ten", "same", 1.012, low=1.008, high=1.016))
     assert sentences.run_answer(of, run()) == (
-        "ten is 1.012x faster than one by wall time (95 % interval 1.008x faster to 1.016x faster): within the ±2 % that "
-        "count as the same."
+        "ten is 1.012x faster than one by wall time (95 % interval 1.008x faster to 1.016x faster): within the ±2 % "
+        "that count as the same."
     )
     assert of.comparison is not None and verdict_word(of.comparison.verdicts[0]) == "same (1.2 % faster)"
 
