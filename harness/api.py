@@ -13,7 +13,7 @@ from harness.analysis.forecast import Forecast, forecast
 from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
 from harness.base.errors import HarnessError
 from harness.base.errors import RunError as RunError  # a public name
-from harness.base.summary import Comparison, Summary
+from harness.base.summary import TOLERANCE, Comparison, Summary
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_requests
 from harness.report import what_if
@@ -100,12 +100,13 @@ def compare(
     results: str | os.PathLike[str] | None = None,
     checks: Sequence[str] = (),
     provisional: bool = False,
+    tolerance: float = TOLERANCE,
 ) -> Comparison:
     """Compare runs of the same work with a baseline: a ratio with its interval and a verdict for each row.
 
     Each side is a run or several equal runs. `about`: the only manifest key in which the sides may differ. `runs`,
     `results`: folders whose equal runs show how far equal runs differ. `provisional`: whether a provisional
-    `slower` fails. Raises HarnessError for sides that are not comparable, and RunError for a run that is not VALID.
+    `slower` fails, by `tolerance` (0.1: 10 %) or more. Raises HarnessError for sides that are not comparable, and RunError for a run that is not VALID.
     """
     groups = [[side] if isinstance(side, LoadedRun | str | os.PathLike) else side for side in (baseline, *others)]
     loaded = [[_loaded(run) for run in group] for group in groups]
@@ -118,6 +119,7 @@ def compare(
         results=None if results is None else Path(results),
         checks=checks,
         provisional=provisional,
+        tolerance=tolerance,
     )
 
 

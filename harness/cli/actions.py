@@ -531,6 +531,8 @@ def init(
     given = shlex.quote(str(file)) + ("" if url is None else f" --url {shlex.quote(url)}")
     print(f"{file}: written ({about}). Next:\n  harness check {given}")
     print("\n".join(f"  {line.format(file=given)}" for line in drafts.COMMANDS[wanted]))
+    if drafts.server_count(wanted) == 1:
+        print(f"To see later whether an update made it slower: harness run {given} --times 2, before and after it")
     if url is None and set(servers) != {"simulated"}:
         print("If the server already runs, add: --url http://127.0.0.1:PORT --model NAME")
 

@@ -42,7 +42,6 @@ def report(
     """Show a run again, from its files, by the formulas of this version. Its directory stays as it is.
 
     RUN may be the file of `locust --records`, or a folder with its requests.jsonl: a run directory is made of it.
-
     With --check or --baseline the run is checked by them once more, with --tolerance its servers are compared by it. Of
     a capacity search, --check answers for other SLOs from the stored requests.
     """
@@ -64,8 +63,7 @@ def report(
         validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     other_slos = [] if capacity is None else what_if.parse(checks or [], capacity)
     alone = has_only_summary(folder) and not checks and base is None  # a filed run
-    if alone:
-        _say_stored([folder])
+    _say_stored([folder] if alone else [])
     own = (checks or []) if capacity is None else []
     counts = None if alone else summarize_with_counts(folder, own, charted=output == "html")
     if base is not None and counts is not None:
@@ -167,13 +165,13 @@ def compare(
     from harness.analysis.compare import compare_runs, group_by_machine
     from harness.analysis.summarize import has_only_summary
     from harness.base.summary import TOLERANCE
-    from harness.records.manifest import UnlikeError, read_run
+    from harness.records.manifest import read_run
     from harness.run.experiment import validate_checks
 
     validate_checks(checks or [])
-    share = cli.read_tolerance(tolerance) or TOLERANCE
+    gate: Any = {"tolerance": cli.read_tolerance(tolerance) or TOLERANCE, "provisional": provisional}
     if history:
-        _compare_with_history(run_folders, output, runs, results, share)
+        _compare_with_history(run_folders, output, runs, results, gate["tolerance"])
         return
     first, second = ([cli.find_runs(run, runs) for run in side] for side in (run_folders, against or []))
     sides = [list(itertools.chain(*side)) for side in (first, second)]
@@ -182,22 +180,23 @@ def compare(
         validate_checks(checks or [], scenario.servers, scenario.loads)
     try:
         comparison = compare_runs(
-            groups,
-            about=across or about,
-            runs=runs,
-            results=results,
-            checks=checks or [],
-            provisional=provisional,
-            tolerance=share,
+            groups, about=across or about, runs=runs, results=results, checks=checks or [], **gate
         )
     except HarnessError as error:
-        if isinstance(error, UnlikeError) and error.about is not None:
-            command = shlex.join(["harness", *sys.argv[1:], "--about", error.about])
-            error.next_step = f"If the comparison is about just that: {command}"
+        _suggest_about(error)
         _print_all_differences([group[0] for group in groups], output)
         raise
     _say_stored([folder for group in groups for folder in group if has_only_summary(folder)])
     _print_comparison(comparison, output)
+
+
+def _suggest_about(error: HarnessError) -> None:
+    """Add the command that compares runs which differ in one thing."""
+    from harness.records.manifest import UnlikeError
+
+    if isinstance(error, UnlikeError) and error.about is not None:
+        command = shlex.join(["harness", *sys.argv[1:], "--about", error.about])
+        error.next_step = f"If the comparison is about just that: {command}"
 
 
 def _print_comparison(comparison: "Comparison", output: str) -> None:

@@ -27,7 +27,7 @@ def test_each_draft_is_a_valid_scenario(tmp_path: Path, question: str) -> None:
         path.write_text(draft.draft(question, servers, [], "radeon"), encoding="utf-8")
         scenario = prepare(path).scenario
         assert list(scenario.servers) == servers
-        assert len(scenario.compare) == several - 1
+        assert scenario.compare == [], "servers are compared under each load anyway"
 
 
 def test_an_engine_is_compared_with_itself_by_its_images(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_an_engine_is_compared_with_itself_by_its_images(tmp_path: Path) -> None
         "rocm": "rocm", "vulkan": "vulkan",
     }  # fmt: skip
     assert [one["hf_repo"] for one in variables.values()] == ["a/b-GGUF:Q8_0"] * 2
-    assert scenario.model == "b-GGUF" and scenario.compare[0].against == "rocm/16-at-a-time"
+    assert scenario.model == "b-GGUF"
     with pytest.raises(HarnessError, match="2 different servers"):
         draft.draft("compare", ["vllm-rocm", "vllm-rocm"], [], "radeon")
 
