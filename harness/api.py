@@ -105,8 +105,10 @@ def compare(
     """Compare runs of the same work with a baseline: a ratio with its interval and a verdict for each row.
 
     Each side is a run or several equal runs. `about`: the only manifest key in which the sides may differ. `runs`,
-    `results`: folders whose equal runs show how far equal runs differ. `provisional`: whether a provisional
-    `slower` fails, by `tolerance` (0.1: 10 %) or more. Raises HarnessError for sides that are not comparable, and RunError for a run that is not VALID.
+    `results`: folders whose equal runs show how far equal runs differ. `tolerance`: the slowdown of the gate, 0.1 for
+    10 %. `provisional`: whether a provisional one fails.
+
+    Raises HarnessError for sides that are not comparable, and RunError for a run that is not VALID.
     """
     groups = [[side] if isinstance(side, LoadedRun | str | os.PathLike) else side for side in (baseline, *others)]
     loaded = [[_loaded(run) for run in group] for group in groups]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 from harness.analysis.compare import compare_runs
-from harness.analysis.history import History, read_history
+from harness.analysis.gate import gate_code
+from harness.analysis.history import History, Point, Series, _decide, _with_gate, read_history
 from harness.analysis.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
 from harness.analysis.summarize import read_summary, summarize, write_summary
 from harness.base.errors import ExitCode, HarnessError, RunError
+from harness.base.summary import TOLERANCE
 from harness.records.manifest import Machine, Run
 from harness.report.board import add_result, collect_board
 from harness.report.charts import Figure
@@ -22,7 +25,7 @@ from harness.report.history import _series_chart, history_html, left_out_sentenc
 from harness.scenario import Scenario, Server
 from tests.support.command import harness
 from tests.support.made_runs import WALL_S, scenario, served_by, write_made_run
-from tests.support.nightly import draws, room
+from tests.support.nightly import draws, room, scatter
 
 RUN_SD = 0.02  # between runs
 STEP = 1 / 1.1
@@ -354,6 +357,27 @@ def test_rows_come_and_go(tmp_path: Path) -> None:
         ("a", "slower", 12, "run-00"),
         ("b", "slower", 7, "run-04"),
     ]
+
+
+def gate_shares(runs: int, spread: float, factor: float) -> dict[int, float]:
+    """The share of each exit code of a run that takes `factor` as long, after so many equal ones."""
+    dice, trials, codes = np.random.default_rng(3), draws(1000), Counter[int]()
+    for _ in range(trials):
+        values = 10 * np.exp(dice.normal(0, spread, runs + 1)) * np.where(np.arange(runs + 1) == runs, factor, 1.0)
+        points = [Point(run=str(at), started_wall_s=float(at), value=float(value)) for at, value in enumerate(values)]
+        made = Series(server="a", load="x", metric="wall", points=points, levels=[], left_out={})
+        codes[int(gate_code([_with_gate(_decide(made, str(runs), 1), TOLERANCE).gate]))] += 1
+    return {code: codes[code] / trials for code in (0, 4, 5)}
+
+
+@pytest.mark.parametrize(
+    ("runs", "spread", "passes"), [(2, 0.01, 0.0), (5, 0.01, 0.97), (5, 0.02, 0.85), (10, 0.02, 0.93)]
+)
+def test_the_gate_of_a_history(runs: int, spread: float, passes: float) -> None:
+    equal, slower = gate_shares(runs, spread, 1.0), gate_shares(runs, spread, 1.1)
+    few = scatter(0.05, draws(1000))
+    assert equal[0] >= passes - 2 * few and equal[4] == 0
+    assert slower[0] <= 0.03 + few
 
 
 def in_folder(folder: Path) -> Callable[..., tuple[int, Any]]:
