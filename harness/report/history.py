@@ -33,7 +33,7 @@ _WORDS: dict[Gate, str] = {
     "cannot_tell": "cannot tell", "provisional": "slower (provisional)",
 }  # fmt: skip
 _STYLES: dict[Gate, str] = {
-    "no_slowdown": "same", "slower": "slower", "size_unknown": "inconclusive", "cannot_tell": "inconclusive",
+    "no_slowdown": "no_slowdown", "slower": "slower", "size_unknown": "inconclusive", "cannot_tell": "cannot_tell",
     "provisional": "inconclusive",
 }  # fmt: skip
 HEAD = ("Row", "By", "History", "Level", "Change points", "Outliers", "Speed", "Expected", "Verdict")

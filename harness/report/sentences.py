@@ -384,7 +384,7 @@ def _sort_for_report(verdicts: Sequence[Verdict]) -> list[Verdict]:
 def hidden_verdicts_text(verdict_words: Iterable[str]) -> str:
     """The verdicts that are not shown: "12 more: 8 faster, 4 same"; empty if all are."""
     counts = Counter(verdict_words)
-    parts = ", ".join(f"{number} {word}" for word, number in counts.items())
+    parts = ", ".join(f"{number} {word.replace('_', ' ')}" for word, number in counts.items())
     return f"{counts.total()} more: {parts}" if counts else ""
 
 

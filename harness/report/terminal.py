@@ -26,7 +26,8 @@ from harness.report.tune_results import read_answered
 
 STYLES = {
     "faster": "green", "slower": "red", "same": "cyan", "no_shift": "cyan",
-    "inconclusive": "yellow", "baseline": "dim", "passed": "green", "failed": "bold red", "title": "",
+    "inconclusive": "yellow", "no_slowdown": "cyan", "cannot_tell": "yellow",
+    "baseline": "dim", "passed": "green", "failed": "bold red", "title": "",
     "heading": "bold", "lead": "bold", "good": "bold green", "unsure": "bold yellow", "bad": "bold red",
     "simulated": "bold yellow", "warning": "bold yellow", "fine": "dim",
 }  # fmt: skip

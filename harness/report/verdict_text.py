@@ -147,9 +147,9 @@ def verdict_style(verdict: Verdict) -> str:
     """The colour of a verdict: only what is decided is green or red."""
     if verdict.gate is None:
         return verdict.word
-    if verdict.gate == "no_slowdown":
-        return "faster" if verdict.word == "faster" else "same"
-    return "slower" if verdict.gate == "slower" else "inconclusive"
+    if verdict.gate in ("no_slowdown", "cannot_tell", "slower"):
+        return verdict.word if (verdict.gate, verdict.word) == ("no_slowdown", "faster") else verdict.gate
+    return "inconclusive"
 
 
 def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:

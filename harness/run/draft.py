@@ -59,13 +59,15 @@ def draftable_servers() -> dict[str, Draft]:
 
 
 def images_to_compare(template: str) -> dict[str, str]:
-    """Return two images of an engine with several backends, by backend; the first is pinned. Most engines have none."""
+    """Return two images of an engine: of one with several backends by backend, the first one pinned; of another one as
+    `old` and `new` the pinned image, of which a user replaces one. None where no image is pinned.
+    """
     engine = next(engine for engine in engines() if template in engine.templates)
     backend = engine.settings.get("backend")
     pin = next((pin.image.partition("@")[0] for pin in pins() if template in pin.templates), "")
     found = None if backend is None or backend.part is None else re.search(backend.part, pin)
     if found is None or backend is None or backend.tune is None:
-        return {}
+        return {"old": pin, "new": pin} if pin else {}
     names = [found[1], *(str(name) for name in backend.tune.values if name != found[1])]
     return {name: pin[: found.start(1)] + name + pin[found.end(1) :] for name in names[:2]}
 
@@ -126,7 +128,12 @@ def _scenario(question: str, model: str, servers: dict[str, Any], concurrency: i
         **_loads_and_checks(question, concurrency),
     }
     text = yaml.safe_dump(scenario, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
-    return f"# Made by `harness init`; all keys: docs/scenario-keys.md\n{text}"
+    todo = (
+        "# Put the image of the new build into servers.new.variables.image.\n"
+        if list(servers) == ["old", "new"]
+        else ""
+    )
+    return f"# Made by `harness init`; all keys: docs/scenario-keys.md\n{todo}{text}"
 
 
 def _draft_server(template: str, server: Draft, model: str, concurrency: int) -> dict[str, Any]:

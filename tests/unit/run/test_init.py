@@ -40,8 +40,11 @@ def test_an_engine_is_compared_with_itself_by_its_images(tmp_path: Path) -> None
     }  # fmt: skip
     assert [one["hf_repo"] for one in variables.values()] == ["a/b-GGUF:Q8_0"] * 2
     assert scenario.model == "b-GGUF"
+    path.write_text(draft.draft("compare", ["vllm-rocm", "vllm-rocm"], [], "radeon"), encoding="utf-8")
+    old, new = prepare(path).scenario.servers.items()
+    assert (old[0], new[0], old[1]) == ("old", "new", new[1]) and "image" in old[1].variables
     with pytest.raises(HarnessError, match="2 different servers"):
-        draft.draft("compare", ["vllm-rocm", "vllm-rocm"], [], "radeon")
+        draft.draft("compare", ["simulated", "simulated"], [], "radeon")
 
 
 @pytest.mark.parametrize("question", ["batching", "agents", "classifications"])
