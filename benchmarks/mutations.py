@@ -143,6 +143,8 @@ MUTATIONS = [
              "corrected = iter(stats.holm(p_values))", "corrected = iter(p_values)", "compare"),
     Mutation("verdicts", "a row that is not valid gets a verdict",
              "row = next((row for row in rows if row.invalid is not None), None)", "row = None", "summarize junit"),
+    Mutation("verdicts", "a gate passes where its interval contains the tolerance",
+             "if low is not None and low > limit:", "if high is not None and high > limit:", "compare"),
     Mutation("verdicts", "a run is compared with its own copy",
              "if (run.id, run.started_wall_s) in seen:", "if False:", "compare"),
     Mutation("verdicts", "a check passes where its interval contains the bound",
