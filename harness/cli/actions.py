@@ -203,7 +203,7 @@ def _check_gate(scenario: "Scenario", tolerance: float | None, times: int) -> No
     if tolerance is not None and len(scenario.servers) == 1:
         raise HarnessError(
             "--tolerance: the scenario has one server, and servers of one run are compared",
-            next_step="Add the other server to the scenario, or compare runs: harness compare OLD:2 NEW:2 --tolerance.",
+            next_step="Add the other server to the scenario, or compare runs: harness compare OLD:2 NEW:2.",
         )
     if times == 1 and len(scenario.servers) == 1:
         text = "a comparison with another run needs two runs a side to exclude a slowdown of 10 %: `--times 2`"
