@@ -150,7 +150,6 @@ def test_one_equal_run_against_another_is_rarely_called_different(
     machine, trials = Machine(spread, shape, seed=2), draws(10_000)
     found = words(trials, lambda: machine.runs(1, known=known))
     assert (found["faster"] + found["slower"]) / trials <= most + room(most, trials)
-    assert found["inconclusive"] / trials < 0.06
 
 
 @pytest.mark.parametrize(
