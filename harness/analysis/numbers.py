@@ -52,10 +52,8 @@ def compute_numbers(
     samples: dict[str, list[LatencySample]] = {
         name: [latency_sample(cell, name) for cell in cells] for name in derive.SAMPLES
     }
-    answer_s, in_flight = _mean_answer_s(samples["e2e"]), _mean_in_flight(counted)
-    distributions: dict[str, Any] = {
-        name: distribution(of_name, answer_s, in_flight) for name, of_name in samples.items()
-    }
+    pace = _mean_answer_s(samples["e2e"]), _mean_in_flight(counted)
+    distributions: dict[str, Any] = {name: distribution(of_name, *pace) for name, of_name in samples.items()}
     output_tokens = _sum_if_all(rows.output_tokens for rows in good)
     reasoning = sum(float(np.nansum(derive.reasoning_tokens(rows))) for rows in good)
     chunks, tokens = _carried(good)
@@ -91,7 +89,7 @@ def compute_numbers(
         answers=answer_quality(good),
         prompts=prompt_lengths(good),
         slos={
-            name: slo_attainment(name, of_set, cells, rates.get("window_s"), of_cells, answer_s, in_flight)
+            name: slo_attainment(name, of_set, cells, rates.get("window_s"), of_cells, *pace)
             for name, of_set in (slos or {}).items()
         },
     )

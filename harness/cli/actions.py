@@ -284,6 +284,20 @@ MaxUsersOpt = Annotated[
     int,
     cli.option("N", "Try no more users; of an open loop, tenths of the scenario's rate or trace.", min=1, max=100000),
 ]
+SloOpt = Annotated[
+    list[str] | None,
+    cli.option(
+        "CHECK",
+        'What users must get, such as "ttft_p95 <= 2s" (default: the scenario\'s checks); may be repeated.',
+        "--check",
+        "--slo",
+        callback=cli.split_given,
+    ),
+]
+AtLeastOpt = Annotated[
+    float | None,
+    cli.option("N", "Only find whether it holds so many users, or requests/s: exit code 4 if it does not."),
+]
 UserOpt = Annotated[
     Literal["chat", "batch", "agent", "rag"] | None,
     cli.option(None, "Without a scenario: the kind of users (default: chat)."),
@@ -293,26 +307,14 @@ UserOpt = Annotated[
 @cli.command(short_help="Find how many users a server holds.")
 def capacity(
     scenario: cli.OptionalScenario = None,
-    checks: Annotated[
-        list[str] | None,
-        cli.option(
-            "CHECK",
-            'What users must get, such as "ttft_p95 <= 2s" (default: the scenario\'s checks); may be repeated.',
-            "--check",
-            "--slo",
-            callback=cli.split_given,
-        ),
-    ] = None,
+    checks: SloOpt = None,
     load: Annotated[
         str | None, cli.option("NAME", "Which of the scenario's loads, or of its mixes (default: the first load).")
     ] = None,
     fix: FixOpt = None,
     max_users: MaxUsersOpt = 256,
     budget: Annotated[str, cli.option("TIME", "How long it may take in all, such as 30min or 2h.")] = "30min",
-    at_least: Annotated[
-        float | None,
-        cli.option("N", "Only find whether it holds so many users, or requests/s: exit code 4 if it does not.", min=0),
-    ] = None,
+    at_least: AtLeastOpt = None,
     knee: Annotated[bool, cli.flag("--knee", "Also find where more concurrency stops raising the throughput.")] = False,
     url: cli.UrlOpt = None,
     user: UserOpt = None,
@@ -342,15 +344,9 @@ def capacity(
     name = f"capacity-{user or 'chat'}"
     with running_scenarios.scenario_path(scenario, target, name, make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, console.print)
+        limits: dict[str, Any] = {"max_level": max_users, "budget_s": budget_s, "at_least": at_least}
         experiment, question, parsed = searching.define_search(
-            experiment,
-            load,
-            checks or [],
-            max_level=max_users,
-            budget_s=budget_s,
-            knee=knee,
-            fix=fix or [],
-            at_least=at_least,
+            experiment, load, checks or [], knee=knee, fix=fix or [], **limits
         )
         folder, report = searching.capacity(experiment, question, parsed, runs, Progress(console))
     if as_json:

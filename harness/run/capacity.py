@@ -132,10 +132,8 @@ def define_search(
             next_step=f"Add {EXAMPLE}, or --knee for the throughput alone.",
         )
     loads = {load_of_stage(part) or part: settings for part, settings in loads.items()}
-    members = [
-        MixMember(load=part, unit=load_unit(one), step=level_step(one), amount=fixed.get(part))
-        for part, one in loads.items()
-    ]
+    members = [MixMember(load=part, unit=load_unit(one), step=level_step(one), amount=fixed.get(part))
+               for part, one in loads.items()]  # fmt: skip
     varied = next(member for member in members if member.amount is None)
     first = next(iter(by_server.values()))
     report = CapacityReport(
@@ -148,17 +146,9 @@ def define_search(
         knee=knee,
         budget_s=budget_s,
         members=members if is_mix else [],
-        at_least=at_least,
     )
     if at_least is not None:
-        level = math.ceil(at_least / varied.step - 1e-9)
-        if without_slo or level < 1:
-            raise HarnessError(
-                f"--at-least {at_least:g}: "
-                + ("needs SLOs" if without_slo else f"less than one level ({varied.step:g})"),
-                next_step=f"Add {EXAMPLE}." if without_slo else "Use a larger number.",
-            )
-        report = replace(report, max_level=max(max_level, level), at_least_level=level)
+        report = _asked_for(report, at_least, has_slos=not without_slo)
     if scenario.generator == "process":
         largest = load_at(loads[varied.load], max_level * varied.step, 1.0)
         refuse_too_few_files(connections_per_process(largest), "a smaller --max-users")
@@ -166,6 +156,20 @@ def define_search(
     limits = {"restart": False, "repeats": 1, "max_error_rate": 1.0}
     scenario = replace(scenario, loads=loads, mixes={}, baseline=None, compare=[], checks=[], **limits)
     return replace(experiment, scenario=scenario), report, by_server
+
+
+def _asked_for(report: CapacityReport, at_least: float, *, has_slos: bool) -> CapacityReport:
+    """Return the question whether the servers hold so many users (or requests/s). Raises HarnessError."""
+    largest = report.step * MAX_USERS
+    if not has_slos:
+        raise HarnessError(f"--at-least {at_least:g}: no SLO says what users must get", next_step=f"Add {EXAMPLE}.")
+    if not report.step <= at_least <= largest:
+        raise HarnessError(
+            f"--at-least: must be {report.step:g} to {largest:g} {report.unit} (got {at_least:g})",
+            next_step="Use a number in this range.",
+        )
+    level = math.ceil(at_least / report.step - 1e-9)
+    return replace(report, max_level=max(report.max_level, level), at_least=at_least, at_least_level=level)
 
 
 def _refuse_unvaried(load: str, loads: Mapping[str, Load], *, knee: bool) -> None:
