@@ -254,7 +254,7 @@ class BlockCutter:
                 for one in late
                 if one.sent_s <= self._next_s
             }
-            few = 1 if self._whole_tokens else BLOCK_ANSWERS
+            few = 1 if self._whole_tokens or self._answers < BLOCK_ANSWERS else BLOCK_ANSWERS
             if any(answers[load] < few for load in self._loads if load not in stuck):
                 # Blocks that end before the next answer change nothing: clocks of stored records may have jumped.
                 ends_s = (request.sent_s + request.ended_s for request in self._waiting)

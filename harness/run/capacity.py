@@ -85,6 +85,7 @@ from harness.serve.lint import refuse_too_long
 Slos = Mapping[str, Sequence[Check]]  # by server
 
 RAMP_WARMUP_S = 1.0
+MAX_RAMP_S = 30.0  # within which the users of a probe start: as long as an answer with its pause
 FIRST_WARMUP_S = 30.0  # limit of the first warm-up, when the duration of an answer is unknown
 MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 300.0  # limits of later ones
 MIN_WARMUP_REQUESTS, WARMUP_WAVES = 100, 4  # a warm-up also ends after the larger of these requests and waves
@@ -551,6 +552,10 @@ class ServerSearch:
         """Run the cells of one probe."""
         running, level, cells = self.running, probe.level, self._cells_of(probe.level)
         loads = {cell.load: load for cell, load in zip(cells, self._loads_at(level).values(), strict=True)}
+        if probe.purpose in SLO_PURPOSES and not any(map(is_open_loop, loads.values())):
+            # Users who come at once are a burst, which the users of a running service are not.
+            ramp_s = min(MAX_RAMP_S, (self._answer_s or 0.0) + max(map(pause_s, loads.values())))
+            loads = {name: replace(load, ramp_s=ramp_s if level > 1 else 0.0) for name, load in loads.items()}
         mixes = {} if cells[0].mix is None else {cells[0].mix: list(self.loads)}
         known = running.file.manifest.scenario
         scenario = replace(known, loads={**known.loads, **loads}, mixes={**known.mixes, **mixes})
