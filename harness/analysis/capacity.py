@@ -245,13 +245,13 @@ def load_at(load: Load, amount: float, duration_s: float) -> Load:
 # The largest load that meets the SLOs.
 #
 # First a *ramp*: doubling levels, a few answers each, until one clearly breaks an SLO. It gives an estimate. Then
-# proofs, close to the estimate first: the level below it, the level above it, and what remains between them.
+# proofs: of the highest level that seemed to meet the SLOs, below the estimate, above it, and what remains between.
 
 
 MAX_PROOFS = 14
 MAX_TRIES = 3  # probes of one level: two agree, or a third one decides
 # Answer times of a probe with its warm-up, and probes of a search (tests/unit/analysis/test_capacity_proof.py).
-PROOF_ROUNDS, RAMP_ROUNDS, TYPICAL_PROOFS = 40, 4, 4
+PROOF_ROUNDS, RAMP_ROUNDS, TYPICAL_PROOFS = 40, 4, 5
 MARGIN_LIMITS = (1e-3, 10.0)  # of the latency / bound of a level, for the estimate
 _BELOW = 1.05  # the first proof is so far below the estimate
 _AROUND = 1.2  # levels so close to one that could not be decided are as hard
@@ -321,6 +321,9 @@ def next_slo_step(probes: Sequence[Probe], max_level: int, at_least: int | None 
             return SloStep("slo", again)
     if not candidates:
         return None
+    # First a level that is likely to be proven soon, within a factor of two of the limit.
+    if low is None and not proofs and (met := _seen(probes)[0]) in candidates:
+        return SloStep("slo", met)
     return SloStep("slo", _next_proof_level(candidates, (low, high), sorted(tried), proofs, estimate_level(probes)))
 
 

@@ -347,7 +347,7 @@ def make_reference(
     `runs` and `results`. Raises HarnessError for a folder without a VALID run.
     """
     base = read_baseline(folder)
-    texts = [*run.scenario.checks, *checks]
+    texts = list(dict.fromkeys([*run.scenario.checks, *checks]))
     summary = summary_of(folder, texts)
     refuse_invalid(base, summary, "is a baseline")
     known = {row.key for row in summary.rows}

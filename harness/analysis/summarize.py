@@ -84,7 +84,7 @@ def summarize_with_counts(folder: Path, extra_checks: Sequence[str] = (), *, cha
 def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarized:
     """The summary of a run that was read."""
     folder, run, planned_cells = data.folder, data.run, data.planned
-    check_texts = [*run.scenario.checks, *extra_checks]
+    check_texts = list(dict.fromkeys([*run.scenario.checks, *extra_checks]))
     slos = slo_sets(check_texts)
     summaries = _with_client_errors(run, _summarize_cells(data, slos), check_texts)
     run_reasons, not_run = validity.run_reasons(run, data.damaged, data.unknown_cells), validity.missing_cells(run)
@@ -170,7 +170,7 @@ def with_checks(
     if reference is not None and summary.reasons:
         reference = replace(reference, refused=because("run_invalid", "this run is INVALID"))
     results = checks.evaluate(
-        [*run.scenario.checks, *extra_checks],
+        list(dict.fromkeys([*run.scenario.checks, *extra_checks])),
         [row for row in summary.rows if row.failed is None],
         summary.comparison,
         reference,

@@ -462,7 +462,8 @@ def to_speeds(metric: str, values: Sequence[float]) -> list[float]:
 
 def from_speeds(metric: str, speeds: Sequence[float]) -> list[float]:
     """Speeds of `to_speeds` as values of their metric."""
-    return [speed if METRICS[metric].more_is_better else 1 / speed for speed in speeds]
+    is_rate = metric not in METRICS or METRICS[metric].more_is_better  # a goal of tune is no metric
+    return [speed if is_rate else 1 / speed for speed in speeds]
 
 
 def _independent_values(pair: ComparedSides) -> tuple[list[float], list[float]]:

@@ -98,7 +98,7 @@ def prepare(
             raise HarnessError("--duration: no load of this scenario has a 'duration_s'", next_step=next_step)
         scenario = replace(scenario, loads=scenario.loads | timed)
     scenario = scenario if model is None else _with_models(scenario, model)
-    scenario = replace(scenario, checks=[*scenario.checks, *checks])
+    scenario = replace(scenario, checks=list(dict.fromkeys([*scenario.checks, *checks])))
     if target is not None:
         scenario = _move_to_running_server(scenario)
     return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target)
