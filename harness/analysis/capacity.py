@@ -4,7 +4,6 @@ The searches are functions of the probes so far and do no I/O. They assume that 
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations
@@ -314,17 +313,23 @@ def next_slo_step(probes: Sequence[Probe], max_level: int, at_least: int | None 
         return None
     if at_least is not None and at_least not in tried:
         return SloStep("slo", at_least)
-    if tried or not candidates:  # confirm what one probe decided; at once where a level showed to be unsteady
-        once = [level for level in (low, high) if level is not None and abs(nets[level]) == 1]
-        tries = Counter(probe.level for probe in counted)
-        if (again := next((level for level in once if tries[level] < MAX_TRIES), None)) is not None:
-            return SloStep("slo", again)
+    # Confirm what one probe decided: a pass at once where a level showed to be unsteady, a failure at the end.
+    to_confirm = [low if tried or not candidates else None, None if candidates else high]
+    for level in to_confirm:
+        tries = [probe for probe in counted if probe.level == level]
+        if level is not None and abs(nets[level]) == 1 and len(tries) < MAX_TRIES and not _is_hopeless(tries):
+            return SloStep("slo", level)
     if not candidates:
         return None
     # First a level that is likely to be proven soon, within a factor of two of the limit.
     if low is None and not proofs and (met := _seen(probes)[0]) in candidates:
         return SloStep("slo", met)
     return SloStep("slo", _next_proof_level(candidates, (low, high), sorted(tried), proofs, estimate_level(probes)))
+
+
+def _is_hopeless(probes: Sequence[Probe]) -> bool:
+    """Whether the server died, or most requests missed an SLO, so that no second probe is needed."""
+    return any(one.state == "died" or any(2 * met < known for met, known in one.counts) for one in probes)
 
 
 def _next_ramp_level(probes: Sequence[Probe], max_level: int) -> int | None:
@@ -399,8 +404,8 @@ def settle_seconds(probes: Sequence[Probe], max_level: int, at_least: int | None
 
 def slo_answer(
     probes: Sequence[Probe], max_level: int, at_least: int | None = None, *, complete: bool | None = None
-) -> CapacityAnswer | None:
-    """The largest load that meets the SLOs, after the probes so far; None before the first one has an answer.
+) -> CapacityAnswer:
+    """The largest load that meets the SLOs, after the probes so far; without an answer `unproven`, without a level.
 
     `complete`: None if a search decides it.
     """
@@ -408,7 +413,9 @@ def slo_answer(
     nets = _net_passes(probes, search_levels(max_level, at_least))
     met, missed = _seen(probes)
     answer = levels_answer(nets, estimate_level(probes))
-    return None if answer is None else msgspec.structs.replace(answer, complete=complete, met=met, missed=missed)
+    if answer is None:
+        return CapacityAnswer(kind="unproven", level=None, low=None, high=None, complete=False)
+    return msgspec.structs.replace(answer, complete=complete, met=met, missed=missed)
 
 
 def levels_answer(nets: Mapping[int, int], estimate: float | None) -> CapacityAnswer | None:

@@ -42,8 +42,8 @@ UNHELD: dict[Unheld, str] = {
 LOOK_ERROR = 0.025  # one-sided, of each examination of a probe
 MAX_BLOCKS = 40  # for shares up to ...
 _SHARE = 0.95  # ... this one; higher shares need more blocks, in proportion to 1 / (1 - share)
-_LOOKS = (3, 6, 12, 20, 30, 40)  # of MAX_BLOCKS; two blocks can still be affected by the start
-MIN_PASS_BLOCKS = 6  # fewer answer times show no stalls
+_LOOKS = (3, 8, 12, 20, 30, 40)  # of MAX_BLOCKS; two blocks can still be affected by the start
+MIN_PASS_BLOCKS = 8  # fewer answer times show no stalls
 _PATIENCE = 4  # times the limit, for a level without a request that missed an SLO
 # A probe is hopeless after HOPE of the limit if even PACE times its remaining blocks decide nothing.
 HOPE = 0.4
@@ -190,13 +190,16 @@ class Probe:
         """See MeasuredProbe; infinite where the server died or the level is not held, None without a request."""
         if self.state == "died" or self.unheld is not None:
             return math.inf
+        if not self.blocks:
+            return None
         margins = [_margin(share, _samples(self._evidence, slo)) for slo, share in enumerate(self.shares)]
         return max((margin for margin in margins if margin is not None), default=None)
 
     @property
     def counts(self) -> list[tuple[int, int]]:
         """For each SLO the requests that met it, and of which it is known, with those that the end of the load cut."""
-        return [_count(_samples(self._evidence, slo))[:2] for slo in range(len(self.shares))]
+        evidence = self._evidence or self.blocks
+        return [_count(_samples(evidence, slo))[:2] for slo in range(len(self.shares))]
 
     @property
     def clearly_missed(self) -> bool:
@@ -210,7 +213,6 @@ class Probe:
 
     def result(self, cells: list[str]) -> MeasuredProbe:
         """The result of the ended probe. `cells`: of the run."""
-        counts = [block.counts for block in self.blocks]
         measured = self.steady_blocks or self.blocks
         measured_s = sum(block.seconds for block in measured)
         return MeasuredProbe(
@@ -221,10 +223,7 @@ class Probe:
             blocks=len(self.blocks),
             answers=sum(block.answers for block in self.blocks),
             seconds=self.seconds,
-            counts=[
-                (sum(each[slo][0] for each in counts), sum(each[slo][1] for each in counts))
-                for slo in range(len(self.slos))
-            ],
+            counts=self.counts,
             missed=self.missed,
             queued=self.queued,
             answer_s=self.cutter.answer_s,

@@ -123,9 +123,12 @@ def slo_reason(
     }  # fmt: skip
     values |= {name: None if level is None else report.amount(level) for name, level in levels.items()}
     above = f"; at {number(slo.above)} {broken}" if slo.above else ""
+    if report.at_least_level:
+        answer = _asked_answer(report, slo, f"{amount(report.at_least_level)}{next_to}", broken, settle_s)
+        return because("capacity_asked", answer + waited, **values)
     if slo.kind == "more_than":
-        raises = "what --at-least asks for" if report.at_least else "the maximum that was tried (--max-users raises it)"
-        return because("capacity_more_than", f"holds at least {amount(slo.low)}{next_to}, proven: {raises}", **values)
+        text = f"holds at least {amount(slo.low)}{next_to}, proven: the maximum that was tried (--max-users raises it)"
+        return because("capacity_more_than", text, **values)
     if slo.kind == "none":
         why = broken if slo.broken or slo.unheld else "the server died, or no answer came"
         return because("capacity_none", f"does not hold even {amount(1)}{next_to}: {why}{waited}", **values)
@@ -135,18 +138,32 @@ def slo_reason(
         return because("capacity_found", text + waited, **values)
     settle = _settle(slo, settle_s, what_if=what_if)
     if slo.kind == "between":
-        if report.at_least_level and slo.low is not None and slo.low >= report.at_least_level:
-            settle = ""
         likely = "" if slo.level == slo.low else f"; {number(slo.level)} is likely"
         text = f"holds at least {amount(slo.low)}{next_to}, proven{likely}{above}{settle}"
         return because("capacity_between", text + waited, **values)
-    if slo.level:
+    if slo.level is None:
+        text = f"not known: no answer ended in time{settle or '. Use a longer --budget'}"
+    elif slo.level:
         between = f" (between {number(slo.met)} and {number(slo.missed)})" if slo.met and slo.missed else ""
         more = "" if slo.missed else " or more"
         text = f"about {amount(slo.level)}{more}{next_to}{between}; not proven yet{above}{settle}"
     else:
         text = f"likely not even {amount(1)}{next_to}: {broken}; not proven yet{settle}"
     return because("capacity_unproven", text + waited, **values)
+
+
+def _asked_answer(report: CapacityReport, slo: CapacityAnswer, asked: str, broken: str, settle_s: float | None) -> str:
+    """Whether a server holds what --at-least asks for."""
+    level = report.at_least_level or 1
+    if slo.low is not None and slo.low >= level:
+        return f"holds {asked}, proven"
+    if slo.above is not None and slo.above <= level:
+        at = "" if slo.above == level else f"at {format_level(report, slo.above)} "
+        return f"does not hold {asked}: {at}{broken}"
+    known = "no answer ended in time" if slo.level is None else f"about {format_level(report, slo.level)} are likely"
+    if slo.low:
+        known = f"at least {format_level(report, slo.low)} are proven, {known}"
+    return f"not known whether it holds {asked}: {known}{_settle(slo, settle_s, what_if=False)}"
 
 
 def _settle(slo: CapacityAnswer, settle_s: float | None, *, what_if: bool) -> str:

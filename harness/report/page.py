@@ -66,6 +66,7 @@ def run_page(
     summary = shown_summary(summary, tune)
     results = levels_grid(levels) if levels else results_table(summary, run)
     page = [
+        *_what_if(summary.what_if),
         *answer(summary, run, capacity, tune, levels),
         *state(summary, run, itertools.chain(*results.rows)),
         *([] if tune is None else tune_elements(tune)),
@@ -169,7 +170,6 @@ def findings(summary: Summary) -> list[Element]:
         *(Paragraph(sentence(reason)) for reason in summary.hardware_shares),
         *([Paragraph("FINDINGS: no problem found", "good")] if none else []),
         *([Paragraph("Findings, the worst first", "heading"), *_some(items, 1, more, "findings")] if items else []),
-        *_what_if(summary.what_if),
     ]
 
 

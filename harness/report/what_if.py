@@ -64,13 +64,17 @@ def server_answers(
             )
     probes = [replay(data, probe, slos) for probe in stored]
     results = [probe.result(one.cells) for probe, one in zip(probes, stored, strict=True)]
-    found_answer = slo_answer(probes, capacity.max_level, capacity.at_least_level, complete=True)
-    if found_answer is None:
-        return
-    answer = with_broken(found_answer, results, slos)
+    is_same = asked.slos == capacity.slos and server.slo is not None
+    if is_same and server.slo is not None:  # the search saw the requests in flight, too
+        answer, results, probes = server.slo, stored, []
+    else:
+        found = slo_answer(probes, capacity.max_level, capacity.at_least_level, complete=True)
+        answer = with_broken(found, results, slos)
     text = f"{server.server}, {', '.join(asked.slos)}: "
-    found = slo_reason(asked, answer, results, what_if=True)
-    yield replace(found, text=text + found.text, values={**found.values, "server": server.server, "slos": asked.slos})
+    reason = slo_reason(asked, answer, results, what_if=True)
+    yield replace(
+        reason, text=text + reason.text, values={**reason.values, "server": server.server, "slos": asked.slos}
+    )
     for probe in probes:
         if probe.state == "stopped":
             had, needed = len(probe.blocks), blocks_needed(probe.shares, len(probe.blocks))

@@ -169,6 +169,8 @@ def _asked_for(report: CapacityReport, at_least: float, *, has_slos: bool) -> Ca
             f"--at-least: must be {report.step:g} to {largest:g} {report.unit} (got {at_least:g})",
             next_step="Use a number in this range.",
         )
+    if report.unit == "users" and not float(at_least).is_integer():
+        raise HarnessError(f"--at-least: must be a whole number of users (got {at_least:g})", next_step="Round it up.")
     level = math.ceil(at_least / report.step - 1e-9)
     return replace(report, max_level=max(report.max_level, level), at_least=at_least, at_least_level=level)
 
@@ -330,8 +332,7 @@ class ServerSearch:
     def _next_probe(self) -> tuple[Purpose, int, float] | None:
         """Return purpose, level and precision of the next probe: for the SLOs, then for the knee, then for drift."""
         if self.probes and time.monotonic() > self.deadline_s:
-            is_open = bool(self.slos) and next_slo_step(self.probes, *self._limits) is not None
-            if is_open and not any(reason.code == "capacity_budget" for reason in self.reasons):
+            if self._is_open and not any(reason.code == "capacity_budget" for reason in self.reasons):
                 self.reasons.append(self._budget_reason())
             return None
         if self.slos and (step := next_slo_step(self.probes, *self._limits)) is not None:
@@ -374,7 +375,7 @@ class ServerSearch:
         if probe.purpose == "drift" and probe.state == "done":
             self.drift = find_drift(probe.level, self._repeated_probe().blocks, probe.blocks)
         self.reasons += [death] if died else problems
-        if is_short and not problems and probe.purpose != "drift":
+        if is_short and not problems and (self._is_open or probe.purpose == "knee"):
             self.reasons.append(self._budget_reason())
         self.write()
         self._print_answer(probe)
@@ -392,7 +393,7 @@ class ServerSearch:
             progress, is_first = self.running.progress, not self._printed
             self._printed = known
             progress.line(f"{self.name}: {slo_reason(self.report, answer, self.measured).text}")
-            more_s = self._more_s() if is_first else None
+            more_s = self._more_s() if is_first and self._is_open else None
             if more_s is not None:
                 progress.line(f"{self.name}: the proof takes about {duration_up(more_s)} here")
 
@@ -486,11 +487,19 @@ class ServerSearch:
     def _slo_answer(self) -> CapacityAnswer | None:
         if not self.slos or not self.started:
             return None
-        answer = slo_answer(self.probes, *self._limits)
-        return None if answer is None else with_broken(answer, self.measured, self.slos)
+        return with_broken(slo_answer(self.probes, *self._limits), self.measured, self.slos)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether more time could give a better answer for the SLOs."""
+        answer = self._slo_answer()
+        is_open = answer is not None and answer.kind in ("between", "unproven")
+        return is_open and next_slo_step(self.probes, *self._limits) is not None
 
     def _more_s(self) -> float | None:
-        """About the seconds that are left, by the times that this server showed; None: the answer is known."""
+        """About the seconds that are left, by the times that this server showed; None: not known, or none."""
+        if not self._is_open:
+            return None
         return settle_seconds(self.probes, *self._limits, max(map(pause_s, self.loads.values())))
 
     def _settle_s(self) -> float | None:
@@ -594,21 +603,23 @@ class ServerSearch:
         if failed and probe.state == "fail":
             self._note_failures(probe, failed, measured.answers)
         if not measured.answers:
-            self.running.progress.line(f"{self.name}: {at}: no answer in {duration(measured.seconds)}")
+            self.running.progress.line(f"{self.name}: {at}: the time ran out before the first answer")
             return
         shares = [
-            f"{short_percent(share)} within {slo.text}"
-            for slo, share in zip(self.slos, measured.met, strict=True)
-            if share is not None and probe.purpose != "knee"
+            f"{short_percent(met / known)} of {known:,} within {slo.text}"
+            for slo, (met, known) in zip(self.slos, measured.counts, strict=True)
+            if known and probe.purpose != "knee"
         ]
         outcomes: dict[ProbeState, str] = {
             "pass": "proven", "fail": "broken", "died": "the server died", "unresolved": "too close to decide",
             "stopped": "time ran out",
         }  # fmt: skip
         outcome = f"not held, {UNHELD[probe.unheld]}" if probe.unheld else outcomes.get(probe.state)
-        took = f"{count(measured.answers, 'answer')} in {duration(measured.seconds)}"
+        took = duration(measured.seconds) if shares else f"{count(measured.answers, 'answer')} in "
+        took += "" if shares else duration(measured.seconds)
         text = ", ".join([*shares, took, *([] if outcome is None else [outcome])])
-        again = " once more" if probe.purpose == "drift" else ""
+        earlier = [one for one in self.measured[:-1] if (one.level, one.purpose) == (probe.level, probe.purpose)]
+        again = " once more" if earlier or probe.purpose == "drift" else ""
         self.running.progress.line(f"{self.name}: {at}{again}: {text}")
 
     def _note_failures(self, probe: Probe, failed: int, answers: int) -> None:

@@ -134,7 +134,7 @@ def test_a_server_that_answers_nothing_at_all_ends_a_probe() -> None:
 @pytest.mark.parametrize(
     ("first", "rest", "state", "number"),
     [
-        ([], (51, 51), "pass", 6),
+        ([], (51, 51), "pass", 8),
         ([], (3, 3), "pass", 30),  # one user: 90 answers
         ([], (50, 51), "pass", 12),  # 98.0 %, all blocks alike
         ([], (45, 51), "fail", 3),
