@@ -402,7 +402,8 @@ def test_a_knee_without_levels_is_unclear(tmp_path: Path) -> None:
     search = ServerSearch(replace(question, knee=True), running, "one", slos["one"])
     search.started = True
     of_both = search.result()
-    assert of_both.unresolved and of_both.slo is not None and of_both.slo.level is None and of_both.knee is not None and of_both.knee.points == []
+    assert of_both.unresolved and of_both.slo is not None and of_both.slo.level is None
+    assert of_both.knee is not None and of_both.knee.points == []
     assert answer_reasons(question, of_both)[-1].values == {"levels": 0, "needed": 3, "complete": False}
 
 
