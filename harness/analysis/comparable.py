@@ -39,7 +39,7 @@ _NEVER_EXCUSED = ("workload_sha256", "simulated")  # must be equal in every comp
 # A difference in these is no reason to refuse. The commit also changes when results are committed, and `versions` has a
 # checksum of the code that measures. The load does not depend on the number of machines that send it.
 SHOWN_ONLY = ("git_commit", "load_machines")
-ABSENT = "nothing"
+ABSENT, _THERE = "nothing", "there"
 # Fields of `Startup` that are settings, not measurements. `version`: of the engine behind a gateway or Lemonade.
 SETTINGS = (
     "engine", "version", "architecture", "max_model_len", "attention_backend", "offloaded_layers", "kv_block_size",
@@ -60,6 +60,7 @@ def refuse_unlike(
     of one (`machine`), or the end of one (`image_digest`). Runs of one side must be equal in all keys.
     """
     facts = [collect_facts(run, rows) for run in runs]
+    _name_missing_loads(runs, facts)
     differing: dict[int, list[str]] = {}  # keys in which the first run of a side differs from the baseline
     for index in range(1, len(runs)):
         first = groups.index(groups[index])
@@ -86,6 +87,18 @@ def refuse_unlike(
             ),
             next_step=f"Leave it out, or name one of: {', '.join(known)}.",
         )
+
+
+def _name_missing_loads(runs: Sequence[Run], facts: Sequence[dict[str, Any]]) -> None:
+    """Put loads that only some runs have before the checksum of the workload, which differs because of them."""
+    everywhere = set.intersection(*(set(run.scenario.loads) for run in runs))
+    if len({run.workload_sha256 for run in runs}) < 2:
+        return
+    for run, known in zip(runs, facts, strict=True):
+        missing = {f"loads.{load}": _THERE for load in run.scenario.loads if load not in everywhere}
+        own = dict(known)
+        known.clear()
+        known.update(missing | own)
 
 
 def differing_keys(first: Facts, second: Facts) -> list[str]:
@@ -121,6 +134,9 @@ def _refuse(
     lines = [f"{key}: {value} in {run}, {other_value} in {other}" for key, value, other_value in shown]
     more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
     text = f"runs that differ in '{key}' are not compared: {value} in {run}, {other_value} in {other}{more}"
+    if (value, other_value) in ((ABSENT, _THERE), (_THERE, ABSENT)):
+        only = run if value == _THERE else other
+        text = f"runs that differ in their loads are not compared: {key} is only in {only}{more}"
     error = UnlikeError(
         because(
             "runs_differ", text, key=key, run=run, value=value, other=other, other_value=other_value, more=len(keys) - 1
@@ -407,7 +423,7 @@ def find_differences(sides: Sequence[Facts]) -> list[Difference]:
             part = ".".join(key.split(".")[:2])
             has_part = [any(f"{other}.".startswith(f"{part}.") for other in side) for side in expanded]
             if key.startswith(("servers.", "loads.")) and not all(has_part):  # some sides lack this server or load
-                differing[part] = ["there" if has else ABSENT for has in has_part]
+                differing[part] = [_THERE if has else ABSENT for has in has_part]
             else:
                 differing[key] = format_values(values)
     servers = list(dict.fromkeys(key.split(".")[1] for side in expanded for key in side if key.startswith("servers.")))

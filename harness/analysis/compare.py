@@ -42,6 +42,8 @@ from harness.base.summary import (
 from harness.base.units import percent
 from harness.records.manifest import Run, UnlikeError, read_run
 
+_SHOWN_ROWS = 4  # of a side, in a message
+
 
 class _Side(Side):
     """A group of runs."""
@@ -147,13 +149,21 @@ def compare_runs(
     )
 
 
+def _row_names(side: _Side) -> str:
+    """The rows of a side, or that its own runs have none in common."""
+    names = [" / ".join(row) for row in side.common_rows()]
+    more = f" and {len(names) - _SHOWN_ROWS} more" if len(names) > _SHOWN_ROWS else ""
+    return f"{', '.join(names[:_SHOWN_ROWS])}{more}" if names else "none that all of them have"
+
+
 def _common_rows(sides: Sequence[_Side]) -> list[RowKey]:
     """The rows that all sides have. Raises HarnessError without any."""
     first, *others = [side.common_rows() for side in sides]
     rows = [row for row in first if all(row in other for other in others)]
     if not rows:
+        shown = "; ".join(f"{', '.join(run.id for run in side.runs)} has {_row_names(side)}" for side in sides)
         raise HarnessError(
-            "the runs have no row in common: none of their servers and loads have the same names",
+            f"the runs have no row in common, as SERVER / LOAD: {shown}",
             next_step="Give servers and loads that are to be compared the same names in both scenarios.",
         )
     return rows
@@ -347,6 +357,7 @@ def make_reference(
     `runs` and `results`. Raises HarnessError for a folder without a VALID run.
     """
     base = read_baseline(folder)
+    _refuse_repeated([base, run])
     texts = list(dict.fromkeys([*run.scenario.checks, *checks]))
     summary = summary_of(folder, texts)
     refuse_invalid(base, summary, "is a baseline")

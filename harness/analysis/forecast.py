@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -126,7 +126,7 @@ def forecast(
         raise RunError(
             f"{run.id}: no row allows a prediction",
             detail="\n".join(f"{name}: {sentence(why)}" for name, why in refused.items()),
-            next_step=f"Measure a batch load with in_flight: {DOCS}/plan.md has a scenario.",
+            next_step=_what_to_measure(folder, refused.values()),
         )
     has_power = any(row.energy_kwh is not None for row in rows)
     package = any(row.machine_load is not None and row.machine_load.package for row in summary.rows)
@@ -141,6 +141,21 @@ def forecast(
         refused=refused,
         assumptions=_assumptions(has_power, package),
     )
+
+
+_DEATHS = ("server_died", "server_exit", "server_unreachable", "out_of_memory")
+
+
+def _what_to_measure(folder: Path, refused: Iterable[Reason]) -> str:
+    """What makes a prediction possible: a server that lives, a run that counts, or another load."""
+    invalid = [why for reason in refused if isinstance(why := reason.values.get("why"), dict)]
+    for why in invalid:
+        if why["code"] in _DEATHS:
+            log = folder / "logs" / f"{why.get('cell')}.server.log"
+            return f"The server died: find out why (harness explain {log}), fix that, and run the scenario again."
+    if invalid:
+        return f"harness report {folder} shows all reasons. Run the scenario again."
+    return f"Measure a batch load with in_flight: {DOCS}/plan.md has a scenario."
 
 
 def _assumptions(has_power: bool, package: bool) -> list[Reason]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from harness.base.errors import ExitCode
-from harness.base.summary import LARGE, MAX_REPEATS, Gate, Summary, Verdict
+from harness.base.summary import LARGE, MARGIN, MAX_REPEATS, Gate, Summary, Verdict
 
 ENOUGH_RUNS = 5  # a side, which the advice asks for: equal sides pass in 99 % at a noise of 3 %
 
@@ -48,13 +48,13 @@ def _needed(verdict: Verdict, gate: Gate, tolerance: float) -> int | None:
     known = max(verdict.n)
     if gate == "provisional":
         return max(ENOUGH_RUNS, verdict.needed or 0)
-    if known < ENOUGH_RUNS:
-        return ENOUGH_RUNS
     if not verdict.ratio or not verdict.low or verdict.high is None:
-        return None
+        return ENOUGH_RUNS if known < ENOUGH_RUNS else None
     distance = abs(math.log(verdict.ratio) + math.log1p(tolerance))
     half_width = math.log(verdict.high / verdict.low) / 2
     needed = math.inf if distance == 0 else min(verdict.n) * (half_width / distance) ** 2
+    if known < ENOUGH_RUNS:  # their interval says little of that of more runs, but not of a ratio at the tolerance
+        return None if distance < MARGIN / 2 and needed > MAX_REPEATS else ENOUGH_RUNS
     return max(math.ceil(needed), known + 1) if needed <= MAX_REPEATS else None
 
 

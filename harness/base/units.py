@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from datetime import UTC, datetime
+from fractions import Fraction
 
 from harness.base.errors import HarnessError
 
@@ -130,3 +131,19 @@ def read_duration(option: str, given: str) -> float:
             next_step="Write 8h, 2h30min, 45s or 2d.",
         )
     return total_s
+
+
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6}
+_MOST = 10**12
+
+
+def read_count(option: str, given: str) -> int:
+    """A whole number such as 500000, 500,000, 500k or 1.5M. Raises HarnessError."""
+    match = re.fullmatch(r"(\d{1,13}|\d{1,3}(?:,\d{3}){1,4}|\d{1,9}\.\d{1,6}(?=[kKmM]))([kKmM]?)", given.strip())
+    number = Fraction(match[1].replace(",", "")) * _THOUSANDS[match[2].lower()] if match else Fraction()
+    if number.denominator != 1 or not 1 <= number <= _MOST:
+        raise HarnessError(
+            f"{option}: a whole number from 1 to {_MOST:,} is expected, got '{given[:100]}'",
+            next_step="Write 500000, 500,000, 500k or 1.5M.",
+        )
+    return int(number)

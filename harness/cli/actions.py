@@ -143,7 +143,8 @@ def run(
             experiment = experiments.with_workers(experiment, workers, bind)
         _print_notes(experiment.scenario, say)
         if scenario is not None:
-            _check_gate(experiment.scenario, share, times)
+            cli.refuse_tolerance(experiment.scenario, share)
+            _say_gate_needs(experiment.scenario, times, is_gate=junit is not None or base is not None)
         _measure_times(partial(_measure, experiment, runs, budget_s, against, junit), report, times, every_s, runs)
 
 
@@ -198,14 +199,10 @@ def _resume(
     return folder
 
 
-def _check_gate(scenario: "Scenario", tolerance: float | None, times: int) -> None:
-    """Say what a later comparison needs. Raises HarnessError for a tolerance without two servers to compare."""
-    if tolerance is not None and len(scenario.servers) == 1:
-        raise HarnessError(
-            "--tolerance: the scenario has one server, and servers of one run are compared",
-            next_step="Add the other server to the scenario, or compare runs: harness compare OLD:2 NEW:2.",
-        )
-    if times == 1 and len(scenario.servers) == 1:
+def _say_gate_needs(scenario: "Scenario", times: int, *, is_gate: bool) -> None:
+    """Say what a later comparison needs, where an option or a check shows that the run guards something."""
+    is_gate = is_gate or any("baseline" in check for check in scenario.checks)
+    if is_gate and times == 1 and len(scenario.servers) == 1:
         text = "a comparison with another run needs two runs a side to exclude a slowdown of 10 %: `--times 2`"
         cli.console().print(f"note: {text}")
 
@@ -242,8 +239,9 @@ def _report_run(
 
 
 def _print_next(folders: list[Path], runs: Path) -> None:
-    """Print the command that compares equal runs with as many that are measured later."""
-    command = ["harness", "compare", *(folder.name for folder in folders), "--against", f"{cli.LAST}:{len(folders)}"]
+    """Print the command that compares equal runs with as many of their scenario that are measured later."""
+    later = f"{folders[-1].name[len('20270115-080000-') : -len('-abcd')]}:{len(folders)}"
+    command = ["harness", "compare", *(folder.name for folder in folders), "--against", later]
     where = [] if runs == cli.RUNS else ["--runs", str(runs)]
     text = f"To compare them with {len(folders)} later runs: {shlex.join([*command, *where])}"
     cli.console().print(text, soft_wrap=True)
@@ -462,9 +460,7 @@ def _draft(
     if url is None and not given and needed == 1 and sys.stdin.isatty():
         found = quickly.find_running()
     while not given and url is None and len(servers) < needed:
-        rest = {name: text for name, text in known.items() if name not in servers or drafts.images_to_compare(name)}
-        if found is not None:
-            rest = {RUNNING_SERVER: f"{found[1]} at {found[0]}"} | rest
+        rest = known if found is None else {RUNNING_SERVER: f"{found[1]} at {found[0]}"} | known
         servers.append(ask_choice("Which server? (with the model that is proposed)", "--server", rest))
         if servers == [RUNNING_SERVER] and found is not None:
             url, models = found[0], models or [found[1]]

@@ -138,6 +138,7 @@ if TYPE_CHECKING:
     from harness.base.summary import CheckResult, Comparison, SameAnswers, Summary
     from harness.report.elements import Element
     from harness.run.experiment import Target
+    from harness.scenario import Scenario
 
 app = typer.Typer(
     cls=CommandsByUse,
@@ -436,6 +437,15 @@ def read_tolerance(given: str | None) -> float | None:
             next_step="Write 10%; differences under 2 % are treated as noise.",
         )
     return float(match[1]) / 100
+
+
+def refuse_tolerance(scenario: "Scenario", tolerance: float | None) -> None:
+    """Raise HarnessError for a tolerance without two servers to compare."""
+    if tolerance is not None and len(scenario.servers) == 1:
+        raise HarnessError(
+            "--tolerance: the scenario has one server, and servers of one run are compared",
+            next_step="Add the other server to the scenario, or compare runs: harness compare OLD:2 NEW:2.",
+        )
 
 
 def find_runs(given: Path, runs: Path) -> list[Path]:

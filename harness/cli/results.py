@@ -57,13 +57,14 @@ def report(
 
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     folder = _find_or_import_run(run_folder, runs)
-    manifest = read_run(folder)
+    manifest, share = read_run(folder), cli.read_tolerance(tolerance)
+    cli.refuse_tolerance(manifest.scenario, share)
     capacity = read_capacity(folder)
     if capacity is None:
         validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     other_slos = [] if capacity is None else what_if.parse(checks or [], capacity)
     alone = has_only_summary(folder) and not checks and base is None  # a filed run
-    _say_stored([folder] if alone else [])
+    _say_stored([folder] if alone else [], results)
     own = (checks or []) if capacity is None else []
     counts = None if alone else summarize_with_counts(folder, own, charted=output == "html")
     if base is not None and counts is not None:
@@ -73,7 +74,7 @@ def report(
     if counts is not None and capacity is not None:
         counts = what_if.with_answers(counts, capacity, other_slos)
     summary, tuned = read_summary(folder) if counts is None else counts.summary, read_answered(folder)
-    summary = with_gates(summary, cli.read_tolerance(tolerance), provisional=provisional)
+    summary = with_gates(summary, share, provisional=provisional)
     cli.print_as(
         output,
         summary,
@@ -103,9 +104,9 @@ def _exit_after_report(summary: "Summary", tuned: "TuneReport | None", provision
         cli.exit_after_run(summary, provisional=provisional)
 
 
-def _say_stored(runs: list[Path] | list[str]) -> None:
-    """Say of which runs the stored summary is used."""
-    if runs:
+def _say_stored(folders: list[Path], results: Path) -> None:
+    """Say of which runs the stored summary is used, but not of filed ones, which are meant to have nothing else."""
+    if runs := [folder for folder in folders if not folder.resolve().is_relative_to(results.resolve())]:
         shown = ", ".join(map(str, runs[:3])) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
         print(f"{shown}: requests.jsonl is missing; the stored summary is used", file=sys.stderr)
 
@@ -174,6 +175,8 @@ def compare(
         _compare_with_history(run_folders, output, runs, results, gate["tolerance"])
         return
     first, second = ([cli.find_runs(run, runs) for run in side] for side in (run_folders, against or []))
+    if against:
+        _refuse_mixed_sides(run_folders, sys.argv[1:])
     sides = [list(itertools.chain(*side)) for side in (first, second)]
     groups = group_by_machine(sides[0]) if across else sides if second else first
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
@@ -186,8 +189,25 @@ def compare(
         _suggest_about(error)
         _print_all_differences([group[0] for group in groups], output)
         raise
-    _say_stored([folder for group in groups for folder in group if has_only_summary(folder)])
+    _say_stored([folder for group in groups for folder in group if has_only_summary(folder)], results)
     _print_comparison(comparison, output)
+
+
+def _refuse_mixed_sides(first: list[Path], words: list[str]) -> None:
+    """Refuse `compare A B --against C D`, in which D would be a run of the first side."""
+    after: list[str] = []  # arguments that follow the value of --against, of which there is one
+    given: list[str] = []  # all that are meant for it
+    for number, word in enumerate(words):
+        if word == "--against" or word.startswith("--against="):
+            start = number + (2 if word == "--against" else 1)
+            more = list(itertools.takewhile(lambda each: not each.startswith("-"), words[start:]))
+            given += [word.partition("=")[2] or words[start - 1], *more]
+            after += more
+    if after and len(after) < len(first):  # else the options come first: compare --against C A B
+        raise HarnessError(
+            f"--against takes one run, and {', '.join(after)} was taken as a run of the first side",
+            next_step=f"Write {' '.join(f'--against {shlex.quote(run)}' for run in given)}.",
+        )
 
 
 def _suggest_about(error: HarnessError) -> None:
@@ -238,7 +258,7 @@ def _compare_with_history(run_folders: list[Path], output: str, runs: Path, resu
             f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
         )
     history = read_history(cli.find_run(run_folders[0], runs), runs, results, tolerance)
-    _say_stored(history.without_records)
+    _say_stored([folder for name in history.without_records if (folder := runs / name).exists()], results)
     cli.print_page_as(
         output,
         history,
@@ -254,7 +274,7 @@ def _compare_with_history(run_folders: list[Path], output: str, runs: Path, resu
 @cli.command(short_help="Predict how long a number of items takes.")
 def plan(
     run_folder: cli.RunArg,
-    items: Annotated[int, cli.option("N", "How many items; one request is one item.", min=1, max=10**12)],
+    items: Annotated[str, cli.option("N", "How many items, such as 500000 or 500k; one request is one item.")],
     deadline: Annotated[str | None, cli.option("TIME", "Until when it must be done, such as 8h or 90min.")] = None,
     price: Annotated[str | None, cli.option("PRICE", "Price of energy, such as 0.30/kWh: adds the cost.")] = None,
     as_json: cli.JsonOpt = False,
@@ -266,12 +286,12 @@ def plan(
     inside its interval or no interval is known, as with too few requests.
     """
     from harness.analysis.forecast import forecast, read_price
-    from harness.base.units import read_duration
+    from harness.base.units import read_count, read_duration
     from harness.report.terminal import forecast_page, print_page
 
     predicted = forecast(
         cli.find_run(run_folder, runs),
-        items,
+        read_count("--items", items),
         deadline_s=None if deadline is None else read_duration("--deadline", deadline),
         price_per_kwh=None if price is None else read_price(price),
     )

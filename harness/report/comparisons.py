@@ -1,5 +1,7 @@
 """The answer of a comparison: what is faster under which load, and whether anything is too slow."""
 
+import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
@@ -38,6 +40,10 @@ def speedup_answer(comparison: Comparison, rows: Sequence[Row], run: Run) -> str
         if verdict.side in keys and verdict.baseline in keys:  # a page may leave rows out
             groups[verdict.baseline, _shared(keys[verdict.side], keys[verdict.baseline])].append(verdict)
     if len({base for base, _ in groups}) < 2:
+        slower = largest_effect(comparison.verdicts, "slower")
+        asked = run.scenario.compare or any(mix_of(row.load) is not None for row in rows)
+        if slower is not None and all(shared == "server" for _, shared in groups) and not asked:
+            return _values_answer(comparison, rows, run)
         return _answer_against_one(comparison, rows)
     loads = _load_texts(rows, run)
     clauses = [_group_clause(keys[base], shared, group, keys, loads) for (base, shared), group in groups.items()]
@@ -102,6 +108,35 @@ def _clause(verdict: Verdict, side: str, base: str, *, of: int, shared: _Shared)
     interval = format_bounds(near, far, lambda bound: f"{units.ratio_text(bound)}x")
     within = ", within the ±2 % that count as the same" if verdict.word == "same" else ""
     return f"{side}{fastest} {format_speedup(ratio)}{than} ({interval or 'interval not known'}){within}"
+
+
+def _values_answer(comparison: Comparison, rows: Sequence[Row], run: Run) -> str:
+    """What each load of one server gives: that another load is slower is nothing that anybody asked."""
+    loads, known = _load_texts(rows, run), {row.name: row for row in rows}
+    values: dict[str, dict[str, str]] = defaultdict(dict)  # by metric, then load
+    for verdict in comparison.verdicts:
+        for name, of in zip((verdict.baseline, verdict.side), reversed(verdict.values), strict=True):
+            pooled = METRICS[verdict.metric].of(known[name].pooled)
+            value = math.exp(statistics.fmean(map(math.log, of))) if of else pooled
+            if value is not None:
+                values[verdict.metric][name] = words.format_metric(value, verdict.metric)
+    order = sorted(known.values(), key=lambda row: _level_of(row, run))
+    parts = [
+        f"{METRICS[metric].title}: " + ", ".join(
+            f"{loads[row.load]} {of[row.name]}" for row in order if row.name in of
+        )
+        for metric, of in values.items()
+    ]  # fmt: skip
+    shown = "; ".join(parts[:_CLAUSES])
+    return f"{shown[:1].upper()}{shown[1:]}."
+
+
+def _level_of(row: Row, run: Run) -> float:
+    """The users or requests of a row's load, to sort by; 0 where these are not known."""
+    load = run.scenario.loads.get(row.load)
+    if load is None:
+        return 0.0
+    return load.arrivals.rate or 0.0 if load.arrivals is not None else float(words.max_in_flight(load))
 
 
 def _answer_against_one(comparison: Comparison, rows: Sequence[Row]) -> str:

@@ -6,7 +6,7 @@ from harness.analysis.history import ChangePoint, History, LeftOut, Moved, Serie
 from harness.analysis.stats import MIN_HISTORY
 from harness.base import units
 from harness.base.metrics import METRICS
-from harness.base.summary import MARGIN, MAX_REPEATS, Gate, known_bounds
+from harness.base.summary import MARGIN, Gate, known_bounds
 from harness.base.units import format_date
 from harness.report import words
 from harness.report.charts import Chart, Figure, escape_markup, scatter
@@ -33,8 +33,8 @@ _WORDS: dict[Gate, str] = {
     "cannot_tell": "cannot tell", "provisional": "slower (provisional)",
 }  # fmt: skip
 _STYLES: dict[Gate, str] = {
-    "no_slowdown": "no_slowdown", "slower": "slower", "size_unknown": "inconclusive", "cannot_tell": "cannot_tell",
-    "provisional": "inconclusive",
+    "no_slowdown": "no_slowdown", "slower": "slower", "size_unknown": "size_unknown", "cannot_tell": "cannot_tell",
+    "provisional": "probably_slower",
 }  # fmt: skip
 HEAD = ("Row", "By", "History", "Level", "Change points", "Outliers", "Speed", "Expected", "Verdict")
 
@@ -131,9 +131,18 @@ def outcome_sentence(series: Series, run: str) -> str:
     if series.runs < MIN_HISTORY:
         runs = units.count(series.runs, "run")
         return f"{name}: {shown}; {runs} since the last change point, at least {MIN_HISTORY} are needed."
-    needed = f"more than {MAX_REPEATS}" if series.needed is None else f"about {series.needed}"
-    advice = "" if series.needed is not None and series.runs >= series.needed else f", or measure {needed} runs"
+    if series.needed is None:
+        return f"{name}: {shown}; {_spread(series)}: find what differs between them, or choose another --tolerance."
+    advice = "" if series.runs >= series.needed else f", or measure about {series.needed} runs"
     return f"{name}: {shown}; run it again{advice}."
+
+
+def _spread(series: Series) -> str:
+    """How far the runs of the history are apart, which more runs do not change."""
+    start = next((number for number, point in enumerate(series.points) if point.run == series.since), 0)
+    values = [point.value for point in series.points[start:-1] if point.state == "level"]
+    least, most = (words.format_metric(value, series.metric) for value in (min(values), max(values)))
+    return f"the {units.count(len(values), 'earlier run')} vary too much, from {least} to {most}"
 
 
 def _direction(moved: Moved) -> str:

@@ -260,7 +260,8 @@ def compared_grid(comparison: Comparison) -> Grid:
     """The values of both sides, their ratio with its interval, and the verdict; on a phone as cards."""
     before, after = side_titles(comparison)
     titles = {
-        "load": "Row", "by": "By", "before": before, "after": after, "ratio": "Speed", "interval": "95\u00a0% interval",
+        "load": "Row", "by": "By", "before": before, "after": after, "ratio": "Speed, after / before",
+        "interval": "95\u00a0% interval",
         "samples": "Samples", "p": "p", "verdict": "Verdict",
     }  # fmt: skip
     groups: dict[str, Any] = {"load": "name", "by": "text", "verdict": "verdict"}
@@ -288,7 +289,7 @@ def sides_sentence(comparison: Comparison) -> list[Element]:
 def differences(found: Sequence[Difference], sides: Sequence[str]) -> list[Element]:
     """The keys in which manifests differ, with the value of each side."""
     if not found:
-        return [Paragraph("Nothing that is recorded differs between them.", "fine")]
+        return [Paragraph(f"Nothing that is recorded differs between {' and '.join(sides)}.", "fine")]
     rows = [[each.key, *map(_shorten, each.values)] for each in found]
     return [plain_grid(["What differs", *sides], rows)]
 

@@ -36,7 +36,7 @@ from harness.report import words
 from harness.report.comparisons import gates_answer, largest_effect, levels_by_server, short_row_names, speedup_answer
 from harness.report.elements import Bullet
 from harness.report.trust import answers_sentence, row_sentence
-from harness.report.verdict_text import describe_ratio, format_speedup, verdict_sentence, verdict_style
+from harness.report.verdict_text import describe_change, format_speedup, limit_text, verdict_sentence, verdict_style
 from harness.scenario import asks_known
 from harness.scenario.check_syntax import SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
@@ -70,7 +70,7 @@ def _run_answer(summary: Summary, run: Run) -> str:
     if is_cut:
         return "No answer: the run did not come to its end."
     if summary.valid is False and run.status != "live":
-        return "No answer: the run is INVALID."
+        return _death_answer(summary) or "No answer: the run is INVALID."
     checks = [(check, result) for result in summary.checks if (check := _parse_or_none(result.check)) is not None]
     if relative := [result for check, result in checks if check.relative]:
         return _regression_answer(relative)
@@ -92,6 +92,25 @@ def _run_answer(summary: Summary, run: Run) -> str:
     return _measurements_answer(summary.rows)
 
 
+_DEATHS = ("server_died", "server_exit", "server_unreachable", "out_of_memory")
+
+
+def _death_answer(summary: Summary) -> str:
+    """How the server of an INVALID run ended, and where its log is; empty where it did not."""
+    found = next((reason for reason in summary.reasons if reason.code in _DEATHS and reason.cell is not None), None)
+    cell = None if found is None else next((cell for cell in summary.cells if cell.id == found.cell), None)
+    if found is None or cell is None:
+        return ""
+    ends = {"out_of_memory": "was killed because memory ran out", "server_unreachable": "could not be reached any more"}
+    code = found.values.get("exit_code")
+    ended = ends.get(found.code, "died" + (f" (exit code {code})" if code is not None else ""))
+    server = f" {cell.server}" if len({row.server for row in summary.rows}) > 1 else ""
+    return (
+        f"The server{server} {ended} after {count(cell.numbers.sent, 'request')}; its numbers cannot be used. "
+        f"Its log: logs/{cell.id}.server.log in the folder of the run (`harness explain LOG` reads it)."
+    )
+
+
 def comparison_answer(comparison: Comparison) -> str:
     """The answer of `harness compare`: whether a side is slower than the first; and other versions of the engine."""
     versions = [each for each in comparison.differences if each.key.endswith("startup.version")]
@@ -105,7 +124,7 @@ def _comparison_answer(comparison: Comparison) -> str:
     """What the worst verdict shows of a slowdown, and how many others there are."""
     verdicts = comparison.verdicts
     faster = None if comparison.answers else largest_effect(verdicts, "faster")
-    shown = "" if faster is None else f"{faster.side} is {describe_ratio(faster)}. "
+    shown = "" if faster is None else f"{faster.side} is {describe_change(faster)}. "
     failed = [check.check for check in comparison.checks if check.status == "failed"]
     checks = f" {count(len(failed), 'check')} failed: {', '.join(failed)}." if failed else ""
     return f"{shown}{gates_answer(verdicts)}{checks}"
@@ -452,7 +471,7 @@ def method_sentence(comparison: Comparison) -> str:
     text = f"By {by}; {correction}. Differences under {floor}\u00a0% are treated as noise."
     tolerance = next((verdict.tolerance for verdict in comparison.verdicts if verdict.tolerance is not None), None)
     if tolerance is not None:
-        text += f" A slowdown of {units.short_percent(tolerance)} or more fails (`--tolerance`)."
+        text += f" A slowdown of {limit_text(tolerance)} or more fails (`--tolerance`)."
     source = evidence(comparison.noise_source)
     return f"{text} Variation between runs: {source}." if source else text
 

@@ -27,6 +27,7 @@ from harness.report.tune_results import read_answered
 STYLES = {
     "faster": "green", "slower": "red", "same": "cyan", "no_shift": "cyan",
     "inconclusive": "yellow", "no_slowdown": "cyan", "cannot_tell": "yellow",
+    "probably_slower": "yellow", "size_unknown": "yellow",
     "baseline": "dim", "passed": "green", "failed": "bold red", "title": "",
     "heading": "bold", "lead": "bold", "good": "bold green", "unsure": "bold yellow", "bad": "bold red",
     "simulated": "bold yellow", "warning": "bold yellow", "fine": "dim",

@@ -37,11 +37,11 @@ def _describe_verdict(verdict: Verdict) -> str:
     """A verdict without its side."""
     if verdict.refused is not None:
         return f"inconclusive: {sentence(verdict.refused)}"
-    parts = [describe_ratio(verdict)]
     if verdict.gate is not None:
         low, high = shown_bounds(verdict)
-        parts.append(gate_text(verdict.gate, low, high, verdict.tolerance or 0.0))
+        parts = [describe_change(verdict, interval=False), gate_text(verdict.gate, low, high, verdict.tolerance or 0.0)]
         return "; ".join([*parts, *([_settles_gate(verdict)] if verdict.gate not in DECIDED else [])])
+    parts = [describe_ratio(verdict)]
     if verdict.word == "same":
         parts.append(f"the same within ±{short_percent(MARGIN)}")
     elif verdict.word == "inconclusive":
@@ -61,6 +61,22 @@ def format_change(ratio: float) -> str:
         return format_speedup(ratio)
     share, word = (_invert(ratio) - 1, "slower") if ratio < 1 else (ratio - 1, "faster")
     return f"{_short_share(share)} % {word}"
+
+
+def describe_change(verdict: Verdict, *, interval: bool = True) -> str:
+    """The change of a verdict, in the scale of the gate: "29 % slower than a by wall time (19 to 40 %)"."""
+    low, high = shown_bounds(verdict)
+    one_sided = low is not None and high is not None and not low < 1 <= high
+    known = _sizes(low or 0.0, high or 0.0) if one_sided else format_range(low, high)
+    notes = [known] * interval + [_RUNS_OF_BASIS[verdict.basis]] * (verdict.basis in _RUNS_OF_BASIS)
+    about = "about " if None in (low, high) else ""
+    text = f"{about}{format_change(verdict.ratio or 1.0)} than {verdict.baseline} by {METRICS[verdict.metric].title}"
+    return f"{text} ({', '.join(notes)})" if notes else text
+
+
+def limit_text(tolerance: float) -> str:
+    """A tolerance as it was given: "10 %", "99.99 %"."""
+    return f"{round(100 * tolerance, 3):g} %"
 
 
 def _short_share(share: float) -> str:
@@ -88,7 +104,7 @@ def _sizes(low: float, high: float) -> str:
 
 def gate_text(gate: Gate, low: float | None, high: float | None, tolerance: float) -> str:
     """What the interval of a ratio shows of a slowdown by the tolerance."""
-    seen, limit = format_range(low, high), f"{_short_share(tolerance)} % or more"
+    seen, limit = format_range(low, high), f"{limit_text(tolerance)} or more"
     if gate not in ("no_slowdown", "cannot_tell") and low is not None and high is not None:
         seen = _sizes(low, high)  # the word is there
     return {
@@ -104,7 +120,7 @@ def gate_answer(verdict: Verdict) -> str:
     """What a verdict shows of a slowdown by the tolerance, as a sentence, with what would settle it."""
     if verdict.refused is not None:
         return f"Cannot tell: {verdict.side}: {sentence(verdict.refused)}."
-    seen, limit = format_range(*shown_bounds(verdict)), f"{_short_share(verdict.tolerance or 0.0)} % or more"
+    seen, limit = format_range(*shown_bounds(verdict)), f"{limit_text(verdict.tolerance or 0.0)} or more"
     change = format_change(verdict.ratio or 1.0)
     than = f" than {verdict.baseline} by {METRICS[verdict.metric].title}"
     if verdict.gate == "no_slowdown":
@@ -127,7 +143,9 @@ def _settles_gate(verdict: Verdict, first: str = "r") -> str:
     if verdict.reason == "client":
         return "free a core for the load generator, or use more processes"
     if verdict.gate_needed is None:
-        return "the difference is so near to the tolerance that more runs hardly decide"
+        more = "--repeats N" if verdict.unit == "repeats" else "--times N"
+        measure = "Measure" if first == "R" else "measure"
+        return f"{measure} more (`{more}`), or choose another --tolerance: the difference is about as large"
     if verdict.unit == "repeats":
         return f"{first}epeat it: `--repeats {verdict.gate_needed}`"
     return f"{first}epeat both: `--times {verdict.gate_needed}`"
@@ -135,7 +153,7 @@ def _settles_gate(verdict: Verdict, first: str = "r") -> str:
 
 def gate_word(verdict: Verdict) -> str:
     """The word of a verdict in a table: of its gate, if it has one."""
-    limit = f"{_short_share(verdict.tolerance or 0.0)} %"
+    limit = limit_text(verdict.tolerance or 0.0)
     if verdict.gate == "no_slowdown" and verdict.word not in ("faster", "same"):
         return f"slower by under {limit}" if verdict.word == "slower" else f"no slowdown of {limit}"
     known = {"provisional": "slower (provisional)", "size_unknown": "slower; size not known",
@@ -149,7 +167,7 @@ def verdict_style(verdict: Verdict) -> str:
         return verdict.word
     if verdict.gate in ("no_slowdown", "cannot_tell", "slower"):
         return verdict.word if (verdict.gate, verdict.word) == ("no_slowdown", "faster") else verdict.gate
-    return "inconclusive"
+    return "probably_slower" if verdict.gate == "provisional" else verdict.gate
 
 
 def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:

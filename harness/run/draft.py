@@ -16,6 +16,8 @@ CONTEXT = 8192  # tokens of one request
 
 CONCURRENCY = {"strix-halo": 8, "radeon": 16, "instinct": 64, "none": 4}  # requests at once, by machine
 
+OLD, NEW = "old", "new"  # a server that is given twice
+
 QUESTIONS = {
     "batching": "Does sending several requests at once pay?",
     "compare": "Which of two servers is faster, alone and with many requests at once?",
@@ -67,7 +69,7 @@ def images_to_compare(template: str) -> dict[str, str]:
     pin = next((pin.image.partition("@")[0] for pin in pins() if template in pin.templates), "")
     found = None if backend is None or backend.part is None else re.search(backend.part, pin)
     if found is None or backend is None or backend.tune is None:
-        return {"old": pin, "new": pin} if pin else {}
+        return {OLD: pin, NEW: pin} if pin else {}
     names = [found[1], *(str(name) for name in backend.tune.values if name != found[1])]
     return {name: pin[: found.start(1)] + name + pin[found.end(1) :] for name in names[:2]}
 
@@ -79,14 +81,14 @@ def server_count(question: str) -> int:
 def draft(question: str, servers: list[str], models: list[str], machine: str) -> str:
     """Return the text of a scenario. `models`: of each server; a missing one is its default. Raises HarnessError.
 
-    The same server twice compares two of its images.
+    The same server twice compares two of its images, or two settings of one without an image.
     """
     needed = server_count(question)
-    images = images_to_compare(servers[0]) if len(servers) == 2 and servers[0] == servers[1] else {}
-    if len(servers) != needed or (len(set(servers)) != needed and not images):
+    is_twice = len(servers) == 2 and servers[0] == servers[1]
+    images = images_to_compare(servers[0]) if is_twice else {}
+    if len(servers) != needed:
         raise HarnessError(
-            f"--server: the question '{question}' takes {needed} {'different servers' if needed > 1 else 'server'}, "
-            f"got {', '.join(servers)}",
+            f"--server: the question '{question}' takes {count(needed, 'server')}, got {', '.join(servers)}",
             next_step="Give --server twice to compare." if needed > 1 else "To compare two: --question compare.",
         )
     if len(models) > len(servers):
@@ -99,14 +101,15 @@ def draft(question: str, servers: list[str], models: list[str], machine: str) ->
             f"--server: {' and '.join(own_names)} know their models by a name of their own, and a scenario has one",
             next_step="Compare either of them with another server.",
         )
-    defaults = (models[:1] or [drafts[servers[0]].model]) * 2 if images else [drafts[name].model for name in servers]
+    defaults = (models[:1] or [drafts[servers[0]].model]) * 2 if is_twice else [drafts[name].model for name in servers]
     models = models + defaults[len(models) :]
     made = [_draft_server(name, drafts[name], models[at], concurrency) for at, name in enumerate(servers)]
     for server, image in zip(made, images.values(), strict=False):
         server["variables"]["image"] = image
     named = next((models[at] for at, name in enumerate(servers) if name in own_names), None)
     model = named or models[0].rpartition("/")[2].partition(":")[0]
-    return _scenario(question, model, dict(zip(images or servers, made, strict=True)), concurrency)
+    names = list(images) or ([OLD, NEW] if is_twice else servers)
+    return _scenario(question, model, dict(zip(names, made, strict=True)), concurrency)
 
 
 def draft_running(question: str, model: str, machine: str) -> str:
@@ -128,11 +131,11 @@ def _scenario(question: str, model: str, servers: dict[str, Any], concurrency: i
         **_loads_and_checks(question, concurrency),
     }
     text = yaml.safe_dump(scenario, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
-    todo = (
-        "# Put the image of the new build into servers.new.variables.image.\n"
-        if list(servers) == ["old", "new"]
-        else ""
-    )
+    todo = ""
+    if list(servers) == [OLD, NEW]:
+        todo = "# Change in servers.new what the comparison is about.\n"
+        if "image" in servers[NEW].get("variables", {}):
+            todo = "# Put the image of the new build into servers.new.variables.image.\n"
     return f"# Made by `harness init`; all keys: docs/scenario-keys.md\n{todo}{text}"
 
 

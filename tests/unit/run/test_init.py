@@ -43,8 +43,19 @@ def test_an_engine_is_compared_with_itself_by_its_images(tmp_path: Path) -> None
     path.write_text(draft.draft("compare", ["vllm-rocm", "vllm-rocm"], [], "radeon"), encoding="utf-8")
     old, new = prepare(path).scenario.servers.items()
     assert (old[0], new[0], old[1]) == ("old", "new", new[1]) and "image" in old[1].variables
-    with pytest.raises(HarnessError, match="2 different servers"):
-        draft.draft("compare", ["simulated", "simulated"], [], "radeon")
+
+
+@pytest.mark.parametrize("name", list(draft.draftable_servers()))
+def test_every_server_may_be_given_twice(tmp_path: Path, name: str) -> None:
+    """Without an image to choose, the second one is equal until someone changes it."""
+    path = tmp_path / "two.yaml"
+    path.write_text(draft.draft("compare", [name, name], [], "radeon"), encoding="utf-8")
+    first, second = prepare(path).scenario.servers.values()
+    assert first.template == second.template == name
+    if not draft.images_to_compare(name):
+        assert first == second
+    with pytest.raises(HarnessError, match="takes 2 servers"):
+        draft.draft("compare", [name], [], "radeon")
 
 
 @pytest.mark.parametrize("question", ["batching", "agents", "classifications"])
@@ -84,7 +95,7 @@ def test_without_a_terminal_all_answers_are_options(tmp_path: Path) -> None:
     [
         ((), "--question is missing"),
         (("--question", "batchin"), "--question: 'batchin' is not known; did you mean 'batching'?"),
-        (("--question", "compare", "--server", "vllm-rocm"), "takes 2 different servers, got vllm-rocm"),
+        (("--question", "compare", "--server", "vllm-rocm"), "takes 2 servers, got vllm-rocm"),
         (("--question", "compare", "--server", "ollama", "--server", "simulated"), "by a name of their own"),
         (("--question", "compare", "--url", "http://127.0.0.1:9", "--model", "m"), "takes two servers"),
         (("--question", "agents", "--server", "vlm-rocm"), "did you mean 'vllm-rocm'?"),
