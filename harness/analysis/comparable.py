@@ -91,11 +91,12 @@ def refuse_unlike(
 
 def _name_missing_loads(runs: Sequence[Run], facts: Sequence[dict[str, Any]]) -> None:
     """Put loads that only some runs have before the checksum of the workload, which differs because of them."""
-    everywhere = set.intersection(*(set(run.scenario.loads) for run in runs))
     if len({run.workload_sha256 for run in runs}) < 2:
         return
+    loads = dict.fromkeys(load for run in runs for load in run.scenario.loads)
+    partial = [load for load in loads if any(load not in run.scenario.loads for run in runs)]
     for run, known in zip(runs, facts, strict=True):
-        missing = {f"loads.{load}": _THERE for load in run.scenario.loads if load not in everywhere}
+        missing = {f"loads.{load}": _THERE if load in run.scenario.loads else ABSENT for load in partial}
         own = dict(known)
         known.clear()
         known.update(missing | own)

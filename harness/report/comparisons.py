@@ -42,7 +42,7 @@ def speedup_answer(comparison: Comparison, rows: Sequence[Row], run: Run) -> str
     if len({base for base, _ in groups}) < 2:
         slower = largest_effect(comparison.verdicts, "slower")
         asked = run.scenario.compare or any(mix_of(row.load) is not None for row in rows)
-        if slower is not None and all(shared == "server" for _, shared in groups) and not asked:
+        if slower is not None and {shared for _, shared in groups} == {"server"} and not asked:
             return _values_answer(comparison, rows, run)
         return _answer_against_one(comparison, rows)
     loads = _load_texts(rows, run)

@@ -68,7 +68,8 @@ def describe_change(verdict: Verdict, *, interval: bool = True) -> str:
     low, high = shown_bounds(verdict)
     one_sided = low is not None and high is not None and not low < 1 <= high
     known = _sizes(low or 0.0, high or 0.0) if one_sided else format_range(low, high)
-    notes = [known] * interval + [_RUNS_OF_BASIS[verdict.basis]] * (verdict.basis in _RUNS_OF_BASIS)
+    notes = [known] if interval else []
+    notes += [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
     about = "about " if None in (low, high) else ""
     text = f"{about}{format_change(verdict.ratio or 1.0)} than {verdict.baseline} by {METRICS[verdict.metric].title}"
     return f"{text} ({', '.join(notes)})" if notes else text

@@ -318,7 +318,9 @@ def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None
     reasons = [Reason("server_exit", died.format(code), {"exit_code": code}, f"r{code}-vllm-one") for code in codes]
     reasons.append(because("run_error", "[red]x[/red]\n[/] \x1b[31m[link=x]"))
     broken = replace(summary(), valid=False, reasons=reasons, notes=[because("run_error", "vllm: [bold]warm")])
-    assert printed(broken, 170).splitlines()[3:6] == [
+    shown = printed(broken, 170).splitlines()
+    start = next(number for number, line in enumerate(shown) if line.startswith("INVALID"))
+    assert shown[start : start + 3] == [
         "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others",
         "- r1-vllm-one: the server died with exit code 1 (likewise in 2 other cells)",
         "- [red]x[/red] [/] \ufffd[31m[link=x]",

@@ -30,7 +30,7 @@ def test_equal_runs_follow_each_other_and_a_comparison_uses_them(tmp_path: Path)
     runs = tmp_path / "runs"
     found = compare_runs([[runs / second.id], [runs / third.id]], runs=runs)
     named = done.out.splitlines()[-1].split()
-    assert named[-5:] == [first.id, second.id, third.id, "--against", "last:3"]
+    assert named[-5:] == [first.id, second.id, third.id, "--against", "small:3"]
     assert [reason.code for reason in found.noise_source] == ["variation_assumed"]
     assert found.noise_source[0].values == {"sd": 0.04, "runs": 1}
 
