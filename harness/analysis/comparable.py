@@ -134,10 +134,11 @@ def _refuse(
     key, value, other_value = shown[0]
     lines = [f"{key}: {value} in {run}, {other_value} in {other}" for key, value, other_value in shown]
     more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
-    text = f"runs that differ in '{key}' are not compared: {value} in {run}, {other_value} in {other}{more}"
     if (value, other_value) in ((ABSENT, _THERE), (_THERE, ABSENT)):
         only = run if value == _THERE else other
         text = f"runs that differ in their loads are not compared: {key} is only in {only}{more}"
+    else:
+        text = f"runs that differ in '{key}' are not compared: {value} in {run}, {other_value} in {other}{more}"
     error = UnlikeError(
         because(
             "runs_differ", text, key=key, run=run, value=value, other=other, other_value=other_value, more=len(keys) - 1
