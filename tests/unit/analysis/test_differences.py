@@ -64,7 +64,7 @@ def test_across_machines(two: tuple[Path, Path]) -> None:
     assert made.sides == ["strix", "mi300x"]
     # The table has the values of both machines, and a chart shows them.
     (grid,) = [each for each in comparison_page(made) if isinstance(each, Grid) and each.is_main]
-    assert [column.title for column in grid.columns][:5] == ["Row", "By", "strix", "mi300x", "Speed"]
+    assert [column.title for column in grid.columns][:5] == ["Row", "By", "strix", "mi300x", "Speed, after / before"]
     assert [row[2:5] for row in grid.rows] == [["1.00 s", "0.501 s", "2.000×"]] * 2
     (chart,) = [each for each in comparison_page(made) if isinstance(each, Chart)]
     assert [trace["name"] for trace in chart.figure["data"]] == ["strix", "mi300x"]
