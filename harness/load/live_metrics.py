@@ -80,7 +80,7 @@ def _histogram(values_s: Floats) -> Histogram:
 
 
 class RequestInFlight(NamedTuple):
-    """What is known of a measured request that has no record yet."""
+    """What is known of a request that has no record yet."""
 
     user_class: str
     sent_s: float  # monotonic clock
@@ -88,6 +88,7 @@ class RequestInFlight(NamedTuple):
     chunks: int = 0  # with generated tokens
     streams: bool = True  # so that its first token can be seen
     ended: bool = False  # its record is being made
+    warmup: bool = False  # its tokens and wait count as those of others, until it has ended
 
     @property
     def is_waiting(self) -> bool:
@@ -266,6 +267,11 @@ def _sum(a: Any, b: Any) -> Any:
     return a | {key: _sum(a[key], value) if key in a else value for key, value in b.items()}
 
 
+def _joined(a: tuple[float, float] | None, b: tuple[float, float]) -> tuple[float, float]:
+    """Return the span from the first start to the last end."""
+    return b if a is None else (min(a[0], b[0]), max(a[1], b[1]))
+
+
 class CounterDelta(msgspec.Struct, array_like=True):
     """The counts of a load process between two reports. Times are on its monotonic clock."""
 
@@ -273,8 +279,10 @@ class CounterDelta(msgspec.Struct, array_like=True):
     messages: dict[ErrorKind, str] = {}  # of the last failure of each kind
     warmup: int = 0  # warm-up requests that ended
     warmup_failed: int = 0
-    sent_s: float | None = None  # of the measured requests that ended or are in flight: when the first was sent ...
-    ended_s: float = 0.0  # ... and the last ended; with requests in flight the time of the report
+    # Of the measured requests that ended or are in flight, and of all: when the first was sent, and the last ended; with
+    # requests in flight the time of the report.
+    span: tuple[float, float] | None = None
+    whole_span: tuple[float, float] | None = None
     now: float = 0.0  # time of the report
     in_flight_of: dict[str, int] = {}  # by user class
     busy: float | None = None  # share of the last seconds in which the process ran, or waited for a core
@@ -284,8 +292,8 @@ class CounterDelta(msgspec.Struct, array_like=True):
     max_tokens: float = 0.0  # NaN: no bound
     requests: int = 0  # that ended
     max_in_flight: int = 0
-    in_flight: dict[str, Accumulator] = {}  # latencies of the measured requests in flight, by user class
-    waiting_of: dict[str, int] = {}  # measured requests without a first token, by user class
+    in_flight: dict[str, Accumulator] = {}  # latencies of the requests in flight, by user class
+    waiting_of: dict[str, int] = {}  # requests without a first token, by user class
     oldest_waiting_s: float | None = None  # the age of the oldest of these
 
     def pending(self) -> list[Request]:
@@ -295,6 +303,9 @@ class CounterDelta(msgspec.Struct, array_like=True):
     def add(self, request: Request) -> None:
         """Keep a request until the report, which counts all of them at once."""
         failure = None if request.error in CUT else request.error
+        now = time.monotonic()
+        span = now - request.ended_s, now
+        self.whole_span = _joined(self.whole_span, span)
         if request.phase == "warmup":
             self.others.append(request)
             self.warmup += 1
@@ -302,13 +313,11 @@ class CounterDelta(msgspec.Struct, array_like=True):
             return
         if failure is not None:
             self.messages[failure] = request.message or ""
-        self.ended_s = time.monotonic()
-        sent_s = self.ended_s - request.ended_s
-        self.sent_s = sent_s if self.sent_s is None else min(self.sent_s, sent_s)
-        self.waiting.setdefault(int(self.ended_s), {}).setdefault(request.user_class, []).append(request)
+        self.span = _joined(self.span, span)
+        self.waiting.setdefault(int(now), {}).setdefault(request.user_class, []).append(request)
 
     def note_in_flight(self, requests: Sequence[RequestInFlight], new_tokens: dict[str, int]) -> None:
-        """Note the state of the measured requests in flight, and the tokens since the last call. Call it each second.
+        """Note the state of the requests in flight, and the tokens since the last call. Call it each second.
 
         The call at the end of a second counts for that second, also if it is a little late.
         """
@@ -325,9 +334,10 @@ class CounterDelta(msgspec.Struct, array_like=True):
         waiting = [request for request in requests if request.is_waiting]
         self.waiting_of = dict(Counter(request.user_class for request in waiting))
         self.oldest_waiting_s = max((now - request.sent_s for request in waiting), default=None)
-        if requests:
-            first_s = min(request.sent_s for request in requests)
-            self.sent_s, self.ended_s = first_s if self.sent_s is None else min(self.sent_s, first_s), now
+        for request in requests:
+            self.whole_span = _joined(self.whole_span, (request.sent_s, now))
+            if not request.warmup:
+                self.span = _joined(self.span, (request.sent_s, now))
 
     def close(self, recorder: "Recorder", slos: Sequence[Slo]) -> None:
         """Count the requests, and add the state at the time of the report."""
@@ -465,8 +475,8 @@ class LiveNumbers:
         self._start_s = time.monotonic()
         self._start_wall_s = time.time()
         self._first_second: int | None = None  # second in which the first measured request ended
-        self._first_sent_s: float | None = None  # when the first measured request was sent
-        self._last_ended_s = 0.0  # when the last one ended
+        self._span: tuple[float, float] | None = None  # of the measured requests, see CounterDelta
+        self._whole_span: tuple[float, float] | None = None  # of all
         self._seconds: deque[tuple[int, dict[str, Accumulator]]] = deque()
         self._newest_by_process: dict[str, tuple[float, CounterDelta]] = {}  # with the time at which it came
         self._next_point_s = self._start_s
@@ -479,10 +489,11 @@ class LiveNumbers:
         self.warmup_failed += delta.warmup_failed
         self.messages |= delta.messages
         ahead_s = now - delta.now  # our clock minus that of the process
-        if delta.sent_s is not None:
-            sent_s = delta.sent_s + ahead_s
-            self._first_sent_s = sent_s if self._first_sent_s is None else min(self._first_sent_s, sent_s)
-            self._last_ended_s = max(self._last_ended_s, delta.ended_s + ahead_s)
+        if delta.span is not None:
+            self._span = _joined(self._span, (delta.span[0] + ahead_s, delta.span[1] + ahead_s))
+        if delta.whole_span is not None:
+            span = delta.whole_span[0] + ahead_s, delta.whole_span[1] + ahead_s
+            self._whole_span = _joined(self._whole_span, span)
         for process_second, by_class in delta.seconds.items():
             second = process_second + int(now) - int(delta.now)
             self._first_second = second if self._first_second is None else min(self._first_second, second)
@@ -494,8 +505,9 @@ class LiveNumbers:
     def reset(self) -> None:
         """Reset the sums but not the time series, for Locust's button "reset stats"."""
         self.total, self.warmup, self.warmup_failed = {}, 0, 0
-        self._first_sent_s = time.monotonic()
-        self._first_second = int(self._first_sent_s)
+        now = time.monotonic()
+        self._span = self._whole_span = (now, now)
+        self._first_second = int(now)
 
     def _newest_deltas(self) -> Iterator[CounterDelta]:
         """Yield the newest report of each process that is not silent."""
@@ -508,7 +520,7 @@ class LiveNumbers:
         return {ALL: by_class.total(), **by_class}
 
     def waiting(self) -> dict[str, int]:
-        """Return the measured requests that wait for their first token, of each user class and of all."""
+        """Return the requests that wait for their first token, of each user class and of all."""
         by_class = sum((Counter(delta.waiting_of) for delta in self._newest_deltas()), Counter[str]())
         return {ALL: by_class.total(), **by_class}
 
@@ -557,24 +569,33 @@ class LiveNumbers:
                 if first <= second <= last:
                     _merge_classes(by_class, counted)
             first_counted = first if self._first_second is None else max(first, self._first_second)
-            self._recent = (last, self._numbers(by_class, max(1, last - first_counted + 1)))
+            seconds = max(1, last - first_counted + 1)
+            self._recent = (last, self._numbers(by_class, seconds, seconds))
         return self._recent[1]
 
     def whole_test(self) -> dict[str, Numbers]:
-        """Return numbers from the first request sent until the last one ended; until now with requests in flight."""
-        span_s = None if self._first_sent_s is None else max(0.0, self._last_ended_s - self._first_sent_s)
-        return self._numbers(self.total, span_s)
+        """Return numbers from the first request sent until the last one ended; until now with requests in flight.
+
+        Tokens, which include those of the warm-up, are over its time, too; requests are over that of measured ones.
+        """
+        span_s, tokens_span_s = (None if span is None else span[1] - span[0] for span in (self._span, self._whole_span))
+        return self._numbers(self.total, span_s, tokens_span_s)
 
     def failures(self) -> dict[ErrorKind, int]:
         return dict(sorted(_merge_all(self.total).failures.items()))
 
-    def _numbers(self, by_class: dict[str, Accumulator], span_s: float | None) -> dict[str, Numbers]:
+    def _numbers(
+        self, by_class: dict[str, Accumulator], span_s: float | None, tokens_span_s: float | None
+    ) -> dict[str, Numbers]:
         merged: dict[str, Accumulator] = {}
         for part in (by_class, *(delta.in_flight for delta in self._newest_deltas())):
             _merge_classes(merged, part)
         rows = {ALL: _merge_all(merged)} | dict(sorted(merged.items()))
         with_slos = bool(self.slos)
-        return {name: row.numbers(span_s, with_slos=with_slos, tokens=row.arrived) for name, row in rows.items()}
+        numbers = {name: row.numbers(span_s, with_slos=with_slos, tokens=row.arrived) for name, row in rows.items()}
+        for name, row in rows.items():
+            numbers[name]["output_tok_s"] = float(f"{row.arrived / tokens_span_s:.4g}") if tokens_span_s else None
+        return numbers
 
 
 def _merge_all(by_class: dict[str, Accumulator]) -> Accumulator:

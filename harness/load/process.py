@@ -123,7 +123,7 @@ class LoadProcess:
         gevent.spawn(self._look_up)
         # Requests without a record, by the identity of the exchange.
         self._in_flight: dict[int, tuple[Exchange, Work]] = {}
-        recorder.measured_in_flight = self._measured_in_flight
+        recorder.requests_in_flight = self._requests_in_flight
         if job.report_after_s is not None:
             recorder.old_in_flight = self._old_in_flight
         self.sequencer = create_sequencer(job)
@@ -265,13 +265,12 @@ class LoadProcess:
                 old.append(self._create_record(exchange, answer, work))
         return old
 
-    def _measured_in_flight(self) -> list[RequestInFlight]:
-        """Return the state of each measured request without a record. Nothing is counted when a token arrives."""
+    def _requests_in_flight(self) -> list[RequestInFlight]:
+        """Return the state of each request without a record. Nothing is counted when a token arrives."""
         streams = [one.load.stream and one.load.endpoint != "embeddings" for one in self.loads]
         return [
-            exchange.state(work.user_class, streams[work.load_number])
+            exchange.state(work.user_class, streams[work.load_number])._replace(warmup=work.phase == "warmup")
             for exchange, work in self._in_flight.values()
-            if work.phase == "measured"
         ]
 
     def _load(self, work: Work) -> Load:

@@ -174,8 +174,8 @@ class Recorder:
         self.in_flight_of: Counter[str] = Counter()  # by user class
         self.asked_in_flight = 0  # tokens that requests without a record asked for at most
         self.watcher: Callable[[Request], None] | None = None  # called with each record of a live load
-        # The measured requests of this process without a record, for the live numbers.
-        self.measured_in_flight: Callable[[], list[RequestInFlight]] = list
+        # The requests of this process without a record, for the live numbers.
+        self.requests_in_flight: Callable[[], list[RequestInFlight]] = list
         # By stage and load: whether the warm-up found the server steady.
         self.steady: Callable[[int, int], bool | None] | None = None
         self.unmeasured_s: list[float | None] | None = None  # of each stage, if the load was stopped early

@@ -310,11 +310,10 @@ class Live(Collector):
 
     def _add_record(self, request: Request) -> None:
         self._delta.add(request)
-        if request.phase == "measured":
-            self._arrived.add_ended(request)
+        self._arrived.add_ended(request)
 
     def _note_in_flight(self, recorder: Recorder) -> None:
-        requests = recorder.measured_in_flight()
+        requests = recorder.requests_in_flight()
         self._delta.note_in_flight(requests, self._arrived.take_new(requests))
 
     def _count_tokens_regularly(self) -> None:

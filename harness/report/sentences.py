@@ -449,7 +449,7 @@ def finding_parts(finding: RunFinding) -> Iterator[Bullet]:
     if finding.same_cost_as:
         yield Bullet(f"the time of [{finding.same_cost_as}]: each of the two actions may win it back", mark="Cost")
     elif finding.cost is not None:
-        yield Bullet(f"about {units.figures(100 * finding.cost, 2)} % of the time", mark="Cost")
+        yield Bullet(f"up to {units.figures(100 * finding.cost, 2)} % of the time", mark="Cost")
     for action in finding.actions:
         yield Bullet(action.do, mark="Do")
         yield from (Bullet("", mark=place, code=text) for place, text in action.settings.items())

@@ -12,13 +12,14 @@ from tests.support.simulated import spawned
 from tests.support.web_ui import ui
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_an_overloaded_server_shows_tokens_first_tokens_and_waits(tmp_path: Path, processes: int) -> None:
-    """Eight users of a server with four slots, each of which gets two tokens a second."""
+@pytest.mark.parametrize(("processes", "warmup"), [(1, 0), (2, 0), (1, 1)])
+def test_an_overloaded_server_shows_tokens_first_tokens_and_waits(tmp_path: Path, processes: int, warmup: int) -> None:
+    """Eight users of a server with four slots, each of which gets two tokens a second; also if one warms it up."""
     slow = ("--preset", "instant", "--step-base-s", "0.5", "--max-num-seqs", "4", "--served-model-name", "m")
     path = tmp_path / "records.jsonl"
     options = ["--output-tokens", "400", "--output", "fixed", "--records", str(path), "--stop-timeout", "1"]
     options += ["--processes", str(processes)] if processes > 1 else []
+    options += ["--warmup", str(warmup)]
     with spawned(*slow) as server, ui(tmp_path, server.url, *options, locustfile="batch") as live:
         if processes > 1:
             until(lambda: live.state()["workers"] == processes)

@@ -83,7 +83,7 @@
     }
     $("classes").replaceChildren(head, ...body);
     $("which-span").textContent = `By user class, ${span === "now" ? `last ${last.window_s} s` : "whole test"}`;
-    $("how").textContent = "Measured requests only, counted when they end. Tokens count when they arrive, a chunk as about one until its request ends."
+    $("how").textContent = "Requests are counted when they end, without those of the warm-up. Tokens count when they arrive, a chunk as about one until its request ends."
       + " TTFT and E2E include requests in flight: \"> 5\" means that so many still wait that only this bound is known."
       + ` Percentiles are within ${last.resolution * 100} %; one that needs more requests is "–".`
       + (isKnown(last.workers) ? " Workers report every 3 s." : "")
@@ -149,7 +149,7 @@
       if (!last.server) infos.push("The server gives no metrics at the moment: its queue and KV cache are not known.");
       if (!last.gpus) infos.push("No AMD GPU is read on this machine.");
     }
-    if (last.warmup) infos.push(`${last.warmup} warm-up requests are not counted.`);
+    if (last.warmup) infos.push(`${last.warmup === 1 ? "1 warm-up request has" : `${last.warmup} warm-up requests have`} ended: tokens count, latencies and requests do not.`);
     $("notes").replaceChildren(...warnings.map((text) => element("li", text, "bad")), ...infos.map((text) => element("li", text)));
   }
 

@@ -313,6 +313,35 @@ def test_few_answers_show_that_eight_users_queue_behind_five_slots(tmp_path: Pat
         assert [one.code for one in findings] == expected, (slots, engine.max_num_seqs)
 
 
+def test_a_queue_is_found_where_the_end_cut_most_answers(tmp_path: Path) -> None:
+    """Three answers of eight users, as of a slow server with four slots; with a slot for each user nothing is found."""
+    cut: Any = {"error": "unfinished", "message": "cut", "finish": None}
+
+    def ends(one: Request) -> Request:
+        return replace(one, **cut) if (one.index or 0) % 8 >= 3 else one
+
+    for slots, expected in ((4, ["queue_with_room"]), (8, [])):
+        engine = EngineSetup(engine=replace(HEALTHY, max_num_seqs=slots))
+        made = measured(tmp_path / f"{slots}", Cause(engine, {"eight": batch(8, 8, 60)}), measured=ends).summary
+        assert (made.rows[0].pooled.succeeded, made.rows[0].pooled.unfinished) in ((3, 5), (6, 10))
+        assert [one.code for one in made.findings or []] == expected
+
+
+def test_a_shorter_queue_promises_a_bound_that_the_measurement_keeps(tmp_path: Path) -> None:
+    """More requests at once slow each other: TTFT is not that of an idle server."""
+    cause, five = CAUSES["queue_with_room"], EngineSetup(engine=replace(HEALTHY, max_num_seqs=2))
+    (one,) = found(tmp_path / "before", cause, five)
+    gain = one.actions[0].gain
+    assert gain is not None and " at least " in gain.text
+    wide = EngineSetup(engine=replace(HEALTHY, max_num_seqs=8))
+    before, after = (
+        measured(tmp_path / name, cause, setup).summary.rows[0].pooled
+        for name, setup in (("again", five), ("after", wide))
+    )
+    assert (after.ttft.mean or 0) >= gain.values["factor"] * (before.ttft.mean or 0)
+    assert one.cost is not None and (after.e2e.mean or 0) >= (1 - one.cost) * (before.e2e.mean or 0)
+
+
 def test_a_server_that_notices_who_leaves_computes_nothing_for_them(tmp_path: Path) -> None:
     cause = CAUSES["abandoned_computed"]
     made = measured(tmp_path / "run", cause, replace(cause.setup, deaf=False)).summary
