@@ -20,7 +20,7 @@ from harness.base.units import milliseconds
 from harness.records.manifest import ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample
-from harness.records.table import Floats
+from harness.records.table import Floats, Rows
 from harness.scenario import Load, max_concurrency
 
 MAX_LOG_BYTES = 1_000_000
@@ -79,6 +79,13 @@ def gain(metric: str, factor: float, text: str) -> Reason:
     return because("gain", text, metric=metric, factor=factor)
 
 
+def _most_at_once(rows: Rows) -> int:
+    """How many requests were in flight at the same time at most."""
+    starts, ends = np.sort(rows.sent_s), np.sort(rows.sent_s + rows.ended_s)
+    in_flight = np.arange(1, len(starts) + 1) - np.searchsorted(ends, starts, "right")
+    return int(in_flight.max(initial=0))
+
+
 def shorter(metric: str, title: str, before_s: float, factor: float) -> Reason:
     """The gain of a time that becomes `factor` times as long."""
     text = f"{title} of about {milliseconds(before_s * factor)} instead of {milliseconds(before_s)} ms"
@@ -103,7 +110,9 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     @cached_property
     def in_flight(self) -> int:
-        """The most requests that the load has in flight."""
+        """The most requests that the load has in flight; of a live load, whose users change, that it had."""
+        if self.data.run.status == "live":
+            return max((_most_at_once(self.data.cells[name].rows) for name in self.row.cells), default=0)
         return max_concurrency(self.load)
 
     @cached_property

@@ -68,13 +68,14 @@ _MORE_RUNS = because(
 
 
 class Undecidable(NamedTuple):
-    """A check that cannot pass with the planned requests, or not if they depend on each other as assumed."""
+    """A check that cannot pass with the planned requests, or may not if these are not far below the bound."""
 
     check: str
     row: str  # with the fewest requests
     planned: int  # requests of this row, in all repeats
-    needed: int
-    certain: bool  # False: it passes with fewer requests if these hardly depend on each other
+    needed: int  # at least
+    near: int  # near the bound, or more
+    certain: bool  # it cannot pass
 
 
 def evaluate(
@@ -145,32 +146,35 @@ def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
                 f"{server} / {name}",
                 load.requests * scenario.repeats,
                 needed,
+                near,
                 load.requests * scenario.repeats < fewest,
             )
             for server in scenario.servers
             for name, load in scenario.loads.items()
             if load.requests is not None and check.concerns(server, name)
-            for fewest, needed in [_planned_requests_needed(check, load)]
-            if load.requests * scenario.repeats < needed
+            for fewest, needed, near in [_planned_requests_needed(check, load)]
+            if load.requests * scenario.repeats < near
         ]
         if planned:
             yield min(planned, key=lambda found: (found.planned, found.row))
 
 
-def _planned_requests_needed(check: Check, load: Load) -> tuple[int, int]:
-    """How many requests of all repeats a check needs to pass: at least, and near the bound with the design effect of
-    the requests in flight.
+def _planned_requests_needed(check: Check, load: Load) -> tuple[int, int, int]:
+    """How many requests of all repeats a check needs to pass: at least; and with the design effect of the requests in
+    flight far below the bound, and near it.
     """
     statistic, is_share = METRICS[check.metric].statistic, check.metric == "attainment"
     share = check.bound if is_share else int(statistic[1:]) / 100 if statistic in NEEDED else 0.0
     is_upper = check.operator in ((">", ">=") if is_share else ("<", "<="))
     if check.relative or METRICS[check.metric].latency == "gap":
-        return (NEEDED.get(statistic, 1),) * 2
+        return (NEEDED.get(statistic, 1),) * 3
     if not 0 < share < 1 or not is_upper:
-        return 1, 1
+        return 1, 1, 1
     sizes = range(1, slo_rule.MAX_REQUESTS)
     passing = bisect_left(sizes, True, key=lambda n: slo_rule.interval_counts(n, share, 1.0)[1] <= n) + 1
-    return passing, math.ceil(passing * max(1.0, max_concurrency(load) / 2))
+    effect = max(1.0, max_concurrency(load) / 2)
+    near = slo_rule.requests_to_decide(share, 1.0, effect) or slo_rule.MAX_REQUESTS
+    return passing, min(near, slo_rule.fewest_to_be_far(share, effect)), near
 
 
 def _evaluate_check(
@@ -247,6 +251,8 @@ def _evaluate_row(
         return _without_value(result, row, value)
     low, high = value.interval or (value.value, value.value)
     shown = _shown_value(check, row, value, baseline) | {"decision": decision}
+    if met and decision is not None and decision.code == "far_below":
+        shown.pop("above", None)  # it is the lower end of a range whose upper end is far below the bound
     result = replace(result, value=value.value, bound=bound)
     if value.interval is not None:
         result = replace(result, low=low, high=high)

@@ -425,6 +425,11 @@ def _far_scale(share: float) -> float:
     return max(1.0, 0.05 / (1 - share))
 
 
+def fewest_to_be_far(share: float, effect: float) -> int:
+    """The fewest requests that can show that a bound is far away from all of them."""
+    return math.ceil(max(min(n for n, _ in FAR_REQUESTS) * _far_scale(share) - 1e-9, FAR_EFFECTIVE * effect))
+
+
 def tolerance_factor(share: float, n: float) -> float:
     """So many standard deviations above the mean of n normal values is at least `share` of all, with 95 % confidence.
 
@@ -521,6 +526,10 @@ def requests_to_decide(share: float, seen: float, effect: float = 1.0) -> int | 
     """
     from scipy.special import bdtr
 
+    sizes = range(1, MAX_REQUESTS + 1)
+    if seen > 1 - 1e-9:  # all of them: the fewest that pass
+        index = bisect_left(sizes, True, key=lambda n: interval_counts(n, share, effect)[1] <= n)
+        return sizes[index] if index < len(sizes) else None
     fewest = MIN_REQUESTS if seen > share else 1
     if seen < share:
         share, seen = 1 - share, 1 - seen
@@ -528,7 +537,6 @@ def requests_to_decide(share: float, seen: float, effect: float = 1.0) -> int | 
     def power(n: int) -> float:
         return 1 - float(bdtr(_counts_outside(n, share, 1.0, SLO_ALPHA)[1] - 1, n, seen))
 
-    sizes = range(1, MAX_REQUESTS + 1)
     index = bisect_left(sizes, POWER, key=power) if seen > share else len(sizes)
     needed = None if index >= len(sizes) else max(fewest, math.ceil(sizes[index] * effect))
     return None if needed is None or needed > MAX_REQUESTS else needed

@@ -12,6 +12,17 @@ GIB = 1 << 30
 NOTHING = "–"  # for a value that is not known
 
 
+NO_BREAK = "\N{NO-BREAK SPACE}"  # between a number and its unit
+_BEFORE_UNIT = re.compile(rf"(?<=\d)[ {NO_BREAK}](?=[A-Za-z%])")
+
+
+def join_units(text: str, glue: str = NO_BREAK) -> str:
+    """A text in which no line breaks between a number and its unit: the space is another character, until it is
+    printed.
+    """
+    return _BEFORE_UNIT.sub(glue, text)
+
+
 def format_date(wall_s: float) -> str:
     """The date of a Unix time, in UTC."""
     return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d")

@@ -279,8 +279,8 @@ class CounterDelta(msgspec.Struct, array_like=True):
     messages: dict[ErrorKind, str] = {}  # of the last failure of each kind
     warmup: int = 0  # warm-up requests that ended
     warmup_failed: int = 0
-    # Of the measured requests that ended or are in flight, and of all: when the first was sent, and the last ended; with
-    # requests in flight the time of the report.
+    # Of the measured requests that ended or are in flight, and of all: when the first was sent, and the last ended;
+    # with requests in flight the time of the report.
     span: tuple[float, float] | None = None
     whole_span: tuple[float, float] | None = None
     now: float = 0.0  # time of the report

@@ -16,7 +16,7 @@ from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.analysis.quick import read_levels
 from harness.base.engines import engines
 from harness.base.summary import Summary, sentence
-from harness.base.units import NOTHING, count, factor
+from harness.base.units import NOTHING, count, factor, join_units
 from harness.failures.explain import Diagnosis, ScannedLog
 from harness.records.manifest import Run
 from harness.report import words
@@ -63,7 +63,7 @@ def print_page(page: Sequence[Element], console: Console, *, explain: bool = Fal
             console.print()
         match element:
             case Paragraph(text, style):
-                console.print(Text(words.one_line(text), STYLES.get(style, "")))
+                _print_paragraph(console, Text(join_units(words.one_line(text), _GLUE), STYLES.get(style, "")))
             case Bullets(items):
                 for item in items:
                     _print_item(console, _bullet(item))
@@ -90,7 +90,24 @@ def _bullet(item: Bullet) -> Text:
     style = STYLES.get(item.style, "")
     mark = Text(f"{item.mark} ", style) if item.mark else Text()
     text = f"{item.code}: {item.text}" if item.code else item.text
-    return mark + Text(words.one_line(text), "" if item.mark else style)
+    return mark + Text(join_units(words.one_line(text), _GLUE), "" if item.mark else style)
+
+
+_GLUE = "\ue000"  # where rich does not break a line, as it does at a no-break space; printed as a space
+
+
+def _print_paragraph(console: Console, text: Text) -> None:
+    """Print a paragraph; its further lines are indented."""
+    is_long = text.cell_len > console.width
+    lines = text.wrap(console, console.width - 2) if is_long else [text]
+    for number, line in enumerate(lines):
+        line.rstrip()
+        console.print(Text("  " * (number > 0)) + _with_spaces(line), soft_wrap=True)
+
+
+def _with_spaces(line: Text) -> Text:
+    line.plain = line.plain.replace(_GLUE, " ")
+    return line
 
 
 def _print_part(console: Console, part: Bullet) -> None:
@@ -103,7 +120,7 @@ def _print_part(console: Console, part: Bullet) -> None:
         for row in (row for line in lines for row in fold_command(line, console.width - len(indent))):
             console.print(Text(f"{indent}{row}"), soft_wrap=True)
         return
-    grid.add_row(Text(" "), mark, Text("\n".join(lines) or words.one_line(part.text)))
+    grid.add_row(Text(" "), mark, Text("\n".join(lines) or join_units(words.one_line(part.text), _GLUE)))
     _print_trimmed(console, grid)
 
 
@@ -236,7 +253,7 @@ def _print_trimmed(console: Console, table: RenderableType) -> None:
     for segments in console.render_lines(table, pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
-        console.print(line, soft_wrap=True)
+        console.print(_with_spaces(line), soft_wrap=True)
 
 
 def is_recognised(scanned: ScannedLog) -> bool:

@@ -172,10 +172,12 @@ def check_notes(scenario: Scenario) -> list[str]:
     notes = []
     for found in undecidable_checks(scenario):
         what = "cannot pass" if found.certain else "may stay inconclusive"
-        needed = f"{found.needed:,}" if found.certain else f"up to {found.needed:,} near the bound"
+        needed = f"at least {found.needed:,}"
+        if found.near > found.needed:
+            needed += f" far below the bound, and {found.near:,} or more near it"
         sent = f"{count(found.planned, 'request')} in {count(scenario.repeats, 'repeat')}"
         notes.append(
-            f"check '{found.check}' {what}: {found.row} sends {sent}, and the check needs {needed}. "
+            f"check '{found.check}' {what}: {found.row} sends {sent}, and it needs {needed}. "
             "Raise 'requests' or 'repeats'."
         )
     return notes

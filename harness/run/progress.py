@@ -18,7 +18,7 @@ from rich.text import Text
 
 from harness.base.metrics import METRICS
 from harness.base.redact import masked
-from harness.base.units import count, duration, gib, percent
+from harness.base.units import NO_BREAK, count, duration, gib, join_units, percent
 from harness.run.drive import Monitor
 from harness.scenario.plan import Cell
 
@@ -126,14 +126,16 @@ class Progress:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Break lines between words, with the further ones indented. A longer word, such as a path, stays whole."""
+    """Break lines between words, with the further ones indented. A longer word, such as a path, stays whole, and a
+    number with its unit, too.
+    """
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
         lines += textwrap.wrap(
-            line, width, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
+            join_units(line), width, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
         ) or [""]
-    return "\n".join(lines)
+    return "\n".join(lines).replace(NO_BREAK, " ")
 
 
 def plain_line(head: str, text: str, numbers: list[str]) -> str:

@@ -354,17 +354,22 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
 
 
 def next_commands(run: Run, url: str, tok_s: float | None, options: Mapping[str, object]) -> dict[str, str]:
-    """Return three commands to go on with, each with what it answers. All of them work on this machine."""
+    """Return commands to go on with, each with what it answers. They work on this machine as they are; where the model
+    has no files here, one needs its size and GPU.
+    """
     given = [f" {name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     server = f"--url {shlex.quote(url)}" + "".join(given)
     measured = "" if tok_s is None else f" --measured {tok_s:.3g}"
     again = f"harness quick {server.removeprefix('--url ')}"
-    second = (f"harness live {server}", "its numbers under a load that you set in the browser")
+    more = {f"harness live {server}": "its numbers under a load that you set in the browser"}
+    if measured:
+        normal = f"harness expect --params SIZE --gpu NAME{measured}"
+        more = {normal: "whether that is normal, by the model's size (14B) and its GPU (7900 XTX)"} | more
     with suppress(HarnessError):
         read_model(find_model(run.scenario.model))  # the name that a server gives its model is often no model here
-        second = f"harness expect {shlex.quote(run.scenario.model)}{measured}", "what this machine allows"
+        more = {f"harness expect {shlex.quote(run.scenario.model)}{measured}": "what this machine allows"}
     return {
         f"harness capacity {server}": f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
-        second[0]: second[1],
+        **more,
         f"{again} && harness compare {run.id} last": "whether a change made it faster",
     }

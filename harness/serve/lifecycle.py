@@ -50,7 +50,7 @@ from harness.serve.security import collect_secrets, make_access_notes, require_c
 from harness.serve.template import write_compose_file
 from harness.workload.job import read_api_key
 
-_FIRST_REPORT_S = 5.0  # of a wait
+_FIRST_REPORT_S, _REPORT_EVERY_S = 5.0, 60.0  # of a wait
 _CHECK_INTERVAL_S = 2.0  # of a server that already ran
 MAX_MISSES, _RETRY_INTERVAL_S = 3, 0.3  # a full listen queue can refuse one connection of a server that lives
 
@@ -360,13 +360,13 @@ def _join_gateway(gateway: Endpoint, server: Endpoint) -> Endpoint:
 
 @contextlib.contextmanager
 def reported(what: str, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Report what is waited for after some seconds, and then less and less often."""
+    """Report what is waited for after some seconds, and then once a minute, as a log has it."""
     ended = threading.Event()
 
     def report() -> None:
         start, pause_s = time.monotonic(), _FIRST_REPORT_S
         while not ended.wait(pause_s):
-            pause_s *= 2
+            pause_s = _REPORT_EVERY_S
             on_wait(f"waiting for {what}: {time.monotonic() - start:.0f} s")
 
     threading.Thread(target=report, name="reporting a wait", daemon=True).start()

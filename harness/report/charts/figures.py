@@ -287,6 +287,7 @@ def tradeoff_chart(summary: Summary, run: Run) -> Chart:
 def distribution_chart(summary: Summary, observed: ChartData, latency: Metric) -> Chart:
     """The distribution function of a latency, with a line for each row."""
     curves, body, shown = [], [], shown_rows(summary)
+    names = () if summary.scenario == QUICK else tuple(NEEDED)  # the results of quick have the median of few requests
     for i, row in enumerate(summary.rows):
         values, shares = distribution_points(observed.rows.get(row.key, RowData()).latencies.get(latency.name, []))
         hue, dash = row_style(summary, row)
@@ -295,7 +296,7 @@ def distribution_chart(summary: Summary, observed: ChartData, latency: Metric) -
         x, y = [round(1000 * value, 3) for value in values], [round(100 * share, 3) for share in shares]
         curves.append(scatter(row.name, x, y, hover, line=line, meta=i, visible=row.name in shown))
         pooled = latency.sample(row.pooled)
-        percentiles = [words.format_percentile(row, METRICS[f"{latency.name}_{name}"]) for name in NEEDED]
+        percentiles = [words.format_percentile(row, METRICS[f"{latency.name}_{name}"]) for name in names]
         minimum, maximum = units.milliseconds(pooled.min), words.format_maximum(pooled)
         body.append([row.server, row.load, f"{pooled.known:,}", minimum, *percentiles, maximum])
     ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
@@ -311,7 +312,7 @@ def distribution_chart(summary: Summary, observed: ChartData, latency: Metric) -
                 "yaxis": {"range": [0, 101], "tickvals": _SHARES, "ticktext": [f"{share}\u00a0%" for share in _SHARES]},
             },
         },
-        head=["Server", "Load", "Requests", "Least, ms", "p50", "p90", "p95", "p99", "Most, ms"],
+        head=["Server", "Load", "Requests", "Least, ms", *names, "Most, ms"],
         body=body,
         empty="" if len(set(ends)) > 1 else "No two requests have different numbers.",
     )

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.analysis import slo_rule
 from harness.analysis.checks import evaluate, undecidable_checks
 from harness.analysis.latencies import distribution
 from harness.analysis.slo_rule import LatencySample, observed
@@ -493,7 +494,7 @@ def test_checks_that_the_planned_requests_cannot_decide() -> None:
         loads = {"x": Load(user="batch", requests=20), "y": Load(user="batch", **(load or {"requests": 30}))}
         made = Scenario(version=1, question="?", servers={"a": Server(template="simulated")}, model="m", loads=loads,
                         checks=list(checks), repeats=repeats)  # fmt: skip
-        return [(one.row, one.planned, one.needed) for one in undecidable_checks(made)]
+        return [(one.row, one.planned, one.near) for one in undecidable_checks(made)]
 
     assert planned("ttft_p95 <= 1s", "error_rate == 0", "ttft_mean < 1s", "wall < 9s", repeats=2) == [("a / x", 40, 60)]
     assert planned("ttft_p95 <= 1s", repeats=3) == []
@@ -501,14 +502,39 @@ def test_checks_that_the_planned_requests_cannot_decide() -> None:
     assert planned("a/y: ttft_p95 <= 1.1 * baseline", "a/y: gap_p99 < 1s") == [("a / y", 150, 662)]
     assert planned(f"goodput({SLOS}) >= 0.95", f"attainment({SLOS}) >= 1", repeats=2) == [("a / x", 40, 60)]
     # A stall hits all requests in flight, so half of them count as one.
-    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=749, in_flight=25) == [("a / y", 749, 750)]
-    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=750, in_flight=25) == []
+    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=730, in_flight=25) == [("a / y", 730, 731)]
+    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=731, in_flight=25) == []
     assert planned("a/y: ttft_p95 <= 1s", duration_s=10.0) == []  # how many it sends is not known
     for requests, certain in ((59, True), (60, False)):
         load = {"x": Load(user="batch", requests=requests, in_flight=20)}
         made = Scenario(version=1, question="?", servers={"a": Server(template="simulated")}, model="m", loads=load,
                         checks=["ttft_p95 <= 1s"], repeats=1)  # fmt: skip
-        assert [one.certain for one in undecidable_checks(made)] == [certain]
+        assert [(one.certain, one.needed, one.near) for one in undecidable_checks(made)] == [(certain, 80, 585)]
+
+
+@pytest.mark.parametrize("n", [12, 58, 62])
+@pytest.mark.parametrize("in_flight", [1, 4, 10])
+def test_the_numbers_before_and_after_a_run_are_the_fewest_that_the_rule_accepts(n: int, in_flight: int) -> None:
+    """Requests of 27 to 36 ms, checked far below the bound, below it and near it."""
+    values = np.linspace(0.027, 0.036, n)[np.random.default_rng(n).permutation(n)]
+    sample = observed(values)
+    load = Load(user="batch", requests=n, in_flight=in_flight)
+    made = Scenario(version=1, question="?", servers={"a": Server(template="simulated")}, model="m", loads={"x": load},
+                    checks=["ttft_p95 <= 2s"], repeats=1)  # fmt: skip
+    planned = next(undecidable_checks(made), None)
+    for bound_s in (2.0, 0.1, 0.05):
+        found = slo_rule.decide_share([sample], 0.95, bound=bound_s, in_flight=in_flight)
+        spread = slo_rule.log_spread([sample])
+        assert spread is not None
+
+        def passes(size: int, effect: float = found.effect, to_s: float = bound_s, spread: Any = spread) -> bool:
+            as_far = slo_rule.far_decision(msgspec.structs.replace(spread, n=size), 0.95, effect, to_s) == "pass"
+            return as_far or slo_rule.decide(size, 0, size, 0.95, effect) == "pass"
+
+        fewest = next(size for size in range(n, 2000) if passes(size))
+        assert (found.decision == "pass") == (fewest == n) and found.needed == (None if fewest == n else fewest)
+        if planned is not None and found.effect == max(1.0, in_flight / 2):
+            assert planned.needed <= fewest <= planned.near
 
 
 def test_what_the_command_line_makes_of_checks() -> None:

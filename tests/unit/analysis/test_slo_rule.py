@@ -491,7 +491,7 @@ def test_the_interval_of_a_share() -> None:
 
 def test_how_many_requests_decide() -> None:
     assert requests_to_decide(0.95, 1.0) == 60
-    assert requests_to_decide(0.95, 1.0, 10.0) == 590
+    assert requests_to_decide(0.95, 1.0, 10.0) == 585
     assert requests_to_decide(0.5, 1.0) == 60 and requests_to_decide(0.95, 0.0) == 2
     assert requests_to_decide(0.95, 0.95) is None
     assert requests_to_decide(0.95, 0.9505) is None
