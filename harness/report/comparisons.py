@@ -212,7 +212,10 @@ def levels_by_server(rows: Sequence[Row], run: Run) -> dict[str, list[tuple[floa
         if load.arrivals is not None:
             if load.arrivals.rate is None:
                 return {}
-            level, text = load.arrivals.rate, f"{load.arrivals.rate:g} requests/s"
+            level, text = (
+                load.arrivals.rate,
+                f"{load.arrivals.rate:g} request{'' if load.arrivals.rate == 1 else 's'}/s",
+            )
             kind = b"open"
         else:
             level = words.max_in_flight(load)

@@ -35,7 +35,7 @@ from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.comparisons import short_row_names
 from harness.report.elements import LIMITED, Chart, Element, Fold, Grid, with_names
-from harness.report.quick import levels_grid
+from harness.report.quick import LEGEND, levels_grid
 from harness.report.trust import same_answers_page, trust_charts, trust_tables
 from harness.report.tune import TuneReport, tune_chart, tune_elements
 from harness.report.tune_results import read_answered
@@ -171,6 +171,7 @@ def render(
         verdicts=named(_verdicts(summary, run)),
         design=[page.design(summary, run), *(page.loads(run) if len(summary.rows) > _FEW else [])],
         results=named(results),
+        quick_legend=LEGEND if levels else "",
         details=named(details),
         fold_long=fold_long,
         machine=named(table.machine_table(summary)),

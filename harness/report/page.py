@@ -36,7 +36,7 @@ from harness.report.elements import (
     plain_grid,
     with_names,
 )
-from harness.report.quick import lead, levels_grid
+from harness.report.quick import LEGEND, lead, levels_grid
 from harness.report.table import machine_table, results_table, schedule_table, time_table
 from harness.report.trust import same_answers_page, trust_tables
 from harness.report.tune import TuneReport, answer_line, tune_elements, tune_question
@@ -72,6 +72,7 @@ def run_page(
         *([] if tune is None else tune_elements(tune)),
         *findings(summary),
         results,
+        *([Paragraph(LEGEND, "fine")] if levels else []),
         design(summary, run),
         *([Paragraph("Verdicts", "heading"), *run_verdicts(summary, run, _RUN_HINT)] if summary.comparison else []),
         *same_answers_page(summary.same_answers),

@@ -37,7 +37,7 @@ _COLUMNS = (
         "successful requests", group="name",
     ),
 )  # fmt: skip
-_LEGEND = "Per user: after the first token. Together: the wait for first tokens included. TTFT: the median."
+LEGEND = "Per user: after the first token. Together: the wait for first tokens included. TTFT: the median."
 _SHARE_UNKNOWN = "Share of what the hardware allows: not known (it takes a known GPU, and the model's files here)."
 
 
@@ -61,7 +61,7 @@ def quick_page(report: QuickReport) -> list[Element]:
 
 def levels_grid(levels: Sequence[QuickLevel]) -> Grid:
     """The table of a quick run, the same in its own page and in the run's."""
-    return Grid(id="results", columns=_COLUMNS, rows=[_cells(level) for level in levels], note=_LEGEND)
+    return Grid(id="results", columns=_COLUMNS, rows=[_cells(level) for level in levels])
 
 
 def lead(levels: Sequence[QuickLevel], *, is_known: bool) -> str:
@@ -103,7 +103,7 @@ def _about(report: QuickReport) -> str:
     reasons = f"; the model reasons first, {text}" if any(one.reasons for one in report.users) else ""
     asked = f"{prompt}answers of at most {report.answer_tokens} tokens{level}"
     prefill = "; prefill is that of one request at a time, since others make it wait" if report.prefill_tok_s else ""
-    return f"{asked[:1].upper()}{asked[1:]}{counted}{reasons}{prefill}."
+    return f"{LEGEND} {asked[:1].upper()}{asked[1:]}{counted}{reasons}{prefill}."
 
 
 def _finding(report: QuickReport) -> Iterator[Element]:

@@ -104,11 +104,13 @@ class Progress:
         if is_shown and now_s - self._read_s >= LOOK_EVERY_S:
             self._read_s = now_s
             self._numbers = describe_numbers(monitor)
-        total = "" if monitor.total is None else f" of {monitor.total}"
+        sent = count(monitor.recorded, "request")
+        if monitor.total is not None:
+            sent = f"{monitor.recorded} of {count(monitor.total, 'request')}"
         warmup = f" ({monitor.warmup} for warm-up)" if monitor.warmup else ""
         failed = f", {monitor.failed} FAILED" if monitor.failed else ""
         simulated = " (SIMULATED)" if monitor.job.simulated else ""
-        text = f"{self.head}{simulated}: {monitor.recorded}{total} requests{warmup}{failed}, {monitor.elapsed_s:.0f} s"
+        text = f"{self.head}{simulated}: {sent}{warmup}{failed}, {monitor.elapsed_s:.0f} s"
         if self._numbers is not None:
             if monitor.warmup_ended and not monitor.measured.ended and not warmup:  # its length is unknown
                 text += f", warm-up until now: {count(monitor.warmup_ended, 'request')}"

@@ -46,7 +46,10 @@
   // A latency of a row: a value, only a lower bound ("> 12", because requests still wait), or not known.
   const isAbove = (n, key) => !isKnown(n?.[key]) && isKnown(n?.[`${key}_above`]);
   const latency = (n, key) => n?.[key] ?? n?.[`${key}_above`];
-  const latencyMs = (n, key) => (isAbove(n, key) ? "> " : "") + ms(latency(n, key));
+  const latencyMs = (n, key) => {  // from 10 s on in seconds
+    const seconds = latency(n, key);
+    return (isAbove(n, key) ? "> " : "") + (seconds >= 10 ? `${number(seconds)} s` : ms(seconds));
+  };
   const tooFew = (n, key, p) => isKnown(latency(n, `${key}_${p}`)) || !(n[`${key}_n`] < last.needed[p]) ? ""
     : `needs ${last.needed[p]} requests, and there are ${n[`${key}_n`]}`;
 

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness.analysis.knee import KNEE_SHARE, MIN_LEVELS
+from harness.analysis.quick import NAME as QUICK
 from harness.analysis.verdicts import metric_values, without_concurrency
 from harness.base import units
 from harness.base.metrics import METRICS, Metric

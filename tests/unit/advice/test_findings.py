@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from harness.advice.expect import share
-from harness.advice.findings import RULES, with_findings
+from harness.advice.findings import RULES, _row_facts, with_findings
 from harness.advice.rules import RowFacts
 from harness.analysis.summarize import Summarized, summarize, summarize_with_counts
 from harness.base.files import pretty_json
@@ -311,6 +311,18 @@ def test_few_answers_show_that_eight_users_queue_behind_five_slots(tmp_path: Pat
         findings = with_findings(summarize_with_counts(folder)).summary.findings or []
         expected = ["queue_with_room"] if (slots, engine) == (5, five.engine) else []
         assert [one.code for one in findings] == expected, (slots, engine.max_num_seqs)
+
+
+def test_users_of_a_live_load_are_counted_and_not_taken_from_its_form(tmp_path: Path) -> None:
+    """A live load starts with one user, and a person sets eight: none of them is "1 of 1 users" without an answer."""
+    four = EngineSetup(engine=replace(HEALTHY, max_num_seqs=4))
+    made = measured(tmp_path / "run", Cause(four, {"eight": batch(8, 24, 60)}))
+    run = made.data.run
+    loads = {name: replace(load, users=1, in_flight=None, batch_size=1) for name, load in run.scenario.loads.items()}
+    write_run(tmp_path / "run", replace(run, status="live", scenario=replace(run.scenario, loads=loads)))
+    live = with_findings(summarize_with_counts(tmp_path / "run"))
+    assert [fact.in_flight for fact in _row_facts(live.data, live.summary)] == [8]
+    assert "users_unserved" not in [one.code for one in live.summary.findings or []]
 
 
 def test_a_queue_is_found_where_the_end_cut_most_answers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import logging
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from harness.load.live_metrics import ALL, LiveNumbers, Observed
+from harness.load.live_metrics import ALL, LiveNumbers, Observed, RequestInFlight
 from harness.load.live_outputs import (
     LATENCIES,
     PRINT_S,
@@ -86,6 +87,23 @@ class Scraped(Collector):
 
 def scraped(numbers: LiveNumbers) -> dict[tuple[str, ...], float]:
     return samples_of(generate_latest(Scraped(numbers)).decode())
+
+
+def test_requests_of_the_warm_up_count_while_they_are_in_flight_and_then_their_tokens() -> None:
+    """As of a live load whose first user warms the server up: nobody is missing, and no token."""
+    counter, numbers, now = Worker(), LiveNumbers(), time.monotonic()
+    warm = RequestInFlight("Chat", now - 20, 0.5, chunks=40, warmup=True)
+    first, second = (RequestInFlight("Chat", now - 20, 0.5, chunks=40), RequestInFlight("Chat", now - 20))
+    counter.note(warm, first, second)
+    numbers.add_delta("a", delta(counter, {"Chat": 3}))
+    found = numbers.whole_test()[ALL]
+    assert (found["ttft_n"], found["tokens"], numbers.waiting()[ALL]) == (3, 80, 1)
+    assert found["output_tok_s"] == pytest.approx(4, rel=0.05)
+    counter.add(request(phase="warmup", output_tokens=41, ended_s=20.0))
+    counter.note(first, second)
+    numbers.add_delta("a", delta(counter, {"Chat": 2}))
+    found = numbers.whole_test()[ALL]
+    assert (numbers.warmup, found["ended"], found["ttft_n"], found["tokens"]) == (1, 0, 2, 81)
 
 
 def test_a_scrape_may_name_its_metrics() -> None:

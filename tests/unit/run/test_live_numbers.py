@@ -51,9 +51,8 @@ class Worker:
 
     def add(self, request: Request) -> None:
         self.counted.add(request)
-        if request.phase == "measured":
-            self.arrived.add_ended(request)
-            self.note()
+        self.arrived.add_ended(request)
+        self.note()
 
     def note(self, *in_flight: RequestInFlight) -> None:
         """The end of a second."""
