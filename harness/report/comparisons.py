@@ -212,10 +212,8 @@ def levels_by_server(rows: Sequence[Row], run: Run) -> dict[str, list[tuple[floa
         if load.arrivals is not None:
             if load.arrivals.rate is None:
                 return {}
-            level, text = (
-                load.arrivals.rate,
-                f"{load.arrivals.rate:g} request{'' if load.arrivals.rate == 1 else 's'}/s",
-            )
+            level = load.arrivals.rate
+            text = f"{level:g} {'request' if level == 1 else 'requests'}/s"
             kind = b"open"
         else:
             level = words.max_in_flight(load)
