@@ -568,7 +568,11 @@ def test_a_p95_of_92_ms_meets_a_bound_of_2_s_and_says_why() -> None:
     why = found.evidence[0].values["decision"]
     assert why["code"] == "far_below"
     assert why["values"] == {"requests": 180, "end": pytest.approx(float(ttft_s.max()))}
-    assert "; far below the bound: 180 requests took at most 1" in evidence(found.evidence)
+    assert "far below the bound: 180 requests took at most 1" in evidence(found.evidence)
+    assert "above" not in found.evidence[0].values
+    few = row(sent=60, succeeded=60, ttft=distribution([observed(ttft_s[:60])], 1.0, 4.0))
+    passed = result_of("ttft_p95 <= 2s", few)  # a p95 needs 130 requests: only its lower end is known
+    assert (passed.status, passed.value, "above" in passed.evidence[0].values) == ("passed", None, False)
     assert result_of("ttft_p95 > 2s", dependent).status == "failed"
     assert result_of("ttft_p95 <= 200ms", dependent).code == "too_close"
     few = row(sent=50, succeeded=50, ttft=distribution([observed(ttft_s[:50])], 1.0, 4.0))

@@ -34,8 +34,9 @@ from harness.report.capacity import print_capacity
 from harness.report.elements import LIMITED, Bullet, Bullets, Paragraph, plain_grid, with_names
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
-from harness.report.terminal import fold_command
+from harness.report.terminal import fold_command, print_page
 from harness.report.words import load_names
+from harness.run.progress import wrapped
 from harness.scenario import Load, Scenario, Server, Stage, Sweep, SweepRow
 from harness.scenario.plan import expand_stages
 from tests.support.made_runs import scenario, write_made_run
@@ -135,7 +136,7 @@ def test_a_wide_terminal_has_one_table() -> None:
         "",
         "Verdicts",
         "- vllm / ten: 3.13x faster than vllm / one by wall time (95 % interval 3.05x to 3.21x, p = 0.008).",
-        "By wall time; one comparison. Differences under 2\u00a0% are treated as noise.",
+        "By wall time; one comparison. Differences under 2 % are treated as noise.",
         "",
         "Checks",
         "- FAILED error_rate == 0: 2 failed",
@@ -485,3 +486,19 @@ def test_a_table_of_long_texts_breaks_no_word() -> None:
             *["Tried", "Why", "Result", "Kept", "yes", "the", "default", "reference", "1"],
         }
         assert max(map(len, out.getvalue().splitlines())) <= width
+
+
+def test_a_long_paragraph_goes_on_indented_and_keeps_its_units() -> None:
+    """In a pipe of any width; the space before a unit is a plain one again."""
+    text = "an answer takes 2.5 s for each number of users, and its first token comes after 1,285 ms of 100 %"
+    for width in range(20, 100):
+        console = Console(file=io.StringIO(), width=width)
+        print_page([Paragraph(text), Bullets([Bullet(text)])], console)
+        printed_text = console.file.getvalue()  # type: ignore[attr-defined]
+        lines = printed_text.splitlines()
+        first = next(place for place, line in enumerate(lines) if line.startswith("-"))
+        others = [*lines[1:first], *lines[first + 1 :]]
+        assert all(line.startswith("  ") for line in others) and max(map(len, lines)) <= width
+        assert [printed_text.count(part) for part in ("2.5 s", "1,285 ms", "100 %")] == [2, 2, 2]
+        in_log = wrapped(text, width).splitlines()
+        assert " ".join(line.strip() for line in in_log) == text and all(line.startswith("  ") for line in in_log[1:])
