@@ -54,7 +54,8 @@ def _needed(verdict: Verdict, gate: Gate, tolerance: float) -> int | None:
     half_width = math.log(verdict.high / verdict.low) / 2
     needed = math.inf if distance == 0 else min(verdict.n) * (half_width / distance) ** 2
     if known < ENOUGH_RUNS:  # their interval says little of that of more runs, but not of a ratio at the tolerance
-        return None if distance < MARGIN / 2 and needed > MAX_REPEATS else ENOUGH_RUNS
+        is_at_limit = gate == "size_unknown" and distance < MARGIN / 2 and needed > MAX_REPEATS
+        return None if is_at_limit else ENOUGH_RUNS
     return max(math.ceil(needed), known + 1) if needed <= MAX_REPEATS else None
 
 
