@@ -174,7 +174,7 @@ def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
         ([fast], faster + none),
         ([few], f"Cannot tell: b is between 29 % slower and 6.1 % faster than vllm / one by wall time. {repeat}"),
         ([some], "Slower: b is 9.5 % slower than vllm / one by wall time (5 to 15 %); whether 10 % or more is not "
-                 f"known. {repeat}"),
+                 "known. Measure more (`--times N`), or choose another --tolerance: the difference is about as large."),
         ([fast, unknown], f"{faster}Cannot tell: d: there is no wall time. Of 2 comparisons: 1 cannot tell, 1 faster."),
     ):  # fmt: skip
         comparison = compared(*(with_gate(each, 0.1, provisional=False) for each in verdicts)).comparison

@@ -27,7 +27,6 @@ from tests.support.made_runs import request, write_made_run
 from tests.support.virtual import closed_loop
 from tests.support.virtual_probes import MAX_LEVEL, SeededQuestion, SeededServer, seeded_question, truths
 
-
 MAX_PROBES = 8  # each takes thousands of records
 
 
