@@ -331,7 +331,8 @@ def _missing_load_reasons(evidence: Evidence, ends: Mapping[int, ProcessMark]) -
         complete = False
     if asked_s and complete and ends and all(mark.users is not None for mark in ends.values()):
         had = sum(mark.users or 0 for mark in ends.values())
-        if had < load.users and not evidence.never_measured:
+        # A probe that the harness stopped measures nothing before all users have started.
+        if had < load.users and evidence.stopped_after_s is None:
             text = f"{had:,} of {count(load.users, 'user')} had started at the end of the measured time"
             yield because("users_missing", text, came=had, users=load.users)
 

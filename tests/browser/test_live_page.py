@@ -198,7 +198,7 @@ def test_the_page_moves_on_and_its_controls_work(browser: webdriver.Chrome, live
     assert {"in flight", "goodput", "server: running", "GPU renderD128", "GPU renderD129"} <= set(tiles)
     wide = script(browser, "return [...document.querySelectorAll('.tile.wide b')].map((e) => e.textContent)")
     assert wide == ["93 % · 8 GiB · 287 W", "12 % · 8 GiB · 41 W"]
-    assert script(browser, "return document.querySelector('#notes').textContent").endswith("requests are not counted.")
+    assert script(browser, "return document.querySelector('#notes').textContent").endswith("requests do not.")
     assert complaints(browser) == []
 
 

@@ -45,8 +45,11 @@ def test_a_run_is_loaded_and_summarized() -> None:
     summary = summarize(run)
     assert summary == summarize(BEFORE)
     assert (summary.findings, replace(summary, findings=None)) == ([], summarize_folder(BEFORE))
-    summary = summarize(run, checks=["error_rate == 0", "output_tok_s >= 0.8 * baseline"], baseline=BEFORE)
-    assert [check.status for check in summary.checks[-2:]] == ["passed", "passed"]
+    summary = summarize(run, checks=["error_rate == 0", "output_tok_s >= 0.8 * baseline"], baseline=AFTER)
+    assert [check.status for check in summary.checks[-2:]] == ["passed", "inconclusive"]
+    assert summary.checks[-1].value
+    with pytest.raises(HarnessError, match="given twice"):
+        summarize(run, checks=["output_tok_s >= 0.8 * baseline"], baseline=BEFORE)
 
 
 def test_a_published_run_has_its_stored_summary(tmp_path: Path) -> None:
