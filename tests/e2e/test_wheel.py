@@ -84,7 +84,7 @@ def test_a_quick_measurement_and_its_report(installed: Path, tmp_path: Path) -> 
     assert [level["users"] for level in quick["users"]] == [1, 4, 8]
     assert all(level["answers"] and level["tok_s"] > 0 for level in quick["users"])
     assert min(quick["one_user_tok_s"], quick["prefill_tok_s"], quick["ttft_ms"]) > 0
-    assert quick["share"] is None and quick["prompt_tokens"] <= 128 and len(quick["next"]) == 3
+    assert quick["share"] is None and quick["prompt_tokens"] <= 128 and len(quick["next"]) == 4
     assert (tmp_path / quick["run"] / "report.html").exists()
     for name in (quick["run"], "last", "quick"):
         assert "VALID" in run(installed, "report", name, cwd=tmp_path)
