@@ -480,21 +480,25 @@ def _counted(probes: Sequence[Probe]) -> list[Probe]:
 def _net_passes(probes: Sequence[Probe], levels: Sequence[int]) -> dict[int, int]:
     """For each level the number of passed probes less the number of failed ones.
 
-    A probe that could not decide takes the result of a single other one back. A level of which the requests at it and
-    below miss an SLO has no pass: what made them miss is not the load.
+    A probe that could not decide takes the result of a single other one back. It also shows that the server is
+    unsteady: then one failed probe is not enough, but where most requests missed. A level of which the requests at it
+    and below miss an SLO has no pass: what made them miss is not the load.
     """
     signs = {"pass": 1, "fail": -1, "died": -1}
     counted = _counted(probes)
     nets = {level: sum(signs.get(one.state, 0) for one in counted if one.level == level) for level in levels}
     undecided = {one.level for one in counted if one.state == "unresolved"}
     for level in levels:
-        if (level in undecided and abs(nets[level]) < 2) or (nets[level] > 0 and _misses_below(probes, level)):
+        tries = [one for one in counted if one.level == level]
+        is_doubtful = bool(undecided) and nets[level] == -1 and not _is_hopeless(tries)
+        is_taken_back = level in undecided and abs(nets[level]) < 2
+        if is_doubtful or is_taken_back or (nets[level] > 0 and _misses_below(probes, level)):
             nets[level] = 0
     return nets
 
 
 def _misses_below(probes: Sequence[Probe], level: int) -> bool:
-    """Whether all requests at a level and below it, together, miss an SLO.."""
+    """Whether all requests at a level and below it, together, miss an SLO."""
     chosen = [one for one in probes if one.level <= level and one.purpose in SLO_PURPOSES]
     for slo, share in enumerate(chosen[0].shares if chosen else ()):
         met, known = (sum(one.counts[slo][place] for one in chosen) for place in (0, 1))

@@ -4,7 +4,7 @@ An SLO such as `ttft_p95 <= 2 s` requires that at least 95 % of the requests hav
 0.95. `harness.analysis.slo_rule` decides it, as it decides a check: by the effective number of dependent requests. A
 failed request does not meet the SLO.
 
-- A probe of the *ramp* is short: a few answers, enough for an estimate. It may decide the level, too.
+- A probe of the *ramp* is short: a few answers, enough for an estimate. It may break a level, but proves none.
 - A probe that *proves* is examined at some numbers of its blocks, each time with an error of LOOK_ERROR on either
   side, and a last time when the budget ends it. What the looks add up to is simulated (docs/capacity.md).
 - `unresolved`: no decision within `block_limit`, or earlier when none is to be expected. It bounds nothing. A level of
@@ -255,8 +255,6 @@ def decide_slos(probe: Probe) -> ProbeState:
     if number not in _looks(limit) and number != hope and (number < limit or number % limit):
         return "open"
     state = _decide(probe.shares, probe.blocks, probe.answer_s)
-    if state == "pass" and number < MIN_PASS_BLOCKS:
-        return "open"
     if state != "open" or number < hope or not _has_misses(probe.blocks):
         return "unresolved" if state == "open" and number >= _PATIENCE * limit else state
     if number >= limit:
@@ -268,22 +266,22 @@ def decide_slos(probe: Probe) -> ProbeState:
 
 
 def decide_ramp(probe: Probe) -> ProbeState:
-    """End a probe of the ramp after some answers. It decides the level where these are enough."""
+    """End a probe of the ramp after some answers. They may break an SLO, and are too few to prove a level."""
     number = len(probe.blocks)
     requests = max(sum(len(block.samples[slo].state) for block in probe.blocks) for slo in range(len(probe.shares)))
     is_short = number < RAMP_BLOCKS or requests < RAMP_ANSWERS or probe.seconds < RAMP_S
     if is_short and number < RAMP_MAX_BLOCKS:
         return "open"
-    state = _decide(probe.shares, probe.blocks, probe.answer_s)
-    return "done" if state == "open" else state
+    return "fail" if _decide(probe.shares, probe.blocks, probe.answer_s) == "fail" else "done"
 
 
 def _decide(shares: Sequence[float], blocks: Sequence[ProbeBlock], answer_s: float | None) -> ProbeState:
-    """Decide by all blocks at once."""
+    """Decide by all blocks at once; a pass needs MIN_PASS_BLOCKS."""
     decisions = {one.decision for one in _decide_each(shares, blocks, answer_s)}
     if "fail" in decisions:
         return "fail"
-    return "pass" if decisions == {"pass"} else "open"
+    is_long = sum(block.seconds > 0 for block in blocks) >= MIN_PASS_BLOCKS  # the last one has what the end cut
+    return "pass" if decisions == {"pass"} and is_long else "open"
 
 
 def _decide_each(shares: Sequence[float], blocks: Sequence[ProbeBlock], answer_s: float | None) -> list[ShareDecision]:

@@ -4,7 +4,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -171,25 +171,32 @@ def gain_text(report: TuneReport, ratio: float | None, low: float | None = None,
         return ""
     bounds = [bound for bound in known_bounds(ratio, low, high) if bound is not None]
     digits = 3 if len({_change(report.goal, bound, 2) for bound in bounds}) < len(bounds) else 2
-    amount, word = _change(report.goal, ratio, digits)
+    change = _change(report.goal, ratio, digits)
     ends = [_change(report.goal, bound, digits) for bound in bounds]
-    if len(ends) == 2 and ends[0][1] == ends[1][1]:  # 38 to 44 %
-        interval = f" ({ends[0][0].rpartition(' ')[0]} to {ends[1][0]})"
+    if len(ends) == 2 and ends[0][1:] == ends[1][1:]:  # 38 to 44 %
+        interval = f" ({ends[0].number} to {ends[1].number} {ends[1].unit})"
     else:
         side = "" if len(ends) == 2 else "at least " if bounds == [low] else "at most "
-        texts = [" ".join(end).removesuffix(" the") for end in ends]
+        texts = [f"{end.number} {end.unit}" + (f" {end.word}" if end.word else "") for end in ends]
         interval = f" ({side}{' to '.join(texts)})" if ends else ""
     against = f", compared with {format_settings(report.reference)}" if report.reference else ""
-    return f"{amount} {word} {CHANGES[report.goal][0]}{interval}{against}"
+    return f"{change.number} {change.unit} {change.word or 'the'} {CHANGES[report.goal][0]}{interval}{against}"
 
 
-def _change(goal: Goal, ratio: float, digits: int) -> tuple[str, str]:
-    """The amount and the direction of a change: ("41 %", "more"), ("4.17 times", "the")."""
+class _Change(NamedTuple):
+    """A change of a metric: 41 % more, or 4.17 times the value, which has no word."""
+
+    number: str
+    unit: str
+    word: str
+
+
+def _change(goal: Goal, ratio: float, digits: int) -> _Change:
     _, better, worse = CHANGES[goal]
     if goal != "latency" and ratio >= 2:
-        return f"{factor(ratio)} times", "the"
+        return _Change(factor(ratio), "times", "")
     share = 1 / ratio - 1 if goal == "latency" else ratio - 1
-    return f"{figures(100 * abs(share), digits)} %", better if ratio >= 1 else worse
+    return _Change(figures(100 * abs(share), digits), "%", better if ratio >= 1 else worse)
 
 
 def _ratio(ratio: float | None, low: float | None, high: float | None) -> str:

@@ -5,7 +5,7 @@ A log gets one line for each cell, and one a minute while something takes long; 
 
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ PLAIN_WIDTH = 99  # of these lines
 LOOK_EVERY_S = 1.0  # between two reads of a cell's files
 LATENCIES = ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95")
 _TEXT_ROOM = 60  # of PLAIN_WIDTH, for what is not the head
-PLAIN_NAMES = ("failed:", "tok/s", "TTFT p95", "TPOT p95", "waiting", "KV")  # of numbers in a log, as far as they fit
+PLAIN_NAMES = ("failed", "tok/s", "TTFT p95", "TPOT p95", "waiting", "KV")  # of numbers in a log, as far as they fit
 
 
 class Progress:
@@ -41,7 +41,7 @@ class Progress:
         self._live: Live | None = None
         self._spinner = Spinner("dots", "starting")
         self._monitor: Monitor | None = None
-        self._numbers: list[str] | None = None  # of the monitor, in words
+        self._numbers: dict[str, str] | None = None  # of the monitor, in words by name
         self._read_s = 0.0
         self._notes: set[tuple[str, str, str]] = set()  # printed ones
 
@@ -80,7 +80,8 @@ class Progress:
     def stage(self, text: str) -> None:
         """Show a stage of the current cell before its load, such as the start of its server."""
         self._monitor = self._numbers = None
-        self._show(": ".join(part for part in (self.head, masked(text, "sure")) if part))
+        text = masked(text, "sure")
+        self._show(f": {text}" if text and self.head else text)
 
     def start_load(self, monitor: Monitor) -> None:
         """Show the load of the current cell at each `update`."""
@@ -97,7 +98,7 @@ class Progress:
         if monitor is None:
             return
         if monitor.missing_workers:
-            self._show(f"{self.head}: {monitor.elapsed_s:.0f} s of {monitor.missing_workers}")
+            self._show(f": {monitor.elapsed_s:.0f} s of {monitor.missing_workers}")
             return
         now_s = time.monotonic()
         is_shown = self._live is not None or now_s - self._last_plain_s >= PLAIN_EVERY_S
@@ -110,7 +111,7 @@ class Progress:
         warmup = f" ({monitor.warmup} for warm-up)" if monitor.warmup else ""
         failed = f", {monitor.failed} FAILED" if monitor.failed else ""
         simulated = " (SIMULATED)" if monitor.job.simulated else ""
-        text = f"{self.head}{simulated}: {sent}{warmup}{failed}, {monitor.elapsed_s:.0f} s"
+        text = f"{simulated}: {sent}{warmup}{failed}, {monitor.elapsed_s:.0f} s"
         if self._numbers is not None:
             if monitor.warmup_ended and not monitor.measured.ended and not warmup:  # its length is unknown
                 text += f", warm-up until now: {count(monitor.warmup_ended, 'request')}"
@@ -118,13 +119,15 @@ class Progress:
                 text += f", {duration(left_s)} left"
         self._show(text, self._numbers)
 
-    def _show(self, text: str, numbers: list[str] | None = None) -> None:
+    def _show(self, text: str, numbers: Mapping[str, str] | None = None) -> None:
+        """Show a text after the head, and numbers by their names."""
         if self._live is not None:
-            self._spinner.update(text=Text(text))  # names come from files: no markup in them
-            table = Padding(Columns(numbers or [], padding=(0, 3)), (0, 0, 0, 2))
+            self._spinner.update(text=Text(self.head + text))  # names come from files: no markup in them
+            shown = [f"{name} {number}" for name, number in (numbers or {}).items()]
+            table = Padding(Columns(shown, padding=(0, 3)), (0, 0, 0, 2))
             self._live.update(Group(self._spinner, table) if numbers else self._spinner)
         elif time.monotonic() - self._last_plain_s >= PLAIN_EVERY_S:
-            self.line(plain_line(self.head, text.removeprefix(self.head), numbers or []))
+            self.line(plain_line(self.head, text, numbers or {}))
 
 
 def wrapped(text: str, width: int) -> str:
@@ -140,14 +143,13 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(lines).replace(NO_BREAK, " ")
 
 
-def plain_line(head: str, text: str, numbers: list[str]) -> str:
-    """A line of a log: a long head is cut, then a long text; numbers follow as far as they fit."""
+def plain_line(head: str, text: str, numbers: Mapping[str, str]) -> str:
+    """A line of a log: a long head is cut, then a long text; numbers with their names follow as far as they fit."""
     head = _cut(head, PLAIN_WIDTH - min(len(text), _TEXT_ROOM))
     line = head + _cut(text, PLAIN_WIDTH - len(head))
-    known = [number for name in PLAIN_NAMES for number in numbers if number.startswith(f"{name} ")]
-    for number in known:
-        if len(line) + len(number) + 2 <= PLAIN_WIDTH:
-            line += f", {number}"
+    for name in PLAIN_NAMES:
+        number = f", {name} {numbers[name]}" if name in numbers else ""
+        line += number if len(line) + len(number) <= PLAIN_WIDTH else ""
     return line
 
 
@@ -155,30 +157,30 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 4].rstrip()} ..."
 
 
-def describe_numbers(monitor: Monitor) -> list[str]:
-    """Read what is new of a cell, and return its known numbers in words: of the load, the server and the GPUs."""
+def describe_numbers(monitor: Monitor) -> dict[str, str]:
+    """Read what is new of a cell; return its known numbers in words by name: of the load, the server and the GPUs."""
     numbers, observed = monitor.numbers(), monitor.observed.values
     server = observed["server"] or {}
     known = {METRICS[name].title: _format_latency(numbers[name]) for name in LATENCIES}
     known |= {"tok/s": _format_number(numbers["output_tok_s"]), "req/s": _format_number(numbers["requests_per_s"])}
     known |= {name: _format_number(server.get(name)) for name in ("running", "waiting")}
     known["KV"] = percent(server["kv_usage"], 0) if server.get("kv_usage") is not None else None
-    words = [f"{name} {text}" for name, text in known.items() if text is not None]
-    words += _describe_gpus(observed["gpus"] or {})
-    failures = monitor.measured.failures.items()
-    return words + [f"failed: {', '.join(f'{number} {kind}' for kind, number in failures)}"] if failures else words
+    words = {name: text for name, text in known.items() if text is not None}
+    words |= _describe_gpus(observed["gpus"] or {})
+    failures = ", ".join(f"{number} {kind}" for kind, number in monitor.measured.failures.items())
+    return words | ({"failed": failures} if failures else {})
 
 
-def _describe_gpus(gpus: dict[str, dict[str, Any]]) -> list[str]:
-    texts = []
+def _describe_gpus(gpus: dict[str, dict[str, Any]]) -> dict[str, str]:
+    texts = {}
     for name, gpu in sorted(gpus.items()):
         memory, busy, power_w = gpu.get("vram_used_bytes"), gpu.get("busy_percent"), gpu.get("power_w")
         if gpu.get("package") and gpu.get("gtt_used_bytes") is not None:  # an APU has most of its memory there
             memory = (memory or 0) + gpu["gtt_used_bytes"]
-        words = [name] if busy is None else [name, f"{busy:.0f} %"]
+        words = [] if busy is None else [f"{busy:.0f} %"]
         words += [] if memory is None else [gib(memory)]
         words += [] if power_w is None else [f"{power_w:.0f} W"]
-        texts.append(" ".join(words))
+        texts[name] = " ".join(words)
     return texts
 
 

@@ -52,7 +52,7 @@ def test_the_numbers_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     requests = tmp_path / "requests.jsonl"
     append(requests, record(0), record(1))  # of before
     monitor = Monitor(job(tmp_path, batch_size=2, requests=20))
-    assert describe_numbers(monitor) == []
+    assert describe_numbers(monitor) == {}
     append(requests, record(-1, phase="warmup"), *(record(index) for index in range(4)), record(4, "r1-other-cell"))
     append(requests, record(5, error="timeout", chunks_s=[]), record(6)[:30])
     head = {"wall_s": time.time(), "cell": CELL}
@@ -63,24 +63,24 @@ def test_the_numbers_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     now[0] = 104.0
     numbers = describe_numbers(monitor)
     assert (monitor.measured.ended, monitor.warmup_ended, monitor.failed) == (5, 1, 1)
-    ttft_ms = [float(text.split()[2]) for text in numbers[:2]]
+    ttft_ms = [float(numbers[f"TTFT {name}"].split()[0]) for name in ("p50", "p95")]
     assert ttft_ms == pytest.approx([200, 400], rel=0.02)
     # The first was sent a second before it was seen to have ended.
-    assert numbers[4:] == [
-        "tok/s 44", "req/s 4", "running 3", "waiting 2", "KV 25 %", "renderD128 50 % 2.0 GiB 750 W",
-        "failed: 1 timeout",
+    assert list(numbers.items())[4:] == [
+        ("tok/s", "44"), ("req/s", "4"), ("running", "3"), ("waiting", "2"), ("KV", "25 %"),
+        ("renderD128", "50 % 2.0 GiB 750 W"), ("failed", "1 timeout"),
     ]  # fmt: skip
     assert monitor.left_s() == 3.0
     monkeypatch.setattr(time, "time", lambda: 1e12)
     now[0] = 130.0
-    assert describe_numbers(monitor)[4:] == ["tok/s 44", "req/s 4", "failed: 1 timeout"]  # what is old is not shown
+    assert list(describe_numbers(monitor))[4:] == ["tok/s", "req/s", "failed"], "what is old is not shown"
 
 
 def test_unfinished_and_abandoned_requests_have_not_failed(tmp_path: Path) -> None:
     monitor = Monitor(job(tmp_path, batch_size=1, requests=20))
     errors = ("abandoned", "timeout", "unfinished")
     append(tmp_path / "requests.jsonl", *(record(i, error=error, chunks_s=[]) for i, error in enumerate(errors)))
-    assert describe_numbers(monitor)[-1] == "failed: 1 timeout"
+    assert describe_numbers(monitor)["failed"] == "1 timeout"
     assert (monitor.measured.ended, monitor.failed) == (3, 1)
 
 

@@ -67,7 +67,9 @@ def _chart(metric: Metric, verdicts: Sequence[Verdict], titles: tuple[str, str])
             body.append([row, title, *shown, str(len(values))])
     name = f"{metric.title[0].upper()}{metric.title[1:]}"
     spread = (
-        f"Mean of the {verdicts[0].unit} of each side; whiskers from the least to the most. " if is_repeated else ""
+        f"Mean of the {verdicts[0].unit} of each side; whiskers from the minimum to the maximum. "
+        if is_repeated
+        else ""
     )
     return Chart(
         id=f"sides-{metric.name}",
@@ -82,6 +84,6 @@ def _chart(metric: Metric, verdicts: Sequence[Verdict], titles: tuple[str, str])
                 "yaxis": {"autorange": "reversed", "type": "category"},
             },
         },
-        head=["Row", "Side", f"Mean, {unit}", "Least", "Most", verdicts[0].unit.capitalize()],
+        head=["Row", "Side", f"Mean, {unit}", "Min", "Max", verdicts[0].unit.capitalize()],
         body=body,
     )  # fmt: skip
