@@ -118,7 +118,7 @@ MUTATIONS = [
     Mutation("validity", "a server that ran out of memory is fine",
              "if served.oom_killed:", "if served.oom_killed and served.restarts:", "validity"),
     Mutation("validity", "users that never came are fine",
-             "if had < load.users:", "if had < 0:", "validity"),
+             "if had < load.users and", "if had < 0 and", "validity"),
     Mutation("validity", "a load generator that sends 100 ms late is fine",
              "_SEND_LAG_S = 0.010", "_SEND_LAG_S = 0.100", "self_check validity client_limited"),
     Mutation("validity", "the loads of a mix are measured when the first one is warm",

@@ -326,7 +326,7 @@ def _contradiction(summary: Summary, run: Run) -> tuple[str, str] | None:
                 if not _agrees(getattr(row.pooled, name), expected_rate):
                     return "Expected the median of its cells", f"$.rows[{place}].pooled.{name}"
     for place, cell in enumerate(summary.cells if run.origin is None else ()):
-        if (wrong := _impossible(cell.numbers)) is not None:
+        if (wrong := _impossible(cell.numbers) or _unsaid_speed(cell)) is not None:
             return wrong[0], f"$.cells[{place}].numbers.{wrong[1]}"
     problems = [problem for cell in summary.cells if cell.failed is None for problem in cell.problems]
     expected = _validity(run, [*summary.reasons, *problems])
@@ -341,7 +341,7 @@ def _impossible(numbers: Numbers) -> tuple[str, str] | None:
     Rates follow from totals where the work is fixed: those of a timed load are of what ended inside its window, and
     users who leave have tokens that no total counts.
     """
-    window_s, speeds = numbers.window_s, {"answer_tok_s": numbers.answer_tok_s}
+    window_s = numbers.window_s
     wall = window_s if numbers.window == "wall" else None
     if not _agrees(numbers.wall, wall):
         return f"Expected `{wall}` by window_s, got `{numbers.wall}`", "wall"
@@ -355,10 +355,15 @@ def _impossible(numbers: Numbers) -> tuple[str, str] | None:
                 return f"Expected `{total / wall:g}` by its total and window_s, got `{rate:g}`", name
         if numbers.e2e.max is not None and numbers.e2e.max > wall * (1 + _ROUNDING) + _ROUNDING:
             return f"Expected at most window_s, `{wall:g}`, got `{numbers.e2e.max:g}`", "e2e.max"
-    speeds["tpot.p50"] = 1 / numbers.tpot.p50 if numbers.tpot.p50 else None
-    for name, tok_s in speeds.items():
-        if tok_s is not None and tok_s > MAX_USER_TOK_S:
-            return f"Expected at most {MAX_USER_TOK_S:,.0f} tok/s of one user, got `{tok_s:g}`", name
+    return None
+
+
+def _unsaid_speed(cell: CellSummary) -> tuple[str, str] | None:
+    """A speed that nothing can have, of a cell that does not say so."""
+    if any(problem.code == "impossible_speed" for problem in cell.problems):
+        return None
+    for name, tok_s in validity.impossible_speeds(cell.numbers).items():
+        return f"Expected at most {MAX_USER_TOK_S:,.0f} tok/s of one user, got `{tok_s:g}`", name
     return None
 
 

@@ -15,6 +15,7 @@ from harness.analysis.latencies import latency_sample
 from harness.analysis.limits import killed_processes, process_name, users_remedy
 from harness.analysis.numbers import generated_tokens, prompt_lengths
 from harness.analysis.schedule import counts_arrivals
+from harness.base.plausible import MAX_USER_TOK_S
 from harness.base.summary import MachineLoad, Numbers, Reason, ServerLoad, WarmupResult, because
 from harness.base.units import GIB, count, gib, percent
 from harness.records.manifest import CellRun, Run
@@ -450,6 +451,10 @@ def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
         text = f"{count(more, 'answer')} of {evidence.numbers.succeeded:,} came in more pieces of text than the tokens "
         text += "that they may have (max_tokens): the server does not keep to it"
         yield because("more_pieces", text, answers=more, requests=evidence.numbers.succeeded)
+    for tok_s in list(impossible_speeds(evidence.numbers).values())[:1]:
+        text = f"{tok_s:,.0f} tok/s of one user is more than a server can generate ({MAX_USER_TOK_S:,.0f}): it counts "
+        text += "tokens that it did not send, or answers without a model"
+        yield because("impossible_speed", text, tok_s=tok_s, max_tok_s=MAX_USER_TOK_S)
     for requests, bad in evidence.data.bad.values():
         if bad.code in ("below", "above"):
             text = f"{bad.field} of the server's answers is not possible in {count(requests, 'request')}: it must be "
@@ -466,6 +471,12 @@ def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
         text = f"the server counted {served:,.0f} generated tokens, and the client received at least {low:,}, warm-up "
         text += f"included: over {percent(MAX_TOKEN_DIFFERENCE, 0)} more"
         yield because("tokens_differ", text, server=served, min_tokens=low, max_share=MAX_TOKEN_DIFFERENCE)
+
+
+def impossible_speeds(numbers: Numbers) -> dict[str, float]:
+    """The speeds of one user that nothing can have, in tok/s, by their field of Numbers."""
+    speeds = {"answer_tok_s": numbers.answer_tok_s, "tpot.p50": 1 / numbers.tpot.p50 if numbers.tpot.p50 else None}
+    return {name: tok_s for name, tok_s in speeds.items() if tok_s is not None and tok_s > MAX_USER_TOK_S}
 
 
 def throttling_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:

@@ -410,7 +410,7 @@ def test_energy_that_the_report_does_not_know_is_not_predicted(tmp_path: Path) -
 def test_wrong_input_is_named(tmp_path: Path) -> None:
     write_run_of(tmp_path / "runs" / "one", server_of(), repeats=1)
     for options, said in (
-        (["0"], "--items: Input should be greater than or equal to 1 (got '0')"),
+        (["0"], "--items: a whole number from 1 to 1,000,000,000,000 is expected, got '0'"),
         (["9", "--deadline", "soon"], "--deadline: a time above 0 with its unit is expected, got 'soon'"),
         (["9", "--price", "-1/kWh"], "--price: a price per kWh is expected, got '-1/kWh'"),
     ):

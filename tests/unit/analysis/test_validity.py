@@ -272,6 +272,9 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"records": four(asked_tokens=10, output_tokens=None, finish="length")},
          [("more_pieces", {"answers": 1, "requests": 4})], [("tokens_unknown", {})]),
         ({"records": four(asked_tokens=10, output_tokens=10)}, [("more_pieces", {})], [("tokens_too_few", {})]),
+        # 11 tokens in 0.5 ms.
+        ({"records": many(4, headers_s=0.0001, chunks_s=[0.0002 + 3e-5 * i for i in range(11)], ended_s=0.0006)},
+         [("impossible_speed", {"tok_s": pytest.approx(22000), "max_tok_s": 20000.0})], [("few_pieces", {})]),
         ({"records": four(asked_tokens=10, output_tokens=10, reasoning_chunks=3)}, [], [("reasoning_share", {})]),
         ({"records": four(asked_tokens=10, output_tokens=10, tool_chunks=1)}, [], []),
         ({"records": four(asked_prompt_tokens=27)},
