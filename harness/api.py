@@ -89,7 +89,7 @@ def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | Non
         reference = make_reference(_loaded(baseline).path, loaded.manifest, made.summary, checks=own)
         made = with_checks(made, loaded.manifest, reference, own)
     made = with_findings(made)
-    return made.summary if capacity is None else what_if.with_answers(made, capacity, other_slos).summary
+    return made.summary if capacity is None else what_if.with_answers(made, capacity, other_slos)[0].summary
 
 
 def compare(

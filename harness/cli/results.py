@@ -16,6 +16,7 @@ from harness.cli import common as cli
 from harness.cli.tune import exit_after_tune
 
 if TYPE_CHECKING:
+    from harness.analysis.capacity import CapacityReport
     from harness.base.summary import Comparison, Summary
     from harness.records.manifest import Run
     from harness.report.tune import TuneReport
@@ -72,7 +73,7 @@ def report(
         counts = with_checks(counts, manifest, reference, own)
     counts = None if counts is None else with_findings(counts)
     if counts is not None and capacity is not None:
-        counts = what_if.with_answers(counts, capacity, other_slos)
+        counts, capacity = what_if.with_answers(counts, capacity, other_slos)
     summary, tuned = read_summary(folder) if counts is None else counts.summary, read_answered(folder)
     summary = with_gates(summary, share, provisional=provisional)
     cli.print_as(
@@ -83,7 +84,7 @@ def report(
         markdown=lambda: markdown.render(terminal.report_page(summary, manifest, folder)),
         **_as_files(summary, manifest),
     )
-    _exit_after_report(summary, None if checks else tuned, provisional)
+    _exit_after_report(summary, None if checks else tuned, capacity, folder, provisional)
 
 
 def _as_files(summary: "Summary", manifest: "Run") -> dict[str, Callable[[], str]]:
@@ -96,12 +97,20 @@ def _as_files(summary: "Summary", manifest: "Run") -> dict[str, Callable[[], str
     }
 
 
-def _exit_after_report(summary: "Summary", tuned: "TuneReport | None", provisional: bool) -> None:
-    """Exit with the code of a search of settings that has an answer, else with that of the run."""
+def _exit_after_report(
+    summary: "Summary",
+    tuned: "TuneReport | None",
+    capacity: "CapacityReport | None",
+    folder: Path,
+    provisional: bool,
+) -> None:
+    """Exit with the code of a search of settings that has an answer, of a search for a capacity, or of the run."""
     if tuned is not None and tuned.verdict is not None:
         exit_after_tune(tuned)
-    else:
-        cli.exit_after_run(summary, provisional=provisional)
+        return
+    if capacity is not None:
+        cli.exit_after_capacity(folder, capacity)
+    cli.exit_after_run(summary, provisional=provisional)
 
 
 def _say_stored(folders: list[Path], results: Path) -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from harness.analysis.capacity import (
     CAPACITY_FILE,
+    CapacityAnswer,
     CapacityReport,
     ServerCapacity,
     search_levels,
@@ -40,18 +41,24 @@ def parse(texts: Sequence[str], capacity: CapacityReport) -> list[Check]:
     return parse_slos(texts, [one.load for one in capacity.members])
 
 
-def with_answers(made: Summarized, capacity: CapacityReport, slos: Sequence[Check]) -> Summarized:
-    """The same with the answers for the SLOs in the summary."""
+def with_answers(
+    made: Summarized, capacity: CapacityReport, slos: Sequence[Check]
+) -> tuple[Summarized, CapacityReport]:
+    """The same with the answers for the SLOs in the summary, and the search as if it had asked for them."""
     if not slos:
-        return made
-    answers = [one for server in capacity.servers for one in server_answers(made.data, capacity, server, slos)]
-    return made._replace(summary=replace(made.summary, what_if=answers))
+        return made, capacity
+    asked = replace(capacity, slos=[slo.text for slo in slos], shares=[slo.share for slo in slos])
+    found = [server_answer(made.data, capacity, server, slos) for server in capacity.servers]
+    reasons = [reason for _, of_server in found for reason in of_server]
+    return made._replace(summary=replace(made.summary, what_if=reasons)), replace(
+        asked, servers=[replace(one, slo=slo) for one, (slo, _) in zip(capacity.servers, found, strict=True)]
+    )
 
 
-def server_answers(
+def server_answer(
     data: RunData, capacity: CapacityReport, server: ServerCapacity, slos: Sequence[Check]
-) -> Iterator[Reason]:
-    """The largest load of a server that meets the SLOs, and the probes that ended too early for them."""
+) -> tuple[CapacityAnswer, list[Reason]]:
+    """The largest load of a server that meets the SLOs, and in words, with the probes that ended too early for them."""
     asked = replace(capacity, slos=[slo.text for slo in slos], shares=[slo.share for slo in slos])
     stored = [probe for probe in server.probes if probe.purpose in SLO_PURPOSES]
     levels = search_levels(capacity.max_level, capacity.at_least_level)
@@ -72,9 +79,11 @@ def server_answers(
         answer = with_broken(found, results, slos)
     text = f"{server.server}, {', '.join(asked.slos)}: "
     reason = slo_reason(asked, answer, results, what_if=True)
-    yield replace(
-        reason, text=text + reason.text, values={**reason.values, "server": server.server, "slos": asked.slos}
-    )
+    values = {**reason.values, "server": server.server, "slos": asked.slos}
+    return answer, [replace(reason, text=text + reason.text, values=values), *_too_short(capacity, server, probes)]
+
+
+def _too_short(capacity: CapacityReport, server: ServerCapacity, probes: Sequence[Probe]) -> Iterator[Reason]:
     for probe in probes:
         if probe.state == "stopped":
             had, needed = len(probe.blocks), blocks_needed(probe.shares, len(probe.blocks))

@@ -80,6 +80,9 @@ def test_the_maximum_is_an_answer_and_its_run_is_valid(tmp_path: Path) -> None:
     assert "holds at least 1 user" in page and "Share of requests within the SLOs over users" in page
     shown = harness("report", run.id, "--runs", "runs", cwd=tmp_path)
     assert shown.code == 0 and "holds at least 1 user" in shown.out
+    other = harness("report", run.id, "--check", "ttft_p99<=20s", "--runs", "runs", "--format", "json", cwd=tmp_path)
+    assert other.code == 5, "so few requests say little about one in a hundred"
+    assert json.loads(other.out)["what_if"][0]["code"] == "capacity_unproven"
 
 
 def test_json_of_servers_that_do_not_start_are_too_slow_or_fail(tmp_path: Path) -> None:

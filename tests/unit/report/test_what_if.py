@@ -98,7 +98,7 @@ def test_a_search_for_other_slos_covers_the_truth_and_short_probes_bound_nothing
     assert question.ttft_s is None and question.tpot_s is not None
     data, report = search(tmp_path / "r", question._replace(tpot_s=factor * question.tpot_s), seed)
     (server,) = report.servers
-    answer, *short = what_if.server_answers(data, report, server, question.slos)
+    _, (answer, *short) = what_if.server_answer(data, report, server, question.slos)
     low, high = answer.values["low"] or 0, answer.values["high"] or MAX_LEVEL
     assert low <= truths()[seed].capacity <= high
     assert answer.values["server"] == "a" and answer.values["slos"] == [slo.text for slo in question.slos]
@@ -116,4 +116,4 @@ def test_a_changed_capacity_file_is_an_error(tmp_path: Path) -> None:
     for changes in wrong_values:
         wrong = replace(server, probes=[replace(server.probes[0], **changes)])
         with pytest.raises(HarnessError, match=r"capacity\.json"):
-            list(what_if.server_answers(data, report, wrong, question.slos))
+            what_if.server_answer(data, report, wrong, question.slos)
