@@ -251,6 +251,7 @@ MAX_PROOFS = 14
 MAX_TRIES = 3  # probes of one level: two agree, or a third one decides
 # Answer times of a probe with its warm-up, and probes of a search (tests/unit/analysis/test_capacity_proof.py).
 PROOF_ROUNDS, RAMP_ROUNDS, TYPICAL_PROOFS = 40, 4, 5
+FIT_ROUNDS = 30  # of a proof without a miss, with its warm-up
 MARGIN_LIMITS = (1e-3, 10.0)  # of the latency / bound of a level, for the estimate
 _BELOW = 1.05  # the first proof is so far below the estimate
 _AROUND = 1.2  # levels so close to one that could not be decided are as hard
@@ -394,12 +395,39 @@ def settle_seconds(probes: Sequence[Probe], max_level: int, at_least: int | None
     if step is None or not timed:
         return None
     level = step.level if step.purpose == "slo" else max(probe.level for probe in timed)
-    nearest = min(timed, key=lambda probe: abs(math.log(probe.level / level)))
-    round_s = (nearest.answer_s or 0.0) * max(1.0, level / nearest.level) + pause_s
+    round_s = _round_seconds(timed, level, pause_s)
     done = sum(probe.purpose == "slo" and probe.state != "stopped" for probe in probes)
-    left = 1 if at_least is not None else max(1, TYPICAL_PROOFS - done)
+    met, missed = _seen(probes)
+    # The maximum, or one user: no level in between is left to try, only the confirmation.
+    is_edge = met is None or (met == max_level and missed is None)
+    left = 1 if at_least is not None else max(1, (2 if is_edge else TYPICAL_PROOFS) - done)
     ramp = RAMP_ROUNDS * math.log2(max(1.0, max_level / level)) if step.purpose == "ramp" else 0.0
     return round_s * (left * PROOF_ROUNDS + ramp)
+
+
+def _round_seconds(timed: Sequence[Probe], level: int, pause_s: float) -> float:
+    """About the seconds from one request of a user to the next, by the nearest of the timed levels."""
+    nearest = min(timed, key=lambda probe: abs(math.log(probe.level / level)))
+    return (nearest.answer_s or 0.0) * max(1.0, level / nearest.level) + pause_s
+
+
+def fitting_step(probes: Sequence[Probe], step: SloStep, left_s: float, pause_s: float) -> SloStep:
+    """The step; where its proof takes longer than what is left, that of the highest good level which fits.
+
+    Something proven is worth more than half a proof. Where nothing fits the step stays.
+    """
+    timed = [probe for probe in probes if probe.answer_s is not None]
+
+    def fits(level: int) -> bool:
+        return FIT_ROUNDS * _round_seconds(timed, level, pause_s) <= left_s
+
+    if step.purpose != "slo" or not timed or fits(step.level):
+        return step
+    asked = [probe for probe in timed if probe.purpose in SLO_PURPOSES]
+    proven = max((probe.level for probe in asked if probe.state == "pass"), default=0)
+    good = {probe.level for probe in asked if probe.margin is not None and probe.margin <= 1}
+    lower = [level for level in good if proven < level < step.level and fits(level)]
+    return SloStep("slo", max(lower)) if lower else step
 
 
 def slo_answer(

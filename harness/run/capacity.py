@@ -31,6 +31,7 @@ from harness.analysis.capacity import (
     ServerCapacity,
     find_crossovers,
     find_drift,
+    fitting_step,
     level_step,
     load_at,
     load_unit,
@@ -336,6 +337,8 @@ class ServerSearch:
                 self.reasons.append(self._budget_reason())
             return None
         if self.slos and (step := next_slo_step(self.probes, *self._limits)) is not None:
+            if self.report.at_least is None:
+                step = fitting_step(self.probes, step, self.deadline_s - time.monotonic(), self._pause_s)
             return *step, 0.0
         if self.report.knee and (knee := next_knee_level(self.probes, self.report.max_level)) is not None:
             return "knee", *knee
@@ -500,7 +503,12 @@ class ServerSearch:
         """About the seconds that are left, by the times that this server showed; None: not known, or none."""
         if not self._is_open:
             return None
-        return settle_seconds(self.probes, *self._limits, max(map(pause_s, self.loads.values())))
+        return settle_seconds(self.probes, *self._limits, self._pause_s)
+
+    @property
+    def _pause_s(self) -> float:
+        """The mean pause after an answer, in seconds; of a mix the longest one."""
+        return max(map(pause_s, self.loads.values()))
 
     def _settle_s(self) -> float | None:
         """A budget in seconds that should settle the answer; None: it is settled."""

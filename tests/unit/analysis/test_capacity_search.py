@@ -17,6 +17,7 @@ from harness.analysis.capacity import (
     SloStep,
     crossing_level,
     find_crossing,
+    fitting_step,
     level_step,
     load_at,
     log_grid,
@@ -257,6 +258,20 @@ def test_the_time_that_is_left_follows_from_the_answers_of_this_server() -> None
     quick, slow = (settle_seconds(ramp, 256, None, pause_s) for pause_s in (0.0, 9.0))
     assert quick is not None and slow == pytest.approx(10 * quick), "an answer takes one second"
     assert settle_seconds(search({1: 0.999, 9: 0.5}), 256, None, 0.0) is None
+
+
+def test_a_proof_that_does_not_fit_into_the_budget_gives_way_to_that_of_a_lower_good_level() -> None:
+    ramp = [probe for probe in search({1: 0.999}, 64) if probe.purpose == "ramp"]
+    for probe in ramp:
+        probe.answer_s = float(probe.level)
+    step = next_slo_step(ramp, 64)
+    assert step == SloStep("slo", 64)
+    fitting = [fitting_step(ramp, step, left_s, 0.0).level for left_s in (30 * 64, 30 * 64 - 1, 30 * 5, 29)]
+    assert fitting == [64, 32, 4, 64], "where nothing fits, the most useful one begins"
+    proven = run_probe(4, 0.999)
+    proven.answer_s = 4.0
+    assert fitting_step([*ramp, proven], step, 30 * 5, 0.0) == step, "what is proven is not proven again"
+    assert settle_seconds(ramp, 64, None, 0.0) == 2 * 40 * 64, "the maximum is proven, and confirmed"
 
 
 def test_a_server_that_died_does_not_hold_that_level() -> None:
