@@ -325,7 +325,8 @@ def next_slo_step(probes: Sequence[Probe], max_level: int, at_least: int | None 
     # First a level that is likely to be proven soon, within a factor of two of the limit.
     if low is None and not proofs and (met := _seen(probes)[0]) in candidates:
         return SloStep("slo", met)
-    return SloStep("slo", _next_proof_level(candidates, (low, high), sorted(tried), proofs, estimate_level(probes)))
+    bracket = (low, high or _seen(probes)[1])
+    return SloStep("slo", _next_proof_level(candidates, bracket, sorted(tried), proofs, estimate_level(probes)))
 
 
 def _is_hopeless(probes: Sequence[Probe]) -> bool:
@@ -350,7 +351,10 @@ def _next_proof_level(
     proofs: Sequence[Probe],
     estimate: float | None,
 ) -> int:
-    """The level that is proven next: below the estimate, then above it, then between. `tried`: not decidable ones."""
+    """The level that is proven next: below the estimate, then above it, then between. `tried`: not decidable ones.
+
+    bracket: a proven level, and the lowest above it that was proven to break, else one that seemed to.
+    """
     low, high = bracket
     if len(proofs) >= 2 and len({probe.state for probe in proofs[-2:]}) == 1 and proofs[-1].state != "unresolved":
         top = high or 2 * candidates[-1]  # the estimate is far off
