@@ -34,6 +34,7 @@ from harness.serve.lemonade import MODEL_PREFIXES
 from harness.serve.template import prepare_server, read_variables
 
 MAX_LOG_BYTES = 1_000_000
+_REFERENCE = re.compile(r"(\$\$|\$\{[A-Za-z_][A-Za-z0-9_]*\})")  # in Compose: a literal $, or a variable
 FREE_MEMORY = "mem.free_lt_util"  # of the table of failures: a share of the memory that is not free
 
 
@@ -244,7 +245,12 @@ def docker_run(service: Service) -> str:
 
 
 def _quote(word: str) -> str:
-    """A word for a shell, which fills in `${NAME}`; Compose writes a literal $ as $$."""
-    if "${" not in word.replace("$$", ""):
-        return shlex.quote(word.replace("$$", "$"))
-    return '"' + re.sub(r'(["\\`])', r"\\\1", word).replace("$$", "\\$") + '"'
+    """A word for a shell that fills in `${NAME}` and nothing else; Compose writes a literal $ as $$."""
+    quoted, literal = "", ""
+    for part in _REFERENCE.split(word):
+        if part.startswith("${") and _REFERENCE.fullmatch(part):
+            quoted += f'{shlex.quote(literal) if literal else ""}"{part}"'
+            literal = ""
+        else:
+            literal += "$" if part == "$$" else part
+    return quoted + shlex.quote(literal) if literal or not quoted else quoted

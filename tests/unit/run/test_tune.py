@@ -4,6 +4,7 @@ import io
 import json
 import math
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -240,9 +241,26 @@ def test_what_is_pasted_is_that_of_the_server(tmp_path: Path) -> None:
     assert pasted["command of vLLM"].startswith("env VLLM_NO_USAGE_STATS=1 VLLM_ROCM_USE_AITER=1 vllm serve M ")
     assert "--ulimit memlock=-1:-1" in pasted["docker run"]
     service = Service(image="i", command=["--a", "b c"], environment={"K": "${K}"}, entrypoint=["x", "y"], ipc="host")
-    assert docker_run(service) == "docker run --rm --env \"K=${K}\" --ipc host --entrypoint x i y --a 'b c'"
+    assert docker_run(service) == "docker run --rm --env K=\"${K}\" --ipc host --entrypoint x i y --a 'b c'"
     odd = Service(image="i", command=['a "${B}` $$c', "$$d"])
-    assert docker_run(odd) == 'docker run --rm i "a \\"${B}\\` \\$c" ' + "'$d'"
+    assert docker_run(odd) == "docker run --rm i 'a \"'\"${B}\"'` $c' '$d'"
+
+
+HOSTILE = [
+    "m$(touch PWNED)", "a'b", 'a"b', "a`touch PWNED`", "$HOME/x", "a;touch PWNED", "a&&touch PWNED", "a|touch PWNED",
+    "$$x$(touch PWNED)", "${Y:-$(touch PWNED)}", "a\\", "a\\$(touch PWNED)", "!x", "~root", "*", "a b", "a#b", "{a,b}",
+    "<x>", "$'x'", "${KEY}`touch PWNED`", "${KEY}$(touch PWNED)", '${KEY}"; touch PWNED; "', '${KEY}\\"; touch PWNED #',
+    "${KEY", "$$${KEY}", "$${KEY}", "$$$${KEY}", "${KEY}${KEY}", "${${KEY}}", "${KEY:?x}", "${!KEY}", "a\nb", "", "${1}", "$$",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_a_pasted_word_is_itself_with_its_variables_and_runs_nothing(tmp_path: Path, word: str) -> None:
+    command = docker_run(Service(image="i", command=[word])).replace("docker run --rm i ", "printf '%s\\0' ", 1)
+    environment = {"PATH": "/usr/bin:/bin", "KEY": "$(touch PWNED) *", "HOME": "/h"}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    literal = word.replace("$$", "\0").replace("${KEY}", environment["KEY"]).replace("\0", "$")
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (0, f"{literal}\0", [])
 
 
 def verdict(ratio: float, low: float, high: float) -> Verdict:
