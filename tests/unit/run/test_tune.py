@@ -250,7 +250,8 @@ HOSTILE = [
     "m$(touch PWNED)", "a'b", 'a"b', "a`touch PWNED`", "$HOME/x", "a;touch PWNED", "a&&touch PWNED", "a|touch PWNED",
     "$$x$(touch PWNED)", "${Y:-$(touch PWNED)}", "a\\", "a\\$(touch PWNED)", "!x", "~root", "*", "a b", "a#b", "{a,b}",
     "<x>", "$'x'", "${KEY}`touch PWNED`", "${KEY}$(touch PWNED)", '${KEY}"; touch PWNED; "', '${KEY}\\"; touch PWNED #',
-    "${KEY", "$$${KEY}", "$${KEY}", "$$$${KEY}", "${KEY}${KEY}", "${${KEY}}", "${KEY:?x}", "${!KEY}", "a\nb", "", "${1}", "$$",
+    "${KEY", "$$${KEY}", "$${KEY}", "$$$${KEY}", "${KEY}${KEY}", "${${KEY}}", "${KEY:?x}", "${!KEY}", "a\nb", "",
+    "${1}", "$$",
 ]  # fmt: skip
 
 
