@@ -24,6 +24,7 @@ from harness.analysis.verdicts import (
     definition_difference,
     pair_by_metric,
 )
+from harness.base.command import command_line
 from harness.base.errors import HarnessError, RunError
 from harness.base.summary import (
     DEFINITIONS,
@@ -328,7 +329,7 @@ def refuse_invalid(run: Run, summary: Summary | None, purpose: str) -> None:
     lines = sentences(reasons or [because("run_status", f"it is {run.status}", status=run.status)])
     raise RunError(
         f"{run.id}: only a VALID run {purpose}: {lines[0]}",
-        next_step=f"harness report {run.id} shows all reasons.",
+        next_step=f"`{command_line('harness', 'report', run.id)}` shows all reasons.",
         detail="\n".join(lines) if len(lines) > 1 else "",
     )
 

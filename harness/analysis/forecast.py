@@ -16,6 +16,7 @@ from harness.analysis import stats
 from harness.analysis.schedule import load_kind
 from harness.analysis.stats import Array
 from harness.analysis.summarize import summarize_data
+from harness.base.command import command_line
 from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
 from harness.base.summary import CellSummary, Reason, Row, because, sentence
@@ -109,7 +110,7 @@ def forecast(
         why = f"its status is {run.status}" if reason is None else sentence(reason)
         raise RunError(
             f"{run.id}: no prediction from a run that is not complete: {why}",
-            next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
+            next_step=f"`{command_line('harness', 'report', folder)}` shows all reasons. Run the scenario again.",
         )
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], dict[str, Reason]()
@@ -152,9 +153,10 @@ def _what_to_measure(folder: Path, refused: Iterable[Reason]) -> str:
     for why in invalid:
         if why["code"] in _DEATHS:
             log = folder / "logs" / f"{why.get('cell')}.server.log"
-            return f"The server died: find out why (harness explain {log}), fix that, and run the scenario again."
+            explain = command_line("harness", "explain", log)
+            return f"The server died: find out why (`{explain}`), fix that, and run the scenario again."
     if invalid:
-        return f"harness report {folder} shows all reasons. Run the scenario again."
+        return f"`{command_line('harness', 'report', folder)}` shows all reasons. Run the scenario again."
     return f"Measure a batch load with in_flight: {DOCS}/plan.md has a scenario."
 
 

@@ -25,6 +25,7 @@ from harness.analysis.switching import switching_answers
 from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split, timed_others
 from harness.analysis.turns import turn_answers, turn_numbers
 from harness.analysis.verdicts import compare_rows, drift_notes, is_paced
+from harness.base.command import command_line
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.metrics import METRICS, NUMBER_WORDS, WORK
@@ -293,7 +294,8 @@ def read_summary(folder: Path) -> Summary:
         )
     except OSError:
         raise HarnessError(
-            f"{path}: there is no summary", next_step=f"`harness report {folder} --format json` prints one."
+            f"{path}: there is no summary",
+            next_step=f"`{command_line('harness', 'report', folder, '--format', 'json')}` prints one.",
         ) from None
     rows = [_without_redefined(row, summary.definitions) for row in summary.rows]
     other = {

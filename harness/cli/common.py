@@ -16,6 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from typer.core import TyperCommand, TyperGroup
 
+from harness.base.command import command_line
 from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean
 from harness.base.files import pretty_json
 from harness.base.redact import printable
@@ -406,7 +407,7 @@ def find_run(given: Path, runs: Path) -> Path:
     raise HarnessError(
         f"{given}: neither a run directory nor the id of a run in {runs}"
         + (f"; did you mean '{close[0]}'?" if close else ""),
-        next_step=f"`harness list runs --runs {runs}` lists the runs.",
+        next_step=f"`{command_line('harness', 'list', 'runs', '--runs', runs)}` lists the runs.",
     )
 
 
@@ -457,7 +458,7 @@ def find_runs(given: Path, runs: Path) -> list[Path]:
     if not 1 <= int(number) <= len(found):
         raise HarnessError(
             f"{given}: {runs} has {len(found)} runs of {name}",
-            next_step=f"`harness list runs --runs {runs}` lists them.",
+            next_step=f"`{command_line('harness', 'list', 'runs', '--runs', runs)}` lists them.",
         )
     return found[-int(number) :]
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from harness import __version__
 from harness.analysis.summarize import summarize, write_summary
+from harness.base.command import command_line
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.files import DOCS, UNDECODABLE, pretty_json
 from harness.base.redact import printable
@@ -131,7 +132,7 @@ def import_file(
     if folder.exists():
         raise HarnessError(
             f"{path}: was imported before, as {run_id}",
-            next_step=f"`harness report {run_id}` shows it; remove it first.",
+            next_step=f"`{command_line('harness', 'report', run_id)}` shows it; remove it first.",
         )
     by_server = {
         field: {_valid_name(server): value for server, value in getattr(imported, field).items()}

@@ -10,6 +10,7 @@ from rich.table import Table
 from harness.analysis.capacity import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.analysis.knee import MIN_LEVELS
 from harness.analysis.probe import SLO_PURPOSES, UNHELD, MeasuredProbe
+from harness.base.command import command_line
 from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
 from harness.report.sentences import group_reasons
@@ -48,7 +49,7 @@ def print_capacity(report: CapacityReport, summary: Summary, console: Console) -
         for note in note_reasons(server):
             console.print(f"note: {server.server}: {sentence(note)}")
     if limited := sum(bool(row.client_limited) for row in summary.rows):
-        where = f"`harness report {report.run} --explain` says of which numbers"
+        where = f"`{command_line('harness', 'report', report.run, '--explain')}` says of which numbers"
         console.print(f"note: the load generator was late in {count(limited, 'probe')}; {where}")
 
 

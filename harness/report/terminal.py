@@ -14,6 +14,7 @@ from rich.text import Text
 from harness.analysis.capacity import read_capacity
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.analysis.quick import read_levels
+from harness.base.command import command_line
 from harness.base.engines import engines
 from harness.base.summary import Summary, sentence
 from harness.base.units import NOTHING, count, factor, join_units
@@ -45,7 +46,8 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     print_page(report_page(summary, run, folder, explain=explain), console, explain=explain)
     console.print()
     page = folder / "report.html"
-    where = str(page) if page.exists() else f"`harness report {folder} --format html > report.html` writes it"
+    again = command_line("harness", "report", folder, "--format", "html")
+    where = str(page) if page.exists() else f"`{again} > report.html` writes it"
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 

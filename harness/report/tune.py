@@ -1,7 +1,6 @@
 """The result of `harness tune`: tune.json, and its page: the answer, what to paste, the history, the picture."""
 
 import math
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.analysis.tune import Trial
+from harness.base.command import command_line
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.summary import MARGIN, Reason, SameAnswers, Verdict, known_bounds, sentence
 from harness.base.units import NOTHING, count, duration, factor, figures, short_percent
@@ -215,7 +215,7 @@ def tune_elements(report: TuneReport) -> list[Element]:
     about += f"{count(report.starts, 'start')} in {duration(report.spent_s)}"
     about += f", {count(report.blocks, 'block')} of them for the proof on fresh requests" if report.blocks else ""
     if report.proof is not None:
-        about += f": `harness report {shlex.quote(str(Path(report.folder).parent / report.proof))}`"
+        about += f": `{command_line('harness', 'report', Path(report.folder).parent / report.proof)}`"
     notes = [Bullet(sentence(reason), "fine") for reason in report.reasons]
     if report.ended is not None:
         notes.append(Bullet(f"the search ended: {sentence(report.ended)}", "fine"))
@@ -344,4 +344,4 @@ def tune_chart(report: TuneReport) -> Chart:
 
 
 def resume_command(folder: Path) -> str:
-    return f"harness tune --resume {shlex.quote(str(folder))}"
+    return command_line("harness", "tune", "--resume", folder)

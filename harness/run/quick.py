@@ -3,7 +3,6 @@
 It is a run of a scenario that is made here: one load with stages, so that one load generator serves all levels.
 """
 
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from harness.advice.findings import with_findings
 from harness.advice.model import find_model, read_model
 from harness.analysis.quick import QuickReport, counts_tokens, median_prompt, quick_levels, quick_notes
 from harness.analysis.summarize import summarize_with_counts
+from harness.base.command import command_line, positional
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import SCENARIOS
 from harness.base.process import pause
@@ -357,19 +357,22 @@ def next_commands(run: Run, url: str, tok_s: float | None, options: Mapping[str,
     """Return commands to go on with, each with what it answers. They work on this machine as they are; where the model
     has no files here, one needs its size and GPU.
     """
-    given = [f" {name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
-    server = f"--url {shlex.quote(url)}" + "".join(given)
-    measured = "" if tok_s is None else f" --measured {tok_s:.3g}"
-    again = f"harness quick {server.removeprefix('--url ')}"
-    more = {f"harness live {server}": "its numbers under a load that you set in the browser"}
+    given = [word for name, value in options.items() if value is not None for word in (name, value)]
+    measured = [] if tok_s is None else ["--measured", f"{tok_s:.3g}"]
+    again = command_line("harness", "quick", url, *given)
+    more = {
+        command_line("harness", "live", "--url", url, *given): "its numbers under a load that you set in the browser"
+    }
     if measured:
-        normal = f"harness expect --params SIZE --gpu NAME{measured}"
+        normal = command_line("harness", "expect", "--params", "SIZE", "--gpu", "NAME", *measured)
         more = {normal: "whether that is normal, by the model's size (14B) and its GPU (7900 XTX)"} | more
     with suppress(HarnessError):
         read_model(find_model(run.scenario.model))  # the name that a server gives its model is often no model here
-        more = {f"harness expect {shlex.quote(run.scenario.model)}{measured}": "what this machine allows"}
+        allowed = command_line("harness", "expect", *measured, *positional(run.scenario.model))
+        more = {allowed: "what this machine allows"}
+    capacity = command_line("harness", "capacity", "--url", url, *given)
     return {
-        f"harness capacity {server}": f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
+        capacity: f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
         **more,
-        f"{again} && harness compare {run.id} last": "whether a change made it faster",
+        f"{again} && {command_line('harness', 'compare', run.id, 'last')}": "whether a change made it faster",
     }

@@ -21,6 +21,7 @@ from harness import __version__
 from harness.advice.findings import with_findings
 from harness.analysis.summarize import Summarized, summarize_with_counts, with_checks, write_reference, write_summary
 from harness.base import files
+from harness.base.command import command_line
 from harness.base.errors import HarnessError, StartError
 from harness.base.files import pretty_json, read_bytes, replace_file
 from harness.base.process import owner_labels
@@ -118,7 +119,8 @@ class RunFile:
         except OSError as error:
             raise HarnessError(
                 f"{folder}: the results cannot be written ({error.strerror})",
-                next_step=f"The records are complete: `harness report {folder}` shows the results. Free some space.",
+                next_step="The records are complete: "
+                f"`{command_line('harness', 'report', folder)}` shows the results. Free some space.",
             ) from None
         except KeyboardInterrupt:
             write_run(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from harness.base.command import command_line
 from harness.base.errors import HarnessError
 from harness.scenario import Load
 from harness.scenario.plan import mix_of
@@ -33,9 +34,9 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def command(self) -> str:
         """The command that starts the workers on a machine."""
-        more = f" --processes {self.processes}" if self.processes > 1 else ""
+        more = ["--processes", self.processes] if self.processes > 1 else []
         address = "ADDRESS" if self.bind in ("0.0.0.0", "*") else self.bind  # the first two: all addresses
-        return f"harness worker --master {address}:{self.port}{more}"
+        return command_line("harness", "worker", "--master", f"{address}:{self.port}", *more)
 
     def missing_text(self, names: Sequence[str]) -> str:
         """Describe the missing workers. `names`: the machine of each connected load process."""
