@@ -6,13 +6,13 @@ Settings of an engine must be equal, or be what the comparison is about. Measure
 
 import itertools
 import re
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from harness.base.command import command_line
 from harness.base.summary import Difference, Reason, because
 from harness.records.manifest import CellRun, Run, ServedBy, UnlikeError
 
@@ -75,7 +75,7 @@ def refuse_unlike(
             suggested = None if about is not None else _narrowest_excuse([*filter(None, differing.values())])
             advice = "Make the runs equal in all but the one thing that the comparison is about."
             if suggested is not None:
-                advice = f"If the comparison is about just that, say so: --about {shlex.quote(suggested)}"
+                advice = f"If the comparison is about just that, say so: {command_line('--about', suggested)}"
             _refuse(runs, facts, 0, index, refused, advice, suggested)
     if about is not None and not any(excused.values()):
         known = sorted({".".join(key.split(".")[:2]) for key in facts[0]} - set(_NEVER_EXCUSED))

@@ -11,7 +11,7 @@ def command_line(*words: object) -> str:
     Words with control characters or marks that change the direction of text are written with escapes: bash and zsh read
     them back, and a terminal shows what they are.
     """
-    return " ".join(_quote(_word(word)) for word in words if word is not None)
+    return " ".join(quote(_word(word)) for word in words if word is not None)
 
 
 def positional(word: str) -> Iterator[str]:
@@ -26,7 +26,8 @@ def _word(word: object) -> str:
     return f"./{text}" if isinstance(word, Path) and text.startswith("-") else text
 
 
-def _quote(word: str) -> str:
+def quote(word: str) -> str:
+    """Return a word for a shell that fills in nothing."""
     if word.isprintable():
         return shlex.quote(word)
     return "$'" + "".join(map(_escape, word)) + "'"

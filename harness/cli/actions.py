@@ -1,7 +1,6 @@
 """Commands that start something: servers, loads, or the check of a scenario before that."""
 
 import contextlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from msgspec.structs import replace
 
+from harness.base.command import command_line
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
@@ -241,9 +241,9 @@ def _report_run(
 def _print_next(folders: list[Path], runs: Path) -> None:
     """Print the command that compares equal runs with as many of their scenario that are measured later."""
     later = f"{folders[-1].name[len('20270115-080000-') : -len('-abcd')]}:{len(folders)}"
-    command = ["harness", "compare", *(folder.name for folder in folders), "--against", later]
-    where = [] if runs == cli.RUNS else ["--runs", str(runs)]
-    text = f"To compare them with {len(folders)} later runs: {shlex.join([*command, *where])}"
+    where = [] if runs == cli.RUNS else ["--runs", runs]
+    again = command_line("harness", "compare", *(folder.name for folder in folders), "--against", later, *where)
+    text = f"To compare them with {len(folders)} later runs: {again}"
     cli.console().print(text, soft_wrap=True)
 
 
@@ -520,7 +520,7 @@ def init(
     about = (
         "no AMD GPU was found; --machine names one" if kind == "none" and not machine else f"for the machine '{kind}'"
     )
-    given = shlex.quote(str(file)) + ("" if url is None else f" --url {shlex.quote(url)}")
+    given = command_line(file, *([] if url is None else ["--url", url]))
     print(f"{file}: written ({about}). Next:\n  harness check {given}")
     print("\n".join(f"  {line.format(file=given)}" for line in drafts.COMMANDS[wanted]))
     if drafts.server_count(wanted) == 1:

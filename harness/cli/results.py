@@ -2,7 +2,6 @@
 
 import datetime
 import itertools
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from harness.base.command import command_line
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 from harness.cli.tune import exit_after_tune
@@ -215,7 +215,7 @@ def _refuse_mixed_sides(first: list[Path], words: list[str]) -> None:
     if after and len(after) < len(first):  # else the options come first: compare --against C A B
         raise HarnessError(
             f"--against takes one run, and {', '.join(after)} was taken as a run of the first side",
-            next_step=f"Write {' '.join(f'--against {shlex.quote(run)}' for run in given)}.",
+            next_step=f"Write {command_line(*(word for run in given for word in ('--against', run)))}.",
         )
 
 
@@ -224,7 +224,7 @@ def _suggest_about(error: HarnessError) -> None:
     from harness.records.manifest import UnlikeError
 
     if isinstance(error, UnlikeError) and error.about is not None:
-        command = shlex.join(["harness", *sys.argv[1:], "--about", error.about])
+        command = command_line("harness", *sys.argv[1:], "--about", error.about)
         error.next_step = f"If the comparison is about just that: {command}"
 
 

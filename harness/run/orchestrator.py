@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import shlex
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.analysis.notes import queue_notes
+from harness.base.command import command_line
 from harness.base.errors import HarnessError, RunError, ServerError, StartError
 from harness.base.files import open_file
 from harness.base.process import refuse_too_few_files
@@ -109,9 +109,9 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
             file.finish("interrupted", [because("interrupted", "interrupted before all cells had run")])
         else:
             file.finish("failed", [_run_error(error, file.manifest)])
-        advice = [f"What was measured until then: harness report {folder}"]
+        advice = [f"What was measured until then: {command_line('harness', 'report', folder)}"]
         if all(cell_run.seed is None for cell_run in file.manifest.cells):  # a capacity search has no plan
-            advice.append(f"To measure the rest: harness run --resume {shlex.quote(str(folder))}")
+            advice.append(f"To measure the rest: {command_line('harness', 'run', '--resume', folder)}")
         if (folder / "requests.jsonl").stat().st_size == 0:
             raise error from None
         if isinstance(error, HarnessError):

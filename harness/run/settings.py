@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness.analysis.tune import Bounds, Search, declared_search, failure_cause
+from harness.base.command import quote
 from harness.base.engines import (
     Context,
     Engine,
@@ -249,8 +249,8 @@ def _quote(word: str) -> str:
     quoted, literal = "", ""
     for part in _REFERENCE.split(word):
         if part.startswith("${") and _REFERENCE.fullmatch(part):
-            quoted += f'{shlex.quote(literal) if literal else ""}"{part}"'
+            quoted += f'{quote(literal) if literal else ""}"{part}"'
             literal = ""
         else:
             literal += "$" if part == "$$" else part
-    return quoted + shlex.quote(literal) if literal or not quoted else quoted
+    return quoted + quote(literal) if literal or not quoted else quoted

@@ -6,7 +6,6 @@ Names of flags are read as vLLM's parser reads them: `_` means `-` in a name, `-
 import itertools
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date
@@ -16,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from harness.base.command import command_line
 from harness.base.engines import Context, engines, find_engine, find_template
 from harness.base.errors import Problem, StartError
 from harness.base.files import DOCS
@@ -140,7 +140,7 @@ def _check_folders(compose: ComposeFile) -> Iterator[Problem]:
         source = interpolate(volume, os.environ, unset).split(":")[0]
         with suppress(OSError):  # below a folder that this user may not read; the engine may
             if not unset and source.startswith("/") and not Path(source).exists():
-                advice = f"correct the path, or make the folder: mkdir -p {shlex.quote(source)}"
+                advice = f"correct the path, or make the folder: {command_line('mkdir', '-p', source)}"
                 yield Problem(".variables", f"there is no {source} on this machine; {advice}")
 
 

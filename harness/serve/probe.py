@@ -2,7 +2,6 @@
 
 import queue
 import re
-import shlex
 import socket
 import threading
 import time
@@ -16,6 +15,7 @@ import msgspec
 import requests
 from msgspec import Struct
 
+from harness.base.command import command_line
 from harness.base.engines import engines, listed_names
 from harness.base.errors import HarnessError, ServerError, closest_name
 from harness.base.redact import masked
@@ -158,10 +158,10 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         return first
     if listed_names(model) & set(ids):
         return model
-    proposed = shlex.quote(closest_name(model, ids) or first or "NAME")
+    proposed = command_line("--model", closest_name(model, ids) or first or "NAME")
     raise ServerError(
         f"{base} does not serve '{model}'; it serves {shown}",
-        next_step=f"Give `--model {proposed}`, or set the scenario's 'model' to one of these.",
+        next_step=f"Give `{proposed}`, or set the scenario's 'model' to one of these.",
     )
 
 
