@@ -77,7 +77,7 @@ _LOG_WORDS = {
     key: tuple(
         filter(None, [_UVICORN_WORDS.get(key), *(text.encode() for e in engines() for text in getattr(e.log, key))])
     )
-    for key in ("starting", "fetched", "loading", "ready", "stopping", "unloading")
+    for key in ("starting", "fetched", "loading", "ready", "stopping", "unloading", "gpu", "no_gpu")
 }
 _SERVER_WORDS = tuple(  # servers that run another engine come last, since their logs have its words, too
     (word.encode(), engine.title)
@@ -112,6 +112,7 @@ class Diagnosis(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # The server became ready afterwards, loaded what it could not fetch at first, or failed at a later load.
     recovered: bool = False
     hint: bool = False  # logged as a warning, so an error or exception counts more
+    effect: bool = False  # it follows from an earlier finding
     scenario: bool = False
     source: str
 
@@ -128,6 +129,7 @@ class ScannedLog(Struct, frozen=True, kw_only=True):
     bad_line: str = ""
     detailed: bool = False  # the server already logs at the level DEBUG
     server: str | None = None  # the server type that seems to have written the log
+    gpu: bool | None = None  # whether it uses a GPU; None: the log does not tell
 
     def cause(self) -> Diagnosis | None:
         """Return the root cause; refused requests do not explain how a server that was ready ended."""
@@ -138,10 +140,10 @@ class ScannedLog(Struct, frozen=True, kw_only=True):
 def select_root_cause(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     """Return the first finding of the highest rank, with its wrapper; None without any.
 
-    Warnings are left out, and what the server recovered from: they do not explain how it ended. A cause that was
-    logged as a warning ranks below errors and exceptions, but above a wrapper.
+    Warnings are left out, what the server recovered from, and effects: they do not explain how it ended. A cause that
+    was logged as a warning ranks below errors and exceptions, but above a wrapper.
     """
-    causes = [finding for finding in findings if finding.severity != "warning" and not finding.recovered]
+    causes = [one for one in findings if one.severity != "warning" and not one.recovered and not one.effect]
     if not causes:
         return None
     first = min(causes, key=lambda finding: (_rank(finding), finding.number or math.inf))  # the log, then an API's text
@@ -156,6 +158,19 @@ def select_root_cause(findings: Sequence[Diagnosis]) -> Diagnosis | None:
 def _rank(finding: Diagnosis) -> float:
     rank = RANKS.index(finding.severity)
     return max(rank, RANKS.index("wrapper") - 0.5) if finding.hint else rank
+
+
+def _mark_effects(findings: list[Diagnosis]) -> list[Diagnosis]:
+    """Return the findings in the order of the log, with those marked that follow from an earlier one."""
+    ordered = sorted(findings, key=lambda finding: finding.number or 0)
+    seen: set[str] = set()
+    marked = []
+    for finding in ordered:
+        is_effect = not seen.isdisjoint(table.rules_by_id()[finding.id].effect_of)
+        marked.append(structs.replace(finding, effect=True) if is_effect else finding)
+        if not finding.recovered:
+            seen.add(finding.id)
+    return marked
 
 
 def scan(file: BinaryIO) -> ScannedLog:
@@ -256,6 +271,7 @@ class _LogSearch:
         self._incomplete: tuple[tuple[str, str], int] | None = None
         self._is_detailed = False
         self._loads_again = False  # a load failed, and a later one has begun
+        self._has_gpu: bool | None = None  # None: the log does not tell
         # A shape is a line with zeros in place of its digits: those without a trigger word, and of frequent findings.
         self._plain_shapes: set[bytes] = set()
         self._frequent_shapes: dict[bytes, tuple[str, str]] = {}
@@ -315,6 +331,8 @@ class _LogSearch:
             rule = table.rules_by_id()[finding.id]
             if self._counts[key] < rule.min_count or (finding.recovered and rule.min_count > 1):
                 continue
+            if rule.gpu_access and rule.severity == "warning" and self._works_without_gpu(finding):
+                finding = structs.replace(finding, severity="cause", hint=True)
             cause, fix = table.format_cause_and_fix(rule, self._groups[key], None if engine is None else engine.name)
             for name, own_name in ({} if engine is None else engine.log.names).items():
                 fix = re.sub(rf"\b{name}\b", own_name, fix)
@@ -323,7 +341,7 @@ class _LogSearch:
         bad = [(number, raw) for number, raw in self._last_lines if number > ready and _is_bad_end(raw)]
         return ScannedLog(
             lines=self._line_count,
-            findings=sorted(findings, key=lambda finding: finding.number or 0),
+            findings=_mark_effects(findings),
             last=masked(strip_prefixes(self._last_lines[-1][1]).strip())[:SHOWN_CHARS] if self._last_lines else "",
             ready=self._ready_line,
             stopping=self._stop_line,
@@ -331,7 +349,12 @@ class _LogSearch:
             bad_line=masked(strip_prefixes(bad[0][1]).strip())[:SHOWN_CHARS] if bad else "",
             detailed=self._is_detailed,
             server=self._server_name,
+            gpu=self._has_gpu,
         )
+
+    def _works_without_gpu(self, finding: Diagnosis) -> bool:
+        """Check that the server became ready although it found no GPU."""
+        return self._ready_line is not None and self._has_gpu is False and not finding.recovered
 
     def _complete(self, raw: bytes, number: int) -> None:
         """Add what a line says of the finding before it; a wrapper is shown by the line that has its reason."""
@@ -342,8 +365,9 @@ class _LogSearch:
         assert regex is not None
         text = parse_line(raw).text
         match = regex.search(text)
-        if match is not None:
-            self._groups[key] |= match.groupdict()
+        if match is not None:  # what the line of the finding itself says counts more
+            own = {name: value for name, value in self._groups[key].items() if value}
+            self._groups[key] = match.groupdict() | own
             if finding.severity == "wrapper":
                 self._findings[key] = structs.replace(finding, line=shorten(masked(text)), number=number)
         if match is not None or number >= end:
@@ -389,9 +413,14 @@ class _LogSearch:
             self._loads_again = any((finding.phase, finding.severity) == ("start", "wrapper") for finding in failed)
         if is_ready:
             self._ready_line, self._loads_again = number, False
-        if reported & {"ready", "fetched"}:
+        if reported & {"gpu", "no_gpu"}:
+            self._has_gpu = "gpu" in reported
+        if reported & {"ready", "fetched", "gpu"}:
             for key, finding in self._findings.items():
-                if is_ready or table.rules_by_id()[finding.id].fetching:
+                rule = table.rules_by_id()[finding.id]
+                is_ready_for_it = is_ready and not (rule.gpu_access and self._has_gpu is False)
+                is_complete = rule.fetching and "fetched" in reported
+                if is_ready_for_it or is_complete or (rule.gpu_access and "gpu" in reported):
                     self._findings[key] = structs.replace(finding, recovered=True)
 
     def _track_exception(self, line: LogLine, number: int) -> None:

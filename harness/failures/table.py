@@ -42,6 +42,8 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scenario: bool = False  # of a request: the scenario is wrong, so all such requests will be refused
     servers_only: bool = False  # of a process {name}: one that is no server's is a warning, such as a browser
     fetching: bool = False  # of fetching the model: the server has recovered once the model is loaded
+    gpu_access: bool = False  # a server that became ready without a GPU has not recovered from it
+    effect_of: list[str] = []  # rows: after a line of one of these it only follows from that
     chatter: bool = False  # logged at the level INFO, where other rows would only match quoted user text
     match: list[str | dict[str, str]]  # plain words, or {plain words that each matching line has: regular expression}
     next: str | None = None  # a regular expression for one of the next lines, which has more groups
@@ -211,7 +213,8 @@ def _find_replacements(groups: Mapping[str, str]) -> dict[str, str]:
     if "args" in groups:
         flags = dict.fromkeys(re.findall(r"--?[A-Za-z][\w-]*", groups["args"].replace("_", "-")))
         values["gone"] = "".join(f"{flag}: {removed[flag].advice}; " for flag in flags if flag in removed)
-    for group, table in (("variable", removed_variables()), ("flag", protected_flags("vllm_args"))):
+    place = groups.get("place") or "llamacpp_args"  # Lemonade names no place where it checks those
+    for group, table in (("variable", removed_variables()), ("flag", protected_flags(place))):
         if group in groups:
             instead = table.get(groups[group].partition("=")[0])
             values["instead"] = f"; {instead}" if instead else ""

@@ -71,6 +71,8 @@ class DockerEngine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     problem: str | None = None  # why it cannot be used
     remedy: str = ""
     rootless: bool = False
+    remapped: bool = False  # userns-remap: root in a container is another user of the host
+    selinux: bool = False  # it labels containers
     desktop: bool = False
     image_folder: str | None = None  # where it keeps images
     free_bytes: int | None = None  # on that folder's disk, on this machine
@@ -91,6 +93,9 @@ def engine_findings(engine: DockerEngine, *, has_gpu: bool) -> Iterator[Finding]
     if engine.rootless:
         fact = "the engine runs without root: containers lose the groups of devices"
         yield make_finding("docker.rootless", "warning", fact)
+    if engine.remapped:
+        fact = "the engine maps the users of containers to others (userns-remap): root and the groups of devices lose"
+        yield make_finding("docker.userns", "warning", f"{fact} their rights in containers")
     if engine.free_bytes is not None:
         path = engine.image_folder or "Docker's data-root"
         fact = f"{engine.free_bytes / GB:.0f} GB free for images in {path}; ROCm images need 10 to 35 GB"
@@ -101,17 +106,19 @@ def engine_findings(engine: DockerEngine, *, has_gpu: bool) -> Iterator[Finding]
         yield make_finding("docker.stale", "warning", f"leftovers of killed runs: {', '.join(engine.stale)}")
 
 
-def access_findings(root: Path, cards: Sequence[Gpu], *, rootless: bool = False) -> Iterator[Finding]:
+def access_findings(root: Path, cards: Sequence[Gpu], engine: DockerEngine | None = None) -> Iterator[Finding]:
     """Yield the findings about device nodes; none without a GPU.
 
-    An engine that runs as root opens them for its containers, for any user. A `rootless` engine opens them as
-    the user, with the access lists of the file system.
+    An engine that runs as root opens them for its containers, for any user. A rootless engine opens them as the
+    user, with the access lists of the file system. With userns-remap only nodes that any user may open remain.
     """
     if not cards:
         return
-    yield _check_nodes(root, "access.kfd", ["/dev/kfd"], rootless)
-    render_nodes = [str(node) for gpu in cards if (node := gpu["render_node"])]
-    yield _check_nodes(root, "access.render", render_nodes or ["/dev/dri/renderD*"], rootless)
+    render_nodes = [str(node) for gpu in cards if (node := gpu["render_node"])] or ["/dev/dri/renderD*"]
+    for id, nodes in (("access.kfd", ["/dev/kfd"]), ("access.render", render_nodes)):
+        yield _check_nodes(root, id, nodes, engine or DockerEngine())
+    if engine is not None and engine.selinux:
+        yield from _check_selinux(root)
     if groups := gpus.find_device_groups(root):
         fact = ", ".join(_describe_group(root, group) for group in groups)
         yield make_finding("access.groups", "ok", f"containers get the groups {fact}, by number")
@@ -119,11 +126,18 @@ def access_findings(root: Path, cards: Sequence[Gpu], *, rootless: bool = False)
         yield make_finding("access.groups", "warning", "the device nodes belong to the group root")
 
 
-def _check_nodes(root: Path, id: str, nodes: Sequence[str], rootless: bool) -> Finding:
-    """Check that the device nodes exist, and that this user may open them."""
+_ANY_USER = stat.S_IROTH | stat.S_IWOTH
+
+
+def _check_nodes(root: Path, id: str, nodes: Sequence[str], engine: DockerEngine) -> Finding:
+    """Check that the device nodes exist, and that this user and the engine's containers may open them."""
     paths = {node: root / node.lstrip("/") for node in nodes}
     if missing := [node for node, path in paths.items() if not path.exists()]:
         return make_finding(id, "blocker", f"there is no {', '.join(missing)}", "missing")
+    modes = {node: path.stat().st_mode & 0o777 for node, path in paths.items()}
+    if engine.remapped and (closed := [node for node in nodes if modes[node] & _ANY_USER != _ANY_USER]):
+        listed = ", ".join(f"{node} (mode {modes[node]:04o})" for node in closed)
+        return make_finding(id, "blocker", f"with userns-remap no container may open {listed}", "remapped")
     closed = [node for node, path in paths.items() if not os.access(path, os.R_OK | os.W_OK)]
     if not closed:
         return make_finding(id, "ok", f"this user may open {', '.join(nodes)}")
@@ -131,7 +145,23 @@ def _check_nodes(root: Path, id: str, nodes: Sequence[str], rootless: bool) -> F
     fact = f"this user may not open {', '.join(closed)} (mode {status.st_mode & 0o777:04o}, group "
     fact += f"{_describe_group(root, status.st_gid)}); containers of an engine that runs as root may"
     group = _read_group_names(root).get(status.st_gid, str(status.st_gid))
-    return make_finding(id, "blocker" if rootless else "warning", fact, "denied", groups=group)
+    return make_finding(id, "blocker" if engine.rootless else "warning", fact, "denied", groups=group)
+
+
+_SELINUX = "sys/fs/selinux"
+
+
+def _check_selinux(root: Path) -> Iterator[Finding]:
+    """Yield a warning if SELinux is enforcing and may deny the GPU to containers that the engine labels."""
+    if gpus.read_sysfs(root / _SELINUX / "enforce") != "1":
+        return
+    # The file of a boolean has its present and its pending value.
+    setting = gpus.read_sysfs(root / _SELINUX / "booleans/container_use_devices") or ""
+    if setting.startswith("1"):
+        yield make_finding("access.selinux", "ok", "SELinux lets containers use devices (container_use_devices)")
+    else:
+        fact = "SELinux is enforcing, and container_use_devices is off: it may deny /dev/kfd to containers"
+        yield make_finding("access.selinux", "warning", fact)
 
 
 def _describe_group(root: Path, gid: int) -> str:
@@ -303,13 +333,13 @@ def diagnose(root: Path = Path("/"), docker: DockerEngine | None = None) -> list
     """
     cards = list(gpus.list_gpus(root))
     findings = [*gpu_findings(root, cards), *memory_findings(root, cards), *kernel_findings(root, cards)]
-    findings += access_findings(root, cards, rootless=docker is not None and docker.rootless)
+    findings += access_findings(root, cards, docker)
     if docker is not None:
         findings += engine_findings(docker, has_gpu=bool(cards))
     return [*findings, *process_findings(root)]
 
 
-def find_device_blockers(root: Path, devices: Collection[str], *, rootless: bool = False) -> Iterator[Finding]:
+def find_device_blockers(root: Path, devices: Collection[str], engine: DockerEngine | None = None) -> Iterator[Finding]:
     """Yield why a container cannot use these device nodes of the host. Fast: it reads a few small files.
 
     /dev/kfd is ROCm's, and needs the compute driver; /dev/dri alone is enough for Vulkan. Other devices are ignored.
@@ -317,7 +347,7 @@ def find_device_blockers(root: Path, devices: Collection[str], *, rootless: bool
     if "/dev/kfd" in devices:
         cards = list(gpus.list_gpus(root))
         findings = [*gpu_findings(root, cards), *check_cwsr(root, cards)]
-        findings += access_findings(root, cards, rootless=rootless)
+        findings += access_findings(root, cards, engine)
         yield from (finding for finding in findings if finding.level == "blocker")
     nodes = sorted(path.name for path in (root / "dev/dri").glob("renderD*"))
     if "/dev/dri" in devices and "/dev/kfd" not in devices and not nodes:

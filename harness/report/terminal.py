@@ -288,6 +288,7 @@ def explanation_data(name: str, scanned: ScannedLog) -> dict[str, Any]:
         "recognised": is_recognised(scanned),
         "started": has_started(scanned),
         "stopped": was_stopped(scanned),
+        "gpu": scanned.gpu,
         "cause": msgspec.to_builtins(scanned.cause()),
         "findings": msgspec.to_builtins([finding for finding in scanned.findings if finding.severity != "warning"]),
         "warnings": msgspec.to_builtins([finding for finding in scanned.findings if finding.severity == "warning"]),
@@ -310,7 +311,8 @@ def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
         if finding.severity not in hidden and not is_cause and not is_same_line:
             console.print()
             # One that it got over: the server became ready, or loaded the model, afterwards.
-            title = "got over" if finding.recovered else _FINDING_TITLES.get(finding.severity, "also")
+            title = "follows" if finding.effect else _FINDING_TITLES.get(finding.severity, "also")
+            title = "got over" if finding.recovered else title
             _print_finding(finding, title, console, "bold")
     if warnings:
         console.print("\nwarnings (also seen in healthy starts):", style="bold")
@@ -324,7 +326,10 @@ def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
         console.print("\nIt stopped normally.", style="bold green")
         _print_row(console, Text(f"line {scanned.stopping}"), Text("it began to stop"))
     elif has_started(scanned):
-        console.print("\nIt started well, and the log names no failure after that.", style="bold green")
+        if scanned.gpu is False:
+            console.print("\nIt is ready, but it works on the processor: it uses no GPU.", style="bold yellow")
+        else:
+            console.print("\nIt started well, and the log names no failure after that.", style="bold green")
         _print_row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
         _print_next_steps(scanned, console)
     elif not is_recognised(scanned):

@@ -233,10 +233,9 @@ def blockers(
 
     `engine`: facts of the Docker Engine; None: its problems are not checked.
     """
-    rootless = engine is not None and engine.rootless
     found = {
         name: [
-            *find_device_blockers(root, _device_nodes(service), rootless=rootless),
+            *find_device_blockers(root, _device_nodes(service), engine),
             *(find_engine_blockers(engine) if engine is not None else ()),
         ]
         for name, service in _gpu_services(experiment).items()

@@ -147,8 +147,11 @@ def get_engine_facts() -> DockerEngine:
     free_bytes = None
     with contextlib.suppress(OSError):  # such as Docker Desktop's folder, which is not on this machine
         free_bytes = shutil.disk_usage(folder).free if engine_shares_files() and folder else None
+    options = {str(option).partition(",")[0] for option in info.get("SecurityOptions") or []}
     return DockerEngine(
-        rootless=any("rootless" in option for option in info.get("SecurityOptions") or []),
+        rootless="name=rootless" in options,
+        remapped="name=userns" in options,
+        selinux="name=selinux" in options,
         desktop="Docker Desktop" in (info.get("OperatingSystem") or ""),
         image_folder=folder,
         free_bytes=free_bytes,

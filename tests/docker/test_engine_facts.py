@@ -18,6 +18,8 @@ def test_the_engine_of_this_machine(client: docker.DockerClient) -> None:
     facts, info = get_engine_facts(), client.info()
     assert facts.problem is None
     assert facts.rootless is any("rootless" in option for option in info["SecurityOptions"])
+    assert facts.remapped is any(option.startswith("name=userns") for option in info["SecurityOptions"])
+    assert facts.selinux is any(option.startswith("name=selinux") for option in info["SecurityOptions"])
     assert facts.image_folder is not None
     if os.path.isdir(facts.image_folder):
         assert facts.free_bytes is not None and facts.free_bytes > 0

@@ -114,6 +114,8 @@ class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ready: list[str] = []
     stopping: list[str] = []  # the server was asked to stop
     unloading: list[str] = []  # it ends an engine, and may continue
+    gpu: list[str] = []  # it uses a GPU
+    no_gpu: list[str] = []  # it found no GPU, and works without one
     changes: dict[str, list[str]] = {}  # "eviction", "load" of one of several models: the words of its start and end
     more: str | None = None  # the setting that makes it log more
     names: dict[str, str] = {}  # variable of another server in the table of failures: its own variable

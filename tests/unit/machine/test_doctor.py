@@ -184,6 +184,12 @@ def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.
         assert levels(findings_of(root, docker=DockerEngine(rootless=True))) == {
             "access.kfd": "blocker", "access.render": "blocker", "docker.rootless": "warning",
         }  # fmt: skip
+    remapped = findings_of(root, docker=DockerEngine(remapped=True))
+    assert levels(remapped) == {"access.kfd": "blocker", "access.render": "blocker", "docker.userns": "warning"}
+    assert remapped["access.kfd"].fact == "with userns-remap no container may open /dev/kfd (mode 0660)"
+    for node in ("dev/kfd", "dev/dri/renderD128"):
+        (root / node).chmod(0o666)
+    assert levels(findings_of(root, docker=DockerEngine(remapped=True))) == {"docker.userns": "warning"}
     (root / "dev/kfd").unlink()
     (root / "dev/dri/renderD128").unlink()
     findings = findings_of(root)
@@ -205,6 +211,27 @@ def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.
 def test_the_engine(tmp_path: Path, engine: DockerEngine, expected: dict[str, str]) -> None:
     findings = findings_of(machines.strix_halo_carve_out(tmp_path), docker=engine)
     assert levels(findings) == expected
+
+
+@pytest.mark.parametrize(
+    ("enforce", "devices", "expected"),
+    [
+        ("1\n", "0 0\n", "warning"),
+        ("1\n", "1 1\n", "ok"),
+        ("0\n", "0 0\n", None),
+        ("1\n", None, "warning"),
+        (None, None, None),
+    ],
+)
+def test_selinux_and_the_devices_of_containers(
+    tmp_path: Path, enforce: str | None, devices: str | None, expected: str | None
+) -> None:
+    root = machines.strix_halo_carve_out(tmp_path)
+    files = {"enforce": enforce, "booleans/container_use_devices": devices}
+    write(root, {f"sys/fs/selinux/{name}": text for name, text in files.items() if text is not None})
+    finding = findings_of(root, docker=DockerEngine(selinux=True)).get("access.selinux")
+    assert (None if finding is None else finding.level) == expected
+    assert "access.selinux" not in findings_of(root), "the engine does not label its containers"
 
 
 def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
