@@ -161,15 +161,19 @@ def _rank(finding: Diagnosis) -> float:
 
 
 def _mark_effects(findings: list[Diagnosis]) -> list[Diagnosis]:
-    """Return the findings in the order of the log, with those marked that follow from an earlier one."""
-    ordered = sorted(findings, key=lambda finding: finding.number or 0)
-    seen: set[str] = set()
+    """Return the findings in the order of the log, with those marked that follow from another one.
+
+    The line of that one is before them, or within the next lines: the kernel's log is written next to the server's.
+    """
+    first: dict[str, int] = {}
+    for finding in sorted(findings, key=lambda finding: finding.number or 0):
+        if not finding.recovered and finding.severity != "warning":
+            first.setdefault(finding.id, finding.number or 0)
     marked = []
-    for finding in ordered:
-        is_effect = not seen.isdisjoint(table.rules_by_id()[finding.id].effect_of)
+    for finding in sorted(findings, key=lambda finding: finding.number or 0):
+        last = (finding.number or 0) + NEXT_LINES
+        is_effect = any(first.get(id, math.inf) <= last for id in table.rules_by_id()[finding.id].effect_of)
         marked.append(structs.replace(finding, effect=True) if is_effect else finding)
-        if not finding.recovered:
-            seen.add(finding.id)
     return marked
 
 
@@ -331,7 +335,7 @@ class _LogSearch:
             rule = table.rules_by_id()[finding.id]
             if self._counts[key] < rule.min_count or (finding.recovered and rule.min_count > 1):
                 continue
-            if rule.gpu_access and rule.severity == "warning" and self._works_without_gpu(finding):
+            if rule.gpu_access and self._works_without_gpu(finding):  # a later crash says more
                 finding = structs.replace(finding, severity="cause", hint=True)
             cause, fix = table.format_cause_and_fix(rule, self._groups[key], None if engine is None else engine.name)
             for name, own_name in ({} if engine is None else engine.log.names).items():
@@ -353,8 +357,9 @@ class _LogSearch:
         )
 
     def _works_without_gpu(self, finding: Diagnosis) -> bool:
-        """Check that the server became ready although it found no GPU."""
-        return self._ready_line is not None and self._has_gpu is False and not finding.recovered
+        """Check that the server became ready although it had found no GPU."""
+        is_before = self._ready_line is not None and (finding.number or 0) < self._ready_line
+        return is_before and self._has_gpu is False and not finding.recovered
 
     def _complete(self, raw: bytes, number: int) -> None:
         """Add what a line says of the finding before it; a wrapper is shown by the line that has its reason."""
@@ -523,9 +528,15 @@ def explain(log: str | Path, state: ExitState = ExitState()) -> Diagnosis | None
     if any(finding.severity == "cause" for finding in api_findings):
         return select_root_cause(api_findings)
     findings = scanned.findings
-    if state.exit_code is not None:  # a server does not end because it refused a request
-        findings = [finding for finding in findings if finding.severity != "request"]
+    if state.exit_code is not None:  # a server does not end because it refused a request, or works without a GPU
+        findings = [one for one in findings if one.severity != "request" and not _is_before_ready(one, scanned)]
     return select_root_cause([*findings, *api_findings, *([exit_failure] if exit_failure is not None else [])])
+
+
+def _is_before_ready(finding: Diagnosis, scanned: ScannedLog) -> bool:
+    """Check that the server became ready in spite of this failure, without a GPU."""
+    is_before = scanned.ready is not None and (finding.number or 0) < scanned.ready
+    return is_before and not finding.recovered and table.rules_by_id()[finding.id].gpu_access
 
 
 def explain_api_error(message: str) -> Diagnosis | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.base.engines import engines
-from harness.failures.explain import scan_text
+from harness.failures.explain import ExitState, explain, scan_text
 from harness.report.terminal import explanation_data, has_started
 from tests.support.command import harness
 
@@ -74,6 +74,9 @@ ASSERTIONS = [
     "llama-server: /src/llama-kv-cache.cpp:12: void f(): Assertion `status == SUCCESS' failed.",
     "/opt/llvm/ADT/SmallVector.h:298: const T& f() [with T = long int]: Assertion `idx < size()' failed.",
     "/usr/include/c++/v1/vector:1440: assertion __n < size() failed: vector[] index out of bounds",
+    "#3  0x0 in __GI_raise (sig=sig@entry=6) at ../sysdeps/posix/raise.c:26",
+    "#0  __pthread_kill_implementation (no_tid=0, signo=6, threadid=1) at ./nptl/pthread_kill.c:44",
+    "Bad system call (core dumped)",
     "zsh: segmentation fault  llama-server -m x.gguf",
     "zsh: abort      ./llama-server -m x.gguf",
     "zsh: killed     llama-server -m x.gguf",
@@ -115,6 +118,8 @@ LLAMACPP_SEARCHES = [
     "ggml_cuda_init: failed to initialize ROCm: unknown error",
     "ggml_cuda_init: failed to initialize CUDA: initialization error",
     "ggml_vulkan: No devices found.",
+    "ggml_vulkan: Found 0 Vulkan devices:",
+    "ggml_cuda_init: found 0 ROCm devices:",
 ]
 
 
@@ -147,6 +152,23 @@ def test_the_reason_why_it_found_none_is_named_although_it_became_ready(reason: 
     assert explained(f"{reason}\n{READY['vllm']}")["started"], (
         "vLLM is not ready without a GPU, so it was started again"
     )
+
+
+def test_a_part_for_the_gpu_that_cannot_be_loaded() -> None:
+    why = "libamdhip64.so.7: cannot open shared object file: No such file or directory"
+    line = f"load_backend: failed to load /app/libggml-hip.so: {why}\n"
+    assert cause_of(line + READY["llama.cpp"]) == ("gpu.no_backend", 1)
+    assert explained(f"{line}llama_model_load: using device Vulkan0 (AMD)\n{READY['llama.cpp']}")["started"]
+
+
+def test_a_crash_says_more_than_the_gpu_that_was_not_found_before_ready() -> None:
+    log = f"{LLAMACPP_SEARCHES[0]}\n{READY['llama.cpp']}"
+    assert cause_of(f"{log}{BACKTRACES[0]}\n")[0] == "llamacpp.backtrace"
+    for code, row in ((137, "container.killed"), (139, "exit.crash"), (143, "exit.terminated"), (1, None)):
+        failure = explain(log, ExitState(exit_code=code))
+        assert (None if failure is None else failure.id) == row
+    failure = explain(LLAMACPP_SEARCHES[0], ExitState(exit_code=1))
+    assert failure is not None and failure.id == "gpu.not_detected", "it was never ready"
 
 
 def test_gpu_layers_that_llama_cpp_ignored_are_a_cause() -> None:
@@ -197,7 +219,7 @@ def test_ollama_on_a_machine_without_a_gpu_is_ready_and_says_so(tmp_path: Path) 
 
 AVC = (
     'avc:  denied  {{ {what} }} for  pid=4242 comm="{comm}" {place} dev="devtmpfs" ino=947 '
-    "scontext=system_u:system_r:container_t:s0 tcontext=system_u:object_r:{type}:s0 tclass={tclass} permissive={mode}"
+    "scontext=system_u:system_r:container_t:s0 tcontext=system_u:object_r:{label}:s0 tclass={tclass} permissive={mode}"
 )
 AUDITS = [
     "type=AVC msg=audit(1783468487.052:3337): ",
@@ -213,7 +235,7 @@ NODES = [
 
 @pytest.mark.parametrize(("audit", "node", "comm"), every(AUDITS, NODES, ["llama-server", "clinfo"]))
 def test_selinux_that_denies_the_gpu(audit: str, node: tuple[str, str], comm: str) -> None:
-    values = {"what": "read write", "comm": comm, "place": node[0], "type": node[1], "tclass": "chr_file"}
+    values = {"what": "read write", "comm": comm, "place": node[0], "label": node[1], "tclass": "chr_file"}
     data = explained(audit + AVC.format(mode=0, **values))
     assert data["cause"]["id"] == "gpu.selinux" and comm in data["cause"]["cause"]
     assert "container_use_devices" in data["cause"]["fix"]
@@ -227,9 +249,9 @@ def test_selinux_that_denies_the_gpu(audit: str, node: tuple[str, str], comm: st
         ("setroubleshoot[9]: SELinux is preventing llama-server from map access on the chr_file /dev/dri/renderD128.",
          "gpu.selinux"),
         ("SELinux is preventing llama-server from open access on the file /models/x.gguf.", "host.selinux"),
-        (AUDITS[0] + AVC.format(what="read", comm="vllm", place='name="config.json"', type="user_home_t", tclass="file",
+        (AUDITS[0] + AVC.format(what="read", comm="vllm", place='name="config.json"', label="home_t", tclass="file",
                                 mode=0), "host.selinux"),
-        (AUDITS[2] + AVC.format(what="search", comm="python3", place='name="x"', type="var_t", tclass="dir", mode=0),
+        (AUDITS[2] + AVC.format(what="search", comm="python3", place='name="x"', label="var_t", tclass="dir", mode=0),
          "host.selinux"),
     ],
 )  # fmt: skip
@@ -305,7 +327,7 @@ def test_a_device_node_that_may_not_be_opened(line: str) -> None:
         "Nov 20 10:00:00 box audit[9]: AVC " + ARMOR.format(class_="", profile="snap.firefox.firefox",
                                                             name="/proc/9/mounts", comm="firefox"),
         'audit: type=1400 audit(1.1:9): apparmor="STATUS" operation="profile_load" name="docker-default" pid=1',
-        AUDITS[0] + AVC.format(what="read", comm="gnome-shell", place='name="x.png"', type="user_home_t", tclass="file",
+        AUDITS[0] + AVC.format(what="read", comm="gnome-shell", place='name="x.png"', label="home_t", tclass="file",
                                mode=0),
         'audit: type=1326 audit(1.5:80): pid=9 comm="chrome" exe="/opt/chrome" sig=0 arch=c000003e syscall=330 '
         "compat=0 ip=0x7f code=0x7ffc0000",
@@ -314,6 +336,18 @@ def test_a_device_node_that_may_not_be_opened(line: str) -> None:
 )  # fmt: skip
 def test_denials_of_other_programs_are_no_failure_of_a_server(line: str) -> None:
     assert explained(line)["cause"] is None
+
+
+def test_the_denial_of_the_kernel_is_the_cause_of_what_the_server_says_around_it() -> None:
+    denied = AUDITS[0] + AVC.format(
+        what="ioctl", comm="python3", place='path="/dev/kfd"', label="hsa_device_t", tclass="chr_file", mode=0
+    )
+    server = "Unable to open /dev/kfd read-write: Permission denied\nRuntimeError: No HIP GPUs are available\n"
+    for log in (f"{denied}\n{server}", f"{server}{denied}\n"):
+        data = explained(log)
+        assert data["cause"]["id"] == "gpu.selinux" and sum(one["effect"] for one in data["findings"]) == 2
+    far = explained(server + "INFO nothing\n" * 40 + denied)
+    assert far["cause"]["id"] == "gpu.kfd_denied", "long afterwards it is another matter"
 
 
 # A build without code for the GPU, in the words of ROCm's clr.
@@ -523,13 +557,16 @@ def test_a_unit_that_was_killed(unit: str) -> None:
         ("Main process exited, code=exited, status=1/FAILURE", "systemd.exited"),
         ("Failed with result 'exit-code'.", "systemd.exited"),
         ("Failed with result 'oom-kill'.", "host.oom_kill"),
+        ("Main PID: 4242 (code=killed, signal=KILL)", "systemd.killed"),
+        ("Main PID: 4242 (code=dumped, signal=ABRT)", "kernel.segfault"),
+        ("Active: failed (Result: oom-kill) since Mon 2026-05-05 17:10:00 UTC; 5s ago", "host.oom_kill"),
     ],
 )
 def test_how_systemd_says_that_a_unit_ended(end: str, row: str) -> None:
     data = explained(f"{READY['lemonade']}{SYSTEMD}llama-server.service: {end}\n")
     assert data["cause"]["id"] == row and not data["started"]
     desktop = explained(f"{SYSTEMD}gnome-shell.service: {end}\n")
-    assert desktop["cause"] is None, "another program's"
+    assert desktop["cause"] is None or "(code=" in end or "(Result" in end, "another program's"
     assert cause_of(f"HIP out of memory\n{SYSTEMD}llama-server.service: {end}\n")[0] in ("mem.hip_oom", row)
 
 
@@ -570,6 +607,52 @@ FAILED = {"sglang-memory.txt", "vllm-killed.txt"}
 def test_a_healthy_log_of_a_real_server_has_no_finding(path: Path) -> None:
     data = explained(path.read_text(encoding="utf-8"))
     assert data["started"] and data["findings"] == [] and data["gpu"] is not False
+
+
+QUIET = {
+    "llama.cpp": [
+        "ggml_cuda_init: found 1 ROCm devices:",
+        "  Device 0: AMD Radeon Graphics, gfx1151 (0x1151), VMM: no, Wave Size: 32",
+        "load_backend: loaded ROCm backend from /app/libggml-hip.so",
+        "load_backend: loaded CPU backend from /app/libggml-cpu-zen4.so",
+        "llama_model_load_from_file_impl: using device ROCm0 (AMD Radeon Graphics) - 120000 MiB free",
+        "load_tensors: offloaded 33/33 layers to GPU",
+        "common_init_from_params: warming up the model with an empty run - please wait ... (--no-warmup to disable)",
+    ],
+    "lemonade": [
+        "2026-10-02 21:30:00.000 [Info] (BackendManager) Explicitly-selected system ROCm at /opt/rocm version '7.2.4'",
+        "2026-10-02 21:30:00.000 [Info] (Process) ggml_vulkan: Found 1 Vulkan devices:",
+        "2026-10-02 21:30:05.000 [Info] (BackendWatchdog) Started watchdog for llama-server using http://127.0.0.1:8004",
+    ],
+    "ollama": [
+        'level=INFO source=routes.go:1511 msg="server config" env="map[HSA_OVERRIDE_GFX_VERSION: OLLAMA_VULKAN:false]"',
+        'level=INFO source=runner.go:67 msg="discovering available GPUs..."',
+        'level=INFO source=types.go:42 msg="inference compute" id=0 library=ROCm compute=gfx1100 name=ROCm0',
+        '[GIN] 2025/11/25 - 15:40:00 | 200 |  1.2s |  127.0.0.1 | POST "/api/chat"',
+    ],
+    "vllm": [
+        "[aiter] import [module_fmha_v3_fwd] under /opt/aiter/jit/module_fmha_v3_fwd.so",
+        "[aiter] shape is M:262144, N:512, K:7168, not found tuned config in CKGEMM, will use default config!",
+        "[aiter] type hints mismatch, override to --> fmha_v3_fwd(q: torch.Tensor) -> List[torch.Tensor]",
+    ],
+    "sglang": ["[2026-06-10 09:00:00 TP0] type hints mismatch, override to --> moe_fused_gate(input: torch.Tensor)"],
+}
+MACHINE = [
+    "Oct 02 21:29:00 box systemd[1]: Started llama-server.service - llama.cpp.",
+    "Oct 02 21:29:00 box systemd[1]: llama-server.service: Deactivated successfully.",
+    "Oct 02 21:29:00 box systemd[1]: firefox.service: Main process exited, code=killed, status=15/TERM",
+    'Oct 02 21:29:00 box kernel: audit: type=1400 audit(1.1:9): apparmor="STATUS" operation="profile_load" name="lxc"',
+    'Oct 02 21:29:00 box audit[9]: AVC apparmor="DENIED" operation="open" profile="snap.x" name="/proc/9/mounts" '
+    'pid=9 comm="x"',
+    "Oct 02 21:29:00 box audit[9]: USER_AVC pid=1 uid=0 msg='avc:  received policyload notice (seqno=2)'",
+]
+
+
+@pytest.mark.parametrize("server", QUIET)
+def test_a_healthy_log_with_the_lines_of_its_machine_has_no_finding(server: str) -> None:
+    lines = [*MACHINE, *QUIET[server][:2], READY[server].rstrip(), *QUIET[server][2:], *MACHINE]
+    data = explained("\n".join(lines))
+    assert (data["started"], data["findings"]) == (True, [])
 
 
 def test_every_server_that_is_ready_started_well() -> None:
