@@ -119,6 +119,8 @@ def access_findings(root: Path, cards: Sequence[Gpu], engine: DockerEngine | Non
         yield _check_nodes(root, id, nodes, engine or DockerEngine())
     if engine is not None and engine.selinux:
         yield from _check_selinux(root)
+    if engine is not None and (engine.rootless or engine.remapped):
+        return  # its containers do not get the groups
     if groups := gpus.find_device_groups(root):
         fact = ", ".join(_describe_group(root, group) for group in groups)
         yield make_finding("access.groups", "ok", f"containers get the groups {fact}, by number")
@@ -144,6 +146,9 @@ def _check_nodes(root: Path, id: str, nodes: Sequence[str], engine: DockerEngine
     status = paths[closed[0]].stat()
     fact = f"this user may not open {', '.join(closed)} (mode {status.st_mode & 0o777:04o}, group "
     fact += f"{_describe_group(root, status.st_gid)}); containers of an engine that runs as root may"
+    if str(status.st_gid) == (gpus.read_sysfs(root / "proc/sys/kernel/overflowgid") or "65534"):
+        fact = f"this user may not open {', '.join(closed)}: their group is not known in this user namespace"
+        return make_finding(id, "blocker", fact, "unmapped")
     group = _read_group_names(root).get(status.st_gid, str(status.st_gid))
     return make_finding(id, "blocker" if engine.rootless else "warning", fact, "denied", groups=group)
 

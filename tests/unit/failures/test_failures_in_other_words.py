@@ -428,6 +428,11 @@ def test_what_follows_from_a_failed_import_is_not_the_cause(row: str, symptom: s
         ("AttributeError: '_OpNamespace' '_C' object has no attribute 'fused_qk_norm_rope'", "img.operator",
          "fused_qk_norm_rope"),
         ("RuntimeError: operator _C::cutlass_scaled_fp4_mm does not exist", "img.operator", "cutlass_scaled_fp4_mm"),
+        ("RuntimeError: No such operator _C::awq_marlin_repack", "img.operator", "awq_marlin_repack"),
+        ("NotImplementedError: Could not run '_C::machete_mm' with arguments from the 'CUDA' backend.", "img.operator",
+         "machete_mm"),
+        ("ModuleNotFoundError: No module named 'flashinfer'", "img.operator", "flashinfer"),
+        ("ModuleNotFoundError: No module named 'vllm.vllm_flash_attn'", "img.operator", "vllm_flash_attn"),
         ("ImportError: cannot import name 'fp8_blockwise_scaled_mm' from 'sgl_kernel' (/opt/x.py)", "img.operator",
          "fp8_blockwise_scaled_mm"),
         ("NotImplementedError: No compiled cutlass_scaled_mm for a capability less than CUDA device capability: 75",
@@ -496,6 +501,18 @@ def test_a_backend_that_lemonade_refuses_is_not_its_own_remedy(
     assert f"take the recipe {what.partition(':')[0]};" not in cause["fix"] and what not in cause["fix"]
 
 
+@pytest.mark.parametrize(
+    ("why", "row"),
+    [
+        (" Requires AMD XDNA 2 AMD NPU", "lemonade.model_unavailable"),
+        (" Unsupported GPU Detected processor: x", "lemonade.unsupported"),
+    ],
+)
+def test_a_model_that_lemonade_refuses(why: str, row: str) -> None:
+    cause = explained(f"[Error] (Server) Model 'Qwen3-8B-FLM' is not available on this system.{why}")["cause"]
+    assert cause["id"] == row and "Qwen3-8B-FLM" in cause["cause"] and "recipe llamacpp" in cause["fix"]
+
+
 RESERVED = "Reserved arguments: --ctx-size, --keep, --port, -m"
 
 
@@ -558,6 +575,8 @@ def test_a_unit_that_was_killed(unit: str) -> None:
         ("Failed with result 'exit-code'.", "systemd.exited"),
         ("Failed with result 'oom-kill'.", "host.oom_kill"),
         ("Main PID: 4242 (code=killed, signal=KILL)", "systemd.killed"),
+        ("Main process exited, code=exited, status=137/n/a", "systemd.killed"),
+        ("Main process exited, code=exited, status=139/n/a", "kernel.segfault"),
         ("Main PID: 4242 (code=dumped, signal=ABRT)", "kernel.segfault"),
         ("Active: failed (Result: oom-kill) since Mon 2026-05-05 17:10:00 UTC; 5s ago", "host.oom_kill"),
     ],

@@ -181,9 +181,16 @@ def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.
         fact = f"this user may not open /dev/kfd (mode 0660, group {RENDER}); containers of an engine that runs as"
         assert findings["access.kfd"].fact == f"{fact} root may"
         assert findings["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
-        assert levels(findings_of(root, docker=DockerEngine(rootless=True))) == {
+        rootless = findings_of(root, docker=DockerEngine(rootless=True))
+        assert levels(rootless) == {
             "access.kfd": "blocker", "access.render": "blocker", "docker.rootless": "warning",
         }  # fmt: skip
+        assert "access.groups" not in rootless, "its containers do not get them"
+        write(root, {"proc/sys/kernel/overflowgid": f"{machines.RENDER_GID}\n"})
+        unmapped = findings_of(root)
+        assert levels(unmapped) == {"access.kfd": "blocker", "access.render": "blocker"}
+        assert "user namespace" in unmapped["access.kfd"].fact and "usermod" not in str(unmapped["access.kfd"].fix)
+        (root / "proc/sys/kernel/overflowgid").unlink()
     remapped = findings_of(root, docker=DockerEngine(remapped=True))
     assert levels(remapped) == {"access.kfd": "blocker", "access.render": "blocker", "docker.userns": "warning"}
     assert remapped["access.kfd"].fact == "with userns-remap no container may open /dev/kfd (mode 0660)"
