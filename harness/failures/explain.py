@@ -399,6 +399,8 @@ class _LogSearch:
             return
         self._traceback_line = None
         finding = structs.replace(_make_diagnosis(*found, number), hint=line.level == "warning")
+        if self._has_gpu and found[0].rule.gpu_access and found[0].rule.chatter:  # a later search, for free memory
+            finding = structs.replace(finding, severity="warning")
         key = self._add_finding(finding, found[1].groupdict())
         if key is not None and self._counts[key] >= FREQUENT and finding.severity != "wrapper":
             self._frequent_shapes[shape] = key
@@ -408,6 +410,7 @@ class _LogSearch:
         reported = {key for key, words in _LOG_WORDS.items() if any(word in raw for word in words)}
         if "starting" in reported:
             self._stop_line, self._is_stopping = None, False
+            self._has_gpu = None if self._has_gpu else self._has_gpu  # llama.cpp searches before it says that it starts
         elif reported & {"stopping", "unloading"}:
             if self._stop_line is None and "unloading" not in reported and b"(Process)" not in raw:
                 self._stop_line = number

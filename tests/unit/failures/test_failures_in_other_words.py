@@ -187,6 +187,13 @@ DISCOVERIES = [
     'level=WARN source=amd_linux.go:378 msg="amdgpu is not supported (supported types:[gfx1030 gfx1100])" '
     "gpu_type=gfx1103 gpu=0 library=/usr/lib/ollama",
     'level=WARN source=amd_linux.go:443 msg="unable to verify rocm library: no suitable rocm found, using the CPU"',
+    'level=DEBUG source=native_probe.go:9 msg="native GPU discovery failed" error="signal: aborted" libDirs="[/x]"',
+    'level=WARN source=llama_server.go:9 msg="llama-server discovery: timed out waiting for server startup" '
+    'error="context deadline exceeded" libDirs="[/usr/lib/ollama /usr/lib/ollama/rocm]" lines_captured=0',
+    'level=WARN source=llama_server.go:9 msg="dropping ROCm device \u2014 no rocblas support for gfx target" '
+    "gfx_target=gfx1103 supported=map[gfx1100:true]",
+    'level=DEBUG source=runner.go:9 msg="filtering device which didn\'t fully initialize" id=0 libdir=/usr/lib/rocm '
+    "pci_id=0000:03:00.0 library=ROCm",
     'level=ERROR source=amd_linux.go:364 msg="amdgpu devices detected but permission problems block access" '
     'error="permissions not set up properly. open /dev/kfd: permission denied"',
 ]
@@ -205,6 +212,20 @@ def test_ollama_that_found_no_gpu_did_not_start_well(line: str, prefix: str) -> 
         other = explained(f"{READY['ollama']}{prefix}{line}\n{prefix}{GPU.format(library)}")
         assert other["cause"] is None and other["gpu"], "it found the GPU by another library"
         assert other["started"] or "level=ERROR" in line
+
+
+def test_ollama_that_drops_a_device_after_its_search_has_not_found_it() -> None:
+    log = "\n".join([READY["ollama"].rstrip(), DISCOVERIES[0], DISCOVERIES[-2], CPU])
+    assert cause_of(log) == ("ollama.discovery", 2) and explained(log)["gpu"] is False
+
+
+def test_a_later_search_of_ollama_for_free_memory_is_no_failure() -> None:
+    later = f'{DISCOVERIES[1]}\nlevel=WARN source=runner.go:9 msg="unable to refresh free memory, using old values"\n'
+    data = explained(READY["ollama"] + GPU.format("ROCm") + later)
+    assert (data["started"], data["gpu"], data["cause"]) == (True, True, None)
+    start = 'level=INFO source=routes.go:1 msg="server config" env="map[]"\n'
+    again = explained(READY["ollama"] + GPU.format("ROCm") + start + READY["ollama"] + later + CPU)
+    assert again["cause"]["id"] == "ollama.discovery", "after a restart it is the first search again"
 
 
 def test_ollama_on_a_machine_without_a_gpu_is_ready_and_says_so(tmp_path: Path) -> None:
