@@ -137,22 +137,28 @@ class Expectation(Struct, frozen=True, kw_only=True):
     weights: list[OtherWeights] = []
     pools: list[Pool] = []
     memory: SafeShare | None = None
+    max_memory_bytes: float | None = None  # of an APU whose own memory is not known: the most that can be fitted
     fit: ModelFit | None = None
     doubts: list[str] = []
 
     @property
     def fits(self) -> bool | None:
         """Whether memory is left and the model, if there is one, fits; None: unknown."""
-        if self.memory is not None and (self.memory.utilization is None or self.excess_bytes > 0):
+        if (self.memory is not None and self.memory.utilization is None) or self.excess_bytes > 0:
             return False
         return None if self.fit is None else self.fit.fits
 
     @property
+    def room_bytes(self) -> float | None:
+        """The bytes of each GPU that a model can have."""
+        return self.max_memory_bytes if self.memory is None else self.memory.budget_bytes
+
+    @property
     def excess_bytes(self) -> float:
         """The bytes of weights of one GPU beyond its memory; 0 where one is not known."""
-        if self.model is None or self.memory is None:
+        if self.model is None or self.room_bytes is None:
             return 0.0
-        return max(0.0, self.model.weights_bytes / self.gpus - self.memory.budget_bytes)
+        return max(0.0, self.model.weights_bytes / self.gpus - self.room_bytes)
 
 
 def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | None = None) -> Expectation:
@@ -203,6 +209,7 @@ def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | No
         bandwidth_gb_s=gpu.bandwidth_gb_s,
         bandwidth_source=source,
         fp16_tflops=gpu.fp16_tflops,
+        max_memory_bytes=None if gpu.max_memory_gib is None or memory is not None else gpu.max_memory_gib * GIB,
         measured_bandwidth_gb_s=measured_gb_s,
     )
     if size is None or shape is None:
@@ -365,7 +372,7 @@ def _with_speed(
             own = replace(gpu, bandwidth_gb_s=known.measured_bandwidth_gb_s)
             by_measured = decode_bound(size, own, users=known.users, context=context, gpus=gpus, spread=of < total)
             found = replace(found, share_of_measured=measured_tok_s / by_measured)
-    return replace(found, sentence=_sentence(found, gpu))
+    return replace(found, sentence=_unfit_sentence(found, gpu) or _sentence(found, gpu))
 
 
 def _context_bound(size: ModelSize, gpu: GpuSpec, context: int, gpus: int) -> ContextBound:
@@ -412,11 +419,27 @@ def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterabl
         )
 
 
+def _unfit_sentence(found: Expectation, gpu: GpuSpec) -> str | None:
+    """Return that the weights, or the wanted context, do not fit; None where they do, and for a measured speed."""
+    if found.measured_tok_s is not None or found.fits is not False or found.model is None or found.room_bytes is None:
+        return None
+    where = gpu.name if found.gpus == 1 else f"each of {found.gpus} x {gpu.name}"
+    room, weights = f"{'at most ' if found.memory is None else ''}{gib(found.room_bytes)}", found.model.weights_bytes
+    if found.excess_bytes > 0:
+        return f"{found.model.name} does not fit on {where}: its weights take {gib(weights / found.gpus)}, of {room}."
+    if not found.context or found.fit is None or found.fit.request_bytes is None:
+        return None
+    needs = f"{gib(weights / found.gpus)} of weights and {gib(found.fit.request_bytes)} of KV cache, of {room}"
+    return f"{found.model.name} does not fit on {where} with a context of {found.context:,} tokens: {needs}."
+
+
 def _sentence(found: Expectation, gpu: GpuSpec) -> str:
     model = found.model.name if found.model is not None else "the model"
     whom = "one user" if found.users == 1 else f"{found.users:,} users at once"
     counted = found.model is not None and found.model.kv_token_bytes is not None
-    after = "" if not counted else f" after {found.context:,} tokens" if found.context else " with an empty context"
+    after = f" after {found.context:,} tokens" if found.context else " with an empty context" if counted else ""
+    if found.context and not counted:
+        after = f", without the KV cache of {found.context:,} tokens, which is not known"
     name = gpu.name if found.gpus == 1 else f"{found.gpus} x {gpu.name}"
     bandwidth = f"{figures(gpu.bandwidth_gb_s * found.gpus)} GB/s"
     where, most = f"{model} on {name}", found.users_max_tok_s or 0
@@ -524,9 +547,9 @@ def _memory_lines(found: Expectation) -> list[str]:
         lines += format_share(found.memory)
     if found.fit is not None:
         lines += format_fit(found.fit)
-    elif found.excess_bytes > 0:
+    if found.excess_bytes > 0 and (found.fit is None or found.fit.fits is not False):
         lines.append(f"does not fit: the weights need {gib(found.excess_bytes)} more on each GPU")
-    if found.model is not None and found.memory is None and found.measured_tok_s is None:
+    elif found.model is not None and found.memory is None and found.measured_tok_s is None:
         weights = gib(found.model.weights_bytes)
         lines.append(f"whether weights of {weights} fit is not known: --free and --total give the memory in GiB")
     return ["", *lines] if lines and found.gpu is not None and found.model is not None else lines

@@ -13,7 +13,7 @@ from harness.advice.model import (
     make_layout,
 )
 from harness.base.errors import HarnessError
-from harness.base.units import GIB
+from harness.base.units import GIB, figures
 from harness.machine.memory import SafeShare, known_gib
 
 # Memory of vLLM besides weights and KV cache: the peak of activations, graphs, the runtime. Observed on Radeon and
@@ -29,7 +29,9 @@ class ModelFit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int | None = None
     weights_bytes: int | None = None
-    token_bytes: int | None = None
+    token_bytes: int | None = None  # of one more token, in layers that keep all
+    window_bytes: int = 0  # at most, in layers that keep a window only
+    state_bytes: int = 0  # of a request, in recurrent layers
     request_bytes: int | None = None  # of one request of maximum length
     kv_bytes: tuple[int, int] | None = None  # None without a share or without known weights
     capacity: tuple[Capacity, Capacity] | None = None
@@ -88,6 +90,8 @@ def estimate_fit(
         max_num_seqs=settings.max_num_seqs,
         weights_bytes=weights,
         token_bytes=None if layout is None else layout.token_bytes,
+        window_bytes=0 if layout is None else layout.window_bytes,
+        state_bytes=0 if layout is None else layout.state_bytes,
         request_bytes=None if layout is None else layout.request_bytes(length),
         kv_bytes=kv_bytes,
         capacity=capacity,
@@ -105,9 +109,14 @@ def _choose_layout(model: ModelShape, settings: ServerSettings, unknown: list[st
     number_bytes = DTYPE_BYTES[settings.kv_cache_dtype] or model.kv_bytes
     if model.geometry is None or number_bytes is None:
         return None
+    if model.geometry.state_layers and model.geometry.state_bytes is None:
+        unknown.append("the recurrent state of a request, which is not counted: its files do not tell its size")
     if model.geometry.latent and number_bytes == 1:
         unknown.append("the KV cache per token: a latent as fp8 also has scales, in a layout of its own")
         return None
+    if model.is_gguf:
+        gpus = settings.tensor_parallel
+        return make_layout(model.geometry, number_bytes, tensor_parallel=gpus, block=1, grouped=False)
     return make_layout(
         model.geometry,
         number_bytes,
@@ -138,8 +147,13 @@ def format_fit(fit: ModelFit) -> list[str]:
         f"  weights: {known_gib(fit.weights_bytes)}",
     ]
     if fit.request_bytes is not None:
-        each = f"{fit.token_bytes:,} bytes a token, " if fit.token_bytes is not None else ""
-        lines.append(f"  KV cache: {each}{known_gib(fit.request_bytes)} for a request of {fit.max_model_len:,} tokens")
+        parts = [f"{fit.token_bytes:,} bytes a token"]
+        if fit.window_bytes:
+            parts.append(f"at most {_mib(fit.window_bytes)} in layers with a window")
+        if fit.state_bytes:
+            parts.append(f"{_mib(fit.state_bytes)} of recurrent state a request")
+        parts.append(f"{known_gib(fit.request_bytes)} for a request of {fit.max_model_len:,} tokens")
+        lines.append(f"  KV cache: {', '.join(parts)}")
     if fit.kv_bytes is not None:
         lines.append(
             f"  left for the KV cache: {_format_range(known_gib(max(0, size)) for size in fit.kv_bytes)} "
@@ -157,6 +171,10 @@ def format_fit(fit: ModelFit) -> list[str]:
         lines.append("  borderline: it depends on what vLLM itself needs")
     lines += [f"  unknown: {text}" for text in fit.unknown]
     return lines + [f"  to do: {text}" for text in fit.advice]
+
+
+def _mib(size: int) -> str:
+    return f"{figures(size / (1 << 20))} MiB"
 
 
 def _format_range(values: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ class GpuSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     memory_gib: int | None = None  # None: an APU
     bus_bits: int | None = None  # of an APU, as of `memory`
     memory: str | None = None
+    max_memory_gib: int | None = None  # of an APU: the most that its maker names
     bandwidth_gb_s: float  # 1e9 bytes a second
     fp16_tflops: float | None  # dense; also of bfloat16; None: not known
     fp8_tflops: float | None = None  # also of INT8; None: no faster than FP16

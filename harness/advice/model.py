@@ -11,6 +11,17 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from harness.advice.geometry import (
+    Geometry,
+    UnknownShapeError,
+    list_kinds,
+    parse_geometry,
+    parse_gguf_geometry,
+    parse_linear,
+    parse_optional,
+    parse_positive,
+    with_defaults,
+)
 from harness.advice.weights import (
     BYTES_PER_PARAM,
     MAX_HEADER_BYTES,
@@ -24,46 +35,15 @@ from harness.base.errors import HarnessError, did_you_mean, reason_of
 from harness.base.files import read_text
 from harness.records.manifest import ModelSize
 
-# Their default head size is hidden_size / heads. Other architectures have defaults in their code.
-_DERIVED_HEAD_SIZE = {
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "phi3", "phimoe", "olmo", "olmo2", "starcoder2", "granite",
-    "internlm2", "internlm3", "stablelm", "cohere", "opt", "gpt_neox",
-}  # fmt: skip
-# Their default number of key heads is that of the query heads. Other architectures have defaults in their code.
-_EQUAL_HEADS = {"llama", "phi3", "granite", "cohere", "olmo", "olmo2", "internlm2", "opt", "gpt_neox"}
-# vLLM keeps one latent vector per token and layer (multi-head latent attention), and nothing else.
-_LATENT_ATTENTION = {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}
-MAX_SIZE = 1 << 30  # of a number in a configuration: layers, heads, tokens
-_EVERY_LAYER_SLIDES = {"mistral", "mixtral", "phi3", "starcoder2"}
-# Keys of layers whose cache has another form: recurrent states, chunks, heads that differ between layers.
-_UNSUPPORTED_KEYS = (
-    "attention_chunk_size", "attn_layer_period", "block_configs", "compress_ratios", "conv_L_cache",
-    "cross_attention_layers", "full_attention_interval", "global_head_dim", "hybrid_override_pattern", "index_topk",
-    "layers_block_type", "linear_attn_config", "linear_num_key_heads", "mamba_d_state", "mamba_d_ssm",
-    "mamba_expand", "num_global_key_value_heads", "num_kv_shared_layers", "ssm_cfg", "ssm_state_size", "state_size",
-    "time_step_rank",
-)  # fmt: skip
-
-
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts")
-
-
-class Geometry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The shape that determines the size of a KV cache."""
-
-    full_layers: int  # keep every token
-    sliding_layers: int = 0  # keep the last `window` tokens
-    window: int | None = None
-    kv_heads: int  # of all GPUs; 1 for a latent, of which every GPU has a copy
-    head_size: int  # numbers of a key, a value or a latent
-    latent: bool = False  # one vector instead of key and value
 
 
 class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A model on this machine, from its files."""
 
     name: str
+    is_gguf: bool = False  # for llama.cpp, whose cache has no blocks
     geometry: Geometry | None = None
     longest: int | None = None  # max_position_embeddings
     kv_bytes: int | None = None  # of a number in the KV cache, where --kv-cache-dtype is auto
@@ -114,12 +94,11 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
     if path.suffix == ".gguf":
         return _read_gguf_model(path, name)
     config = _read_json(path / "config.json")
-    nested = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), None)
-    text: dict[str, Any] = nested or config
+    text = _text_config(config)
     unknown: list[str] = []
     try:
         geometry = parse_geometry(text, encoder_decoder=bool(config.get("is_encoder_decoder")))
-    except _UnknownError as error:
+    except UnknownShapeError as error:
         geometry = None
         unknown.append(f"the KV cache per token: {error}")
     given = config.get("quantization_config") or text.get("quantization_config")
@@ -132,7 +111,7 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
     size, unsized = None, ""
     try:
         size = _folder_size(name or path.name, path, text, quantization, weights_bytes)
-    except _UnknownError as error:
+    except UnknownShapeError as error:
         unsized = f"neither its files nor its config.json tell the size of its weights: {error}"
     return ModelShape(
         name=name or path.name,
@@ -140,44 +119,36 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
         longest=_parse_longest(text, "max_position_embeddings", unknown),
         kv_bytes=kv_bytes,
         weights_bytes=None if size is None or size.weights_bytes != weights_bytes else weights_bytes,
-        size=None if size is None else with_cache(size, geometry, kv_bytes or 2, _attention_size(text, geometry)),
+        size=None if size is None else with_cache(size, geometry, kv_bytes or 2),
         unsized=unsized,
         unknown=unknown,
     )
 
 
-def with_cache(
-    size: ModelSize, geometry: Geometry | None, number_bytes: int, attention_size: float
-) -> ModelSize | None:
-    """Return the size with the KV cache that a token reads; None for a model without weights.
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that describes the model of text."""
+    found = (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict))
+    nested: dict[str, Any] | None = next(found, None)
+    if nested is None:
+        return config
+    shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return shared | nested
 
-    `attention_size`: of the queries of a layer; 0: not known.
-    """
+
+def with_cache(size: ModelSize, geometry: Geometry | None, number_bytes: int) -> ModelSize | None:
+    """Return the size with the KV cache that a token reads; None for a model without weights."""
     if size.read_bytes <= 0:
         return None
     if geometry is None:
         return size
-    layer_bytes = geometry.kv_heads * geometry.head_size * number_bytes * (1 if geometry.latent else 2)
     return structs.replace(
         size,
-        kv_token_bytes=geometry.full_layers * layer_bytes,
-        sliding_token_bytes=geometry.sliding_layers * layer_bytes,
+        kv_token_bytes=geometry.full_numbers() * number_bytes,
+        sliding_token_bytes=geometry.sliding_numbers() * number_bytes,
         window=geometry.window,
-        attention_width=geometry.full_layers * attention_size,
-        sliding_attention_width=geometry.sliding_layers * attention_size,
+        attention_width=geometry.attention_width,
+        sliding_attention_width=geometry.sliding_attention_width,
     )
-
-
-def _attention_size(text: dict[str, Any], geometry: Geometry | None) -> float:
-    """Return query heads x head size, of a latent the mean of key and value; 0 where config.json does not tell."""
-    try:
-        heads = _parse_positive(text, "num_attention_heads")
-        if geometry is None or not geometry.latent:
-            return 0 if geometry is None else heads * geometry.head_size
-        sizes = (_parse_positive(text, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        return heads * sum(sizes) / 2
-    except _UnknownError:
-        return 0
 
 
 def _folder_size(
@@ -185,7 +156,7 @@ def _folder_size(
 ) -> ModelSize | None:
     """Return what a token reads, by the headers of the files; without files by the configuration.
 
-    Raises _UnknownError where neither has it.
+    Raises UnknownShapeError where neither has it.
     """
     share = _routed_share(text)
     doubt = "its files are not on this machine"
@@ -204,7 +175,7 @@ def _folder_size(
             doubt = error.what
     try:
         parts = _count_parameters(text)
-    except _UnknownError:
+    except UnknownShapeError:
         if weights_bytes is None:
             raise
         doubts = [f"{doubt}: all bytes of the files count"]
@@ -247,44 +218,86 @@ def _bits(quantization: dict[str, Any]) -> int | None:
 
 
 def _count_parameters(text: dict[str, Any]) -> dict[str, float]:
-    """Return the parameters of each part of a decoder with gated layers. Raises _UnknownError."""
-    hidden, layers = _parse_positive(text, "hidden_size"), _parse_positive(text, "num_hidden_layers")
-    vocabulary, heads = _parse_positive(text, "vocab_size"), _parse_positive(text, "num_attention_heads")
+    """Return the parameters of each part of a decoder with gated layers. Raises UnknownShapeError."""
+    text = with_defaults(text)
+    hidden, vocabulary = parse_positive(text, "hidden_size"), parse_positive(text, "vocab_size")
+    layers = parse_positive(text, "num_hidden_layers")
+    if text.get("altup_num_inputs") is not None:
+        raise UnknownShapeError("its layers have more parts than are counted here (altup_num_inputs)")
+    per_layer = parse_optional(text, "hidden_size_per_layer_input")
+    parts = _count_mlp(text, hidden, layers)
+    # The rows of a table for each layer, and what puts them into it.
+    parts["body"] += _count_mixers(text, hidden) + 3 * layers * hidden * per_layer
+    tied = text.get("tie_word_embeddings", False) is True
+    return {
+        **parts,
+        "embedding": vocabulary * hidden,
+        "head": 0 if tied else vocabulary * hidden,
+        "lookup": (parse_optional(text, "vocab_size_per_layer_input") or vocabulary) * layers * per_layer,
+    }
+
+
+def _count_mixers(text: dict[str, Any], hidden: int) -> float:
+    """Return the parameters of attention and of recurrent layers. Raises UnknownShapeError."""
+    kinds = list_kinds(text)
+    if "none" in kinds:
+        raise UnknownShapeError("its layers are attention or experts, and only files tell their sizes")
+    recurrent = sum(kind in ("state", "both") for kind in kinds)
+    params = recurrent * parse_linear(text).params if recurrent else 0.0
+    attending = len(kinds) - kinds.count("state")
+    if not attending:
+        return params
+    heads = parse_positive(text, "num_attention_heads")
     if text.get("kv_lora_rank") is not None:
-        rank, rope = _parse_positive(text, "kv_lora_rank"), _parse_positive(text, "qk_rope_head_dim")
-        key, value = _parse_positive(text, "qk_nope_head_dim"), _parse_positive(text, "v_head_dim")
-        query = _parse_optional(text, "q_lora_rank")
+        rank, rope = parse_positive(text, "kv_lora_rank"), parse_positive(text, "qk_rope_head_dim")
+        key, value = parse_positive(text, "qk_nope_head_dim"), parse_positive(text, "v_head_dim")
+        query = parse_optional(text, "q_lora_rank")
         queries = heads * (key + rope)
         attention = hidden * query + query * queries if query else hidden * queries
         attention += hidden * (rank + rope) + rank * heads * (key + value) + heads * value * hidden
-    else:
-        shape = parse_geometry(text | {"layer_types": None, "sliding_window": None})
-        attention = hidden * shape.head_size * (2 * heads + 2 * shape.kv_heads)
+        return params + attending * attention
+    shape = parse_geometry(text)
+    width = shape.attention_width + shape.sliding_attention_width
+    gates = 1 if text.get("attn_output_gate", "linear_num_value_heads" in text and "layer_types" in text) is True else 0
+    return params + hidden * ((2 + gates) * width + shape.full_numbers() + shape.sliding_numbers())
+
+
+def _count_mlp(text: dict[str, Any], hidden: int, layers: int) -> dict[str, float]:
+    """Return the parameters of what follows attention in each layer. Raises UnknownShapeError."""
+    inner = text.get("moe_intermediate_size") or text.get("intermediate_size")
     if (share := _routed_share(text)) is None:
         if any(text.get(key) for key in _EXPERTS):
             known = ", ".join(f"{key} is {text[key]!r:.50}" for key in (*_EXPERTS, *_USED_EXPERTS) if key in text)
-            raise _UnknownError(f"{known}, which does not tell how many experts a token uses")
-        dense = 3 * hidden * _parse_positive(text, "intermediate_size")
-        parts: dict[str, float] = {"body": layers * (attention + dense), "routed": 0.0}
-    else:
-        inner = text.get("moe_intermediate_size") or text.get("intermediate_size")
-        used = _parse_positive(text, "num_experts_per_tok")
-        experts = round(used / share)
-        if (first := _parse_optional(text, "first_k_dense_replace")) > layers:
-            raise _UnknownError(f"first_k_dense_replace is {first}, of {layers} layers")
-        each = 3 * hidden * _parse_positive({"moe_intermediate_size": inner}, "moe_intermediate_size")
-        shared = each * _parse_optional(text, "n_shared_experts")
-        dense = first * 3 * hidden * _parse_optional(text, "intermediate_size")
-        sparse = layers - first
-        parts = {
-            "body": layers * attention + dense + sparse * (shared + hidden * experts),
-            "routed": float(sparse * experts * each),
-        }
-    tied = text.get("tie_word_embeddings", False) is True
-    return {**parts, "embedding": vocabulary * hidden, "head": 0 if tied else vocabulary * hidden}
+            raise UnknownShapeError(f"{known}, which does not tell how many experts a token uses")
+        return {"body": layers * 3 * hidden * _dense_size(text), "routed": 0.0}
+    used = next(parse_positive(text, key) for key in _USED_EXPERTS if key in text)
+    experts = round(used / share)
+    first = parse_optional(text, "first_k_dense_replace") or parse_optional(text, "num_dense_layers")
+    if first > layers:
+        raise UnknownShapeError(f"first_k_dense_replace is {first}, of {layers} layers")
+    if text.get("expert_layer_period") is not None:
+        period, offset = parse_positive(text, "expert_layer_period"), parse_optional(text, "expert_layer_offset")
+        first = sum(number % period != offset for number in range(layers))
+    each = 3 * hidden * parse_positive({"moe_intermediate_size": inner}, "moe_intermediate_size")
+    shared = each * (parse_optional(text, "n_shared_experts") or parse_optional(text, "num_shared_experts"))
+    for key in ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"):
+        if text.get(key):
+            shared = 3 * hidden * parse_positive(text, key)
+    sparse = layers - first
+    dense = first * 3 * hidden * parse_positive(text, "intermediate_size") if first else 0
+    return {"body": dense + sparse * (shared + hidden * experts), "routed": float(sparse * experts * each)}
 
 
-_SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}  # of so many layers one keeps all tokens; in llama.cpp's code
+def _dense_size(text: dict[str, Any]) -> float:
+    """Return the inner size of a dense layer."""
+    if text.get("shared_intermediate_size"):  # Granite 4 without experts
+        return parse_positive(text, "shared_intermediate_size")
+    if text.get("model_type") == "recurrent_gemma":
+        return parse_positive(text, "intermediate_size") / 2  # of gate and value together
+    if text.get("block_ff_dim") and text.get("block_auto_adjust_ff_dim") is True:
+        size, unit = 2 * parse_positive(text, "block_ff_dim") // 3, parse_positive(text, "block_multiple_of")
+        return -(-size // unit) * unit
+    return parse_positive(text, "intermediate_size")
 
 
 def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
@@ -293,8 +306,8 @@ def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
     text = {key.removeprefix(f"{kind}."): value for key, value in keys.items() if key.startswith(f"{kind}.")}
     unknown: list[str] = []
     try:
-        geometry = _gguf_geometry(kind, text)
-    except _UnknownError as error:
+        geometry = parse_gguf_geometry(kind, text, [tensor.name for tensor in tensors])
+    except UnknownShapeError as error:
         geometry = None
         unknown.append(f"the KV cache per token: {error}")
     experts, used, layers = text.get("expert_count"), text.get("expert_used_count"), text.get("block_count")
@@ -308,135 +321,21 @@ def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
     )
     return ModelShape(
         name=name or path.name,
+        is_gguf=True,
         geometry=geometry,
         longest=_parse_longest(text, "context_length", unknown),
         kv_bytes=2,
         weights_bytes=int(size.weights_bytes),
-        size=with_cache(size, geometry, 2, _gguf_attention_size(text, geometry)),
+        size=with_cache(size, geometry, 2),
         unknown=unknown,
     )
-
-
-def _gguf_attention_size(text: dict[str, Any], geometry: Geometry | None) -> float:
-    heads = text.get("attention.head_count")
-    if geometry is None or geometry.latent or not isinstance(heads, int) or not 1 <= heads <= MAX_SIZE:
-        return 0
-    return heads * geometry.head_size
-
-
-def _gguf_geometry(kind: str, text: dict[str, Any]) -> Geometry:
-    """Return the geometry of the keys of a GGUF file. Raises _UnknownError."""
-    if unsupported := [key for key in text if key.startswith(("ssm.", "wkv.", "shortconv."))]:
-        raise _UnknownError(f"layers of another form ({unsupported[0]})")
-    layers, heads = _parse_positive(text, "block_count"), text.get("attention.head_count_kv")
-    if isinstance(heads, list):
-        if len(set(heads)) != 1:
-            raise _UnknownError("the number of key heads differs between layers")
-        heads = heads[0]
-    if heads is None:
-        heads = text.get("attention.head_count")
-    if text.get("attention.kv_lora_rank") is not None and heads == 1:
-        size = _parse_positive(text, "attention.key_length")
-        return Geometry(full_layers=layers, kv_heads=1, head_size=size, latent=True)
-    head_size = text.get("attention.key_length")
-    if head_size is None:
-        head_size = _parse_positive(text, "embedding_length") // _parse_positive(text, "attention.head_count")
-    found = {"heads": heads, "size": head_size}
-    window, sliding = text.get("attention.sliding_window"), 0
-    if window:
-        if kind not in _SLIDING_EVERY:
-            raise _UnknownError(f"'{kind}' has a sliding window, and the file does not tell in which layers")
-        sliding = layers - layers // _SLIDING_EVERY[kind]
-    return Geometry(
-        full_layers=layers - sliding,
-        sliding_layers=sliding,
-        window=_parse_positive(text, "attention.sliding_window") if sliding else None,
-        kv_heads=_parse_positive(found, "heads"),
-        head_size=_parse_positive(found, "size"),
-    )
-
-
-class _UnknownError(Exception):
-    """Why the geometry is unknown."""
-
-
-def parse_geometry(config: dict[str, Any], *, encoder_decoder: bool = False) -> Geometry:
-    """Return the geometry of the text part of a config.json. Raises _UnknownError with the reason."""
-    kind = str(config.get("model_type"))
-    if encoder_decoder or config.get("is_encoder_decoder"):
-        raise _UnknownError("an encoder-decoder model")
-    unsupported = [key for key in _UNSUPPORTED_KEYS if config.get(key)]
-    if unsupported:
-        raise _UnknownError(f"layers of another form ({unsupported[0]} in config.json)")
-    layers = _parse_positive(config, "num_hidden_layers")
-    if config.get("kv_lora_rank") is not None:
-        if kind not in _LATENT_ATTENTION:
-            raise _UnknownError(f"latent attention of '{kind}', of which the cache's form is not known")
-        size = _parse_positive(config, "kv_lora_rank") + _parse_positive(config, "qk_rope_head_dim")
-        return Geometry(full_layers=layers, kv_heads=1, head_size=size, latent=True)
-    head_keys = [key for key in ("num_key_value_heads", "num_kv_heads") if config.get(key) is not None]
-    if not head_keys and kind in _EQUAL_HEADS:
-        head_keys = ["num_attention_heads"]
-    sliding = _count_sliding_layers(config, kind, layers)
-    if not head_keys:
-        raise _UnknownError("config.json has no num_key_value_heads")
-    if config.get("head_dim") is not None:
-        head_size = _parse_positive(config, "head_dim")
-    elif kind in _DERIVED_HEAD_SIZE:
-        head_size = _parse_positive(config, "hidden_size") // _parse_positive(config, "num_attention_heads")
-    else:
-        raise _UnknownError("config.json has no head_dim")
-    kv_heads, heads = _parse_positive(config, head_keys[0]), _parse_optional(config, "num_attention_heads")
-    if 0 < heads < kv_heads:
-        raise _UnknownError(f"{head_keys[0]} is {kv_heads}, of {heads} heads")
-    return Geometry(
-        full_layers=layers - sliding,
-        sliding_layers=sliding,
-        window=_parse_positive(config, "sliding_window") if sliding else None,
-        kv_heads=kv_heads,
-        head_size=head_size,
-    )
-
-
-def _count_sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int:
-    types = config.get("layer_types")
-    if isinstance(types, list):
-        unknown = sorted({str(layer) for layer in types} - {"full_attention", "sliding_attention"})
-        if unknown:
-            raise _UnknownError(f"layers of the type {unknown[0]}")
-        if len(types) != layers:
-            raise _UnknownError(f"{len(types)} layer_types for {layers} layers")
-        return types.count("sliding_attention")
-    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
-        return 0
-    if kind in _EVERY_LAYER_SLIDES:
-        return layers
-    if kind == "gemma2":
-        return (layers + 1) // 2  # every second layer, from the first on
-    pattern = config.get("sliding_window_pattern")
-    if kind == "gemma3_text" and isinstance(pattern, int) and pattern > 0:
-        return layers - layers // pattern
-    raise _UnknownError("it has a sliding window, and config.json does not say in which layers (layer_types)")
-
-
-def _parse_positive(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if value is None:
-        raise _UnknownError(f"{key} is missing")
-    if type(value) is not int or not 1 <= value <= MAX_SIZE:
-        raise _UnknownError(f"{key} is {value!r:.50}")
-    return value
-
-
-def _parse_optional(config: dict[str, Any], key: str) -> int:
-    return _parse_positive(config, key) if config.get(key) else 0
 
 
 def _parse_longest(config: dict[str, Any], key: str, unknown: list[str]) -> int | None:
     """Return the greatest length of a request; None, with the reason in `unknown`, if it is not known."""
     try:
-        return _parse_optional(config, key) or None
-    except _UnknownError as error:
+        return parse_optional(config, key) or None
+    except UnknownShapeError as error:
         unknown.append(f"the greatest length of a request: {error}")
         return None
 
@@ -479,29 +378,30 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How one GPU stores the cache."""
 
     block: int  # tokens
-    block_bytes: int
-    full_groups: int
-    sliding_groups: int = 0
+    unit_bytes: int  # in which memory is given to requests
+    full_bytes: int  # of a block, in all layers that keep every token
+    sliding_bytes: int = 0  # likewise in layers with a window
+    state_bytes: int = 0  # of a request
     window: int | None = None
     in_flight: int = 0  # computed tokens of a sliding window that are not freed yet
 
-    def blocks_per_request(self, length: int) -> int:
-        """Return the maximum number of blocks of a request of `length` tokens."""
-        blocks = self.full_groups * _divide_rounding_up(length, self.block)
-        if self.sliding_groups and self.window is not None:
-            kept = min(self.window - 1 + self.in_flight, length)
-            blocks += self.sliding_groups * (
-                _divide_rounding_up(kept, self.block) + 1
-            )  # a window may start within a block
-        return blocks
-
     def request_bytes(self, length: int) -> int:
-        return self.blocks_per_request(length) * self.block_bytes
+        """Return the bytes of a request of `length` tokens."""
+        size = self.full_bytes * _divide_rounding_up(length, self.block) + self.state_bytes
+        if self.sliding_bytes and self.window is not None:
+            kept = min(self.window - 1 + self.in_flight, length)
+            size += self.sliding_bytes * (_divide_rounding_up(kept, self.block) + 1)  # it may start within a block
+        return size
 
     @property
-    def token_bytes(self) -> int | None:
-        """Bytes of one more token of a request; None if it depends on the request's length."""
-        return None if self.sliding_groups else self.full_groups * self.block_bytes // self.block
+    def token_bytes(self) -> int:
+        """Bytes of one more token of a request, once it is longer than its window."""
+        return self.full_bytes // self.block
+
+    @property
+    def window_bytes(self) -> int:
+        """The most bytes of one request in layers with a window."""
+        return 0 if self.window is None else self.sliding_bytes * self.window // self.block
 
 
 class Capacity(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -518,12 +418,35 @@ class Capacity(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def make_layout(
-    geometry: Geometry, number_bytes: int, *, tensor_parallel: int = 1, block: int = GPU_BLOCK, in_flight: int = 0
+    geometry: Geometry,
+    number_bytes: int,
+    *,
+    tensor_parallel: int = 1,
+    block: int = GPU_BLOCK,
+    in_flight: int = 0,
+    grouped: bool = True,
 ) -> Layout:
-    """Return the cache on each of `tensor_parallel` GPUs: they share the key heads, but each has at least one."""
-    heads = max(1, geometry.kv_heads // tensor_parallel)
-    page = block * heads * geometry.head_size * number_bytes * (1 if geometry.latent else 2)
-    full, sliding = geometry.full_layers, geometry.sliding_layers
+    """Return the cache on each of `tensor_parallel` GPUs: they share the key heads, but each has at least one.
+
+    `grouped`: as vLLM does for layers of one size; what it does to others is an estimate.
+    """
+    full_bytes, sliding_bytes = (
+        numbers(tensor_parallel) * number_bytes * block for numbers in (geometry.full_numbers, geometry.sliding_numbers)
+    )
+    state_bytes = _divide_rounding_up(geometry.state_bytes or 0, tensor_parallel)
+    sizes = {(one.kv_heads, one.key_size, one.value_size) for one in (*geometry.full, *geometry.sliding)}
+    if not grouped or len(sizes) != 1 or geometry.state_layers:
+        return Layout(
+            block=block,
+            unit_bytes=full_bytes or sliding_bytes or max(1, state_bytes),
+            full_bytes=full_bytes,
+            sliding_bytes=sliding_bytes,
+            state_bytes=state_bytes,
+            window=geometry.window,
+            in_flight=in_flight,
+        )
+    full, sliding = (sum(one.layers for one in some) for some in (geometry.full, geometry.sliding))
+    page = (full_bytes + sliding_bytes) // (full + sliding)
     if not full or not sliding:
         size = full or sliding
     else:
@@ -531,9 +454,9 @@ def make_layout(
         size = max(full, sliding) if max(full, sliding) < min(full, sliding) * 1.5 else min(full, sliding)
     return Layout(
         block=block,
-        block_bytes=size * page,
-        full_groups=_divide_rounding_up(full, size),
-        sliding_groups=_divide_rounding_up(sliding, size),
+        unit_bytes=size * page,
+        full_bytes=_divide_rounding_up(full, size) * size * page,
+        sliding_bytes=_divide_rounding_up(sliding, size) * size * page,
         window=geometry.window,
         in_flight=in_flight,
     )
@@ -541,9 +464,9 @@ def make_layout(
 
 def compute_capacity(layout: Layout, available: int, length: int) -> Capacity:
     """Return the capacity of `available` bytes at a max_model_len of `length` tokens."""
-    blocks = max(0, available) // layout.block_bytes
-    concurrency = blocks / layout.blocks_per_request(length)
-    usable = available - layout.block_bytes  # vLLM reserves one block
+    units = max(0, available) // layout.unit_bytes
+    concurrency = units * layout.unit_bytes / max(1, layout.request_bytes(length))
+    usable = available - layout.unit_bytes  # vLLM reserves one block
     low, high = 0, length
     while low < high:  # bisection: a longer request needs more bytes
         middle = (low + high + 1) // 2

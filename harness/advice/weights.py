@@ -42,11 +42,30 @@ class _Parts(NamedTuple):
 
 
 # Names of the tensors, in Transformers and in GGUF.
-_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|token_embd)\.")
-_HEAD = re.compile(r"^(?:\w+\.)*(?:lm_head|embed_out|output)\.(?:weight|qweight|scales|qzeros|weight_\w+)$")
-_ROUTED = re.compile(r"\.experts\.|\.ffn_(?:gate|up|down|gate_up)_exps\.")
+_EMBEDDING = re.compile(
+    r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|token_embd)\."
+    r"|(?:^|\.)(?:embed|emb|(?:backbone|model|rwkv|transformer)\.embeddings?)\.(?:weight|weight_\w+|qweight|scales)$"
+)
+# Other tables of which a token reads one row: of positions, of types, of each layer, of n-grams.
+_LOOKUP = re.compile(
+    r"(?:^|\.)(?:per_layer_token_embd|embed_tokens_per_layer|position_embd|token_types|wpe|embed_positions|pos_emb"
+    r"|position_embeddings?|token_type_embeddings)\."
+    r"|(?:n_?gram|engram)[\w.]*\.tables?\."
+    r"|(?:n_?gram|engram|hash_emb)[\w.]*emb(?!\w*(?:proj|norm|gate))\w*(?:\.\d+)?\.(?:weight|weight_\w+|qweight|scales)$",
+    re.IGNORECASE,
+)
+_HEAD = re.compile(
+    r"^(?:\w+\.)*(?:lm_head|embed_out|output|output_layer|head)\.(?:weight|qweight|scales|qzeros|weight_\w+)$"
+)
+_ROUTED = re.compile(
+    r"\.experts\.|\.ffn_(?:gate|up|down|gate_up)_(?:ch)?exps\.|\.block_sparse_moe\.(?:input|output)_linear\."
+    r"|\.moe\.(?:gate|up|down)_proj\."
+)
 # Not read for a token of text: encoders of images and sound, and layers for speculation.
-_OTHER = re.compile(r"(?:^|\.)(?:visual|vision_\w+|image_\w+|multi_modal_projector|audio_\w+|mtp|nextn)\.|^v\.|^mm\.")
+_OTHER = re.compile(
+    r"(?:^|\.)(?:visual|vision_\w+|image_\w+|multi_modal_projector|audio_\w+|embed_(?:vision|audio)|mtp|nextn)\."
+    r"|^v\.|^mm\.|^a\."
+)
 _LAYER = re.compile(r"(?:layers|blk|h)\.(\d+)\.")
 _SCALES = re.compile(r"scales?$|scale_inv$|qzeros$|g_idx$|zero_point$|weight_shape$")
 
@@ -73,6 +92,8 @@ def sum_tensors(
             part = "other"
         elif _ROUTED.search(tensor.name):
             part = "routed"
+        elif _LOOKUP.search(tensor.name):
+            part = "lookup"
         elif _EMBEDDING.search(tensor.name):
             part = "embedding"
         else:
@@ -102,10 +123,11 @@ def sum_parts(
 ) -> ModelSize:
     """Return what a token reads of a model, from bytes and parameters of its parts.
 
-    A token looks up one row of the input embedding. Without a head of its own, the embedding is the output head too,
-    which is read whole.
+    A token looks up one row of the input embedding, and of other tables. Without a head of its own, the embedding is
+    the output head too, which is read whole.
     """
-    found = {part: _Parts(*parts.get(part, (0, 0))) for part in ("body", "routed", "embedding", "head", "other")}
+    names = ("body", "routed", "embedding", "head", "lookup", "other")
+    found = {part: _Parts(*parts.get(part, (0, 0))) for part in names}
     head = found["head"] if found["head"].bytes else found["embedding"]
     share = 1.0 if routed_share is None else routed_share
     said = list(doubts)

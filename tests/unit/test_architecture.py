@@ -131,7 +131,7 @@ NAMED_IN = {
     "serve/lemonade.py": "what only Lemonade needs",
     "serve/lint.py": "flags of vLLM, also behind Lemonade, and their checks",
     "machine/memory.py": "what vLLM makes of a GPU's memory",
-    "advice/model.py": "the same",
+    "advice/geometry.py": "names of architectures",
     "advice/fit.py": "the same",
     "machine/doctor.py": "the same",
     "run/machine_fit.py": "the same",

@@ -71,11 +71,11 @@ def test_a_model_that_does_not_fit(
 
 
 def test_what_is_not_known_is_said_and_nothing_is_made_up(tmp_path: Path) -> None:
-    shape = read_model(model(tmp_path / "a", QWEN3 | {"attn_layer_period": 8}))
+    shape = read_model(model(tmp_path / "a", QWEN3 | {"compress_ratios": [4] * 28}))
     fit = estimate_fit(shape, SEED, ServerSettings(max_model_len=8192))
     assert (fit.weights_bytes, fit.token_bytes, fit.kv_bytes, fit.capacity, fit.fits) == (None,) * 5
     assert fit.unknown == [
-        "the KV cache per token: layers of another form (attn_layer_period in config.json)",
+        "the KV cache per token: a cache of another form (compress_ratios in config.json)",
         "the size of the weights: its safetensors are not, or not whole, on this machine",
     ]
     shape = qwen3(tmp_path / "b")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from harness.advice.geometry import Geometry, LayerGroup
 from harness.advice.model import (
-    Geometry,
     compute_capacity,
     find_model,
     hub_cache,
@@ -49,6 +49,31 @@ REFUSED = (
 )
 
 
+def geometry(
+    full: int,
+    sliding: int = 0,
+    *,
+    heads: int,
+    size: int,
+    window: int | None = None,
+    latent: bool = False,
+    queries: float = 0,
+) -> Geometry:
+    """A cache whose layers have the same size. `queries`: of one layer, heads x head size."""
+    full_group, sliding_group = (
+        (LayerGroup(layers=layers, kv_heads=heads, key_size=size, value_size=0 if latent else size),) if layers else ()
+        for layers in (full, sliding)
+    )
+    return Geometry(
+        full=full_group,
+        sliding=sliding_group,
+        window=window,
+        latent=latent,
+        attention_width=full * queries,
+        sliding_attention_width=sliding * queries,
+    )
+
+
 def model(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -58,23 +83,23 @@ def model(folder: Path, config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (QWEN3, Geometry(full_layers=28, kv_heads=8, head_size=128)),
-        (LLAMA, Geometry(full_layers=32, kv_heads=32, head_size=128)),
-        (GEMMA3, Geometry(full_layers=8, sliding_layers=40, window=1024, kv_heads=8, head_size=256)),
-        (DEEPSEEK, Geometry(full_layers=61, kv_heads=1, head_size=576, latent=True)),
+        (QWEN3, geometry(28, heads=8, size=128, queries=16 * 128)),
+        (LLAMA, geometry(32, heads=32, size=128, queries=32 * 128)),
+        (GEMMA3, geometry(8, 40, window=1024, heads=8, size=256, queries=16 * 256)),
+        (DEEPSEEK, geometry(61, heads=1, size=576, latent=True)),
         (
             LLAMA | {"model_type": "mistral", "num_key_value_heads": 8, "sliding_window": 4096},
-            Geometry(full_layers=0, sliding_layers=32, window=4096, kv_heads=8, head_size=128),
+            geometry(0, 32, window=4096, heads=8, size=128, queries=32 * 128),
         ),
         (
             QWEN3 | {"model_type": "gpt_oss", "num_hidden_layers": 4, "head_dim": 64, "sliding_window": 128,
                      "layer_types": ["sliding_attention", "full_attention"] * 2},
-            Geometry(full_layers=2, sliding_layers=2, window=128, kv_heads=8, head_size=64),
+            geometry(2, 2, window=128, heads=8, size=64, queries=16 * 64),
         ),
         (
             QWEN3 | {"model_type": "gemma2", "num_hidden_layers": 42, "sliding_window": 4096,
                      "use_sliding_window": None},
-            Geometry(full_layers=21, sliding_layers=21, window=4096, kv_heads=8, head_size=128),
+            geometry(21, 21, window=4096, heads=8, size=128, queries=16 * 128),
         ),
     ],
     ids=["qwen3", "llama", "gemma3", "deepseek", "mistral", "gpt-oss", "gemma2"],
@@ -87,15 +112,18 @@ def test_geometries(tmp_path: Path, config: dict[str, Any], expected: Geometry) 
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (QWEN3 | {"layer_types": ["linear_attention"] * 21 + ["full_attention"] * 7}, "layers of the type linear_atte"),
+        (QWEN3 | {"layer_types": ["linear_attention"] * 21 + ["other_attention"] * 7}, "layers of the type other_att"),
         (QWEN3 | {"linear_num_key_heads": 16}, "layers of another form (linear_num_key_heads in config.json)"),
         (QWEN3 | {"layer_types": ["full_attention"]}, "1 layer_types for 28 layers"),
         (QWEN3 | {"sliding_window": 4096, "use_sliding_window": True}, "it has a sliding window, and config.json does"),
         (QWEN3 | {"num_key_value_heads": None}, "config.json has no num_key_value_heads"),
         (QWEN3 | {"num_hidden_layers": "28"}, "num_hidden_layers is '28'"),
         (QWEN3 | {"is_encoder_decoder": True}, "an encoder-decoder model"),
-        (DEEPSEEK | {"index_topk": 2048}, "layers of another form (index_topk in config.json)"),
-        (DEEPSEEK | {"model_type": "kimi_linear"}, "latent attention of 'kimi_linear', of which the cache's form is"),
+        (DEEPSEEK | {"index_topk": 2048}, "a cache of another form (index_topk in config.json)"),
+        (
+            DEEPSEEK | {"model_type": "longcat_flash"},
+            "latent attention of 'longcat_flash', of which the cache's form is",
+        ),
     ],
 )
 def test_what_is_not_said_clearly_is_unknown(tmp_path: Path, config: dict[str, Any], why: str) -> None:
@@ -147,9 +175,10 @@ def test_weights_are_those_of_the_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['full_layers']}+{c['sliding_layers']}-{c['max_model_len']}")
 def test_as_vllms_own_functions(case: dict[str, Any]) -> None:
-    names = ("full_layers", "sliding_layers", "window", "kv_heads", "head_size", "latent")
-    geometry = Geometry(**{name: case[name] for name in names})
-    layout = make_layout(geometry, 2, block=case["block"], in_flight=case["in_flight"])
+    names = {"heads": "kv_heads", "size": "head_size", "window": "window", "latent": "latent"}
+    sizes = {name: case[key] for name, key in names.items()}
+    shape = geometry(case["full_layers"], case["sliding_layers"], **sizes)
+    layout = make_layout(shape, 2, block=case["block"], in_flight=case["in_flight"])
     capacity = compute_capacity(layout, case["available"], case["max_model_len"])
     if case["tokens"] is None:
         assert (capacity.fits, capacity.longest) == (False, case["longest"])
@@ -159,18 +188,18 @@ def test_as_vllms_own_functions(case: dict[str, Any]) -> None:
 
 
 def test_a_line_of_a_refusal_and_the_bytes_of_a_token() -> None:
-    geometry = Geometry(full_layers=28, kv_heads=8, head_size=128)
-    layout = make_layout(geometry, 2, block=CPU_BLOCK)
+    shape = geometry(28, heads=8, size=128)
+    layout = make_layout(shape, 2, block=CPU_BLOCK)
     capacity = compute_capacity(layout, 100 << 20, 4096)
     match = re.search(r"\(([\d.]+) GiB KV.*memory \(([\d.]+) GiB\).*length is (\d+)", REFUSED)
     assert match is not None and not capacity.fits
-    usable = (100 << 20) - layout.block_bytes
+    usable = (100 << 20) - layout.unit_bytes
     assert match.groups() == (f"{layout.request_bytes(4096) / GIB:.2f}", f"{usable / GIB:.2f}", str(capacity.longest))
-    sizes = [make_layout(geometry, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 2, 8, 16)]
+    sizes = [make_layout(shape, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 2, 8, 16)]
     assert sizes == [114688, 57344, 14336, 14336]  # heads are divided among GPUs, but each has one
-    latent = Geometry(full_layers=61, kv_heads=1, head_size=576, latent=True)
+    latent = geometry(61, heads=1, size=576, latent=True)
     assert {make_layout(latent, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 8)} == {61 * 576 * 2}
-    window = Geometry(full_layers=1, sliding_layers=1, window=128, kv_heads=1, head_size=64)
-    assert make_layout(window, 2).token_bytes is None  # a window has no price of a token
+    window = make_layout(geometry(1, 1, window=128, heads=1, size=64), 2)
+    assert (window.token_bytes, window.window_bytes) == (2 * 64 * 2, 128 * 2 * 64 * 2), "of the layers without a window"
     nothing = compute_capacity(layout, -GIB, 2048)
     assert (nothing.tokens, nothing.concurrency, nothing.longest, nothing.fits) == (0, 0.0, 0, False)
