@@ -35,15 +35,22 @@ _LATENT_ATTENTION = {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
-        "sliding_window_pattern": 6,
+        "sliding_window_pattern": 6, "tie_word_embeddings": True,
     },
     "gemma3n_text": {
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512,
-        "sliding_window_pattern": 5, "num_kv_shared_layers": 15,
+        "sliding_window_pattern": 5, "num_kv_shared_layers": 15, "tie_word_embeddings": True,
     },
-    "gemma4_text": {"head_dim": 256, "global_head_dim": 512, "sliding_window": 512, "sliding_window_pattern": 6},
-    "gemma4_unified_text": {"sliding_window": 1024, "sliding_window_pattern": 6, "global_head_dim": 512},
-    "recurrent_gemma": {"attention_window_size": 2048, "block_types": ["recurrent", "recurrent", "attention"]},
+    "gemma4_text": {
+        "head_dim": 256, "global_head_dim": 512, "sliding_window": 512, "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+    "gemma4_unified_text": {
+        "head_dim": 256, "global_head_dim": 512, "sliding_window": 1024, "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+    "recurrent_gemma": {"attention_window_size": 2048, "block_types": ["recurrent", "recurrent", "attention"],
+                        "tie_word_embeddings": True},
     "llama4_text": {"attention_chunk_size": 8192, "head_dim": 128},
     "jamba": {"attn_layer_period": 8, "attn_layer_offset": 4},
 }  # fmt: skip

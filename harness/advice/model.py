@@ -36,7 +36,8 @@ from harness.base.files import read_text
 from harness.records.manifest import ModelSize
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_USED_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts")
+_USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+_GATED_ATTENTION = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}  # a gate as wide as the queries
 
 
 class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -228,7 +229,7 @@ def _count_parameters(text: dict[str, Any]) -> dict[str, float]:
     parts = _count_mlp(text, hidden, layers)
     # The rows of a table for each layer, and what puts them into it.
     parts["body"] += _count_mixers(text, hidden) + 3 * layers * hidden * per_layer
-    tied = text.get("tie_word_embeddings", False) is True
+    tied = text.get("tie_word_embeddings", text.get("tie_embedding", False)) is True
     return {
         **parts,
         "embedding": vocabulary * hidden,
@@ -258,7 +259,7 @@ def _count_mixers(text: dict[str, Any], hidden: int) -> float:
         return params + attending * attention
     shape = parse_geometry(text)
     width = shape.attention_width + shape.sliding_attention_width
-    gates = 1 if text.get("attn_output_gate", "linear_num_value_heads" in text and "layer_types" in text) is True else 0
+    gates = int(text.get("attn_output_gate", text.get("model_type") in _GATED_ATTENTION) is True)
     return params + hidden * ((2 + gates) * width + shape.full_numbers() + shape.sliding_numbers())
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from harness.advice.answer import Question, answer, format_answer
 from harness.advice.geometry import UnknownShapeError, parse_geometry, parse_gguf_geometry
+from harness.advice.model import read_model
 from tests.unit.advice.test_model import QWEN3, model
 from tests.unit.advice.test_weights import F16, gguf, safetensors
 
@@ -396,3 +397,71 @@ def test_a_context_that_does_not_fit_is_in_the_headline(tmp_path: Path) -> None:
     assert answer(Question(model=str(path), gpu="RX 7900 XTX", context=512), tmp_path).fits is not False
     measured = answer(Question(model=str(path), gpu="RX 7900 XTX", context=65536, measured_tok_s=9), tmp_path)
     assert measured.sentence.startswith("9 tok/s is ")
+
+
+LARGE = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+PUBLISHED = [  # billions of parameters: all, and those that one token multiplies, head included
+    (attention(64, 24, 4, 256, hidden_size=5120, intermediate_size=17408, vocab_size=248320, **DELTA,
+               model_type="qwen3_5_text", linear_num_value_heads=48), 26.9, 25.6),
+    (attention(40, 16, 2, 256, hidden_size=2048, vocab_size=248320, num_experts=256, num_experts_per_tok=8,
+               moe_intermediate_size=512, shared_expert_intermediate_size=512, linear_num_value_heads=32, **DELTA,
+               model_type="qwen3_5_moe_text"), 34.7, 2.9),
+    (attention(48, 16, 2, 256, hidden_size=2048, vocab_size=151936, num_experts=512, num_experts_per_tok=10,
+               moe_intermediate_size=512, shared_expert_intermediate_size=512, linear_num_value_heads=32, **DELTA,
+               model_type="qwen3_next"), 79.7, 3.6),
+    ({"model_type": "lfm2", "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32,
+      "num_key_value_heads": 8, "vocab_size": 65536, "block_ff_dim": 12288, "block_auto_adjust_ff_dim": True,
+      "block_multiple_of": 256, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "tie_embedding": True},
+     1.17, 1.17),
+    (attention(40, 12, 4, 128, model_type="granitemoehybrid", hidden_size=1536, vocab_size=100352,
+               num_local_experts=64, num_experts_per_tok=6, intermediate_size=512, shared_intermediate_size=1024,
+               mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_d_conv=4,
+               layer_types=["attention" if n in GRANITE_ATTENTION else "mamba" for n in range(40)],
+               tie_word_embeddings=True), 6.94, 1.47),
+    (LARGE | {"model_type": "jamba", "num_hidden_layers": 32, "vocab_size": 65536, "num_experts": 16,
+              "num_experts_per_tok": 2, "intermediate_size": 14336, "expert_layer_period": 2,
+              "expert_layer_offset": 1, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+              "mamba_dt_rank": 256}, 51.6, 11.8),
+    (attention(44, 12, 2, 128, model_type="falcon_h1", hidden_size=3072, vocab_size=130049, intermediate_size=12288,
+               mamba_d_ssm=3072, mamba_n_heads=24, mamba_d_head=128, mamba_d_state=256, mamba_n_groups=1,
+               mamba_d_conv=4), 7.6, 7.2),
+    (attention(80, 64, 8, 128, model_type="minimax_m1", hidden_size=6144, intermediate_size=9216, vocab_size=200064,
+               num_local_experts=32, num_experts_per_tok=2, attn_type_list=([0] * 7 + [1]) * 10), 456, 47.2),
+    (attention(20, 16, 4, 128, model_type="bailing_moe_linear", hidden_size=2048, layer_group_size=5,
+               vocab_size=157184, intermediate_size=5120, moe_intermediate_size=512, num_experts=256,
+               num_experts_per_tok=8, num_shared_experts=1, first_k_dense_replace=1,
+               moe_shared_expert_intermediate_size=512), 16.4, 1.3),
+    (attention(27, 32, 32, 72, model_type="kimi_linear", hidden_size=2304, vocab_size=163840, intermediate_size=9216,
+               moe_intermediate_size=1024, num_experts=256, num_experts_per_token=8, num_shared_experts=1,
+               first_k_dense_replace=1, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+               linear_attn_config={"full_attn_layers": KIMI_FULL, "num_heads": 32, "head_dim": 128,
+                                   "short_conv_kernel_size": 4}), 49.1, 3.1),
+    (attention(42, 8, 2, 256, model_type="gemma4_text", sliding_window=512, num_kv_shared_layers=18,
+               hidden_size=2560, intermediate_size=10240, vocab_size=262144, hidden_size_per_layer_input=256),
+     7.46, 4.64),
+    ({"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240,
+      "sliding_window": 1024, "vocab_size": 262208}, 3.88, 3.88),
+    ({"model_type": "recurrent_gemma", "num_hidden_layers": 26, "hidden_size": 2560, "num_attention_heads": 10,
+      "num_key_value_heads": 1, "intermediate_size": 15360, "vocab_size": 256000, "lru_width": 2560,
+      "conv1d_width": 4}, 2.68, 2.68),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "total", "active"), PUBLISHED, ids=[one[0]["model_type"] for one in PUBLISHED])
+def test_parameters_of_a_configuration_alone(
+    tmp_path: Path, config: dict[str, Any], total: float, active: float
+) -> None:
+    """As published for these models, without their files; the last number counts the head, tied or not."""
+    size = read_model(model(tmp_path, config)).size
+    assert size is not None and size.params is not None
+    assert size.weights_bytes / 2e9 == pytest.approx(total, rel=0.01)
+    assert size.params / 1e9 == pytest.approx(active, rel=0.02)
+    assert size.read_bytes == 2 * size.params
+
+
+def test_layers_that_are_not_counted_have_a_reason(tmp_path: Path) -> None:
+    nemotron = MODELS["Nemotron-3-Nano"].config or {}
+    more = {"vocab_size": 131072, "intermediate_size": 1856}
+    shape = read_model(model(tmp_path, nemotron | more))
+    assert shape.size is None and "attention or experts" in shape.unsized
+    assert shape.geometry is not None and shape.geometry.full_numbers() == 6 * 2 * 2 * 128
