@@ -407,7 +407,8 @@ def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterabl
         fits = None
         if known.memory is not None:
             needed = other.weights_bytes + known.users * kv_bytes(size, known.context)
-            left = known.memory.budget_bytes - needed / known.gpus
+            states = 0 if known.fit is None else known.users * known.fit.state_bytes
+            left = known.memory.budget_bytes - needed / known.gpus - states
             fits = True if left > OTHER_BYTES[1] else None if left > OTHER_BYTES[0] else False
         yield OtherWeights(
             name=name,

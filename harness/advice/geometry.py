@@ -22,7 +22,8 @@ _DERIVED_HEAD_SIZE = {
     "starcoder2", "granite", "granitemoe", "granitemoehybrid", "internlm2", "internlm3", "stablelm", "cohere",
     "cohere2", "opt", "gpt_neox", "lfm2", "lfm2_moe", "jamba", "bamba", "falcon_h1", "recurrent_gemma", "smollm3",
     "bailing_moe_linear", "minimax_m1", "minimax_text_01", "minimax", "exaone4", "exaone_moe", "olmoe", "flex_olmo",
-    "ernie4_5_moe", "apertus", "granite_swa", "granitemoe_swa", "granitemoeshared", "bitnet", "phi",
+    "ernie4_5_moe", "apertus", "nemotron-nas", "deci", "granite_swa", "granitemoe_swa", "granitemoeshared", "bitnet",
+    "phi",
 }  # fmt: skip
 # Their default number of key heads is that of the query heads. Other architectures have defaults in their code.
 _EQUAL_HEADS = {
@@ -79,7 +80,7 @@ _OTHER_LAYERS = re.compile(
 )
 # Keys of a cache whose form, or the part of it that a token reads, is not known here.
 _OTHER_CACHE = re.compile(
-    r"^(?:compress_rat|index_topk|block_configs$|cross_attention_layers$|.*yoco|mb_per_layer$|.*share_kv|.*shared_kv"
+    r"^(?:compress_rat|index_topk|cross_attention_layers$|.*yoco|mb_per_layer$|.*share_kv|.*shared_kv"
     r"|.*kv_shar|sparse_attention|.*_cla$|cla_|cca_|cca$|.*local_layer_ids$)",
     re.IGNORECASE,
 )
@@ -173,7 +174,7 @@ def parse_geometry(config: dict[str, Any], *, encoder_decoder: bool = False) -> 
     """Return the geometry of the text part of a config.json. Raises UnknownShapeError with the reason."""
     if encoder_decoder or config.get("is_encoder_decoder"):
         raise UnknownShapeError("an encoder-decoder model")
-    config = with_defaults(config)
+    config = _with_heads_of_layers(with_defaults(config))
     if other := [key for key in config if _OTHER_CACHE.match(key) and key not in _KNOWN_SHARING and config[key]]:
         raise UnknownShapeError(f"a cache of another form ({other[0]} in config.json)")
     kinds = list_kinds(config)
@@ -183,11 +184,30 @@ def parse_geometry(config: dict[str, Any], *, encoder_decoder: bool = False) -> 
     layers = []
     for number, kind in enumerate(kinds):
         attention = sizes[kind][number] if kind in used else None
-        layers.append(_Layer(kind, attention, number in shared))
+        has_none = attention is not None and not attention.kv_heads
+        layers.append(_Layer("none") if has_none else _Layer(kind, attention, number in shared))
     window = _parse_window(config) if "sliding" in used else None
     latent = config.get("kv_lora_rank") is not None
     state = _state_numbers(config) if {"state", "both"} & set(kinds) else 0
     return _sum_layers(layers, window, state, latent=latent and bool(used))
+
+
+def _with_heads_of_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the key heads of each layer, of one whose layers were chosen by a search."""
+    blocks = config.get("block_configs")
+    if isinstance(per_layer := config.get("num_key_value_heads_per_layer"), list):
+        return config | {"num_key_value_heads": per_layer}
+    if not isinstance(blocks, list) or not blocks:
+        return config
+    heads = parse_positive(config, "num_attention_heads")
+    found = []
+    for block in blocks[:MAX_LAYERS]:
+        attention = block.get("attention") if isinstance(block, dict) else None
+        if not isinstance(attention, dict):
+            raise UnknownShapeError("a layer of block_configs has no attention")
+        skipped = attention.get("no_op") or attention.get("replace_with_linear")
+        found.append(0 if skipped else heads // parse_positive(attention, "n_heads_in_group"))
+    return config | {"num_key_value_heads": found}
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -341,9 +361,12 @@ def _parse_attention(config: dict[str, Any], kind: Kind, layers: int) -> list[_A
         return [_parse_latent(config, model_type)] * layers
     if isinstance(config.get("num_key_value_heads"), list):
         heads = config["num_key_value_heads"]
-        if len(heads) != layers or any(type(one) is not int or not 1 <= one <= MAX_SIZE for one in heads):
+        if len(heads) != layers or any(type(one) is not int or not 0 <= one <= MAX_SIZE for one in heads):
             raise UnknownShapeError("num_key_value_heads has not one number for each layer")
-        return [_parse_heads(config | {"num_key_value_heads": one}, model_type) for one in heads]
+        return [
+            _parse_heads(config | {"num_key_value_heads": one}, model_type) if one else _Attention(0, 0, 0, 0)
+            for one in heads
+        ]
     if isinstance(own := config.get("per_layer_config"), dict):
         numbered = {key.lstrip("0") or "0": one for key, one in own.items() if isinstance(one, dict)}
         return [_parse_heads(config | numbered.get(str(number), {}), model_type) for number in range(layers)]

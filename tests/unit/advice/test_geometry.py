@@ -37,7 +37,7 @@ def attention(layers: int, heads: int, kv: int, size: int, **more: Any) -> dict[
     }  # fmt: skip
 
 
-def keys(arch: str, layers: int, heads: int, kv: Any, size: int | None = None, **more: Any) -> dict[str, Any]:
+def keys(arch: str, layers: int, heads: Any, kv: Any, size: int | None = None, **more: Any) -> dict[str, Any]:
     """`more`: other keys, with two underscores for a dot."""
     found = {"block_count": layers, "attention.head_count": heads, "attention.head_count_kv": kv,
              "context_length": 1 << 20}  # fmt: skip
@@ -237,6 +237,13 @@ MODELS = {
         attention(48, 40, 8, 128, model_type="llama4_text", attention_chunk_size=8192),
         keys("llama4", 48, 40, 8, 128),
         token=12 * 2 * 8 * 128 * 2, sliding=36 * 2 * 8 * 128 * 2, window=8192,
+    ),
+    "Nemotron-Super-49B": Known(  # some layers have no attention
+        {"model_type": "nemotron-nas", "num_hidden_layers": 4, "num_attention_heads": 64, "hidden_size": 8192,
+         "max_position_embeddings": 1 << 17,
+         "block_configs": [{"attention": {"n_heads_in_group": 8}}, {"attention": {"no_op": True}},
+                           {"attention": {"replace_with_linear": True}}, {"attention": {"n_heads_in_group": 8}}]},
+        keys("deci", 4, [64, 0, 0, 64], [8, 0, 0, 8], 128), token=2 * 2 * 8 * 128 * 2,
     ),
     "Phi-3 with the window of its context": Known(
         None, keys("phi3", 32, 32, 32, 96, attention__sliding_window=2047), token=32 * 2 * 32 * 96 * 2,
