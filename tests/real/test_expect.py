@@ -15,6 +15,7 @@ import pytest
 from harness.advice.bandwidth import BYTES_PER_CORE
 from harness.advice.expect import decode_bound, decode_speed
 from harness.advice.hardware import GpuSpec
+from harness.advice.model import read_model
 from harness.records.run_data import load
 from harness.serve.bandwidth import SCRIPT
 from tests.real.conftest import Say
@@ -85,3 +86,42 @@ def test_the_measurement_of_a_gpu_prints_its_bandwidth() -> None:
     """With the torch of vLLM on the CPU, which is what a server's image has in place of a GPU here."""
     done = subprocess.run([VLLM_VENV / "bin" / "python", "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"read GB/s: \d+\.\d+\n", done.stdout)
+
+
+HYBRID = "tests.support.engines.make_hybrid_gguf"
+# With its log, which names the sizes of the caches, and without a request.
+LOAD = """
+import os, sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = sys.argv[1], 8192, 1, False, 6
+params.hostnames, params.port = ["127.0.0.1"], 0
+server = xllamacpp.Server(params)
+os._exit(0)  # its threads still run
+"""
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "gemma3", "jamba", "qwen35"])
+def test_the_cache_is_the_one_that_llamacpp_takes(tmp_path: Path, kind: str) -> None:
+    """Bytes of layers that keep all tokens, those of a window, and the recurrent state; in MiB with two decimals."""
+    path = tmp_path / "m.gguf"
+    python = LLAMACPP_VENV / "bin" / "python"
+    subprocess.run([python, "-m", HYBRID, path, kind], cwd=REPO, check=True)
+    log = subprocess.run([python, "-c", LOAD, path], capture_output=True, text=True, check=True)
+    text = log.stdout + log.stderr
+    caches = {
+        int(cells): (float(size), int(layers))
+        for size, cells, layers in re.findall(
+            r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells, +(\d+) layers", text
+        )
+    }
+    states = {float(size) for size in re.findall(r"llama_memory_recurrent: size = +([\d.]+) MiB", text)}
+    shape = read_model(path).geometry
+    assert shape is not None
+    kept, mib = 8192, 1 << 20
+    assert caches.pop(kept) == (round(2 * kept * shape.full_numbers() / mib, 2), sum(one.layers for one in shape.full))
+    for cells, (size, layers) in caches.items():  # the window, and one batch
+        assert shape.window is not None and shape.window < cells <= shape.window + 512
+        assert size == pytest.approx(2 * cells * shape.sliding_numbers() / mib, abs=0.01)
+        assert layers == sum(one.layers for one in shape.sliding)
+    assert bool(caches) == (shape.window is not None)
+    assert states == (set() if shape.state_bytes is None else {round(shape.state_bytes / mib, 2)})
