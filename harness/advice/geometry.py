@@ -1,13 +1,13 @@
-"""The KV cache of a model, layer by layer, from its config.json or from the header of its GGUF file.
+"""The KV cache of a model, layer by layer, from its config.json. `gguf_geometry` has the same for GGUF files.
 
 A layer keeps all tokens, those of a window, or none: it has a recurrent state, uses the cache of an earlier layer, or
-is no attention. What a file does not tell is an error with the reason. Sources: the classes of configurations in
-Transformers (layer types and their defaults), llama.cpp (src/models: the same for GGUF).
+is no attention. What a file does not tell is an error with the reason. Source: the classes of configurations in
+Transformers, with layer types and defaults.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
@@ -124,7 +124,7 @@ class UnknownShapeError(Exception):
     """Why the shape of a model is unknown."""
 
 
-class _Attention(NamedTuple):
+class AttentionSize(NamedTuple):
     """The sizes of the attention of one layer."""
 
     kv_heads: int
@@ -133,15 +133,17 @@ class _Attention(NamedTuple):
     queries: float  # query heads x the mean size of key and value
 
 
-class _Layer(NamedTuple):
+class LayerCache(NamedTuple):
     kind: Kind
-    attention: _Attention | None = None  # None: it has none
+    attention: AttentionSize | None = None  # None: it has none
     shares: bool = False  # uses the cache of an earlier layer
 
 
-def _sum_layers(layers: Sequence[_Layer], window: int | None, state: int | None, *, latent: bool = False) -> Geometry:
+def sum_layers(
+    layers: Sequence[LayerCache], window: int | None, state: int | None, *, latent: bool = False
+) -> Geometry:
     """Return the cache of all layers. `state`: numbers of the recurrent state of one layer; None: not known."""
-    kept = {"full": Counter[_Attention](), "sliding": Counter[_Attention]()}
+    kept = {"full": Counter[AttentionSize](), "sliding": Counter[AttentionSize]()}
     widths = {"full": 0.0, "sliding": 0.0}
     for layer in layers:
         if layer.attention is None:
@@ -185,11 +187,11 @@ def parse_geometry(config: dict[str, Any], *, encoder_decoder: bool = False) -> 
     for number, kind in enumerate(kinds):
         attention = sizes[kind][number] if kind in used else None
         has_none = attention is not None and not attention.kv_heads
-        layers.append(_Layer("none") if has_none else _Layer(kind, attention, number in shared))
+        layers.append(LayerCache("none") if has_none else LayerCache(kind, attention, number in shared))
     window = _parse_window(config) if "sliding" in used else None
     latent = config.get("kv_lora_rank") is not None
     state = _state_numbers(config) if {"state", "both"} & set(kinds) else 0
-    return _sum_layers(layers, window, state, latent=latent and bool(used))
+    return sum_layers(layers, window, state, latent=latent and bool(used))
 
 
 def _with_heads_of_layers(config: dict[str, Any]) -> dict[str, Any]:
@@ -354,7 +356,7 @@ def _sliding_kinds(config: dict[str, Any], model_type: str, layers: int) -> list
     raise UnknownShapeError("it has a sliding window, and config.json does not say in which layers (layer_types)")
 
 
-def _parse_attention(config: dict[str, Any], kind: Kind, layers: int) -> list[_Attention]:
+def _parse_attention(config: dict[str, Any], kind: Kind, layers: int) -> list[AttentionSize]:
     """Return the sizes of the attention of a kind, for each number of a layer."""
     model_type = str(config.get("model_type"))
     if config.get("kv_lora_rank") is not None:
@@ -364,7 +366,7 @@ def _parse_attention(config: dict[str, Any], kind: Kind, layers: int) -> list[_A
         if len(heads) != layers or any(type(one) is not int or not 0 <= one <= MAX_SIZE for one in heads):
             raise UnknownShapeError("num_key_value_heads has not one number for each layer")
         return [
-            _parse_heads(config | {"num_key_value_heads": one}, model_type) if one else _Attention(0, 0, 0, 0)
+            _parse_heads(config | {"num_key_value_heads": one}, model_type) if one else AttentionSize(0, 0, 0, 0)
             for one in heads
         ]
     if isinstance(own := config.get("per_layer_config"), dict):
@@ -393,18 +395,18 @@ def _of_kind(config: dict[str, Any], kind: Kind) -> dict[str, Any]:
     return config | found
 
 
-def _parse_latent(config: dict[str, Any], model_type: str) -> _Attention:
+def _parse_latent(config: dict[str, Any], model_type: str) -> AttentionSize:
     if model_type not in _LATENT_ATTENTION:
         raise UnknownShapeError(f"latent attention of '{model_type}', of which the cache's form is not known")
     size = parse_positive(config, "kv_lora_rank") + parse_positive(config, "qk_rope_head_dim")
     sizes = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
     if any(config.get(key) is None for key in sizes):
-        return _Attention(1, size, 0, 0)
+        return AttentionSize(1, size, 0, 0)
     heads, key, value = (parse_positive(config, key) for key in sizes)
-    return _Attention(1, size, 0, heads * (key + parse_positive(config, "qk_rope_head_dim") + value) / 2)
+    return AttentionSize(1, size, 0, heads * (key + parse_positive(config, "qk_rope_head_dim") + value) / 2)
 
 
-def _parse_heads(config: dict[str, Any], model_type: str) -> _Attention:
+def _parse_heads(config: dict[str, Any], model_type: str) -> AttentionSize:
     names = ("num_key_value_heads", "num_kv_heads", "num_attention_groups")
     head_keys = [key for key in names if config.get(key) is not None]
     if not head_keys and model_type in _EQUAL_HEADS:
@@ -425,7 +427,7 @@ def _parse_heads(config: dict[str, Any], model_type: str) -> _Attention:
     kv_heads, heads = parse_positive(config, head_keys[0]), parse_optional(config, "num_attention_heads")
     if 0 < heads < kv_heads:
         raise UnknownShapeError(f"{head_keys[0]} is {kv_heads}, of {heads} heads")
-    return _Attention(kv_heads, key_size, value_size, heads * (key_size + value_size) / 2)
+    return AttentionSize(kv_heads, key_size, value_size, heads * (key_size + value_size) / 2)
 
 
 class Linear(NamedTuple):
@@ -529,150 +531,3 @@ def parse_layers(config: dict[str, Any], key: str) -> int:
     if layers > MAX_LAYERS:
         raise UnknownShapeError(f"{key} is {layers}")
     return layers
-
-
-# GGUF: the keys of llama.cpp, without the name of the architecture.
-
-# Of so many layers one keeps all tokens: the last one, or the first (True). In llama.cpp's code; the file may have
-# another number, or a list. 1: all layers keep all tokens, whatever the file's window is.
-_SLIDING_PERIOD = {
-    "gemma2": (2, False), "gemma3": (6, False), "gemma3n": (5, False), "gpt-oss": (2, False), "cohere2": (4, False),
-    "exaone4": (4, False), "exaone-moe": (4, False), "olmo2": (4, False), "afmoe": (4, False), "plamo3": (8, False),
-    "llama4": (4, False), "laguna": (4, True), "smallthinker": (4, True), "phi3": (1, False),
-}  # fmt: skip
-_GGUF_WINDOW = {"llama4": 8192}  # where the file has none
-_GGUF_KV_LAYERS = {"gemma3n": 20}  # the later ones share; where the file does not tell
-_GGUF_INTERVAL = {"qwen3next": 4}
-_GGUF_STATE_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.")
-_GGUF_RECURRENT = re.compile(r"^blk\.(\d+)\.(?:ssm_|shortconv|time_mix)")
-_GGUF_ATTENTION = re.compile(r"^blk\.(\d+)\.attn_(?:k|kv|v)\.")
-_GGUF_LATENT = re.compile(r"^blk\.(\d+)\.attn_(?:kv_a_mqa|kv_b|k_b)\.")
-
-
-def parse_gguf_geometry(kind: str, text: dict[str, Any], names: Iterable[str]) -> Geometry:
-    """Return the geometry by the keys of a GGUF file and the names of its tensors. Raises UnknownShapeError."""
-    for key in text:
-        if key.startswith(("attention.compress_ratio", "attention.indexer.")):
-            raise UnknownShapeError(f"a cache of another form ({key}): a token reads a part of it that is not known")
-    layers = parse_layers(text, "block_count") - parse_optional(text, "nextn_predict_layers")
-    if layers < 1:
-        raise UnknownShapeError(f"nextn_predict_layers is {text['nextn_predict_layers']}")
-    queries = _per_layer(text, "attention.head_count", layers)
-    heads = _per_layer(text, "attention.head_count_kv", layers) if "attention.head_count_kv" in text else queries
-    if any(0 < few < many for few, many in zip(queries, heads, strict=True)):
-        raise UnknownShapeError("it has more key heads than heads")
-    states = _gguf_states(kind, text, layers, heads, list(names))
-    sliding, window = _gguf_sliding(kind, text, layers)
-    latent = text.get("attention.kv_lora_rank") is not None and (
-        text.get("attention.key_length_mla") is not None or max(heads) == 1
-    )
-    stored = layers - parse_optional(text, "attention.shared_kv_layers")
-    if kind in _GGUF_KV_LAYERS and "attention.shared_kv_layers" not in text:
-        stored = min(layers, _GGUF_KV_LAYERS[kind])
-    sizes = (
-        {slides: _gguf_sizes(text, queries, slides=slides, latent=latent) for slides in set(sliding)}
-        if any(heads)
-        else {}
-    )
-    found = []
-    for number in range(layers):
-        slides, state = sliding[number], states[number]
-        if not heads[number] or state == "state":
-            found.append(_Layer("state" if state is not None else "none"))
-            continue
-        key_size, value_size, width = sizes[slides]
-        one = _Attention(1 if latent else heads[number], key_size, value_size, width * queries[number])
-        found.append(_Layer("sliding" if slides else state or "full", one, number >= stored))
-    return _sum_layers(found, window, _gguf_state_numbers(text, queries), latent=latent)
-
-
-def _per_layer(text: dict[str, Any], key: str, layers: int) -> list[int]:
-    value = text.get(key)
-    if value is None:
-        raise UnknownShapeError(f"{key} is missing")
-    values = value[:layers] if isinstance(value, list) else [value] * layers
-    if len(values) < layers:
-        raise UnknownShapeError(f"{key} has {len(values)} values for {layers} layers")
-    if any(type(one) is not int or not 0 <= one <= MAX_SIZE for one in values):
-        raise UnknownShapeError(f"{key} is {value!r:.50}")
-    return values
-
-
-def _gguf_sizes(text: dict[str, Any], queries: list[int], *, slides: bool, latent: bool) -> tuple[int, int, float]:
-    """Return the sizes of key and value, and their mean in attention, of the layers that slide or of the others."""
-    key = parse_optional(text, "attention.key_length") or (
-        parse_positive(text, "embedding_length") // max(1, max(queries))
-    )
-    value = parse_optional(text, "attention.value_length") or key
-    if latent:
-        own = [parse_optional(text, f"attention.{name}_length_mla") for name in ("key", "value")]
-        return key, 0, sum(own) / 2 if all(own) else 0
-    if slides:
-        key = parse_optional(text, "attention.key_length_swa") or key
-        value = parse_optional(text, "attention.value_length_swa") or value
-    return key, value, (key + value) / 2
-
-
-def _gguf_states(
-    kind: str, text: dict[str, Any], layers: int, heads: list[int], names: list[str]
-) -> list[Literal["state", "both"] | None]:
-    """Return for each layer whether it is recurrent, alone or next to its attention."""
-    keys = [key for key in text if key.startswith(_GGUF_STATE_KEYS)]
-    if not keys:
-        return [None] * layers
-    recurrent, attention = (
-        {int(match[1]) for match in map(pattern.match, names) if match is not None and len(match[1]) < 9}
-        for pattern in (_GGUF_RECURRENT, _GGUF_LATENT if "attention.kv_lora_rank" in text else _GGUF_ATTENTION)
-    )
-    interval = parse_optional(text, "full_attention_interval") or _GGUF_INTERVAL.get(kind)
-    if interval is not None:
-        return [None if (number + 1) % interval == 0 else "state" for number in range(layers)]
-    if recurrent:
-        return [
-            None if number not in recurrent else "both" if heads[number] and number in attention else "state"
-            for number in range(layers)
-        ]
-    if kind == "falcon-h1":
-        return ["both"] * layers
-    if 0 in heads:  # their other layers without heads are no attention either
-        return [None if heads[number] else "state" for number in range(layers)]
-    raise UnknownShapeError(f"layers of another form ({keys[0]}), and the file does not tell which")
-
-
-def _gguf_state_numbers(text: dict[str, Any], queries: list[int]) -> int | None:
-    """Return the numbers of the recurrent state of a layer; None where the file does not tell."""
-    try:
-        width = parse_positive(text, "embedding_length")
-        if text.get("wkv.head_size") is not None:
-            return width * (parse_positive(text, "wkv.head_size") + (parse_optional(text, "token_shift_count") or 2))
-        if text.get("shortconv.l_cache") is not None:
-            return width * (parse_positive(text, "shortconv.l_cache") - 1)
-        conv = parse_positive(text, "ssm.conv_kernel") - 1
-        if text.get("kda.head_dim") is not None:
-            size = parse_positive(text, "kda.head_dim")
-            return max(queries) * size * (size + 3 * conv)
-        inner, state = parse_positive(text, "ssm.inner_size"), parse_positive(text, "ssm.state_size")
-        return inner * state + conv * (inner + 2 * parse_optional(text, "ssm.group_count") * state)
-    except UnknownShapeError:
-        return None
-
-
-def _gguf_sliding(kind: str, text: dict[str, Any], layers: int) -> tuple[list[bool], int | None]:
-    """Return for each layer whether it keeps a window only, and the window."""
-    window = parse_optional(text, "attention.sliding_window") or _GGUF_WINDOW.get(kind)
-    pattern = text.get("attention.sliding_window_pattern")
-    if window is None or (kind in _GGUF_WINDOW and text.get("attention.sliding_window") == 0):
-        return [False] * layers, None
-    if isinstance(pattern, list):
-        if len(pattern) < layers:
-            raise UnknownShapeError(f"sliding_window_pattern has {len(pattern)} values for {layers} layers")
-        return [bool(one) for one in pattern[:layers]], window
-    if kind not in _SLIDING_PERIOD and type(pattern) is not int:
-        raise UnknownShapeError(
-            f"'{kind}' has a sliding window, its file has no sliding_window_pattern, and its layers are not known here"
-        )
-    period, first = _SLIDING_PERIOD.get(kind, (1, False))
-    if type(pattern) is int and pattern > 0:
-        period = pattern
-    full = 0 if first else period - 1
-    return [number % period != full for number in range(layers)], window

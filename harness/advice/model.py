@@ -16,12 +16,12 @@ from harness.advice.geometry import (
     UnknownShapeError,
     list_kinds,
     parse_geometry,
-    parse_gguf_geometry,
     parse_linear,
     parse_optional,
     parse_positive,
     with_defaults,
 )
+from harness.advice.gguf_geometry import parse_gguf_geometry
 from harness.advice.weights import (
     BYTES_PER_PARAM,
     MAX_HEADER_BYTES,

@@ -132,6 +132,7 @@ NAMED_IN = {
     "serve/lint.py": "flags of vLLM, also behind Lemonade, and their checks",
     "machine/memory.py": "what vLLM makes of a GPU's memory",
     "advice/geometry.py": "names of architectures",
+    "advice/gguf_geometry.py": "the same",
     "advice/fit.py": "the same",
     "machine/doctor.py": "the same",
     "run/machine_fit.py": "the same",

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.advice.answer import Question, answer, format_answer
-from harness.advice.geometry import UnknownShapeError, parse_geometry, parse_gguf_geometry
+from harness.advice.geometry import UnknownShapeError, parse_geometry
+from harness.advice.gguf_geometry import parse_gguf_geometry
 from harness.advice.model import read_model
 from tests.unit.advice.test_model import QWEN3, model
 from tests.unit.advice.test_weights import F16, gguf, safetensors
