@@ -486,13 +486,13 @@ def _parse_mamba(config: dict[str, Any], hidden: int) -> Linear:
         raise UnknownShapeError("config.json does not tell the size of its recurrent state")
     inner = _parse_any(config, "mamba_d_ssm", "mamba_intermediate_size")
     head_size = config.get("mamba_d_head", config.get("mamba_head_dim"))
-    if inner is None and heads is not None and type(head_size) is int and head_size > 0:
+    if inner is None and heads is not None and type(head_size) is int and 1 <= head_size <= MAX_SIZE:
         inner = heads * head_size
     if inner is None:
         inner = (_parse_any(config, "mamba_expand", "expand") or 2) * hidden
     if heads is None:  # Mamba 1
         rank = config.get("mamba_dt_rank", config.get("time_step_rank"))
-        rank = rank if type(rank) is int and rank > 0 else -(-hidden // 16)
+        rank = rank if type(rank) is int and 1 <= rank <= MAX_SIZE else -(-hidden // 16)
         params = 3 * hidden * inner + inner * (rank + 2 * state) + rank * inner + (conv + state) * inner
         return Linear((state + conv - 1) * inner, params)
     groups = _parse_any(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1

@@ -28,6 +28,7 @@ _SLIDING_PERIOD = {
 }  # fmt: skip
 _GGUF_WINDOW = {"llama4": 8192}  # where the file has none
 _GGUF_KV_LAYERS = {"gemma3n": 20}  # the later ones share; where the file does not tell
+_NO_ATTENTION = {"mamba", "mamba2", "rwkv6", "rwkv7"}
 _GGUF_INTERVAL = {"qwen3next": 4}
 _GGUF_STATE_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.")
 _GGUF_RECURRENT = re.compile(r"^blk\.(\d+)\.(?:ssm_|shortconv|time_mix)")
@@ -43,7 +44,8 @@ def parse_gguf_geometry(kind: str, text: dict[str, Any], names: Iterable[str]) -
     layers = parse_layers(text, "block_count") - parse_optional(text, "nextn_predict_layers")
     if layers < 1:
         raise UnknownShapeError(f"nextn_predict_layers is {text['nextn_predict_layers']}")
-    queries = _per_layer(text, "attention.head_count", layers)
+    has_heads = "attention.head_count" in text or kind not in _NO_ATTENTION
+    queries = _per_layer(text, "attention.head_count", layers) if has_heads else [0] * layers
     heads = _per_layer(text, "attention.head_count_kv", layers) if "attention.head_count_kv" in text else queries
     if any(0 < few < many for few, many in zip(queries, heads, strict=True)):
         raise UnknownShapeError("it has more key heads than heads")

@@ -259,7 +259,7 @@ def _count_mixers(text: dict[str, Any], hidden: int) -> float:
         return params + attending * attention
     shape = parse_geometry(text)
     width = shape.attention_width + shape.sliding_attention_width
-    gates = int(text.get("attn_output_gate", text.get("model_type") in _GATED_ATTENTION) is True)
+    gates = int(text.get("attn_output_gate", str(text.get("model_type")) in _GATED_ATTENTION) is True)
     return params + hidden * ((2 + gates) * width + shape.full_numbers() + shape.sliding_numbers())
 
 

@@ -3,6 +3,7 @@
 The arithmetic of each row is its own: layers x (key and value) x heads x size x bytes of a number.
 """
 
+import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -473,3 +474,34 @@ def test_layers_that_are_not_counted_have_a_reason(tmp_path: Path) -> None:
     shape = read_model(model(tmp_path, nemotron | more))
     assert shape.size is None and "attention or experts" in shape.unsized
     assert shape.geometry is not None and shape.geometry.full_numbers() == 6 * 2 * 2 * 128
+
+
+ODD: list[Any] = [
+    None, 0, -1, 1, True, "x", [], [1], [None], {}, {"a": 1}, 1.5, float("nan"), 10**400, [[1]], [0] * 64, "M*",
+]  # fmt: skip
+MORE_KEYS = [
+    "model_type", "layer_types", "layers_block_type", "block_types", "hybrid_override_pattern", "attn_type_list",
+    "linear_attn_config", "full_attn_idxs", "layer_group_size", "attn_layer_period", "use_cla", "block_configs",
+    "per_layer_config", "attention_other_setting", "no_rope_layers", "mamba_d_head", "mamba_dt_rank", "kv_lora_rank",
+]  # fmt: skip
+
+
+def test_odd_values_are_unknown_and_no_crash() -> None:
+    draw = random.Random(20261129)
+    unknown = 0
+    for known in draw.choices(list(MODELS.values()), k=3000):
+        for source, given in (("config", known.config), ("gguf", known.keys)):
+            if given is None:
+                continue
+            names = [name for name in given if name != "general.architecture"]
+            changed = given | {draw.choice(names + MORE_KEYS): draw.choice(ODD) for _ in range(2)}
+            try:
+                geometry_of(known._replace(config=changed, keys=changed), source)
+            except UnknownShapeError:
+                unknown += 1
+    assert unknown > 1000
+
+
+def test_a_file_of_mamba_may_have_no_heads() -> None:
+    given = {key: value for key, value in (MODELS["Mamba-2"].keys or {}).items() if "head_count" not in key}
+    assert geometry_of(Known(None, given, 0), "gguf") == geometry_of(MODELS["Mamba-2"], "gguf")
