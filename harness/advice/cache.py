@@ -1,17 +1,14 @@
 """Findings about the KV cache and the context."""
 
-import numpy as np
-
-from harness.advice.queue import faster_with_fewer, slower_action
-from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule, shorter
+from harness.advice.queue import faster_with_fewer, slot_context, slower_action
+from harness.advice.rules import ENOUGH, Found, RowFacts, rule, shorter
 from harness.analysis.time_split import KV_FULL
 from harness.analysis.turns import recomputed_by_turn, turn_numbers
 from harness.base.engines import default_reserve, safe_utilization
 from harness.base.summary import Action
-from harness.base.units import count, figures, short_percent
+from harness.base.units import count, short_percent
 
 MIN_COST = 0.05  # of the time
-UNUSED = 8.0  # a context this many times as long as the longest request
 MIN_AGAIN = 0.3  # of the tokens of earlier turns
 FEW_CONTEXTS = 2.0  # of the whole length, that the cache holds: then the length decides whether the server starts
 
@@ -78,52 +75,28 @@ def _safe_share(row: RowFacts) -> float | None:
 
 
 @rule(
-    when="the context is at least 8 times as long as the longest request, and slots share it while requests wait, or "
-    "the KV cache holds fewer than two whole contexts",
-    means="The server keeps room for requests that this load never sends. Where slots share the memory, each takes a "
-    "whole context of it; else the length decides how much memory the server needs to start.",
-    actions="a context as long as needed, with more slots in the same memory",
+    when="the context is at least 8 times as long as the longest request, and the KV cache, which slots do not share, "
+    "holds fewer than two whole contexts",
+    means="The server keeps room for requests that this load never sends. The length decides how much memory the "
+    "server needs to start.",
+    actions="a context as long as needed, and not below 8,192 tokens, which a usual conversation needs",
     requests=ENOUGH,
-    loss="queue",
 )
 def context_unused(row: RowFacts) -> Found | None:
-    startup, usual = row.served.startup, row.tokens
-    if startup is None or startup.max_model_len is None or not len(usual) or row.is_quick:
+    startup, usual, needed = row.served.startup, row.tokens, slot_context(row)
+    # Slots that share a context are the matter of `queue_with_room`: there, more of them are what helps.
+    if startup is None or startup.max_model_len is None or needed is None or row.shares_context or row.is_quick:
         return None
-    longest, context = float(usual[-1]), startup.max_model_len
-    if context < UNUSED * longest:
+    longest, context, held = float(usual[-1]), startup.max_model_len, row.kv_tokens
+    if needed * 2 > context or held is None or held >= FEW_CONTEXTS * context:
         return None
-    needed = max(1024, 1 << int(np.ceil(np.log2(1.5 * longest))))
-    if needed * 2 > context:
-        return None
-    values = {"context": context, "longest": longest, "needed": needed}
-    measured = f"the context has {context:,} tokens, and the longest request had {longest:,.0f}"
-    if not row.shares_context:
-        held = row.kv_tokens
-        if held is None or held >= FEW_CONTEXTS * context:
-            return None
-        why = f"the KV cache has {held:,} tokens, and the server starts only if it holds one whole context"
-        action = row.action(f"A context of {needed:,} tokens", {"context": needed}, risk="longer requests are refused")
-        return Found(None, measured, why, [action], values)
-    slots = row.whole("sequences")
-    if slots is None or row.in_flight <= slots:
-        return None
-    more = min(row.in_flight, slots * context // needed)
-    measured += f"; {slots} of {row.in_flight} requests run at once"
+    action = row.action(f"A context of {needed:,} tokens", {"context": needed}, risk="longer requests are refused")
     return Found(
-        cost=row.queued_part,
-        measured=measured,
-        why=f"{count(slots, 'slot')} of {context:,} tokens take the memory of "
-        f"{slots * context // needed} slots of {needed:,}",
-        actions=[
-            row.action(
-                f"{count(more, 'slot')} of {needed:,} tokens",
-                {"sequences": more, "context": more * needed},
-                gain=gain("running", more / slots, f"{figures(more / slots)} times as many at once in the same memory"),
-                risk="longer requests fail; each answer is slower while more run",
-            )
-        ],
-        values=values | {"slots": slots, "more": more},
+        cost=None,
+        measured=f"the context has {context:,} tokens, and the longest request had {longest:,.0f}",
+        why=f"the KV cache has {held:,} tokens, and the server starts only if it holds one whole context",
+        actions=[action],
+        values={"context": context, "longest": longest, "needed": needed},
     )
 
 

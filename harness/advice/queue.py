@@ -6,8 +6,8 @@ from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule, shorter
 from harness.analysis.numbers import generated_tokens
 from harness.analysis.time_split import SHARE
 from harness.base.summary import Action, Reason
-from harness.base.units import count, figures, milliseconds, short_percent
-from harness.records.table import Gaps, join_gaps
+from harness.base.units import GIB, count, figures, gib, milliseconds, short_percent
+from harness.records.table import Floats, Gaps, join_gaps
 
 MUCH_SLOWER = 0.9  # of the throughput with fewer requests at once
 FREEZE_TIMES, FREEZE_S = 4.0, 0.1  # a pause is long beyond so many times the median, and so many seconds
@@ -16,6 +16,9 @@ GATEWAY_SHARE = 0.03  # of the time
 MIN_SAMPLES = 5  # of the server's metrics
 MIN_COMPARED, MIN_WAVES = 20, 2  # requests of a row whose rate is compared, and how often all of them at once
 ROOM = 0.75  # of the KV cache: with less in use, it has room for more requests
+USUAL_CHAT = 8192  # tokens of a context that holds a usual conversation: no advice makes it shorter
+LONG_CONTEXT = 8.0  # a context this many times as long as the longest request
+SMALL_STEP = 2048  # prompt tokens in a step, the smallest default of the engines, where the step is not known
 
 
 @rule(
@@ -78,11 +81,11 @@ def slower_action(row: RowFacts, sequences: int, expected: Reason | None) -> Act
 
 @rule(
     when="requests waited in the server's queue for 20 % of their time while at most 75 % of the KV cache was in use; "
-    "of a server without metrics: its slots are known, and the TTFT of fewer users; 20 requests, or one of each user "
-    "or known slot, also if the end of the load cut them",
+    "of a server without metrics: its slots are known, and no more answers than slots were sent at once, or the TTFT "
+    "of fewer users is known; 20 requests, or one of each user or known slot, also if the end of the load cut them",
     means="The server computes fewer requests at once than its memory allows.",
-    actions="more sequences or slots",
-    loss="queue",
+    actions="more sequences or slots; where slots share a context, so many times the context as well, or a shorter "
+    "context of each slot if the memory has no room for that",
 )
 def queue_with_room(row: RowFacts) -> Found | None:
     split, usage = row.row.time, row.most("kv_usage_max")
@@ -103,85 +106,178 @@ def queue_with_room(row: RowFacts) -> Found | None:
     if queued < SHARE:
         return None
     fits = row.in_flight if not usage else min(row.in_flight, int(0.9 * slots / usage))
-    ttft_s, waited_s = row.row.pooled.ttft.mean, None if split is None else split.queue_s
-    expected = None
-    waited = row.in_flight - slots if waiting is None else waiting
+    waited_s, waited = None if split is None else split.queue_s, row.in_flight - slots if waiting is None else waiting
     measured = f"{count(slots, 'request')} ran at once and up to {waited:.0f} waited"
     if waited_s is not None:
         measured += f", {milliseconds(waited_s)} ms on average"
-        if ttft_s and fits == row.in_flight:
-            least_s = max(0.0, ttft_s - waited_s)
-            text = f"a mean TTFT of at least {milliseconds(least_s)} instead of {milliseconds(ttft_s)} ms: the wait in "
-            text += "the queue ends, and more requests at once slow each other"
-            expected = gain("ttft_mean", least_s / ttft_s, text)
     if usage is not None:
         measured += f"; at most {short_percent(usage)} of the KV cache was in use"
-    changes: dict[str, object] = {"sequences": fits}
-    if (context := row.whole("context")) is not None and row.shares_context:
-        changes["context"] = fits * context
+    expected = _shorter_wait(row, waited_s) if fits == row.in_flight else None
     return Found(
         cost=queued,
         measured=measured,
         why=f"{row.title} runs at most {slots} at once",
-        actions=[
-            row.action(
-                f"Up to {count(fits, 'sequence')} at once",
-                changes,
-                gain=expected,
-                risk="each answer is slower while more run at once; more memory where slots share a context",
-            )
-        ],
+        actions=_more_at_once(row, slots, fits, expected),
         values={"slots": slots, "in_flight": row.in_flight, "queue_s": waited_s, "kv_usage": usage, "fits": fits},
     )
 
 
+def _shorter_wait(row: RowFacts, waited_s: float | None) -> Reason | None:
+    ttft_s = row.row.pooled.ttft.mean
+    if waited_s is None or not ttft_s:
+        return None
+    least_s = max(0.0, ttft_s - waited_s)
+    text = f"a mean TTFT of at least {milliseconds(least_s)} instead of {milliseconds(ttft_s)} ms: the wait in the "
+    text += "queue ends, and more requests at once slow each other"
+    return gain("ttft_mean", least_s / ttft_s, text)
+
+
+def _more_at_once(row: RowFacts, slots: int, fits: int, expected: Reason | None) -> list[Action]:
+    """So many sequences at once. Slots that share a context need one each: in more memory, or in that of shorter ones.
+
+    Each slot keeps its context where the memory has room for it, or is not known.
+    """
+    context = row.whole("context") if row.shares_context else None
+    changes: dict[str, object] = {"sequences": fits}
+    do, risk = f"Up to {count(fits, 'sequence')} at once", "each answer is slower while more run at once"
+    if context is None:
+        return [row.action(do, changes, gain=expected, risk=risk)]
+    needed = slot_context(row)
+    short = None if needed is None or 2 * needed > context else min(fits, slots * context // needed)
+    startup, free = row.served.startup, _free_bytes(row)
+    cache_gib = None if startup is None else startup.kv_cache_gib
+    more_gib = None if cache_gib is None else cache_gib * (fits / slots - 1)
+    memory = "more memory" if more_gib is None else f"{gib(more_gib * GIB)} more of memory"
+    kept = row.action(do, changes | {"context": fits * context}, gain=expected, risk=f"{risk}; {memory}")
+    if short is None or short <= slots:
+        return [kept]
+    do = f"{count(short, 'slot')} of {needed:,} tokens, in the memory of {count(slots, 'slot')} of {context:,}"
+    risk = f"longer requests fail; {risk}"
+    has_room = more_gib is None or free is None or more_gib * GIB <= free
+    do = f"If the memory has no room for that: {do}" if has_room else do
+    shorter_ones = row.action(do, {"sequences": short, "context": short * (needed or 0)}, risk=risk)
+    return [kept, shorter_ones] if has_room else [shorter_ones]
+
+
+def slot_context(row: RowFacts) -> int | None:
+    """The tokens of a context that holds the row's requests and a usual conversation; None: not known, or not long."""
+    startup = row.served.startup
+    context = None if startup is None else startup.max_model_len
+    if context is None or not len(row.tokens) or context < LONG_CONTEXT * float(row.tokens[-1]):
+        return None
+    return max(USUAL_CHAT, 1 << int(np.ceil(np.log2(1.5 * float(row.tokens[-1])))))
+
+
+def _free_bytes(row: RowFacts) -> float | None:
+    """The least memory that the server's GPUs had free during the load; None: not known."""
+    cards = {str(gpu.get("render_node")).rpartition("/")[2]: gpu for gpu in row.data.run.machine.gpus}
+    least: list[float] = []
+    for load in (cell.machine_load for cell in row.cells if cell.machine_load is not None):
+        free = [
+            total - gpu.vram_max_bytes + (load.host_memory_min_bytes or 0) * (cards[name].get("integrated") is True)
+            for name, gpu in load.gpus.items()
+            if gpu.used and gpu.vram_max_bytes is not None
+            and isinstance(total := cards.get(name, {}).get("vram_bytes"), int)
+        ]  # fmt: skip
+        least += [sum(free)] if free else []
+    return min(least, default=None)
+
+
 def _later_part(row: RowFacts, slots: int) -> float:
-    """The share of the time by which the first token came later than where each request had a slot; 0: not known."""
+    """The share of the time by which the first token came later than where each request had a slot; 0: not known.
+
+    A slot is free where fewer requests were sent at once. Else the fastest of this row had one, if answers came from no
+    more requests at once than there are slots.
+    """
     free = [one.row.pooled.ttft.mean for one in row.neighbours if one.in_flight <= slots]
     ttft_s, e2e_s = row.row.pooled.ttft.mean, row.row.pooled.e2e.mean
     alone_s = max((one for one in free if one is not None), default=None)
+    if alone_s is None and _answers_at_once(row) <= slots:
+        alone_s = row.row.pooled.ttft.min
     if alone_s is None or ttft_s is None or not e2e_s or row.load.arrivals is not None:
         return 0.0
     return min((ttft_s - alone_s) / e2e_s, 1 - slots / row.in_flight)
 
 
+def _answers_at_once(row: RowFacts) -> int:
+    """How many answers came at the same time at most."""
+    most = 0
+    for name in row.row.cells:
+        rows = row.data.cells[name].rows
+        rows = rows.where(rows.chunks > 1)
+        starts, ends = np.sort(rows.sent_s + rows.first_chunk_s), np.sort(rows.sent_s + rows.last_chunk_s)
+        at_once = np.arange(1, len(starts) + 1) - np.searchsorted(ends, starts, "right")
+        most = max(most, int(at_once.max(initial=0)))
+    return most
+
+
 @rule(
     when="pauses of over 4 times the median, and of 0.1 s or more, took 20 % of the time of answers, without "
-    "preemptions, and one step computes more than 256 tokens of a prompt",
+    "preemptions, one step computes more than 256 tokens of a prompt, and another request got its first token during "
+    "at least half of the answers with such a pause",
     means="While a long prompt is computed, all running answers wait: each step has tokens of prompts and of answers.",
     actions="fewer tokens in a step, so that prompts are computed in smaller chunks",
     requests=ENOUGH,
 )
 def prompts_freeze_answers(row: RowFacts) -> Found | None:
     gaps = join_gaps(row.data.cells[name].counted_gaps for name in row.row.cells)
-    setting = "batch" if row.engine is not None and "batch" in row.engine.settings else "batched_tokens"
-    batched = row.whole(setting)
-    prompt = row.row.pooled.prompt_tokens
-    if not gaps.n or not prompt or row.in_flight < 2 or row.most("preemptions"):
+    numbers, running = row.row.pooled, row.most("running_max")
+    if not gaps.n or not numbers.prompt_tokens or row.most("preemptions"):
+        return None
+    at_once = [row.in_flight, row.whole("sequences"), None if running is None else int(running)]
+    if min(one for one in at_once if one is not None) < 2:  # no answer is under way while a prompt is computed
         return None
     usual_s, part = gaps.percentile_s(500), _paused(gaps, gaps.percentile_s(500))
     if part < SHARE or usual_s <= 0:
         return None
-    mean = prompt / row.row.pooled.succeeded
-    chunk = mean if batched is None else min(batched, mean)  # tokens of a prompt that one step computes
+    setting = "batch" if row.engine is not None and "batch" in row.engine.settings else "batched_tokens"
+    step = row.whole(setting) or row.default(setting)
+    prompt = max(1.0, (numbers.prompt_tokens - (numbers.cached_tokens or 0)) / numbers.succeeded)
+    chunk = min(SMALL_STEP if step is None else step, prompt)  # tokens of a prompt that one step computes
     less = max(256, int(chunk) // 4)
-    if less >= chunk:  # one small step computes the whole prompt: the pauses have another reason
+    # One small step computes the whole prompt, or no prompt was computed meanwhile: the pauses have another reason.
+    if less >= chunk or _interrupted_part(row, usual_s) < HALF:
         return None
+    size = "whose size is not known" if step is None else f"of up to {chunk:,.0f} tokens"
     return Found(
         cost=part,
         measured=f"pauses of up to {milliseconds(gaps.max_s)} ms between chunks, with a median of "
         f"{milliseconds(usual_s)} ms; long ones took {short_percent(part)} of the time of answers",
-        why=f"prompts of {mean:,.0f} tokens are computed in steps of up to {chunk:,.0f} tokens",
+        why=f"prompts of {prompt:,.0f} tokens are computed in steps {size}",
         actions=[
             row.action(
                 f"At most {less:,} tokens in a step",
                 {setting: less},
-                gain=shorter("gap_max", "longest pauses", gaps.max_s, less / chunk),
+                gain=None if step is None else shorter("gap_max", "longest pauses", gaps.max_s, less / chunk),
                 risk="the first token of long prompts comes later",
             )
         ],
-        values={"gap_p50_s": usual_s, "gap_max_s": gaps.max_s, "share": part, "batched_tokens": batched, "less": less},
+        values={"gap_p50_s": usual_s, "gap_max_s": gaps.max_s, "share": part, "batched_tokens": step, "less": less},
     )
+
+
+def _interrupted_part(row: RowFacts, usual_s: float) -> float:
+    """The share of the answers with a long pause during which another request of the server got its first token."""
+    paused = interrupted = 0
+    for cell in row.cells:
+        rows = row.data.cells[cell.id].counted
+        rows = rows.where(rows.good & (rows.longest_gap_s > FREEZE_TIMES * usual_s) & (rows.longest_gap_s >= FREEZE_S))
+        firsts_s, zero_s = _first_tokens_s(row, cell.group or cell.id), row.data.cells[cell.id].clock.wall_s(0.0) or 0.0
+        begin_s, end_s = (zero_s + rows.sent_s + one for one in (rows.first_chunk_s, rows.last_chunk_s))
+        others = np.searchsorted(firsts_s, end_s, "left") - np.searchsorted(firsts_s, begin_s, "right")
+        paused, interrupted = paused + len(rows), interrupted + int((others > 0).sum())
+    return interrupted / paused if paused else 0.0
+
+
+def _first_tokens_s(row: RowFacts, group: str) -> Floats:
+    """The times of the first tokens in the cells that ran together, warm-up and other loads included; increasing."""
+    found = []
+    for cell in row.summary.cells:
+        if (cell.group or cell.id) == group and cell.id in row.data.cells:
+            records = row.data.cells[cell.id]
+            rows = records.rows.where(records.rows.chunks > 0)
+            found.append((records.clock.wall_s(0.0) or 0.0) + rows.sent_s + rows.first_chunk_s)
+    return np.sort(np.concatenate([*found, []]))
 
 
 def _paused(gaps: Gaps, usual_s: float) -> float:

@@ -270,6 +270,12 @@ class RowFacts(Struct, frozen=True, dict=True):
         value = self.setting(name)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
+    def default(self, name: str) -> int | None:
+        """The engine's own number for a setting that is not given; None: not known."""
+        spelled = None if self.engine is None else self.engine.settings.get(name)
+        value = None if spelled is None or spelled.tune is None else spelled.tune.default
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
     def action(
         self, do: str, changes: dict[str, Any] | None = None, *, settings: dict[str, str] | None = None,
         gain: Reason | None = None, risk: str = "", about: str = "", verify: str = "",

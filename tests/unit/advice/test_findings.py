@@ -30,7 +30,7 @@ from harness.machine.telemetry import Meter, find_files, read_files
 from harness.records.manifest import Machine, ModelSize, read_run, write_run
 from harness.records.records import Request
 from harness.records.run_data import load
-from harness.records.samples import TelemetrySample
+from harness.records.samples import GpuSample, HostSample, TelemetrySample
 from harness.report import html, markdown
 from harness.report.elements import Paragraph
 from harness.report.page import run_page
@@ -629,7 +629,7 @@ def test_a_context_of_256k_is_not_needed(tmp_path: Path) -> None:
     served = {"effective": {"recipe_options": {"ctx_size": 262_144}}, "model": "user.M"}
     story = Cause(EngineSetup(engine=engine, startup=VLLM, served=served), {"five": batch(5)}, more={"template": None})
     (one,) = found(tmp_path / "run", story)
-    entry = {"user.M": {"ctx_size": 1024}}
+    entry = {"user.M": {"ctx_size": 8192}}  # no less: a usual conversation needs it
     assert (one.code, json.loads(one.actions[0].settings["recipe_options.json"])) == ("context_unused", entry)
 
 
@@ -644,24 +644,119 @@ def test_litellm_took_six_percent(tmp_path: Path) -> None:
     assert one.cost == pytest.approx(1 - 29.95 / 31.84, abs=0.005)
 
 
-def test_llamacpp_with_one_slot_queues_what_fits(tmp_path: Path) -> None:
-    """The butler: one request at a time, whatever arrives. Its memory has room for more slots."""
-    engine = replace(HEALTHY, max_num_seqs=1)
-    served = {
-        "effective": {"recipe_options": {"ctx_size": 8192}, "parallel": 1, "ctx_per_slot": 8192},
-        "model": "user.M",
-    }
-    butler = EngineSetup(engine=engine, startup={"engine": "llama.cpp", "max_model_len": 8192}, served=served)
-    story = Cause(butler, {"five": batch(5)}, more={"template": None})
-    findings = found(tmp_path / "run", story)
-    assert [one.code for one in findings] == ["context_unused", "queue_with_room"]
-    assert [one.same_cost_as for one in findings] == ["", "context_unused"], "the same requests wait"
-    entries = [json.loads(one.actions[0].settings["recipe_options.json"])["user.M"] for one in findings]
-    assert {"ctx_size": 5 * 1024, "llamacpp_args": "--parallel 5"} in entries
-    smaller = next(one for one in findings if one.code == "context_unused").actions[0].gain
-    more = replace(butler, engine=replace(engine, max_num_seqs=5))
-    running = measured(tmp_path / "more", story, more).summary.cells[0].server_load.running_max
-    assert smaller is not None and running == smaller.values["factor"] == 5
+def one_slot(context: int = 8192, engine: EngineConfig = HEALTHY, **startup: Any) -> EngineSetup:
+    """llama.cpp behind Lemonade as it starts by itself: one request at a time, whatever arrives."""
+    effective = {"recipe_options": {"ctx_size": context}, "parallel": 1, "ctx_per_slot": context}
+    return EngineSetup(
+        engine=replace(engine, max_num_seqs=1, max_model_len=context),
+        startup={"engine": "llama.cpp", "max_model_len": context, **startup},
+        served={"effective": effective, "model": "user.M"},
+    )
+
+
+def entry_of(one: RunFinding, action: int) -> dict[str, Any]:
+    entry = json.loads(one.actions[action].settings["recipe_options.json"])["user.M"]
+    assert isinstance(entry, dict)
+    return entry
+
+
+def test_one_slot_needs_more_slots_and_each_keeps_its_context(tmp_path: Path) -> None:
+    """One finding, whose first action makes no usual conversation impossible."""
+    story = Cause(one_slot(), {"five": batch(5)}, more={"template": None})
+    (one,) = found(tmp_path / "run", story)
+    assert (one.code, len(one.actions)) == ("queue_with_room", 1)
+    assert entry_of(one, 0) == {"ctx_size": 5 * 8192, "llamacpp_args": "--parallel 5"}
+
+
+@pytest.mark.parametrize(("vram_gib", "first"), [(96, "--parallel 5"), (20, "--parallel 4"), (None, "--parallel 5")])
+def test_slots_get_shorter_only_where_the_memory_has_no_room_and_hold_a_chat(
+    tmp_path: Path, vram_gib: int | None, first: str
+) -> None:
+    """A context of 32,768 tokens takes 4 GiB, and the GPU has 17 GiB more than the server uses, or 1 GiB."""
+
+    def samples(cell: Cell, wall_s: float) -> list[TelemetrySample]:
+        gpu = GpuSample(busy_percent=90, vram_used_bytes=19 * GIB, gtt_used_bytes=0)
+        host = HostSample(memory_available_bytes=0)
+        return [
+            TelemetrySample(wall_s=wall_s + at, cell=cell.id, gpus={"renderD128": gpu}, host=host) for at in range(40)
+        ]
+
+    setup = replace(one_slot(32_768, kv_cache_gib=4.0), telemetry=() if vram_gib is None else samples)
+    if vram_gib is None:
+        setup = replace(setup, telemetry=EngineSetup().telemetry)
+    card = None if vram_gib is None else machine(lambda root: machines.radeon(root, 110000, vram_gib))
+    more: dict[str, Any] = {"template": None} | ({} if card is None else {"machine": card})
+    one = found(tmp_path / "run", Cause(setup, {"five": batch(5)}, more=more))[0]
+    assert one.code == "queue_with_room"
+    entry = entry_of(one, 0)
+    assert (entry["llamacpp_args"], entry["ctx_size"]) == (first, 5 * 32_768 if first.endswith("5") else 4 * 8192)
+    assert all(entry_of(one, place)["ctx_size"] >= 8192 * int(entry_of(one, place)["llamacpp_args"].split()[-1])
+               for place in range(len(one.actions)))  # fmt: skip
+
+
+def test_one_slot_without_metrics_is_seen_by_its_answers(tmp_path: Path) -> None:
+    """None of them overlap, while five requests are there; with a slot for each, or unknown slots, nothing is found."""
+    for slots, expected in ((1, ["queue_with_room"]), (5, [])):
+        setup = one_slot()
+        served = setup.served | {"effective": setup.served["effective"] | {"parallel": slots}}
+        setup = replace(setup, engine=replace(setup.engine, max_num_seqs=slots), served=served)
+        folder = tmp_path / f"{slots}"
+        measured(folder, Cause(setup, {"five": batch(5)}, more={"template": None}))
+        (folder / "metrics.jsonl").write_text("")
+        findings = with_findings(summarize_with_counts(folder)).summary.findings or []
+        assert [one.code for one in findings] == expected, slots
+
+
+def stalled(one: Request) -> Request:
+    """The answer with all of its time in one pause, between its first chunks and its last ones."""
+    half, first_s, last_s = len(one.chunks_s) // 2, one.chunks_s[0], one.chunks_s[-1]
+    chunks_s = [first_s + place / 250 if place < half else last_s - (len(one.chunks_s) - 1 - place) / 250
+                for place in range(len(one.chunks_s))]  # fmt: skip
+    return replace(one, chunks_s=chunks_s)
+
+
+@pytest.mark.parametrize("users", [1, 5])
+def test_no_prompt_freezes_an_answer_that_is_alone(tmp_path: Path, users: int) -> None:
+    """With one slot, or one user, no answer is under way while a prompt is computed: pauses have another cause."""
+    story = Cause(one_slot(), {"load": batch(users, 40, 30)}, 4000, more={"template": None, "measured": stalled})
+    codes = [one.code for one in found(tmp_path / "run", story)]
+    assert codes == (["queue_with_room"] if users > 1 else [])
+
+
+def test_no_prompt_freezes_answers_that_do_not_overlap(tmp_path: Path) -> None:
+    """Two users whose requests never meet, on a server whose slots are not known."""
+    story = Cause(EngineSetup(engine=replace(HEALTHY, max_num_seqs=1)), {"two": batch(2, 40, 30)}, 2000)
+    unknown = replace(story.setup, startup=VLLM, served={"effective": {}})
+    folder = tmp_path / "run"
+    measured(folder, story, unknown, measured=stalled)
+    (folder / "metrics.jsonl").write_text("")
+    findings = with_findings(summarize_with_counts(folder)).summary.findings or []
+    assert "prompts_freeze_answers" not in [one.code for one in findings]
+
+
+@pytest.mark.parametrize(
+    ("startup", "effective", "step", "less", "has_gain"),
+    [
+        ({"engine": "llama.cpp"}, {"parallel": 6}, 2048, 512, True),
+        ({"engine": "llama.cpp"}, {"parallel": 6, "batch_size": 4096}, 4096, 1000, True),
+        (VLLM, {}, None, 512, False),
+    ],
+)
+def test_a_step_that_is_not_given_is_the_engines_own_or_not_known(
+    tmp_path: Path, startup: dict[str, Any], effective: dict[str, Any], step: int | None, less: int, has_gain: bool
+) -> None:
+    cause = CAUSES["prompts_freeze_answers"]
+    setup = replace(cause.setup, startup=startup, served={"effective": effective})
+    one = next(one for one in found(tmp_path / "run", cause, setup) if one.code == "prompts_freeze_answers")
+    assert (one.values["batched_tokens"], one.values["less"]) == (step, less)
+    assert (one.actions[0].gain is not None) == has_gain
+
+
+def test_what_the_cache_has_of_a_prompt_is_in_no_step(tmp_path: Path) -> None:
+    """3,900 of 4,000 tokens: a hundred are computed, in one small step."""
+    cause = CAUSES["prompts_freeze_answers"]
+    findings = found(tmp_path / "run", cause, measured=lambda one: replace(one, cached_tokens=3900))
+    assert "prompts_freeze_answers" not in [one.code for one in findings]
 
 
 def test_a_setting_is_spelled_as_the_server_is_configured(tmp_path: Path) -> None:
