@@ -2,7 +2,7 @@
 
 from harness.advice.queue import faster_with_fewer, slot_context, slower_action
 from harness.advice.rules import ENOUGH, Found, RowFacts, rule, shorter
-from harness.analysis.time_split import KV_FULL
+from harness.analysis.time_split import KV_FULL, KV_SHARE, kv_cache_share
 from harness.analysis.turns import recomputed_by_turn, turn_numbers
 from harness.base.engines import default_reserve, safe_utilization
 from harness.base.summary import Action
@@ -25,10 +25,8 @@ def kv_cache_full(row: RowFacts) -> Found | None:
     if faster_with_fewer(row) is not None or not (preempted or (usage >= KV_FULL and row.most("waiting_max"))):
         return None
     requests = row.row.pooled.sent / max(1, len(row.cells))
-    again = preempted / (preempted + requests)
-    waited = row.row.time.queue_s / row.row.time.e2e_s if row.row.time is not None and row.row.time.queue_s else 0.0
-    cost = waited + (1 - waited) * again
-    if cost < MIN_COST:
+    cost = kv_cache_share(row.row.time, preempted, requests)
+    if cost is None or cost < KV_SHARE:
         return None
     fits = row.sequences_that_fit
     measured = f"{count(int(preempted), 'preemption')} in {count(round(requests), 'request')}"

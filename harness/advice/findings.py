@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from harness.advice import answers, cache, queue, setup, speed, stream
+from harness.advice import answers, cache, limits, queue, setup, speed, stream
 from harness.advice.expect import Share, Word, prefill_bound, share
 from harness.advice.rules import AdviceRule, RowFacts
 from harness.analysis.summarize import Summarized, summarize_data
@@ -16,6 +16,7 @@ MAX_FINDINGS = 5
 WORDS: dict[Word, str] = {"at-limit": "at the limit", "normal": "normal", "slow": "slow"}
 RULES: tuple[AdviceRule, ...] = (
     *answers.RULES, *stream.RULES, *speed.RULES, *cache.RULES, *queue.RULES, *setup.RULES,
+    *limits.RULES,
 )  # fmt: skip
 
 

@@ -493,7 +493,7 @@ def _summarize_cell(cell: Cell, evidence: validity.Evidence, session: int | None
         notes=[*notes.cell_notes(evidence, limited), *([] if others is None else [others])],
         limits=limits,
         time=split,
-        limited_by=limited_by(split, server, errors),
+        limited_by=limited_by(split, server, errors, numbers.sent),
         rate_error=None if error is None else error[0],
         rate_blocks=None if error is None else error[1],
         client_error=errors,

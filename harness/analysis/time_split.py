@@ -14,6 +14,7 @@ from harness.base.units import count
 MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; outside, they are not the same
 MAX_SUM = 1.1  # of E2E: times of the server beyond it are of other requests, such as a warm-up's long prompts
 KV_FULL = 0.95  # of the KV cache, while requests wait or are preempted
+KV_SHARE = 0.05  # of the time, waited or computed again: from this share on, the KV cache is the limit
 MAX_OTHERS = 0.02  # of the requests: so many may be on one side only, the server's or the client's
 SHARE = 0.20  # of a number or a request's time: from this share on, client, queueing or API process is the limit
 
@@ -83,12 +84,15 @@ def time_split(
 
 
 def limited_by(
-    split: TimeSplit | None, load: ServerLoad, client_error: Mapping[str, tuple[float, float]]
+    split: TimeSplit | None, load: ServerLoad, client_error: Mapping[str, tuple[float, float]], sent: int
 ) -> LimitedBy | None:
-    """Return what limited a cell; None where the server does not report enough to tell."""
+    """Return what limited a cell with so many requests; None where the server does not report enough to tell."""
     if any(max(error) >= SHARE for error in client_error.values()):
         return "client"
-    if (load.kv_usage_max or 0.0) >= KV_FULL and (load.preemptions or load.waiting_max):
+    # A preemption shows a full cache, also between two samples of its usage.
+    is_full = load.preemptions or ((load.kv_usage_max or 0.0) >= KV_FULL and load.waiting_max)
+    share = kv_cache_share(split, load.preemptions, sent)
+    if is_full and (share is None or share >= KV_SHARE):
         return "kv_cache"
     if split is None:
         return None
@@ -99,6 +103,18 @@ def limited_by(
     if split.queue_s is None or split.prefill_s is None or split.decode_s is None:
         return None
     return "prefill" if split.prefill_s > split.decode_s else "decode"
+
+
+def kv_cache_share(split: TimeSplit | None, preemptions: float | None, requests: float) -> float | None:
+    """Return the share of the time that requests waited, or were computed again after a preemption, at most.
+
+    None: the server reports neither the wait nor a preemption.
+    """
+    waited = None if split is None or split.queue_s is None else split.queue_s / split.e2e_s
+    if waited is None and not preemptions:
+        return None
+    again = (preemptions or 0.0) / max(1.0, (preemptions or 0.0) + requests)
+    return (waited or 0.0) + (1 - (waited or 0.0)) * again
 
 
 def mean_split(splits: Sequence[TimeSplit | None]) -> TimeSplit | None:

@@ -167,9 +167,10 @@ def findings(summary: Summary) -> list[Element]:
     codes = [each.code for each in summary.findings or ()][1:]
     more = f"{units.count(len(codes), 'more finding')}: {', '.join(codes)}"
     none = summary.findings is not None and not items and summary.valid
+    requests = [row.pooled.succeeded for row in summary.rows if row.failed is None]
     return [
         *(Paragraph(sentence(reason)) for reason in summary.hardware_shares),
-        *([Paragraph("FINDINGS: no problem found", "good")] if none else []),
+        *([Paragraph(*sentences.no_findings_sentence(requests, sentences.shown_problems(summary)))] if none else []),
         *([Paragraph("Findings, the worst first", "heading"), *_some(items, 1, more, "findings")] if items else []),
     ]
 

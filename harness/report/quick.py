@@ -6,7 +6,7 @@ from harness.analysis.quick import QuickLevel, QuickReport
 from harness.base.units import NOTHING, count, figures
 from harness.report import words
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
-from harness.report.sentences import finding_parts
+from harness.report.sentences import finding_parts, no_findings_sentence
 
 _COLUMNS = (
     TableColumn(
@@ -110,7 +110,8 @@ def _finding(report: QuickReport) -> Iterator[Element]:
     finding = report.finding
     if finding is None:
         if report.valid:
-            yield Paragraph("FINDINGS: no problem found", "good")
+            failed = ["failed requests"] if any(level.failed for level in report.users) else []
+            yield Paragraph(*no_findings_sentence([level.answers for level in report.users], failed))
         return
     yield Paragraph("Worst finding", "heading")
     parts = list(finding_parts(finding))

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
+from harness.advice.rules import ENOUGH
 from harness.analysis import quick
 from harness.analysis.capacity import LevelPoint, crossing_level, levels_answer
 from harness.analysis.checks import evaluate
@@ -434,6 +435,31 @@ def _failure_sentence(rows: list[FailedRequests]) -> str:
     message = "" if repeated else f'; said was "{first.message}"'
     cause = "nothing known of it" if first.cause is None else f"{first.cause}; to solve it: {first.fix}"
     return f"{counts} ({first.kind}): {cause}{message}"
+
+
+def no_findings_sentence(succeeded: Sequence[int], problems: Sequence[str]) -> tuple[str, Literal["good", "unsure"]]:
+    """That there is no finding, and its colour. `succeeded`: requests of each row; with few, most rules show nothing.
+    `problems`: what the page shows all the same.
+    """
+    few = [number for number in succeeded if number < ENOUGH]
+    if not few and not problems:
+        return "FINDINGS: no problem found", "good"
+    parts = [f"no cause found for {' and '.join(problems)}" if problems else "none"]
+    if few:
+        least, most = min(few), max(few)
+        number = count(most, "request") if least == most else f"{least} to {count(most, 'request')}"
+        rows = "" if len(succeeded) == 1 else f" of {count(len(few), 'row')}"
+        verb = "is" if most == 1 else "are"
+        parts.append(f"{number}{rows} {verb} too few for most findings, which need {ENOUGH}")
+    return f"FINDINGS: {'; '.join(parts)}", "unsure"
+
+
+def shown_problems(summary: Summary) -> list[str]:
+    """What the page of a run shows that is no finding: failed requests, failed checks, and the result of hours."""
+    failed_checks = any(check.status == "failed" for check in summary.checks)
+    drifts = any(found.word in ("failed", "drifts") for found in summary.soaks)
+    shown = {"failed requests": bool(summary.failures), "failed checks": failed_checks, "what the hours show": drifts}
+    return [name for name, is_shown in shown.items() if is_shown]
 
 
 def finding_sentence(finding: RunFinding) -> str:

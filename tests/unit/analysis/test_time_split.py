@@ -111,6 +111,10 @@ FULL = ServerLoad(kv_usage_max=0.96, waiting_max=2.0)
 @pytest.mark.parametrize(
     ("found", "load", "client_error", "limit"),
     [
+        (split(queue_s=0.04), FULL, {}, "decode"),  # full for a moment only
+        (None, ServerLoad(kv_usage_max=0.97, waiting_max=1.0, preemptions=1.0), {}, None),
+        (None, ServerLoad(kv_usage_max=1.0, waiting_max=3.0, preemptions=40.0), {}, "kv_cache"),
+        (None, FULL, {}, "kv_cache"),  # nothing says for how long
         (split(queue_s=0.5), FULL, LATE, "client"),
         (split(queue_s=0.5), FULL, {"wall": (0.19, 0.0)}, "kv_cache"),
         (split(queue_s=0.2), ServerLoad(kv_usage_max=0.96), {}, "queue"),  # full, and no request waited for it
@@ -124,7 +128,7 @@ FULL = ServerLoad(kv_usage_max=0.96, waiting_max=2.0)
 def test_what_limited_a_cell(
     found: TimeSplit | None, load: ServerLoad, client_error: dict[str, tuple[float, float]], limit: str | None
 ) -> None:
-    assert limited_by(found, load, client_error) == limit
+    assert limited_by(found, load, client_error, sent=100) == limit
 
 
 def cell(name: str, host_cpu_mean: float | None) -> CellSummary:
