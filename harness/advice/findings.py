@@ -8,6 +8,7 @@ from harness.advice import answers, cache, limits, queue, setup, speed, stream
 from harness.advice.expect import Share, Word, prefill_bound, share
 from harness.advice.rules import AdviceRule, RowFacts
 from harness.analysis.summarize import Summarized, summarize_data
+from harness.analysis.validity import DEATHS, RESTARTS
 from harness.base.summary import Reason, Row, RunFinding, Summary, because
 from harness.base.units import figures
 from harness.records.run_data import RunData
@@ -30,7 +31,7 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
     summary = summary or summarize_data(data).summary
     found: dict[str, list[RunFinding]] = {}
     rows = _row_facts(data, summary)
-    silent = [RowFacts(data, summary, row, rows) for row in summary.rows if not row.failed and not row.pooled.succeeded]
+    silent = [RowFacts(data, summary, row, rows) for row in _living(summary) if not row.pooled.succeeded]
     for one in [*filter(None, map(answers.users_unserved.finding, silent)), *_of_rows(rows)]:
         found.setdefault(one.code, []).append(one)
     ranked = [replace(alike[0], rows=[one.rows[0] for one in alike]) for alike in found.values()]
@@ -39,8 +40,15 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
 
 def _row_facts(data: RunData, summary: Summary) -> list[RowFacts]:
     rows: list[RowFacts] = []
-    rows += [RowFacts(data, summary, row, rows) for row in summary.rows if not row.failed and row.pooled.succeeded]
+    rows += [RowFacts(data, summary, row, rows) for row in _living(summary) if row.pooled.succeeded]
     return rows
+
+
+def _living(summary: Summary) -> list[Row]:
+    """The rows whose server did not fail: of one that died, its death is the only finding."""
+    codes = (*DEATHS, *RESTARTS)
+    dead = {cell.id for cell in summary.cells if any(problem.code in codes for problem in cell.problems)}
+    return [row for row in summary.rows if row.failed is None and dead.isdisjoint(row.cells)]
 
 
 def _of_rows(rows: Iterable[RowFacts]) -> list[RunFinding]:
@@ -77,7 +85,7 @@ def with_findings(made: Summarized) -> Summarized:
     """
     made = made._replace(summary=without_impossible_prefill(made.data, made.summary))
     shares, findings = hardware_shares(made.data, made.summary), find(made.data, made.summary)
-    searched = findings if any(row.pooled.succeeded for row in made.summary.rows) else None
+    searched = findings if any(row.pooled.succeeded for row in _living(made.summary)) else None
     return made._replace(summary=replace(made.summary, hardware_shares=shares, findings=searched))
 
 

@@ -16,6 +16,7 @@ from harness.analysis import stats
 from harness.analysis.schedule import load_kind
 from harness.analysis.stats import Array
 from harness.analysis.summarize import summarize_data
+from harness.analysis.validity import DEATHS
 from harness.base.command import command_line
 from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
@@ -144,14 +145,11 @@ def forecast(
     )
 
 
-_DEATHS = ("server_died", "server_exit", "server_unreachable", "out_of_memory")
-
-
 def _what_to_measure(folder: Path, refused: Iterable[Reason]) -> str:
     """What makes a prediction possible: a server that lives, a run that counts, or another load."""
     invalid = [why for reason in refused if isinstance(why := reason.values.get("why"), dict)]
     for why in invalid:
-        if why["code"] in _DEATHS:
+        if why["code"] in DEATHS:
             log = folder / "logs" / f"{why.get('cell')}.server.log"
             explain = command_line("harness", "explain", log)
             return f"The server died: find out why (`{explain}`), fix that, and run the scenario again."

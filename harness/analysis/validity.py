@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -38,6 +39,10 @@ MIN_HANG_S = 30.0  # a shorter silence is no hang, ...
 HANG_TIMES = 10.0  # ... nor is one below so many times the median TTFT
 MAX_NAMES = 10  # different finish reasons or models that are counted by name
 NOTED_HANG_S = 5.0  # where the metrics are silent, too
+
+DEATHS = ("server_died", "server_exit", "server_unreachable", "out_of_memory")  # codes of reasons: the server is gone
+RESTARTS = ("server_restarted", "counters_restarted", "backend_lost", "backend_reset", "backend_restarted")
+BROKEN = ("connect", "disconnect", "truncated")  # the first errors of a client when the server is gone
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
@@ -99,7 +104,25 @@ def check_cell(evidence: Evidence) -> list[Reason]:
         *([evidence.clients] if evidence.clients is not None and evidence.clients.code == "other_client" else []),
         *throttling_reasons(evidence, invalid=True),
     ]
-    return [replace(reason, cell=evidence.cell) for reason in reasons]
+    reasons = [replace(reason, cell=evidence.cell) for reason in reasons]
+    ended = _last_moment(evidence.data.rows)
+    return [
+        replace(reason, values=reason.values | ended) if reason.code in (*DEATHS, *RESTARTS) else reason
+        for reason in reasons
+    ]
+
+
+def _last_moment(rows: Rows) -> dict[str, Any]:
+    """When the first connection of a load broke, in seconds after its first request, and the requests sent until then.
+
+    Where none broke, that is when its last request ended. Warm-up included.
+    """
+    if not len(rows):
+        return {}
+    ended_s = rows.sent_s + rows.ended_s
+    broken_s = ended_s[rows.error.is_in(*BROKEN)]
+    at_s = float(broken_s.min() if len(broken_s) else ended_s.max())
+    return {"after_s": at_s - float(rows.sent_s.min()), "sent": int((rows.sent_s < at_s).sum())}
 
 
 def ended_normally(ran: CellRun | None, marks: Sequence[ProcessMark]) -> bool:

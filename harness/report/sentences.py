@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from harness.advice.rules import ENOUGH
 from harness.analysis import quick
@@ -16,6 +16,7 @@ from harness.analysis.capacity import LevelPoint, crossing_level, levels_answer
 from harness.analysis.checks import evaluate
 from harness.analysis.comparable import engine_versions
 from harness.analysis.soak import soak_answer
+from harness.analysis.validity import DEATHS, RESTARTS
 from harness.base import units
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS, number_names
@@ -65,13 +66,14 @@ def run_answer(summary: Summary, run: Run) -> str:
 
 def _run_answer(summary: Summary, run: Run) -> str:
     is_cut = run.status in ("running", "interrupted", "failed")
+    death = _death_answer(summary, run)
     if summary.soaks:  # a server that failed makes the run INVALID, and is the answer; so do the hours before an end
-        answers = [sentence(soak_answer(found)) for found in summary.soaks]
+        answers = [death] * bool(death) + [sentence(soak_answer(found)) for found in summary.soaks]
         return " ".join([*answers, *(["The run did not come to its end."] if is_cut else [])])
     if is_cut:
-        return "No answer: the run did not come to its end."
-    if summary.valid is False and run.status != "live":
-        return _death_answer(summary) or "No answer: the run is INVALID."
+        return death or "No answer: the run did not come to its end."
+    if summary.valid is False and (death or run.status != "live"):
+        return death or "No answer: the run is INVALID."
     checks = [(check, result) for result in summary.checks if (check := _parse_or_none(result.check)) is not None]
     if relative := [result for check, result in checks if check.relative]:
         return _regression_answer(relative)
@@ -93,23 +95,41 @@ def _run_answer(summary: Summary, run: Run) -> str:
     return _measurements_answer(summary.rows)
 
 
-_DEATHS = ("server_died", "server_exit", "server_unreachable", "out_of_memory")
+_ENDS = {
+    "ended": "died", "closed": "died", "restarted": "was restarted", "removed": "was removed by another process",
+    "paused": "was paused by another process", "unreachable": "could not be reached any more",
+}  # fmt: skip
 
 
-def _death_answer(summary: Summary) -> str:
-    """How the server of an INVALID run ended, and where its log is; empty where it did not."""
-    found = next((reason for reason in summary.reasons if reason.code in _DEATHS and reason.cell is not None), None)
+def _death_answer(summary: Summary, run: Run) -> str:
+    """How and when the server of a run ended, and where its log is; empty where it did not."""
+    codes = (*DEATHS, *RESTARTS)
+    found = next((reason for reason in summary.reasons if reason.code in codes and reason.cell is not None), None)
     cell = None if found is None else next((cell for cell in summary.cells if cell.id == found.cell), None)
     if found is None or cell is None:
         return ""
-    ends = {"out_of_memory": "was killed because memory ran out", "server_unreachable": "could not be reached any more"}
-    code = found.values.get("exit_code")
-    ended = ends.get(found.code, "died" + (f" (exit code {code})" if code is not None else ""))
-    server = f" {cell.server}" if len({row.server for row in summary.rows}) > 1 else ""
-    return (
-        f"The server{server} {ended} after {count(cell.numbers.sent, 'request')}; its numbers cannot be used. "
-        f"Its log: logs/{cell.id}.server.log in the folder of the run (`harness explain LOG` reads it)."
-    )
+    reasons = [reason for reason in summary.reasons if reason.cell == cell.id and reason.code in codes]
+    values: dict[str, Any] = {}
+    for reason in reasons:
+        values |= reason.values
+    is_restart = all(reason.code in RESTARTS for reason in reasons)
+    ended = "restarted" if is_restart else _ENDS.get(values.get("how", "ended"), "died")
+    what = "The gateway of the server" if values.get("of_gateway") else "The server"
+    name = f" {cell.server}" if len({row.server for row in summary.rows}) > 1 else ""
+    sent, after_s = values.get("sent", cell.numbers.sent), values.get("after_s")
+    when = f"after {count(sent, 'request')}"
+    if after_s is not None:
+        when += f", {f'{units.figures(after_s)} s' if after_s < 90 else units.duration(after_s)} into the load"
+    facts = [f"exit code {values['exit_code']}"] if values.get("exit_code") is not None else []
+    facts += ["out of memory"] if any(reason.code == "out_of_memory" for reason in reasons) else []
+    why = values.get("cause") or values.get("detail")
+    why = f"nothing listens at {why} any more" if values.get("how") == "closed" else why
+    facts += [str(why)] if why and "out of memory" not in facts else []
+    ran = run.ran.get(cell.id)
+    log = f"Its log: logs/{cell.id}.server.log in the folder of the run (`harness explain LOG` reads it)."
+    if ran is not None and ran.served_by.template is None:
+        log = "Read its own log (`harness explain LOG`)."
+    return f"{what}{name} {ended} {when}{': ' * bool(facts)}{', '.join(facts)}. Its numbers cannot be used. {log}"
 
 
 def comparison_answer(comparison: Comparison) -> str:

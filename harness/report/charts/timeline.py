@@ -8,14 +8,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from harness.analysis.validity import BROKEN
 from harness.base import units
 from harness.base.engines import engines
 from harness.base.summary import CellSummary
 from harness.records.manifest import CellRun, Run, ServedBy
 from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter
 from harness.report.charts.data import Timeline, Values
-
-_BROKEN = ("connect", "disconnect", "truncated")  # the first errors of a client when the server is gone
 
 
 class TimelineEvent(Struct, frozen=True, order=True):
@@ -49,7 +48,7 @@ def _death_event(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
     death = ran.served_by.death
     if ran.served_by.exit_code is None and (death is None or death.how == "unreachable"):
         return None
-    broken = [line.failures[kind].first_s for kind in _BROKEN if kind in line.failures]
+    broken = [line.failures[kind].first_s for kind in BROKEN if kind in line.failures]
     code = ran.served_by.exit_code
     why = ", out of memory" if ran.served_by.oom_killed else "" if code is None else f", exit code {code}"
     return TimelineEvent(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")

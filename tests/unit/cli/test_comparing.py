@@ -72,7 +72,8 @@ def test_a_server_that_died_is_the_answer_and_the_advice(tmp_path: Path) -> None
     write_made_run(tmp_path / "runs" / "died", made_of=ONE, served=lambda cell: served_by(exit_code=1))
     done = called("report", "died", cwd=tmp_path)
     assert done.code == 3
-    assert done.out.splitlines()[1].startswith("The server died (exit code 1) after 4 requests;")
+    assert done.out.splitlines()[1].startswith("The server died after 5 requests, ")
+    assert "into the load: exit code 1." in done.out
     assert "logs/r1-a-x.server.log" in done.out
     done = called("plan", "died", "--items", "500k", cwd=tmp_path)
     assert "The server died" in done.err and "in_flight" not in done.err

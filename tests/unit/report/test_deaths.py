@@ -1,0 +1,94 @@
+"""A server that died is the headline of its run, with when and how, and no finding is about its rows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.advice.findings import with_findings
+from harness.analysis.summarize import summarize_with_counts
+from harness.base.summary import Reason, Summary, because
+from harness.records.manifest import Run, ServerDeath, write_run
+from harness.records.records import Request
+from harness.report.sentences import run_answer
+from harness.scenario import Load, Server
+from harness.scenario.plan import Cell
+from tests.support.made_runs import request, scenario, served_by, write_made_run
+
+OOM = ServerDeath(how="ended", exit_code=137)
+ENDS: dict[str, tuple[dict[str, Any], list[Reason], str]] = {
+    "exit code": ({"exit_code": 1}, [ServerDeath(how="ended", exit_code=1).problem()], "died {}: exit code 1. "),
+    "out of memory": (
+        {"exit_code": 137, "oom_killed": True, "death": OOM},
+        [OOM.problem()],
+        "died {}: exit code 137, out of memory. ",
+    ),
+    "cause": (
+        {"exit_code": 1},
+        [ServerDeath(how="ended", exit_code=1, cause="the GPU's memory is full").problem()],
+        "died {}: exit code 1, the GPU's memory is full. ",
+    ),
+    "no record of it": ({"exit_code": 3}, [], "died {}: exit code 3. "),
+    "attached": (
+        {"template": None}, [ServerDeath(how="closed", detail="http://127.0.0.1:8000").problem()],
+        "died {}: nothing listens at http://127.0.0.1:8000 any more. ",
+    ),
+    "restarted": ({"restarts": 1}, [ServerDeath(how="restarted").problem()], "was restarted {}. "),
+    "paused": ({}, [ServerDeath(how="paused").problem()], "was paused by another process {}. "),
+    "backend": ({}, [because("backend_restarted", "another process", server="L", before=1, now=2)], "restarted {}. "),
+}  # fmt: skip
+
+
+def dead_run(folder: Path, served: dict[str, Any], problems: list[Reason], **load: Any) -> tuple[Summary, Run]:
+    """30 requests, one every 0.4 s; the server dies during the last one of them, and five more are refused."""
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        mine: dict[str, Any] = {"cell": cell.id, "load": cell.load, "process": process}
+        made = []
+        for index in range(35):
+            one = request(id=f"{index}", index=index, sent_s=start_s + 0.4 * index, **mine)
+            lost: dict[str, Any] = {"chunks_s": [], "output_tokens": None, "finish": None, "first_visible_s": None}
+            lost |= {"error": "disconnect" if index == 29 else "connect", "status": None, "message": "broken"}
+            made.append(one if index < 29 else replace(one, ended_s=0.2, **lost))
+        return made
+
+    made_of = scenario(
+        servers={"a": Server(template="vllm-cpu")}, repeats=1, max_error_rate=1.0,
+        loads={"x": Load(user="batch", in_flight=8, output_tokens=11, **(load or {"requests": 35}))},
+    )  # fmt: skip
+    run = write_made_run(folder, made_of=made_of, requests=requests, served=lambda cell: served_by(**served))
+    run = replace(run, cells=[replace(cell, problems=problems) for cell in run.cells])
+    write_run(folder, run)
+    return with_findings(summarize_with_counts(folder)).summary, run
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_headline_says_when_and_how_a_server_ended(tmp_path: Path, name: str) -> None:
+    served, problems, text = ENDS[name]
+    summary, run = dead_run(tmp_path / "run", served, problems)
+    expected = "The server " + text.format("after 30 requests, 11.8 s into the load")
+    answer = run_answer(summary, run)
+    assert answer.startswith(expected + "Its numbers cannot be used. ")
+    assert (f"logs/{run.order[0]}.server.log" in answer) == (name != "attached"), "there is no log of it"
+    assert (summary.valid, summary.findings) == (False, None)
+    assert run_answer(summary, replace(run, status="failed")).startswith(expected)
+
+
+def test_a_soak_whose_server_died_says_so_first(tmp_path: Path) -> None:
+    served, problems, _ = ENDS["out of memory"]
+    summary, run = dead_run(tmp_path / "run", served, problems, soak=True, duration_s=60)
+    answer = run_answer(summary, run)
+    assert answer.startswith("The server died after 30 requests, 11.8 s into the load: exit code 137, out of memory. ")
+    assert summary.soaks and "a / x: failed after" in answer
+
+
+def test_another_server_of_the_run_keeps_its_findings(tmp_path: Path) -> None:
+    """Two servers, of which one died: the rows of the other one are searched."""
+    made_of = scenario(repeats=1, loads={"x": Load(user="batch", batch_size=2, requests=24, output_tokens=11)})
+    dies = {"a": {"exit_code": 1}, "b": {}}
+    write_made_run(tmp_path / "run", made_of=made_of, served=lambda cell: served_by(**dies[cell.server]))
+    summary = with_findings(summarize_with_counts(tmp_path / "run")).summary
+    assert summary.findings == []
+    (reason,) = [reason for reason in summary.reasons if reason.code == "server_exit"]
+    assert (reason.values["sent"], reason.values["exit_code"]) == (25, 1), "its warm-up included"
