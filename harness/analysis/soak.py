@@ -22,6 +22,8 @@ from harness.records.table import Bools, Floats, Rows
 BLOCKS, MIN_BLOCKS = 20, 8
 MIN_S = 600.0  # of a trend: a shorter time says nothing about an hour
 MILD = ("kernel.throttled",)  # slower, but no failure
+_OF_A_PROCESS = ("kernel.segfault", "host.oom_kill", "kernel.page_fault")  # that the line names: no failure of others
+_SLACK_S = 1.0  # between the clocks of the kernel's lines and of requests
 _RING, _RECOVERED = "kernel.ring_timeout", "timeout, but soft recovered"
 _RECOVERY_S = 10.0  # of a ring, after its timeout
 _TOO_LONG = "req.context"  # of the table of failures: the load's mistake, which says nothing about hours
@@ -130,14 +132,19 @@ def _events(samples: Sequence[TelemetrySample], cell: CellData, start_wall_s: fl
         at = begin + line.wall_s - start_wall_s
         in_flight = (rows.sent_s <= at) & (at <= rows.sent_s + rows.ended_s)
         failed = int((in_flight & ~rows.good).sum())
-        is_note = known[0].id in MILD or (
-            known[0].id == _RING and not failed and _is_soon(recovered_s.get(_ring(line.text), []), line.wall_s)
+        # A crash of the server ends all that it answers: a request that outlived it was answered by another process.
+        outlived = bool((in_flight & rows.good & (rows.sent_s + rows.last_chunk_s > at + _SLACK_S)).any())
+        of_other = known[0].id in _OF_A_PROCESS and (line.of_server is False or (line.of_server is None and outlived))
+        is_note = (
+            known[0].id in MILD
+            or of_other
+            or (known[0].id == _RING and not failed and _is_soon(recovered_s.get(_ring(line.text), []), line.wall_s))
         )
         found.append(
             KernelEvent(
                 at_s=line.wall_s - start_wall_s,
                 id=known[0].id,
-                cause=known[0].cause,
+                cause=known[0].cause + ", which is not the server's" * of_other,
                 text=line.text,
                 serious=known[0].severity != "warning" and not known[0].hint and not is_note,
                 in_flight=int(in_flight.sum()),

@@ -11,12 +11,13 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.base.redact import masked
 from harness.machine.gpus import AMD, read_number, read_sysfs
@@ -410,6 +411,34 @@ def _parse_kernel_line(raw: bytes) -> KernelLine | None:
     return KernelLine(wall_s=time.time() - max(0.0, min(age_s, 1e9)), text=masked(text[:_MAX_LINE_CHARS]))
 
 
+# The kernel writes the id of the thread that faulted: `llama-server[4242]: segfault`, `pid 4242`, `pid=4242`.
+_KERNEL_PROCESS = re.compile(r"(?:\[|\b[Pp]id[ =]|\b[Pp]rocess )(\d{1,10})\b")
+_MAX_TASKS = 100_000
+
+
+def server_tasks(root: Path, pid: int) -> set[int]:
+    """Return the ids of the threads of a process and of its descendants; empty if they cannot be listed."""
+    found, processes = set[int](), [pid]
+    while processes and len(found) < _MAX_TASKS:
+        folder = root / f"proc/{processes.pop()}/task"
+        try:
+            tasks = os.listdir(folder)
+        except OSError:  # it has ended
+            continue
+        for task in tasks:
+            children = read_sysfs(folder / task / "children")
+            if children is not None:
+                found.add(int(task))
+                processes += [int(child) for child in children.split()]
+    return found
+
+
+def with_process(line: KernelLine, tasks: Set[int]) -> KernelLine:
+    """Return a line of the kernel log with whether its process is the server's, whose threads `tasks` are."""
+    ids = {int(one) for one in _KERNEL_PROCESS.findall(line.text)}
+    return replace(line, of_server=not ids.isdisjoint(tasks)) if ids and tasks else line
+
+
 ROOT_VARIABLE = "AMD_LLM_LOAD_TELEMETRY_ROOT"  # instead of /, for tests on trees of files
 INTERVAL_S = 1.0
 MAX_STOP_S = 3.0  # a hanging driver must not delay the run
@@ -431,15 +460,24 @@ class Sampler:
     """Appends a sample to a file at enter, at each interval, and at exit. A failure leaves a gap.
 
     `container_files`: those of the server's control group, next to this machine's; None: there is nothing to sample.
+    `server_pid`: its first process, for lines of the kernel log; None: not known.
     """
 
     def __init__(
-        self, container_files: list[str] | None, cell: str, path: Path, *, interval_s: float = INTERVAL_S
+        self,
+        container_files: list[str] | None,
+        cell: str,
+        path: Path,
+        *,
+        interval_s: float = INTERVAL_S,
+        server_pid: int | None = None,
     ) -> None:
         self.samples = 0
         self.last_failure: str | None = None
         self._container_files = container_files
         self._interval_s = interval_s
+        self._server_pid = server_pid
+        self._tasks = set[int]()  # of the server, also those that have ended
         self.cell = cell
         self._path = path
         self._stop = threading.Event()
@@ -477,7 +515,7 @@ class Sampler:
                     gpus=gpus,
                     host=host,
                     container=container,
-                    kernel=kernel_log.read(),
+                    kernel=self._read_kernel(root, kernel_log),
                 )
                 append_sample(self._path, sample)
                 self.samples += 1
@@ -487,3 +525,10 @@ class Sampler:
                 is_last = self._stop.wait(max(0.0, due - time.monotonic()))
         except Exception as failure:  # the measurement goes on without telemetry
             self.last_failure = f"{type(failure).__name__}: {failure}"
+
+    def _read_kernel(self, root: Path, kernel_log: KernelLog) -> list[KernelLine] | None:
+        lines = kernel_log.read()
+        if lines is None or self._server_pid is None:
+            return lines
+        self._tasks |= server_tasks(root, self._server_pid)  # a process that crashed may not be listed any more
+        return [with_process(line, self._tasks) for line in lines]

@@ -313,11 +313,12 @@ class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     listen_overflows: Whole | None = None  # ListenOverflows of its network namespace: a counter since its start
 
 
-class KernelLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KernelLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """A line of the kernel log about a GPU, memory or heat."""
 
     wall_s: Seconds
     text: str  # shortened
+    of_server: bool | None = None  # whether its process is the server's; None: it names none, or that is not known
 
 
 class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):

@@ -43,7 +43,7 @@ from harness.scenario import (
 from harness.scenario.plan import Cell, grouped, plan, server_start_of
 from harness.serve.generator import ContainerChild, find_path_in_image
 from harness.serve.lemonade import load_with_options
-from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_files, serve
+from harness.serve.lifecycle import Endpoint, attach_to_server, find_server_pid, find_telemetry_files, serve
 from harness.serve.lint import refuse_too_long
 from harness.serve.offline import OfflineResult, run_offline
 from harness.serve.probe import make_token_counter
@@ -313,7 +313,12 @@ def watch_server(running: Running, job: Job, endpoint: Endpoint, interval_s: flo
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
-        Sampler(find_telemetry_files(endpoint), job.cell, folder / "telemetry.jsonl") as sampler,
+        Sampler(
+            find_telemetry_files(endpoint),
+            job.cell,
+            folder / "telemetry.jsonl",
+            server_pid=find_server_pid(endpoint),
+        ) as sampler,
     ):
         yield scraper, sampler
         waiting = "waiting for {} that the server still works on"

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import docker
 import msgspec
+import psutil
 import requests
 from docker.models.containers import Container
 from msgspec import Struct
@@ -27,7 +28,8 @@ from harness.base.summary import Reason
 from harness.base.trust import open_session
 from harness.failures.explain import ExitState, explain
 from harness.failures.unexpected_response import error_message
-from harness.machine.telemetry import cgroup_files, telemetry_root
+from harness.machine.gpus import find_engine_processes
+from harness.machine.telemetry import cgroup_files, server_tasks, telemetry_root
 from harness.records.manifest import ServedBy, ServerDeath
 from harness.scenario import Scenario, Server, models_of_loads
 from harness.serve import compose_file, containers, probe
@@ -127,6 +129,27 @@ def find_telemetry_files(endpoint: Endpoint) -> list[str] | None:
     if files and container.attrs["HostConfig"].get("NetworkMode") != "host":  # else it counts for all programs
         files.append(f"proc/{pid}/net/netstat")
     return files
+
+
+def find_server_pid(endpoint: Endpoint) -> int | None:
+    """Return the first process of a server; None: not known, as behind a proxy or on another machine."""
+    root, url = telemetry_root(), urlsplit(endpoint.url)
+    if endpoint.container is not None:
+        pid = int(endpoint.container.attrs["State"].get("Pid") or 0)
+        return pid if cgroup_files(root, pid, str(endpoint.container.id)) else None
+    if not is_this_machine(url.hostname or "") or endpoint.started.gateway is not None:
+        return None
+    try:
+        sockets = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return None
+    pids = [one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr and one.pid is not None
+            and one.laddr.port == (url.port or 80)]  # fmt: skip
+    if not pids or endpoint.started.template is not None:  # a process of the harness
+        return min(pids, default=None)
+    # Another program may listen for a server that ran already, such as Docker's proxy: its processes are not known.
+    tasks = server_tasks(root, min(pids))
+    return min(pids) if any(process.pid in tasks for process in find_engine_processes(root)) else None
 
 
 class ServerStart(Struct, frozen=True):

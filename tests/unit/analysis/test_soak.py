@@ -37,16 +37,18 @@ def soak(
     fails_after_h: float | None = None,
     hangs_s: float | None = None,
     log: bool = True,
+    ring: bool = True,
     message: str = "the server closed the connection",
     status: str = "valid",
     cpu_busy: float = 0.5,
     noise: float = 0.05,
     logged: Mapping[float, str] = MappingProxyType({}),
+    of_server: bool | None = None,
 ) -> Soak:
     """Four hours of one request every 12 s: speed changes by `drift` an hour, GTT grows, and the GPU hangs.
 
     `hangs_s`: instead of an error, the last answer stops for so long.
-    `logged`: lines of the kernel log, by their seconds from the start.
+    `logged`: lines of the kernel log, by their seconds from the start; `of_server`: whether they are of its process.
     """
     draw = random.Random(3)
 
@@ -78,9 +80,10 @@ def soak(
     for minute in range(HOURS * 60):
         gpu = GpuSample(vram_used_bytes=8 * GIB, gtt_used_bytes=int((10 + leak_gib * minute / 60) * GIB))
         lines = []
-        if fails_after_h is not None and minute == round(fails_after_h * 60):
+        if ring and fails_after_h is not None and minute == round(fails_after_h * 60):
             lines = [KernelLine(wall_s=WALL_S + 1 + fails_after_h * 3600 - 2, text=RING)]
-        lines += [KernelLine(wall_s=WALL_S + 1 + at, text=text) for at, text in logged.items() if at // 60 == minute]
+        lines += [KernelLine(wall_s=WALL_S + 1 + at, text=text, of_server=of_server) for at, text in logged.items()
+                  if at // 60 == minute]  # fmt: skip
         container = ContainerSample(memory_bytes=3 * GIB)
         samples.append(
             TelemetrySample(wall_s=WALL_S + 1 + 60 * minute, cell=run.order[0], gpus={"renderD128": gpu},
@@ -155,6 +158,35 @@ def test_a_ring_that_recovers_without_a_failed_request_is_a_note(
     found = soak(tmp_path / "run", logged={3600.0: RING, 3600.0 + after_s: text})
     assert (found.word, found.failed, {one.id for one in found.events}) == (words, 0, {"kernel.ring_timeout"})
     assert (found.first_failure_s is None) == (words == "stable")
+
+
+CRASH = "llama-server[16105]: segfault at 0 ip 00007f12 sp 00007ffc error 4 in libamdhip64.so.7[7f10+2000]"
+KILL = "Out of memory: Killed process 16105 (llama-server) total-vm:123456kB, anon-rss:98765kB"
+
+
+@pytest.mark.parametrize("text", [CRASH, KILL])
+@pytest.mark.parametrize(
+    ("of_server", "at_s", "word"),
+    [(True, 3606.0, "failed"), (False, 3606.0, "stable"), (None, 3606.0, "stable")],  # it answered on
+)
+def test_the_crash_of_another_process_is_no_failure_of_the_server(
+    tmp_path: Path, text: str, of_server: bool | None, at_s: float, word: str
+) -> None:
+    found = soak(tmp_path / "run", logged={at_s: text}, of_server=of_server)
+    (event,) = found.events
+    assert (found.word, event.serious, "not the server's" in event.cause) == (word, word == "failed", word == "stable")
+
+
+@pytest.mark.parametrize(("of_server", "is_cause"), [(True, True), (None, True), (False, False)])
+def test_a_failure_has_the_crash_of_its_own_server_as_its_cause(
+    tmp_path: Path, of_server: bool | None, is_cause: bool
+) -> None:
+    """Near the first failure another server crashed as well: its process has another id."""
+    at_s = 2.5 * 3600 + 5
+    found = soak(tmp_path / "run", fails_after_h=2.5, log=True, logged={at_s: CRASH}, of_server=of_server, ring=False)
+    assert found.word == "failed"
+    assert ("16105" in found.cause) == is_cause
+    assert is_cause or found.cause == "the server closed the connection"
 
 
 @pytest.mark.parametrize(("hangs_s", "word"), [(40.0, "failed"), (20.0, "stable")])

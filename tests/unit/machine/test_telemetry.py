@@ -2,11 +2,15 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from harness.analysis.summarize import read_summary
 from harness.machine.telemetry import (
@@ -17,21 +21,25 @@ from harness.machine.telemetry import (
     find_files,
     read_files,
     reports_power,
+    server_tasks,
+    with_process,
 )
 from harness.records.manifest import ServedBy
 from harness.records.samples import (
     ContainerSample,
     GpuSample,
     HostSample,
+    KernelLine,
     TelemetrySample,
     machine_load,
     read_telemetry,
 )
 from harness.serve.containers import ServerStatus
-from harness.serve.lifecycle import Endpoint, find_telemetry_files
+from harness.serve.lifecycle import Endpoint, find_server_pid, find_telemetry_files
 from tests.support import command
 from tests.support.fake_gpus import device, gpu, host, instinct_table
 from tests.support.machines import write
+from tests.support.made_runs import served_by
 
 
 def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:
@@ -272,3 +280,39 @@ def test_whose_telemetry_can_be_had() -> None:
         assert find_telemetry_files(endpoint(url)) is not None
     for url in ("http://gpu-box:8000", "https://10.0.0.7"):
         assert find_telemetry_files(endpoint(url)) is None
+
+
+def test_lines_of_the_kernel_log_name_the_process_of_the_server_or_another() -> None:
+    """By the id of a thread, of the process or of a child; not known without a process, or of unknown threads."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        tasks = server_tasks(Path("/"), os.getpid())
+        assert {os.getpid(), threading.get_native_id(), child.pid} <= tasks
+    finally:
+        child.kill()
+        child.wait()
+    assert server_tasks(Path("/"), child.pid) == set()
+    lines = {
+        f"llama-server[{child.pid}]: segfault at 0 ip 00007f12": True,
+        "llama-server[1]: segfault at 0 ip 00007f12": False,
+        f"Out of memory: Killed process {child.pid} (vllm) total-vm:1kB": True,
+        "amdgpu: [gfxhub] page fault (src_id:0, for process x pid 7 thread x pid 7)": False,
+        "amdgpu 0000:c5:00.0: amdgpu: GPU reset begin!": None,
+    }
+    for text, of_server in lines.items():
+        assert with_process(KernelLine(wall_s=1.0, text=text), tasks).of_server == of_server, text
+        assert with_process(KernelLine(wall_s=1.0, text=text), set()).of_server is None, text
+
+
+def test_the_process_of_a_server_is_the_one_that_listens() -> None:
+    """This test's own process: a server of the harness. One that ran already must be an engine by its name."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        served = served_by(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        cases: list[tuple[dict[str, Any], int | None]] = [
+            ({}, os.getpid()), ({"template": None}, None), ({"gateway": served_by()}, None),
+        ]  # fmt: skip
+        for changes, expected in cases:
+            started = replace(served, **changes)
+            assert find_server_pid(Endpoint(started=started, read_status=lambda now: ServerStatus())) == expected, (
+                changes
+            )
