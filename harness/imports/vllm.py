@@ -75,7 +75,7 @@ class VllmResult(Struct, frozen=True, kw_only=True):
 class VllmDetail(Struct, frozen=True, kw_only=True):
     """The lists of --save-detailed, with one entry for each request, in seconds. 0.0: a failed request has no value.
 
-    Before January 2026 there were no `start_times`: such lists are not used.
+    Before January 2026 there were no `start_times`: where one of them is missing, the others are not used.
     """
 
     ttfts: list[Duration]
@@ -124,7 +124,7 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
         raise HarnessError(f"{source.path}: {place}: a benchmark of embeddings has no generated tokens to measure")
     result = source.read(VllmResult, value, place)
     is_bad = _has_bad_latency(value)
-    has_lists = value.get("ttfts") is not None and value.get("start_times") is not None
+    has_lists = all(value.get(name) is not None for name in VllmDetail.__struct_fields__)
     detail = source.read(VllmDetail, value, place) if has_lists and not is_bad else None
     if detail is not None:
         _refuse_unequal_lists(source, place, detail)

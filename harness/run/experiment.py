@@ -60,6 +60,7 @@ class Experiment(msgspec.Struct, frozen=True):
     computed: dict[str, Reason] = {}  # how a value `auto` was computed, by its path in the scenario
     workers: Workers | None = None  # on other machines
     files: Path | None = None  # the folder of the scenario's files; None: the folder of `path`
+    one_of: list[str] = []  # the servers that the scenario compares, where --url measures one server only
 
     @property
     def folder(self) -> Path:
@@ -99,18 +100,31 @@ def prepare(
         scenario = replace(scenario, loads=scenario.loads | timed)
     scenario = scenario if model is None else _with_models(scenario, model)
     scenario = replace(scenario, checks=list(dict.fromkeys([*scenario.checks, *checks])))
+    one_of = [] if target is None else _compared_servers(scenario)
     if target is not None:
-        scenario = _move_to_running_server(scenario)
-    return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target)
+        question = scenario.question
+        if one_of:
+            question = f"How fast is this server under the loads of {path.stem}, which compares {' and '.join(one_of)}?"
+        scenario = replace(_move_to_running_server(scenario), question=question)
+    return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target, one_of=one_of)
+
+
+def _compared_servers(scenario: Scenario) -> list[str]:
+    """Return the servers that the question of a scenario is between; empty where each has an answer of its own."""
+    is_compared = scenario.baseline is not None or scenario.compare or (scenario.swept and scenario.swept.loads)
+    return list(scenario.servers) if len(scenario.servers) > 1 and is_compared else []
 
 
 def _with_models(scenario: Scenario, given: str) -> Scenario:
     """Replace the scenario's model where loads use it, else all models of its loads in their order.
 
-    Raises HarnessError where their numbers differ.
+    Loads that take all of them in turns take as many as are given. Raises HarnessError where their numbers differ.
     """
     named = models_of_loads(scenario)
     names = [name.strip() for name in given.split(",")]
+    if len(names) > 1 and len(set(names)) == len(names) != len(named) and "" not in names:
+        scenario = _with_turns(scenario, named, len(names))
+        named = models_of_loads(scenario)
     if not named or (len(names) == 1 and any(load.model is None for load in scenario.loads.values())):
         return replace(scenario, model=given)
     if len(names) != len(named) or "" in names:
@@ -123,6 +137,32 @@ def _with_models(scenario: Scenario, given: str) -> Scenario:
 
     loads = {name: replace(load, model=renamed(load.model)) for name, load in scenario.loads.items()}
     return replace(scenario, model=new.get(scenario.model, names[0]), loads=loads)
+
+
+def _with_turns(scenario: Scenario, named: Sequence[str], number: int) -> Scenario:
+    """Return the scenario with so many models where each load takes all of `named` in turns, with as many requests for
+    each; else the scenario as it is. The new models have names of their own, which are replaced.
+    """
+    turns = [[len(list(run)) for _, run in itertools.groupby(load.model)] for load in scenario.loads.values()
+             if isinstance(load.model, list) and list(dict.fromkeys(load.model)) == list(named)]  # fmt: skip
+    if len(turns) != len(scenario.loads) or any(
+        len(set(of_load)) != 1 or len(of_load) != len(named) for of_load in turns
+    ):
+        return scenario
+    models = [f"model {place}" for place in range(number)]
+
+    def scaled(requests: int | None) -> int | None:
+        return None if requests is None else -(-requests * number // len(named))
+
+    loads = {
+        name: replace(
+            load, model=[model for model in models for _ in range(of_load[0])], requests=scaled(load.requests)
+        )
+        for (name, load), of_load in zip(scenario.loads.items(), turns, strict=True)
+    }
+    warmup = scenario.warmup
+    warmup = warmup if warmup is None else replace(warmup, requests=scaled(warmup.requests))
+    return replace(scenario, loads=loads, warmup=warmup)
 
 
 def prepare_recorded(experiment: Experiment) -> Experiment:
@@ -235,7 +275,7 @@ def check_url(option: str, url: str) -> None:
         # Not shown: it may be a secret.
         raise HarnessError(
             f"{option}: an address with a user, a password or a query is not taken, because it would be recorded",
-            next_step="Name the variable that holds the key in the scenario's api_key_env.",
+            next_step="Name the variable that holds the key: --api-key-env NAME, or api_key_env in a scenario.",
         )
     if not usable or " " in url:
         raise HarnessError(

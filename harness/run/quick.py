@@ -149,6 +149,11 @@ def prepare_for(path: Path, target: Target | None, model: str | None, say: Say, 
     the only chat model of the running server takes the place of one that it lacks. Raises HarnessError.
     """
     experiment = experiments.prepare(path, target, model, *options)
+    if experiment.one_of:
+        say(
+            f"{experiment.path.stem} compares {len(experiment.one_of)} servers, and --url measures one of them. "
+            "Run it once for each, then: harness compare RUN RUN"
+        )
     scenario, key_name = experiment.scenario, experiment.scenario.api_key_env
     if target is None or model or path.resolve().parent != SCENARIOS or models_of_loads(scenario):
         return experiment
@@ -165,6 +170,16 @@ def prepare_for(path: Path, target: Target | None, model: str | None, say: Say, 
     return experiment
 
 
+@contextmanager
+def _key_by_option() -> Iterator[None]:
+    """Without a scenario, an option names the variable that holds a key."""
+    try:
+        yield
+    except probe.KeyMissingError as error:
+        next_step = "Export the key, and name its environment variable: --api-key-env NAME."
+        raise ServerError(error.what, next_step=next_step) from None
+
+
 def quick_scenario(
     target: Target, model: str | None = None, key_name: str | None = None, say: Say = lambda line: None
 ) -> dict[str, Any]:
@@ -173,7 +188,7 @@ def quick_scenario(
     `model`: None takes the one that is loaded, or the first. Raises ServerError when it does not answer.
     """
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
-    with reported(f"the first answer of {base}", say):
+    with reported(f"the first answer of {base}", say), _key_by_option():
         chosen = _when_ready(lambda: choose_model(base, key, key_name, model))
         speed = _when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
     effort = choose_effort(speed)
@@ -193,7 +208,8 @@ def quick_scenario(
 def user_scenario(user: str, target: Target, model: str | None = None, key_name: str | None = None) -> dict[str, Any]:
     """Return a scenario with one kind of users, for a capacity search or a live load. Raises ServerError."""
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
-    chosen = _when_ready(lambda: choose_model(base, key, key_name, model))
+    with _key_by_option():
+        chosen = _when_ready(lambda: choose_model(base, key, key_name, model))
     loads = {user: {**USER_LOADS[user], "users": 1, "duration_s": 60}}
     more = {"prompts": USER_PROMPTS.get(user, {"tokens": 256}), "checks": LIMITS}
     return _scenario(f"How many {user} users does this server hold?", chosen, loads, key_name, **more)

@@ -244,12 +244,17 @@ def _to_http_response(response: requests.Response) -> HttpResponse:
     return HttpResponse.of(response.url, response.status_code, response.headers, response.content)
 
 
+class KeyMissingError(ServerError):
+    """The server wants an API key, and the request had none."""
+
+
 def _require_expected_server(response: requests.Response, base: str, key_name: str | None) -> None:
     """Raise ServerError if the server refuses access, or is not the intended one."""
     key = unexpected_response.SentKey("Authorization" in response.request.headers, key_name)
     problem = unexpected_response.explain_response(_to_http_response(response), base, key)
     if problem is not None:
-        raise ServerError(problem[0], next_step=problem[1])
+        is_missing = response.status_code in (401, 403) and not key.sent
+        raise (KeyMissingError if is_missing else ServerError)(problem[0], next_step=problem[1])
 
 
 def require_chat_completion(response: requests.Response, base: str, key_name: str | None) -> None:

@@ -112,7 +112,17 @@ def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
     assert unknown_fields(summary)[vllm._NO_RECORDS] == ["gap", "tokens_per_chunk"]
 
 
-@pytest.mark.parametrize("changes", [{"start_times": None}, {"ttfts": [-1.0] * 12}, {"ttfts": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"start_times": None},
+        {"ttfts": [-1.0] * 12},
+        {"ttfts": None},
+        {"itls": None},
+        {"errors": None},
+        {"input_lens": None, "output_lens": None},
+    ],
+)
 def test_vllm_lists_that_cannot_be_records_leave_numbers(changes: Any, tmp_path: Path) -> None:
     found = read_file(changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw.update(changes)))[1]
     assert found.missing == dict.fromkeys(("gap", "tokens_per_chunk"), vllm._NO_RECORDS)

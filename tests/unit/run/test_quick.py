@@ -267,14 +267,54 @@ def test_the_models_of_loads_are_named_in_their_order_and_the_server_has_them() 
     shipped = SCENARIOS / "model-switching.yaml"
     scenario = prepare(shipped, Target("http://127.0.0.1:9"), "one,two").scenario
     assert (scenario.model, scenario.loads["alternating"].model) == ("one", ["one"] * 3 + ["two"] * 3)
-    with pytest.raises(HarnessError, match=r"--model: the loads name 2 models \(got 3\)"):
-        prepare(shipped, model="one,two,three")
     with pytest.raises(HarnessError, match=r"--model: the loads name 2 models \(got 1\)"):
         prepare(shipped, model="one")
     with listening(double()) as url:
         experiment = prepare(shipped, Target(url), "Qwen3-8B,absent")
         with pytest.raises(ServerError, match="does not serve 'absent'; it serves"):
             probe_server(Target(url), experiment.scenario, print)
+
+
+def test_loads_that_take_all_models_in_turns_take_as_many_as_are_given(tmp_path: Path) -> None:
+    """Each model has as many requests in a row, in the warm-up too, which loads the third one."""
+    shipped = SCENARIOS / "model-switching.yaml"
+    scenario = prepare(shipped, Target("http://127.0.0.1:9"), "one,two,three").scenario
+    load = scenario.loads["alternating"]
+    assert (scenario.model, load.model, load.requests) == ("one", ["one"] * 3 + ["two"] * 3 + ["three"] * 3, 36)
+    assert scenario.warmup is not None and scenario.warmup.requests == 9
+    assert prepare(shipped, model="one,two,three").scenario.loads == scenario.loads
+    with pytest.raises(HarnessError, match=r"--model: the loads name 2 models \(got 3\)"):
+        prepare(shipped, model="one,two,one")
+    burst = {"user": "batch", "batch_size": 2, "requests": 6}
+    apart = {"a": burst | {"model": "x"}, "b": burst | {"model": "y"}}
+    uneven = {"a": burst | {"model": ["x", "x", "y"]}}
+    for name, loads in {"apart": apart, "uneven": uneven}.items():
+        with pytest.raises(HarnessError, match=r"--model: the loads name 2 models \(got 3\)"):
+            prepare(write(tmp_path, name, loads=loads), model="one,two,three")
+
+
+def test_one_server_of_several_that_are_compared_is_not_their_answer(tmp_path: Path) -> None:
+    """The question of the report is about the server that is measured; who starts the run reads what is missing."""
+    said: list[str] = []
+    with listening(double(["Qwen3-8B-GGUF"])) as url:
+        experiment = prepare_for(SCENARIOS / "lemonade-context.yaml", Target(url), None, said.append)
+    assert experiment.one_of == ["ctx-8k", "ctx-32k"]
+    assert experiment.scenario.question == (
+        "How fast is this server under the loads of lemonade-context, which compares ctx-8k and ctx-32k?"
+    )
+    assert any("harness compare RUN RUN" in line for line in said)
+    for name in ("model-switching", "soak", "batching-vllm"):  # each server has an answer of its own
+        shipped = prepare(SCENARIOS / f"{name}.yaml")
+        attached = prepare(SCENARIOS / f"{name}.yaml", Target("http://127.0.0.1:9"))
+        assert (attached.one_of, attached.scenario.question) == ([], shipped.scenario.question), name
+
+
+def test_without_a_scenario_an_option_names_the_key() -> None:
+    with listening(double(key=KEY)) as url:
+        for make in (quick_scenario, lambda target: user_scenario("chat", target)):
+            with pytest.raises(ServerError, match="wants an API key") as caught:
+                make(Target(url))
+            assert "--api-key-env" in caught.value.next_step and "api_key_env" not in caught.value.next_step
 
 
 def test_a_model_that_the_server_does_not_have_is_answered_with_those_it_has(tmp_path: Path) -> None:
