@@ -28,6 +28,8 @@ def unexplained_limit(row: RowFacts) -> Found | None:
     is_few = numbers.succeeded < ENOUGH
     why = "no other finding has the reason"
     action = row.action("Compare it with a run with fewer requests at once")
+    if limit == "queue" and (row.most("kv_usage_max") or 0.0) > queue.ROOM:
+        why = "the KV cache has no room for many more requests at once"
     if is_few:
         why = f"{count(numbers.succeeded, 'request')} that succeeded are too few for findings: {ENOUGH} are needed"
         action = row.action(f"Measure longer, until {ENOUGH} requests have succeeded", about="")
