@@ -50,6 +50,7 @@ class QuickReport(Struct, frozen=True, kw_only=True):
     simulated: bool
     valid: bool
     reasons: list[str]
+    death: str | None = None  # how and when the server ended, if it did
     one_user_tok_s: float | None
     prefill_tok_s: float | None  # with one user, as of the following
     ttft_ms: float | None

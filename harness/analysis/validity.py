@@ -122,7 +122,8 @@ def _last_moment(rows: Rows) -> dict[str, Any]:
     ended_s = rows.sent_s + rows.ended_s
     broken_s = ended_s[rows.error.is_in(*BROKEN)]
     at_s = float(broken_s.min() if len(broken_s) else ended_s.max())
-    return {"after_s": at_s - float(rows.sent_s.min()), "sent": int((rows.sent_s < at_s).sum())}
+    sent = int((rows.sent_s < at_s).sum())
+    return {"after_s": at_s - float(rows.sent_s.min()), "sent": sent, "broken": len(broken_s)}
 
 
 def ended_normally(ran: CellRun | None, marks: Sequence[ProcessMark]) -> bool:

@@ -46,7 +46,7 @@ def quick_page(report: QuickReport) -> list[Element]:
     server = f", {report.server}" if report.server else ""
     return [
         Paragraph(f"{report.model} at {report.url}{server}", "title"),
-        Paragraph(lead(report.users, is_known=not report.notes), "lead"),
+        Paragraph(report.death or lead(report.users, is_known=not report.notes), "lead"),
         *([Paragraph(words.SIMULATED, "simulated")] if report.simulated else []),
         *_reasons(report),
         levels_grid(report.users),

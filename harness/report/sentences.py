@@ -66,7 +66,7 @@ def run_answer(summary: Summary, run: Run) -> str:
 
 def _run_answer(summary: Summary, run: Run) -> str:
     is_cut = run.status in ("running", "interrupted", "failed")
-    death = _death_answer(summary, run)
+    death = death_answer(summary, run)
     if summary.soaks:  # a server that failed makes the run INVALID, and is the answer; so do the hours before an end
         answers = [death] * bool(death) + [sentence(soak_answer(found)) for found in summary.soaks]
         return " ".join([*answers, *(["The run did not come to its end."] if is_cut else [])])
@@ -101,12 +101,14 @@ _ENDS = {
 }  # fmt: skip
 
 
-def _death_answer(summary: Summary, run: Run) -> str:
+def death_answer(summary: Summary, run: Run) -> str:
     """How and when the server of a run ended, and where its log is; empty where it did not."""
     codes = (*DEATHS, *RESTARTS)
-    found = next((reason for reason in summary.reasons if reason.code in codes and reason.cell is not None), None)
-    cell = None if found is None else next((cell for cell in summary.cells if cell.id == found.cell), None)
-    if found is None or cell is None:
+    ended_cells = {reason.cell for reason in summary.reasons if reason.code in codes and reason.values.get("broken")}
+    dead = {reason.cell for reason in summary.reasons if reason.code in codes}
+    # All stages of a load have the reason, and the server ended in one of them.
+    cell = next((cell for cell in summary.cells if cell.id in (ended_cells or dead)), None)
+    if cell is None:
         return ""
     reasons = [reason for reason in summary.reasons if reason.cell == cell.id and reason.code in codes]
     values: dict[str, Any] = {}
@@ -117,7 +119,7 @@ def _death_answer(summary: Summary, run: Run) -> str:
     what = "The gateway of the server" if values.get("of_gateway") else "The server"
     name = f" {cell.server}" if len({row.server for row in summary.rows}) > 1 else ""
     sent, after_s = values.get("sent", cell.numbers.sent), values.get("after_s")
-    when = f"after {count(sent, 'request')}"
+    when = f"after {count(sent, 'request')}" + (f" of {cell.load}" if cell.stage is not None else "")
     if after_s is not None:
         when += f", {f'{units.figures(after_s)} s' if after_s < 90 else units.duration(after_s)} into the load"
     facts = [f"exit code {values['exit_code']}"] if values.get("exit_code") is not None else []

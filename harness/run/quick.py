@@ -26,7 +26,7 @@ from harness.base.summary import sentence
 from harness.base.trust import open_session
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Run, Startup
-from harness.report.sentences import group_reasons
+from harness.report.sentences import death_answer, group_reasons
 from harness.run import experiment as experiments
 from harness.run.experiment import RUNNING_SERVER, Experiment, Target
 from harness.scenario import Scenario, models_of_loads
@@ -353,6 +353,7 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
         simulated=summary.simulated,
         valid=bool(summary.valid),
         reasons=group_reasons(summary.reasons),
+        death=death_answer(summary, data.run) or None,
         one_user_tok_s=one.user_tok_s,
         prefill_tok_s=one.prefill_tok_s,
         ttft_ms=one.ttft_ms,

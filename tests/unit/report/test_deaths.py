@@ -92,3 +92,24 @@ def test_another_server_of_the_run_keeps_its_findings(tmp_path: Path) -> None:
     assert summary.findings == []
     (reason,) = [reason for reason in summary.reasons if reason.code == "server_exit"]
     assert (reason.values["sent"], reason.values["exit_code"]) == (25, 1), "its warm-up included"
+
+
+def test_of_stages_the_one_in_which_the_server_ended_is_named(tmp_path: Path) -> None:
+    """All stages have the reason, because one load generator serves them."""
+    lost: dict[str, Any] = {"chunks_s": [], "output_tokens": None, "finish": None, "first_visible_s": None}
+    lost |= {"error": "disconnect", "status": None, "message": "broken", "ended_s": 0.2}
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        mine: dict[str, Any] = {"cell": cell.id, "load": cell.load, "process": process}
+        made = [request(id=f"{cell.id}-{at}", index=at, sent_s=start_s + at, **mine) for at in range(4)]
+        return [replace(one, **lost) if one.index == 2 else one for one in made] if cell.load == "u@2" else made
+
+    loads = {f"u@{users}": Load(user="batch", in_flight=users, duration_s=5, output_tokens=11) for users in (1, 2)}
+    made_of = scenario(servers={"a": Server(template="vllm-cpu")}, repeats=1, loads=loads)
+    run = write_made_run(tmp_path / "run", made_of=made_of, requests=requests)
+    run = replace(run, cells=[replace(cell, problems=[OOM.problem()]) for cell in run.cells])
+    write_run(tmp_path / "run", run)
+    summary = with_findings(summarize_with_counts(tmp_path / "run")).summary
+    assert run_answer(summary, run).startswith(
+        "The server died after 3 requests of u@2, 2.2 s into the load: exit code"
+    )
