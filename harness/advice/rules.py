@@ -1,10 +1,10 @@
 """What rules are made of: the facts of a row, a rule with its texts, and settings as a server's user writes them."""
 
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from harness.analysis import quick
 from harness.analysis.capacity import CAPACITY_FILE
+from harness.base.command import command_line
 from harness.base.engines import Engine, Spelling, engines, find_engine
 from harness.base.engines.settings import as_number, flag_words, merge_words
 from harness.base.files import open_file
@@ -303,7 +304,7 @@ class RowFacts(Struct, frozen=True, dict=True):
     def verify(self, about: str) -> str:
         """The commands that measure the same again and compare. `about`: the key in which the runs will differ."""
         run = self.data.run
-        return f"{self.run_again}; harness compare {run.id} NEW --about {about}"
+        return f"{self.run_again}; {command_line('harness', 'compare', run.id, 'NEW', '--about', about)}"
 
     @property
     def is_quick(self) -> bool:
@@ -312,19 +313,16 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     @property
     def run_again(self) -> str:
-        run, command, server = self.data.run, "run", ""
+        run, is_capacity = self.data.run, (self.data.folder / CAPACITY_FILE).exists()
+        server = list[str]()
         if self.served.template is None and self.served.url:  # it ran already
-            options = {
-                "--url": self.served.url,
-                "--model": run.scenario.model,
-                "--api-key-env": run.scenario.api_key_env,
-            }
-            server = "".join(f" {name} {shlex.quote(value)}" for name, value in options.items() if value)
-        if self.is_quick:
-            return f"harness quick{server.replace(' --url', '', 1)}"
-        if (self.data.folder / CAPACITY_FILE).exists():
-            command = "capacity"
-        return f"harness {command} {shlex.quote(run.scenario_name)}.yaml{server}"
+            options = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
+            given = [word for name, value in options.items() if value for word in (name, value)]
+            if self.is_quick:
+                return command_line("harness", "quick", self.served.url, *given)
+            server = ["--url", self.served.url, *given]
+        file = Path(f"{run.scenario_name}.yaml")
+        return command_line("harness", "capacity" if is_capacity else "run", file, *server)
 
     def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
         """By place the text that makes these changes, as this server is configured."""
@@ -336,7 +334,7 @@ class RowFacts(Struct, frozen=True, dict=True):
             return self._spell_options(spelled, values)
         if self.served.template is None:
             words = [word for name, one in spelled.items() for word in flag_words(one, values[name])]
-            return {f"arguments of {self.title}": shlex.join(words)} if words else {}
+            return {f"arguments of {self.title}": command_line(*words)} if words else {}
         lines = [f"{one.variable}: {json.dumps(values[name])}" for name, one in spelled.items() if one.variable]
         chosen = {one.environment: values[name] for name, one in spelled.items() if one.environment}
         if chosen:

@@ -6,6 +6,7 @@ import numpy as np
 
 from harness.advice.expect import decode_bound, run_gpu, run_model, ttft_floor
 from harness.advice.rules import ENOUGH, Found, RowFacts, gain, rule, shorter
+from harness.base.command import command_line, positional
 from harness.base.metrics import METRICS
 from harness.base.units import count, figures, milliseconds, short_percent
 from harness.scenario.check_syntax import parse_check
@@ -295,7 +296,7 @@ def slo_beyond_hardware(row: RowFacts) -> Found | None:
             row.action(
                 f"Weights of {short_percent(share)} of the size or less, or an SLO of {milliseconds(floor / 0.6)} ms",
                 risk="a quantized model answers a little differently",
-                verify=f"harness expect {row.data.run.scenario.model}",
+                verify=command_line("harness", "expect", *positional(row.data.run.scenario.model)),
             )
         ],
         values={"slo": text, "bound_s": bound_s, "floor_s": floor},
