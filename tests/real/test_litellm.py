@@ -10,6 +10,7 @@ from harness.records.samples import read_metrics
 from tests.docker.conftest import build_image
 from tests.real.conftest import Say
 from tests.real.parts import RUN_S, Ran, left_behind, run, write_scenario
+from tests.support.command import reasons_but_slowness, stamped_by_kernel
 from tests.support.engines.paths import BASE_IMAGE, LITELLM_VENV
 
 TOKENS = 16
@@ -51,7 +52,8 @@ def measured(ran: Ran, cell: str) -> dict[int, Request]:
 
 def test_streams_and_usage_arrive_right(ran: Ran, say: Say) -> None:
     say(ran.said)
-    assert (ran.code, ran.error) == (0, "")
+    assert (ran.code in (0, 3), ran.error) == (True, "") and reasons_but_slowness(ran.folder) == []
+    assert stamped_by_kernel(ran.records)
     for name, (_, number) in LOADS.items():
         direct, through = (measured(ran, f"r1-{server}-{name}") for server in ("direct", "through"))
         assert sorted(direct) == sorted(through) == list(range(number))
@@ -61,14 +63,14 @@ def test_streams_and_usage_arrive_right(ran: Ran, say: Say) -> None:
             assert record.output_tokens == record.asked_tokens == TOKENS
             assert record.prompt_tokens == direct[index].prompt_tokens
             assert 1 < len(record.chunks_s) <= TOKENS
-            assert record.clock == "kernel"
 
 
 def test_the_report_has_the_proxys_share(ran: Ran) -> None:
     found = {one.code: one for one in ran.summary.findings or []}["gateway_share"]
     expected = found.actions[0].gain
-    assert set(found.rows) == {f"through / {load}" for load in LOADS} and expected is not None
-    assert 0 < expected.values["factor"] < 1
+    assert set(found.rows) == {f"through / {load}" for load in LOADS}
+    assert not ran.summary.valid or expected is not None, "an INVALID run promises nothing"
+    assert expected is None or 0 < expected.values["factor"] < 1
 
 
 def test_what_stood_in_front_is_recorded_and_the_metrics_are_the_servers(ran: Ran) -> None:
