@@ -145,7 +145,9 @@ def slo_reason(
     if slo.level is None:
         text = f"not known: no answer ended in time{settle or '. Use a longer --budget'}"
     elif slo.level:
-        between = f" (between {number(slo.met)} and {number(slo.missed)})" if slo.met and slo.missed else ""
+        # Of several probes of a level the newest may seem better than all of them together, of which the level is.
+        met = min(slo.met, slo.level) if slo.met else None
+        between = f" (between {number(met)} and {number(slo.missed)})" if met and slo.missed else ""
         more = "" if slo.missed else " or more"
         text = f"about {amount(slo.level)}{more}{next_to}{between}; not proven yet{above}{settle}"
     else:
