@@ -187,7 +187,7 @@ class CellWork(NamedTuple):
 
     rate: float  # items a second
     done: int  # items completed in the wall time; also those of a warm-up that ran into it
-    wall_s: float  # from the first measured request to the last answer
+    wall_s: float  # from the first measured request to the last answer, or to the end that cut requests
     waves: float  # of measured requests
     counted_waves: float  # of items that the rate counts
     blocks: Array  # of equal time; three rows: seconds, prompt tokens and output tokens an item. NaN: not reported
@@ -218,7 +218,10 @@ def cell_work(cell: CellData, slots: int) -> CellWork | None:
     if not len(measured) or not len(good):
         return None
     sent_s, ended_s = np.sort(measured.sent_s), np.sort(good.sent_s + good.ended_s)
-    done, wall_s = int((ended_s > sent_s[0]).sum()), float(ended_s[-1] - sent_s[0])
+    # Until the last answer, or until the end of the load cut requests: the server worked on those until then.
+    cut = measured.where(measured.error.is_in(*CUT))
+    over_s = max(float(ended_s[-1]), float((cut.sent_s + cut.ended_s).max(initial=0.0)))
+    done, wall_s = int((ended_s > sent_s[0]).sum()), over_s - float(sent_s[0])
     if not done or wall_s <= 0:
         return None
     is_full = (ended_s > sent_s[min(slots, len(sent_s)) - 1]) & (ended_s <= sent_s[-1])

@@ -11,7 +11,7 @@ import pytest
 from tests.real.conftest import Say
 from tests.real.parts import llamacpp, run, vllm, write_scenario
 
-CHATS = {"user": "chat", "users": 4, "requests": 48, "turns": 6, "think_s": 0, "output_tokens": 16}
+CHATS = {"user": "chat", "users": 4, "requests": 48, "turns": 6, "think_s": [0, 0.1], "output_tokens": 16}
 
 
 class Wrong(NamedTuple):
@@ -29,11 +29,6 @@ WRONG = {
         {"user": "batch", "in_flight": 6, "requests": 30, "output_tokens": 32},
         "queue_with_room",
     ),
-    "llamacpp-long-context": Wrong(
-        llamacpp(parallel=4, ctx_size=131072),
-        {"user": "batch", "in_flight": 4, "requests": 30, "output_tokens": 32},
-        "context_unused",
-    ),
     "vllm-few-sequences": Wrong(
         vllm(max_num_seqs=2),
         {"user": "batch", "in_flight": 8, "requests": 40, "output_tokens": 32},
@@ -46,7 +41,7 @@ WRONG = {
         400,
     ),
     "vllm-no-prefix-caching": Wrong(
-        vllm(extra_args=["--no-enable-prefix-caching"]), CHATS, "prefix_recomputed", 200
+        vllm(enable_prefix_caching=False), CHATS, "prefix_recomputed", 200
     ),
 }  # fmt: skip
 
