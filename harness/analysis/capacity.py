@@ -251,7 +251,7 @@ MAX_PROOFS = 14
 MAX_TRIES = 3  # probes of one level: two agree, or a third one decides
 # Answer times of a probe with its warm-up, and probes of a search (tests/unit/analysis/test_capacity_proof.py).
 PROOF_ROUNDS, RAMP_ROUNDS, TYPICAL_PROOFS = 40, 4, 5
-FIT_ROUNDS = 30  # of a proof without a miss, with its warm-up
+FIT_ROUNDS, MISS_ROUNDS = 30, 12  # of a proof without a miss, and of one that finds a clear miss; with the warm-up
 MARGIN_LIMITS = (1e-3, 10.0)  # of the latency / bound of a level, for the estimate
 _BELOW = 1.05  # the first proof is so far below the estimate
 _AROUND = 1.2  # levels so close to one that could not be decided are as hard
@@ -300,7 +300,7 @@ def next_slo_step(probes: Sequence[Probe], max_level: int, at_least: int | None 
 
     `at_least`: only whether this level meets the SLOs is asked.
     """
-    if (level := _next_ramp_level(probes, min(max_level, at_least or max_level))) is not None:
+    if (level := _next_ramp_level(probes, max_level, at_least)) is not None:
         return SloStep("ramp", level)
     counted = _counted(probes)
     levels = search_levels(max_level, at_least)
@@ -334,14 +334,15 @@ def _is_hopeless(probes: Sequence[Probe]) -> bool:
     return any(one.state == "died" or any(2 * met < known for met, known in one.counts) for one in probes)
 
 
-def _next_ramp_level(probes: Sequence[Probe], max_level: int) -> int | None:
-    """Twice the last level of the ramp; None if that one clearly broke an SLO, or was the highest."""
+def _next_ramp_level(probes: Sequence[Probe], max_level: int, at_least: int | None) -> int | None:
+    """Twice the last level of the ramp, or what is asked for; None if it clearly broke an SLO, or was the highest."""
+    top = min(max_level, at_least or max_level)
     ramp = [probe for probe in probes if probe.purpose == "ramp"]
     if not ramp:
         return 1
-    if any(probe.purpose == "slo" for probe in probes) or ramp[-1].clearly_missed or ramp[-1].level >= max_level:
+    if any(probe.purpose == "slo" for probe in probes) or ramp[-1].clearly_missed or ramp[-1].level >= top:
         return None
-    return min(2 * ramp[-1].level, max_level)
+    return at_least or min(2 * ramp[-1].level, top)
 
 
 def _next_proof_level(
@@ -432,6 +433,12 @@ def fitting_step(probes: Sequence[Probe], step: SloStep, left_s: float, pause_s:
     good = {probe.level for probe in asked if probe.margin is not None and probe.margin <= 1}
     lower = [level for level in good if proven < level < step.level and fits(level)]
     return SloStep("slo", max(lower)) if lower else step
+
+
+def can_decide(probes: Sequence[Probe], step: SloStep, left_s: float, pause_s: float) -> bool:
+    """Whether the time that is left is enough for a proof to find at least a clear miss."""
+    timed = [probe for probe in probes if probe.answer_s is not None]
+    return step.purpose != "slo" or not timed or MISS_ROUNDS * _round_seconds(timed, step.level, pause_s) <= left_s
 
 
 def slo_answer(

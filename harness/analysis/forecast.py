@@ -22,6 +22,7 @@ from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
 from harness.base.summary import CellSummary, Reason, Row, because, sentence
 from harness.base.units import figures, percent
+from harness.records.records import CUT
 from harness.records.run_data import CellData
 from harness.records.run_data import load as load_run_data
 from harness.records.table import Rows

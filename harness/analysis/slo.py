@@ -57,8 +57,13 @@ def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[Check]
             )
         if (slo := slo_from_check(check)) is None:
             raise HarnessError(
-                f"--check '{text}': not an upper bound on a quantile of a latency of requests",
+                f"--check '{text}': not an upper bound on a quantile of a latency of requests, nor an attainment of "
+                "more than 0 and less than 100 %",
                 next_step=f"Write {EXAMPLE}.",
+            )
+        if any(bound.bound_s <= 0 for bound in slo.bounds):
+            raise HarnessError(
+                f"--check '{text}': no request takes 0 s or less", next_step="Write a bound above 0, such as 2s."
             )
         slos.append(slo if check.load is None else _for_load(slo, check.load))
     return slos

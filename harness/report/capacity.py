@@ -145,8 +145,7 @@ def slo_reason(
     if slo.level is None:
         text = f"not known: no answer ended in time{settle or '. Use a longer --budget'}"
     elif slo.level:
-        # Of several probes of a level the newest may seem better than all of them together, of which the level is.
-        met = min(slo.met, slo.level) if slo.met else None
+        met = min(slo.met, slo.level) if slo.met else None  # the newest probe of a level may seem better than all
         between = f" (between {number(met)} and {number(slo.missed)})" if met and slo.missed else ""
         more = "" if slo.missed else " or more"
         text = f"about {amount(slo.level)}{more}{next_to}{between}; not proven yet{above}{settle}"
@@ -163,10 +162,12 @@ def _asked_answer(report: CapacityReport, slo: CapacityAnswer, asked: str, broke
     if slo.above is not None and slo.above <= level:
         at = "" if slo.above == level else f"at {format_level(report, slo.above)} "
         return f"does not hold {asked}: {at}{broken}"
-    known = "no answer ended in time" if slo.level is None else f"about {format_level(report, slo.level)} are likely"
+    likely = f"about {format_level(report, slo.level)}" if slo.level else "not even 1 user"
+    known = "no answer ended in time" if slo.level is None else f"{likely} by an estimate"
     if slo.low:
         known = f"at least {format_level(report, slo.low)} are proven, {known}"
-    return f"not known whether it holds {asked}: {known}{_settle(slo, settle_s, what_if=False)}"
+    settle = _settle(slo, settle_s, what_if=False) or ". Use a longer --budget"
+    return f"not known whether it holds {asked}: {known}{settle}"
 
 
 def _settle(slo: CapacityAnswer, settle_s: float | None, *, what_if: bool) -> str:

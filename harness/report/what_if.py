@@ -84,11 +84,14 @@ def server_answer(
 
 
 def _too_short(capacity: CapacityReport, server: ServerCapacity, probes: Sequence[Probe]) -> Iterator[Reason]:
-    for probe in probes:
-        if probe.state == "stopped":
+    """For each level without a decision its longest probe."""
+    decided = {probe.level for probe in probes if probe.state in ("pass", "fail", "died")}
+    longest = {probe.level: probe for probe in sorted(probes, key=lambda probe: len(probe.blocks))}
+    for level, probe in sorted(longest.items()):
+        if level not in decided and probe.state == "stopped":
             had, needed = len(probe.blocks), blocks_needed(probe.shares, len(probe.blocks))
-            text = f"{server.server}: the probe at {format_loads(capacity, probe.level)} ended too early for this, "
-            text += f"after {count(had, 'block')} of {needed} or more, and does not count"
+            text = f"{server.server}: the probe at {format_loads(capacity, probe.level)} ended too early to prove "
+            text += f"anything, after {count(had, 'block')} of {needed} or more: only the estimate uses it"
             values = {"loads": capacity.loads_at(probe.level), "blocks": had, "needed": needed}
             yield because("what_if_too_short", text, server=server.server, **values)
 

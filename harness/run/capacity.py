@@ -29,6 +29,7 @@ from harness.analysis.capacity import (
     CapacityReport,
     MixMember,
     ServerCapacity,
+    can_decide,
     find_crossovers,
     find_drift,
     fitting_step,
@@ -333,12 +334,16 @@ class ServerSearch:
     def _next_probe(self) -> tuple[Purpose, int, float] | None:
         """Return purpose, level and precision of the next probe: for the SLOs, then for the knee, then for drift."""
         if self.probes and time.monotonic() > self.deadline_s:
-            if self._is_open and not any(reason.code == "capacity_budget" for reason in self.reasons):
-                self.reasons.append(self._budget_reason())
+            if self._is_open:
+                self._note_budget()
             return None
         if self.slos and (step := next_slo_step(self.probes, *self._limits)) is not None:
+            left_s = self.deadline_s - time.monotonic()
             if self.report.at_least is None:
-                step = fitting_step(self.probes, step, self.deadline_s - time.monotonic(), self._pause_s)
+                step = fitting_step(self.probes, step, left_s, self._pause_s)
+            if not can_decide(self.probes, step, left_s, self._pause_s):
+                self._note_budget()
+                return None
             return *step, 0.0
         if self.report.knee and (knee := next_knee_level(self.probes, self.report.max_level)) is not None:
             return "knee", *knee
@@ -379,7 +384,7 @@ class ServerSearch:
             self.drift = find_drift(probe.level, self._repeated_probe().blocks, probe.blocks)
         self.reasons += [death] if died else problems
         if is_short and not problems and (self._is_open or probe.purpose == "knee"):
-            self.reasons.append(self._budget_reason())
+            self._note_budget()
         self.write()
         self._print_answer(probe)
         return can_go_on
@@ -398,7 +403,9 @@ class ServerSearch:
             progress.line(f"{self.name}: {slo_reason(self.report, answer, self.measured).text}")
             more_s = self._more_s() if is_first and self._is_open else None
             if more_s is not None:
-                progress.line(f"{self.name}: the proof takes about {duration_up(more_s)} here")
+                left_s = max(0.0, self.deadline_s - time.monotonic())
+                left = f", and {duration(left_s)} are left" if more_s > left_s else ""
+                progress.line(f"{self.name}: the proof takes about {duration_up(more_s)} here{left}")
 
     def _unheld(self, probe: Probe) -> Reason | None:
         """Fail a probe that meets the SLOs with refused or short answers, or without serving all users; return why."""
@@ -515,12 +522,15 @@ class ServerSearch:
         more_s = self._more_s()
         return None if more_s is None else (time.monotonic() - self.search_began_s + more_s) * self.servers
 
-    def _budget_reason(self) -> Reason:
-        """Why the time was too short, with the time that a search needs."""
+    def _note_budget(self) -> None:
+        """Say once that the time was too short, with the time that a search needs."""
+        if any(reason.code == "capacity_budget" for reason in self.reasons):
+            return
         budget_s, servers = self.report.budget_s, self.servers
         shared = f", shared by {servers} servers," if servers > 1 else ""
         text = f"the budget of {duration(budget_s)}{shared} was spent before the search was complete"
-        return because("capacity_budget", text, budget_s=budget_s, servers=servers, search_s=self._settle_s())
+        settle_s = self._settle_s()
+        self.reasons.append(because("capacity_budget", text, budget_s=budget_s, servers=servers, search_s=settle_s))
 
     @property
     def servers(self) -> int:

@@ -345,6 +345,7 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
     load, ran = next(iter(data.run.scenario.loads.values())), next(iter(data.run.cells))
     levels, cells = quick_levels(data, summary), list(data.cells.values())
     one, share = levels[0], next(iter(summary.hardware_shares), None)
+    death = death_answer(summary, data.run) or None
     return QuickReport(
         run=str(folder),
         url=target.url,
@@ -353,7 +354,7 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
         simulated=summary.simulated,
         valid=bool(summary.valid),
         reasons=group_reasons(summary.reasons),
-        death=death_answer(summary, data.run) or None,
+        death=death,
         one_user_tok_s=one.user_tok_s,
         prefill_tok_s=one.prefill_tok_s,
         ttft_ms=one.ttft_ms,
@@ -366,14 +367,18 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
         share_sentence=None if share is None else sentence(share),
         finding=next(iter(summary.findings or []), None),
         notes=quick_notes(summary),
-        next=next_commands(data.run, target.url, one.user_tok_s, options),
+        next=next_commands(data.run, target.url, one.user_tok_s, options, died=bool(death)),
     )
 
 
-def next_commands(run: Run, url: str, tok_s: float | None, options: Mapping[str, object]) -> dict[str, str]:
+def next_commands(
+    run: Run, url: str, tok_s: float | None, options: Mapping[str, object], *, died: bool = False
+) -> dict[str, str]:
     """Return commands to go on with, each with what it answers. They work on this machine as they are; where the model
     has no files here, one needs its size and GPU.
     """
+    if died:
+        return {command_line("harness", "explain", "LOG"): "why the server ended, by its own log"}
     given = [word for name, value in options.items() if value is not None for word in (name, value)]
     measured = [] if tok_s is None else ["--measured", f"{tok_s:.3g}"]
     again = command_line("harness", "quick", url, *given)

@@ -125,7 +125,9 @@ def throughput_chart(summary: Summary, run: Run) -> Chart:
         errors = whiskers(medians, [row.output_tok_s for row in rows], f"@{colour(i)}")
         hover = "%{text}, %{x} at once<br><b>%{y:,.1f} tok/s</b>"
         data.append(_curve_trace(i, server, rows, x, medians, hover, error_y=errors))
-        if knee := describe_knee(list(zip(x, medians, strict=True))):
+        # The probes of a search are too short for a knee, which `--knee` measures.
+        is_search = any(cell.stopped_after_s is not None for cell in run.cells)
+        if not is_search and (knee := describe_knee(list(zip(x, medians, strict=True)))):
             only_curve = sum(name == server for _, name, _ in curves) == 1
             loads = "" if only_curve else f" ({', '.join(row.load for row in rows)})"
             findings.append(f"{server}{loads}: {knee}" if len(curves) > 1 else knee)

@@ -20,6 +20,7 @@ from harness.analysis.forecast import (
     Forecast,
     Prediction,
     RowForecast,
+    cell_work,
     forecast,
     rate_trend,
 )
@@ -30,6 +31,7 @@ from harness.base.files import ROOT
 from harness.base.summary import because
 from harness.records.manifest import Run
 from harness.records.records import Request
+from harness.records.run_data import cell_data
 from harness.records.samples import GpuSample, TelemetrySample
 from harness.report.terminal import deadline_sentence, forecast_headline, forecast_page, print_page
 from harness.scenario import Load, Server
@@ -405,6 +407,16 @@ def test_energy_that_the_report_does_not_know_is_not_predicted(tmp_path: Path) -
     (tmp_path / "run" / "telemetry.jsonl").write_text("".join(samples[:5] + samples[-5:]))
     row = only_row(plan(tmp_path / "run", 100_000, price_per_kwh=0.30))
     assert (row.energy_kwh, row.cost) == (None, None)
+
+
+def test_the_time_of_requests_that_the_end_of_a_load_cut_counts() -> None:
+    """Four users: of eight requests two were answered, after one second, when the load ended after ten."""
+    good = [request(index=i, sent_s=100.0, ended_s=1.0, chunks_s=[0.5, 1.0]) for i in range(2)]
+    cut = [request(index=2 + i, sent_s=100.0, ended_s=10.0, error="unfinished", chunks_s=[]) for i in range(2)]
+    late = [request(index=4 + i, sent_s=101.0, ended_s=9.0, error="unfinished", chunks_s=[]) for i in range(2)]
+    work = cell_work(cell_data([*good, *cut, *late]), 4)
+    assert work is not None
+    assert (work.done, work.wall_s, work.is_enough) == (2, 10.0, False) and work.rate == pytest.approx(0.2)
 
 
 def test_wrong_input_is_named(tmp_path: Path) -> None:

@@ -160,6 +160,8 @@ def test_the_next_commands_work_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (folder / "config.json").write_text("{}")
     commands = [one.split()[1] for one in next_commands(run, "http://127.0.0.1:8000", 8.0, {})]
     assert commands == ["capacity", "expect", "quick"]
+    dead = next_commands(run, "http://127.0.0.1:8000", 8.0, {}, died=True)
+    assert list(dead) == ["harness explain LOG"], "nothing can be measured there"
 
 
 @pytest.mark.parametrize("key", [None, KEY])
