@@ -1,6 +1,5 @@
 """What rules are made of: the facts of a row, a rule with its texts, and settings as a server's user writes them."""
 
-import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -14,8 +13,9 @@ from harness.analysis import quick
 from harness.analysis.capacity import CAPACITY_FILE
 from harness.base.command import command_line
 from harness.base.engines import Engine, Spelling, engines, find_engine
-from harness.base.engines.settings import as_number, flag_words, merge_words
-from harness.base.files import open_file
+from harness.base.engines.settings import as_number, flag_words, load_command, merge_words
+from harness.base.files import inline_yaml, open_file
+from harness.base.redact import HIDDEN
 from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
 from harness.base.units import milliseconds
 from harness.records.manifest import ServedBy
@@ -326,7 +326,7 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
         """By place the text that makes these changes, as this server is configured."""
-        if self.engine is None or self.front is None:
+        if self.engine is None or self.front is None or not changes:
             return {}
         values = {name: one.value if value is None else value for name, (one, value) in changes.items()}
         spelled = {name: one for name, (one, _) in changes.items()}
@@ -335,10 +335,10 @@ class RowFacts(Struct, frozen=True, dict=True):
         if self.served.template is None:
             words = [word for name, one in spelled.items() for word in flag_words(one, values[name])]
             return {f"arguments of {self.title}": command_line(*words)} if words else {}
-        lines = [f"{one.variable}: {json.dumps(values[name])}" for name, one in spelled.items() if one.variable]
+        lines = [f"{one.variable}: {inline_yaml(values[name])}" for name, one in spelled.items() if one.variable]
         chosen = {one.environment: values[name] for name, one in spelled.items() if one.environment}
         if chosen:
-            lines.append(f"environment: {json.dumps(self.environment | chosen)}")
+            lines.append(f"environment: {inline_yaml(self.environment | chosen)}")
         if more := [
             word
             for name, one in spelled.items()
@@ -347,7 +347,7 @@ class RowFacts(Struct, frozen=True, dict=True):
         ]:
             given = self.data.run.scenario.servers[self.row.server].variables.get("extra_args", [])
             extra = merge_words([str(word) for word in given] if isinstance(given, list) else [], more)
-            lines.append(f"extra_args: {json.dumps(extra)}")
+            lines.append(f"extra_args: {inline_yaml(extra)}")
         return {self._variables: "\n".join(lines)} if lines else {}
 
     @property
@@ -355,23 +355,22 @@ class RowFacts(Struct, frozen=True, dict=True):
         return f"servers.{self.row.server}.variables"
 
     def _spell_options(self, spelled: dict[str, Spelling], values: dict[str, Any]) -> dict[str, str]:
-        """The entry of the options file: the settings in use, with these changes."""
+        """The options of a load: those in use, with these changes."""
         assert self.front is not None and self.front.options is not None and self.engine is not None
         options = self.front.options
         used = self.served.effective.get(options.known_by)
         own = {name: one.variable for name, one in self.front.settings.items() if one.variable}
         keys = [*own.values(), *options.arguments.values()]
-        entry = {key: used[key] for key in keys if used.get(key)} if isinstance(used, dict) else {}
-        entry |= {own[name]: value for name, value in values.items() if name in own}
+        known = {key: used[key] for key in keys if used.get(key)} if isinstance(used, dict) else {}
+        entry = known | {own[name]: value for name, value in values.items() if name in own}
         words = [word for name, one in spelled.items() if name not in own for word in flag_words(one, values[name])]
         key = options.arguments.get(self.engine.name)
         if words and key is not None:
             entry[key] = " ".join(merge_words(str(entry.get(key, "")).split(), words))
-        if not entry:
+        if entry == known or HIDDEN in str(entry):  # a secret argument, which is in no file
             return {}
-        model = self.served.model or self.data.run.scenario.model
-        prefix = "" if model.startswith(tuple(self.front.model_prefixes)) else options.prefix
-        places = {options.name: json.dumps({prefix + model: entry}, indent=1)}
-        if self.served.template is None:
-            return places
-        return {self._variables: "\n".join(f"{name}: {json.dumps(value)}" for name, value in entry.items())} | places
+        scenario, is_ours = self.data.run.scenario, self.served.template is not None
+        url, key_env = (None, None) if is_ours else (self.served.url, scenario.api_key_env)
+        load = load_command(self.front, url, key_env, self.served.model or scenario.model, entry)
+        lines = "\n".join(f"{name}: {inline_yaml(value)}" for name, value in entry.items())
+        return ({self._variables: lines} if is_ours else {}) | load

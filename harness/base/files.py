@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -73,6 +74,19 @@ def own_yaml(text: str) -> Any:
     `harness.scenario.shape` reads those from outside: deep nesting crashes libyaml.
     """
     return yaml.load(text, Loader=_LOADER)
+
+
+def inline_yaml(value: Any) -> str:
+    """Return a value as YAML on one line that cannot end early: JSON, with every unprintable character escaped."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{inline_yaml(key)}: {inline_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(inline_yaml, value)) + "]"
+    if isinstance(value, float):
+        return yaml.safe_dump(value).split("\n")[0]  # YAML takes the 1e-05 of JSON for a text
+    text = json.dumps(value, ensure_ascii=False)
+    escapes = {char: f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}" for char in set(text)}
+    return "".join(char if char.isprintable() else escapes[char] for char in text)
 
 
 def pretty_json(value: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
+from harness.base.command import quote
 from harness.base.engines import engines, safe_utilization_from_log
 from harness.base.files import read_table
 from harness.base.redact import masked
@@ -233,5 +234,10 @@ def _fill_placeholders(text: str, values: Mapping[str, str]) -> str:
         known = [part for part in parts if all(values.get(name) for name in _NAME.findall(part))]
         return f" ({', '.join(known)})" if known else ""
 
-    text = _NAME.sub(lambda name: values.get(name[1], ""), _REMARK.sub(fill_remark, text))
+    def fill(part: str, form: Callable[[str], str] = str) -> str:
+        return _NAME.sub(lambda name: form(values.get(name[1], "")), part)
+
+    # Between backticks is a command, and its values come from a log.
+    parts = _REMARK.sub(fill_remark, text).split("`")
+    text = "`".join(fill(part, quote) if number % 2 else fill(part) for number, part in enumerate(parts))
     return re.sub(r"  +", " ", text).replace(" :", ":").replace(" ,", ",").strip(" :;,")

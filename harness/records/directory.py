@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from harness.base.command import command_line
 from harness.base.errors import HarnessError
 from harness.base.files import UNDECODABLE, open_file
 from harness.records.manifest import Run, read_run
@@ -110,7 +111,7 @@ def no_records_error(folder: Path) -> HarnessError:
     """The error for a run directory without requests.jsonl, and where the records are."""
     step = "Give the run's own directory or a copy; `harness results add` files records only with --records."
     if (folder / PACKED).exists():
-        step = f"gunzip --keep {folder / PACKED}"
+        step = command_line("gunzip", "--keep", folder / PACKED)
     return HarnessError(f"{folder}: requests.jsonl is missing", next_step=step)
 
 

@@ -211,4 +211,5 @@ def _document(
 
 
 def _legal_xml(text: str) -> str:
-    return _ILLEGAL.sub("\N{REPLACEMENT CHARACTER}", text)
+    """The text without what XML does not allow, and without what a terminal or a page obeys."""
+    return "\n".join(words.neutral(_ILLEGAL.sub("\N{REPLACEMENT CHARACTER}", line)) for line in text.splitlines())

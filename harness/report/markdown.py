@@ -36,8 +36,9 @@ def _render_bullet(item: Bullet) -> str:
     is_bold = item.style in ("failed", "inconclusive") and item.mark
     mark = f"**{item.mark}**" if is_bold else escape(item.mark)
     if "\n" in item.code:  # in a part of a finding
-        lines = [words.neutral(line).replace("```", "` ` `") for line in item.code.splitlines()]
-        return "\n    ".join([f"- {mark}:", "```", *lines, "```"])
+        lines = list(map(words.neutral, item.code.splitlines()))
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", item.code)), default=0))
+        return "\n    ".join([f"- {mark}:", fence, *lines, fence])
     code = item.code and inline_code(item.code)
     shown = "- " + ": ".join(filter(None, [mark, code, _render_text(item.text)]))
     return "\n".join([shown, *(f"  {_render_bullet(part)}" for part in item.parts)])
@@ -69,4 +70,4 @@ def _escape(text: str) -> str:
 
 
 def inline_code(text: str) -> str:
-    return escape(text) if "`" in text or "\n" in text else f"`{text}`"
+    return escape(text) if "`" in text or "\n" in text else f"`{words.neutral(text)}`"

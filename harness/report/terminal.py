@@ -127,7 +127,7 @@ def _print_part(console: Console, part: Bullet) -> None:
 
 
 _COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:harness |[\w./-]+ (?:.* )?--?\w)")  # a program with options
-_ONE_WORD = r"(?:[^\s'\"\\]|\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\")+"
+_ONE_WORD = r"(?:\$'(?:[^'\\]|\\.)*'|[^\s'\"\\]|\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\")+"
 _WORD = re.compile(rf"--?[a-z][\w-]*\s+(?![-&|]){_ONE_WORD}|{_ONE_WORD}")  # an option has its value with it
 
 

@@ -60,7 +60,7 @@ def one_line(text: str) -> str:
 
 def neutral(text: str) -> str:
     """A line from outside without control characters; its spaces stay."""
-    controls = ("Cc", "Cf", "Cs")
+    controls = ("Cc", "Cf", "Cs", "Zl", "Zp")
     return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in controls else c for c in text)
 
 

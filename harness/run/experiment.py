@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
+from harness.base.command import command_line
 from harness.base.errors import HarnessError, Problem, ScenarioError, suggest_row
 from harness.base.files import DOCS, LOCUSTFILES, read_bytes, read_text
 from harness.base.redact import register_secrets
@@ -309,7 +310,7 @@ def load_name(experiment: Experiment, given: str | None) -> str:
     if mix in mixes:
         raise HarnessError(
             f"--load: '{mix}' is a mix, which `harness run` sends; here it is one load alone",
-            next_step=f"Give --load {' or --load '.join(mixes[mix])}, or use `harness run`.",
+            next_step=f"Give {' or '.join(command_line('--load', part) for part in mixes[mix])}, or use `harness run`.",
         )
     return _choose_name(experiment, "load", given, list(experiment.scenario.loads))
 

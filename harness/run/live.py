@@ -5,6 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from harness.base.command import command_line
 from harness.base.errors import HarnessError, RunError, ServerError
 from harness.base.process import is_port_free, pause
 from harness.base.summary import because, sentence
@@ -78,7 +79,7 @@ def live(
         if not running.file.discard_if_empty():
             running.file.finish("live", [because("live_load", "a live load, changed by hand, has no verdicts")])
         if running.folder.exists() and (running.folder / "requests.jsonl").stat().st_size:
-            progress.line(f"What was sent is recorded: harness report {running.folder}", whole=True)
+            progress.line(f"What was sent is recorded: {command_line('harness', 'report', running.folder)}", whole=True)
 
 
 def _single_server(experiment: Experiment, server: str, loads: list[str], *, endless: bool) -> Experiment:
@@ -221,7 +222,7 @@ def _load_rows(experiment: Experiment, given: str | None, *, headless: bool) -> 
     if given is None and len(names) > 1:
         raise HarnessError(
             f"--load: required, because the scenario has {len(names)} loads and the file sends one",
-            next_step=f"Give --load {' or --load '.join(names)}.",
+            next_step=f"Give {' or '.join(command_line('--load', name) for name in names)}.",
         )
     name = given or names[0]
     stages = [row for row in loads if load_of_stage(row) == name]
@@ -230,7 +231,8 @@ def _load_rows(experiment: Experiment, given: str | None, *, headless: bool) -> 
     if not headless:
         raise HarnessError(
             f"loads.{name}.stages: the web UI has one number of users",
-            next_step=f"Give --load {' or --load '.join(stages)}, or --headless to send all of them.",
+            next_step=f"Give {' or '.join(command_line('--load', row) for row in stages)}, or --headless to send all of "
+            "them.",
         )
     return stages
 

@@ -1,6 +1,5 @@
 """Settings of an engine, by their names in its file, as a scenario and as its users write them."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,15 @@ from harness.base.engines import (
     find_template,
     safe_utilization_from_log,
 )
-from harness.base.engines.settings import CONTEXT, MEMORY, SEQUENCES, change_settings, find_spelling, read_setting
+from harness.base.engines.settings import (
+    CONTEXT,
+    MEMORY,
+    SEQUENCES,
+    change_settings,
+    find_spelling,
+    load_command,
+    read_setting,
+)
 from harness.base.errors import HarnessError
 from harness.base.files import DOCS, open_file
 from harness.base.summary import Reason
@@ -187,17 +194,18 @@ def safe_share_in_log(path: Path) -> float | None:
     return None if safe is None else float(safe)
 
 
-def to_paste(scenario: Scenario, name: str) -> dict[str, str]:
-    """Return by place the text that brings a server's settings to where they are used."""
+def to_paste(scenario: Scenario, name: str, url: str | None = None) -> dict[str, str]:
+    """Return by place the text that brings a server's settings to where they are used. `url`: of a running server."""
     server, pasted = scenario.servers[name], dict[str, str]()
     (front, engine), template = engines_of(server, scenario.model), find_template(server.template)
     if front.options is not None:
         options, own = front.options, [one.variable for one in front.settings.values() if one.variable]
         keys = [*own, options.arguments[engine.name]]
         entry = {key: server.variables[key] for key in keys if server.variables.get(key)}
-        prefix = "user." if server.variables.get("checkpoint") else options.prefix
-        model = scenario.model if scenario.model.startswith(MODEL_PREFIXES) else prefix + scenario.model
-        pasted[options.name] = json.dumps({model: entry}, indent=1)
+        is_own = server.variables.get("checkpoint") and not scenario.model.startswith(MODEL_PREFIXES)
+        model = options.own_prefix + scenario.model if is_own else scenario.model
+        key_env = scenario.api_key_env if template is None else None
+        pasted |= load_command(front, url, key_env, model, entry)
     if template is None:  # a running server
         return pasted
     text = server_document(scenario, name)

@@ -497,17 +497,18 @@ def finish(
     paste = {}
     if report.verdict == "set":
         chosen = next(one.settings for one in report.trials if report.spell(one.settings) == report.settings)
-        paste = pasted(read_run(folder).scenario, report.server, chosen)
+        paste = pasted(read_run(folder), report.server, chosen)
     report = replace(report, more_s=more_s or None, paste=paste)
     write_tune(folder, report)
     write_results(folder, read_run(folder))
     return report
 
 
-def pasted(known: Scenario, name: str, settings: Mapping[str, Any]) -> dict[str, str]:
+def pasted(run: Run, name: str, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return by place the text that brings these settings to a server."""
+    known, urls = run.scenario, [cell.served_by.url for cell in run.cells if cell.served_by.template is None]
     server = with_settings(known.servers[DEFAULT], known.model, settings)
-    return to_paste(replace(known, servers={name: server}), name)
+    return to_paste(replace(known, servers={name: server}), name, next(filter(None, urls), None))
 
 
 def resume_tune(

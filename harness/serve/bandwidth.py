@@ -3,6 +3,7 @@
 import contextlib
 import re
 
+from harness.base.command import command_line
 from harness.base.errors import ServerError
 from harness.machine.gpus import find_device_groups
 from harness.serve.engine import DOCKER_ERRORS, connect, get_local_digests, make_docker_error, make_labels, make_name
@@ -38,7 +39,9 @@ def measure_gpu(image: str) -> float:
     Raises ServerError.
     """
     if not get_local_digests([image]):
-        raise ServerError(f"--measure: the image {image} is not on this machine", next_step=f"docker pull {image}")
+        raise ServerError(
+            f"--measure: the image {image} is not on this machine", next_step=command_line("docker", "pull", image)
+        )
     with contextlib.closing(connect()) as client:
         try:
             container = client.containers.create(

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from harness.base.engines import engines
 from harness.base.errors import HarnessError
 from harness.base.files import COMPOSE, own_yaml, read_text
+from harness.base.redact import printable
 from harness.scenario import Scenario
 from harness.serve.compose_file import SERVER, make_url, parse_compose, parse_port
 from harness.serve.engine import get_local_digests
@@ -65,7 +66,8 @@ def compose_document(
     head += [f"image {name} is here: {digest}" for name, digest in get_local_digests(images).items()]
     if compose.server.devices and not compose.server.group_add:
         head += _NO_GROUPS_NOTE
-    return "".join(f"# {line}\n" for line in head) + text
+    lines = (printable(line).replace("\n", " ") for line in head)  # a comment ends with its line
+    return "".join(f"# {line}\n" for line in lines) + text
 
 
 METRICS_PORT = 9646  # of the load generator, in the network of the Compose file only

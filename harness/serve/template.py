@@ -7,7 +7,6 @@ what the server would refuse at its start.
 """
 
 import datetime
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from msgspec import Struct
 
 from harness.base.engines import engines, find_template
 from harness.base.errors import HarnessError, Problem, ScenarioError, did_you_mean
-from harness.base.files import COMPOSE, own_yaml, read_text
+from harness.base.files import COMPOSE, inline_yaml, own_yaml, read_text
 from harness.base.process import free_port
 from harness.machine.gpus import choose_cpu_dtype, find_device_groups
 from harness.scenario import Gateway, Scenario, Server
@@ -274,9 +273,7 @@ def quote_yaml(value: Any) -> Quoted:
         return Quoted("{" + ", ".join(f"{quote_yaml(str(k))}: {quote_yaml(str(v))}" for k, v in value.items()) + "}")
     if isinstance(value, Undefined):
         str(value)  # raises an error that names the variable
-    text = json.dumps(value, ensure_ascii=False)
-    escapes = {char: f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}" for char in set(text)}
-    return Quoted("".join(char if char.isprintable() else escapes[char] for char in text))
+    return Quoted(inline_yaml(value))
 
 
 class PreparedServer(Struct, frozen=True, kw_only=True):

@@ -169,13 +169,17 @@ class Spelling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tune: Tuning | None = None  # None: `harness tune` leaves it as it is
 
 
-class OptionsFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file in which a server has the settings of each model, and of the engine that it starts for it."""
+class LoadOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a server is asked to load a model with settings of its own, and of the engine that it starts for it.
 
-    name: str
-    known_by: str  # the setting that only this server reports: the entry in use
+    It also keeps them for later loads.
+    """
+
+    path: str  # of the POST
+    port: int  # of a server whose address is not known
+    known_by: str  # the setting that only this server reports: the options in use
     arguments: dict[str, str]  # by engine the key with its arguments as one text
-    prefix: str  # of the names of models that have none of `model_prefixes`
+    own_prefix: str  # of the names of models that its user made known
 
 
 class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -202,7 +206,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     children: list[str] = []  # those of `processes` that are children of its server
     columns: dict[str, Column] = {}
     settings: dict[str, Spelling] = {}  # by name in harness.advice
-    options: OptionsFile | None = None
+    options: LoadOptions | None = None
     fallbacks: dict[str, str] = {}  # words of its log that show slow kernels: what they mean
     speculation: str | None = None  # arguments with which it speculates
 

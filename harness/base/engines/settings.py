@@ -3,10 +3,12 @@
 `front` is the server type that is configured, which may start the `engine`; both are often the same.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from harness.base.command import command_line, with_variable
 from harness.base.engines import Context, Engine, Spelling
 
 EXTRA_ARGUMENTS, ENVIRONMENT = "extra_args", "environment"  # variables of all templates with a container
@@ -104,6 +106,21 @@ def _read_words(spelled: Spelling, words: Sequence[str]) -> Any:
         if not spelled.switch and flag == spelled.flag:
             return as_number(text if equals else words[place + 1] if place + 1 < len(words) else "")
     return None
+
+
+def load_command(
+    front: Engine, url: str | None, key_env: str | None, model: str, options: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return by place the command with which a server loads a model with these options, and keeps them.
+
+    `url`: None if it is not known. `key_env`: the variable of the environment with its API key.
+    """
+    assert front.options is not None
+    address = (url or f"http://127.0.0.1:{front.options.port}").rstrip("/") + front.options.path
+    key = [] if key_env is None else ["--header", with_variable("Authorization: Bearer ", key_env)]
+    body = json.dumps({"model_name": model, **options, "save_options": True})
+    command = command_line("curl", address, *key, "--header", "Content-Type: application/json", "--data", body)
+    return {f"a shell ({front.title} loads the model again, and keeps the settings)": command}
 
 
 def flag_words(spelled: Spelling, value: Any) -> list[str]:

@@ -7,13 +7,15 @@ What a server prints and what Docker reports (eager mode, versions, /dev/shm) is
 
 import io
 import json
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
@@ -618,6 +620,17 @@ def test_a_full_cache_takes_as_many_sequences_as_fit(tmp_path: Path, fewer: int,
     assert action.gain is not None and ratio > 0.95 * action.gain.values["factor"]
 
 
+LOAD = "a shell (Lemonade loads the model again, and keeps the settings)"
+
+
+def loaded(settings: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """The model and the options of the command that makes Lemonade load it."""
+    words = shlex.split(settings[LOAD])
+    body = json.loads(words[words.index("--data") + 1])
+    assert words[0] == "curl" and words[1].endswith("/api/v1/load") and body.pop("save_options") is True
+    return body.pop("model_name"), body
+
+
 def first_settings(folder: Path, code: str, **served: Any) -> dict[str, str]:
     cause = CAUSES[code]
     template = served.pop("template", "simulated")
@@ -653,7 +666,7 @@ def test_the_speed_of_14b_in_fp16_is_normal(tmp_path: Path) -> None:
 
 
 def test_ten_at_once_took_two_and_a_half_times_as_long(tmp_path: Path) -> None:
-    """0.4x with batches of 10 on Lemonade: 5 sequences at once, as an entry of recipe_options.json."""
+    """0.4x with batches of 10 on Lemonade: 5 sequences at once, as a load of the model."""
     options = {"recipe_options": {"ctx_size": 8192, "vllm_args": "--gpu-memory-utilization 0.78"}}
     served = {"effective": options, "model": "Qwen3.5-0.8B-FP16-vLLM"}
     bursts = {
@@ -667,8 +680,8 @@ def test_ten_at_once_took_two_and_a_half_times_as_long(tmp_path: Path) -> None:
     assert made.findings is not None
     (one, *_) = made.findings
     args = "--gpu-memory-utilization 0.78 --max-num-seqs 5"
-    entry = {"builtin.Qwen3.5-0.8B-FP16-vLLM": {"ctx_size": 8192, "vllm_args": args}}
-    assert (one.code, json.loads(one.actions[0].settings["recipe_options.json"])) == ("more_is_slower", entry)
+    entry = {"ctx_size": 8192, "vllm_args": args}
+    assert (one.code, loaded(one.actions[0].settings)) == ("more_is_slower", ("Qwen3.5-0.8B-FP16-vLLM", entry))
 
 
 def test_a_context_of_256k_is_not_needed(tmp_path: Path) -> None:
@@ -677,8 +690,8 @@ def test_a_context_of_256k_is_not_needed(tmp_path: Path) -> None:
     served = {"effective": {"recipe_options": {"ctx_size": 262_144}}, "model": "user.M"}
     story = Cause(EngineSetup(engine=engine, startup=VLLM, served=served), {"five": batch(5)}, more={"template": None})
     (one,) = found(tmp_path / "run", story)
-    entry = {"user.M": {"ctx_size": 8192}}  # no less: a usual conversation needs it
-    assert (one.code, json.loads(one.actions[0].settings["recipe_options.json"])) == ("context_unused", entry)
+    entry = {"ctx_size": 8192}  # no less: a usual conversation needs it
+    assert (one.code, loaded(one.actions[0].settings)) == ("context_unused", ("user.M", entry))
 
 
 def test_litellm_took_six_percent(tmp_path: Path) -> None:
@@ -703,8 +716,8 @@ def one_slot(context: int = 8192, engine: EngineConfig = HEALTHY, **startup: Any
 
 
 def entry_of(one: RunFinding, action: int) -> dict[str, Any]:
-    entry = json.loads(one.actions[action].settings["recipe_options.json"])["user.M"]
-    assert isinstance(entry, dict)
+    model, entry = loaded(one.actions[action].settings)
+    assert model == "user.M"
     return entry
 
 
@@ -817,9 +830,10 @@ def test_a_setting_is_spelled_as_the_server_is_configured(tmp_path: Path) -> Non
         tmp_path / "c", "more_is_slower", template=None, effective=of_lemonade, model="Qwen3.5-0.8B-FP16-vLLM", **vllm
     )
     entry = {"ctx_size": 8192, "vllm_args": "--gpu-memory-utilization 0.78 --max-num-seqs 5"}
-    assert json.loads(lemonade["recipe_options.json"]) == {"builtin.Qwen3.5-0.8B-FP16-vLLM": entry}
+    assert loaded(lemonade) == ("Qwen3.5-0.8B-FP16-vLLM", entry)
     started = first_settings(tmp_path / "d", "more_is_slower", template="lemonade", effective=of_lemonade, **vllm)
-    assert started.keys() == {"servers.a.variables", "recipe_options.json"}
+    assert list(started) == ["servers.a.variables", LOAD]
+    assert yaml.safe_load(started["servers.a.variables"]) == entry == loaded(started)[1]
     llama = {"engine": "llama.cpp"}
     slots = {"parallel": 2, "ctx_per_slot": 4096}
     changed = first_settings(tmp_path / "e", "queue_with_room", template="llamacpp", effective=slots, startup=llama)

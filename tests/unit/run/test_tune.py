@@ -226,10 +226,16 @@ def test_what_is_pasted_is_that_of_the_server(tmp_path: Path) -> None:
         template="lemonade", variables={"checkpoint": "a/b", "recipe": "vllm", "ctx_size": 4096, "vllm_args": "--x 1"}
     )
     pasted = to_paste(scenario(servers={"s": lemonade}, model="M"), "s")
-    assert json.loads(pasted["recipe_options.json"]) == {"user.M": {"ctx_size": 4096, "vllm_args": "--x 1"}}
-    assert list(pasted) == ["recipe_options.json", "compose.yaml"], "its files and its second container are of Compose"
+    load, *places = pasted
+    words = shlex.split(pasted[load])
+    body = {"model_name": "user.M", "ctx_size": 4096, "vllm_args": "--x 1", "save_options": True}
+    assert words[:2] == ["curl", "http://127.0.0.1:13305/api/v1/load"] and json.loads(words[-1]) == body
+    assert places == ["compose.yaml"], "its files and its second container are of Compose"
     running = replace(lemonade, template="running", variables={"ctx_size": 4096, "vllm_args": "--x 1"})
-    assert list(to_paste(scenario(servers={"s": running}, model="M"), "s")) == ["recipe_options.json"]
+    ours = to_paste(scenario(servers={"s": running}, model="M", api_key_env="KEY"), "s", "http://h:1/")
+    command = """curl http://h:1/api/v1/load --header 'Authorization: Bearer'" ${KEY}" --header """
+    assert list(ours) == [load] and ours[load].startswith(command)
+    assert json.loads(shlex.split(ours[load])[-1])["model_name"] == "M"
     llama = Server(template="llamacpp", variables={"model_path": "/m.gguf", "parallel": 4})
     pasted = to_paste(scenario(servers={"s": llama}, model="M"), "s")
     own = shlex.split(pasted["command of llama.cpp"])
@@ -287,7 +293,7 @@ FOUND = replace(
     ],
     verdicts=[verdict(1.42, 1.35, 1.49)],
     sides=[{"max_num_seqs": 5}],
-    paste={"recipe_options.json": "{}"},
+    paste={"a shell": "{}"},
 )
 
 
