@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-_CHANGED = re.compile("`|  |^ | $")  # by a page, which ends code at a backtick and joins spaces
+_CHANGED = re.compile("`|  ")  # by a page, which ends code at a backtick and joins spaces
 
 
 class ShellWord(str):
@@ -43,8 +43,7 @@ def quote(word: str) -> str:
     """Return a word for a shell that fills in nothing."""
     if word.isprintable() and not _CHANGED.search(word):
         return shlex.quote(word)
-    spaced = re.sub("(?<= ) |^ | $", "\0", word)
-    return "$'" + "".join("\\x20" if character == "\0" else _escape(character) for character in spaced) + "'"
+    return "$'" + re.sub("(?<= ) ", r"\\x20", "".join(map(_escape, word))) + "'"
 
 
 def _escape(character: str) -> str:

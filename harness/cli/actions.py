@@ -520,11 +520,12 @@ def init(
     about = (
         "no AMD GPU was found; --machine names one" if kind == "none" and not machine else f"for the machine '{kind}'"
     )
-    given = command_line(file, *([] if url is None else ["--url", url]))
-    print(f"{file}: written ({about}). Next:\n  harness check {given}")
-    print("\n".join(f"  {line.format(file=given)}" for line in drafts.COMMANDS[wanted]))
+    given = [file, *([] if url is None else ["--url", url])]
+    print(f"{file}: written ({about}). Next:\n  {command_line('harness', 'check', *given)}")
+    print("\n".join(f"  {line.format(file=command_line(*given))}" for line in drafts.COMMANDS[wanted]))
     if drafts.server_count(wanted) == 1:
-        print(f"To see later whether an update made it slower: harness run {given} --times 2, before and after it")
+        again = command_line("harness", "run", *given, "--times", 2)
+        print(f"To see later whether an update made it slower, before and after it: {again}")
     if url is None and set(servers) != {"simulated"}:
         print("If the server already runs, add: --url http://127.0.0.1:PORT --model NAME")
 

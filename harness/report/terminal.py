@@ -65,7 +65,8 @@ def print_page(page: Sequence[Element], console: Console, *, explain: bool = Fal
             console.print()
         match element:
             case Paragraph(text, style):
-                _print_paragraph(console, Text(join_units(words.one_line(text), _GLUE), STYLES.get(style, "")))
+                glued = _CODE.sub(lambda code: code[0].replace(" ", _GLUE), join_units(words.one_line(text), _GLUE))
+                _print_paragraph(console, Text(glued, STYLES.get(style, "")))
             case Bullets(items):
                 for item in items:
                     _print_item(console, _bullet(item))
@@ -95,13 +96,14 @@ def _bullet(item: Bullet) -> Text:
     return mark + Text(join_units(words.one_line(text), _GLUE), "" if item.mark else style)
 
 
+_CODE = re.compile("`[^`]+`")  # may be a command, which is pasted in one line
 _GLUE = "\ue000"  # where rich does not break a line, as it does at a no-break space; printed as a space
 
 
 def _print_paragraph(console: Console, text: Text) -> None:
     """Print a paragraph; its further lines are indented."""
     is_long = text.cell_len > console.width
-    lines = text.wrap(console, console.width - 2) if is_long else [text]
+    lines = text.wrap(console, console.width - 2, overflow="ignore") if is_long else [text]
     for number, line in enumerate(lines):
         line.rstrip()
         console.print(Text("  " * (number > 0)) + _with_spaces(line), soft_wrap=True)

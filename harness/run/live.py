@@ -208,9 +208,9 @@ def _usage_lines(headless: bool, prepared: bool) -> list[str]:
             "Save it as compose.yaml, then: docker compose up",
             "A user starts and stops the load in the web UI: `requests` and `duration_s` do not apply.",
         ]
-    command = "run --rm locust" if prepared else "up --exit-code-from locust"
+    words = ["run", "--rm", "locust"] if prepared else ["up", "--exit-code-from", "locust"]
     return [
-        f"Save it as compose.yaml, then: docker compose {command}; docker compose down",
+        f"Save it as compose.yaml, then: {command_line('docker', 'compose', *words)}; docker compose down",
         "It sends the load once. `harness run` repeats it and gives verdicts.",
     ]
 
@@ -231,7 +231,7 @@ def _load_rows(experiment: Experiment, given: str | None, *, headless: bool) -> 
     if not headless:
         raise HarnessError(
             f"loads.{name}.stages: the web UI has one number of users",
-            next_step=f"Give {' or '.join(command_line('--load', row) for row in stages)}, or --headless to send all of "
+            next_step=f"Give {' or '.join(command_line('--load', row) for row in stages)}, or --headless for all of "
             "them.",
         )
     return stages

@@ -840,6 +840,24 @@ def test_a_setting_is_spelled_as_the_server_is_configured(tmp_path: Path) -> Non
     assert changed == {"servers.a.variables": "parallel: 8\nctx_size: 32768"}
 
 
+@pytest.mark.parametrize("code", ["listen_queue_full", "load_generator", "cold_start"])
+def test_a_finding_about_the_load_sets_nothing_of_the_server(tmp_path: Path, code: str) -> None:
+    used = {"recipe_options": {"ctx_size": 8192, "llamacpp_args": "--parallel 4"}}
+    served: dict[str, Any] = {"effective": used, "startup": {"engine": "llama.cpp"}}
+    for template in (None, "lemonade"):
+        settings = first_settings(tmp_path / str(template), code, template=template, **served)
+        assert all(place == "the scenario" or place.startswith("loads.") for place in settings), settings
+
+
+def test_a_setting_that_lemonade_cannot_have_or_has_is_not_printed(tmp_path: Path) -> None:
+    """What is in use is no cure; and what is hidden in it cannot be pasted."""
+    for number, arguments in enumerate(("--max-num-seqs 5", "--api-key ***")):
+        used = {"recipe_options": {"ctx_size": 8192, "vllm_args": arguments}}
+        assert first_settings(
+            tmp_path / str(number), "more_is_slower", template=None, effective=used, startup={"engine": "vllm"}
+        ) == {}  # fmt: skip
+
+
 def test_a_variable_of_the_environment_joins_those_of_the_scenario(tmp_path: Path) -> None:
     cause = CAUSES["aiter_off"]
     setup = replace(cause.setup, variables={"environment": {"OMP_NUM_THREADS": "8"}})

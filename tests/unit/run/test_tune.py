@@ -249,7 +249,7 @@ def test_what_is_pasted_is_that_of_the_server(tmp_path: Path) -> None:
     service = Service(image="i", command=["--a", "b c"], environment={"K": "${K}"}, entrypoint=["x", "y"], ipc="host")
     assert docker_run(service) == "docker run --rm --env K=\"${K}\" --ipc host --entrypoint x i y --a 'b c'"
     odd = Service(image="i", command=['a "${B}` $$c', "$$d"])
-    assert docker_run(odd) == "docker run --rm i 'a \"'\"${B}\"'` $c' '$d'"
+    assert docker_run(odd) == "docker run --rm i 'a \"'\"${B}\"$'\\x60 $c' '$d'"
 
 
 HOSTILE = [
