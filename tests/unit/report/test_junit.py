@@ -166,6 +166,23 @@ def test_a_file_with_any_text_can_be_read(what: str, detail: str) -> None:
     assert word == "error"
 
 
+OBEYED = "\x9b2J\x1b[2J\u202eb\u2066c\u200b\x7f\u2028d\ufeff\x85e"
+
+
+def test_no_text_has_what_a_terminal_obeys(tmp_path: Path) -> None:
+    made, _ = junit_of(tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    broken = replace(
+        made, question=OBEYED, scenario=OBEYED, valid=False, reasons=[because("x", f"a\n{OBEYED}")],
+        notes=[because("x", OBEYED)],
+        checks=[replace(made.checks[0], check=OBEYED, evidence=[because("x", OBEYED)])],
+    )  # fmt: skip
+    machine, scenario = replace(run.machine, name=OBEYED), replace(run.scenario, model=OBEYED)
+    text = junit.render(broken, replace(run, id=OBEYED, machine=machine, scenario=scenario))
+    text += junit.error_xml(OBEYED, ServerError(OBEYED, detail=OBEYED, next_step=OBEYED))
+    assert {char for char in text if not char.isprintable()} == {"\n", "\xa0"} and text.count("\ufffd2J") >= 10
+
+
 def test_the_command_line_and_an_inconclusive_check(tmp_path: Path) -> None:
     path = write(tmp_path, checks=["error_rate == 0"])
     ran = harness("run", path.name, "--junit", "out/j.xml", "--check", "ttft_p95 <= 60s", cwd=tmp_path)

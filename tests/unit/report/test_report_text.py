@@ -31,7 +31,7 @@ from harness.base.summary import (
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
 from harness.report.capacity import print_capacity
-from harness.report.elements import LIMITED, Bullet, Bullets, Paragraph, plain_grid, with_names
+from harness.report.elements import LIMITED, Bullet, Bullets, Fold, Grid, Paragraph, TableColumn, plain_grid, with_names
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.report.terminal import fold_command, print_page
@@ -332,6 +332,24 @@ def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None
         r"a\|b &lt;script&gt; &amp; \[x\](y) # \*z\* \`q\` \~\~s\~\~"
     )
     assert markdown.inline_code("a `b`") == r"a \`b\`"
+
+
+OBEYED = "\x9b2J\x1b[2J\u202eb\u2066c\u200b\x7f\u2028d\ufeff\x85e"
+
+
+def test_no_element_has_what_a_terminal_obeys_and_code_stays_code() -> None:
+    column = TableColumn("x", OBEYED)
+    page = [
+        *(Paragraph(text, style) for style in ("", "title", "lead", "warning") for text in (OBEYED, f"`a{OBEYED}`")),
+        Bullets([Bullet(OBEYED, mark="x", code=OBEYED, parts=[Bullet("", mark="y", code=f"a\n```{OBEYED}\n````")])]),
+        Grid(title=OBEYED, columns=[column], rows=[[OBEYED]], below=[OBEYED]),
+        Fold(OBEYED, [Paragraph(OBEYED)]),
+    ]
+    text, out = markdown.render(page), io.StringIO()
+    print_page(page, Console(file=out, width=150, color_system=None), explain=True)
+    for shown in (text, out.getvalue()):
+        assert shown.replace("\n", "").isprintable() and shown.count("\ufffd2J") >= 10
+    assert "\n    `````\n" in text, "a fence that nothing within it ends"
 
 
 def test_markdown() -> None:
