@@ -13,7 +13,7 @@ from harness.analysis import quick
 from harness.analysis.capacity import CAPACITY_FILE
 from harness.base.command import command_line
 from harness.base.engines import Engine, Spelling, engines, find_engine
-from harness.base.engines.settings import as_number, flag_words, load_command, merge_words
+from harness.base.engines.settings import as_number, flag_names, flag_words, load_command, merge_words
 from harness.base.files import inline_yaml, open_file
 from harness.base.redact import HIDDEN
 from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
@@ -339,16 +339,21 @@ class RowFacts(Struct, frozen=True, dict=True):
         chosen = {one.environment: values[name] for name, one in spelled.items() if one.environment}
         if chosen:
             lines.append(f"environment: {inline_yaml(self.environment | chosen)}")
-        if more := [
+        more = [
             word
             for name, one in spelled.items()
             if one.flag and not one.variable
             for word in flag_words(one, values[name])
-        ]:
-            given = self.data.run.scenario.servers[self.row.server].variables.get("extra_args", [])
-            extra = merge_words([str(word) for word in given] if isinstance(given, list) else [], more)
+        ]
+        variables = self.data.run.scenario.servers[self.row.server].variables.get("extra_args")
+        given = [str(word) for word in variables] if isinstance(variables, list) else []
+        if (extra := merge_words(given, more, self._flags(spelled))) != given:  # what it had would overrule the rest
             lines.append(f"extra_args: {inline_yaml(extra)}")
         return {self._variables: "\n".join(lines)} if lines else {}
+
+    def _flags(self, spelled: dict[str, Spelling]) -> list[str]:
+        """All flags that give these settings."""
+        return [flag for one in spelled.values() if self.engine is not None for flag in flag_names(self.engine, one)]
 
     @property
     def _variables(self) -> str:
@@ -363,11 +368,16 @@ class RowFacts(Struct, frozen=True, dict=True):
         keys = [*own.values(), *options.arguments.values()]
         known = {key: used[key] for key in keys if used.get(key)} if isinstance(used, dict) else {}
         entry = known | {own[name]: value for name, value in values.items() if name in own}
-        words = [word for name, one in spelled.items() if name not in own for word in flag_words(one, values[name])]
+        others = {name: one for name, one in spelled.items() if name not in own}
         key = options.arguments.get(self.engine.name)
-        if words and key is not None:
-            entry[key] = " ".join(merge_words(str(entry.get(key, "")).split(), words))
-        if entry == known or HIDDEN in str(entry):  # a secret argument, which is in no file
+        if others and key is not None:
+            refused = {flag for row in self.front.command.protected if row.variable == key for flag in row.flags}
+            changed = {name: one for name, one in others.items() if one.flag not in refused}
+            words = [word for name, one in changed.items() for word in flag_words(one, values[name])]
+            entry[key] = " ".join(merge_words(str(entry.get(key) or "").split(), words, self._flags(others)))
+        if {name: value for name, value in entry.items() if value or name in known} == known or HIDDEN in str(
+            entry
+        ):  # a secret argument, which is in no file
             return {}
         scenario, is_ours = self.data.run.scenario, self.served.template is not None
         url, key_env = (None, None) if is_ours else (self.served.url, scenario.api_key_env)

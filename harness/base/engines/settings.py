@@ -78,6 +78,9 @@ def change_settings(
 
 def _change(variables: dict[str, Any], front: Engine, engine: Engine, spelled: Spelling, value: Any) -> None:
     if spelled.variable is not None and spelled.variable in variables:
+        variable, given = _arguments(front, engine, variables)
+        if (words := merge_words(given, [], drop=flag_names(engine, spelled))) != given:  # they would overrule it
+            variables[variable] = words if variable == EXTRA_ARGUMENTS else " ".join(words) or None
         old = variables[spelled.variable]
         if spelled.part is not None and (found := re.search(spelled.part, str(old))):
             value = old[: found.start(1)] + value + old[found.end(1) :]
@@ -86,8 +89,7 @@ def _change(variables: dict[str, Any], front: Engine, engine: Engine, spelled: S
         variables[ENVIRONMENT] = variables.get(ENVIRONMENT, {}) | {spelled.environment: value}
     else:
         variable, given = _arguments(front, engine, variables)
-        flags = [] if spelled.flag is None else [spelled.flag, _opposite(spelled.flag)]
-        words = merge_words(given, flag_words(spelled, value), drop=flags)
+        words = merge_words(given, flag_words(spelled, value), drop=flag_names(engine, spelled))
         variables[variable] = words if variable == EXTRA_ARGUMENTS else " ".join(words) or None
 
 
@@ -132,14 +134,22 @@ def flag_words(spelled: Spelling, value: Any) -> list[str]:
     return [spelled.flag, str(value)]
 
 
+def flag_names(engine: Engine, spelled: Spelling) -> list[str]:
+    """All flags that give a setting: its own, the opposite of a switch, and short ones."""
+    if spelled.flag is None:
+        return []
+    own = [spelled.flag, _opposite(spelled.flag)]
+    return [*own, *(short for short, flag in engine.command.short.items() if flag in own)]
+
+
 def merge_words(given: Sequence[str], words: Sequence[str], drop: Sequence[str] = ()) -> list[str]:
     """Arguments with those of `words` in place of the same flags, and without the flags `drop`."""
     flags = {word for word in words if word.startswith("--")} | set(drop)
     kept: list[str] = []
     dropping = False
     for word in given:
-        if word.startswith("-"):
-            dropping = word.partition("=")[0] in flags
+        if re.match("--?[A-Za-z]", word):  # no negative number, which is a value
+            dropping = word.partition("=")[0].replace("_", "-") in flags
         if not dropping:
             kept.append(word)
     return [*kept, *words]
