@@ -89,6 +89,14 @@ def inline_yaml(value: Any) -> str:
     return "".join(char if char.isprintable() else escapes[char] for char in text)
 
 
+def dump_yaml(value: Any, dumper: type[yaml.SafeDumper] = yaml.SafeDumper, **form: Any) -> str:
+    """Return a value as YAML of several lines, in which what is not printable is escaped."""
+    text = str(yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, **form))
+    if text.replace("\n", "").isprintable():
+        return text
+    return str(yaml.dump(value, Dumper=dumper, sort_keys=False, **form))
+
+
 def pretty_json(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 

@@ -4,10 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from harness.base.engines import Draft, engines
 from harness.base.errors import HarnessError, did_you_mean
+from harness.base.files import dump_yaml
 from harness.base.units import count
 from harness.run.experiment import RUNNING_SERVER
 from harness.serve.template import pins
@@ -130,7 +129,7 @@ def _scenario(question: str, model: str, servers: dict[str, Any], concurrency: i
         "servers": servers,
         **_loads_and_checks(question, concurrency),
     }
-    text = yaml.safe_dump(scenario, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    text = dump_yaml(scenario, default_flow_style=None, width=120)
     todo = ""
     if list(servers) == [OLD, NEW]:
         todo = "# Change in servers.new what the comparison is about.\n"

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from harness.base.engines import engines, find_template
 from harness.base.errors import HarnessError, Problem, ScenarioError, did_you_mean
-from harness.base.files import COMPOSE, inline_yaml, own_yaml, read_text
+from harness.base.files import COMPOSE, dump_yaml, inline_yaml, own_yaml, read_text
 from harness.base.process import free_port
 from harness.machine.gpus import choose_cpu_dtype, find_device_groups
 from harness.scenario import Gateway, Scenario, Server
@@ -406,7 +406,7 @@ def add_services(compose: str, added: dict[str, Any]) -> str:
 def _merge_yaml(compose: dict[str, Any], added: dict[str, Any]) -> str:
     for part, entries in added.items():
         compose.setdefault(part, {}).update(entries)
-    return yaml.dump(compose, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(compose, _Dumper, width=120)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -7,6 +7,7 @@ commands that are texts with values in them.
 import ast
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,6 +265,28 @@ def test_settings_of_a_scenario_are_what_they_were_made_of(tmp_path: Path, word:
         "environment": variables["environment"] | {"VLLM_ROCM_USE_AITER": "1"},
         "extra_args": [*variables["extra_args"], "--api-server-count", "2"],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [["-np", "1"], ["--parallel=1"], ["--parallel", "1", "-n", "-1"], ["-n", "-1"]])
+def test_settings_replace_what_the_arguments_have_of_them(tmp_path: Path, given: list[str]) -> None:
+    """The engine takes the last of two."""
+    data = made(tmp_path, "m", template="llamacpp", startup=Startup(engine="llama.cpp"))
+    server = Server(template="llamacpp", variables={"extra_args": [*given, "--threads", "1"]})
+    data = replace(data, run=replace(data.run, scenario=replace(data.run.scenario, servers={"a": server})))
+    pasted = yaml.safe_load(row_of(data).action("", {"sequences": 4}).settings["servers.a.variables"])
+    kept = [*given[given.index("-n") :], "--threads", "1"] if "-n" in given else ["--threads", "1"]
+    assert pasted == {"parallel": 4} | ({} if given == ["-n", "-1"] else {"extra_args": kept})
+
+
+def test_lemonade_gets_no_argument_that_it_refuses(tmp_path: Path) -> None:
+    """It switches the cache on itself, unless its user has switched it off."""
+    options = {"recipe_options": {"vllm_args": "--no-enable-prefix-caching --max-num-seqs=2"}}
+    data = made(tmp_path, "m", effective=options, startup=Startup(engine="vllm"))
+    (command,) = row_of(data).action("", {"prefix_cache": None, "sequences": 5}).settings.values()
+    assert json.loads(shlex.split(command)[-1])["vllm_args"] == "--max-num-seqs 5"
+    options["recipe_options"]["vllm_args"] = "--max-num-seqs=2"
+    data = made(tmp_path / "on", "m", effective=options, startup=Startup(engine="vllm"))
+    assert row_of(data).action("", {"prefix_cache": None}).settings == {}, "it is on already"
 
 
 @pytest.mark.parametrize("word", HOSTILE)

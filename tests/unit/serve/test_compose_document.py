@@ -204,6 +204,17 @@ def test_with_a_gateway_the_load_generator_waits_for_it_and_the_head_names_both(
     assert text.splitlines()[4:7] == head
 
 
+@pytest.mark.parametrize("gateway", [None, Gateway(template="litellm")])
+def test_no_name_adds_to_the_document_or_is_obeyed_where_it_is_printed(gateway: Gateway | None) -> None:
+    variables = {"environment": {"A": "\u202eb\u200b"}, "extra_args": ["\u2066c"]}
+    known = scenario(Server(template="vllm-cpu", variables=variables, gateway=gateway))
+    names = [Path("s.yaml"), Path("s\nservices: {evil: {image: x}}\n\x9b2J\u202e.yaml")]
+    texts = [compose_file(Experiment(path, known), "s") for path in names]
+    assert all(text.replace("\n", "").isprintable() for text in texts)
+    files = [yaml.safe_load(text) for text in texts]
+    assert files[0] == files[1] and files[0]["services"]["server"]["environment"]["A"] == "\u202eb\u200b"
+
+
 def test_the_document_tells_that_no_group_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     note = "# group_add is empty: there is no /dev/kfd"
     for groups, template_name, expected in (
