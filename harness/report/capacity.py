@@ -50,7 +50,7 @@ def print_capacity(report: CapacityReport, summary: Summary, console: Console) -
             console.print(f"note: {server.server}: {sentence(note)}")
     if limited := sum(bool(row.client_limited) for row in summary.rows):
         where = f"`{command_line('harness', 'report', report.run, '--explain')}` says of which numbers"
-        console.print(f"note: the load generator was late in {count(limited, 'probe')}; {where}")
+        console.print(f"note: the load generator was late in {count(limited, 'probe')}; {where}", soft_wrap=True)
 
 
 def capacity_lines(report: CapacityReport) -> list[str]:

@@ -1,6 +1,7 @@
 """What the terminal prints: the report of a run, a comparison, an explained log, a prediction."""
 
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -102,8 +103,12 @@ _GLUE = "\ue000"  # where rich does not break a line, as it does at a no-break s
 
 def _print_paragraph(console: Console, text: Text) -> None:
     """Print a paragraph; its further lines are indented."""
-    is_long = text.cell_len > console.width
-    lines = text.wrap(console, console.width - 2, overflow="ignore") if is_long else [text]
+    lines, width = [text], console.width - 2
+    if max(map(len, text.plain.split()), default=0) > width:  # rich would break a word that is longer than a line
+        parts = textwrap.wrap(text.plain, width, break_long_words=False, break_on_hyphens=False)
+        lines = [Text(part, text.style) for part in parts]
+    elif text.cell_len > console.width:
+        lines = list(text.wrap(console, width))
     for number, line in enumerate(lines):
         line.rstrip()
         console.print(Text("  " * (number > 0)) + _with_spaces(line), soft_wrap=True)

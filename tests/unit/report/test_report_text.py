@@ -337,6 +337,13 @@ def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None
 OBEYED = "\x9b2J\x1b[2J\u202eb\u2066c\u200b\x7f\u2028d\ufeff\x85e"
 
 
+def test_a_command_in_a_sentence_is_on_one_line() -> None:
+    command, out = f"harness tune --resume '{'a b ' * 30}'", io.StringIO()
+    page = [Paragraph(f"No answer yet, because the search has not ended; `{command}` goes on")]
+    print_page(page, Console(file=out, width=60, color_system=None))
+    assert f"`{command}`" in out.getvalue() and len(out.getvalue().splitlines()) > 1
+
+
 def test_no_element_has_what_a_terminal_obeys_and_code_stays_code() -> None:
     column = TableColumn("x", OBEYED)
     page = [
