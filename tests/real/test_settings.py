@@ -24,12 +24,13 @@ from tests.support.engines.paths import LEMONADE, QWEN3_4M, TINY_GGUF, VLLM_VENV
 
 LOAD = {"user": "batch", "in_flight": 2, "requests": 6, "output_tokens": 8}
 # By setting the value, and what the server's own report then says of it; None: it is in no report but its log.
+# The heads of the tiny model are too small for q8_0, which is what is advised.
 LLAMACPP: dict[str, tuple[Any, Any]] = {
     "sequences": (4, 4), "context": (16384, 4096), "batched_tokens": (256, None), "batch": (1024, None),
-    "kv_type": (None, None), "kv_type_v": ("q8_0", None), "flash_attention": ("on", None),
+    "kv_type": ("bf16", None), "kv_type_v": ("bf16", None), "flash_attention": ("on", None),
     "prefix_cache": (None, None), "offload": (None, None),
 }  # fmt: skip
-LLAMACPP_LOG = ["n_ubatch = 256", "n_batch = 1024", "(q8_0)", "n_slots = 4"]
+LLAMACPP_LOG = ["n_ubatch = 256", "n_batch = 1024", "(bf16)", "n_slots = 4", "flash_attn = enabled"]
 VLLM: dict[str, tuple[Any, Any]] = {
     "sequences": (5, None), "context": (1024, None), "batched_tokens": (1024, None), "prefix_cache": (None, True),
     "memory": (0.3, 0.3), "chunked_prefill": (None, None),
@@ -89,6 +90,7 @@ def test_arguments_of_a_server_that_its_owner_starts(tmp_path: Path, say: Say, e
         first, known, log = ["--max-num-seqs", "2", "--no-enable-prefix-caching"], VLLM, VLLM_LOG
     else:
         start = [LEMONADE / "bin/llama-server", "-m", TINY_GGUF, "--alias", "tiny", "--threads", "1", "--metrics"]
+        start += ["--log-verbosity", "4"]
         first, known, log = ["--parallel", "1", "--ctx-size", "4096"], LLAMACPP, LLAMACPP_LOG
     with served([*start, *first], tmp_path / "first.log") as url:
         row = attached(tmp_path / "before", url, "tiny")
