@@ -33,12 +33,12 @@ LLAMACPP: dict[str, tuple[Any, Any]] = {
 LLAMACPP_LOG = ["n_ubatch = 256", "n_batch = 1024", "(bf16)", "n_slots = 4", "flash_attn = enabled"]
 VLLM: dict[str, tuple[Any, Any]] = {
     "sequences": (5, None), "context": (1024, None), "batched_tokens": (1024, None), "prefix_cache": (None, True),
-    "memory": (0.3, 0.3), "chunked_prefill": (None, None),
+    "chunked_prefill": (None, None),
 }  # fmt: skip
 VLLM_LOG = ["'max_num_seqs': 5", "'max_model_len': 1024", "'max_num_batched_tokens': 1024"]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
 
 
@@ -85,7 +85,14 @@ def attached(folder: Path, url: str, model: str) -> RowFacts:
 @pytest.mark.parametrize("engine", ["llama.cpp", "vLLM"])
 def test_arguments_of_a_server_that_its_owner_starts(tmp_path: Path, say: Say, engine: str) -> None:
     if engine == "vLLM":
-        start = [VLLM_VENV / "bin/vllm", "serve", QWEN3_4M, "--served-model-name", "tiny", "--enforce-eager"]
+        start: list[str | Path] = [
+            VLLM_VENV / "bin/vllm",
+            "serve",
+            QWEN3_4M,
+            "--served-model-name",
+            "tiny",
+            "--enforce-eager",
+        ]
         start += ["--dtype", "float32"]
         first, known, log = ["--max-num-seqs", "2", "--no-enable-prefix-caching"], VLLM, VLLM_LOG
     else:
@@ -125,7 +132,8 @@ def test_variables_of_a_scenario(
     tmp_path: Path, say: Say, server: dict[str, Any], changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     """What its owner has in `extra_args` would overrule the variables."""
-    (tmp_path / "before").mkdir(), (tmp_path / "after").mkdir()
+    (tmp_path / "before").mkdir()
+    (tmp_path / "after").mkdir()
     known: dict[str, Any] = {"model": "tiny", "loads": {"l": LOAD}}
     ran = run(write_scenario(tmp_path / "before", "s", servers={"s": server}, **known))
     text = row_of(ran.folder).action("", changes).settings["servers.s.variables"]

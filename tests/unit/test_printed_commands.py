@@ -62,7 +62,8 @@ def commands(text: str) -> list[str]:
 def pasted(tmp_path: Path) -> Callable[[str], list[list[str]]]:
     """Runs a command in a shell, and returns the programs that it called with their arguments."""
     programs, folder = tmp_path / "programs", tmp_path / "folder"
-    programs.mkdir(), folder.mkdir()
+    programs.mkdir()
+    folder.mkdir()
     for name in PROGRAMS:
         (programs / name).write_text('#!/bin/sh\nprintf "%s\\0" "${0##*/}" "$@" END >> "$PASTED"\n')
         (programs / name).chmod(0o755)
@@ -254,16 +255,16 @@ def test_a_fragment_of_yaml_is_what_it_was_made_of() -> None:
 @pytest.mark.parametrize("word", HOSTILE)
 def test_settings_of_a_scenario_are_what_they_were_made_of(tmp_path: Path, word: str) -> None:
     data = made(tmp_path, word, template="vllm-rocm", effective={}, startup=Startup(engine="vllm"))
-    variables = {"environment": {"A": word, word: "1"}, "extra_args": ["--x", word, "--cpu-offload-gb", "4"]}
-    server = Server(template="vllm-rocm", variables=variables)
+    environment, extra = {"A": word, word: "1"}, ["--x", word, "--cpu-offload-gb", "4"]
+    server = Server(template="vllm-rocm", variables={"environment": environment, "extra_args": extra})
     data = replace(data, run=replace(data.run, scenario=replace(data.run.scenario, servers={"a": server})))
     changes = {"sequences": 5, "memory": 0.00001, "aiter": None, "api_processes": None}
     settings = row_of(data).action("", changes).settings["servers.a.variables"]
     assert all(line.isprintable() for line in settings.splitlines())
     assert yaml.safe_load(settings) == {
         "max_num_seqs": 5, "gpu_memory_utilization": 0.00001,
-        "environment": variables["environment"] | {"VLLM_ROCM_USE_AITER": "1"},
-        "extra_args": [*variables["extra_args"], "--api-server-count", "2"],
+        "environment": environment | {"VLLM_ROCM_USE_AITER": "1"},
+        "extra_args": [*extra, "--api-server-count", "2"],
     }  # fmt: skip
 
 

@@ -31,7 +31,18 @@ from harness.base.summary import (
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
 from harness.report.capacity import print_capacity
-from harness.report.elements import LIMITED, Bullet, Bullets, Fold, Grid, Paragraph, TableColumn, plain_grid, with_names
+from harness.report.elements import (
+    LIMITED,
+    Bullet,
+    Bullets,
+    Element,
+    Fold,
+    Grid,
+    Paragraph,
+    TableColumn,
+    plain_grid,
+    with_names,
+)
 from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.report.terminal import fold_command, print_page
@@ -346,7 +357,7 @@ def test_a_command_in_a_sentence_is_on_one_line() -> None:
 
 def test_no_element_has_what_a_terminal_obeys_and_code_stays_code() -> None:
     column = TableColumn("x", OBEYED)
-    page = [
+    page: list[Element] = [
         *(Paragraph(text, style) for style in ("", "title", "lead", "warning") for text in (OBEYED, f"`a{OBEYED}`")),
         Bullets([Bullet(OBEYED, mark="x", code=OBEYED, parts=[Bullet("", mark="y", code=f"a\n```{OBEYED}\n````")])]),
         Grid(title=OBEYED, columns=[column], rows=[[OBEYED]], below=[OBEYED]),
