@@ -49,17 +49,22 @@ BindOpt = Annotated[str | None, cli.option("ADDRESS", "With --workers: where the
 def quick(
     address: Annotated[
         str | None,
-        typer.Argument(metavar="URL", help="The server (default: found on this machine).", callback=cli.validate_url),
+        typer.Argument(
+            metavar="URL", help="The server (default: one of this machine, after a question).", callback=cli.validate_url
+        ),
     ] = None,
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
     ca: cli.CaOpt = None,
+    yes: Annotated[bool, cli.flag("--yes", "Without URL: do not ask before the server that is found gets load.")] = False,
     as_json: Annotated[bool, cli.flag("--json", "Print JSON; progress goes to stderr.")] = False,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Measure a running server with one, four and eight users: tok/s, prefill, TTFT, and how near the hardware it is.
 
-    It takes 15 s, and up to a minute at 5 tok/s. It needs no scenario, no tokenizer, and no name of the model.
+    It takes 15 s, and up to a minute at 5 tok/s. It needs no scenario, no tokenizer, and no name of the model: the one
+    that is loaded is measured. Without URL it asks before it sends load to the server that it finds; of several servers,
+    or of several loaded models, it lists them, and exits with code 1.
     """
     from harness.analysis.quick import NAME
     from harness.report.quick import quick_page
@@ -70,7 +75,7 @@ def quick(
     from harness.run.progress import Progress
 
     progress = Progress(cli.console(stderr=as_json))
-    target = cli.make_target(address or quickly.find_server(), ca=ca)
+    target = cli.make_target(address or _found_server(model, api_key_env, progress.line, is_agreed=yes), ca=ca)
     assert target is not None
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
     with quickly.scenario_path(None, target, NAME, make) as path:
@@ -83,6 +88,39 @@ def quick(
         cli.console().print(f"{folder / 'report.html'}")
     if not report.valid:
         raise typer.Exit(ExitCode.INVALID)
+
+
+def _found_server(
+    model: str | None, key_name: str | None, say: "Callable[[str], None]", *, is_agreed: bool
+) -> str:
+    """Return the address of the only server of this machine, once the user agrees. Raises HarnessError."""
+    from harness.run import quick as quickly
+
+    found = {url: quickly.describe_server(url, model, key_name) for url in quickly.find_servers()}
+    (url, about), *others = found.items()
+    again = command_line("harness", "quick", url, "--model", model)
+    if others:
+        what, detail = f"{len(found)} servers run on this machine, and no address is given", "\n".join(found.values())
+        raise HarnessError(what, detail=detail, next_step=f"Give the address of one, such as: {again}")
+    if is_agreed:
+        say(about)
+        return url
+    if not _has_terminal():
+        what = f"no address is given, and there is no terminal to ask whether this server may get load: {about}"
+        raise HarnessError(what, next_step=f"{again} (or --yes)")
+    say(about)
+    say("It gets 1, 4 and 8 concurrent requests for about 15 s. Measure it? [Y/n]")
+    try:
+        answer = input()
+    except EOFError:
+        raise KeyboardInterrupt from None
+    if answer.strip().lower() not in ("", "y", "yes"):
+        raise HarnessError("no load was sent", next_step="For another server: harness quick http://HOST:PORT")
+    return url
+
+
+def _has_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 @cli.command(short_help="Start the servers, load them, tear them down, report.")
@@ -338,7 +376,8 @@ def capacity(
 
     budget_s = read_duration("--budget", budget)
     target, console = cli.make_target(url, ca=ca), cli.console(stderr=as_json)
-    make = partial(running_scenarios.user_scenario, user or "chat", model=model, key_name=api_key_env)
+    more: Any = {"model": model, "key_name": api_key_env, "say": console.print}
+    make = partial(running_scenarios.user_scenario, user or "chat", **more)
     name = f"capacity-{user or 'chat'}"
     with running_scenarios.scenario_path(scenario, target, name, make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, console.print)
@@ -377,7 +416,8 @@ def live(
     from harness.run.progress import Progress
 
     target, name = cli.make_target(url, ca=ca), user or "chat"
-    make = partial(running_scenarios.user_scenario, name, model=model, key_name=api_key_env)
+    more: Any = {"model": model, "key_name": api_key_env, "say": cli.console().print}
+    make = partial(running_scenarios.user_scenario, name, **more)
     with running_scenarios.scenario_path(scenario, target, f"live-{name}", make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, cli.console().print)
         living.live(experiment, server, load, port, runs, Progress(cli.console()))
@@ -392,10 +432,14 @@ def check(
     repeats: cli.RepeatsOpt = None,
     checks: cli.ChecksOpt = None,
     duration: DurationOpt = None,
+    time_request: Annotated[
+        bool, cli.flag("--time-request", "With --url: send one request, and estimate the time of a run from it.")
+    ] = False,
     as_json: cli.JsonOpt = False,
 ) -> None:
-    """Validate a scenario and show its plan, without running anything. With --url one request is timed.
+    """Validate a scenario and show its plan, without running anything.
 
+    With --url the server is asked for its models and settings; it generates and loads nothing without --time-request.
     Exit code 2: the prompts of a load exceed the server's context; of a sweep, those of all rows.
     """
     from harness.base.units import read_duration
@@ -405,10 +449,12 @@ def check(
     from harness.serve.lint import refuse_too_long
 
     target, say = cli.make_target(url, ca=ca), cli.console(stderr=as_json).print
+    if time_request and target is None:
+        raise HarnessError("--time-request: no --url is given", next_step="Give the address of the server: --url URL.")
     duration_s = None if duration is None else read_duration("--duration", duration)
     experiment = quickly.prepare_for(scenario, target, model, say, repeats, checks or [], duration_s)
     made = experiment.scenario
-    speed, startup = (None, None) if target is None else quickly.probe_server(target, made, say)
+    speed, startup = (None, None) if target is None else quickly.probe_server(target, made, say, timed=time_request)
     shown = preview(experiment, speed, startup)
     of_machine = [] if target is not None else [*machine_notes(experiment), *predict_shares(experiment)]
     if as_json:
@@ -424,7 +470,7 @@ def check(
 
 def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:
     """One of the answers, by its number or name; Enter takes the first. Raises HarnessError without a terminal."""
-    if not sys.stdin.isatty():
+    if not _has_terminal():
         raise HarnessError(
             f"{option} is missing, and there is no terminal to ask at", next_step=f"Choose: {', '.join(answers)}."
         )
@@ -457,7 +503,7 @@ def _draft(
     servers, needed = list(given), drafts.server_count(question)
     known = {name: draftable.model for name, draftable in drafts.draftable_servers().items()}
     found = None
-    if url is None and not given and needed == 1 and sys.stdin.isatty():
+    if url is None and not given and needed == 1 and _has_terminal():
         found = quickly.find_running()
     while not given and url is None and len(servers) < needed:
         rest = known if found is None else {RUNNING_SERVER: f"{found[1]} at {found[0]}"} | known
@@ -588,10 +634,28 @@ def clean(
     caches: Annotated[
         bool, cli.flag("--caches", "Also the caches (models, kernels), unless a harness may use them.")
     ] = False,
+    runs: cli.RunsDir = cli.RUNS,
 ) -> None:
-    """Remove the leftovers of a killed run: containers, networks and volumes that carry our label, nothing else."""
+    """Remove the leftovers of a killed run: containers, networks and volumes that carry our label, nothing else.
+
+    A running server that a killed `harness tune --url` has changed gets the settings of its owner back. Exit code 2: it
+    did not.
+    """
+    from harness.run.tune import put_back
     from harness.serve.engine import connect, remove_leftovers
 
-    with contextlib.closing(connect()) as client:
-        removed = remove_leftovers(client, everything=everything, caches=caches)
-    print("\n".join(f"removed {item}" for item in removed) if removed else "no leftovers")
+    outcomes = list(put_back(runs))
+    for outcome in outcomes:
+        print(outcome.text)
+    try:
+        with contextlib.closing(connect()) as client:
+            removed = remove_leftovers(client, everything=everything, caches=caches)
+    except HarnessError as error:
+        if not outcomes:
+            raise
+        print(f"containers were not looked for: {error.what}")  # tune --url needs none
+        removed = []
+    lines = [f"removed {item}" for item in removed] or ([] if outcomes else ["no leftovers"])
+    print("\n".join(lines), end="\n" if lines else "")
+    if not all(outcome.is_done for outcome in outcomes):
+        raise typer.Exit(ExitCode.SERVER)

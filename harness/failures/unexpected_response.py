@@ -5,7 +5,7 @@ frameworks and proxies have a dozen others.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urljoin
@@ -16,6 +16,7 @@ from harness.base.redact import masked
 
 CHECK_ADDRESS = "Check that the address is that of an OpenAI-compatible server."
 _MAX_ID = 1000  # characters of a model's name
+_MAX_SHOWN = 8  # models in a message
 _MAX_BODY_BYTES = 1 << 20  # the rest of a longer body is ignored
 _MAX_SEARCHED_CHARS = 65_536  # of a message, for secrets
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -309,6 +310,17 @@ def explain_secret_model(base: str) -> Advice:
         f"{base}: the id of its model has the API key in it, which may not be recorded",
         "Give the model another name in the server's settings, or change the key.",
     )
+
+
+def shown_names(ids: Sequence[str]) -> str:
+    """Return the first names of a list of models, for a message."""
+    more = [f"and {len(ids) - _MAX_SHOWN:,} more"] if len(ids) > _MAX_SHOWN else []
+    return ", ".join([*(f"'{id}'" for id in ids[:_MAX_SHOWN]), *more]) or "no model at all"
+
+
+def explain_several_loaded(base: str, loaded: Sequence[str]) -> Advice:
+    """Explain that it is not known which of the loaded models of a server is meant."""
+    return f"{base} has {len(loaded)} models loaded: {shown_names(loaded)}", "Name the one to measure: --model NAME."
 
 
 def error_message(body: bytes) -> str:

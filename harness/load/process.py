@@ -14,6 +14,7 @@ import gevent
 import msgspec
 from gevent.lock import Semaphore
 
+from harness.base.engines.loaded import chat_models, loaded_models
 from harness.base.errors import HarnessError
 from harness.base.process import refuse_too_few_files
 from harness.base.redact import masked, register_secrets
@@ -37,6 +38,7 @@ from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay, cached_replay
 
 _QUIET_SIGN_S = 1.0
+MAX_PROBE_S = 5.0  # for an address that only some servers have
 
 logger = logging.getLogger(__name__)
 
@@ -398,21 +400,9 @@ def _block_size(job: Job) -> int:
 
 
 def first_model(job: Job, target: ApiAddress) -> str:
-    """Ask the server for its models and return the first one. Raises HarnessError."""
-    secret, exchange = read_api_key(job.api_key_env), Exchange(id="models")
-    reader = Reader(IdleQueue())
-    client = Client(Dialer(target), reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
-    timeout_s = job.load.timeout_s
-    try:
-        with gevent.Timeout(timeout_s) as timeout:  # in total
-            client.send("/models", None, exchange)
-    except gevent.Timeout as error:
-        if error is not timeout:
-            raise
-        exchange.failure = Failure("timeout", f"no complete answer within {timeout_s:g} s")
-    finally:
-        client.close()
-        reader.close()
+    """Return the model that the server has loaded, else the first one that it lists. Raises HarnessError."""
+    secret = read_api_key(job.api_key_env)
+    exchange = _get(job, target, "/models", job.load.timeout_s)
     path = f"{target.prefix}/models"
     if exchange.failure is not None:
         raise HarnessError(
@@ -427,14 +417,54 @@ def first_model(job: Job, target: ApiAddress) -> str:
     if explanation is not None:
         raise HarnessError(explanation[0], next_step=explanation[1])
     try:
-        model = unexpected_response.parse_model_ids(body)[0]
+        ids = unexpected_response.parse_model_ids(body)
+        model = ids[0]
     except (ValueError, IndexError):
         next_step = f"{CHECK_ADDRESS.removesuffix('.')}, or name the model with --model."
         raise HarnessError(unexpected_response.describe_status(response), next_step=next_step) from None
+    if len(ids) > 1:
+        model = _loaded_model(job, target, url.removesuffix("/v1/models")) or model
     if masked(model, "sure") != model:
         what, next_step = unexpected_response.explain_secret_model(url)
         raise HarnessError(what, next_step=next_step)
     return model
+
+
+def _loaded_model(job: Job, target: ApiAddress, base: str) -> str | None:
+    """Return the model that a server of several has loaded; None: none, or not known. Raises HarnessError if several
+    are loaded.
+    """
+    root = target._replace(prefix=target.prefix.removesuffix("/v1"))
+
+    def fetch(path: str) -> bytes:
+        exchange = _get(job, root, path, min(MAX_PROBE_S, job.load.timeout_s))
+        return exchange.unprocessed_body() if exchange.failure is None and exchange.status == 200 else b""
+
+    loaded = loaded_models(fetch) or []
+    if job.load.endpoint != "embeddings":
+        loaded = chat_models(loaded)
+    if len(loaded) > 1:
+        what, next_step = unexpected_response.explain_several_loaded(base, loaded)
+        raise HarnessError(what, next_step=next_step)
+    return next(iter(loaded), None)
+
+
+def _get(job: Job, target: ApiAddress, path: str, timeout_s: float) -> Exchange:
+    """Return the ended exchange of a GET."""
+    exchange, reader = Exchange(id="models"), Reader(IdleQueue())
+    headers = key_header(read_api_key(job.api_key_env))
+    client = Client(Dialer(target), reader, timeout_s=timeout_s, headers=headers)
+    try:
+        with gevent.Timeout(timeout_s) as timeout:  # in total
+            client.send(path, None, exchange)
+    except gevent.Timeout as error:
+        if error is not timeout:
+            raise
+        exchange.failure = Failure("timeout", f"no complete answer within {timeout_s:g} s")
+    finally:
+        client.close()
+        reader.close()
+    return exchange
 
 
 def load_replay(job: Job) -> Replay | None:

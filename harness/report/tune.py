@@ -12,8 +12,10 @@ from msgspec.structs import replace
 from harness.analysis.tune import Trial
 from harness.base.command import command_line
 from harness.base.files import pretty_json, read_json, replace_file
+from harness.base.process import owner_is_gone
 from harness.base.summary import MARGIN, Reason, SameAnswers, Verdict, known_bounds, sentence
 from harness.base.units import NOTHING, count, duration, factor, figures, short_percent
+from harness.records.changed_server import ChangedServer, read_changed
 from harness.report import words
 from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
@@ -77,6 +79,7 @@ class TuneReport(Struct, frozen=True, kw_only=True):
     answers: list[SameAnswers | None] = []  # of each side, with `same_answers`; None: its answers are not known
     reasons: list[Reason] = []  # what limits the answer
     paste: dict[str, str] = {}  # by place: the text
+    changed: ChangedServer | None = None  # the running server that a killed search has left with settings of a try
 
     def spell(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Settings as the server's user writes them."""
@@ -86,11 +89,16 @@ class TuneReport(Struct, frozen=True, kw_only=True):
 def read_tune(folder: Path) -> TuneReport | None:
     """Read tune.json; None if the run is no search of settings. Raises HarnessError for a damaged file, OSError."""
     path = folder / TUNE_FILE
-    return replace(read_json(path, TuneReport, TUNE_VERSION), folder=str(folder)) if path.exists() else None
+    if not path.exists():
+        return None
+    changed = read_changed(folder)
+    is_left = changed is not None and owner_is_gone(changed.owner)
+    report = read_json(path, TuneReport, TUNE_VERSION)
+    return replace(report, folder=str(folder), changed=changed if is_left else None)
 
 
 def write_tune(folder: Path, report: TuneReport) -> None:
-    replace_file(folder / TUNE_FILE, pretty_json(replace(report, folder=str(folder))))
+    replace_file(folder / TUNE_FILE, pretty_json(replace(report, folder=str(folder), changed=None)))
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
@@ -235,11 +243,23 @@ def tune_elements(report: TuneReport) -> list[Element]:
         title, pasted = "To go on", [Bullet("", mark="command", code=command)]
     tried: list[Element] = [Paragraph("What was tried", "heading"), history(report)] if report.trials else []
     return [
+        *changed_elements(report),
         Paragraph(about, "fine"),
         *([Bullets(notes)] if notes else []),
         *([Bullets([Bullet(title, parts=pasted)], "findings")] if pasted else []),
         *tried,
     ]
+
+
+def changed_elements(report: TuneReport) -> list[Element]:
+    """What a killed search has left changed on a running server, and the command that puts it back."""
+    if (left := report.changed) is None:
+        return []
+    text = f"Warning: the search was killed, and {left.url} may still run {left.model} with settings of a try. "
+    text += f"Its owner's settings: {format_settings(left.options)}. To put them back, without going on:"
+    runs = Path(report.folder).resolve().parent
+    command = command_line("harness", "clean", "--runs", runs)
+    return [Bullets([Bullet(text, "bad", parts=[Bullet("", mark="command", code=command)])], "findings")]
 
 
 def tune_page(report: TuneReport) -> list[Element]:

@@ -233,6 +233,7 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
             metrics_url=target.metrics_url,
             on_wait=running.progress.line,
             others=models_of_loads(scenario),
+            messages=any(load.endpoint == "messages" for load in scenario.loads.values()),
         )
         yield _with_model_size(endpoint, None)
         return
@@ -341,7 +342,8 @@ def prepare_generator(
         arguments = locust_arguments(job, job_path, paths, url)
         return lambda: ContainerChild(running.id, job, arguments, locustfiles, endpoint.network, log_path)
     paths = ",".join(map(str, locustfiles))
-    command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, paths, endpoint.url, ui)]
+    url = endpoint.url_of([each.load for each in loads_of(job)])
+    command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, paths, url, ui)]
     return lambda: LocalChild(command, log_path)
 
 

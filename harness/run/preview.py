@@ -78,7 +78,8 @@ def preview(experiment: Experiment, speed: RequestSpeed | None = None, startup: 
             f"{speed.ttft_s * 1e3:.0f} ms to the first token for a prompt of {PROMPT_WORDS[0]} tokens, longer ones in "
             f"proportion (a shared system prompt once per cell), {speed.tpot_s * 1e3:.3g} ms per token, as measured,"
         )
-        starts = "no start"
+    if speed is not None or experiment.target is not None:
+        starts = "no start" if speed is not None else "no start; --time-request measures one request"
     cpu_count = os.cpu_count()
     return Preview(
         path=str(experiment.path),
@@ -98,7 +99,7 @@ def preview(experiment: Experiment, speed: RequestSpeed | None = None, startup: 
         order=[cell.id for cell in plan(scenario)],
         server_starts=count_server_starts(scenario),
         cold=scenario.restart,
-        estimated_s=estimate_s(scenario, experiment.folder, speed),
+        estimated_s=estimate_s(scenario, experiment.folder, speed, is_running=experiment.target is not None),
         assumed=f"{tokens} however many answers come at once, {starts}",
         notes=[
             *_plan_notes(experiment),
@@ -183,15 +184,20 @@ def check_notes(scenario: Scenario) -> list[str]:
     return notes
 
 
-def estimate_s(scenario: Scenario, folder: Path, measured: RequestSpeed | None = None) -> float:
-    """Estimate the seconds of a run by the assumptions above. `measured`: the speed of a server that already runs."""
+def estimate_s(
+    scenario: Scenario, folder: Path, measured: RequestSpeed | None = None, *, is_running: bool = False
+) -> float:
+    """Estimate the seconds of a run by the assumptions above.
+
+    `measured`: the speed of a server that already runs. `is_running`: it runs, so no time is needed for its start.
+    """
     speed = measured or ASSUMED
     groups_s: dict[str, float] = {}
     started: set[tuple[int, str]] = set()
     for cell in plan(scenario):
         load = scenario.loads[cell.load]
         start_s = ASSUMED_START_S if scenario.servers[cell.server].container else ASSUMED_EMBEDDED_START_S
-        if measured is not None or (not scenario.restart and server_start_of(cell) in started):
+        if is_running or measured is not None or (not scenario.restart and server_start_of(cell) in started):
             start_s = 0.0
         started.add(server_start_of(cell))
         replay = None if load.trace is None else cached_replay(folder / load.trace.file, load.trace)

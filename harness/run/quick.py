@@ -19,12 +19,14 @@ from harness.advice.model import find_model, read_model
 from harness.analysis.quick import QuickReport, counts_tokens, median_prompt, quick_levels, quick_notes
 from harness.analysis.summarize import summarize_with_counts
 from harness.base.command import command_line, positional
+from harness.base.engines import listed_names
+from harness.base.engines.loaded import chat_models
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import SCENARIOS
 from harness.base.process import pause
 from harness.base.summary import sentence
 from harness.base.trust import open_session
-from harness.failures.unexpected_response import decode_json
+from harness.failures.unexpected_response import decode_json, shown_names
 from harness.records.manifest import Run, Startup
 from harness.report.sentences import death_answer, group_reasons
 from harness.run import experiment as experiments
@@ -32,7 +34,13 @@ from harness.run.experiment import RUNNING_SERVER, Experiment, Target
 from harness.scenario import Scenario, models_of_loads
 from harness.scenario.behaviour import max_length
 from harness.serve import probe
-from harness.serve.lifecycle import attach_to_server, choose_model, refuse_absent_models, reported
+from harness.serve.lifecycle import (
+    attach_to_server,
+    choose_model,
+    inspect_server,
+    refuse_absent_models,
+    reported,
+)
 from harness.workload import SALT_WORDS, text
 from harness.workload.job import read_api_key
 
@@ -88,9 +96,9 @@ class RequestSpeed(NamedTuple):
         return max(self.ttft_s, self.first_s(prompt)) + tokens * self.tpot_s
 
 
-def find_server(ports: Sequence[int] = PORTS) -> str:
-    """Return the address of the first server on this machine. Raises ServerError that says where it looked."""
-    seen: dict[str, list[str]] = {}
+def find_servers(ports: Sequence[int] = PORTS) -> list[str]:
+    """Return the addresses of the servers on this machine. Raises ServerError without any, and says where it looked."""
+    found, seen = list[str](), dict[str, list[str]]()
     for port in ports:
         url = f"http://127.0.0.1:{port}"
         try:
@@ -100,25 +108,42 @@ def find_server(ports: Sequence[int] = PORTS) -> str:
             seen.setdefault(probe.explain_connection_error(error), []).append(str(port))
             continue
         if response.status_code in (401, *probe.BUSY) or probe.has_models(response):
-            return url
-        seen.setdefault(f"another program answers (HTTP {response.status_code})", []).append(str(port))
-    looked = "; ".join(f"port {', '.join(found)}: {text}" for text, found in seen.items())
+            found.append(url)
+        else:
+            seen.setdefault(f"another program answers (HTTP {response.status_code})", []).append(str(port))
+    if found:
+        return found
+    looked = "; ".join(f"port {', '.join(ports)}: {text}" for text, ports in seen.items())
     raise ServerError(
         f"no LLM server was found on 127.0.0.1 ({looked})",
         next_step="Start the server, or give its address: harness quick http://HOST:PORT",
     )
 
 
+def describe_server(url: str, model: str | None = None, key_name: str | None = None) -> str:
+    """Return address, version and model of a server, or why its model is not known. It sends only GET requests."""
+    base, key, notes = probe.parse_base_url(url), read_api_key(key_name), list[str]()
+    with open_session(key) as session:
+        version = probe.find_version(base, session)
+    about = url if version is None else f"{url} ({version})"
+    try:
+        chosen = choose_model(base, key, key_name, model, notes.append)
+    except HarnessError as error:
+        return f"{about}: {error.what}"
+    return " ".join([f"{about}: '{chosen}'", *(f"({note})" for note in notes)])
+
+
 def find_running() -> tuple[str, str] | None:
     """Return address and model of the first server here that lists a chat model without a key; None without any."""
     with suppress(HarnessError):
-        url = find_server()
-        return url, model_of(url)
+        for url in find_servers():
+            with suppress(HarnessError):
+                return url, model_of(url)
     return None
 
 
 def model_of(url: str) -> str:
-    """Return the model that a server has loaded, or its first chat model. Raises ServerError."""
+    """Return the model that a server has loaded, or its first chat model. Raises as `choose_model`."""
     return choose_model(probe.parse_base_url(url), None, None)
 
 
@@ -158,15 +183,23 @@ def prepare_for(path: Path, target: Target | None, model: str | None, say: Say, 
     if target is None or model or path.resolve().parent != SCENARIOS or models_of_loads(scenario):
         return experiment
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
-    try:
-        _when_ready(lambda: refuse_absent_models(base, [scenario.model], key, key_name, say))
-    except ServerError:
-        with open_session(key) as session:
-            if len(probe.chat_models(probe.list_models(base, session, key_name))) != 1:
+    with open_session(key) as session:
+        try:
+            _when_ready(lambda: refuse_absent_models(base, [scenario.model], key, key_name, say))
+        except ServerError:
+            loaded, listed = probe.find_loaded(base, session), chat_models(probe.list_models(base, session, key_name))
+            if len(loaded or listed) != 1:
                 raise
-            only = probe.find_model(base, None, session, key_name)
-        say(f"The server has only {only}: it is measured instead of the scenario's {scenario.model}.")
-        return replace(experiment, scenario=replace(scenario, model=only))
+            only = probe.find_model(base, None, session, key_name, say)
+            has = "has loaded" if loaded else "has only"
+            say(f"The server {has} {only}: it is measured instead of the scenario's {scenario.model}.")
+            return replace(experiment, scenario=replace(scenario, model=only))
+        loaded = probe.find_loaded(base, session) or []
+        if loaded and not listed_names(scenario.model) & set(loaded):
+            say(
+                f"{base} has loaded {shown_names(loaded)}; the first request loads the scenario's '{scenario.model}', "
+                f"which may unload it. To measure it instead: {command_line('--model', loaded[0])}"
+            )
     return experiment
 
 
@@ -185,11 +218,12 @@ def quick_scenario(
 ) -> dict[str, Any]:
     """Return the scenario of `harness quick`, as a file has it. The work fits the speed of the server.
 
-    `model`: None takes the one that is loaded, or the first. Raises ServerError when it does not answer.
+    `model`: None takes the one that is loaded, or the first. Raises ServerError when it does not answer, and
+    HarnessError if several are loaded.
     """
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
     with reported(f"the first answer of {base}", say), _key_by_option():
-        chosen = _when_ready(lambda: choose_model(base, key, key_name, model))
+        chosen = _when_ready(lambda: choose_model(base, key, key_name, model, say))
         speed = _when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
     effort = choose_effort(speed)
     load = {
@@ -205,11 +239,17 @@ def quick_scenario(
     return _scenario(question, chosen, {"users": load}, key_name, **more)
 
 
-def user_scenario(user: str, target: Target, model: str | None = None, key_name: str | None = None) -> dict[str, Any]:
-    """Return a scenario with one kind of users, for a capacity search or a live load. Raises ServerError."""
+def user_scenario(
+    user: str,
+    target: Target,
+    model: str | None = None,
+    key_name: str | None = None,
+    say: Say = lambda line: None,
+) -> dict[str, Any]:
+    """Return a scenario with one kind of users, for a capacity search or a live load. Raises as `quick_scenario`."""
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
     with _key_by_option():
-        chosen = _when_ready(lambda: choose_model(base, key, key_name, model))
+        chosen = _when_ready(lambda: choose_model(base, key, key_name, model, say))
     loads = {user: {**USER_LOADS[user], "users": 1, "duration_s": 60}}
     more = {"prompts": USER_PROMPTS.get(user, {"tokens": 256}), "checks": LIMITS}
     return _scenario(f"How many {user} users does this server hold?", chosen, loads, key_name, **more)
@@ -255,15 +295,21 @@ def measure_speed(
     return min(first, _ask(base, model, key, key_name, with_usage), key=lambda speed: speed.answer_s(FIRST_TOKENS))
 
 
-def probe_server(target: Target, scenario: Scenario, say: Say) -> tuple[RequestSpeed, Startup | None]:
-    """Return the speed of one request of a scenario's model, and what its server reports of itself.
+def probe_server(
+    target: Target, scenario: Scenario, say: Say, *, timed: bool = False
+) -> tuple[RequestSpeed | None, Startup | None]:
+    """Return what a server reports of itself, and with `timed` the speed of one request of the scenario's model.
 
-    Raises ServerError when it does not answer, or lacks a model.
+    Without `timed` it sends no generation and loads no model. Raises ServerError when the server does not answer, or
+    lacks a model.
     """
     key_name = scenario.api_key_env
     key, others = read_api_key(key_name), models_of_loads(scenario)
 
-    def ask() -> tuple[RequestSpeed, Startup | None]:
+    def ask() -> tuple[RequestSpeed | None, Startup | None]:
+        if not timed:
+            served = inspect_server(target.url, scenario.model, key, key_name=key_name, on_wait=say, others=others)
+            return None, served.startup
         served = attach_to_server(
             target.url, scenario.model, key, key_name=key_name, on_wait=say, others=others
         ).served_by

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -32,11 +32,13 @@ from harness.analysis.tune import (
     suggestions,
 )
 from harness.base.errors import HarnessError, ServerError, StartError
+from harness.base.process import owner_is_gone, owner_labels
 from harness.base.summary import MARGIN, Reason, because, sentence
 from harness.base.trust import open_session
 from harness.base.units import count, duration
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import reports_power
+from harness.records.changed_server import CHANGED_FILE, ChangedServer, forget_changed, read_changed, write_changed
 from harness.records.manifest import CellRun, Run, ServedBy, read_run
 from harness.records.records import Request
 from harness.report.trust import points_text
@@ -81,7 +83,7 @@ from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, asks_kno
 from harness.scenario.behaviour import Structured
 from harness.scenario.plan import Cell, cell_of, grouped
 from harness.serve.facts import find_fallback, find_ignored_settings
-from harness.serve.lemonade import load_with_options, running_options
+from harness.serve.lemonade import load_with_options, put_options_back, running_options
 from harness.serve.lint import refuse_too_long
 from harness.serve.probe import list_models, parse_base_url
 from harness.workload.job import read_api_key
@@ -203,7 +205,7 @@ def tune(experiment: Experiment, report: TuneReport, runs: Path, progress: Progr
         folder = running.folder
         yield from TuneSearch(running, replace(report, run=running.id), began_s).cells()
 
-    with restored(experiment, progress), _with_resume_advice(lambda: folder, progress):
+    with restored(experiment, progress, lambda: folder), _with_resume_advice(lambda: folder, progress):
         folder = start_run(experiment, [], runs, progress, steps)
         return folder, prove(folder, experiment, runs, progress, began_s)
 
@@ -213,6 +215,7 @@ class TuneSearch:
 
     def __init__(self, running: Running, report: TuneReport, began_s: float) -> None:
         self.running, self.report, self.began_s = running, report, began_s
+        note_change(running.folder, running.experiment)
         self.search = search_of(running.file.manifest, report)
         self._idle_memory = [] if running.experiment.target else read_gpu_memory()
         self.advice: dict[str, Sequence[Suggestion]] = {}  # by server: what the findings about it advise
@@ -524,7 +527,10 @@ def resume_tune(
         report = with_budget(report, budget_s)
     if report.ended is None:
         kept = {cell for start in report.trials for cell in start.cells}
-        with reopened(folder, kept, progress, target) as running, restored(running.experiment, progress):
+        with (
+            reopened(folder, kept, progress, target) as running,
+            restored(running.experiment, progress, lambda: folder),
+        ):
             search = TuneSearch(running, report, began_s)
             with _with_resume_advice(lambda: folder, progress):
                 run_steps(running, [], lambda *_: search.cells())
@@ -533,7 +539,8 @@ def resume_tune(
         return report
     experiment = recorded_experiment(folder, target)
     write_tune(folder, report)
-    with restored(experiment, progress), _with_resume_advice(lambda: folder, progress):
+    note_change(folder, experiment)
+    with restored(experiment, progress, lambda: folder), _with_resume_advice(lambda: folder, progress):
         return prove(folder, experiment, runs, progress, began_s)
 
 
@@ -577,9 +584,23 @@ def _with_resume_advice(folder: Callable[[], Path | None], progress: Progress) -
         raise
 
 
+def note_change(folder: Path, experiment: Experiment) -> None:
+    """Write what a running server had before the search changes it, for the case that the search is killed."""
+    scenario, target = experiment.scenario, experiment.target
+    if target is not None and (options := scenario.servers[DEFAULT].variables):
+        changed = ChangedServer(
+            url=target.url,
+            model=scenario.model,
+            options=options,
+            api_key_env=scenario.api_key_env,
+            owner=owner_labels(),
+        )
+        write_changed(folder, changed)
+
+
 @contextlib.contextmanager
-def restored(experiment: Experiment, progress: Progress) -> Iterator[None]:
-    """Give a running Lemonade its own options back at the end."""
+def restored(experiment: Experiment, progress: Progress, folder: Callable[[], Path | None]) -> Iterator[None]:
+    """Give a running server its own options back at the end. `folder`: of the search, once there is one."""
     try:
         yield
     finally:
@@ -588,5 +609,40 @@ def restored(experiment: Experiment, progress: Progress) -> Iterator[None]:
         if target is not None and options:
             try:
                 load_with_options(target.url, scenario.model, options, read_api_key(scenario.api_key_env))
+                if (place := folder()) is not None:
+                    forget_changed(place)
             except ServerError as error:
                 progress.line(f"{target.url} did not take its own options back ({options}): {error.what}")
+
+
+class PutBack(NamedTuple):
+    """What became of a running server that a killed search had left with settings of a try."""
+
+    text: str
+    is_done: bool  # or there was nothing to do
+
+
+def put_back(runs: Path) -> Iterator[PutBack]:
+    """Give servers that killed searches below `runs` have changed the options of their owners back."""
+    for path in sorted(runs.glob(f"*/{CHANGED_FILE}")):
+        folder = path.parent
+        try:
+            changed, run = read_changed(folder), read_run(folder)
+            if changed is None or not owner_is_gone(changed.owner):
+                continue
+            key = read_api_key(changed.api_key_env)
+            tried = [server.variables for name, server in run.scenario.servers.items() if name != DEFAULT]
+            outcome = put_options_back(changed.url, changed.model, changed.options, tried, key)
+        except HarnessError as error:
+            yield PutBack(f"{folder}: settings of a server are not put back: {error.what}. {error.next_step}", False)
+            continue
+        forget_changed(folder)
+        yield PutBack(f"{changed.url}: {changed.model}: {OUTCOMES[outcome]} ({folder.name})", True)
+
+
+OUTCOMES = {
+    "restored": "it ran with settings of a killed search, and has the settings of its owner back",
+    "unchanged": "it has the settings of its owner",
+    "unloaded": "it is not loaded, so no setting of the killed search is left",
+    "other": "it has other settings than the killed search tried, and keeps them",
+}

@@ -6,10 +6,10 @@ The facts come from Lemonade's sources and from a server built from them; docs/l
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -458,6 +458,33 @@ def load_with_options(url: str, model: str, options: dict[str, Any], key: str | 
         )
 
 
+def put_options_back(
+    url: str, model: str, own: dict[str, Any], tried: Sequence[Mapping[str, Any]], key: str | None
+) -> Literal["restored", "unchanged", "unloaded", "other"]:
+    """Give a model at a running Lemonade the options of its owner back, if it runs with some that were tried.
+
+    "unloaded": the options went with the model. "other": another client has changed them since. Raises ServerError
+    without an answer, or if the load fails.
+    """
+    api = Api(probe.parse_base_url(url), key)
+    if (health := get_health(api)) is None:
+        raise ServerError(f"no answer from {url}", next_step="Start the server, or check its address.")
+    if (running := health.find(model)) is None:
+        return "unloaded"
+    names = {name for options in (own, *tried) for name in options}
+    now = {name: running.recipe_options.get(name) or None for name in names}
+
+    def is_now(options: Mapping[str, Any]) -> bool:
+        return now == {name: options.get(name) or None for name in names}
+
+    if is_now(own):
+        return "unchanged"
+    if not any(map(is_now, tried)):
+        return "other"
+    load_with_options(url, model, own, key)
+    return "restored"
+
+
 def find_other_load(options: dict[str, Any], old: RunningModel | None, now: RunningModel) -> str | None:
     """Return how a loaded model is not what was asked for; None: it is that."""
     for name, asked in options.items():
@@ -565,6 +592,22 @@ class LemonadeMonitor:
             self._is_own_engine[url] = self._check_own_engine(url)
         return _fetch_local(url + path, sent) if self._is_own_engine[url] else ""
 
+    def engine_url(self) -> str | None:
+        """Return the engine's own address; None if this host cannot reach it, or it is not this Lemonade's."""
+        if self._engine_port is None or self._shell is not None or self._several:
+            return None
+        url = f"http://127.0.0.1:{self._engine_port}"
+        if url not in self._is_own_engine:
+            self._is_own_engine[url] = self._check_own_engine(url)
+        return url if self._is_own_engine[url] else None
+
+    def counting_url(self) -> str | None:
+        """Return the engine's address if its stream of Anthropic's API counts tokens, and Lemonade's does not."""
+        if probe.streams_prompt_counts(self._api.url, self._model, self._api.key) is not False:
+            return None
+        url = self.engine_url()
+        return url if url is not None and probe.streams_prompt_counts(url, self._model, None) else None
+
     def effective(self) -> dict[str, Any]:
         """Return the settings of the model, as /health reports them."""
         running = self._running
@@ -612,6 +655,13 @@ def _fetch_local(url: str, body: str | None = None) -> str:
     """Return the good answer of an address on this machine, else nothing. The engine needs no API key."""
     with open_session(None) as session:
         return probe.fetch_text(session, url, FETCH_S, body)
+
+
+def direct_note(url: str) -> Reason:
+    """Return the note that loads of Anthropic's API went to the engine behind Lemonade."""
+    text = f"requests of loads with `endpoint: messages` went to the engine behind {NAME}, {url}: {NAME}'s own stream "
+    text += "does not report the tokens of prompts"
+    return because("engine_direct", text, server=NAME, url=url)
 
 
 def list_orphans(container: Container) -> list[str]:

@@ -24,14 +24,14 @@ from msgspec.structs import replace
 from harness.base import process, redact
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.process import is_loopback, is_port_free, pause, signals_interrupt
-from harness.base.summary import Reason
+from harness.base.summary import Reason, sentence
 from harness.base.trust import open_session
 from harness.failures.explain import ExitState, explain
 from harness.failures.unexpected_response import error_message
 from harness.machine.gpus import find_engine_processes
 from harness.machine.telemetry import cgroup_files, server_tasks, telemetry_root
 from harness.records.manifest import ServedBy, ServerDeath
-from harness.scenario import Scenario, Server, models_of_loads
+from harness.scenario import Load, Scenario, Server, models_of_loads
 from harness.serve import compose_file, containers, probe
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, LoadCall, Service, Serving
 from harness.serve.containers import LogFile, ServerStatus, StatusReader
@@ -43,6 +43,8 @@ from harness.serve.lemonade import (
     LemonadeState,
     bare_name,
     bring_up_model,
+    describe_loaded_model,
+    direct_note,
     find_model,
     find_running_model,
     get_health,
@@ -64,6 +66,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     read_status: StatusReader
     metrics_url: str | None = None
     monitor: LemonadeMonitor | None = None  # of the engine behind Lemonade
+    counting_url: str | None = None  # of the engine, if only its own stream of Anthropic's API has token counts
     network: str | None = None  # Docker network of the server's container
     network_url: str | None = None  # as a container in that network reaches it
     container: Container | None = None  # of the server itself; None: a process, or a server that already ran
@@ -72,6 +75,11 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     def url(self) -> str:
         """The server's address as this host reaches it, without a slash at the end."""
         return self.started.url
+
+    def url_of(self, loads: Sequence[Load]) -> str:
+        """Return the address that gets the requests of these loads."""
+        is_counted = all(load.endpoint == "messages" for load in loads)
+        return self.counting_url if self.counting_url is not None and is_counted else self.url
 
     @property
     def served_by(self) -> ServedBy:
@@ -399,18 +407,23 @@ def reported(what: str, on_wait: Callable[[str], None]) -> Iterator[None]:
         ended.set()
 
 
-def choose_model(base: str, api_key: str | None, key_name: str | None, model: str | None = None) -> str:
-    """Return `model`, or the one that a running server has loaded, or the first chat model that it lists. Raises
-    ServerError, also where the server lacks `model`.
+def choose_model(
+    base: str,
+    api_key: str | None,
+    key_name: str | None,
+    model: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Return `model`, or the chat model that a running server has loaded, else the first one that it lists.
+
+    `say` gets a line if a request will load it. Raises ServerError, also where the server lacks `model`, and
+    HarnessError if several models are loaded.
     """
     if model is not None:
         refuse_absent_models(base, [model], api_key, key_name, lambda line: None)
         return model
-    health = get_health(Api(base, api_key), timeout_s=probe.PROBE_TIMEOUT_S)
-    if health is not None and (loaded := [one.name for one in health.loaded if one.type == "llm"]):
-        return loaded[0]
     with open_session(api_key) as session:
-        return probe.find_model(base, None, session, key_name)
+        return probe.find_model(base, None, session, key_name, say)
 
 
 def refuse_absent_models(
@@ -431,6 +444,34 @@ def refuse_absent_models(
         probe.retry(lambda: probe.require_models(base, models, api_key, key_name))
 
 
+def inspect_server(
+    url: str,
+    model: str,
+    api_key: str | None = None,
+    *,
+    key_name: str | None = None,
+    on_wait: Callable[[str], None] = lambda line: None,
+    others: Sequence[str] = (),
+) -> ServedBy:
+    """Return what a server that already runs reports of itself and of `model`, by GET requests: it generates nothing
+    and loads nothing.
+
+    Of a Lemonade that has not loaded the model, no settings are known. Raises ServerError if it lacks a model.
+    """
+    refuse_absent_models(url, [model, *others], api_key, key_name, on_wait)
+    base = probe.parse_base_url(url)
+    api = Api(base, api_key)
+    with reported(f"the metrics and settings of {url}", on_wait):
+        health = get_health(api, timeout_s=probe.PROBE_TIMEOUT_S)
+        if health is None:
+            metrics_url = probe.find_metrics_url(base, api_key, model)
+            return record_facts(ServedBy(url=base, model=model), metrics_url=metrics_url, api_key=api_key)
+        if (running := health.find(model)) is None:
+            return ServedBy(url=base, model=model)
+        served = describe_loaded_model(api, model, running, health.version)
+        return record_facts(served, api_key=api_key, monitor=LemonadeMonitor(api, served.model or model, None))
+
+
 def attach_to_server(
     url: str,
     model: str | None,
@@ -440,8 +481,11 @@ def attach_to_server(
     metrics_url: str | None = None,
     on_wait: Callable[[str], None] = lambda line: None,
     others: Sequence[str] = (),
+    messages: bool = False,
 ) -> Endpoint:
     """Return the endpoint of a server that already runs. `key_name`: the environment variable that has the API key.
+
+    `messages`: a load uses Anthropic's API, so it matters whether its stream counts tokens.
 
     `model`: None takes the one that is loaded, or the first. `others`: models that it must have, too. `on_wait` is
     called in another thread, with what is waited for, if that takes seconds.
@@ -479,7 +523,18 @@ def attach_to_server(
             monitor = LemonadeMonitor(Api(served.url, api_key), served.model, None, several=several)
             served = replace(served, version=loaded.version, max_parallel=loaded.max_parallel)
         served = _mark_simulated(record_facts(served, metrics_url=own_metrics_url, api_key=api_key, monitor=monitor))
-    return Endpoint(started=served, read_status=read_status, metrics_url=metrics_url, monitor=monitor)
+    counting_url = monitor.counting_url() if monitor is not None and messages else None
+    if counting_url is not None:
+        note = direct_note(counting_url)
+        on_wait(f"note: {sentence(note)}")
+        served = replace(served, notes=[*served.notes, note])
+    return Endpoint(
+        started=served,
+        read_status=read_status,
+        metrics_url=metrics_url,
+        monitor=monitor,
+        counting_url=counting_url,
+    )
 
 
 def _wait_until_ready(start: ServerStart, url: str, read_status: StatusReader) -> ServedBy:

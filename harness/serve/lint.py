@@ -386,12 +386,15 @@ def _length_problem(
     if tokens is None or size is None or context is None:
         return None
     fit = tokens.fit(size, output_counts=context.output_counts)
+    times = " times the requests at once" if context.is_shared else ""
+    all_tokens = tokens.prompt_max + tokens.output_max
+    setting = f"; set {context.size} to {all_tokens:,}{times} or more" if context.size else ""
     if fit == "none":
         asked = f" and asks for {tokens.output_min:,} or more" if context.output_counts else ""
         text = f"no request fits into the context of {size:,} tokens for one request: each has "
-        return "none", f"{text}{tokens.prompt_min:,} prompt tokens or more{asked}"
-    needed = f"a request has up to {tokens.prompt_max + tokens.output_max:,} tokens"
-    return None if fit == "all" else ("some", f"{needed}, and {limited_by} leaves it {size:,}: {context.too_long}")
+        return "none", f"{text}{tokens.prompt_min:,} prompt tokens or more{asked}{setting}"
+    needed = f"a request has up to {all_tokens:,} tokens"
+    return None if fit == "all" else ("some", f"{needed}, and {limited_by} leaves it {size:,}: {context.too_long}{setting}")
 
 
 def length_notes(scenario: Scenario, startup: Startup | None = None) -> list[str]:

@@ -17,11 +17,12 @@ from msgspec import Struct
 
 from harness.base.command import command_line
 from harness.base.engines import engines, listed_names
+from harness.base.engines.loaded import chat_models, loaded_models
 from harness.base.errors import HarnessError, ServerError, closest_name
 from harness.base.redact import masked
 from harness.base.trust import open_session
 from harness.failures import unexpected_response
-from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json
+from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json, shown_names
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTooLong, Parser
 from harness.records.manifest import Phase, ServedBy
 from harness.serve.containers import LogFile
@@ -42,9 +43,10 @@ _MAX_VERSION = 200  # characters
 BUSY = (429, 503)  # of a server that loads its model, or has too much to do
 _LOADING_ADVICE = "The server may still load its model: wait until it is ready, and run it again."
 
+_PROMPT_COUNTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")  # of Anthropic's API
+
 T = TypeVar("T")
 Post = Callable[[str, dict[str, Any]], requests.Response]  # of an address and a body
-_NOT_CHAT = re.compile(r"(?i)embed|rerank|whisper|\bbge\b|\btts\b|kokoro|diffusion|\bsdxl\b|\bflux\b")  # in a name
 _DISTRUST = re.compile(r"certificate verify failed: ([^(]*)")
 
 
@@ -63,7 +65,7 @@ def probe_running_server(
     base = parse_base_url(url)
     with open_session(api_key) as session:
         served, version = request_first_answer(base, model, session, partial(post, session), key_name)
-        version = get_version(base, session) or _get_engine_version(base, session) or version
+        version = find_version(base, session) or version
     return ServedBy(url=base, version=version, model=served)
 
 
@@ -138,24 +140,40 @@ def list_models(base: str, session: requests.Session, key_name: str | None = Non
         raise _unexpected_form("a list of models", response) from None
 
 
-def chat_models(ids: Sequence[str]) -> list[str]:
-    """Return the models that chat, by their names."""
-    return [id for id in ids if _NOT_CHAT.search(id) is None]
+def find_loaded(base: str, session: requests.Session) -> list[str] | None:
+    """Return the chat models that a server has loaded; None if it does not report which of its models are loaded."""
+    loaded = loaded_models(lambda path: fetch_text(session, base + path))
+    return None if loaded is None else chat_models(loaded)
 
 
-def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
-    """Return the id to send for `model`; without `model`, that of the first chat model. Raises ServerError that lists
-    the ids.
+def find_model(
+    base: str,
+    model: str | None,
+    session: requests.Session,
+    key_name: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Return the id to send for `model`; without `model`, that of the chat model that is loaded, else of the first one
+    in the list, of which it says that it will be loaded.
+
+    Raises ServerError that lists the ids, and HarnessError if several models are loaded.
     """
     ids = list_models(base, session, key_name)
-    first, shown = next(iter(chat_models(ids)), None), ", ".join(f"'{id}'" for id in ids[:8]) or "no model at all"
+    first, shown = next(iter(chat_models(ids)), None), shown_names(ids)
     if model is None:
-        if first is None:
+        loaded = find_loaded(base, session)
+        if loaded is not None and len(loaded) > 1:
+            what, next_step = unexpected_response.explain_several_loaded(base, loaded)
+            raise HarnessError(what, next_step=next_step)
+        chosen = next(iter(loaded or []), first)
+        if chosen is None:
             raise ServerError(f"{base} serves no chat model: {shown}", next_step="Load one, or give `--model NAME`.")
-        if masked(first, "sure") != first:
+        if masked(chosen, "sure") != chosen:
             what, next_step = unexpected_response.explain_secret_model(base)
             raise ServerError(what, next_step=next_step)
-        return first
+        if not loaded and (text := _first_of(base, ids, chosen, is_known=loaded is not None)):
+            say(text)
+        return chosen
     if listed_names(model) & set(ids):
         return model
     proposed = command_line("--model", closest_name(model, ids) or first or "NAME")
@@ -163,6 +181,15 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         f"{base} does not serve '{model}'; it serves {shown}",
         next_step=f"Give `{proposed}`, or set the scenario's 'model' to one of these.",
     )
+
+
+def _first_of(base: str, ids: Sequence[str], chosen: str, *, is_known: bool) -> str:
+    """Say why the first chat model of a server is taken; nothing where it is the only one and may be loaded."""
+    more = len(chat_models(ids)) - 1
+    other = f" (another of its {more + 1}: --model NAME)" if more else ""
+    if is_known:
+        return f"{base} has no model loaded: the first request loads '{chosen}'{other}."
+    return f"{base} does not report which model is loaded: its first one is measured, '{chosen}'{other}." if more else ""
 
 
 def require_models(base: str, models: Sequence[str], api_key: str | None, key_name: str | None) -> None:
@@ -193,6 +220,11 @@ def get_version(base: str, session: requests.Session, path: str = "/version") ->
     except (requests.RequestException, ValueError, KeyError, TypeError):
         return None
     return version if isinstance(version, str) and len(version) <= _MAX_VERSION else None
+
+
+def find_version(base: str, session: requests.Session) -> str | None:
+    """Return the version that a server reports, on whichever path; None without one."""
+    return get_version(base, session) or _get_engine_version(base, session)
 
 
 def _get_engine_version(base: str, session: requests.Session) -> str | None:
@@ -290,6 +322,34 @@ def fetch_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIM
     except requests.RequestException:
         return ""
     return response.content.decode("utf-8", "replace") if response.status_code == 200 else ""
+
+
+def streams_prompt_counts(base: str, model: str, api_key: str | None) -> bool | None:
+    """Return whether a stream of Anthropic's API has the tokens of its prompt; None without such a stream.
+
+    It generates one token.
+    """
+    message = {"role": "user", "content": "Say yes."}
+    body = {"model": model, "max_tokens": 1, "stream": True, "messages": [message]}
+    started = False
+    with open_session(api_key) as session, suppress(ServerError, requests.RequestException):
+        session.headers["anthropic-version"] = "2023-06-01"
+        with post(session, f"{base}/v1/messages", body, stream=True) as response:
+            for event in read_events(response) if response.status_code == 200 else ():
+                with suppress(ValueError):
+                    part = decode_json(event.data)
+                    started = started or (isinstance(part, dict) and part.get("type") == "message_start")
+                    if _counts_prompt(part):
+                        return True
+    return False if started else None
+
+
+def _counts_prompt(part: Any) -> bool:
+    """Return whether an event of Anthropic's API has the tokens of the prompt: at its start or at its end."""
+    message = part.get("message") if isinstance(part, dict) else None
+    usages = [one.get("usage") for one in (part, message) if isinstance(one, dict)]
+    counts = [one.get(name) for one in usages if isinstance(one, dict) for name in _PROMPT_COUNTS]
+    return any(type(count) is int and count > 0 for count in counts)
 
 
 def read_events(response: requests.Response) -> Iterator[Event]:

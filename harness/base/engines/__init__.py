@@ -138,6 +138,18 @@ class Version(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     only_if: str | None = None  # this server's answer to GET /; other servers may have the same path
 
 
+class LoadedModels(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a server of several models reports which of them are loaded: a list of objects in a JSON answer.
+
+    Keys have dots between levels.
+    """
+
+    path: str  # of a GET
+    models: str  # the key of the list
+    name: str  # in each object, the key of the name that requests send
+    where: dict[str, list[str]] = {}  # by key the values of a loaded model; without any, the list has no others
+
+
 class Tuning(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How `harness tune` may change a setting."""
 
@@ -195,6 +207,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     answers: list[FactSource] = []
     versions: list[Version] = []
     version_header: str | None = None  # of its answers
+    loaded: LoadedModels | None = None  # None: it has one model, or does not report which are loaded
     unbuffered: str | None = None  # the setting with which it passes each token on at once
     model_prefixes: list[str] = []  # of a model's name in requests, but not in its list of models
     model_tag: str | None = None  # of a model's name in its list of models, but optional in requests
