@@ -30,9 +30,11 @@ def kv_cache_full(row: RowFacts) -> Found | None:
         return None
     fits = row.sequences_that_fit
     measured = f"{count(int(preempted), 'preemption')} in {count(round(requests), 'request')}"
-    measured += f"; the KV cache was up to {short_percent(usage)} full"
+    if (known := row.most("kv_usage_max")) is not None:
+        measured += f"; the KV cache was up to {short_percent(known)} full"
     if fits is not None:
-        measured += f", and holds {fits} of these requests at once; up to {row.most('running_max') or 0:.0f} ran"
+        measured += f"; the KV cache holds {fits} of these requests at once"
+        measured += "" if (ran := row.most("running_max")) is None else f"; up to {ran:.0f} ran"
     return Found(
         cost=cost,
         measured=measured,

@@ -56,15 +56,14 @@ def _measured(row: RowFacts, limit: LimitedBy) -> str:
         return "the load generator's delays may be a fifth or more of a number"
     if limit == "api":
         return f"{short_percent(_cost(row, limit) or 0.0)} of the time was spent outside the engine"
-    text = (
-        f"up to {row.most('running_max') or 0:.0f} requests ran at once and up to {row.most('waiting_max') or 0:.0f} "
-    )
-    text += "waited"
+    most = {"requests ran at once": row.most("running_max"), "waited": row.most("waiting_max")}
+    seen = [f"up to {value:.0f} {what}" for what, value in most.items() if value is not None]
+    parts = [" and ".join(seen)] if seen else []
     if (usage := row.most("kv_usage_max")) is not None:
-        text += f"; the KV cache was up to {short_percent(usage)} full"
+        parts.append(f"the KV cache was up to {short_percent(usage)} full")
     if preempted := row.most("preemptions"):
-        text += f", with {count(int(preempted), 'preemption')}"
-    return text
+        parts.append(count(int(preempted), "preemption"))
+    return "; ".join(parts)
 
 
 RULES = (unexplained_limit,)

@@ -171,13 +171,13 @@ def power_limited(row: RowFacts) -> Found | None:
     machine, window_s = row.row.machine_load, row.row.pooled.window_s
     if machine is None or not machine.limited_s or not window_s or machine.limited_s < OFTEN * window_s:
         return None
-    part, watts = short_percent(machine.limited_s / window_s), figures(machine.power_mean_w or 0)
+    watts = "" if machine.power_mean_w is None else f", with {figures(machine.power_mean_w)} W on average"
     do = "Choose the performance profile (`powerprofilesctl set performance`), and a higher limit in the BIOS"
     return _cause(
         row,
         "the power limit of the GPU, the power profile of the system or the power supply",
         row.action(do, risk="more heat and noise", about="machine"),
-        f"at a power limit for {part} of the time, with {watts} W on average",
+        f"at a power limit for {short_percent(machine.limited_s / window_s)} of the time{watts}",
         limited_s=machine.limited_s,
     )
 

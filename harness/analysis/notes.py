@@ -63,9 +63,9 @@ def queue_notes(served: ServedBy, load: Load) -> Iterator[Reason]:
 def _telemetry_notes(load: MachineLoad) -> Iterator[Reason]:
     """Gaps between samples, and an energy that contradicts the GPUs' own counters."""
     if load.gap_max_s >= MAX_GAP_S:
-        gap_s, took_s = load.gap_max_s, load.took_max_s or 0.0
-        text = f"no telemetry sample for {gap_s:.1f} s of the measured time (reading its files took up to {took_s:.1f} "
-        text += "s): the energy is not known"
+        gap_s, took_s = load.gap_max_s, load.took_max_s
+        took = "" if took_s is None else f" (reading its files took up to {took_s:.1f} s)"
+        text = f"no telemetry sample for {gap_s:.1f} s of the measured time{took}: the energy is not known"
         yield because("telemetry_gap", text, gap_s=gap_s, took_s=took_s)
     power_j, counter_j = load.energy_j, load.counted_energy_j
     if power_j and counter_j and abs(power_j - counter_j) > MAX_ENERGY_DIFFERENCE * counter_j:

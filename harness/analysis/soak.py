@@ -233,7 +233,8 @@ def soak_answer(found: Soak) -> Reason:
     """Whether a soak was stable, how it drifts, or when and why it failed."""
     values = {"row": found.row, "word": found.word, "first_failure_s": found.first_failure_s}
     if found.word == "failed":
-        text = f"failed after {duration(found.first_failure_s or 0.0)}: {found.cause or 'no cause is known'}"
+        after = "" if found.first_failure_s is None else f" after {duration(found.first_failure_s)}"
+        text = f"failed{after}: {found.cause or 'no cause is known'}"
         first = next((one for one in found.events if one.serious), None)
         if first is not None:
             text += f" [{first.id}], {count(first.in_flight, 'request')} in flight, {first.failed} of them failed"

@@ -50,21 +50,25 @@ def quick(
     address: Annotated[
         str | None,
         typer.Argument(
-            metavar="URL", help="The server (default: one of this machine, after a question).", callback=cli.validate_url
+            metavar="URL",
+            help="The server (default: one of this machine, after a question).",
+            callback=cli.validate_url,
         ),
     ] = None,
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
     ca: cli.CaOpt = None,
-    yes: Annotated[bool, cli.flag("--yes", "Without URL: do not ask before the server that is found gets load.")] = False,
+    yes: Annotated[
+        bool, cli.flag("--yes", "Without URL: do not ask before the server that is found gets load.")
+    ] = False,
     as_json: Annotated[bool, cli.flag("--json", "Print JSON; progress goes to stderr.")] = False,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Measure a running server with one, four and eight users: tok/s, prefill, TTFT, and how near the hardware it is.
 
-    It takes 15 s, and up to a minute at 5 tok/s. It needs no scenario, no tokenizer, and no name of the model: the one
-    that is loaded is measured. Without URL it asks before it sends load to the server that it finds; of several servers,
-    or of several loaded models, it lists them, and exits with code 1.
+    It takes 15 s, and up to a minute at 5 tok/s. It needs no scenario and no tokenizer. The model that is loaded is
+    measured, else the first one. Without URL it asks before the server that it finds gets load. Exit code 1: several
+    servers run here, or several models are loaded; it lists them.
     """
     from harness.analysis.quick import NAME
     from harness.report.quick import quick_page
@@ -75,7 +79,7 @@ def quick(
     from harness.run.progress import Progress
 
     progress = Progress(cli.console(stderr=as_json))
-    target = cli.make_target(address or _found_server(model, api_key_env, progress.line, is_agreed=yes), ca=ca)
+    target = cli.make_target(address or found_server(model, api_key_env, progress.line, is_agreed=yes), ca=ca)
     assert target is not None
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
     with quickly.scenario_path(None, target, NAME, make) as path:
@@ -90,9 +94,7 @@ def quick(
         raise typer.Exit(ExitCode.INVALID)
 
 
-def _found_server(
-    model: str | None, key_name: str | None, say: "Callable[[str], None]", *, is_agreed: bool
-) -> str:
+def found_server(model: str | None, key_name: str | None, say: "Callable[[str], None]", *, is_agreed: bool) -> str:
     """Return the address of the only server of this machine, once the user agrees. Raises HarnessError."""
     from harness.run import quick as quickly
 

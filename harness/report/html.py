@@ -269,15 +269,19 @@ def _middle(sample: Distribution) -> float | None:
     return sample.mean if sample.p50 is None else sample.p50
 
 
+def _middle_ms(sample: Distribution) -> float | None:
+    return None if (middle_s := _middle(sample)) is None else 1000 * middle_s
+
+
 _FEW = 8  # rows, each of which the main table describes
 _SHOWN_TILES = 3
 # Title, unit, field of Numbers, whether it is of one user, value.
 _TILES: tuple[tuple[str, str, str, bool, Callable[[Row], float | None]], ...] = (
     ("One user gets", "tok/s", "tpot", True, lambda row: 1 / tpot_s if (tpot_s := _middle(row.pooled.tpot)) else None),
     ("All together", "tok/s", "output_tok_s", False, lambda row: row.pooled.output_tok_s),
-    ("First token after", "ms", "ttft", True, lambda row: 1000 * (_middle(row.pooled.ttft) or 0.0)),
+    ("First token after", "ms", "ttft", True, lambda row: _middle_ms(row.pooled.ttft)),
     ("Prompt tokens", "tok/s", "input_tok_s", False, lambda row: row.pooled.input_tok_s),
-    ("Answer after", "ms", "e2e", True, lambda row: 1000 * (_middle(row.pooled.e2e) or 0.0)),
+    ("Answer after", "ms", "e2e", True, lambda row: _middle_ms(row.pooled.e2e)),
     ("Requests", "a second", "requests_per_s", False, lambda row: row.pooled.requests_per_s),
 )  # fmt: skip
 

@@ -96,10 +96,10 @@ class RequestSpeed(NamedTuple):
         return max(self.ttft_s, self.first_s(prompt)) + tokens * self.tpot_s
 
 
-def find_servers(ports: Sequence[int] = PORTS) -> list[str]:
+def find_servers(ports: Sequence[int] | None = None) -> list[str]:
     """Return the addresses of the servers on this machine. Raises ServerError without any, and says where it looked."""
     found, seen = list[str](), dict[str, list[str]]()
-    for port in ports:
+    for port in PORTS if ports is None else ports:
         url = f"http://127.0.0.1:{port}"
         try:
             with open_session(None) as session:
@@ -113,7 +113,7 @@ def find_servers(ports: Sequence[int] = PORTS) -> list[str]:
             seen.setdefault(f"another program answers (HTTP {response.status_code})", []).append(str(port))
     if found:
         return found
-    looked = "; ".join(f"port {', '.join(ports)}: {text}" for text, ports in seen.items())
+    looked = "; ".join(f"port {', '.join(closed)}: {text}" for text, closed in seen.items())
     raise ServerError(
         f"no LLM server was found on 127.0.0.1 ({looked})",
         next_step="Start the server, or give its address: harness quick http://HOST:PORT",

@@ -599,7 +599,9 @@ def note_change(folder: Path, experiment: Experiment) -> None:
 
 
 @contextlib.contextmanager
-def restored(experiment: Experiment, progress: Progress, folder: Callable[[], Path | None]) -> Iterator[None]:
+def restored(
+    experiment: Experiment, progress: Progress, folder: Callable[[], Path | None] = lambda: None
+) -> Iterator[None]:
     """Give a running server its own options back at the end. `folder`: of the search, once there is one."""
     try:
         yield
@@ -634,7 +636,8 @@ def put_back(runs: Path) -> Iterator[PutBack]:
             tried = [server.variables for name, server in run.scenario.servers.items() if name != DEFAULT]
             outcome = put_options_back(changed.url, changed.model, changed.options, tried, key)
         except HarnessError as error:
-            yield PutBack(f"{folder}: settings of a server are not put back: {error.what}. {error.next_step}", False)
+            text = f"{folder}: the settings of a server are not put back: {error.what}. {error.next_step} "
+            yield PutBack(f"{text}Without the server, delete {path}.", False)
             continue
         forget_changed(folder)
         yield PutBack(f"{changed.url}: {changed.model}: {OUTCOMES[outcome]} ({folder.name})", True)

@@ -394,7 +394,11 @@ def _length_problem(
         text = f"no request fits into the context of {size:,} tokens for one request: each has "
         return "none", f"{text}{tokens.prompt_min:,} prompt tokens or more{asked}{setting}"
     needed = f"a request has up to {all_tokens:,} tokens"
-    return None if fit == "all" else ("some", f"{needed}, and {limited_by} leaves it {size:,}: {context.too_long}{setting}")
+    return (
+        None
+        if fit == "all"
+        else ("some", f"{needed}, and {limited_by} leaves it {size:,}: {context.too_long}{setting}")
+    )
 
 
 def length_notes(scenario: Scenario, startup: Startup | None = None) -> list[str]:

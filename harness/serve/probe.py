@@ -189,7 +189,9 @@ def _first_of(base: str, ids: Sequence[str], chosen: str, *, is_known: bool) -> 
     other = f" (another of its {more + 1}: --model NAME)" if more else ""
     if is_known:
         return f"{base} has no model loaded: the first request loads '{chosen}'{other}."
-    return f"{base} does not report which model is loaded: its first one is measured, '{chosen}'{other}." if more else ""
+    return (
+        f"{base} does not report which model is loaded: its first one is measured, '{chosen}'{other}." if more else ""
+    )
 
 
 def require_models(base: str, models: Sequence[str], api_key: str | None, key_name: str | None) -> None:

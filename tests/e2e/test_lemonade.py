@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 import requests
+from msgspec.structs import replace
 
 from harness.base.errors import ServerError, StartError
+from harness.base.process import PID_START, owner_labels
+from harness.records.changed_server import ChangedServer, read_changed, write_changed
 from harness.records.manifest import ServedBy
+from harness.report.tune import TuneReport, read_tune, write_tune
+from harness.run.tune import OUTCOMES, put_back
+from harness.scenario import Server
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
 from harness.serve.lemonade import (
@@ -24,8 +30,9 @@ from harness.serve.lemonade import (
 )
 from harness.serve.lifecycle import wait_ready
 from harness.serve.probe import StartupWatch
-from tests.support.command import PATIENCE_S
+from tests.support.command import PATIENCE_S, called
 from tests.support.doubles.lemonade.spawn import Spawned, spawned
+from tests.support.made_runs import scenario, write_made_run
 
 MINE = {
     "Tiny": {"checkpoint": "/models/tiny", "recipe": "vllm"},
@@ -205,3 +212,50 @@ def test_a_running_model_is_loaded_again_with_other_options_and_its_files_stay(t
     assert "failed to start" in refused.value.what
     kept = tmp_path / ".config" / "lemonade" / "recipe_options.json"
     assert json.loads(kept.read_text()) == saved
+
+
+OWN = {"ctx_size": 2048, "vllm_args": "--max-num-seqs 1"}
+TRIED = {"ctx_size": 2048, "vllm_args": "--max-num-seqs 4"}
+
+
+def killed_search(folder: Path, url: str, owner: dict[str, str]) -> None:
+    """A run directory as a killed `harness tune --url` leaves it."""
+    servers = {
+        name: Server(template="running", variables=options) for name, options in (("default", OWN), ("try-2", TRIED))
+    }
+    write_made_run(folder, made_of=replace(scenario(), servers=servers), status="running", owner=owner)
+    write_tune(folder, TuneReport(run=folder.name, budget_s=60))
+    write_changed(folder, ChangedServer(url=url, model="user.Tiny", options=OWN, owner=owner))
+
+
+@pytest.mark.parametrize(
+    ("now", "after", "code"),
+    [(TRIED, OWN, "restored"), (OWN, OWN, "unchanged"), ({"ctx_size": 1024, "vllm_args": ""}, None, "other")],
+)
+def test_what_a_killed_search_left_is_put_back_with_one_command(
+    tmp_path: Path, now: dict[str, Any], after: dict[str, Any] | None, code: str
+) -> None:
+    gone = owner_labels() | {PID_START: "1"}
+    runs, nothing = tmp_path / "runs", {"DOCKER_HOST": f"unix://{tmp_path / 'none'}"}
+    with lemonade(tmp_path) as server:
+        load_with_options(server.url, "user.Tiny", now, None)
+        killed_search(runs / "search", server.url, gone)
+        killed_search(runs / "lives", server.url, owner_labels())
+        report = called("report", "search", "--runs", str(runs), cwd=tmp_path)
+        page = " ".join(report.out.split())
+        assert server.url in page and "ctx_size 2048, vllm_args --max-num-seqs 1" in page
+        assert f"harness clean --runs {runs}" in page
+        done = called("clean", "--runs", str(runs), cwd=tmp_path, env=nothing)
+        assert running_options(server.url, "user.Tiny", None) == (after or now)
+        again = called("clean", "--runs", str(runs), cwd=tmp_path, env=nothing)
+    assert done.code == 0 and f"{server.url}: user.Tiny: {OUTCOMES[code]} (search)" in done.out
+    assert again.code == 2 and server.url not in again.out, "the second search lives"
+    assert (read_tune(runs / "search") or TuneReport(budget_s=0)).changed is None
+
+
+def test_a_server_that_does_not_answer_keeps_its_entry(tmp_path: Path) -> None:
+    gone = owner_labels() | {PID_START: "1"}
+    killed_search(tmp_path / "search", "http://127.0.0.1:9", gone)
+    (left,) = put_back(tmp_path)
+    assert not left.is_done and "http://127.0.0.1:9" in left.text and str(tmp_path / "search") in left.text
+    assert read_changed(tmp_path / "search") is not None

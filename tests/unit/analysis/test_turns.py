@@ -9,7 +9,7 @@ from tests.support.made_runs import request
 AGENT = Load(user="agent", endpoint="messages", requests=6, output="natural")
 
 
-def turns(*prompts: tuple[int, int | None]) -> list[TurnNumbers]:
+def turns(*prompts: tuple[int | None, int | None]) -> list[TurnNumbers]:
     """The turns of two tasks with these prompts: tokens in total, and from the cache."""
     made = [
         request(id=f"{task}-{turn}", index=turn, turn=turn + 1, prompt_tokens=prompt, cached_tokens=cached)
@@ -45,3 +45,15 @@ def test_unknown_tokens_stay_unknown_and_one_turn_is_no_task() -> None:
     assert "does not report" in answer.text and answer.values.get("recomputed_share") is None
     assert turns((1000, 0)) == []
     assert turn_answers([row(found)], {"l": AGENT, "chat": Load(user="chat", requests=1)}) == []
+
+
+def test_a_context_whose_size_the_server_does_not_report_is_unknown_and_not_0() -> None:
+    """The question of the run is not answered, and the sentence says that."""
+    for found in (turns((None, None), (None, None)), turns((1000, None), (None, None))):
+        (answer,) = turn_answers([row(found)], {"l": AGENT})
+        assert "is not known" in answer.text and " 0 " not in answer.text and " tokens" in answer.text
+        assert not {"first_tokens", "last_tokens", "recomputed_share"} & answer.values.keys()
+    (known,) = turn_answers([row(turns((1000, 900), (1500, 1000)))], {"l": AGENT})
+    assert (known.values["first_tokens"], known.values["last_tokens"]) == (1000, 1500)
+    (new,) = turn_answers([row(turns((1000, 0), (1000, 0)))], {"l": AGENT})
+    assert new.values["recomputed_share"] == 1.0

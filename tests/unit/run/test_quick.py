@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,8 @@ from rich.console import Console
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import SCENARIOS
 from harness.base.process import free_port
+from harness.cli.actions import found_server
+from harness.run import quick
 from harness.run.experiment import Target, prepare
 from harness.run.orchestrator import run
 from harness.run.preview import GENERATOR_START_S, preview
@@ -28,7 +31,7 @@ from harness.run.quick import (
     RequestSpeed,
     choose_effort,
     choose_words,
-    find_server,
+    find_servers,
     model_of,
     next_commands,
     prepare_for,
@@ -100,6 +103,17 @@ def double(
     return Double
 
 
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+class Terminal(io.StringIO):
+    """The keyboard of a user."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 class Printer(Handler):
     """Another program on a port."""
 
@@ -165,19 +179,50 @@ def test_the_next_commands_work_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_the_first_server_of_this_machine_is_found(key: str | None) -> None:
+def test_the_servers_of_this_machine_are_found(key: str | None) -> None:
     with listening(Printer) as printer, listening(double(key=key)) as url, listening(double()) as other:
-        ports = [free_port(), *(int(each.rpartition(":")[2]) for each in (printer, url, other))]
-        assert find_server(ports) == url
+        ports = [free_port(), *(port_of(each) for each in (printer, url, other))]
+        assert find_servers(ports) == [url, other]
 
 
 def test_without_a_server_the_error_says_where_it_looked() -> None:
     closed = free_port()
     with listening(Printer) as printer, pytest.raises(ServerError) as caught:
         port = printer.rpartition(":")[2]
-        find_server([closed, int(port)])
+        find_servers([closed, int(port)])
     assert caught.value.exit_code == 2
     assert str(closed) in caught.value.what and port in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_agreed", "agrees"),
+    [(None, False, False), ("n\n", False, False), (None, True, True), ("\n", False, True), ("y\n", False, True)],
+)
+def test_a_server_that_was_found_gets_load_once_the_user_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str | None, is_agreed: bool, agrees: bool
+) -> None:
+    said, asked = list[str](), list[str]()
+    monkeypatch.setattr(sys, "stdin", None if typed is None else Terminal(typed))
+    with listening(double(["tiny"], asked=asked)) as url:
+        monkeypatch.setattr(quick, "PORTS", (free_port(), port_of(url)))
+        if agrees:
+            assert found_server(None, None, said.append, is_agreed=is_agreed) == url
+            assert said[0] == f"{url}: 'tiny'" and len(said) == (1 if is_agreed else 2)
+        else:
+            done = called("quick", cwd=tmp_path)
+            assert (done.code, list(tmp_path.iterdir())) == (1, [])
+            assert (f"{url}: 'tiny'" in done.out + done.err) and ("--yes" in done.err) == (typed is None)
+    assert asked == []
+
+
+def test_of_several_servers_none_gets_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    with listening(double(["a"], asked=asked)) as url, listening(double(key=KEY, asked=asked)) as other:
+        monkeypatch.setattr(quick, "PORTS", (port_of(url), port_of(other)))
+        done = called("quick", "--yes", cwd=tmp_path)
+    assert (done.code, asked) == (1, [])
+    assert f"{url}: 'a'" in done.err and f"{other}: {other} wants an API key" in done.err
 
 
 def test_the_first_chat_model_is_taken_and_its_load_waited_for(tmp_path: Path) -> None:
@@ -219,9 +264,9 @@ def test_the_time_of_a_run_follows_from_one_request_to_the_server(tmp_path: Path
     with listening(double()) as url:
         target = Target(url)
         experiment = prepare(write(tmp_path), target, "Qwen3-8B")
-        speed, startup = probe_server(target, experiment.scenario, print)
+        speed, startup = probe_server(target, experiment.scenario, print, timed=True)
         shown = preview(experiment, RequestSpeed(1.0, 0.5))
-    assert speed.ttft_s > 0 and speed.tpot_s >= 0 and startup is None
+    assert speed is not None and speed.ttft_s > 0 and speed.tpot_s >= 0 and startup is None
     # A wave of warm-up and three bursts of 5 tokens, and the start of the load generator.
     assert shown.estimated_s == pytest.approx(4 * (1.0 + 5 * 0.5) + GENERATOR_START_S)
 
@@ -263,6 +308,20 @@ def test_check_says_that_prompts_exceed_the_context_of_a_running_server(tmp_path
     assert "estimated time" in done.out and "under short" not in done.out + done.err
     assert "under depth-tokens-32768: no request fits" in swept.out and "depth-tokens-8: no" not in swept.out
     assert json.loads(timed.out)["estimated_s"] > 3600
+
+
+def test_check_generates_nothing_unless_a_request_is_to_be_timed(tmp_path: Path) -> None:
+    asked: list[str] = []
+    given = ["check", str(write(tmp_path)), "--model", "Qwen3-8B", "--json"]
+    with listening(double(asked=asked, context=4096)) as url:
+        dry = called(*given, "--url", url, cwd=tmp_path)
+        assert (dry.code, asked) == (0, [])
+        timed = called(*given, "--url", url, "--time-request", cwd=tmp_path)
+    assert timed.code == 0 and set(asked) == {"Qwen3-8B"}
+    without, measured = (json.loads(done.out) for done in (dry, timed))
+    assert "--time-request" in without["assumed"] and "as measured" in measured["assumed"]
+    assert without["estimated_s"] < 60, "no start of a server is in it"
+    assert called(*given, "--time-request", cwd=tmp_path).code == 1
 
 
 def test_the_models_of_loads_are_named_in_their_order_and_the_server_has_them() -> None:
