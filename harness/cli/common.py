@@ -280,7 +280,7 @@ ModelOpt = Annotated[
     str | None,
     option(
         "NAME",
-        "Use this model instead of the scenario's, or of the server's first; A,B for those of loads.",
+        "Use this model instead of the scenario's, or of the one that is loaded; A,B for those of loads.",
         callback=validate_model_name,
     ),
 ]

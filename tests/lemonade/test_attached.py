@@ -16,15 +16,16 @@ from harness.failures.explain import scan_text
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.records.samples import parse_metrics
+from harness.run.tune import OUTCOMES
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
-from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model
+from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model, get_health
 from harness.serve.lifecycle import attach_to_server, wait_ready
 from harness.serve.probe import StartupWatch, make_token_counter
 from tests.lemonade.parts import Lemond, lemond, versions
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
-from tests.support.command import PATIENCE_S, harness, until
+from tests.support.command import PATIENCE_S, going, harness, only_run, until
 
 SCENARIO: dict[str, Any] = {
     "version": 1,
@@ -86,7 +87,11 @@ def test_with_four_slots_there_is_no_note(on_llamacpp: Lemond, tmp_path: Path) -
     assert turns == [(1, 2), (2, 2)]  # by Anthropic's API
     agent = [one for one in read_requests(folder / "requests.jsonl") if one.load == "agent"]
     ends = {(one.error, one.finish) for one in agent}  # random weights may end an answer
-    assert ends <= {(None, "length"), (None, "stop")} and {one.output_tokens for one in agent} == {None}
+    assert ends <= {(None, "length"), (None, "stop")}
+    # Lemonade's own stream has no token counts, so these requests went to llama-server.
+    assert all(one.output_tokens and one.prompt_tokens for one in agent)
+    summary = read_summary(folder)
+    assert [note.values["server"] for note in summary.notes if note.code == "engine_direct"] == ["Lemonade"]
     assert "the engine has" not in done.out
     on_llamacpp.unload()
 
@@ -215,3 +220,47 @@ def test_a_wrong_key_is_refused_and_named(tmp_path: Path) -> None:
         done = harness("run", str(write(tmp_path)), "--url", server.url, "--runs", "runs", cwd=tmp_path)
     assert done.code == ExitCode.SERVER
     assert "401" in done.err and "sesame-of-the-test" not in done.err + done.out
+
+
+def test_how_far_the_context_of_an_agent_grows_and_which_ctx_size_it_needs(
+    on_llamacpp: Lemond, tmp_path: Path, say: Say
+) -> None:
+    on_llamacpp.load("user.Gguf", ctx_size=4096)
+    path = write(tmp_path, loads={"agent": AGENT})
+    done = harness("run", str(path), "--url", on_llamacpp.url, "--runs", "runs", cwd=tmp_path)
+    say(done.out)
+    folder = run_folder(path)
+    assert done.code == 0 and folder is not None
+    (answer,) = [one for one in read_summary(folder).answers if one.code == "turns"]
+    assert 20 < answer.values["first_tokens"] < answer.values["last_tokens"] < 4096
+    deep = write(tmp_path, loads={"agent": AGENT}, prompts={"tokens": 20, "system_tokens": 6000})
+    refused = harness("check", str(deep), "--url", on_llamacpp.url, cwd=tmp_path)
+    assert refused.code == 2 and "set ctx_size to 6," in refused.err
+    on_llamacpp.unload()
+
+
+def test_check_loads_no_model(on_llamacpp: Lemond, tmp_path: Path) -> None:
+    done = harness("check", str(write(tmp_path)), "--url", on_llamacpp.url, cwd=tmp_path)
+    health = get_health(on_llamacpp.api)
+    assert done.code == 0 and health is not None and health.loaded == []
+
+
+def test_the_settings_of_a_killed_search_are_put_back(loaded: Lemond, tmp_path: Path, say: Say) -> None:
+    own = loaded.running("user.Gguf").recipe_options
+    path = write(tmp_path, loads={"four": SCENARIO["loads"]["four"] | {"requests": 200}})
+    with going("tune", str(path), "--url", loaded.url, "--runs", "runs", cwd=tmp_path) as command:
+        until(lambda: running_now(loaded) not in (None, own["llamacpp_args"]))
+        command.process.kill()
+    run = only_run(tmp_path / "runs")
+    report = harness("report", run.name, "--runs", "runs", cwd=tmp_path)
+    assert loaded.url in report.out and "harness clean --runs" in report.out
+    done = harness("clean", "--runs", "runs", cwd=tmp_path, env={"DOCKER_HOST": f"unix://{tmp_path}/none"})
+    say(done.out)
+    assert done.code == 0 and OUTCOMES["restored"] in done.out
+    assert loaded.running("user.Gguf").recipe_options == own
+
+
+def running_now(server: Lemond) -> str | None:
+    health = get_health(server.api)
+    found = None if health is None else health.find("user.Gguf")
+    return None if found is None else str(found.recipe_options.get("llamacpp_args"))
