@@ -425,9 +425,9 @@ def running_options(url: str, model: str | None, key: str | None) -> dict[str, A
     running = None if served is None or health is None else health.find(str(served.model))
     if running is None:
         return None
-    arguments = f"{running.recipe}_args"
-    given = {name: value for name, value in running.recipe_options.items() if name == "ctx_size"}
-    return {**given, arguments: running.recipe_options.get(arguments) or ""}
+    # All of them: a load without its backend, its device or its pin would change those, too.
+    given = {name: value for name, value in running.recipe_options.items() if value not in (None, "")}
+    return {f"{running.recipe}_args": "", **given}
 
 
 def load_with_options(url: str, model: str, options: dict[str, Any], key: str | None) -> None:
@@ -492,11 +492,11 @@ def find_other_load(options: dict[str, Any], old: RunningModel | None, now: Runn
             return f"and runs with {name} {now.recipe_options.get(name)!r} instead of {asked!r}"
     if old is None:
         return None
+    changed = [name for name, asked in options.items() if (old.recipe_options.get(name) or None) != (asked or None)]
     for name in ("recipe", "checkpoint", "device"):
         was, is_now = getattr(old, name), getattr(now, name)
-        if was != is_now and not any(key.endswith(("_backend", "_device")) for key in options):
+        if was != is_now and not any(key.endswith(("_backend", "_device")) for key in changed):
             return f"and its {name} is {is_now!r}, which was {was!r}"
-    changed = any((old.recipe_options.get(name) or None) != (asked or None) for name, asked in options.items())
     return (
         "and the process that ran before goes on: it was not loaded again" if changed and old.pid == now.pid else None
     )

@@ -495,26 +495,11 @@ def attach_to_server(
         loaded = find_running_model(probe.parse_base_url(url), model, api_key)  # its models have two names
         served = probe.probe_running_server(url, model if loaded is None else loaded.model, api_key, key_name=key_name)
         probe.require_models(served.url, others, api_key, key_name)
-    parts = urlsplit(served.url)
-    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    last, checked_s = ServerStatus(), time.monotonic()
-
-    def read_status(now: bool) -> ServerStatus:
-        nonlocal last, checked_s
-        if last.death is None and (now or time.monotonic() - checked_s > _CHECK_INTERVAL_S):
-            checked_s = time.monotonic()
-            for _ in range(MAX_MISSES):
-                if probe.accepts_connections(host, port):
-                    return last
-                time.sleep(_RETRY_INTERVAL_S)
-            last = ServerStatus(ServerDeath(how="closed", detail=served.url))
-        return last
-
     several = any(bare_name(name) != bare_name(served.model or "") for name in others)
     with reported(f"the metrics and settings of {url}", on_wait):
         one_model = None if several else served.model
         own_metrics_url = metrics_url or probe.find_metrics_url(served.url, api_key, one_model)
-        if metrics_url is not None and urlsplit(metrics_url).netloc != parts.netloc:
+        if metrics_url is not None and urlsplit(metrics_url).netloc != urlsplit(served.url).netloc:
             served = replace(served, metrics_url=metrics_url)
         if loaded is None:
             monitor, metrics_url = None, own_metrics_url
@@ -530,11 +515,31 @@ def attach_to_server(
         served = replace(served, notes=[*served.notes, note])
     return Endpoint(
         started=served,
-        read_status=read_status,
+        read_status=_port_status(served.url),
         metrics_url=metrics_url,
         monitor=monitor,
         counting_url=counting_url,
     )
+
+
+def _port_status(url: str) -> StatusReader:
+    """Return a function that checks whether a server that already ran still accepts connections."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    last, checked_s = ServerStatus(), time.monotonic()
+
+    def read_status(now: bool) -> ServerStatus:
+        nonlocal last, checked_s
+        if last.death is None and (now or time.monotonic() - checked_s > _CHECK_INTERVAL_S):
+            checked_s = time.monotonic()
+            for _ in range(MAX_MISSES):
+                if probe.accepts_connections(host, port):
+                    return last
+                time.sleep(_RETRY_INTERVAL_S)
+            last = ServerStatus(ServerDeath(how="closed", detail=url))
+        return last
+
+    return read_status
 
 
 def _wait_until_ready(start: ServerStart, url: str, read_status: StatusReader) -> ServedBy:

@@ -116,9 +116,7 @@ def test_with_none_loaded_it_is_said_which_one_will_be(
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_of_several_loaded_models_none_is_chosen(
-    server: Callable[[list[str]], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_of_several_loaded_models_none_is_chosen(server: Callable[[list[str]], dict[str, Any]], tmp_path: Path) -> None:
     posts: list[str] = []
     with listening(double(server([SECOND, THIRD]), posts)) as url:
         for name, choose in choices(url, tmp_path).items():
