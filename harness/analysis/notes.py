@@ -96,7 +96,8 @@ def _server_notes(evidence: Evidence) -> Iterator[Reason]:
     if evidence.machine_load is not None:
         yield from _telemetry_notes(evidence.machine_load)
     if evidence.ran is not None:
-        yield from evidence.ran.served_by.notes
+        notes, of_messages = evidence.ran.served_by.notes, evidence.load.endpoint == "messages"
+        yield from (note for note in notes if of_messages or note.code != "engine_direct")
         yield from _context_note(evidence.ran.served_by, evidence.tokens)
         # Of slots, the finding `queue_with_room` says what they cost.
         yield from (one for one in queue_notes(evidence.ran.served_by, evidence.load) if one.code != "engine_slots")
