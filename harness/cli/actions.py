@@ -100,7 +100,7 @@ def found_server(model: str | None, key_name: str | None, say: "Callable[[str], 
 
     found = {url: quickly.describe_server(url, model, key_name) for url in quickly.find_servers()}
     (url, about), *others = found.items()
-    again = command_line("harness", "quick", url, "--model", model)
+    again = command_line("harness", "quick", url, *([] if model is None else ["--model", model]))
     if others:
         what, detail = f"{len(found)} servers run on this machine, and no address is given", "\n".join(found.values())
         raise HarnessError(what, detail=detail, next_step=f"Give the address of one, such as: {again}")

@@ -10,10 +10,13 @@ import requests
 
 from harness.analysis.summarize import read_summary
 from harness.base.process import free_port
+from harness.base.trust import open_session
 from harness.records.manifest import read_run
 from harness.records.samples import fetch_metrics
+from harness.run.experiment import Target
+from harness.run.quick import quick_scenario
 from harness.serve.lifecycle import attach_to_server
-from harness.serve.probe import accepts_connections, make_token_counter
+from harness.serve.probe import accepts_connections, find_loaded, make_token_counter
 from tests.lemonade.test_attached import write
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
@@ -66,3 +69,19 @@ def test_what_a_change_of_model_costs_on_a_router(tmp_path: Path, say: Say) -> N
     assert answer.values["changes"] == 3  # a load of the tiny model takes less than what a busy machine may add
     assert summary.cells[0].server_load.generated_tokens is None, "a model's counters end with its process"
     assert "no_token_counter" in [note.code for note in summary.notes]
+
+
+def test_the_loaded_model_of_a_router_is_measured_and_a_look_loads_none(tmp_path: Path) -> None:
+    scenario = write(tmp_path, model="one")
+    with router(tmp_path) as url:
+        said: list[str] = []
+        first = quick_scenario(Target(url), say=said.append)["model"]  # none is loaded
+        assert len(said) == 1 and f"loads '{first}'" in said[0]
+        other = {"one": "two", "two": "one"}[first]
+        attach_to_server(url, other)
+        done = harness("check", str(scenario), "--url", url, "--model", first, cwd=tmp_path)
+        assert (done.code, done.err) == (0, "")
+        with open_session(None) as session:
+            assert find_loaded(url, session) == [other]
+        said.clear()
+        assert (quick_scenario(Target(url), say=said.append)["model"], said) == (other, [])

@@ -222,6 +222,7 @@ def test_of_several_servers_none_gets_load(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(quick, "PORTS", (port_of(url), port_of(other)))
         done = called("quick", "--yes", cwd=tmp_path)
     assert (done.code, asked) == (1, [])
+    assert f"harness quick {url}\n" in done.err
     assert f"{url}: 'a'" in done.err and f"{other}: {other} wants an API key" in done.err
 
 
