@@ -3,14 +3,18 @@
 It imports the rest after it has set the signal handlers: the imports take up to a second.
 """
 
+import os
 import sys
 
 from harness.base.errors import INTERRUPTED, ExitCode
-from harness.base.process import signals_interrupt
+from harness.base.process import end_when_deaf, open_closed_streams, signals_interrupt
 
 
 def main() -> None:
     """Run a command. A stop signal ends it with one line and its exit code, during the imports as well."""
+    open_closed_streams()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each thread reserves memory, and nothing here needs them
+    end_when_deaf()
     try:
         with signals_interrupt():
             from harness.cli import main as run_command

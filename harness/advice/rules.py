@@ -14,10 +14,12 @@ from harness.analysis.capacity import CAPACITY_FILE
 from harness.base.command import command_line
 from harness.base.engines import Engine, Spelling, engines, find_engine
 from harness.base.engines.settings import as_number, flag_names, flag_words, load_command, merge_words
-from harness.base.files import inline_yaml, open_file
+from harness.base.errors import HarnessError
+from harness.base.files import SCENARIOS, inline_yaml, open_file, read_json
 from harness.base.redact import HIDDEN
 from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
 from harness.base.units import milliseconds
+from harness.records.directory import INPUTS
 from harness.records.manifest import ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample
@@ -321,8 +323,23 @@ class RowFacts(Struct, frozen=True, dict=True):
             if self.is_quick:
                 return command_line("harness", "quick", self.served.url, *given)
             server = ["--url", self.served.url, *given]
-        file = Path(f"{run.scenario_name}.yaml")
-        return command_line("harness", "capacity" if is_capacity else "run", file, *server)
+        kind = run.scenario_name.removeprefix("capacity-")
+        if is_capacity and server and kind != run.scenario_name:  # it was made for the running server
+            return command_line("harness", "capacity", *server, "--user", kind)
+        return command_line("harness", "capacity" if is_capacity else "run", self._scenario_word, *server)
+
+    @property
+    def _scenario_word(self) -> str | Path:
+        """The scenario as a command takes it: the name of one that ships, else the file that was run."""
+        run = self.data.run
+        try:
+            path = Path(read_json(self.data.folder / INPUTS, dict[str, Any])["scenario"])
+        except (OSError, HarnessError, KeyError, TypeError):  # imported, or filed
+            return Path(f"{run.scenario_name}.yaml")
+        if path.parent == SCENARIOS:
+            return run.scenario_name
+        here = Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path
 
     def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
         """By place the text that makes these changes, as this server is configured."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.analysis import derive
+from harness.analysis.stats import fisher_greater
 from harness.records.table import Bools, Floats, Rows
 from harness.scenario import Load, Prompts
 
@@ -104,10 +105,8 @@ def are_shorter(requests: Answered, with_fewer: Answered) -> bool:
         limit = SHORTER * float(known.max()) if len(known) else 0.0
     if not np.median(lengths) < limit:
         return False
-    from scipy.stats import fisher_exact
-
-    table = [[int((one < limit).sum()), int((one >= limit).sum())] for one in (lengths, before)]
-    return bool(fisher_exact(table, alternative="greater").pvalue < _CHANCE)
+    short, short_before = int((lengths < limit).sum()), int((before < limit).sum())
+    return fisher_greater(short, len(lengths), short_before, len(before)) < _CHANCE
 
 
 def median_length(requests: Answered) -> float | None:

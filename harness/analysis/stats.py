@@ -290,6 +290,22 @@ def t_quantile(share: float, freedom: float) -> float:
     return float(stdtrit(freedom, share))
 
 
+def fisher_greater(hits: int, number: int, base_hits: int, base_number: int) -> float:
+    """Fisher's exact test: the p value of so many hits, or more, where the share of hits is that of the base."""
+    total, all_hits = number + base_number, hits + base_hits
+
+    def log_choose(n: int, k: int) -> float:
+        return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+    every = log_choose(total, number)
+    drawn = range(hits, min(number, all_hits) + 1)
+    return sum(
+        math.exp(log_choose(all_hits, k) + log_choose(total - all_hits, number - k) - every)
+        for k in drawn
+        if number - k <= total - all_hits
+    )
+
+
 class Levels(NamedTuple):
     """A series divided into levels. All numbers are indices of the series."""
 

@@ -1,5 +1,6 @@
 """The folders of the project, and functions that read and write files: regular files only, replaced in one step."""
 
+import contextlib
 import errno
 import io
 import json
@@ -7,7 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import msgspec
 import yaml
@@ -40,6 +41,23 @@ def open_file(path: str | Path) -> io.BufferedReader:
         file.close()
         raise
     return file
+
+
+def open_output(path: str | Path, mode: Literal["w", "a", "wb", "ab"] = "w") -> IO[Any]:
+    """Open a file that a user named, to write it. Raises OSError for a named pipe, which waits for a reader for ever.
+
+    What is open already has a reader: a pipe of the shell such as `>(cat)`, /dev/stdout.
+    """
+    refuse_named_pipe(path)
+    more: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
+    return open(path, mode, **more)
+
+
+def refuse_named_pipe(path: str | Path) -> None:
+    """Raise OSError for a named pipe. It is asked before a run: the run must not wait, or fail, when it has ended."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISFIFO(os.stat(path).st_mode) and not os.path.abspath(path).startswith(("/dev/", "/proc/")):
+            _refuse_irregular(stat.S_IFIFO, path)
 
 
 def _refuse_irregular(mode: int, path: str | Path) -> None:

@@ -5,9 +5,11 @@ import ctypes
 import errno
 import hashlib
 import ipaddress
+import math
 import os
 import random
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -34,6 +36,7 @@ while kill -0 $PPID && [ $n -lt {ORPHAN_GRACE_S} ]; do sleep 1; n=$((n+1)); done
 sleep 2; kill -9 0"""
 _GUARDED = f"exec 3<&0 </dev/null; sh -c '{_GUARD}' <&3 >/dev/null 2>&1 & exec \"$@\" 3<&-"
 OTHER_FILES = 64  # open files of a load process in addition to its connections
+AFTER_A_KILL = "`harness clean` removes the containers that it left."
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed, or ssh lost its connection
 
 
@@ -130,7 +133,77 @@ def stop(child: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
     return child.wait()
 
 
+def open_closed_streams() -> None:
+    """Open standard streams that were closed: no file of a run gets their number, and no error is lost.
+
+    Errors go to the output that is open; what would be printed to a closed standard output is dropped.
+    """
+    is_open = {}
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+            is_open[descriptor] = True
+        except OSError:
+            is_open[descriptor] = False
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+            os.set_inheritable(descriptor, True)
+    if not is_open[2] and is_open[1]:
+        os.dup2(1, 2)
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if not is_open[descriptor]:
+            mode = "r" if descriptor == 0 else "w"
+            setattr(sys, name, open(descriptor, mode, errors="backslashreplace", closefd=False))  # noqa: SIM115
+    if is_open[2] and not is_open[1]:
+        print("note: the standard output is closed: what would be printed is dropped", file=sys.stderr)
+
+
 _interrupted = threading.Event()
+
+
+UNHEARD_S = 2.0  # for a process to react to a second signal
+_HEARD = b"\0"
+_watchers: list[int] = []  # of this process: the pipe to the process of `end_when_deaf`
+
+
+def end_when_deaf() -> None:
+    """Start a process that kills this one when two stop signals reach it and no handler of it runs.
+
+    Code in C that never returns, such as a library that waits for memory, keeps the handlers of Python from running.
+    Call it before any thread. It takes a millisecond.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    pid = os.getpid()
+    if os.fork() == 0:
+        try:
+            _kill_when_deaf(pid, reading, writing)
+        finally:
+            os._exit(0)
+    os.close(reading)
+    _watchers.append(writing)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+
+def _kill_when_deaf(pid: int, reading: int, writing: int) -> None:
+    os.setsid()  # Ctrl-C is for the whole group
+    for number in (signal.SIGINT, *STOP_SIGNALS):
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor in (0, 1, writing):
+        os.close(descriptor)
+    unheard, ends_s = 0, math.inf
+    while True:
+        timeout_s = None if ends_s == math.inf else max(0.0, ends_s - time.monotonic())
+        if select.select([reading], [], [], timeout_s)[0]:
+            if not (data := os.read(reading, 1)):
+                return  # the process has ended
+            unheard = 0 if data == _HEARD else unheard + (data[0] in (signal.SIGINT, *STOP_SIGNALS))
+            ends_s = math.inf if unheard < 2 else min(ends_s, time.monotonic() + UNHEARD_S)
+        if time.monotonic() >= ends_s:
+            os.write(2, f"error: the harness reacted to no signal, so it was killed. {AFTER_A_KILL}\n".encode())
+            os.kill(pid, signal.SIGKILL)
+            return
 
 
 @contextlib.contextmanager
@@ -148,6 +221,9 @@ def signals_interrupt() -> Iterator[None]:
 
     def interrupt(number: int, _frame: object) -> None:
         _interrupted.set()
+        if _watchers:
+            with contextlib.suppress(OSError):
+                os.write(_watchers[-1], _HEARD)
         if number == signal.SIGHUP:
             _leave_terminal()
         raise KeyboardInterrupt

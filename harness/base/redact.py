@@ -1,7 +1,8 @@
 """Make text from outside safe for a log, a page or a terminal: no secrets, no control characters, no formulas.
 
 `masked` removes the secrets that this process knows (`register_secrets`): plain, escaped as in JSON, HTML or URLs, in
-base64 or hex, in any case, and each piece of PIECE_CHARS, so a text may be cut before. Its time is linear in the text.
+base64 or hex, also with separators between the digits, in any case, and each piece of PIECE_CHARS, so a text may be cut
+before. Its time is linear in the text.
 """
 
 import re
@@ -72,6 +73,9 @@ _ESCAPED = re.compile(
     re.IGNORECASE,
 )
 _ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
+# Hex digits in groups, in lower case: `73 6b 2d`, `73:6b:2d`, `0x73, 0x6b`, `736b 2d61`.
+_HEX_RUN = re.compile(r"(?:[0-9a-f]{1,16}+(?:[^0-9a-z]|\\[nrt]){1,8}+(?:0?x)?+)++[0-9a-f]{0,16}+")
+_HEX_GROUP = re.compile(r"(?!0x)[0-9a-f]+")
 _URL_SAFE = str.maketrans("+/", "-_")
 _WORDS = re.compile(r"[-_./~: ]*(?:(?:[A-Z]?[a-z]+|[A-Z]+)(?:[-_./~: ]+|$))*")
 
@@ -196,6 +200,7 @@ class _Needles(NamedTuple):
     """What is searched for in a text. All but `literals` are in lower case."""
 
     grams: tuple[tuple[int, frozenset[str]], ...]  # by length
+    hexes: tuple[tuple[int, frozenset[str]], ...]  # likewise, of hex digits with separators between them
     words: tuple[str, ...]  # not as a part of a longer word
     literals: tuple[str, ...]
 
@@ -203,10 +208,11 @@ class _Needles(NamedTuple):
 @lru_cache(8)
 def _needles(secrets: Secrets, names: bool) -> _Needles:
     grams: dict[int, set[str]] = {}
+    hexes: dict[int, set[str]] = {}
     words, literals = set[str](), set[str]()
 
-    def add(text: str, size: int, leave: re.Pattern[str] | None = None) -> None:
-        low, pieces = _lower(text), grams.setdefault(size, set())
+    def add(text: str, size: int, leave: re.Pattern[str] | None = None, into: dict[int, set[str]] = grams) -> None:
+        low, pieces = _lower(text), into.setdefault(size, set())
         for start in range(len(text) - size + 1):
             if leave is None or not leave.fullmatch(text[start : start + size]):
                 pieces.add(low[start : start + size])
@@ -229,11 +235,19 @@ def _needles(secrets: Secrets, names: bool) -> _Needles:
                 add(form, min(len(form), _NAME_PIECE_CHARS))
         for text in _encodings(secret) if len(secret) >= MIN_SECRET_CHARS else ():
             add(text, min(len(text), PIECE_CHARS))
+        for raw in _bytes_of(secret) if len(secret) >= MIN_SECRET_CHARS else ():
+            # Twice as long as a piece without separators: short lists of numbers are common.
+            add(raw.hex(), min(2 * len(raw), 2 * PIECE_CHARS), into=hexes)
     return _Needles(
-        tuple((size, frozenset(pieces)) for size, pieces in sorted(grams.items()) if pieces),
+        _by_length(grams),
+        _by_length(hexes),
         tuple(sorted(words)),
         tuple(sorted(literals)),
     )
+
+
+def _by_length(pieces: Mapping[int, set[str]]) -> tuple[tuple[int, frozenset[str]], ...]:
+    return tuple((size, frozenset(texts)) for size, texts in sorted(pieces.items()) if texts)
 
 
 def _may_be_name(secret: str) -> bool:
@@ -252,9 +266,13 @@ def _misread(text: str) -> Iterator[str]:
         yield text.encode("latin-1").decode(errors="replace")
 
 
+def _bytes_of(secret: str) -> set[bytes]:
+    return {secret.encode(errors="surrogatepass"), *({secret.encode("latin-1")} if _is_latin(secret) else ())}
+
+
 def _encodings(secret: str) -> Iterator[str]:
     """Yield a secret in hex, and in base64 at each offset without the characters that depend on other bytes."""
-    for raw in {secret.encode(errors="surrogatepass"), *({secret.encode("latin-1")} if _is_latin(secret) else ())}:
+    for raw in _bytes_of(secret):
         yield raw.hex()
         for before in range(3):
             text = b64encode(bytes(before) + raw).decode()[-(-before * 8 // 6) : (before + len(raw)) * 8 // 6]
@@ -268,6 +286,14 @@ def _find(text: str, needles: _Needles) -> Iterator[tuple[int, int]]:
         for start in range(len(low) - size + 1):
             if low[start : start + size] in pieces:
                 yield start, start + size
+    for run in _HEX_RUN.finditer(low) if needles.hexes else ():
+        groups = _HEX_GROUP.finditer(low, run.start(), run.end())
+        places = [place for group in groups for place in range(group.start(), group.end())]
+        digits = "".join(low[place] for place in places)
+        for size, pieces in needles.hexes:
+            for start in range(len(digits) - size + 1):
+                if digits[start : start + size] in pieces:
+                    yield places[start], places[start + size - 1] + 1
     for word in needles.words:
         for start, end in _find_all(low, word):
             if not (low[start - 1 : start].isalnum() or low[end : end + 1].isalnum()):

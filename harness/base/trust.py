@@ -8,18 +8,22 @@ import os
 import socket
 import ssl
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import requests
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.util import wait_for_read
 
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_file
 from harness.base.redact import register_secrets
 
 MAX_ANSWER_BYTES = 16 << 20
+MAX_REST_S = 30.0  # of an answer after its first byte: a server that loads its model sends nothing until then
 CA_VARIABLE = "SSL_CERT_FILE"
 
 
@@ -29,44 +33,54 @@ def find_authorities() -> str | bool:
     return paths.cafile or paths.capath or True
 
 
-def _note_sockets(pool: Any, sockets: "list[weakref.ref[socket.socket]]") -> Any:
-    """Return a class of pools whose connections add their sockets to `sockets`."""
+def _note_sockets(pool: Any, adapter: "_Adapter") -> Any:
+    """Return a class of pools whose connections add their sockets to the adapter's, and report the first byte."""
     base = pool.ConnectionCls
 
     def connect(connection: Any) -> None:
         base.connect(connection)
-        sockets.append(weakref.ref(connection.sock))
+        adapter.sockets.append(weakref.ref(connection.sock))
 
-    return type(pool.__name__, (pool,), {"ConnectionCls": type(base.__name__, (base,), {"connect": connect})})
+    def getresponse(connection: Any) -> Any:
+        # TLS: bytes of its own may come before the answer, so only the total time limits it.
+        if adapter.on_first_byte is not None and not isinstance(connection.sock, ssl.SSLSocket):
+            wait_for_read(connection.sock, connection.timeout)
+            adapter.on_first_byte()
+        return base.getresponse(connection)
+
+    methods = {"connect": connect, "getresponse": getresponse}
+    return type(pool.__name__, (pool,), {"ConnectionCls": type(base.__name__, (base,), methods)})
 
 
 class _Adapter(requests.adapters.HTTPAdapter):
     """Keeps the sockets that it opens."""
 
     def __init__(self) -> None:
-        self._sockets: list[weakref.ref[socket.socket]] = []
+        self.sockets: list[weakref.ref[socket.socket]] = []
+        self.on_first_byte: Callable[[], None] | None = None
         super().__init__()
 
     def init_poolmanager(self, *args: Any, **options: Any) -> None:
         super().init_poolmanager(*args, **options)
         self.poolmanager.pool_classes_by_scheme = {
-            "http": _note_sockets(HTTPConnectionPool, self._sockets),
-            "https": _note_sockets(HTTPSConnectionPool, self._sockets),
+            "http": _note_sockets(HTTPConnectionPool, self),
+            "https": _note_sockets(HTTPSConnectionPool, self),
         }
 
     def shut_down(self) -> None:
         """End what is read from the sockets, in any thread."""
-        for reference in self._sockets:
+        for reference in self.sockets:
             if (one := reference()) is not None:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(one, socket.SHUT_RDWR)  # not of SSLSocket, which another thread may read
-        self._sockets.clear()
+        self.sockets.clear()
 
 
 class _Session(requests.Session):
     """Follows no redirect, reads no whole answer of more than MAX_ANSWER_BYTES, and takes a timeout as the total time.
 
-    That of a streamed answer is the total time until its headers, and then the time until the next bytes.
+    That of a streamed answer is the total time until its headers, and then the time until the next bytes. After its
+    first byte an answer, and the headers of a streamed one, take at most MAX_REST_S.
     """
 
     def __init__(self) -> None:
@@ -80,18 +94,30 @@ class _Session(requests.Session):
 
     def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
         """Raises requests.RequestException, also for an answer that is too long and was not to be streamed."""
-        state = {"ended": False, "expired": False}
+        deadline_s, limit_s = time.monotonic() + how["timeout"], how["timeout"]
+        ended, expired = threading.Event(), threading.Event()
         lock = threading.Lock()  # held while sockets are shut down: the next request opens its own only afterwards
 
         def expire() -> None:
             with lock:
-                if not state["ended"]:
-                    state["expired"] = True
+                if not ended.is_set():
+                    expired.set()
                     self._adapter.shut_down()
 
-        timer = threading.Timer(how["timeout"], expire)
-        timer.daemon = True
-        timer.start()
+        def start_timer() -> threading.Timer:
+            timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), expire)
+            timer.daemon = True
+            timer.start()
+            return timer
+
+        def shorten() -> None:
+            nonlocal deadline_s, limit_s
+            if (rest_s := time.monotonic() + MAX_REST_S) < deadline_s:
+                deadline_s, limit_s = rest_s, MAX_REST_S
+                timers.append(start_timer())
+
+        timers = [start_timer()]
+        self._adapter.on_first_byte = shorten
         try:
             response = super().send(request, **how | {"stream": True})
             if not how.get("stream") or response.status_code != 200:
@@ -103,14 +129,16 @@ class _Session(requests.Session):
                         raise requests.RequestException(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
                 response._content = bytes(content)
         except requests.RequestException:
-            if not state["expired"]:
+            if not expired.is_set():
                 raise
         finally:
-            timer.cancel()
+            self._adapter.on_first_byte = None
+            for timer in timers:
+                timer.cancel()
             with lock:
-                state["ended"] = True
-        if state["expired"]:
-            raise requests.ReadTimeout(f"no complete answer within {how['timeout']:g} s")
+                ended.set()
+        if expired.is_set():
+            raise requests.ReadTimeout(f"no complete answer within {limit_s:g} s")
         return response
 
 

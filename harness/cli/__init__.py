@@ -16,7 +16,14 @@ from harness.cli import results as results
 from harness.cli import tools as tools
 from harness.cli import tune as tune
 from harness.cli.common import app as app
-from harness.cli.common import mute_stdout, print_error, protect_terminal, usage_error
+from harness.cli.common import (
+    mute_stdout,
+    print_error,
+    protect_terminal,
+    refuse_undecodable,
+    undecodable_name,
+    usage_error,
+)
 
 
 def version(value: bool) -> None:
@@ -34,6 +41,13 @@ def options(
     pass
 
 
+def _lacks_memory(error: Exception) -> bool:
+    """Return whether a failure is a limit of memory or threads, not a defect."""
+    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    no_mapping = isinstance(error, ImportError) and "failed to map segment" in str(error)  # of the dynamic linker
+    return isinstance(error, MemoryError) or no_thread or no_mapping
+
+
 def main() -> None:
     """Run a command; every way it can end has its exit code (see `ExitCode`)."""
     # Invoked without Typer's own `main`, which has other exit codes and other words for some of these ends.
@@ -45,6 +59,7 @@ def main() -> None:
     protect_terminal()
     code: int = ExitCode.OK
     try:
+        refuse_undecodable(sys.argv[1:])
         with command.make_context("harness", sys.argv[1:]) as context:
             command.invoke(context)
             sys.stdout.flush()
@@ -69,7 +84,14 @@ def main() -> None:
             mute_stdout()  # what is left in its buffer would fail again
         print_error(HarnessError(f"{error.filename or 'the output'}: {reason_of(error)}"))
         code = ExitCode.USAGE
+    except UnicodeEncodeError as error:  # a name that a folder, a file or the environment gave
+        print_error(undecodable_name(error))
+        code = ExitCode.USAGE
     except Exception as error:
+        if _lacks_memory(error):
+            print_error(HarnessError(f"this machine or shell has no memory or thread left ({reason_of(error)})",
+                next_step="Give it more: `ulimit -v` and `ulimit -u` show the limits of this shell."))  # fmt: skip
+            sys.exit(ExitCode.USAGE)
         if os.environ.get("HARNESS_DEBUG"):
             print(masked(traceback.format_exc(), "known"), file=sys.stderr)
         print(

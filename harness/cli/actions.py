@@ -169,11 +169,11 @@ def run(
     every_s = 0.0 if every is None else read_duration("--every", every)
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=results)
-    target = cli.make_target(url, metrics_url, ca)
-    share = cli.read_tolerance(tolerance)
-    report = partial(_report_run, provisional=provisional, tolerance=share, junit=junit, explain=explain)
+    target, share = cli.make_target(url, metrics_url, ca), cli.read_tolerance(tolerance)
+    xml = None if junit is None else cli.JunitFile(junit)
+    report = partial(_report_run, provisional=provisional, tolerance=share, junit=xml, explain=explain)
     if resume is not None:
-        report(_resume(cli.find_run(resume, runs), target, budget_s, against, junit))
+        report(_resume(cli.find_run(resume, runs), target, budget_s, against, xml))
         return
     say, duration_s = Progress(cli.console()).line, None if duration is None else read_duration("--duration", duration)
     make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=say)
@@ -185,7 +185,7 @@ def run(
         if scenario is not None:
             cli.refuse_tolerance(experiment.scenario, share)
             _say_gate_needs(experiment.scenario, times, is_gate=junit is not None or base is not None)
-        _measure_times(partial(_measure, experiment, runs, budget_s, against, junit), report, times, every_s, runs)
+        _measure_times(partial(_measure, experiment, runs, budget_s, against, xml), report, times, every_s, runs)
 
 
 def _measure_times(
@@ -211,7 +211,7 @@ def _measure(
     runs: Path,
     budget_s: float | None,
     against: "Callable[..., Reference] | None",
-    junit: Path | None,
+    junit: cli.JunitFile | None,
 ) -> Path:
     from harness.run.budget import budget_steps
     from harness.run.orchestrator import run
@@ -227,7 +227,7 @@ def _resume(
     target: "Target | None",
     budget_s: float | None,
     against: "Callable[..., Reference] | None",
-    junit: Path | None,
+    junit: cli.JunitFile | None,
 ) -> Path:
     """Measure what is missing of a run and return its folder."""
     from harness.records.manifest import read_run
@@ -260,7 +260,7 @@ def _report_run(
     *,
     provisional: bool,
     tolerance: float | None,
-    junit: Path | None,
+    junit: cli.JunitFile | None,
     explain: bool,
 ) -> None:
     """Print the report of a run, write the files that were asked for, and exit with its code."""
@@ -274,7 +274,7 @@ def _report_run(
     summary = with_gates(read_summary(folder), tolerance, provisional=provisional)
     terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
-        junit_xml.write(junit, junit_xml.render(summary, manifest))
+        junit.write(junit_xml.render(summary, manifest))
     cli.exit_after_run(summary, provisional=provisional)
 
 

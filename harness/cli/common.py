@@ -17,7 +17,7 @@ from rich.segment import Segment
 from typer.core import TyperCommand, TyperGroup
 
 from harness.base.command import command_line
-from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean
+from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean, reason_of
 from harness.base.files import pretty_json
 from harness.base.redact import printable
 
@@ -36,7 +36,6 @@ NEEDS = {
 }  # fmt: skip
 EXCLUDES = {
     "resume": ("scenario", "model", "repeats", "checks", "workers", "bind", "times", "goal", "load", "server"),
-    "times": ("junit",),
     "api_key_env": ("scenario",),
     "user": ("scenario",),
     "across": ("against", "about"),
@@ -120,6 +119,28 @@ def _print_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
         print(junit.error_xml(ctx.info_name, error, group=group, name=name), end="")
 
 
+def refuse_undecodable(words: Sequence[str]) -> None:
+    """Raise HarnessError where a word of the command line, or the current folder, is not text in UTF-8."""
+    folders = []
+    with suppress(OSError):  # the folder was removed
+        folders = [os.getcwd()]
+    for word in (*words, *folders):
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise undecodable_name(error) from None
+
+
+def undecodable_name(error: UnicodeEncodeError) -> HarnessError:
+    """Return an error about a name with bytes that are not UTF-8, which no record can have."""
+    near = error.object[max(0, error.start - 60) : error.end + 60]  # of a name, or of a text that contains it
+    shown = near.encode(errors="backslashreplace").decode().replace("\\udc", "\\x")
+    return HarnessError(
+        f"'{shown}': the name is not in UTF-8",
+        next_step="Rename the file or the folder, or make a link to it with another name.",
+    )
+
+
 def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
     """Convert a mistake in the command line. The messages of Pydantic, which Typer uses, lack option and value."""
     details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
@@ -174,10 +195,19 @@ def find_scenario(given: Path | None) -> Path | None:
     names = (given.stem, f"{given.stem}.yaml", f"{SCENARIOS.name}/{given.stem}.yaml")  # as the listing has it
     if given.stem in shipped and str(given) in names:
         return shipped[given.stem]
+    files = {path.stem: path for path in _yaml_files(given.parent)}
+    own = difflib.get_close_matches(given.stem, files, n=1)
+    near = f"did you mean '{files[own[0]]}'?" if own else did_you_mean(given.stem, shipped)
     raise HarnessError(
-        f"{given}: there is no such scenario; {did_you_mean(given.stem, shipped)}",
+        f"{given}: there is no such scenario; {near}",
         next_step="Give a file, or the name of a scenario that ships: `harness list scenarios` lists them.",
     )
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if path.suffix in (".yaml", ".yml")]
+    return []
 
 
 def validate_url(param: typer.CallbackParam, given: str | None) -> str | None:
@@ -471,18 +501,47 @@ def find_baseline(given: Path, runs: Path) -> Path:
     return folder
 
 
+class JunitFile:
+    """The JUnit file of a command, with a suite for each of its runs."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises HarnessError for a named pipe: at the end of a run it would wait for a reader, for ever."""
+        from harness.base.files import refuse_named_pipe
+
+        try:
+            refuse_named_pipe(path)
+        except OSError as error:
+            raise HarnessError(f"--junit: {path}: {reason_of(error)}", next_step="Name another file.") from None
+        self._path = path
+        self._ended: list[str] = []  # documents of earlier runs
+        self._text = ""  # of this run
+
+    def write(self, text: str, *, ends: bool = True) -> None:
+        """Write the document of the current run. `ends`: nothing follows; a pipe, such as >(cat), gets only that."""
+        from harness.report import junit
+
+        self._text = text
+        if ends or self._path.is_file() or not self._path.exists():
+            junit.write(self._path, junit.join([*self._ended, text]))
+
+    def start_run(self) -> None:
+        if self._text:
+            self._ended.append(self._text)
+
+
 @contextmanager
-def junit_until_finished(path: Path | None, scenario: str) -> Iterator[None]:
+def junit_until_finished(file: JunitFile | None, scenario: str) -> Iterator[None]:
     """Keep an error in the JUnit file until the run has its summary, in case nothing can be written any more."""
     from harness.report import junit
 
-    if path is not None:
-        junit.write(path, junit.error_xml(scenario, RunError("the run did not end")))
+    if file is not None:
+        file.start_run()
+        file.write(junit.error_xml(scenario, RunError("the run did not end")), ends=False)
     try:
         yield
     except HarnessError as error:
-        if path is not None:
-            junit.write(path, junit.error_xml(scenario, error))
+        if file is not None:
+            file.write(junit.error_xml(scenario, error))
         raise
 
 

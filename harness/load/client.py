@@ -234,10 +234,7 @@ class Client:
             del request
             self._receive(sock, exchange)
         except TimeoutError:
-            newest_read, progress = len(exchange.arrivals.reads_ns) - 1, exchange.data_read
-            is_silent = newest_read == (-1 if progress is None else progress)
-            what = "no data arrived" if is_silent else "no token and no complete answer arrived"
-            raise Failure("timeout", f"{what} for {self._timeout_s:g} s") from None
+            raise Failure("timeout", exchange.describe_timeout(self._timeout_s)) from None
         except (OSError, EOFError) as error:
             was_closing = reused and time.monotonic_ns() - self._last_ended_ns < CLOSING_S * 1e9
             if was_closing and not exchange.arrivals.reads_ns:
@@ -290,10 +287,8 @@ class Client:
         )
         try:
             while not exchange.complete:
-                # Pings keep the connection open, but do not extend the wait.
-                progress_ns = began_ns if exchange.data_read is None else exchange.arrivals.reads_ns[exchange.data_read]
                 timeout_s = _DONE_GRACE_S if exchange.answer.done else self._timeout_s
-                left_s = timeout_s - (time.monotonic_ns() - progress_ns) / 1e9
+                left_s = exchange.seconds_left(began_ns, timeout_s)
                 if left_s <= 0:
                     raise TimeoutError
                 inbox.wait(left_s)

@@ -24,6 +24,7 @@ from harness.load.reader import AnyInbox, ReadTimes
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong, Parser
 from harness.records.arrivals import split_arrivals
 from harness.records.records import LATE_READ_S, MAX_PIECES, ErrorKind
+from harness.scenario.behaviour import max_body_s
 
 _MAX_RESPONSE_BYTES = 16 << 20  # of a response that is not a stream; embeddings of a long input are large
 _MAX_STREAM_BYTES = 256 << 20  # 100,000 tokens take 30 MiB
@@ -75,8 +76,7 @@ class Exchange:
     parsed: "array[int]" = field(default_factory=lambda: array("I"))  # reads processed by the parser
     template: EventTemplate = field(default_factory=EventTemplate)
     known_stream: bool = False
-    # The last read that starts or completes an event; of another body the first one. Comments do not count.
-    data_read: int | None = None
+    data_read: int | None = None  # the last read that completes an event with data; comments and pings have none
     complete: bool = False
     failure: Failure | None = None
     ended_ns: int | None = None  # when it was complete or failed
@@ -110,6 +110,25 @@ class Exchange:
             return True
         # Some servers send no content type, or the wrong one.
         return bool(self.body) and _EVENT_START.match(self.body[0][1][:_MAX_BLANKS]) is not None
+
+    def seconds_left(self, began_ns: int, timeout_s: float) -> float:
+        """Return how long the response may still take: until its headers, its next event, or the end of its body.
+
+        A body that is no stream has a total time, counted from `began_ns`: any slow bytes would extend a wait.
+        """
+        if self.headers_read is not None and not self.is_stream:
+            timeout_s, since_ns = max_body_s(timeout_s, self.max_tokens), began_ns
+        else:  # pings keep the connection open, but do not extend the wait
+            since_ns = began_ns if self.data_read is None else self.arrivals.reads_ns[self.data_read]
+        return timeout_s - (time.monotonic_ns() - since_ns) / 1e9
+
+    def describe_timeout(self, timeout_s: float) -> str:
+        """Return what did not arrive in time."""
+        if self.headers_read is not None and not self.is_stream:
+            return f"no complete answer arrived within {max_body_s(timeout_s, self.max_tokens):g} s"
+        newest_read = len(self.arrivals.reads_ns) - 1
+        is_silent = newest_read == (-1 if self.data_read is None else self.data_read)
+        return f"{'no data' if is_silent else 'no token and no complete answer'} arrived for {timeout_s:g} s"
 
     def refuse_endless_stream(self) -> None:
         """Raise Failure if the server sends far more than `max_tokens` allow: it might never stop."""
@@ -164,7 +183,7 @@ class Exchange:
                 events = self._parser.feed(data)
             except EventTooLong:
                 raise Failure("malformed", f"an event has more than {MAX_EVENT_BYTES >> 20} MiB") from None
-            if self._parser.has_data and (events or starts_an_event):  # not for each part of an event
+            if any(event.data and event.type != "ping" for event in events):
                 self.data_read = read
             for event in events:
                 self._note_event(event, read)
@@ -443,11 +462,7 @@ class Collector:
         self._between_chunks = True
 
     def on_body(self, data: bytes) -> None:
-        exchange = self.exchange
-        read = exchange.read_count - 1
-        exchange.body.append((read, data))
-        if exchange.data_read is None and not exchange.is_stream:  # `process` notes it for streams
-            exchange.data_read = read
+        self.exchange.body.append((self.exchange.read_count - 1, data))
 
     def on_message_complete(self) -> None:
         self._between_chunks = False

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from harness.base.errors import HarnessError, reason_of
-from harness.base.files import read_text
+from harness.base.files import open_output, read_text
 from harness.base.metrics import LIVE
 from harness.base.units import percent
 from harness.load import live_metrics
@@ -165,7 +165,8 @@ class StockOutput:
         self._history_path = Path(f"{prefix}_llm_history.csv") if prefix else None
         if self._history_path is not None:
             self._history_path.parent.mkdir(parents=True, exist_ok=True)
-            self._history_path.write_text(_csv([_HISTORY_HEADER]))
+            with open_output(self._history_path) as file:
+                file.write(_csv([_HISTORY_HEADER]))
 
     def update(self, numbers: LiveNumbers) -> None:
         """Print the table every few seconds, and write new points. Call it each second of a load."""
@@ -178,7 +179,8 @@ class StockOutput:
         """Print and write the whole test. Call it when Locust has printed its tables and written its report."""
         self._write_history(numbers)
         if self._whole_path is not None:
-            self._whole_path.write_text(whole_csv(numbers))
+            with open_output(self._whole_path) as file:
+                file.write(whole_csv(numbers))
         if numbers.total or numbers.warmup or self._options.headless:
             self._print(numbers, final=True)
         if self._options.html_file:
@@ -192,7 +194,7 @@ class StockOutput:
         points = [point for point in numbers.points if point["wall_s"] > self._written_wall_s]
         if self._history_path is not None and points:
             self._written_wall_s = points[-1]["wall_s"]
-            with self._history_path.open("a") as file:
+            with open_output(self._history_path, "a") as file:
                 file.write(_csv(row for point in points for row in _history_rows(point)))
 
 

@@ -11,6 +11,7 @@ import logging
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
-from harness.base.errors import HarnessError, sentence
+from harness.base.errors import HarnessError, closest_name, sentence
+from harness.base.files import PACKAGE
 from harness.base.redact import masked
 from harness.load import options as load_options
 from harness.load import web_access
@@ -48,6 +50,7 @@ _INTERRUPTED_S = 4.0  # for the end after an interrupt: less than the wait of th
 _INTERRUPTED_LISTENERS_S = 2.0  # ... of which so long for listeners
 _MAX_STOP_S = 35.0  # at the end, for load processes to stop: more than their listeners of `request` may take
 _LOGGERS = ("", "locust", "locust.stats_logger")  # those with handlers
+_MISTAKES = (AttributeError, NameError, TypeError, ImportError)  # of code: a misspelt name, a wrong argument
 _ATTRIBUTE = "amd_llm_load"  # of Locust's Environment: its Generator
 
 logger = logging.getLogger(__name__)
@@ -110,6 +113,7 @@ class Generator:
             # With stock Locust, --run-time would cut requests in flight, as failed ones. Ctrl-C still cuts at once.
             self.environment.stop_timeout = _STOCK_DRAIN_S
         _hooks.quit.add_listener(self._on_quit)
+        _hooks.user_error.add_listener(self.note_user_error)
         _hooks.quitting.add_listener(self._on_quitting)  # the last one is called first: before workers are stopped
         if isinstance(self.runner, MasterRunner) and self.options.headless:
             self.runner.register_message(_STOPPED, lambda msg, **_: self._stopped.add(msg.node_id))
@@ -294,6 +298,20 @@ class Generator:
             logger.error(
                 "the load has ended, and %d events still wait for listeners of `request`: they are lost", count
             )
+
+    def note_user_error(self, exception: Exception, **_: Any) -> None:
+        """End a load of the harness whose users fail because of their code before any request: they would repeat it."""
+        recorder = self.recorder if self.process is None else self.process.recorder
+        if self.job is None or not isinstance(exception, _MISTAKES) or (recorder is not None and recorder.sent):
+            return
+        line = traceback.extract_tb(exception.__traceback__)[-1]
+        if Path(line.filename).is_relative_to(PACKAGE) or "site-packages" in line.filename:
+            return
+        text = str(exception)
+        if isinstance(exception, AttributeError) and (near := closest_name(exception.name or "", dir(exception.obj))):
+            text += f"; did you mean '{near}'?"
+        where = f"{line.filename}, line {line.lineno}"
+        self.give_up(HarnessError(f"{where}: {type(exception).__name__}: {text}", next_step="Correct the locustfile."))
 
     def give_up(self, error: Exception) -> None:
         """End a run that cannot continue, and report the error in the log and the status file. The web UI stays up."""

@@ -18,8 +18,8 @@ from locust.env import Environment
 from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner
 from locust.util.timespan import parse_timespan
 
-from harness.base.errors import HarnessError, Problem, reason_of
-from harness.base.files import UNDECODABLE
+from harness.base.errors import HarnessError, Problem, reason_of, sentence
+from harness.base.files import UNDECODABLE, open_output, refuse_named_pipe
 from harness.load.client import ApiAddress
 from harness.load.process import first_model, load_inputs
 from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
@@ -191,6 +191,10 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.set_defaults(web_host="127.0.0.1")  # otherwise the whole network can use Locust's UI
     for name, (metavar, help) in _START_ONLY.items():
         parser.add_argument(name, metavar=metavar, help=help, include_in_web_ui=False)
+    try:
+        refuse_pipes()
+    except HarnessError as error:
+        parser.error(sentence(error))  # type: ignore[no-untyped-call]
     job_parser = ArgumentParser(add_help=False, allow_abbrev=False)
     job_parser.add_argument("--job")
     job = None
@@ -351,12 +355,32 @@ def check_start(
 def check_writable(job: Job) -> None:
     for path in (job.requests_path, job.processes_path):
         try:
-            open(path, "ab").close()
+            open_output(path, "ab").close()
         except OSError as error:
             raise HarnessError(
                 f"--records: {error.filename} cannot be written ({error.strerror})",
                 next_step="Name a file in a folder that exists.",
             ) from None
+
+
+def refuse_pipes() -> None:
+    """Raise HarnessError where a file that Locust writes is a named pipe: it would wait for a reader, for ever.
+
+    Locust opens some of them before any plugin has its options.
+    """
+    given = ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--csv", "--json-file", "--html"):
+        given.add_argument(option)
+    options = given.parse_known_args()[0]
+    kinds = ("stats", "stats_history", "failures", "exceptions", "llm", "llm_history") if options.csv else ()
+    written = {f"{options.csv}_{kind}.csv": "--csv" for kind in kinds}
+    written |= {f"{options.json_file}.json": "--json-file"} if options.json_file else {}
+    written |= {options.html: "--html"} if options.html else {}
+    for path, option in written.items():
+        try:
+            refuse_named_pipe(path)
+        except OSError as error:
+            raise HarnessError(f"{option}: {path}: {reason_of(error)}", next_step="Name another file.") from None
 
 
 def host_of(environment: Environment, given: str | None) -> str:

@@ -33,7 +33,7 @@ class Event(NamedTuple):
 class Parser:
     """An incremental parser: bytes may be split anywhere, also inside a line end or a character."""
 
-    __slots__ = ("_data", "_data_bytes", "_rest", "_skip_lf", "_stray", "_type", "has_data", "idle")
+    __slots__ = ("_data", "_data_bytes", "_rest", "_skip_lf", "_stray", "_type", "idle")
 
     def __init__(self) -> None:
         self._rest = bytearray()  # an incomplete line
@@ -43,7 +43,6 @@ class Parser:
         self._data_bytes = 0
         self._stray = bytearray()
         self.idle = True  # between two events
-        self.has_data = False  # whether the last bytes had data, not only comments
 
     def stray_text(self) -> bytes:
         """Return the end of the text outside of any field, such as an error in bare JSON. Call it at the end."""
@@ -59,7 +58,6 @@ class Parser:
 
         Raises EventTooLong. After that, the parser cannot be used.
         """
-        self.has_data = False
         if self._skip_lf and data:
             self._skip_lf = False
             if data.startswith(b"\n"):
@@ -77,8 +75,6 @@ class Parser:
             self._rest = bytearray(rest)
             for line in lines:
                 self._parse_line(line, events)
-        if data and self._rest.startswith(b"data"):
-            self.has_data = True
         if self._data_bytes + len(self._rest) > MAX_EVENT_BYTES:
             raise EventTooLong
         self.idle = not (self._rest or self._skip_lf or self._data or self._type)
@@ -97,7 +93,6 @@ class Parser:
         if name == b"data":
             self._data.append(value)
             self._data_bytes += len(line) + 1
-            self.has_data = True
         elif name == b"event":
             self._type = value
         elif name.lower() in _ERROR_FIELDS:

@@ -22,6 +22,7 @@ DROPPED = "dropped"  # a folder of the run directory, which no number is compute
 RESERVED = ("reference",)  # folders of the results that do not belong to a machine
 PACKED = "requests.jsonl.gz"  # as `harness results add --records` files them
 RESERVE = "reserve"  # a file in the run directory during the run
+INPUTS = "inputs.json"  # the files that a run was made of: only here, so that what is shared has no paths
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
 # Files whose lines each belong to a cell.

@@ -15,6 +15,7 @@ import numpy as np
 
 from harness.analysis import derive
 from harness.base.errors import HarnessError
+from harness.base.files import open_output, refuse_named_pipe
 from harness.base.metrics import LATENCIES, STATISTICS, VALUES
 from harness.base.redact import csv_field
 from harness.base.summary import Summary
@@ -62,6 +63,8 @@ def export(folder: Path, to: Path) -> Exported:
     damaged: list[int] = []
     rows = _record_rows(*_dated_records(folder, damaged))
     temporary = to.with_name(f"{to.name}.new")
+    for path in (to, temporary):
+        refuse_named_pipe(path)
     try:
         written = write(temporary, rows)
         os.replace(temporary, to)
@@ -180,7 +183,7 @@ def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> int:
 def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
     """An empty field is a number that is not known; chunk times are a JSON list in one field."""
     written = 0
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with open_output(path) as file:
         writer = csv.DictWriter(file, fieldnames=list(record_columns()), lineterminator="\n")
         writer.writeheader()
         for row in rows:

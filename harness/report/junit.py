@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from harness.analysis.history import History
 from harness.base.errors import HarnessError
+from harness.base.files import open_output
 from harness.base.metrics import METRICS
 from harness.base.summary import CheckResult, Comparison, Difference, SameAnswers, Summary, Verdict, evidence, sentence
 from harness.records.manifest import Run
@@ -101,11 +102,31 @@ def error_xml(suite: str, error: HarnessError, *, group: str = "validity", name:
     return _document(suite, [case], {})
 
 
+def join(texts: Sequence[str]) -> str:
+    """Return one document of several: a suite for each, with its number."""
+    if len(texts) == 1:
+        return texts[0]
+    roots = [xml.fromstring(text) for text in texts]
+    whole = xml.Element("testsuites", {"name": NAME})
+    for key in ("tests", "failures", "errors", "skipped"):
+        whole.set(key, str(sum(int(root.get(key, "0")) for root in roots)))
+    whole.set("time", f"{sum(float(root.get('time', '0')) for root in roots):.3f}")
+    for number, root in enumerate(roots, 1):
+        for suite in root.iter("testsuite"):
+            name = suite.get("name", "")
+            suite.set("name", f"{name} {number}")
+            for case in suite.iter("testcase"):  # a reader takes cases of the same names for one
+                case.set("classname", case.get("classname", "").replace(f"{NAME}.{name}.", f"{NAME}.{name} {number}."))
+            whole.append(suite)
+    return _to_text(whole)
+
+
 def write(path: Path, text: str) -> None:
     """Raises HarnessError when the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with open_output(path) as file:
+            file.write(text)
     except OSError as error:
         raise HarnessError(f"{path}: the JUnit file cannot be written ({error.strerror})") from None
 
@@ -206,6 +227,10 @@ def _document(
             message = words.one_line(_legal_xml(case.message))
             result = xml.SubElement(element, case.outcome, {"type": case.kind, "message": message})
         result.text = _legal_xml(case.evidence)
+    return _to_text(root)
+
+
+def _to_text(root: xml.Element) -> str:
     xml.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + xml.tostring(root, encoding="unicode") + "\n"
 

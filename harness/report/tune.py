@@ -93,8 +93,31 @@ def read_tune(folder: Path) -> TuneReport | None:
         return None
     changed = read_changed(folder)
     is_left = changed is not None and owner_is_gone(changed.owner)
-    report = read_json(path, TuneReport, TUNE_VERSION)
+    report = read_json(path, TuneReport, TUNE_VERSION, contradiction=_find_contradiction)
     return replace(report, folder=str(folder), changed=changed if is_left else None)
+
+
+def _find_contradiction(report: TuneReport) -> tuple[str, str] | None:
+    """Return an impossible number of a report and its path in tune.json."""
+    positive: dict[str, float | None] = {"budget_s": report.budget_s, "safe_memory": report.safe_memory}
+    positive |= {"ratio": report.ratio, "low": report.low, "high": report.high}
+    positive |= {f"levels.{name}": value for name, value in report.levels.items()}
+    counted: dict[str, float | None] = {"spent_s": report.spent_s, "more_s": report.more_s, "needed": report.needed}
+    counted |= {"starts": report.starts, "blocks": report.blocks}
+    for number, trial in enumerate(report.trials):
+        positive |= {f"trials[{number}].value": trial.value, f"trials[{number}].ratio": trial.ratio}
+        counted |= {f"trials[{number}].took_s": trial.took_s, f"trials[{number}].met": trial.met}
+    for name, value in positive.items():
+        if value is not None and not value > 0:
+            return f"Expected a number above 0, got {value:g}", f"$.{name}"
+    for name, value in counted.items():
+        if value is not None and not value >= 0:
+            return f"Expected a number of at least 0, got {value:g}", f"$.{name}"
+    if report.ended is not None and report.ended.code == "tune_budget":
+        needed_s = report.ended.values.get("needed_s")
+        if type(needed_s) not in (int, float):
+            return "Expected a number", "$.ended.values.needed_s"
+    return None
 
 
 def write_tune(folder: Path, report: TuneReport) -> None:

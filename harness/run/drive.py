@@ -25,7 +25,7 @@ from harness.load.live_metrics import Accumulator, Numbers, Observed
 from harness.records.directory import disk_is_full, release_space
 from harness.records.records import CUT, Request, Tail, read_marks
 from harness.scenario import MAX_USERS, is_open_loop, max_concurrency, process_count
-from harness.scenario.behaviour import max_length
+from harness.scenario.behaviour import max_body_s, max_length
 from harness.serve.generator import ContainerChild
 from harness.workload.job import (
     SECRETS_ENV,
@@ -256,7 +256,10 @@ def drive(
         exceptions = ExceptionLog(log_path)
         exceptions.update()
         text = f"the load generator ended with exit code {code}"
-        text += f"; its log has {exceptions.last}" if exceptions.last else ""
+        if reported := start_errors(job).splitlines():
+            text += f": {reported[0]}"
+        elif exceptions.last:
+            text += f"; its log has {exceptions.last}"
         problems = [because("generator_exit", text, exit_code=code, exception=exceptions.last)]
     return Driven(started, time.time(), problems, stopped_s)
 
@@ -316,7 +319,7 @@ def _watch(
         if (reason := monitor.mistake()) is not None:
             return [reason]
         silent_s = now - max(last_change, last_idle)
-        if silent_s > _max_silence_s(job):
+        if silent_s > max_silence_s(job):
             timeout_s = job.load.timeout_s
             text = f"no request ended for {silent_s:.0f} s although each may take {timeout_s:g} s"
             return [because("generator_silent", text, seconds=silent_s, timeout_s=timeout_s)]
@@ -347,14 +350,17 @@ def killed_processes(job: Job) -> list[int]:
     return [pid for pid in without_end() if pid in gone] if gone else []
 
 
-def _max_silence_s(job: Job) -> float:
+def max_silence_s(job: Job) -> float:
     """Return the longest allowed seconds without an ended request, except idle times."""
-    # A stream that keeps sending may take longer than timeout_s, which limits silence.
-    longest_s = max(
-        3 * each.load.timeout_s + SLOWEST_TPOT_S * max_length(each.load.output_tokens, pairs=each.output_lengths)
-        for each in loads_of(job)
-    )
-    return longest_s + job.load.ramp_s + MAX_SILENCE_S
+    longest_s = []
+    for each in loads_of(job):
+        timeout_s, tokens = each.load.timeout_s, max_length(each.load.output_tokens, pairs=each.output_lengths)
+        # A stream that keeps sending may take longer than timeout_s, which limits silence.
+        longest_s += [
+            3 * timeout_s + SLOWEST_TPOT_S * tokens,
+            0.0 if each.load.stream else max_body_s(timeout_s, tokens),
+        ]
+    return max(longest_s) + job.load.ramp_s + MAX_SILENCE_S
 
 
 def scenario_mistake(first: list[Request]) -> Reason | None:

@@ -392,7 +392,9 @@ def _import_locustfile(path: Path) -> None:
         raise HarnessError(what, next_step=_TRY_LOCUSTFILE) from None
     output = (done.stdout + done.stderr).strip()
     has_users = not done.stdout.rstrip().endswith("Available Users:")
-    if "unrecognized arguments: --job" in output or (done.returncode == 0 and not has_users):
+    # A file that was imported and has no user class is then collected by pytest, with whatever settings it finds.
+    is_collected = "in load_locustfile_pytest" in output
+    if "unrecognized arguments: --job" in output or is_collected or (done.returncode == 0 and not has_users):
         raise HarnessError(
             f"{path}: the locustfile has no user class of the harness",
             next_step=f"Derive one from harness.load.user.LLMUser; {DOCS}/users.md shows how.",

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from harness.analysis.notes import queue_notes
 from harness.base.command import command_line
-from harness.base.errors import HarnessError, RunError, ServerError, StartError
+from harness.base.errors import HarnessError, RunError, ServerError, StartError, reason_of
 from harness.base.files import open_file
 from harness.base.process import refuse_too_few_files
 from harness.base.summary import Reason, because, sentence
@@ -52,6 +53,7 @@ from harness.workload import local_words, one_token_words, pairs_of, salt_words
 from harness.workload.job import Job, JobStage, loads_of, workload_of, write_job
 from harness.workload.prompt_file import read_rows
 
+ANALYSIS = ("scipy.special", "harness.report.html", "harness.report.junit", "harness.report.terminal")
 Watchers = tuple[Scraper, Sampler]
 # Runs cells one after the other and yields each result. Its arguments are the run and the cells planned at its start.
 Steps = Callable[[Running, list[Cell]], Iterable[CellRun]]
@@ -75,6 +77,21 @@ def run(
     return start_run(experiment, plan(experiment.scenario), runs, progress, steps or run_cells, make_reference)
 
 
+def import_analysis() -> None:
+    """Import what evaluates a run, before its load: without memory for it, the load would be for nothing.
+
+    Raises HarnessError.
+    """
+    try:
+        for name in ANALYSIS:
+            importlib.import_module(name)
+    except (ImportError, MemoryError, OSError) as error:
+        raise HarnessError(
+            f"what evaluates a run cannot be loaded ({type(error).__name__}: {reason_of(error)})",
+            next_step="Give it more memory: `ulimit -v` shows the limit of this shell.",
+        ) from None
+
+
 def start_run(
     experiment: Experiment,
     cells: list[Cell],
@@ -95,6 +112,7 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
     """Run the steps in a run directory, whose lock this process has, and write the status; see `run`."""
     folder, file, progress = running.folder, running.file, running.progress
     try:
+        import_analysis()
         if (workers := running.experiment.workers) is not None:
             machines = ", ".join(workers.names) or f"{workers.machines} machines"
             progress.line(f"Workers: {machines}. On each of them: {workers.command}", whole=True)

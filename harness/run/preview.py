@@ -97,7 +97,7 @@ def preview(experiment: Experiment, speed: RequestSpeed | None = None, startup: 
         ],
         repeats=scenario.repeats,
         order=[cell.id for cell in plan(scenario)],
-        server_starts=count_server_starts(scenario),
+        server_starts=0 if experiment.target is not None else count_server_starts(scenario),
         cold=scenario.restart,
         estimated_s=estimate_s(scenario, experiment.folder, speed, is_running=experiment.target is not None),
         assumed=f"{tokens} however many answers come at once, {starts}",
@@ -127,12 +127,14 @@ def show_plan(experiment: Experiment, shown: Preview, console: Console) -> None:
     console.print(table)
     cells = plan(scenario)
     per_start = "a fresh server for each cell (cold)" if scenario.restart else "one per server and repeat (warm)"
+    starts = f"{count(shown.server_starts, 'server start')}: {per_start}"
+    if experiment.target is not None:
+        starts = "no server start, it runs already"
     shown_cells = shown.order[: min(SHOWN_CELLS, 2 * len(shown.rows))]
     again = sum(cell.again is not None for cell in cells)
     drift = f" ({again} of them repeat the first of a server start at its end, to show drift)" if again else ""
     console.print(
-        f"\n{count(len(cells), 'cell')}{drift}: {count(scenario.repeats, 'repeat')}, interleaved; "
-        f"{count(shown.server_starts, 'server start')}: {per_start}\n"
+        f"\n{count(len(cells), 'cell')}{drift}: {count(scenario.repeats, 'repeat')}, interleaved; {starts}\n"
         f"order: {' '.join(shown_cells)}{' ...' if len(shown_cells) < len(cells) else ''}"
     )
     estimate = f"estimated time: {units.duration(shown.estimated_s)} (assumed: {shown.assumed})"

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import requests
 import yaml
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ from harness.records.manifest import Run, Startup
 from harness.report.sentences import death_answer, group_reasons
 from harness.run import experiment as experiments
 from harness.run.experiment import RUNNING_SERVER, Experiment, Target
-from harness.scenario import Scenario, models_of_loads
+from harness.scenario import Line, Scenario, models_of_loads
 from harness.scenario.behaviour import max_length
 from harness.serve import probe
 from harness.serve.lifecycle import (
@@ -192,6 +193,7 @@ def prepare_for(path: Path, target: Target | None, model: str | None, say: Say, 
                 raise
             only = probe.find_model(base, None, session, key_name, say)
             has = "has loaded" if loaded else "has only"
+            _refuse_odd_name(only)
             say(f"The server {has} {only}: it is measured instead of the scenario's {scenario.model}.")
             return replace(experiment, scenario=replace(scenario, model=only))
         loaded = probe.find_loaded(base, session) or []
@@ -256,9 +258,23 @@ def user_scenario(
 
 
 def _scenario(question: str, model: str, loads: dict[str, Any], key_name: str | None, **more: Any) -> dict[str, Any]:
+    _refuse_odd_name(model)
     servers = {RUNNING_SERVER: {"template": RUNNING_SERVER}}  # not started: --url replaces it
     scenario = {"version": 1, "question": question, "model": model, "servers": servers, "loads": loads, "repeats": 1}
     return scenario | more | ({} if key_name is None else {"api_key_env": key_name})
+
+
+def _refuse_odd_name(model: str) -> None:
+    """Raise ServerError for a model whose name a scenario cannot have: its error would name a file."""
+    try:
+        model.encode()
+        msgspec.convert(model, Line)
+    except (UnicodeEncodeError, msgspec.ValidationError):
+        raise ServerError(
+            f"the server's model has a name that cannot be recorded ({ascii(model[:100])}): one line without control "
+            "characters, of at most 1,000 characters, is expected",
+            next_step="Give it another name in the server's settings, or measure another of its models: --model NAME.",
+        ) from None
 
 
 def choose_effort(speed: RequestSpeed) -> Effort:

@@ -18,7 +18,7 @@ from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
 from harness.base.summary import MAX_REPEATS
 from harness.base.units import count
-from harness.records.directory import drop_cells, lock_folder, prepare_folder
+from harness.records.directory import INPUTS, drop_cells, lock_folder, prepare_folder
 from harness.records.manifest import Resumption, Run, read_run, write_run
 from harness.records.run_data import recorded_cells
 from harness.report.tune import TUNE_FILE, resume_command
@@ -28,7 +28,6 @@ from harness.run.machine_fit import preflight
 from harness.run.orchestrator import run_cells, run_steps
 from harness.run.progress import Progress
 from harness.run.running import (
-    INPUTS,
     INPUTS_VERSION,
     Inputs,
     MakeReference,

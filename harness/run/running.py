@@ -27,7 +27,7 @@ from harness.base.files import pretty_json, read_bytes, replace_file
 from harness.base.process import owner_labels
 from harness.base.summary import DEFINITIONS, Reason, Reference, Summary, because, sentence
 from harness.machine.gpus import read_machine
-from harness.records.directory import prepare_folder, release_space
+from harness.records.directory import INPUTS, prepare_folder, release_space
 from harness.records.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.report import html
 from harness.run.experiment import Experiment, input_files, locustfile_sources
@@ -41,7 +41,6 @@ from harness.workload import workload_sha256
 from harness.workload.job import read_api_key
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
-INPUTS = "inputs.json"
 INPUTS_VERSION = 1
 
 

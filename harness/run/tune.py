@@ -44,6 +44,7 @@ from harness.records.records import Request
 from harness.report.trust import points_text
 from harness.report.tune import (
     GOALS,
+    TUNE_FILE,
     Goal,
     TuneReport,
     format_settings,
@@ -549,9 +550,33 @@ def _read_to_resume(folder: Path) -> TuneReport:
     stored, report = read_tune(folder), read_answered(folder)
     if stored is None or report is None:
         raise HarnessError(f"{folder}: not a run of `harness tune`", next_step="`harness run --resume` is for others.")
+    _refuse_damaged(folder, stored)
     if any(reason.code == "proof_missing" for reason in report.reasons):
         return replace(report, proof=None, verdict=None)
     return replace(report, verdict=None) if report.verdict == "inconclusive" != stored.verdict else report
+
+
+def _refuse_damaged(folder: Path, report: TuneReport) -> None:
+    """Raise HarnessError where tune.json does not fit the run: it would fail after minutes, or measure nonsense."""
+    path, manifest = folder / TUNE_FILE, read_run(folder)
+    try:
+        for trial in report.trials:
+            with_settings(manifest.scenario.servers[DEFAULT], manifest.scenario.model, trial.settings)
+            format_settings(report.spell(trial.settings))
+        slo_checks(report)
+        loads = [load for load in manifest.scenario.loads if load != QUESTIONS]
+        if (report.goal == "users" or report.levels) and set(loads) != set(report.levels):
+            raise ValueError(f"levels are those of {', '.join(report.levels) or 'no load'}")
+        search = search_of(manifest, report)
+        next_start(search, report.trials, [])
+        plan_proof(search, report.trials, report.budget_s)
+        if reference(report.trials) is not None:
+            proof_scenario(manifest, report, {DEFAULT: {}}, 1, {})
+    except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration) as error:
+        raise HarnessError(
+            f"{path}: cannot be used ({type(error).__name__}: {error})",
+            next_step="The file was changed or damaged. Put it back as it was, or start the search again.",
+        ) from None
 
 
 def with_budget(report: TuneReport, budget_s: float) -> TuneReport:

@@ -191,7 +191,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     soak: bool = False
     ramp_s: NotNegative = 0.0  # all users are spawned within this time; the warm-up lasts at least as long
     drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish
-    # a request has failed when for this time no data arrives and the server takes none; pings are no data
+    # a request has failed when for this time no headers, no complete event but pings, and no taken data show progress
     timeout_s: Annotated[float, Meta(ge=0.001, le=1e7)] = 300.0
     vary: dict[str, list[Any] | Span] = {}  # a [sweep](sweeps.md): values by key, such as users or arrivals.rate
     where: Annotated[list[str], Meta(max_length=20)] = []  # conditions, as of a server

@@ -28,6 +28,7 @@ NotNegative = Annotated[float, Meta(ge=0, le=1e7)]
 PAIR = Meta(min_length=2, max_length=2, description="two numbers are expected, the minimum and the maximum")
 
 _MAX_LENGTH = 1_000_000
+_BODY_TIMEOUTS, _BODY_S_PER_TOKEN = 10, 2.0
 _TYPICAL = 128
 _P95 = NormalDist().inv_cdf(0.95)
 _MIN_DRAW = 2.0**-60  # the normal law has no value at 0
@@ -83,6 +84,11 @@ def max_length(lengths: int | Lengths, what: str = "output", pairs: Pairs = ()) 
     if law.lognormal is not None:
         return law.lognormal.max
     return law.fixed or max(law.uniform or [pair[what == "output"] for pair in pairs], default=_MAX_LENGTH)
+
+
+def max_body_s(timeout_s: float, max_tokens: int | None) -> float:
+    """Return the total time of an answer that is not streamed: its bytes do not show whether the server works."""
+    return max(_BODY_TIMEOUTS * timeout_s, _BODY_S_PER_TOKEN * (max_tokens or 0))
 
 
 def min_length(lengths: int | Lengths) -> int:

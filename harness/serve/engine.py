@@ -3,11 +3,13 @@
 import contextlib
 import functools
 import os
+import queue
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import docker
 import requests
@@ -29,12 +31,19 @@ DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 _DOCKER_VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "HOME")
 OWN_IMAGE = "amd-llm-load"  # built from the Dockerfile, never pulled
 _PROGRESS_EVERY_S = 0.5
+ANSWER_S = 10.0  # for the engine's answers to questions that take it milliseconds
+REQUEST_S = 60  # for each of its other answers, such as that a container has started
+_SILENT_S = 60.0  # an engine that did not answer is not asked again for so long: each wait would be another ANSWER_S
 DOCKER_ERRORS = (DockerException, requests.RequestException)
 _ENGINE_ADVICE = (
     "Install and start it (on Debian: sudo apt-get install docker.io), and get the right to use it (sudo usermod -aG "
     "docker $USER, then log in again; members of that group rule the host), or set DOCKER_HOST. The embedded engine "
     "needs none: `container: false`."
 )
+
+
+T = TypeVar("T")
+_silent_since_s: dict[str, float] = {}  # by address
 
 
 def make_name(run_id: str, cell_id: str) -> str:
@@ -93,16 +102,51 @@ def engine_shares_files() -> bool:
 def connect() -> docker.DockerClient:
     """Return a client of this machine's Docker Engine. Raises ServerError."""
     address = engine_address()
-    try:
+
+    def open_client() -> docker.DockerClient:
         # First: the SDK hides the reason for a refusal and leaves its socket open.
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(address.removeprefix("unix://"))
-        client = docker.DockerClient(base_url=address, timeout=60)
+        client = docker.DockerClient(base_url=address, timeout=REQUEST_S)
         client.ping()
+        client.api.containers(limit=1)  # an engine whose lock is held still answers a ping
+        return client
+
+    try:
+        return ask_engine(open_client)
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
         what = f"the Docker Engine at {address} cannot be used: {reason_of(error)}"
         raise ServerError(what, next_step=_ENGINE_ADVICE) from None
-    return client
+
+
+def ask_engine(ask: Callable[[], T]) -> T:
+    """Return what `ask` returns, or raise its exception. Raises ServerError after ANSWER_S without an answer.
+
+    The SDK's timeout is that of each read, so a thread asks. An engine that was silent is not asked again for a while.
+    """
+    address = engine_address()
+    results: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            results.put((ask(),))
+        except Exception as error:
+            results.put(error)
+
+    silent_s = time.monotonic() - _silent_since_s.get(address, -_SILENT_S)
+    if silent_s >= _SILENT_S:
+        threading.Thread(target=work, name="asking the Docker Engine", daemon=True).start()
+        with contextlib.suppress(queue.Empty):
+            result = results.get(timeout=ANSWER_S)
+            if isinstance(result, Exception):
+                raise result
+            return result[0]
+        _silent_since_s[address] = time.monotonic()
+    raise ServerError(
+        f"the Docker Engine at {address} cannot be used: it did not answer within {ANSWER_S:g} s",
+        next_step="Look at it (`systemctl status docker`, `journalctl -u docker`), and restart it if it hangs (sudo "
+        "systemctl restart docker), or set DOCKER_HOST.",
+    )
 
 
 def get_engine_version() -> str | None:
@@ -111,8 +155,9 @@ def get_engine_version() -> str | None:
         client = connect()
     except ServerError:
         return None
-    with contextlib.closing(client):
-        return str(client.version()["Version"])
+    with contextlib.closing(client), contextlib.suppress(ServerError, *DOCKER_ERRORS):
+        return str(ask_engine(client.version)["Version"])
+    return None
 
 
 def make_docker_error(what: str, error: Exception) -> ServerError:
@@ -132,12 +177,12 @@ def get_engine_facts() -> DockerEngine:
         return DockerEngine(problem=error.what, remedy=error.next_step.rstrip("."))
     with contextlib.closing(client):
         try:
-            info = client.info()
+            info, objects = ask_engine(lambda: (client.info(), list(_list_objects(client))))
             leftovers = [
-                f"{kind} {item.name}"
-                for kind, item, labels in _list_objects(client)
-                if kind != "volume" and owner_is_gone(labels)
+                f"{kind} {item.name}" for kind, item, labels in objects if kind != "volume" and owner_is_gone(labels)
             ]
+        except ServerError as error:
+            return DockerEngine(problem=error.what, remedy=error.next_step.rstrip("."))
         except DOCKER_ERRORS as error:
             return DockerEngine(problem=f"the Docker Engine does not tell about itself: {error}")
     status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or [] if len(pair) == 2}
@@ -233,7 +278,7 @@ def remove_leftovers(
     removed = []
     in_use = False
     try:
-        for kind, item, labels in _list_objects(client, run):
+        for kind, item, labels in ask_engine(lambda: list(_list_objects(client, run))):
             if kind == "volume" and CACHE_LABEL in labels:
                 is_leftover = caches and not in_use
             else:

@@ -15,6 +15,7 @@ import msgspec
 import requests
 from msgspec import Struct
 
+from harness.base import trust
 from harness.base.command import command_line
 from harness.base.engines import engines, listed_names
 from harness.base.engines.loaded import chat_models, loaded_models
@@ -355,11 +356,18 @@ def _counts_prompt(part: Any) -> bool:
 
 
 def read_events(response: requests.Response) -> Iterator[Event]:
-    """Yield the events of a stream as they arrive. Raises requests.RequestException, also for one that is too long."""
-    parser = Parser()
+    """Yield the events of a stream as they arrive.
+
+    Raises requests.RequestException, also for an event that is too long, or takes more than MAX_REST_S from its start.
+    """
+    parser, begun_s = Parser(), None
     try:
         for piece in response.iter_content(512):
-            yield from parser.feed(piece)
+            events = parser.feed(piece)
+            yield from events
+            begun_s = None if events or parser.idle else begun_s or time.monotonic()
+            if begun_s is not None and time.monotonic() - begun_s > trust.MAX_REST_S:
+                raise requests.ReadTimeout(f"no complete event within {trust.MAX_REST_S:g} s")
         yield from parser.finish()
     except EventTooLong:
         raise requests.RequestException(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from harness.base import trust
 from harness.base.errors import HarnessError, ServerError
 from harness.base.trust import CA_VARIABLE, open_session
 from harness.load.client import ApiAddress
@@ -60,6 +61,31 @@ def test_a_probe_has_a_total_deadline(name: str) -> None:
             session.post(url, json={}, timeout=1.2)
 
 
+@pytest.mark.parametrize("name", STARTS)
+def test_an_answer_that_has_begun_has_a_shorter_deadline(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A model that loads may take minutes until the first byte, but no answer drips for as long."""
+    monkeypatch.setattr(trust, "MAX_REST_S", 1.2)
+    with (
+        serving(dripping(*STARTS[name])) as url,
+        open_session(None) as session,
+        pytest.raises(requests.ReadTimeout, match=r"1\.2 s"),
+    ):
+        session.post(url, json={}, timeout=300)
+
+
+def test_an_answer_that_begins_late_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "MAX_REST_S", 0.5)
+
+    def handler(connection: socket.socket, number: int) -> None:
+        while read_request(connection):  # also on a connection that is used again
+            time.sleep(1.0)
+            connection.sendall(whole(b"{}"))
+
+    with serving(handler) as url, open_session(None) as session:
+        for _ in range(2):
+            assert session.post(url, json={}, timeout=60).content == b"{}"
+
+
 def test_the_end_of_one_probe_does_not_cut_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     shutdown = socket.socket.shutdown
 
@@ -107,6 +133,18 @@ def test_an_answer_in_time_and_a_stream_are_not_cut() -> None:
             assert [event.data for event in probe.read_events(response)] == [b"x"] * 8
 
 
+def test_an_event_that_drips_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "MAX_REST_S", 1.2)
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with (
+        serving(dripping(head, b"1\r\nd\r\n")) as url,
+        open_session(None) as session,
+        session.get(url, timeout=60, stream=True) as response,
+        pytest.raises(requests.ReadTimeout),
+    ):
+        list(probe.read_events(response))
+
+
 def test_versions_models_and_tokenizers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "PROBE_TIMEOUT_S", 0.6)
     monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
@@ -124,6 +162,39 @@ def test_versions_models_and_tokenizers_end(tmp_path: Path, monkeypatch: pytest.
         with Scraper(f"{url}/metrics", "c", tmp_path / "metrics.jsonl", 1.0) as scraper:
             pass
         assert scraper.last_failure is not None and "ReadTimeout" in scraper.last_failure
+
+
+def byte_by_byte(answer: bytes) -> Callable[[socket.socket], None]:
+    def send(connection: socket.socket) -> None:
+        for byte in answer:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.5)
+
+    return send
+
+
+@fault("network", "answers come as a byte each half a second", seen="timeout", code=3, kept="all records")
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_run_ends_although_its_answers_drip(tmp_path: Path, streams: bool) -> None:
+    one = whole(b'{"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}')
+    posts = 0
+
+    def handler(connection: socket.socket, _: int) -> None:
+        nonlocal posts
+        head = read_request(connection)
+        posts += head.startswith(b"POST")
+        if not head.startswith(b"POST") or posts == 1:  # what is asked before the load
+            connection.sendall(MODELS if head.startswith(b"GET /v1/models") else one)
+        else:
+            byte_by_byte(UNTIL_CLOSED + TOKEN + FINISH + DONE if streams else one)(connection)
+
+    load = {"user": "batch", "batch_size": 4, "requests": 8, "output_tokens": 1, "timeout_s": 1, "stream": streams}
+    path = write(tmp_path, loads={"one": load}, model="m", warmup={"requests": 0})
+    with serving(handler) as url:
+        done = harness("run", path.name, "--url", url, "--runs", "runs", cwd=tmp_path)
+    assert done.code == 3, done
+    records = list(read_requests(only_run(tmp_path / "runs") / "requests.jsonl"))
+    assert {(record.error, record.headers_s) for record in records} == {("timeout", None)} and len(records) == 8
 
 
 @fault("network", "/metrics, /version and other paths of the server send a byte each half a second, for ever",

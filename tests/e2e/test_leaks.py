@@ -117,6 +117,12 @@ def spelled(key: str) -> dict[str, str]:
         "entities": html.escape(key),
         "hex": raw.hex(),
         "HEX": raw.hex().upper(),
+        **{f"hex with {between!r}": raw.hex(between).upper() for between in " :-._,;|/\t\n"},
+        **{f"hex in groups of {size}": raw.hex(" ", size) for size in (2, 3, 4, 7)},
+        "hex digits": " ".join(raw.hex()),
+        "hex in a list": ", ".join(f"0x{byte:02x}" for byte in raw),
+        "hex in lines": raw.hex(" ").replace(" ", "\\n"),
+        "hex in a listing": raw.hex(" ").replace(" ", "' , '"),
         **{f"base64, {before} before": b64encode(b"x" * before + raw).decode() for before in range(3)},
         **{f"base64 of addresses, {n}": urlsafe_b64encode(b"\xff" * n + raw).decode() for n in range(3)},
         "lower base64": b64encode(raw).decode().lower(),
@@ -406,6 +412,19 @@ def test_each_piece_of_eight_characters_is_masked(name: str) -> None:
     for cut in range(len(key)):
         left = masked(f"§{key}"[: cut + 1], "known").replace("***", "")
         assert len(left) <= SHOWN  # the first one and seven of the key
+
+
+def test_hex_with_separators_is_masked_in_pieces_and_numbers_stay() -> None:
+    register_secrets({"sk-1234-abcdEFGH-5678": True})
+    dump = "00000000: 736b 2d31 3233 342d 6162 6364 4546 4748\n00000010: 2d35 3637 38"
+    shown = masked(dump, "known")
+    assert shown == "00000000: ***\n00000010: 2d35 3637 38"  # five characters are left
+    for text in (
+        "31, 32, 33, 34 and 35, 36, 37, 38",  # four of its characters as bytes, and a list of numbers
+        "2026-11-29 00:49:23 UTC, 127.0.0.1:8000, 0.31 0.32 0.33 0.34 0.35 0.36",
+        "00:1b:44:11:3a:b7 fe80::1ff:fe23:4567:890a 550e8400-e29b-41d4-a716-446655440000",
+    ):
+        assert masked(text, "known") == text
 
 
 def test_names_keep_words_of_a_key() -> None:

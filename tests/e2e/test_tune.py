@@ -91,6 +91,43 @@ def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Pa
     assert "harness tune --resume" in harness("run", "--resume", folder.name, "--runs", "runs", cwd=tmp_path).err
 
 
+DAMAGE: dict[str, tuple[str, object]] = {
+    "a result below zero": ("trials.0.value", -3.0),
+    "a result of zero": ("trials.0.value", 0.0),
+    "a time below zero": ("trials.0.took_s", -1.0),
+    "a ratio below zero": ("trials.0.ratio", -1.0),
+    "a budget of nothing": ("budget_s", 0.0),
+    "cells that never were": ("trials.0.cells", ["r9-other-none"]),
+    "a setting of another type": ("trials.0.settings", {"max_num_seqs": {"a": [1]}}),
+    "levels of another load": ("levels", {"other": 1.0}),
+    "a goal without its levels": ("goal", "users"),
+    "an SLO that is none": ("slos", ["nothing <= 1"]),
+    "an end without its time": ("ended.values", {}),
+    "an unknown goal": ("goal", "fun"),
+}
+
+
+def test_an_edited_search_is_a_damaged_file_in_words(tmp_path: Path) -> None:
+    path = write(tmp_path, **QUICK)
+    assert harness("tune", str(path), "--runs", "runs", "--budget", "1s", cwd=tmp_path).code == 5
+    file = only_run(tmp_path / "runs") / "tune.json"
+    whole = json.loads(file.read_text())
+    for name, (place, value) in DAMAGE.items():
+        edited = json.loads(file.read_text())
+        *outer, last = place.split(".")
+        inner: Any = edited
+        for key in outer:
+            inner = inner[int(key) if key.isdigit() else key]
+        inner[last] = value
+        file.write_text(json.dumps(edited))
+        done = harness("tune", "--resume", file.parent.name, "--runs", "runs", "--budget", "1h", cwd=tmp_path)
+        assert done.code == 1 and "defect" not in done.err, (name, done)
+        assert "tune.json" in done.err or "slo" in done.err.lower() or "nothing" in done.err, (name, done.err)
+        shown = harness("report", file.parent.name, "--runs", "runs", cwd=tmp_path)
+        assert "defect" not in shown.err, (name, shown.err)
+        file.write_text(json.dumps(whole))
+
+
 def test_a_server_that_never_starts_exits_with_its_code(tmp_path: Path) -> None:
     done = tune(tmp_path, servers={"one": server("--fail-start", "no kernel for this GPU")})
     assert done.code == 2 and "no kernel for this GPU" in done.out, done.out + done.err

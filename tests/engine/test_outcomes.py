@@ -14,6 +14,9 @@ from harness.load.exchange import Exchange
 from harness.load.openai_api import Answer
 from harness.load.reader import UnstampedInbox
 from harness.records.records import Request, read_requests
+from harness.run.drive import max_silence_s
+from harness.scenario import Load
+from harness.scenario.behaviour import max_body_s
 from tests.support.fake_server import (
     CHUNKED,
     DONE,
@@ -39,6 +42,7 @@ from tests.support.fake_server import (
     work,
 )
 from tests.support.faults import fault
+from tests.support.load_runs import make_job
 
 
 def test_a_stream_gives_times_counts_and_finish(tmp_path: Path) -> None:
@@ -121,10 +125,14 @@ def pinging(connection: socket.socket) -> None:
         time.sleep(0.05)
 
 
-def dripping(connection: socket.socket) -> None:
-    for _ in range(100):
-        connection.sendall(b"d")
+def dripping(connection: socket.socket, piece: bytes = b"d") -> None:
+    for _ in range(400):
+        connection.sendall(piece)
         time.sleep(0.05)
+
+
+def blanks(connection: socket.socket) -> None:
+    dripping(connection, b" ")
 
 
 def endless(piece: bytes) -> Callable[[socket.socket], None]:
@@ -152,7 +160,12 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
     "silent in mid-stream": (once(CHUNKED, chunk(TOKEN), then=silence), "timeout", "no data arrived for 0.3 s", 1),
     "pings and nothing else": (once(UNTIL_CLOSED, then=pinging), "timeout", NO_TOKEN, 0),
     "an event in drips": (once(UNTIL_CLOSED, b"data: ", then=dripping), "timeout", NO_TOKEN, 0),
-    "a body in drips": (once(whole(b"{" * 999)[:-998], then=dripping), "timeout", NO_TOKEN, 0),
+    "an event in drips after a token": (once(UNTIL_CLOSED, TOKEN, then=dripping), "timeout", NO_TOKEN, 1),
+    "headers in drips": (once(OK, then=dripping), "timeout", NO_TOKEN, 0),
+    "a body in drips": (once(whole(b"{" * 999)[:-998], then=dripping), "timeout",
+        "no complete answer arrived within 3 s", 0),
+    "an endless body of blanks": (once(OK + b"Connection: close\r\n\r\n", then=blanks), "timeout",
+        "no complete answer arrived within 3 s", 0),
     "tokens without end": (once(CHUNKED, then=endless(chunk(TOKEN))), "malformed", "", -1),
     "events without end": (once(UNTIL_CLOSED, then=endless(b'data: {"choices":[]}\n\n')), "malformed", "0 pieces", 0),
     "given up": (once(UNTIL_CLOSED, TOKEN, finish(b"abort"), DONE), "stream_error",
@@ -201,7 +214,8 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
        seen="one record of the right error kind and message each")  # fmt: skip
 def test_every_fault_leaves_one_record_of_its_kind(tmp_path: Path, name: str) -> None:
     handler, error, message, chunks = FAULTS[name]
-    record = one_record(tmp_path, handler, timeout_s=0.3 if error == "timeout" else 30.0)
+    limits = {"timeout_s": 0.3, "output_tokens": 1} if error == "timeout" else {"timeout_s": 30.0}
+    record = one_record(tmp_path, handler, **limits)
     assert record.error == error
     assert (record.message or "").startswith(message)
     if name == "tokens without end":
@@ -236,6 +250,32 @@ def test_streams_that_are_complete(tmp_path: Path, name: str) -> None:
     assert (record.error, record.message) == (None, None)
     assert (len(record.chunks_s), record.finish) == (chunks, finish or None)
     assert record.textless is not None, "marks a streamed answer, whose finish reason is known"
+
+
+SLOW_BODY = whole(b'{"choices":[{"message":{"content":"a"},"finish_reason":"stop"}]}')
+
+
+@pytest.mark.parametrize(("timeout_s", "output_tokens"), [(0.2, 1), (0.05, 1), (0.01, 1)])
+def test_a_whole_answer_may_take_longer_than_the_timeout(tmp_path: Path, timeout_s: float, output_tokens: int) -> None:
+    """A server that sends its headers at once and its answer later: ten times the timeout, or 2 s a token."""
+    pieces = SLOW_BODY[:-30], SLOW_BODY[-30:-10], SLOW_BODY[-10:]
+    handler = answering(*pieces, pause_s=0.4)
+    record = one_record(tmp_path, handler, timeout_s=timeout_s, output_tokens=output_tokens, stream=False)
+    assert (record.error, record.message) == (None, None)
+    assert record.ended_s > 0.7
+
+
+def test_the_total_time_of_a_whole_answer() -> None:
+    assert max_body_s(300.0, 128) == 3000.0
+    assert max_body_s(5.0, 400) == 800.0
+    assert max_body_s(5.0, None) == 50.0  # vectors
+
+
+def test_a_load_is_not_ended_before_its_slowest_answer(tmp_path: Path) -> None:
+    whole_body = make_job(tmp_path, Load(user="batch", requests=1, stream=False, timeout_s=300.0, output_tokens=1))
+    assert max_silence_s(whole_body) > max_body_s(300.0, 1)
+    streamed = make_job(tmp_path, Load(user="batch", requests=1, timeout_s=300.0, output_tokens=1))
+    assert max_silence_s(streamed) < max_body_s(300.0, 1)
 
 
 def test_a_response_that_nobody_asked_for_is_not_the_answer() -> None:

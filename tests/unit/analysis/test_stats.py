@@ -92,3 +92,9 @@ def test_the_p_value_beyond_the_margin_agrees_with_the_interval() -> None:
 def test_holm() -> None:
     assert stats.holm([0.01, 0.04, 0.03]) == [0.03, 0.06, 0.06]
     assert (stats.holm([0.5, 0.9]), stats.holm([])) == ([1.0, 1.0], [])
+
+
+def test_fisher() -> None:
+    assert stats.fisher_greater(3, 4, 1, 4) == pytest.approx(17 / 70)  # the tea
+    assert stats.fisher_greater(0, 5, 5, 5) == pytest.approx(1.0)
+    assert stats.fisher_greater(5, 5, 0, 5) == pytest.approx(1 / 252)

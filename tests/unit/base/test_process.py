@@ -206,3 +206,57 @@ def test_what_the_harness_starts_is_forked_in_tests(monkeypatch: pytest.MonkeyPa
     assert isinstance(child, prefork.Popen) and child._answers != -1
     assert child.wait(PATIENCE_S) == 0
     process.stop(child)
+
+
+DEAF = """
+import itertools, sys, time
+from harness.base.process import end_when_deaf, signals_interrupt
+
+def work():
+    while True:
+        try:
+            if sys.argv[1] == "deaf":
+                all(itertools.repeat(True))  # never returns, and no handler runs, as an import that waits for memory
+            time.sleep(0.05)
+        except KeyboardInterrupt:
+            pass
+
+end_when_deaf()
+with signals_interrupt():
+    print("up", flush=True)
+    while True:
+        try:
+            work()
+        except KeyboardInterrupt:  # it came between two sleeps
+            pass
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *process.STOP_SIGNALS])
+def test_a_process_that_hears_no_signal_ends_with_the_second(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", DEAF, "deaf"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as deaf:
+        assert deaf.stdout is not None and deaf.stderr is not None
+        deaf.stdout.readline()
+        time.sleep(0.5)  # a signal before its work would end it as usual
+        while deaf.poll() is None:  # an impatient user
+            os.killpg(deaf.pid, number)
+            time.sleep(0.3)
+        assert deaf.wait(PATIENCE_S) == -signal.SIGKILL
+        assert b"harness clean" in deaf.stderr.read()
+
+
+def test_a_process_that_hears_its_signals_is_not_killed() -> None:
+    """A terminal that closes may send a signal twice at once."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DEAF, "hears"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as hears:
+        assert hears.stdout is not None
+        hears.stdout.readline()
+        time.sleep(0.5)
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+            os.killpg(hears.pid, number)
+        time.sleep(process.UNHEARD_S + 1.0)
+        assert hears.poll() is None
+        hears.kill()

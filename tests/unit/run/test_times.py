@@ -84,7 +84,6 @@ def test_ctrl_c_between_two_runs(tmp_path: Path) -> None:
     ("given", "reason"),
     [
         (["--times", "2", "--resume", "x"], "--resume does not go with scenario, --times"),
-        (["--times", "2", "--junit", "x.xml"], "--times does not go with --junit"),
         (["--every", "1h"], "--every needs --times"),
         (["--times", "2", "--every", "60"], "--every: a time above 0 with its unit is expected, got '60'"),
         (["--check", ""], "invalid value for '--check' / '--slo': a check is expected"),
