@@ -145,13 +145,18 @@ def slo_reason(
     if slo.level is None:
         text = f"not known: no answer ended in time{settle or '. Use a longer --budget'}"
     elif slo.level:
-        met = min(slo.met, slo.level) if slo.met else None  # the newest probe of a level may seem better than all
-        between = f" (between {number(met)} and {number(slo.missed)})" if met and slo.missed else ""
-        more = "" if slo.missed else " or more"
-        text = f"about {amount(slo.level)}{more}{next_to}{between}; not proven yet{above}{settle}"
+        text = f"about {amount(slo.level)}{_range(report, slo, next_to)}; not proven yet{above}{settle}"
     else:
         text = f"likely not even {amount(1)}{next_to}: {broken}; not proven yet{settle}"
     return because("capacity_unproven", text + waited, **values)
+
+
+def _range(report: CapacityReport, slo: CapacityAnswer, next_to: str) -> str:
+    """What follows an estimate: the levels between which it is."""
+    met = min(slo.met, slo.level or 0) if slo.met else None  # the newest probe of a level may seem better than all
+    if not met or not slo.missed:
+        return ("" if slo.missed else " or more") + next_to
+    return f"{next_to} (between {format_level(report, met)} and {format_level(report, slo.missed)})"
 
 
 def _asked_answer(report: CapacityReport, slo: CapacityAnswer, asked: str, broken: str, settle_s: float | None) -> str:

@@ -11,7 +11,7 @@ import pytest
 from tests.real.conftest import Say
 from tests.real.parts import llamacpp, run, vllm, write_scenario
 
-CHATS = {"user": "chat", "users": 4, "requests": 48, "turns": 6, "think_s": [0, 0.1], "output_tokens": 16}
+CHATS = {"user": "chat", "users": 1, "requests": 24, "turns": 6, "think_s": [0, 0.1], "output_tokens": 16}
 
 
 class Wrong(NamedTuple):
@@ -41,7 +41,7 @@ WRONG = {
         400,
     ),
     "vllm-no-prefix-caching": Wrong(
-        vllm(enable_prefix_caching=False), CHATS, "prefix_recomputed", 200
+        vllm(enable_prefix_caching=False), CHATS, "prefix_recomputed", 150
     ),
 }  # fmt: skip
 

@@ -209,7 +209,7 @@ def test_what_the_harness_starts_is_forked_in_tests(monkeypatch: pytest.MonkeyPa
 
 
 DEAF = """
-import itertools, sys, time
+import itertools, signal, sys, time
 from harness.base.process import end_when_deaf, signals_interrupt
 
 def work():
@@ -221,14 +221,20 @@ def work():
         except KeyboardInterrupt:
             pass
 
+def heard(handler):
+    def call(number, frame):
+        try:
+            handler(number, frame)
+        except KeyboardInterrupt:  # several at once would end it outside of any `try`
+            pass
+    return call
+
 end_when_deaf()
 with signals_interrupt():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, heard(signal.getsignal(number)))
     print("up", flush=True)
-    while True:
-        try:
-            work()
-        except KeyboardInterrupt:  # it came between two sleeps
-            pass
+    work()
 """
 
 

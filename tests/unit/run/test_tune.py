@@ -33,6 +33,7 @@ from harness.base.summary import (
 )
 from harness.cli.tune import exit_after_tune
 from harness.failures.table import rules
+from harness.records.manifest import read_run, write_run
 from harness.report import html, markdown, terminal
 from harness.report.elements import Chart, Grid, Paragraph
 from harness.report.page import shown_summary
@@ -545,6 +546,7 @@ def test_a_stored_answer_without_the_records_of_its_proof_is_not_printed(
 
 def test_an_answer_that_its_proof_does_not_give_is_searched_on(tmp_path: Path) -> None:
     folder = searched_and_proven(tmp_path, {"default": 44.0, "first": 66.0}, proof="gone")
+    write_run(folder, read_run(tmp_path / "p"))
     again = _read_to_resume(folder)
     assert (again.verdict, again.proof) == (None, None)
     write_tune(folder, replace(FOUND, proof=None, verdict="keep"))
