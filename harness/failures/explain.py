@@ -335,7 +335,8 @@ class _LogSearch:
             rule = table.rules_by_id()[finding.id]
             if self._counts[key] < rule.min_count or (finding.recovered and rule.min_count > 1):
                 continue
-            if rule.gpu_access and self._works_without_gpu(finding):  # a later crash says more
+            is_own = finding.severity == rule.severity  # not another program's, and not of a later search
+            if is_own and rule.gpu_access and self._works_without_gpu(finding):  # a later crash says more
                 finding = structs.replace(finding, severity="cause", hint=True)
             cause, fix = table.format_cause_and_fix(rule, self._groups[key], None if engine is None else engine.name)
             for name, own_name in ({} if engine is None else engine.log.names).items():

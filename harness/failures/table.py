@@ -65,7 +65,12 @@ _SERVER_NAME = re.compile(
     r"(?i)python|^pt_|vllm|enginecor|llama|lemon|\blemond|sglang|litellm|local-?ai|^ray\b|raylet|ray::|kobold|tabby|"
     r"triton|text-generation|\btgi|lmdeploy|mlc_|mistralrs|uvicorn|gunicorn|granian|hypercorn|aphrodite|"
     r"lms?[- _]?studio|\brunner|worker|router|^server$|^main$|^thread|rocm|hip|hsa-runtime|rocblas|rccl|ggml|torch|"
-    r"docker|containerd|libpod|crio|kubepods|^conmon|vte-spawn|^harness$|^locust$"
+    r"clinfo|vulkaninfo|amd-smi|docker|containerd|libpod|crio|kubepods|^conmon|vte-spawn|^harness$|^locust$"
+)
+# Names that users give to the systemd units of their servers: of models and of what they do.
+_SERVER_UNIT = re.compile(
+    r"(?i)\bai\b|\bai[-_]|[-_]ai\b|llm|inference|\bserve|model|chat|\bgpt|embed|rerank|openai|qwen|gemma|mistral|mixtral|\bphi|"
+    r"deepseek|\bglm|kimi|granite|minimax|nemotron|whisper|comfy|gguf|\bgpu|^(?:session-|run-|tmux-)"
 )
 _DESKTOP_UNIT = re.compile(
     r"(?i)gnome|kde|plasma|kwin|xdg|gdm|sddm|lightdm|display-manager|pipewire|wireplumber|pulse|dbus|app-|user@|systemd-"
@@ -76,7 +81,8 @@ def is_server_name(name: str) -> bool:
     """Check whether a process, library or systemd unit may be a server's."""
     if _SERVER_NAME.search(name) is not None:
         return True
-    return name.endswith(".service") and _DESKTOP_UNIT.search(name) is None
+    is_unit = name.endswith((".service", ".scope")) and _DESKTOP_UNIT.search(name) is None
+    return is_unit and _SERVER_UNIT.search(name) is not None
 
 
 class Pattern(Struct, frozen=True):

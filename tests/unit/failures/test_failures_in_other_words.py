@@ -15,6 +15,7 @@ from tests.support.command import harness
 DATA = Path(__file__).parents[2] / "data"
 PROCESS = "2026-10-02 21:30:07.611 [Info] (Process) "
 JOURNAL = "Oct 02 21:30:07 box llama-server[4242]: "
+SYSTEMD = "Nov 20 10:00:00 box systemd[1]: "
 READY = {
     "llama.cpp": "0.00.630.510 I main: server is listening on http://0.0.0.0:8080\n",
     "lemonade": "2026-10-02 21:30:06.418 [Info] (WrappedServer) llama-server is ready!\n",
@@ -66,6 +67,58 @@ def test_the_check_that_failed_says_more_than_the_backtrace_below_it() -> None:
     assert [(one["id"], one["effect"]) for one in findings] == [("llamacpp.abort", False), ("llamacpp.backtrace", True)]
     assert cause_of(log) == ("llamacpp.abort", 2)
     assert cause_of(f'{READY["llama.cpp"]}/src/ggml.c:9: GGML_ABORT("fatal error")\n')[0] == "llamacpp.abort"
+
+
+STOPPED_ITSELF = [
+    ("/opt/llama.cpp/ggml/src/ggml-vulkan/ggml-vulkan.cpp:5120: ", "Missing op: CUMSUM for src0 type bf16"),
+    ("ggml/src/ggml.c:3301: ", "view of tensor (cache_v_l3) is out of its bounds"),
+    ("/app/ggml/src/ggml-cuda/fattn.cuh:71: ", "no kernel for head sizes of 96"),
+    ("/home/u/src/llama.cpp/src/llama-graph.cpp:812: ", "unknown pooling type"),
+    ("//ml/backend/ggml/ggml/src/ggml-backend.cpp:77: ", "tensor (blk.3.attn_k) was not allocated"),
+    ("/app/tools/mtmd/clip.cpp:2404: ", "missing tensor of the projector"),
+    ("D:\\a\\llama.cpp\\ggml\\src\\ggml-cpu\\ops.cpp:12: ", "not implemented"),
+    ("/app/ggml/src/ggml-metal/ggml-metal-device.m:9: ", "unsupported op 'SET'"),
+]
+
+
+@pytest.mark.parametrize(("abort", "prefix"), every(STOPPED_ITSELF, PREFIXES))
+def test_the_file_the_line_and_the_text_are_all_that_an_abort_prints(abort: tuple[str, str], prefix: str) -> None:
+    log = f"{READY['llama.cpp']}{prefix}{abort[0]}{abort[1]}\n"
+    backtrace = "".join(f"{prefix}{frame}\n" for frame in BACKTRACES)
+    unit = f"{SYSTEMD}llama.service: Main process exited, code=dumped, status=6/ABRT\n"
+    for end in ("", backtrace, "Aborted (core dumped)\n", unit, backtrace + unit):
+        data = explained(log + end)
+        assert (data["cause"]["id"], data["cause"]["number"], data["started"]) == ("llamacpp.abort", 2, False)
+        assert data["cause"]["cause"].endswith(abort[1])
+
+
+def test_what_an_abort_followed_from_is_the_cause() -> None:
+    log = f"{READY['llama.cpp']}HIP out of memory\n{''.join(STOPPED_ITSELF[0])}\n"
+    assert cause_of(log) == ("mem.hip_oom", 2)
+    failure = explain(READY["llama.cpp"] + "".join(STOPPED_ITSELF[0]), ExitState(exit_code=134))
+    assert failure is not None and failure.id == "llamacpp.abort"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/pytorch/aten/src/ATen/Context.cpp:80: UserWarning: TF32 is off",
+        "[W1120 10:00:00.1 ProcessGroupNCCL.cpp:4115] Warning: no device id",
+        ":1:hip_fatbin.cpp:724: 00 us: a code object was skipped",
+        "/app/ggml/src/ggml-cuda/mmq.cuh:31: warning: loop not unrolled",
+        "/app/ggml/src/ggml-cuda/mmq.cuh:31:5: warning: loop not unrolled",
+        "/app/ggml/src/ggml.c:9:1: runtime error: left shift of a negative value",
+        "  in function ggml_cuda_op at /app/ggml/src/ggml-cuda/ggml-cuda.cu:2730",
+        "    #1 0x5 in ggml_init /app/ggml/src/ggml.c:12",
+        "/usr/lib/python3/site-packages/llama_cpp/llama.py:88: RuntimeWarning: no seed",
+        "main: see https://example.com/ggml/src/ggml.c:12 for details",
+        "time=2026-10-01T10:00:00.000Z level=INFO source=ggml.go:104 msg=system ROCm.0.NO_VMM=1",
+        "/opt/rocm/include/hip/amd_detail/common/hip_api.h:12: this entry is deprecated",
+    ],
+)
+def test_a_line_of_another_program_with_a_file_and_a_number_is_no_abort(line: str) -> None:
+    for server in READY:
+        assert explained(f"{line}\n{READY[server]}{line}\n")["findings"] == []
 
 
 ASSERTIONS = [
@@ -557,7 +610,6 @@ def test_an_argument_that_lemonade_sets_itself(log: str, flag: str, known: str) 
 
 # How a unit of systemd ended.
 
-SYSTEMD = "Nov 20 10:00:00 box systemd[1]: "
 KILLED = "{}: Main process exited, code=killed, status=9/KILL\n"
 
 
@@ -580,6 +632,44 @@ def test_a_unit_that_was_killed(unit: str) -> None:
     for row, reason in reasons.items():
         assert cause_of(reason + killed + failed)[0] == row, "systemd says why"
     assert cause_of(f"{killed}{SYSTEMD}{unit}: Failed with result 'oom-kill'.\n")[0] == "host.oom_kill"
+
+
+FOREIGN = ["firefox", "cups", "NetworkManager", "postgresql", "bluetooth", "thunderbird", "Xwayland", "snap-confine"]
+ENDS = [
+    "Main process exited, code=killed, status=9/KILL",
+    "Main process exited, code=dumped, status=11/SEGV",
+    "Main process exited, code=exited, status=1/FAILURE",
+    "Main process exited, code=exited, status=203/EXEC",
+    "A process of this unit has been killed by the OOM killer.",
+    "Failed with result 'oom-kill'.",
+    "Failed with result 'timeout'.",
+    "State 'stop-sigterm' timed out. Killing.",
+    "start operation timed out. Terminating.",
+    "Watchdog timeout (limit 3min)!",
+]
+
+
+@pytest.mark.parametrize(("name", "server"), every(FOREIGN, READY))
+def test_another_program_or_unit_is_never_the_cause(name: str, server: str) -> None:
+    units = [f"{SYSTEMD}{name}.service: {end}" for end in ENDS]
+    values = {"what": "read write", "comm": name, "mode": 0}
+    node = AVC.format(place='path="/dev/dri/renderD128"', label="dri_device_t", tclass="chr_file", **values)
+    file = AVC.format(place='name="x.json"', label="home_t", tclass="file", **values)
+    armor = ARMOR.format(class_="", profile=f"snap.{name}.{name}", name="/dev/dri/renderD128", comm=name)
+    says = f"SELinux is preventing /usr/lib/{name} from read access on the chr_file /dev/dri/renderD128."
+    lines = [*units, AUDITS[0] + node, AUDITS[1] + file, AUDITS[1] + armor, says]
+    log = "\n".join([*lines, READY[server].rstrip(), *lines])
+    data = explained(log)
+    assert data["cause"] is None and data["started"]
+    assert {one["severity"] for one in data["findings"]} == {"warning"}
+    alone = explained(f"{AUDITS[0]}{node}\n{LLAMACPP_SEARCHES[0]}\n{READY['llama.cpp']}")
+    assert (alone["cause"]["id"], alone["cause"]["number"]) == ("gpu.not_detected", 2)
+
+
+@pytest.mark.parametrize("unit", ["qwen3-coder.service", "my-llm.service", "ai.service", "chat@1.service", "run-u9.scope"])
+def test_a_unit_with_the_name_of_a_model_or_of_its_task_is_a_servers(unit: str) -> None:
+    for end in ENDS:
+        assert cause_of(f"{READY['llama.cpp']}{SYSTEMD}{unit}: {end}\n")[1] == 2
 
 
 @pytest.mark.parametrize(
