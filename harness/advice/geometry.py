@@ -197,6 +197,11 @@ def parse_geometry(config: dict[str, Any], *, encoder_decoder: bool = False) -> 
 def _with_heads_of_layers(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with the key heads of each layer, of one whose layers were chosen by a search."""
     blocks = config.get("block_configs")
+    if isinstance(per_layer := config.get("num_kv_heads"), list):  # OpenELM
+        return config | {
+            "num_hidden_layers": config.get("num_transformer_layers", config.get("num_hidden_layers")),
+            "num_key_value_heads": per_layer,
+        }
     if isinstance(per_layer := config.get("num_key_value_heads_per_layer"), list):
         return config | {"num_key_value_heads": per_layer}
     if not isinstance(blocks, list) or not blocks:

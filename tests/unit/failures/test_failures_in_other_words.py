@@ -634,6 +634,119 @@ def test_a_unit_that_was_killed(unit: str) -> None:
     assert cause_of(f"{killed}{SYSTEMD}{unit}: Failed with result 'oom-kill'.\n")[0] == "host.oom_kill"
 
 
+# Parts that do not fit together, parts for CUDA only, and AITER.
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("RuntimeError: operator torchvision::roi_align does not exist", "torchvision::roi_align"),
+        ("RuntimeError: operator torchaudio::rnnt_loss does not exist", "torchaudio::rnnt_loss"),
+        ("AttributeError: '_OpNamespace' 'torchvision' object has no attribute 'nms'", "torchvision"),
+        ("RuntimeError: Detected that PyTorch and TorchAudio were compiled with different CUDA versions. x", "TorchAudio"),
+        ("RuntimeError: Couldn't load custom C++ ops. This can happen if your PyTorch and torchvision versions are "
+         "incompatible, or if you had errors while compiling torchvision from source.", ""),
+        ("AttributeError: partially initialized module 'torchvision' has no attribute 'extension' (x)", "torchvision"),
+        ("ImportError: cannot import name 'log_x' from 'torch.distributed.elastic' (/opt/torch/x.py)", "log_x"),
+        ("AttributeError: module 'torch' has no attribute 'float9'", "float9"),
+        ("torchvision 0.23.0 requires torch==2.8.0, but you have torch 2.9.1 which is incompatible.", "torchvision 0.23"),
+        ("OSError: Could not load this library: /opt/venv/lib/torchaudio/lib/libtorchaudio.so", "libtorchaudio.so"),
+    ],
+)  # fmt: skip
+def test_torch_and_its_siblings_of_different_versions(line: str, what: str) -> None:
+    cause = explained(f"INFO starting\n{TRACEBACK}{line}\n")["cause"]
+    assert cause["id"] == "img.broken" and what in cause["cause"]
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "/opt/x.py", line 1, in <module>\n    import x\n'
+CUDA_ONLY = [
+    "NotImplementedError: No compiled mxfp4 grouped gemm kernel",
+    "RuntimeError: selective_scan_fwd is only supported on CUDA",
+    "ValueError: The trtllm backend is currently only supported on NVIDIA GPUs",
+    "NotImplementedError: FlashMLA only supports CUDA devices",
+    "RuntimeError: fused_moe_x is only available on NVIDIA GPUs",
+]
+
+
+@pytest.mark.parametrize(("line", "prefix"), every(CUDA_ONLY, ["", "ERROR 11-21 08:53:41 [core.py:843] "]))
+def test_a_part_that_is_for_cuda_only_in_other_words(line: str, prefix: str) -> None:
+    assert cause_of(f"INFO starting\n{prefix}{line}\n") == ("img.operator", 2)
+
+
+AITER = [
+    "[aiter] fmoe_stage1: unsupported block size 96",
+    "RuntimeError: [aiter] no kernel for hidden size 300",
+    "ERROR 11-21 08:53:41 [core.py:843] aiter.jit.core: failed build jit [module_gemm_x]",
+    "[aiter] failed build jit [module_gemm_x]",
+    "[AITER] hipModuleLoad failed: file not found",
+]
+
+
+@pytest.mark.parametrize("line", AITER)
+def test_aiter_in_a_start_that_failed(line: str) -> None:
+    cause = explained(f"INFO starting\n{line}\nRuntimeError: the engine is gone\n")["cause"]
+    assert (cause["id"], cause["number"]) == ("gpu.aiter_launch", 2) and "USE_AITER=0" in cause["fix"]
+    assert explained(f"{line}\n{READY['vllm']}")["started"], "it works without"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_gpu_without_code_explains_the_library_that_failed(place: int) -> None:
+    lines = ["RuntimeError: hipBLASLt error: Heuristic Fetch Failed!"]
+    lines.insert(place, ":1:hip_fatbin.cpp:724: 00 us: No compatible code objects found for: gfx1103")
+    assert cause_of("\n".join(lines)) == ("gpu.arch", place + 1)
+    assert cause_of(lines[1 - place])[0] == "gpu.rocm_library"
+
+
+# Lemonade and systemd.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Failed to load model: Failed to load model 'user.X': 'llamacpp.backend' must be one of: auto, vulkan, cpu",
+        PROCESS.replace("Process", "Server") + "'llamacpp.backend' must be one of: auto, vulkan, cpu",
+        '{"error":"\'llamacpp.backend\' must be one of: auto, vulkan, cpu"}',
+        "[Error] 'sd-cpp.backend' must be one of: auto, vulkan, cpu",
+        "'vllm_backend' must be one of: auto, vulkan, cpu",
+    ],
+)
+def test_a_backend_that_lemonade_does_not_offer(line: str) -> None:
+    cause = explained(line.replace("[Info]", "[Error]"))["cause"]
+    assert cause["id"] == "lemonade.backend_choice" and "auto, vulkan, cpu" in cause["fix"]
+
+
+PRESSURES = [
+    "memory pressure for /user.slice being 80.12% > 50.00% for > 20s with reclaim activity",
+    "memory used (32766771200) / total (33554432000) and swap used (8589930000) / total (8589934592) being more than 90.00%",
+]
+OOMD = "Nov 20 10:00:00 box systemd-oomd[811]: "
+GROUPS = [
+    "/user.slice/user-1000.slice/user@1000.service/app.slice/llama.service", "/system.slice/docker-4f1c.scope",
+    "/system.slice/ollama.service", "/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-1f.scope/container",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pressure", "group", "prefix"), every(PRESSURES, GROUPS, [OOMD, ""]))
+def test_systemd_oomd_that_killed_a_server_names_the_pressure(pressure: str, group: str, prefix: str) -> None:
+    oomd = f"{prefix}Killed {group} due to {pressure}\n"
+    unit = f"{SYSTEMD}llama.service: systemd-oomd killed 12 process(es) in this unit.\n"
+    killed = SYSTEMD + KILLED.format("llama.service")
+    for log in (oomd, oomd + unit + killed, unit + oomd + killed, killed + oomd):
+        data = explained(READY["llama.cpp"] + log)
+        assert data["cause"]["id"] == "host.oom_kill" and pressure in data["cause"]["cause"] and not data["started"]
+    assert cause_of(READY["llama.cpp"] + unit + killed) == ("host.oom_kill", 2)
+    browser = oomd.replace(group, "/user.slice/user-1000.slice/user@1000.service/app.slice/app-gnome-firefox-3.scope")
+    assert explained(READY["llama.cpp"] + browser)["started"]
+
+
+def test_a_stop_that_hung_is_the_cause_of_the_kill_that_ended_it() -> None:
+    stop = f"{SYSTEMD}Stopping llama.service - llama.cpp server...\n{SYSTEMD}llama.service: "
+    for words in ("State 'stop-sigterm' timed out. Killing.", "State 'final-sigterm' timed out. Killing."):
+        log = f"{stop}{words}\n{SYSTEMD}llama.service: Killing process 42 (llama-server) with signal SIGKILL.\n"
+        log += f"{SYSTEMD}{KILLED.format('llama.service')}{SYSTEMD}llama.service: Failed with result 'timeout'.\n"
+        assert cause_of(READY["llama.cpp"] + log) == ("systemd.stop_timeout", 3)
+
+
 FOREIGN = ["firefox", "cups", "NetworkManager", "postgresql", "bluetooth", "thunderbird", "Xwayland", "snap-confine"]
 ENDS = [
     "Main process exited, code=killed, status=9/KILL",
@@ -661,7 +774,7 @@ def test_another_program_or_unit_is_never_the_cause(name: str, server: str) -> N
     log = "\n".join([*lines, READY[server].rstrip(), *lines])
     data = explained(log)
     assert data["cause"] is None and data["started"]
-    assert {one["severity"] for one in data["findings"]} == {"warning"}
+    assert {one.severity for one in scan_text(log).findings} == {"warning"}
     alone = explained(f"{AUDITS[0]}{node}\n{LLAMACPP_SEARCHES[0]}\n{READY['llama.cpp']}")
     assert (alone["cause"]["id"], alone["cause"]["number"]) == ("gpu.not_detected", 2)
 
