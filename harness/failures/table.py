@@ -69,8 +69,8 @@ _SERVER_NAME = re.compile(
 )
 # Names that users give to the systemd units of their servers: of models and of what they do.
 _SERVER_UNIT = re.compile(
-    r"(?i)\bai\b|\bai[-_]|[-_]ai\b|llm|inference|\bserve|model|chat|\bgpt|embed|rerank|openai|qwen|gemma|mistral|mixtral|\bphi|"
-    r"deepseek|\bglm|kimi|granite|minimax|nemotron|whisper|comfy|gguf|\bgpu|^(?:session-|run-|tmux-)"
+    r"(?i)\bai\b|\bai[-_]|[-_]ai\b|llm|inference|\bserve|model|chat|\bgpt|embed|rerank|openai|qwen|gemma|mistral|mixtral|"
+    r"\bphi|deepseek|\bglm|kimi|granite|minimax|nemotron|whisper|comfy|gguf|\bgpu|^(?:session-|run-|tmux-)"
 )
 _DESKTOP_UNIT = re.compile(
     r"(?i)gnome|kde|plasma|kwin|xdg|gdm|sddm|lightdm|display-manager|pipewire|wireplumber|pulse|dbus|app-|user@|systemd-"

