@@ -599,6 +599,8 @@ RESERVED = "Reserved arguments: --ctx-size, --keep, --port, -m"
          f"cannot be overridden.\n{RESERVED}\n", "--ctx-size", "--port, -m"),
         ("terminate: Argument '-m' is managed by Lemonade and cannot be overridden.", "-m", ""),
         ("vLLM argument '--port' in vllm_args is managed by Lemonade and cannot be overridden", "--port", ""),
+        ("[Error] (Server) '--ctx-size' is managed by Lemonade and cannot be set", "--ctx-size", ""),
+        ("Failed to load model: llamacpp_args: argument '-c' is managed by Lemonade", "-c", ""),
     ],
 )  # fmt: skip
 def test_an_argument_that_lemonade_sets_itself(log: str, flag: str, known: str) -> None:
