@@ -23,6 +23,7 @@ from harness.base.files import open_file
 from harness.base.redact import register_secrets
 
 MAX_ANSWER_BYTES = 16 << 20
+MAX_ANSWER_S = 300.0  # of an answer, where the caller gives no time
 MAX_REST_S = 30.0  # of an answer after its first byte: a server that loads its model sends nothing until then
 CA_VARIABLE = "SSL_CERT_FILE"
 
@@ -94,7 +95,8 @@ class _Session(requests.Session):
 
     def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
         """Raises requests.RequestException, also for an answer that is too long and was not to be streamed."""
-        deadline_s, limit_s = time.monotonic() + how["timeout"], how["timeout"]
+        limit_s = MAX_ANSWER_S if how["timeout"] is None else how["timeout"]
+        deadline_s = time.monotonic() + limit_s
         ended, expired = threading.Event(), threading.Event()
         lock = threading.Lock()  # held while sockets are shut down: the next request opens its own only afterwards
 

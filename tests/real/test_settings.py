@@ -116,12 +116,12 @@ def test_arguments_of_a_server_that_its_owner_starts(tmp_path: Path, say: Say, e
     ("server", "changes", "expected"),
     [
         (
-            llamacpp(parallel=1, ctx_size=4096, extra_args=["--threads", "1", "-np", "1"]),
+            llamacpp(parallel=1, ctx_size=4096),
             {"sequences": 4, "context": 8192, "batch": 1024},
             {"sequences": 4, "context": 2048},
         ),
         (
-            vllm(max_num_seqs=2, extra_args=["--no-enable-prefix-caching", "--max_num_seqs=2"]),
+            vllm(max_num_seqs=2, enable_prefix_caching=False),
             {"sequences": 5, "context": 1024, "batched_tokens": 1024, "prefix_cache": None},
             {"sequences": 5, "context": 1024, "batched_tokens": 1024, "prefix_cache": True},
         ),
@@ -131,7 +131,6 @@ def test_arguments_of_a_server_that_its_owner_starts(tmp_path: Path, say: Say, e
 def test_variables_of_a_scenario(
     tmp_path: Path, say: Say, server: dict[str, Any], changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """What its owner has in `extra_args` would overrule the variables."""
     (tmp_path / "before").mkdir()
     (tmp_path / "after").mkdir()
     known: dict[str, Any] = {"model": "tiny", "loads": {"l": LOAD}}
