@@ -675,7 +675,7 @@ def test_a_part_that_is_for_cuda_only_in_other_words(line: str, prefix: str) -> 
     assert cause_of(f"INFO starting\n{prefix}{line}\n") == ("img.operator", 2)
 
 
-AITER = [
+AITER_LINES = [
     "[aiter] fmoe_stage1: unsupported block size 96",
     "RuntimeError: [aiter] no kernel for hidden size 300",
     "ERROR 11-21 08:53:41 [core.py:843] aiter.jit.core: failed build jit [module_gemm_x]",
@@ -684,7 +684,7 @@ AITER = [
 ]
 
 
-@pytest.mark.parametrize("line", AITER)
+@pytest.mark.parametrize("line", AITER_LINES)
 def test_aiter_in_a_start_that_failed(line: str) -> None:
     cause = explained(f"INFO starting\n{line}\nRuntimeError: the engine is gone\n")["cause"]
     assert (cause["id"], cause["number"]) == ("gpu.aiter_launch", 2) and "USE_AITER=0" in cause["fix"]
