@@ -162,7 +162,7 @@ def open_closed_streams() -> None:
 _interrupted = threading.Event()
 
 
-UNHEARD_S = 2.0  # for a process to react to a second signal
+UNHEARD_S = 5.0  # for a process to react to a second signal: a busy machine, or a long step in C, is not deaf
 _HEARD = b"\0"
 _watchers: list[int] = []  # of this process: the pipe to the process of `end_when_deaf`
 

@@ -23,7 +23,7 @@ from harness.base.files import open_file
 from harness.base.redact import register_secrets
 
 MAX_ANSWER_BYTES = 16 << 20
-MAX_ANSWER_S = 300.0  # of an answer, where the caller gives no time
+MAX_ANSWER_S = 300.0  # of an answer, if no other time is given: the server may still load its model
 MAX_REST_S = 30.0  # of an answer after its first byte: a server that loads its model sends nothing until then
 CA_VARIABLE = "SSL_CERT_FILE"
 

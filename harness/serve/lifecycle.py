@@ -25,7 +25,7 @@ from harness.base import process, redact
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.process import is_loopback, is_port_free, pause, signals_interrupt
 from harness.base.summary import Reason, sentence
-from harness.base.trust import open_session
+from harness.base.trust import MAX_ANSWER_S, open_session
 from harness.failures.explain import ExitState, explain
 from harness.failures.unexpected_response import error_message
 from harness.machine.gpus import find_engine_processes
@@ -491,7 +491,7 @@ def attach_to_server(
     called in another thread, with what is waited for, if that takes seconds.
     Raises ServerError if the model does not answer.
     """
-    with reported(f"the first answer of {url} (at most {probe.MAX_ANSWER_S:g} s)", on_wait):
+    with reported(f"the first answer of {url} (at most {MAX_ANSWER_S:g} s)", on_wait):
         loaded = find_running_model(probe.parse_base_url(url), model, api_key)  # its models have two names
         served = probe.probe_running_server(url, model if loaded is None else loaded.model, api_key, key_name=key_name)
         probe.require_models(served.url, others, api_key, key_name)

@@ -21,7 +21,7 @@ from harness.base.engines import engines, listed_names
 from harness.base.engines.loaded import chat_models, loaded_models
 from harness.base.errors import HarnessError, ServerError, closest_name
 from harness.base.redact import masked
-from harness.base.trust import open_session
+from harness.base.trust import MAX_ANSWER_S, open_session
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json, shown_names
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTooLong, Parser
@@ -29,7 +29,6 @@ from harness.records.manifest import Phase, ServedBy
 from harness.serve.containers import LogFile
 
 PROBE_TIMEOUT_S = 5.0
-MAX_ANSWER_S = 300.0  # for a first answer: the server may still load its model
 CONNECT_S = 2.0
 MAX_RETRY_S, RETRY_EVERY_S = 2.0, 0.5  # one broken answer does not mean that the server failed
 POLL_S = 0.2

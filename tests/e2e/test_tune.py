@@ -101,7 +101,7 @@ DAMAGE: dict[str, tuple[str, object]] = {
     "a setting of another type": ("trials.0.settings", {"max_num_seqs": {"a": [1]}}),
     "levels of another load": ("levels", {"other": 1.0}),
     "a goal without its levels": ("goal", "users"),
-    "an SLO that is none": ("slos", ["nothing <= 1"]),
+    "an SLO without a latency": ("slos", ["nothing <= 1"]),
     "an end without its time": ("ended.values", {}),
     "an unknown goal": ("goal", "fun"),
 }
