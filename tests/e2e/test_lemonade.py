@@ -41,6 +41,9 @@ MINE = {
 BUILT_IN = "Qwen3.5-0.8B-FP16-vLLM"
 
 
+NEW_CODES = {"version": "2026.45.3"}  # its HTTP server was rewritten: other status codes
+
+
 @contextmanager
 def lemonade(tmp_path: Path, **given: Any) -> Iterator[Spawned]:
     behaviour: dict[str, Any] = {"user_models": MINE, "installed": True, **given}
@@ -88,6 +91,29 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
     assert any(line.startswith("install after ") for line in told)
 
 
+@pytest.mark.parametrize("version", ["2026.39.1", "2026.45.3"])
+def test_the_same_facts_with_old_and_with_new_status_codes(tmp_path: Path, version: str) -> None:
+    is_new = version == "2026.45.3"
+    with lemonade(tmp_path, version=version) as server:
+        api = server.url + "/api/v1"
+        wrong = [
+            requests.post(api + "/health", json={}, timeout=PATIENCE_S),
+            requests.get(api + "/load", timeout=PATIENCE_S),
+            requests.post(api + "/chat/completions", json={"messages": []}, timeout=PATIENCE_S),
+            requests.post(api + "/load", json={"model_name": "user.Tiny", "ctx_size": "many"}, timeout=PATIENCE_S),
+        ]
+        assert [answer.status_code for answer in wrong] == ([405, 405, 400, 400] if is_new else [404, 405, 400, 500])
+        ready = bring_up(server, options={"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"})
+        assert [phase.name for phase in ready.phases] == ["port open", "health", "load", "first answer"]
+        assert (ready.model, loaded_model(server)["recipe_options"]["ctx_size"]) == ("user.Tiny", 4096)
+        assert running_options(server.url, None, None) == loaded_model(server)["recipe_options"]
+        load_with_options(server.url, ready.model, {"ctx_size": 2048}, None)
+        assert loaded_model(server)["recipe_options"]["ctx_size"] == 2048
+        with pytest.raises(ServerError) as caught:
+            bring_up(server, model="user.Absent")
+    assert "Model 'user.Absent'" in str(caught.value) and "NoSuch" not in str(caught.value)
+
+
 def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
     cache = tmp_path / ".cache" / "lemonade"
     cache.mkdir(parents=True)
@@ -102,6 +128,7 @@ def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
     [
         ({"kernel_fix": False}, {}, "does not install vllm:rocm: ", "update to Linux 6.18.4"),  # in a 200
         ({"gpu": False}, {}, "Model 'user.Tiny' is not available on this system. Unsupported GPU", ""),
+        ({"gpu": False, **NEW_CODES}, {}, "Model 'user.Tiny' is not available on this system. Unsupported GPU", ""),
         ({}, {"no_fetch_executables": True}, "Automatic backend install is disabled.", ""),
     ],
 )

@@ -7,11 +7,13 @@ from typing import Any
 
 from tests.support.doubles.lemonade import chat, health
 from tests.support.doubles.lemonade.backend import NotReady
-from tests.support.doubles.lemonade.bodies import Refused, body
+from tests.support.doubles.lemonade.bodies import Refused, body, error
 from tests.support.doubles.lemonade.router import KERNEL_PAGE, Router
 
 PREFIXES = ("/api/v0", "/api/v1", "/v0", "/v1")
 POST_ONLY = ("/load", "/unload", "/pull", "/install", "/chat/completions", "/completions")
+GET_ONLY = ("/health", "/models", "/stats", "/system-info", "/system-stats", "/downloads")
+MODEL_FIELDS = {"/load": "model_name", "/pull": "model_name", "/chat/completions": "model", "/completions": "model"}
 
 
 class Lemonade(BaseHTTPRequestHandler):
@@ -73,7 +75,10 @@ class Lemonade(BaseHTTPRequestHandler):
     def _post(self, path: str, text: bytes) -> None:
         router = self.router
         name = _route(path)
+        if router.settings.behaviour.new_status_codes and name in GET_ONLY:
+            return self._json(405, {"error": "Method Not Allowed. Use GET for this endpoint"})
         asked: dict[str, Any] = json.loads(text) if text.strip() or name != "/unload" else {}
+        self._require_fields(name, asked)
         if name in ("/chat/completions", "/completions"):
             return self._complete("/v1" + name, asked)
         if name == "/load":
@@ -89,6 +94,16 @@ class Lemonade(BaseHTTPRequestHandler):
         if name == "/install/dry-run":
             return self._json(200, health.dry_run(asked))
         self._json(404, {"error": {"message": "The requested endpoint does not exist", "type": "not_found"}})
+
+    def _require_fields(self, name: str | None, asked: dict[str, Any]) -> None:
+        """Refuse a request without a model, or with a wrong type, as this version does. Raises Refused."""
+        is_new = self.router.settings.behaviour.new_status_codes
+        if is_new and name in MODEL_FIELDS and not asked.get(MODEL_FIELDS[name]):
+            raise error("missing_model", 400)
+        context = asked.get("ctx_size")
+        if context is not None and not isinstance(context, int):
+            text = f"[json.exception.type_error.302] type must be number, but is {type(context).__name__}"
+            raise Refused(400 if is_new else 500, {"error": text})
 
     def _unload(self, name: str | None) -> None:
         loaded = self.router.loaded

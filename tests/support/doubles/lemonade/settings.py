@@ -24,6 +24,11 @@ class Behaviour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     unload_s: float = 2.0
     version: str = "11.7.0"
 
+    @property
+    def new_status_codes(self) -> bool:
+        """As since 2026.45: 405 for a wrong method everywhere, 400 for a wrong type, one text for a missing model."""
+        return tuple(int(part) for part in self.version.split(".")[:2]) >= (2026, 45)
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: str
