@@ -49,6 +49,8 @@ def run_directory(source: Path, folder: Path) -> Path:
     """A copy of a run that the product can read, or the run that it makes of another tool's file."""
     if source.is_file():
         return import_file(source, folder, machine="example")
+    if (source / "tune.json").exists():  # its answer comes from the records of its proof
+        run_directory(source.with_name(f"{source.name}-proof"), folder)
     copy = Path(shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("summary.json")))
     for packed in copy.glob("*.gz"):
         packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
@@ -135,8 +137,8 @@ def unfolded(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
 def test_every_kind_of_load_is_among_the_runs() -> None:
     assert {path.stem for path in EXPECTED.iterdir()} == set(SOURCES)
     assert set(SOURCES) >= {
-        "agents", "answers", "bursts", "chat", "endpoints", "in-flight", "interrupted", "mix", "never-ready",
-        "open-loop", "server-died", "stages", "steady", "trace", "workers",
+        "agents", "answers", "bursts", "capacity", "chat", "endpoints", "in-flight", "interrupted", "mix",
+        "never-ready", "open-loop", "server-died", "stages", "steady", "trace", "tune", "tune-proof", "workers",
     }  # fmt: skip
 
 
