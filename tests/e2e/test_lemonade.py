@@ -107,7 +107,7 @@ def test_the_same_facts_with_old_and_with_new_status_codes(tmp_path: Path, versi
         assert [phase.name for phase in ready.phases] == ["port open", "health", "load", "first answer"]
         assert (ready.model, loaded_model(server)["recipe_options"]["ctx_size"]) == ("user.Tiny", 4096)
         assert running_options(server.url, None, None) == loaded_model(server)["recipe_options"]
-        load_with_options(server.url, ready.model, {"ctx_size": 2048}, None)
+        load_with_options(server.url, "user.Tiny", {"ctx_size": 2048}, None)
         assert loaded_model(server)["recipe_options"]["ctx_size"] == 2048
         with pytest.raises(ServerError) as caught:
             bring_up(server, model="user.Absent")
