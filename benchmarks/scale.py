@@ -24,8 +24,8 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.make_run import make_run
-from harness.analysis.summarize import read_summary, summarize, write_summary
 from harness.base.errors import HarnessError
+from harness.numbers.summarize import read_summary, summarize, write_summary
 from harness.records.manifest import read_run
 from harness.report.html import render_run
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from harness.advice.findings import with_findings
-from harness.analysis.capacity import read_capacity
-from harness.analysis.compare import compare_runs, make_reference
-from harness.analysis.forecast import Forecast, forecast
-from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
 from harness.base.errors import HarnessError
 from harness.base.errors import RunError as RunError  # a public name
 from harness.base.summary import TOLERANCE, Comparison, Summary
+from harness.numbers.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
+from harness.questions.capacity import what_if
+from harness.questions.capacity.decide import read_capacity
+from harness.questions.compare.decide import compare_runs, make_reference
+from harness.questions.findings.decide import with_findings
+from harness.questions.plan import Forecast, forecast
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_requests
-from harness.report import what_if
 from harness.report.export import arrow_table
 from harness.scenario.check_syntax import check_problem
 

@@ -14,7 +14,6 @@ from harness.base.redact import masked
 from harness.cli import actions as actions  # importing them registers their commands, in this order
 from harness.cli import results as results
 from harness.cli import tools as tools
-from harness.cli import tune as tune
 from harness.cli.common import app as app
 from harness.cli.common import (
     mute_stdout,
@@ -24,6 +23,7 @@ from harness.cli.common import (
     undecodable_name,
     usage_error,
 )
+from harness.questions.tune import command as command
 
 
 def version(value: bool) -> None:

@@ -70,11 +70,11 @@ def quick(
     measured, else the first one. Without URL it asks before the server that it finds gets load. Exit code 1: several
     servers run here, or several models are loaded; it lists them.
     """
-    from harness.analysis.quick import NAME
-    from harness.report.quick import quick_page
+    from harness.questions.quick import search as quickly
+    from harness.questions.quick.decide import NAME
+    from harness.questions.quick.page import quick_page
     from harness.report.terminal import print_page
     from harness.run import experiment as experiments
-    from harness.run import quick as quickly
     from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
 
@@ -96,7 +96,7 @@ def quick(
 
 def found_server(model: str | None, key_name: str | None, say: "Callable[[str], None]", *, is_agreed: bool) -> str:
     """Return the address of the only server of this machine, once the user agrees. Raises HarnessError."""
-    from harness.run import quick as quickly
+    from harness.questions.quick import search as quickly
 
     found = {url: quickly.describe_server(url, model, key_name) for url in quickly.find_servers()}
     (url, about), *others = found.items()
@@ -158,11 +158,11 @@ def run(
     With --tolerance the exit code follows the verdicts on servers under the same load: 4 when one is slower than the
     baseline's by that, 5 when that is not known. With --times the exit code is the worst one of all runs.
     """
-    from harness.analysis import quick
-    from harness.analysis.compare import make_reference
     from harness.base.units import read_duration
+    from harness.questions.compare.decide import make_reference
+    from harness.questions.quick import decide as quick
+    from harness.questions.quick import search as running_scenarios
     from harness.run import experiment as experiments
-    from harness.run import quick as running_scenarios
     from harness.run.progress import Progress
 
     budget_s = None if budget is None else read_duration("--budget", budget)
@@ -264,8 +264,8 @@ def _report_run(
     explain: bool,
 ) -> None:
     """Print the report of a run, write the files that were asked for, and exit with its code."""
-    from harness.analysis.gate import with_gates
-    from harness.analysis.summarize import read_summary
+    from harness.numbers.gate import with_gates
+    from harness.numbers.summarize import read_summary
     from harness.records.manifest import read_run
     from harness.report import junit as junit_xml
     from harness.report import terminal
@@ -369,11 +369,11 @@ def capacity(
     --at-least asks for. 5: not even one number of users is proven, or not what --at-least asks for.
     """
 
-    from harness.analysis.summarize import read_summary
     from harness.base.units import read_duration
-    from harness.report.capacity import print_capacity
-    from harness.run import capacity as searching
-    from harness.run import quick as running_scenarios
+    from harness.numbers.summarize import read_summary
+    from harness.questions.capacity import search as searching
+    from harness.questions.capacity.page import print_capacity
+    from harness.questions.quick import search as running_scenarios
     from harness.run.progress import Progress
 
     budget_s = read_duration("--budget", budget)
@@ -413,8 +413,8 @@ def live(
 
     With --url and without a scenario: for a running server.
     """
-    from harness.run import live as living
-    from harness.run import quick as running_scenarios
+    from harness.questions import live as living
+    from harness.questions.quick import search as running_scenarios
     from harness.run.progress import Progress
 
     target, name = cli.make_target(url, ca=ca), user or "chat"
@@ -445,7 +445,7 @@ def check(
     Exit code 2: the prompts of a load exceed the server's context; of a sweep, those of all rows.
     """
     from harness.base.units import read_duration
-    from harness.run import quick as quickly
+    from harness.questions.quick import search as quickly
     from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
     from harness.run.preview import preview, show_plan
     from harness.serve.lint import refuse_too_long
@@ -496,8 +496,8 @@ def _draft(
     question: str, given: list[str], url: str | None, models: list[str], machine: str
 ) -> tuple[str, list[str], str | None]:
     """Return the text of a scenario, its servers, and the address of the one that runs. It asks for what is missing."""
+    from harness.questions.quick import search as quickly
     from harness.run import draft as drafts
-    from harness.run import quick as quickly
     from harness.run.experiment import RUNNING_SERVER
 
     if given and url is not None:
@@ -619,8 +619,8 @@ def compose(
     ] = False,
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
+    from harness.questions.live import compose_file
     from harness.run import experiment as experiments
-    from harness.run.live import compose_file
     from harness.run.machine_fit import resolve_auto
 
     experiment = experiments.prepare(scenario)
@@ -643,7 +643,7 @@ def clean(
     A running server that a killed `harness tune --url` has changed gets the settings of its owner back. Exit code 2: it
     did not.
     """
-    from harness.run.tune import put_back
+    from harness.questions.tune.search import put_back
     from harness.serve.engine import connect, remove_leftovers
 
     outcomes = list(put_back(runs))

@@ -156,8 +156,8 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
 
 
 if TYPE_CHECKING:
-    from harness.analysis.capacity import CapacityReport
     from harness.base.summary import CheckResult, Comparison, SameAnswers, Summary
+    from harness.questions.capacity.decide import CapacityReport
     from harness.report.elements import Element
     from harness.run.experiment import Target
     from harness.scenario import Scenario
@@ -417,7 +417,7 @@ def print_page_as(output: str, value: Any, page: "Sequence[Element]", title: str
 
 
 def make_target(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
-    from harness.base.trust import trust_authority
+    from harness.base.https import trust_authority
     from harness.run.experiment import Target
 
     if ca is not None:
@@ -494,7 +494,7 @@ def find_runs(given: Path, runs: Path) -> list[Path]:
 
 
 def find_baseline(given: Path, runs: Path) -> Path:
-    from harness.analysis.compare import read_baseline
+    from harness.questions.compare.decide import read_baseline
 
     folder = find_run(given, runs)
     read_baseline(folder)
@@ -571,7 +571,7 @@ def exit_after_run(summary: "Summary", *, provisional: bool = False) -> None:
 
 def exit_after_verdicts(comparison: "Comparison | None", checks: "Sequence[CheckResult]") -> None:
     """Exit with the code of gates; a failed check comes before a gate that is not decided."""
-    from harness.analysis.gate import gate_code
+    from harness.numbers.gate import gate_code
 
     code = gate_code(verdict.gate for verdict in (comparison.verdicts if comparison is not None else []))
     if code and not (code == ExitCode.INCONCLUSIVE and any(result.status == "failed" for result in checks)):

@@ -13,13 +13,13 @@ from rich.table import Table
 from harness.base.command import command_line
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
-from harness.cli.tune import exit_after_tune
+from harness.questions.tune.command import exit_after_tune
 
 if TYPE_CHECKING:
-    from harness.analysis.capacity import CapacityReport
     from harness.base.summary import Comparison, Summary
+    from harness.questions.capacity.decide import CapacityReport
+    from harness.questions.tune.page import TuneReport
     from harness.records.manifest import Run
-    from harness.report.tune import TuneReport
 
 MAX_CHARS = 100  # of the reason why a run cannot be read
 
@@ -46,14 +46,15 @@ def report(
     With --check or --baseline the run is checked by them once more, with --tolerance its servers are compared by it. Of
     a capacity search, --check answers for other SLOs from the stored requests.
     """
-    from harness.advice.findings import with_findings
-    from harness.analysis.capacity import read_capacity
-    from harness.analysis.compare import make_reference
-    from harness.analysis.gate import with_gates
-    from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
+    from harness.numbers.gate import with_gates
+    from harness.numbers.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
+    from harness.questions.capacity import what_if
+    from harness.questions.capacity.decide import read_capacity
+    from harness.questions.compare.decide import make_reference
+    from harness.questions.findings.decide import with_findings
+    from harness.questions.tune.results import read_answered
     from harness.records.manifest import read_run
-    from harness.report import html, markdown, terminal, what_if
-    from harness.report.tune_results import read_answered
+    from harness.report import html, markdown, terminal
     from harness.run.experiment import validate_checks
 
     base = None if baseline is None else cli.find_baseline(baseline, runs)
@@ -172,9 +173,9 @@ def compare(
     the answers are worse, or a check failed; 5 when it cannot tell, as with one run a side: measure each side with
     `harness run --times 2`. A provisional "slower" fails with --provisional, or when its whole interval is beyond 25 %.
     """
-    from harness.analysis.compare import compare_runs, group_by_machine
-    from harness.analysis.summarize import has_only_summary
     from harness.base.summary import TOLERANCE
+    from harness.numbers.summarize import has_only_summary
+    from harness.questions.compare.decide import compare_runs, group_by_machine
     from harness.records.manifest import read_run
     from harness.run.experiment import validate_checks
 
@@ -244,7 +245,7 @@ def _print_comparison(comparison: "Comparison", output: str) -> None:
 
 def _print_all_differences(folders: list[Path], output: str) -> None:
     """Print in what the manifests of runs that are not compared differ."""
-    from harness.analysis.comparable import run_differences
+    from harness.numbers.comparable import run_differences
     from harness.records.manifest import read_run
     from harness.report.page import differences as difference_page
 
@@ -257,9 +258,9 @@ def _print_all_differences(folders: list[Path], output: str) -> None:
 
 
 def _compare_with_history(run_folders: list[Path], output: str, runs: Path, results: Path, tolerance: float) -> None:
-    from harness.analysis.gate import gate_code
-    from harness.analysis.history import read_history
-    from harness.report import history as pages
+    from harness.numbers.gate import gate_code
+    from harness.questions.history import page as pages
+    from harness.questions.history.decide import read_history
     from harness.report import junit
 
     if len(run_folders) != 1:
@@ -294,8 +295,8 @@ def plan(
     With --deadline exit code 0 when a row meets it, else 4 when the fastest row misses it, and 5 when the deadline is
     inside its interval or no interval is known, as with too few requests.
     """
-    from harness.analysis.forecast import forecast, read_price
     from harness.base.units import read_count, read_duration
+    from harness.questions.plan import forecast, read_price
     from harness.report.terminal import forecast_page, print_page
 
     predicted = forecast(
@@ -375,8 +376,8 @@ def _list_runs(runs: Path) -> list[dict[str, Any]]:
 
     `status` is as in run.json, or `killed`: it says `running`, and its process is gone.
     """
-    from harness.analysis.summarize import read_summary
     from harness.base.process import owner_is_gone
+    from harness.numbers.summarize import read_summary
     from harness.records.directory import list_runs
 
     if runs.exists() and not runs.is_dir():
@@ -477,7 +478,7 @@ def results(
     A filed run is plain files that are small enough for git.
     """
     from harness.base.files import RESULTS as SHIPPED
-    from harness.report import board as boards
+    from harness.questions import results as boards
 
     if action == "add":
         if not run_folders:

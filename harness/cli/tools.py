@@ -97,7 +97,7 @@ def expect(
 
     Nothing is started or downloaded. Exit code 4 when the model does not fit, or when no memory is left.
     """
-    from harness.advice.answer import Question, answer, format_answer, parse_tokens
+    from harness.questions.expect.decide import Question, answer, format_answer, parse_tokens
 
     question = Question(
         model=model,
@@ -123,9 +123,9 @@ def expect(
 
 
 def _measure_bandwidth(image: str | None) -> float:
-    from harness.advice.bandwidth import measure_cpu, store_measured
+    from harness.hardware.bandwidth import measure_cpu, store_measured
     from harness.machine.gpus import list_gpus
-    from harness.serve.bandwidth import measure_gpu
+    from harness.serve.container_bandwidth import measure_gpu
     from harness.serve.template import find_pin
 
     gb_s = measure_gpu(image or find_pin("vllm-rocm").image) if any(list_gpus()) else measure_cpu()

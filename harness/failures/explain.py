@@ -17,10 +17,10 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from msgspec import Struct, structs
 
-from harness.base.engines import engines
 from harness.base.files import open_file
 from harness.base.redact import masked, printable
 from harness.base.summary import FailedRequests
+from harness.engines import engines
 from harness.failures import table
 from harness.failures.table import RANKS, Pattern, Phase, Severity, is_server_name
 

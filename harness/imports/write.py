@@ -10,7 +10,6 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__
-from harness.analysis.summarize import summarize, write_summary
 from harness.base.command import command_line
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.files import DOCS, UNDECODABLE, pretty_json
@@ -26,6 +25,7 @@ from harness.imports import (
     read_source,
     vllm,
 )
+from harness.numbers.summarize import summarize, write_summary
 from harness.records.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowOrigin, Run, ServedBy, Status, write_run
 from harness.records.records import Request, read_marks
 from harness.scenario import Load, Scenario, Server, Warmup

@@ -14,10 +14,10 @@ import gevent
 import msgspec
 from gevent.lock import Semaphore
 
-from harness.base.engines.loaded import chat_models, loaded_models
 from harness.base.errors import HarnessError
 from harness.base.process import refuse_too_few_files
 from harness.base.redact import masked, register_secrets
+from harness.engines.loaded import chat_models, loaded_models
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
 from harness.load import anthropic_api

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from harness.base.engines import VLLM_DEFAULT_UTILIZATION, Standing, vllm_accepts
 from harness.base.units import GIB, gib
+from harness.engines import VLLM_DEFAULT_UTILIZATION, Standing, vllm_accepts
 from harness.machine import gpus
 from harness.machine.findings import Finding, Level, make_finding
 from harness.machine.gpus import Gpu

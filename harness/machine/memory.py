@@ -8,10 +8,10 @@ from typing import Literal
 
 from msgspec import Struct, structs
 
-from harness.base.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
 from harness.base.errors import HarnessError
 from harness.base.summary import Reason, because, sentence
 from harness.base.units import GIB, gib
+from harness.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
 from harness.machine.gpus import Gpu, list_gpus, read_meminfo, read_number, select_serving_gpus
 
 PAGE_BYTES = 4096  # of x86-64, as every APU

@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from harness.analysis.verdicts import without_concurrency
 from harness.base import units
 from harness.base.metrics import METRICS
 from harness.base.summary import Comparison, Gate, Row, Verdict
 from harness.base.units import count
+from harness.numbers.verdicts import without_concurrency
 from harness.records.manifest import Run
 from harness.report import words
 from harness.report.verdict_text import (

@@ -18,27 +18,27 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 from msgspec.structs import replace
 
-from harness.analysis.capacity import CapacityReport, read_capacity
-from harness.analysis.comparable import server_differences
-from harness.analysis.quick import QuickLevel, read_levels
-from harness.analysis.summarize import Summarized
 from harness.base import units
 from harness.base.metrics import LIVE
 from harness.base.summary import Distribution, Row, Summary, sentence
+from harness.numbers.comparable import server_differences
+from harness.numbers.summarize import Summarized
+from harness.questions.capacity.chart import attainment_chart
+from harness.questions.capacity.decide import CapacityReport, read_capacity
+from harness.questions.crossover.chart import crossover_charts
+from harness.questions.quick.decide import QuickLevel, read_levels
+from harness.questions.quick.page import LEGEND, levels_grid
+from harness.questions.same_answers.page import same_answers_page, trust_charts, trust_tables
+from harness.questions.tune.page import TuneReport, tune_chart, tune_elements
+from harness.questions.tune.results import read_answered
 from harness.records.manifest import Run, ServedBy
 from harness.report import page, sentences, table
 from harness.report.charts import Figure, figures, row_keys
-from harness.report.charts.capacity import attainment_chart
-from harness.report.charts.crossover import crossover_charts
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.comparisons import short_row_names
 from harness.report.elements import LIMITED, Chart, Element, Fold, Grid, with_names
-from harness.report.quick import LEGEND, levels_grid
-from harness.report.trust import same_answers_page, trust_charts, trust_tables
-from harness.report.tune import TuneReport, tune_chart, tune_elements
-from harness.report.tune_results import read_answered
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
 # library is four times as long, and a browser spends most of the time until the charts appear on parsing it.

@@ -16,15 +16,15 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.analysis.history import History
 from harness.base.errors import HarnessError
 from harness.base.files import open_output
 from harness.base.metrics import METRICS
 from harness.base.summary import CheckResult, Comparison, Difference, SameAnswers, Summary, Verdict, evidence, sentence
+from harness.questions.history.decide import History
+from harness.questions.history.page import history_title, outcome_sentence
+from harness.questions.same_answers.page import answers_sentence
 from harness.records.manifest import Run
 from harness.report import sentences, words
-from harness.report.history import history_title, outcome_sentence
-from harness.report.trust import answers_sentence
 from harness.report.verdict_text import verdict_sentence
 
 NAME = "amd-llm-load"

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from harness.analysis.capacity import CapacityReport
-from harness.analysis.quick import QuickLevel, quick_notes
 from harness.base import units
 from harness.base.metrics import METRICS
 from harness.base.summary import (
@@ -20,9 +18,14 @@ from harness.base.summary import (
     evidence,
     sentence,
 )
+from harness.questions.capacity.decide import CapacityReport
+from harness.questions.capacity.page import capacity_lines
+from harness.questions.quick.decide import QuickLevel, quick_notes
+from harness.questions.quick.page import LEGEND, lead, levels_grid
+from harness.questions.same_answers.page import same_answers_page, trust_tables
+from harness.questions.tune.page import TuneReport, answer_line, tune_elements, tune_question
 from harness.records.manifest import Run
 from harness.report import sentences, words
-from harness.report.capacity import capacity_lines
 from harness.report.charts.compared import format_side, row_name, side_charts, side_titles
 from harness.report.elements import (
     LIMITED,
@@ -36,10 +39,7 @@ from harness.report.elements import (
     plain_grid,
     with_names,
 )
-from harness.report.quick import LEGEND, lead, levels_grid
 from harness.report.table import machine_table, results_table, schedule_table, time_table
-from harness.report.trust import same_answers_page, trust_tables
-from harness.report.tune import TuneReport, answer_line, tune_elements, tune_question
 from harness.report.verdict_text import format_bounds, gate_word, shown_bounds, verdict_style
 
 _MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it

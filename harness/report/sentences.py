@@ -10,13 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from harness.advice.rules import ENOUGH
-from harness.analysis import quick
-from harness.analysis.capacity import LevelPoint, crossing_level, levels_answer
-from harness.analysis.checks import evaluate
-from harness.analysis.comparable import engine_versions
-from harness.analysis.soak import soak_answer
-from harness.analysis.validity import DEATHS, RESTARTS
 from harness.base import units
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS, number_names
@@ -33,11 +26,18 @@ from harness.base.summary import (
     sentence,
 )
 from harness.base.units import count
+from harness.numbers.checks import evaluate
+from harness.numbers.comparable import engine_versions
+from harness.numbers.validity import DEATHS, RESTARTS
+from harness.questions.capacity.decide import LevelPoint, crossing_level, levels_answer
+from harness.questions.findings.rules import ENOUGH
+from harness.questions.quick import decide as quick
+from harness.questions.same_answers.page import answers_sentence, row_sentence
+from harness.questions.soak import soak_answer
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
 from harness.report.comparisons import gates_answer, largest_effect, levels_by_server, short_row_names, speedup_answer
 from harness.report.elements import Bullet
-from harness.report.trust import answers_sentence, row_sentence
 from harness.report.verdict_text import describe_change, format_speedup, limit_text, verdict_sentence, verdict_style
 from harness.scenario import asks_known
 from harness.scenario.check_syntax import SLO_METRICS, Check, parse_check

@@ -5,14 +5,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from harness.analysis import quick
 from harness.base import units
 from harness.base.metrics import LATENCIES, METRICS, VALUES, Metric
 from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, SameAnswers, Summary, Verdict, median_of_known
+from harness.questions.quick import decide as quick
+from harness.questions.same_answers.page import answers_word
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
 from harness.report.elements import Grid, TableColumn
-from harness.report.trust import answers_word
 from harness.report.verdict_text import format_bounds, shown_bounds, verdict_word
 from harness.scenario.plan import baseline_of
 

@@ -12,19 +12,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.analysis.capacity import read_capacity
-from harness.analysis.forecast import Forecast, Prediction, RowForecast
-from harness.analysis.quick import read_levels
 from harness.base.command import command_line
-from harness.base.engines import engines
 from harness.base.summary import Summary, sentence
 from harness.base.units import NOTHING, count, factor, join_units
+from harness.engines import engines
 from harness.failures.explain import Diagnosis, ScannedLog
+from harness.questions.capacity.decide import read_capacity
+from harness.questions.plan import Forecast, Prediction, RowForecast
+from harness.questions.quick.decide import read_levels
+from harness.questions.tune.results import read_answered
 from harness.records.manifest import Run
 from harness.report import words
 from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn
 from harness.report.page import run_page
-from harness.report.tune_results import read_answered
 
 STYLES = {
     "faster": "green", "slower": "red", "same": "cyan", "no_shift": "cyan",

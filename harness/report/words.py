@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from harness.analysis.schedule import load_kind
 from harness.base import units
 from harness.base.metrics import METRICS, Metric
 from harness.base.summary import NEEDED, Distribution, Reason, Row
 from harness.base.units import milliseconds
+from harness.numbers.schedule import load_kind
 from harness.records.manifest import Run
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
 from harness.scenario.plan import load_of_stage

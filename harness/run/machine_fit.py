@@ -12,13 +12,13 @@ from typing import Any
 
 from msgspec import structs
 
-from harness.advice.fit import ServerSettings, estimate_fit, format_fit
-from harness.advice.model import find_model, read_model
-from harness.base.engines import find_template, vllm_accepts
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import DOCS
 from harness.base.summary import Reason, sentence
 from harness.base.units import GIB, count, gib
+from harness.engines import find_template, vllm_accepts
+from harness.hardware.fit import ServerSettings, estimate_fit, format_fit
+from harness.hardware.model import find_model, read_model
 from harness.machine.doctor import DockerEngine, find_device_blockers, find_engine_blockers
 from harness.machine.findings import Finding
 from harness.machine.gpus import (

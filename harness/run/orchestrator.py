@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from harness.analysis.notes import queue_notes
 from harness.base.command import command_line
 from harness.base.errors import HarnessError, RunError, ServerError, StartError, reason_of
 from harness.base.files import open_file
@@ -20,6 +19,7 @@ from harness.base.summary import Reason, because, sentence
 from harness.base.units import count
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
+from harness.numbers.warnings import queue_notes
 from harness.records.directory import lock_folder, release_space
 from harness.records.manifest import CellRun, Run, ServedBy
 from harness.records.records import ProcessMark, Request

@@ -10,18 +10,18 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from harness.analysis.comparable import ABSENT, flatten, format_values
-from harness.analysis.summarize import summarize
 from harness.base.errors import HarnessError
 from harness.base.files import read_json
 from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
 from harness.base.summary import MAX_REPEATS
 from harness.base.units import count
+from harness.numbers.comparable import ABSENT, flatten, format_values
+from harness.numbers.summarize import summarize
+from harness.questions.tune.page import TUNE_FILE, resume_command
 from harness.records.directory import INPUTS, drop_cells, lock_folder, prepare_folder
 from harness.records.manifest import Resumption, Run, read_run, write_run
 from harness.records.run_data import recorded_cells
-from harness.report.tune import TUNE_FILE, resume_command
 from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, prepare_recorded
 from harness.run.machine_fit import preflight

@@ -18,8 +18,6 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__
-from harness.advice.findings import with_findings
-from harness.analysis.summarize import Summarized, summarize_with_counts, with_checks, write_reference, write_summary
 from harness.base import files
 from harness.base.command import command_line
 from harness.base.errors import HarnessError, StartError
@@ -27,6 +25,8 @@ from harness.base.files import pretty_json, read_bytes, replace_file
 from harness.base.process import owner_labels
 from harness.base.summary import DEFINITIONS, Reason, Reference, Summary, because, sentence
 from harness.machine.gpus import read_machine
+from harness.numbers.summarize import Summarized, summarize_with_counts, with_checks, write_reference, write_summary
+from harness.questions.findings.decide import with_findings
 from harness.records.directory import INPUTS, prepare_folder, release_space
 from harness.records.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.report import html

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 
 from harness.base.errors import ServerError, StartError
 from harness.base.files import open_file
+from harness.base.https import MAX_ANSWER_BYTES
 from harness.base.process import signals_ignored
 from harness.base.redact import masked
-from harness.base.trust import MAX_ANSWER_BYTES
 from harness.failures.explain import Diagnosis, ExitState, explain, explain_api_error
 from harness.records.manifest import ServerDeath
 from harness.serve import compose_file

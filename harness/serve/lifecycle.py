@@ -23,9 +23,9 @@ from msgspec.structs import replace
 
 from harness.base import process, redact
 from harness.base.errors import HarnessError, ServerError, StartError
+from harness.base.https import MAX_ANSWER_S, open_session
 from harness.base.process import is_loopback, is_port_free, pause, signals_interrupt
 from harness.base.summary import Reason, sentence
-from harness.base.trust import MAX_ANSWER_S, open_session
 from harness.failures.explain import ExitState, explain
 from harness.failures.unexpected_response import error_message
 from harness.machine.gpus import find_engine_processes

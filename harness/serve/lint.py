@@ -16,11 +16,11 @@ from typing import Literal
 import msgspec
 
 from harness.base.command import command_line
-from harness.base.engines import Context, engines, find_engine, find_template
 from harness.base.errors import Problem, StartError
 from harness.base.files import DOCS
 from harness.base.summary import sentence
 from harness.base.units import count
+from harness.engines import Context, engines, find_engine, find_template
 from harness.failures.table import protected_flags, removed_flags, removed_variables
 from harness.records.manifest import Startup
 from harness.scenario import Gateway, Load, Scenario, Server, max_concurrency, prompts_of, request_tokens

@@ -7,7 +7,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from harness.analysis.compare import compare_runs, group_by_machine
+from harness.questions.compare.decide import compare_runs, group_by_machine
 from harness.records.manifest import Machine
 from harness.report.html import render_page
 from harness.report.page import comparison_page, differences

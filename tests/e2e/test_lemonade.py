@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from harness.base.errors import ServerError, StartError
 from harness.base.process import PID_START, owner_labels
+from harness.questions.tune.page import TuneReport, read_tune, write_tune
+from harness.questions.tune.search import OUTCOMES, put_back
 from harness.records.changed_server import ChangedServer, read_changed, write_changed
 from harness.records.manifest import ServedBy
-from harness.report.tune import TuneReport, read_tune, write_tune
-from harness.run.tune import OUTCOMES, put_back
 from harness.scenario import Server
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
@@ -107,7 +107,7 @@ def test_the_same_facts_with_old_and_with_new_status_codes(tmp_path: Path, versi
         assert [phase.name for phase in ready.phases] == ["port open", "health", "load", "first answer"]
         assert (ready.model, loaded_model(server)["recipe_options"]["ctx_size"]) == ("user.Tiny", 4096)
         assert running_options(server.url, None, None) == loaded_model(server)["recipe_options"]
-        load_with_options(server.url, ready.model, {"ctx_size": 2048}, None)
+        load_with_options(server.url, "user.Tiny", {"ctx_size": 2048}, None)
         assert loaded_model(server)["recipe_options"]["ctx_size"] == 2048
         with pytest.raises(ServerError) as caught:
             bring_up(server, model="user.Absent")

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from harness.analysis.summarize import summarize
-from harness.analysis.verdicts import compare_rows
 from harness.base.errors import ScenarioError
 from harness.base.summary import Summary
 from harness.base.summary import sentences as texts
+from harness.numbers.summarize import summarize
+from harness.numbers.verdicts import compare_rows
 from harness.records.manifest import Run, read_run, write_run
 from harness.records.records import Request, read_marks, read_requests
 from harness.records.samples import MetricsSample, read_metrics, read_telemetry

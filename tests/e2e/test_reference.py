@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.compare import compare_runs, make_reference, read_baseline
-from harness.analysis.summarize import (
+from harness.base.errors import ExitCode, RunError
+from harness.base.summary import CheckResult, Reference, Summary, because, evidence
+from harness.numbers.summarize import (
     read_summary,
     summarize,
     summarize_with_counts,
@@ -15,8 +16,7 @@ from harness.analysis.summarize import (
     write_reference,
     write_summary,
 )
-from harness.base.errors import ExitCode, RunError
-from harness.base.summary import CheckResult, Reference, Summary, because, evidence
+from harness.questions.compare.decide import compare_runs, make_reference, read_baseline
 from harness.records.manifest import Run, read_run
 from harness.run.running import RunFile
 from harness.scenario.plan import Cell

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.notes import number_sessions, session_notes
-from harness.analysis.summarize import read_summary
-from harness.analysis.verdicts import ComparedSides, are_apart, decide_verdicts
+from harness.numbers.summarize import read_summary
+from harness.numbers.verdicts import ComparedSides, are_apart, decide_verdicts
+from harness.numbers.warnings import number_sessions, session_notes
 from harness.records.directory import LINES, drop_cells, lock_folder
 from harness.records.manifest import CellRun, Machine, Resumption, Run, read_run, write_run
 from harness.records.records import read_requests

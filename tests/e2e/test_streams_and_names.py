@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.advice.rules import RowFacts
-from harness.analysis.summarize import summarize
 from harness.base import files
 from harness.base.command import command_line
 from harness.base.errors import ServerError
+from harness.numbers.summarize import summarize
+from harness.questions.findings.rules import RowFacts
 from harness.records.run_data import load
 from harness.serve import engine
 from tests.support.command import ENDED, HARNESS, PATIENCE_S, Done, going, harness, only_run, write

@@ -16,7 +16,7 @@ from requests import RequestException
 
 from harness.base.errors import HarnessError
 from harness.base.files import read_lines
-from harness.base.trust import open_session
+from harness.base.https import open_session
 from harness.load import openai_api, sse
 from harness.load.client import ApiAddress
 from harness.load.exchange import Collector, Exchange, Failure

@@ -10,13 +10,13 @@ import pytest
 import requests
 import yaml
 
-from harness.analysis.summarize import read_summary
 from harness.base.errors import ExitCode, ServerError
 from harness.failures.explain import scan_text
+from harness.numbers.summarize import read_summary
+from harness.questions.tune.search import OUTCOMES
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.records.samples import parse_metrics
-from harness.run.tune import OUTCOMES
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
 from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model, get_health

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import requests
 
-from harness.advice.rules import RowFacts
-from harness.analysis.summarize import summarize_data
+from harness.numbers.summarize import summarize_data
+from harness.questions.findings.rules import RowFacts
 from harness.records.run_data import load
 from tests.lemonade.parts import Lemond
 from tests.lemonade.test_attached import write

@@ -13,9 +13,9 @@ import pytest
 import requests
 import yaml
 
-from harness.advice.rules import RowFacts
-from harness.analysis.summarize import summarize_data
 from harness.base.process import free_port
+from harness.numbers.summarize import summarize_data
+from harness.questions.findings.rules import RowFacts
 from harness.records.run_data import load
 from tests.real.conftest import Say
 from tests.real.parts import RUN_S, harness, llamacpp, run, run_folder, vllm, write_scenario

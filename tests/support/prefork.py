@@ -45,11 +45,11 @@ _COMMANDS = (
     "rich._emoji_codes",
     "harness.cli",
     "harness.run.orchestrator",
-    "harness.run.quick",
+    "harness.questions.quick.search",
     "harness.run.budget",
-    "harness.analysis.compare",
-    "harness.analysis.history",
-    "harness.report.history",
+    "harness.questions.compare.decide",
+    "harness.questions.history.decide",
+    "harness.questions.history.page",
     "harness.report.html",
     "harness.report.junit",
     "harness.report.terminal",
@@ -57,7 +57,7 @@ _COMMANDS = (
     "harness.run.preview",
     "harness.simulated.__main__",
 )
-PRELOADED = {"harness": _COMMANDS, "locust": ("harness.analysis.derive",)}
+PRELOADED = {"harness": _COMMANDS, "locust": ("harness.numbers.formulas",)}
 KINDS = tuple(PRELOADED)
 ANSWER_BYTES = 20
 ORPHAN_GRACE_S = 10  # as in harness.base.process

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from harness.analysis.summarize import read_summary, summarize, write_summary
+from harness.numbers.summarize import read_summary, summarize, write_summary
 from harness.records.manifest import CellRun, Machine, Phase, Run, ServedBy, Startup, read_run, write_run
 from harness.records.records import ErrorKind, ProcessMark, Request
 from harness.report.html import render_run

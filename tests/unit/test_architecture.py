@@ -9,38 +9,43 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.mutations import misplaced
-from harness.base.engines import engines
 from harness.base.files import ROOT
+from harness.engines import engines
 from harness.serve.template import GATEWAYS, templates
 
 # Which other packages a package may import, besides base: the whole table, in the order of the arrows.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"analysis", "api"},
+    "__init__": {"numbers", "api", "questions"},
     "__version__": set(),
     "base": set(),
     "simulated": set(),
-    "scenario": set(),
-    "failures": set(),
+    "engines": set(),
+    "scenario": {"engines"},
+    "failures": {"engines"},
     "records": {"failures", "scenario"},
     "workload": {"records", "scenario"},
-    "machine": {"records"},
-    "analysis": {"failures", "records", "scenario"},
-    "advice": {"analysis", "machine", "records", "scenario"},
-    "report": {"advice", "analysis", "failures", "records", "scenario"},
-    "imports": {"__version__", "analysis", "records", "scenario"},
+    "numbers": {"engines", "failures", "records", "scenario"},
+    "machine": {"engines", "records"},
+    "hardware": {"engines", "machine", "numbers", "records", "scenario"},
+    "report": {"engines", "failures", "numbers", "records", "scenario"},
+    "imports": {"__version__", "numbers", "records", "scenario"},
     "load": {
-        "__version__", "analysis.derive", "failures.explain", "failures.unexpected_response", "records.arrivals",
+        "__version__", "failures.explain", "failures.unexpected_response", "numbers.formulas", "records.arrivals",
         "records.records", "records.table", "scenario", "workload",
     },
-    "serve": {"failures", "load.sse", "machine", "records", "scenario", "workload"},
+    "serve": {"engines", "failures", "load.sse", "machine", "records", "scenario", "workload"},
     "run": {
-        "__version__", "advice", "analysis", "failures", "load.live_metrics", "machine", "records", "report",
+        "__version__", "engines", "failures", "hardware", "load.live_metrics", "machine", "numbers", "records", "report",
         "scenario", "serve", "simulated", "workload",
     },
-    "api": {"advice", "analysis", "records", "report", "scenario"},
+    "questions": {
+        "cli.common", "engines", "failures", "hardware", "machine", "numbers", "records", "report", "run", "scenario",
+        "serve", "workload",
+    },
+    "api": {"numbers", "questions", "records", "report", "scenario"},
     "cli": {
-        "__version__", "advice", "analysis", "failures", "imports", "machine", "records", "report", "run", "scenario",
-        "serve",
+        "__version__", "engines", "failures", "hardware", "imports", "machine", "numbers", "questions", "records",
+        "report", "run", "scenario", "serve",
     },
     "__main__": {"cli"},
 }  # fmt: skip
@@ -127,13 +132,13 @@ def test_class_names_are_unique() -> None:
 
 # Where a server type may be named in the program's own texts and names, and why.
 NAMED_IN = {
-    "base/engines": "the facts of each",
+    "engines": "the facts of each",
     "serve/lemonade.py": "what only Lemonade needs",
     "serve/lint.py": "flags of vLLM, also behind Lemonade, and their checks",
     "machine/memory.py": "what vLLM makes of a GPU's memory",
-    "advice/geometry.py": "names of architectures",
-    "advice/gguf_geometry.py": "the same",
-    "advice/fit.py": "the same",
+    "hardware/geometry.py": "names of architectures",
+    "hardware/gguf_geometry.py": "the same",
+    "hardware/fit.py": "the same",
     "machine/doctor.py": "the same",
     "run/machine_fit.py": "the same",
     "run/model_files.py": "where their images keep models",
@@ -151,7 +156,7 @@ def test_a_server_type_is_named_in_its_file_and_nowhere_else() -> None:
     }
     allowed = {path: next((at for at in NAMED_IN if path == at or path.startswith(f"{at}/")), None) for path in named}
     assert [path for path, at in allowed.items() if at is None] == []
-    assert set(allowed.values()) == set(NAMED_IN) - {"base/engines"}, "an exception that nothing needs"
+    assert set(allowed.values()) == set(NAMED_IN) - {"engines"}, "an exception that nothing needs"
 
 
 def test_each_template_belongs_to_one_server_type() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from harness.analysis.knee import KNEE_SHARE, MIN_LEVELS
-from harness.analysis.quick import NAME as QUICK
-from harness.analysis.verdicts import metric_values, without_concurrency
 from harness.base import units
 from harness.base.metrics import METRICS, Metric
 from harness.base.summary import NEEDED, Row, Summary
+from harness.numbers.verdicts import metric_values, without_concurrency
+from harness.questions.capacity.knee import KNEE_SHARE, MIN_LEVELS
+from harness.questions.quick.decide import NAME as QUICK
 from harness.records.manifest import Run
 from harness.report import words
 from harness.report.charts import (

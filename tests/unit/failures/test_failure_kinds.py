@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.base.engines import engines
+from harness.engines import engines
 from harness.failures.explain import explain, explain_message, scan_text
 from harness.failures.table import rules
 from harness.report.terminal import explanation_data, has_started, is_recognised

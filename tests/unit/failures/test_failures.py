@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.base.engines import engines, safe_utilization_from_log, vllm_accepts
+from harness.engines import engines, safe_utilization_from_log, vllm_accepts
 from harness.failures.explain import (
     BLOCK_BYTES,
     MAX_FINDINGS,

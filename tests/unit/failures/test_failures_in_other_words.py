@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.base.engines import engines
+from harness.engines import engines
 from harness.failures.explain import ExitState, explain, scan_text
 from harness.report.terminal import explanation_data, has_started
 from tests.support.command import harness

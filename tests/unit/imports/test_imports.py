@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.compare import compare_runs
-from harness.analysis.summarize import summarize
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT
 from harness.base.summary import Numbers, Summary, evidence
 from harness.imports import Source, lemonade, llama_bench, vllm
 from harness.imports.write import FORMATS, import_file, read_file
+from harness.numbers.summarize import summarize
+from harness.questions.compare.decide import compare_runs
 from harness.records.manifest import DEFINITIONS, Run, read_run
 from harness.records.records import Request, read_requests
 from harness.report import junit, markdown

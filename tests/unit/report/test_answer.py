@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.analysis.checks import evaluate
-from harness.analysis.gate import with_gate
 from harness.base.summary import Comparison, Difference, Distribution, Row, Summary, Verdict, because
+from harness.numbers.checks import evaluate
+from harness.numbers.gate import with_gate
 from harness.records.manifest import Startup
 from harness.report import markdown, sentences, terminal
 from harness.report.page import run_page

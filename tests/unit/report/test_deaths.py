@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.advice.findings import with_findings
-from harness.analysis.summarize import summarize_with_counts
 from harness.base.summary import Reason, Summary, because
+from harness.numbers.summarize import summarize_with_counts
+from harness.questions.findings.decide import with_findings
 from harness.records.manifest import Run, ServerDeath, write_run
 from harness.records.records import Request
 from harness.report.sentences import run_answer

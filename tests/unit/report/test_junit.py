@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
 from msgspec.structs import replace
 
-from harness.analysis.summarize import summarize
 from harness.base.errors import ServerError
 from harness.base.summary import Comparison, Gate, Summary, Verdict, because
+from harness.numbers.summarize import summarize
 from harness.records.manifest import read_run
 from harness.report import junit
 from harness.report.verdict_text import verdict_sentence

@@ -10,8 +10,6 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.analysis.capacity import CapacityReport
-from harness.analysis.summarize import summarize
 from harness.base.summary import (
     NO_SAMPLE,
     CellSummary,
@@ -28,9 +26,11 @@ from harness.base.summary import (
     Verdict,
     because,
 )
+from harness.numbers.summarize import summarize
+from harness.questions.capacity.decide import CapacityReport
+from harness.questions.capacity.page import print_capacity
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
-from harness.report.capacity import print_capacity
 from harness.report.elements import (
     LIMITED,
     Bullet,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.summarize import read_summary
+from harness.numbers.summarize import read_summary
 from harness.records.manifest import read_run
 from harness.records.samples import GpuSample
 from harness.report import export

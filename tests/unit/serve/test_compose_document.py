@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from harness.base.errors import HarnessError
+from harness.questions.live import compose_file
 from harness.run.experiment import Experiment, prepare
-from harness.run.live import compose_file
 from harness.scenario import Gateway, Load, Scenario, Server, Warmup
 from harness.serve import template
 from harness.workload.job import Job, decode_job
