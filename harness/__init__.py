@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from harness.api import LoadedRun, compare, load_run, plan, summarize
     from harness.base.errors import HarnessError, RunError
     from harness.base.summary import Comparison, Summary
-    from harness.questions.plan import Forecast
+    from harness.questions.plan.decide import Forecast
 
 __version__ = "0.1.0"  # as the top entry of CHANGELOG.md; without .dev0 once that is released
 __all__ = [

@@ -23,6 +23,7 @@ MARGIN = 0.02  # smaller differences are treated as noise: "faster" and "slower"
 MAX_FACTOR = 4.0  # by which a bound of an interval may be away from its ratio: a bound that is farther says nothing
 TOLERANCE = 0.10  # of a gate: how much longer the work may take; `--tolerance` replaces it
 LARGE = 0.25  # a difference that a provisional verdict, and an error of the load generator that a result, cannot carry
+ENOUGH = 20  # requests of a row, from which on its times show a cause
 SHOWN_ROWS = 7  # of a summary at a prompt
 MAX_REPEATS = 100  # beyond which no number of repeats is suggested
 

@@ -71,18 +71,17 @@ def quick(
     servers run here, or several models are loaded; it lists them.
     """
     from harness.questions.quick import search as quickly
-    from harness.questions.quick.decide import NAME
     from harness.questions.quick.page import quick_page
+    from harness.records.manifest import QUICK
     from harness.report.terminal import print_page
     from harness.run import experiment as experiments
     from harness.run.orchestrator import run as run_experiment
-    from harness.run.progress import Progress
 
-    progress = Progress(cli.console(stderr=as_json))
+    progress = cli.make_progress(stderr=as_json)
     target = cli.make_target(address or found_server(model, api_key_env, progress.line, is_agreed=yes), ca=ca)
     assert target is not None
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
-    with quickly.scenario_path(None, target, NAME, make) as path:
+    with quickly.scenario_path(None, target, QUICK, make) as path:
         folder = run_experiment(experiments.prepare(path, target), runs, progress)
     report = quickly.quick_report(folder, target, {"--model": model, "--api-key-env": api_key_env, "--ca": ca})
     if as_json:
@@ -160,10 +159,9 @@ def run(
     """
     from harness.base.units import read_duration
     from harness.questions.compare.decide import make_reference
-    from harness.questions.quick import decide as quick
     from harness.questions.quick import search as running_scenarios
+    from harness.records.manifest import QUICK
     from harness.run import experiment as experiments
-    from harness.run.progress import Progress
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
@@ -175,9 +173,9 @@ def run(
     if resume is not None:
         report(_resume(cli.find_run(resume, runs), target, budget_s, against, xml))
         return
-    say, duration_s = Progress(cli.console()).line, None if duration is None else read_duration("--duration", duration)
+    say, duration_s = cli.make_progress().line, None if duration is None else read_duration("--duration", duration)
     make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=say)
-    with running_scenarios.scenario_path(scenario, target, quick.NAME, make) as path:
+    with running_scenarios.scenario_path(scenario, target, QUICK, make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, say, repeats, checks or [], duration_s)
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
@@ -215,11 +213,10 @@ def _measure(
 ) -> Path:
     from harness.run.budget import budget_steps
     from harness.run.orchestrator import run
-    from harness.run.progress import Progress
 
     with cli.junit_until_finished(junit, experiment.path.stem):
         steps = None if budget_s is None else budget_steps(budget_s)
-        return run(experiment, runs, Progress(cli.console()), steps, against)
+        return run(experiment, runs, cli.make_progress(), steps, against)
 
 
 def _resume(
@@ -230,12 +227,12 @@ def _resume(
     junit: cli.JunitFile | None,
 ) -> Path:
     """Measure what is missing of a run and return its folder."""
+    from harness.questions.tune.page import search_command
     from harness.records.manifest import read_run
-    from harness.run.progress import Progress
     from harness.run.resume import resume
 
     with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-        resume(folder, Progress(cli.console()), target, budget_s, against)
+        resume(folder, cli.make_progress(), target, budget_s, against, of_search=search_command(folder))
     return folder
 
 
@@ -248,7 +245,7 @@ def _say_gate_needs(scenario: "Scenario", times: int, *, is_gate: bool) -> None:
 
 
 def _print_notes(scenario: "Scenario", say: "Callable[[str], None]") -> None:
-    from harness.run.preview import check_notes
+    from harness.questions.check import check_notes
     from harness.serve.lint import removed_notes
 
     for note in [*check_notes(scenario), *removed_notes(scenario)]:
@@ -266,15 +263,15 @@ def _report_run(
     """Print the report of a run, write the files that were asked for, and exit with its code."""
     from harness.numbers.gate import with_gates
     from harness.numbers.summarize import read_summary
+    from harness.questions.report import junit_cases
+    from harness.questions.report.page import print_report
     from harness.records.manifest import read_run
-    from harness.report import junit as junit_xml
-    from harness.report import terminal
 
     manifest = read_run(folder)
     summary = with_gates(read_summary(folder), tolerance, provisional=provisional)
-    terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
+    print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
-        junit.write(junit_xml.render(summary, manifest))
+        junit.write(junit_cases.render(summary, manifest))
     cli.exit_after_run(summary, provisional=provisional)
 
 
@@ -374,7 +371,6 @@ def capacity(
     from harness.questions.capacity import search as searching
     from harness.questions.capacity.page import print_capacity
     from harness.questions.quick import search as running_scenarios
-    from harness.run.progress import Progress
 
     budget_s = read_duration("--budget", budget)
     target, console = cli.make_target(url, ca=ca), cli.console(stderr=as_json)
@@ -387,7 +383,7 @@ def capacity(
         experiment, question, parsed = searching.define_search(
             experiment, load, checks or [], knee=knee, fix=fix or [], **limits
         )
-        folder, report = searching.capacity(experiment, question, parsed, runs, Progress(console))
+        folder, report = searching.capacity(experiment, question, parsed, runs, cli.make_progress(stderr=as_json))
     if as_json:
         cli.print_json(report)
     else:
@@ -415,14 +411,13 @@ def live(
     """
     from harness.questions import live as living
     from harness.questions.quick import search as running_scenarios
-    from harness.run.progress import Progress
 
     target, name = cli.make_target(url, ca=ca), user or "chat"
     more: Any = {"model": model, "key_name": api_key_env, "say": cli.console().print}
     make = partial(running_scenarios.user_scenario, name, **more)
     with running_scenarios.scenario_path(scenario, target, f"live-{name}", make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, cli.console().print)
-        living.live(experiment, server, load, port, runs, Progress(cli.console()))
+        living.live(experiment, server, load, port, runs, cli.make_progress())
 
 
 @cli.command(short_help="Validate a scenario and show its plan.")
@@ -445,9 +440,9 @@ def check(
     Exit code 2: the prompts of a load exceed the server's context; of a sweep, those of all rows.
     """
     from harness.base.units import read_duration
+    from harness.questions.check import preview, show_plan
     from harness.questions.quick import search as quickly
     from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
-    from harness.run.preview import preview, show_plan
     from harness.serve.lint import refuse_too_long
 
     target, say = cli.make_target(url, ca=ca), cli.console(stderr=as_json).print

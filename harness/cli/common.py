@@ -160,6 +160,7 @@ if TYPE_CHECKING:
     from harness.questions.capacity.decide import CapacityReport
     from harness.report.elements import Element
     from harness.run.experiment import Target
+    from harness.run.progress import Progress
     from harness.scenario import Scenario
 
 app = typer.Typer(
@@ -374,6 +375,14 @@ def console(*, stderr: bool = False) -> Console:
     width = int(columns) if columns.isdecimal() and int(columns) >= MIN_WIDTH else PIPE_WIDTH
     more: dict[str, Any] = {} if file.isatty() or stderr else {"width": width, "no_color": True}
     return Output(file=file, markup=False, emoji=False, highlight=False, soft_wrap=stderr, **more)
+
+
+def make_progress(*, stderr: bool = False) -> "Progress":
+    """What shows a run on this console, and writes its pages at its end."""
+    from harness.questions.report.write import write_results
+    from harness.run.progress import Progress
+
+    return Progress(console(stderr=stderr), write_results)
 
 
 def print_error(error: HarnessError) -> None:

@@ -47,14 +47,17 @@ def report(
     a capacity search, --check answers for other SLOs from the stored requests.
     """
     from harness.numbers.gate import with_gates
-    from harness.numbers.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
+    from harness.numbers.summarize import has_only_summary, read_summary, with_checks
     from harness.questions.capacity import what_if
     from harness.questions.capacity.decide import read_capacity
     from harness.questions.compare.decide import make_reference
     from harness.questions.findings.decide import with_findings
+    from harness.questions.joint import analyse
+    from harness.questions.report import html_page
+    from harness.questions.report.page import print_report, report_page
     from harness.questions.tune.results import read_answered
     from harness.records.manifest import read_run
-    from harness.report import html, markdown, terminal
+    from harness.report import markdown
     from harness.run.experiment import validate_checks
 
     base = None if baseline is None else cli.find_baseline(baseline, runs)
@@ -68,7 +71,7 @@ def report(
     alone = has_only_summary(folder) and not checks and base is None  # a filed run
     _say_stored([folder] if alone else [], results)
     own = (checks or []) if capacity is None else []
-    counts = None if alone else summarize_with_counts(folder, own, charted=output == "html")
+    counts = None if alone else analyse(folder, own, charted=output == "html")
     if base is not None and counts is not None:
         reference = make_reference(base, manifest, counts.summary, about=about, checks=own, runs=runs, results=results)
         counts = with_checks(counts, manifest, reference, own)
@@ -80,9 +83,9 @@ def report(
     cli.print_as(
         output,
         summary,
-        terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
-        html=lambda: html.render_run(folder, manifest, summary, counts),
-        markdown=lambda: markdown.render(terminal.report_page(summary, manifest, folder)),
+        terminal=lambda: print_report(summary, manifest, folder, cli.console(), explain=explain),
+        html=lambda: html_page.render_run(folder, manifest, summary, counts),
+        markdown=lambda: markdown.render(report_page(summary, manifest, folder)),
         **_as_files(summary, manifest),
     )
     _exit_after_report(summary, None if checks else tuned, capacity, folder, provisional)
@@ -90,10 +93,11 @@ def report(
 
 def _as_files(summary: "Summary", manifest: "Run") -> dict[str, Callable[[], str]]:
     """The formats of a run for other programs."""
-    from harness.report import export, junit
+    from harness.questions.report import junit_cases
+    from harness.report import export
 
     return {
-        "junit": lambda: junit.render(summary, manifest),
+        "junit": lambda: junit_cases.render(summary, manifest),
         "csv": lambda: export.csv_table(summary, manifest),
     }
 
@@ -231,11 +235,10 @@ def _suggest_about(error: HarnessError) -> None:
 
 def _print_comparison(comparison: "Comparison", output: str) -> None:
     """Print a comparison, and exit with its code."""
-    from harness.report import junit
-    from harness.report.page import comparison_page
+    from harness.questions.compare.page import comparison_page, comparison_xml
 
     page = comparison_page(comparison)
-    cli.print_page_as(output, comparison, page, "Comparison", junit=lambda: junit.comparison_xml(comparison))
+    cli.print_page_as(output, comparison, page, "Comparison", junit=lambda: comparison_xml(comparison))
     if any(answers.word == "worse" for answers in comparison.same_answers):
         raise typer.Exit(ExitCode.FAILED)
     cli.exit_after_verdicts(comparison, comparison.checks)
@@ -246,8 +249,8 @@ def _print_comparison(comparison: "Comparison", output: str) -> None:
 def _print_all_differences(folders: list[Path], output: str) -> None:
     """Print in what the manifests of runs that are not compared differ."""
     from harness.numbers.comparable import run_differences
+    from harness.questions.compare.page import differences as difference_page
     from harness.records.manifest import read_run
-    from harness.report.page import differences as difference_page
 
     manifests = [read_run(folder) for folder in folders]
     differences, sides = run_differences(manifests), [run.id for run in manifests]
@@ -261,7 +264,6 @@ def _compare_with_history(run_folders: list[Path], output: str, runs: Path, resu
     from harness.numbers.gate import gate_code
     from harness.questions.history import page as pages
     from harness.questions.history.decide import read_history
-    from harness.report import junit
 
     if len(run_folders) != 1:
         raise HarnessError(
@@ -274,7 +276,7 @@ def _compare_with_history(run_folders: list[Path], output: str, runs: Path, resu
         history,
         pages.history_page(history),
         "History",
-        junit=lambda: junit.history_xml(history),
+        junit=lambda: pages.history_xml(history),
         html=lambda: pages.history_html(history),
     )
     if code := gate_code(series.gate for series in history.series):
@@ -296,8 +298,9 @@ def plan(
     inside its interval or no interval is known, as with too few requests.
     """
     from harness.base.units import read_count, read_duration
-    from harness.questions.plan import forecast, read_price
-    from harness.report.terminal import forecast_page, print_page
+    from harness.questions.plan.decide import forecast, read_price
+    from harness.questions.plan.page import forecast_page
+    from harness.report.terminal import print_page
 
     predicted = forecast(
         cli.find_run(run_folder, runs),

@@ -27,7 +27,7 @@ def explain(
     starts have them as well.
     """
     from harness.failures.explain import scan
-    from harness.report.terminal import explanation_data, has_started, is_recognised, print_explanation, was_stopped
+    from harness.questions.explain import explanation_data, has_started, is_recognised, print_explanation, was_stopped
 
     with _open_log(log) as file:
         scanned = scan(file)

@@ -174,6 +174,7 @@ def _make_run(
     return Run(
         definitions=DEFINITIONS,
         id=run_id,
+        kind="import",
         status="running",
         started_wall_s=min(part.started_wall_s for part in cells.values()),
         ended_wall_s=max(part.ended_wall_s for part in cells.values()),

@@ -10,6 +10,7 @@ import numpy as np
 from harness.base.summary import Answers, Bundle, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
 from harness.numbers import formulas, share_test
 from harness.numbers.formulas import MET, OPEN
+from harness.numbers.known_answers import answers_by_question, answers_doubt, changed_share, cut_share
 from harness.numbers.latencies import (
     distribution,
     gap_distribution,
@@ -20,7 +21,6 @@ from harness.numbers.latencies import (
 )
 from harness.numbers.schedule import pool_schedules
 from harness.numbers.share_test import LatencySample
-from harness.questions.same_answers.decide import answers_by_question, answers_doubt, changed_share, cut_share
 from harness.records.records import AT_LEAST, CUT, MIN_BUFFERED, OBSERVED
 from harness.records.run_data import CellData
 from harness.records.table import Bools, Floats, Rows

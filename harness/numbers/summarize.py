@@ -1,4 +1,7 @@
-"""Computes the Summary of a run from its directory. The same files always give the same summary."""
+"""Computes the Summary of a run from its directory. The same files always give the same summary.
+
+The answers of the questions are added by `harness/questions/joint.py`: nothing here knows a question.
+"""
 
 import itertools
 import math
@@ -42,12 +45,8 @@ from harness.numbers.prefill import prefill_tok_s
 from harness.numbers.schedule import load_kind, schedule_kept, summarize_warmup
 from harness.numbers.stats import rate_error
 from harness.numbers.time_split import common_limit, limited_by, mean_split, time_split, timed_others
+from harness.numbers.turns import turn_numbers
 from harness.numbers.verdicts import compare_rows, drift_notes, is_paced
-from harness.questions.agents import turn_answers, turn_numbers
-from harness.questions.crossover.decide import setting_answers
-from harness.questions.same_answers.decide import same_answers
-from harness.questions.soak import soak_results
-from harness.questions.switching import switching_answers
 from harness.records import run_data
 from harness.records.manifest import Run, origin_notes, read_numbers, read_run, without_unknown_numbers
 from harness.records.run_data import CellData, RunData, effective_load, first_arrival_s
@@ -102,13 +101,12 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         reasons.append(because("settings_failed", "every setting of the sweep failed"))
     rows = _summarize_rows(data, summaries, slos, _invalid_rows(planned_cells, summaries, not_run))
     working = [row for row in rows if row.failed is None]
-    comparison, answers = None, list[Reason]()
+    comparison = None
     # Probes and starts of a search are no repeats: capacity.json and tune.json have its results.
-    if not run_reasons and all(cell.seed is None for cell in run.cells):
+    if not run_reasons and run.kind != "search":
         base = baseline_of(run.scenario)
         by_id = {cell.id: cell for cell in summaries}
         comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario)
-        answers = [*setting_answers(run, working, summaries), *switching_answers(data, summaries)]
     summary = Summary(
         definitions=DEFINITIONS,
         run=run.id,
@@ -133,9 +131,6 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         rows=rows,
         cells=summaries,
         comparison=comparison,
-        answers=answers or turn_answers(rows, run.scenario.loads),
-        soaks=soak_results(data),
-        same_answers=[] if run_reasons else same_answers(data),
     )
     return with_checks(Summarized(summary, data), run, read_reference(folder), extra_checks)
 
@@ -209,7 +204,7 @@ def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Seq
     found: dict[str, CellSummary] = {}
     for (_, name), row in rows.items():
         load = run.scenario.loads[name]  # of one with known answers only the answers are compared
-        is_searched = any(cell.seed is not None for cell in run.cells) and is_paced(load)  # only its SLOs count
+        is_searched = run.kind == "search" and is_paced(load)  # only its SLOs count
         judged = checks.judged_metrics(load) if len(rows) > 1 and not asks_known(load) and not is_searched else set()
 
         def is_judged(metric: str, cell: CellSummary, judged: Collection[str] = frozenset(judged)) -> bool:

@@ -51,7 +51,7 @@ def live(
     # The UI always runs on this host, not in the scenario's `generator: container`.
     experiment = preflight(_single_server(experiment, cell_server, [cell_load], endless=True), progress.line)
     cell = plan(experiment.scenario)[0]
-    running = create_run(experiment, [cell], runs, progress)
+    running = create_run(experiment, [cell], runs, progress, kind="live")
     try:
         with progress.live(), endpoint_of(running, cell) as endpoint:
             job = replace(prepare_job(running, [cell], endpoint), checks=checks)

@@ -20,16 +20,17 @@ from harness.base.files import open_file, pretty_json, read_text, replace_file
 from harness.base.metrics import METRICS
 from harness.base.summary import Row, Summary
 from harness.base.units import format_date
-from harness.numbers.summarize import read_summary, summarize
+from harness.numbers.summarize import read_summary
 from harness.numbers.verdicts import is_client_limited, is_paced, metric_values, work_metric
 from harness.questions.compare.decide import refuse_invalid
+from harness.questions.joint import analyse
 from harness.questions.quick.decide import read_levels
+from harness.questions.report.page import run_page
 from harness.records.directory import folder_name, list_runs
 from harness.records.manifest import Run, ServedBy, read_run
 from harness.report import words
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
 from harness.report.markdown import render
-from harness.report.page import run_page
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
@@ -326,7 +327,7 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
     for a run that is not VALID, HarnessError for one that has no place there.
     """
     run = read_run(folder)
-    summary = summarize(folder)
+    summary = analyse(folder).summary
     _refuse_result(run, summary)
     target = results.joinpath(*map(folder_name, (run.machine.name, run.scenario_name, run.id)))
     files = {

@@ -8,12 +8,11 @@ from msgspec import Struct
 from harness.base import units
 from harness.base.metrics import LATENCIES, METRICS, VALUES, Metric
 from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, SameAnswers, Summary, Verdict, median_of_known
-from harness.questions.quick import decide as quick
-from harness.questions.same_answers.page import answers_word
-from harness.records.manifest import OTHERWISE, Run
+from harness.records.manifest import OTHERWISE, QUICK, Run
 from harness.report import words
 from harness.report.elements import Grid, TableColumn
 from harness.report.verdict_text import format_bounds, shown_bounds, verdict_word
+from harness.report.words import answers_word
 from harness.scenario.plan import baseline_of
 
 LIMIT_WORDS: dict[LimitedBy, str] = {
@@ -326,7 +325,7 @@ def table_columns(summary: Summary, lines: Sequence[TableLine]) -> tuple[TableCo
             tail if at == "tail" or (at, tail) == ("p95", "p90") else at
             for at in (latency.vectors if vectors else latency.table)
         )  # fmt: skip
-        found = (_shown_statistic(summary.rows, latency, at, quick=summary.scenario == quick.NAME) for at in wanted)
+        found = (_shown_statistic(summary.rows, latency, at, quick=summary.scenario == QUICK) for at in wanted)
         latencies += [_latency_column(latency, at) for at in dict.fromkeys(found) if at is not None]
     work = (column for column in _WORK_COLUMNS if applies.get(column.key, True))
     verdicts = (column for column in _VERDICT_COLUMNS if applies.get(column.key, True))

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from harness.base.summary import sentence
 from harness.failures.explain import FIRST_REQUESTS, scan_text
+from harness.questions.explain import explanation_data, print_explanation
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests
-from harness.report.terminal import explanation_data, print_explanation
 from harness.run.drive import scenario_mistake
 from tests.support.command import HARNESS, PATIENCE_S, harness, only_run, server, write
 

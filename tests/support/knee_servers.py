@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from harness.base.files import ROOT
+from harness.numbers.stats import KNEE_SHARE
 from harness.questions.capacity.blocks import ProbeBlock
 from harness.questions.capacity.decide import CapacityAnswer
 from harness.questions.capacity.knee import (
     GRID_STEP,
-    KNEE_SHARE,
     MIN_BLOCKS,
     decide_throughput,
     estimate_throughput,

@@ -54,7 +54,7 @@ _COMMANDS = (
     "harness.report.junit",
     "harness.report.terminal",
     "harness.serve.engine",
-    "harness.run.preview",
+    "harness.questions.check",
     "harness.simulated.__main__",
 )
 PRELOADED = {"harness": _COMMANDS, "locust": ("harness.numbers.formulas",)}

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "serve": {"engines", "failures", "load.sse", "machine", "records", "scenario", "workload"},
     "run": {
-        "__version__", "engines", "failures", "hardware", "load.live_metrics", "machine", "numbers", "records", "report",
+        "__version__", "engines", "failures", "hardware", "load.live_metrics", "machine", "numbers", "records",
         "scenario", "serve", "simulated", "workload",
     },
     "questions": {
@@ -49,6 +49,31 @@ ALLOWED: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
 }  # fmt: skip
+
+
+# Which question may import which other one, and why.
+BETWEEN: dict[tuple[str, str], str] = {
+    ("compare", "crossover"): "from how many users on one side is faster",
+    ("compare", "same_answers"): "runs may differ in their answers",
+    ("crossover", "capacity"): "where two curves cross is a level",
+    ("findings", "capacity"): "a level that is not held is no finding",
+    ("history", "compare"): "each run is compared with the earlier ones",
+    ("quick", "findings"): "its page says why it is slow",
+    ("results", "compare"): "runs are ranked by their verdicts",
+    ("results", "quick"): "filed runs of quick have levels",
+    ("tune", "capacity"): "the goal may be the users that are held",
+    ("tune", "findings"): "a finding says what to try next",
+    ("tune", "quick"): "a server that already runs is described alike",
+    ("tune", "same_answers"): "settings may change the answers",
+    # The page of a run has the answers of all of them; the joint adds them to a summary.
+    **{("report", name): "its page" for name in (
+        "capacity", "compare", "crossover", "findings", "joint", "quick", "same_answers", "soak", "tune")},
+    **{("joint", name): "its answer" for name in (
+        "agents", "crossover", "findings", "same_answers", "soak", "switching")},
+    ("results", "joint"): "a filed run has all answers",
+    ("results", "report"): "a filed run has its page",
+}  # fmt: skip
+SHARED_NAMES = {"__init__", "command", "search", "decide", "page", "chart"}  # a part that every room may have
 
 
 LOCUSTFILES = sorted((ROOT / "locustfiles").glob("*.py"))
@@ -100,6 +125,27 @@ def test_imports_follow_the_table() -> None:
         own = {tuple(name.split(".")[1:3]) for name in names if name.startswith("harness.")}
         allowed = ALLOWED[here] | {"base", here}
         assert {".".join(name) for name in own if not {name[0], ".".join(name)} & allowed} == set(), path
+
+
+def question(name: str) -> str:
+    """The room of a module below harness.questions."""
+    return name.split(".")[2]
+
+
+def test_arrows_between_questions_have_a_reason() -> None:
+    found = set()
+    for path in modules():
+        if room(path) == "questions":
+            here = path.relative_to(ROOT / "harness" / "questions").with_suffix("").parts[0]
+            names = {name for name in source(path).imports if name.startswith("harness.questions.")}
+            found |= {(here, question(name)) for name in names if question(name) != here}
+    assert found == set(BETWEEN)
+    TopologicalSorter({here: {other for one, other in BETWEEN if one == here} for here, _ in BETWEEN}).prepare()
+
+
+def test_a_file_name_says_what_is_in_it() -> None:
+    names = Counter(path.stem for path in modules())
+    assert {name for name, times in names.items() if times > 1} <= SHARED_NAMES
 
 
 def test_the_arrows_go_one_way() -> None:

@@ -15,13 +15,11 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from harness.base.summary import ALPHA
-from harness.numbers.stats import t_quantile
+from harness.numbers.stats import KNEE_SHARE, MIN_LEVELS, t_quantile
 from harness.questions.capacity.blocks import ProbeBlock
 from harness.questions.capacity.decide import AnswerKind, CapacityAnswer, KneePoint
 from harness.questions.capacity.level import Probe, ProbeState
 
-MIN_LEVELS = 3  # that show a knee: of two it is only known which one is better
-KNEE_SHARE = 0.9  # the knee is the smallest level with this share of the peak; less than it beyond the peak hurts
 GRID_STEP = 2**0.25  # closer levels are not distinguished
 MAX_WIDTH = 1.5  # of the knee's interval at the end of the search, in steps of the grid
 MAX_GAIN = 0.05  # two doublings with smaller gains end the ladder

@@ -10,8 +10,8 @@ from rich.table import Table
 from harness.base.command import command_line
 from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
+from harness.numbers.stats import MIN_LEVELS
 from harness.questions.capacity.decide import CapacityAnswer, CapacityReport, ServerCapacity
-from harness.questions.capacity.knee import MIN_LEVELS
 from harness.questions.capacity.level import SLO_PURPOSES, UNHELD, MeasuredProbe
 from harness.report.sentences import group_reasons
 

@@ -228,7 +228,11 @@ def capacity(
     """
     servers = count(len(experiment.scenario.servers), "server")
     progress.line(f"First an estimate, then its proof: at most {duration(question.budget_s)} for {servers} (--budget).")
-    folder = start_run(experiment, [], runs, progress, lambda running, _: search_servers(question, slos, running))
+
+    def steps(running: Running, _cells: list[Cell]) -> Iterator[CellRun]:
+        return search_servers(question, slos, running)
+
+    folder = start_run(experiment, [], runs, progress, steps, kind="search")
     return folder, read_capacity(folder) or question
 
 

@@ -1,12 +1,12 @@
 """Findings about the KV cache and the context."""
 
-from harness.base.summary import Action
+from harness.base.summary import ENOUGH, Action
 from harness.base.units import count, short_percent
 from harness.engines import default_reserve, safe_utilization
 from harness.numbers.time_split import KV_FULL, KV_SHARE, kv_cache_share
-from harness.questions.agents import recomputed_by_turn, turn_numbers
+from harness.numbers.turns import recomputed_by_turn, turn_numbers
 from harness.questions.findings.queue import faster_with_fewer, slot_context, slower_action
-from harness.questions.findings.rules import ENOUGH, Found, RowFacts, rule, shorter
+from harness.questions.findings.rules import Found, RowFacts, rule, shorter
 
 MIN_COST = 0.05  # of the time
 MIN_AGAIN = 0.3  # of the tokens of earlier turns

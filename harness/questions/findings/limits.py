@@ -1,10 +1,10 @@
 """The finding about a limit that the server's own metrics show, and whose reason no other finding has."""
 
-from harness.base.summary import LimitedBy
+from harness.base.summary import ENOUGH, LimitedBy
 from harness.base.units import count, short_percent
 from harness.numbers.time_split import kv_cache_share
 from harness.questions.findings import cache, queue, setup
-from harness.questions.findings.rules import ENOUGH, AdviceRule, Found, RowFacts, rule
+from harness.questions.findings.rules import AdviceRule, Found, RowFacts, rule
 
 # What explains each limit. Prefill and decode are the work itself: that they take the time is no problem.
 _EXPLAINS: dict[LimitedBy, tuple[AdviceRule, ...]] = {

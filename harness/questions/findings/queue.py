@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from harness.base.summary import Action, Reason
+from harness.base.summary import ENOUGH, Action, Reason
 from harness.base.units import GIB, count, figures, gib, milliseconds, short_percent
 from harness.numbers.cell_numbers import generated_tokens
 from harness.numbers.time_split import SHARE
-from harness.questions.findings.rules import ENOUGH, Found, RowFacts, gain, rule, shorter
+from harness.questions.findings.rules import Found, RowFacts, gain, rule, shorter
 from harness.records.table import Floats, Gaps, join_gaps
 
 MUCH_SLOWER = 0.9  # of the throughput with fewer requests at once

@@ -18,16 +18,14 @@ from harness.base.units import milliseconds
 from harness.engines import Engine, Spelling, engines, find_engine
 from harness.engines.settings import as_number, flag_names, flag_words, load_command, merge_words
 from harness.questions.capacity.decide import CAPACITY_FILE
-from harness.questions.quick import decide as quick
 from harness.records.directory import INPUTS
-from harness.records.manifest import ServedBy
+from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample
 from harness.records.table import Floats, Rows
 from harness.scenario import Load, max_concurrency
 
 MAX_LOG_BYTES = 1_000_000
-ENOUGH = 20  # requests of a row whose times show a cause
 # What rows of the same requests may differ in: how many are sent at once, and for how long.
 _AMOUNTS = {"users", "batch_size", "in_flight", "requests", "processes", "duration_s", "drain_s", "ramp_s"}
 
@@ -311,7 +309,7 @@ class RowFacts(Struct, frozen=True, dict=True):
     @property
     def is_quick(self) -> bool:
         """Whether the requests are those of `harness quick`, which say nothing about the user's own."""
-        return self.data.run.scenario_name == quick.NAME and self.served.template is None
+        return self.data.run.scenario_name == QUICK and self.served.template is None
 
     @property
     def run_again(self) -> str:

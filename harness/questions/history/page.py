@@ -4,15 +4,20 @@ from collections.abc import Mapping, Sequence
 
 from harness.base import units
 from harness.base.metrics import METRICS
-from harness.base.summary import MARGIN, Gate, known_bounds
+from harness.base.summary import (
+    MARGIN,
+    Gate,
+    known_bounds,
+)
 from harness.base.units import format_date
 from harness.numbers.stats import MIN_HISTORY
+from harness.questions.compare.page import differences
 from harness.questions.history.decide import ChangePoint, History, LeftOut, Moved, Series
 from harness.report import words
 from harness.report.charts import Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Paragraph, plain_grid
 from harness.report.html import render_page
-from harness.report.page import differences
+from harness.report.junit import GATES, Case, difference_properties, document
 from harness.report.verdict_text import format_speedup, gate_text
 
 LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
@@ -197,3 +202,17 @@ def _series_chart(name: str, series: Series, history: History) -> Chart:
         ],
         empty="" if series.points else "No run has this number.",
     )
+
+
+def history_xml(history: History) -> str:
+    """The XML of a run against its history: a case for each row and metric."""
+    cases = []
+    for series in history.series:
+        name, text = f"{series.name}: {METRICS[series.metric].title}", outcome_sentence(series, history.run)
+        outcome = GATES.get(series.gate, "skipped")
+        cases.append(Case(group="history", name=name, outcome=outcome, kind=series.gate, message=text, evidence=text))
+    properties = {"run": history.run, "machine": history.machine, "history": history_title(history)}
+    if history.simulated:
+        properties["simulated"] = words.SIMULATED
+    properties |= difference_properties(history.sides, history.differences)
+    return document("compare", cases, properties, history.machine)

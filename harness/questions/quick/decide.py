@@ -15,12 +15,12 @@ from harness.numbers.latencies import latency_sample, token_shares_between
 from harness.numbers.prefill import prefill_tok_s
 from harness.numbers.share_test import percentiles
 from harness.records import run_data
+from harness.records.manifest import QUICK
 from harness.records.records import CUT, OBSERVED
 from harness.records.run_data import CellData, RunData
 from harness.records.table import Floats, Rows
 from harness.scenario.plan import load_of_stage
 
-NAME = "quick"  # of its runs
 NOTES = ("text_unread", "first_token_blank", "reasoning_hidden", "prefill_above_hardware")
 
 
@@ -70,7 +70,7 @@ def read_levels(folder: Path, summary: Summary) -> list[QuickLevel]:
     """Return the levels of a run of `harness quick`; none for another run, or without its records. Raises HarnessError
     for damaged ones.
     """
-    is_quick = summary.scenario == NAME and (folder / "requests.jsonl").exists()
+    is_quick = summary.scenario == QUICK and (folder / "requests.jsonl").exists()
     return quick_levels(run_data.load(folder), summary) if is_quick else []
 
 

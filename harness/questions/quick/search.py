@@ -32,6 +32,7 @@ from harness.records.manifest import Run, Startup
 from harness.report.sentences import death_answer, group_reasons
 from harness.run import experiment as experiments
 from harness.run.experiment import RUNNING_SERVER, Experiment, Target
+from harness.run.speed import PROMPT_WORDS, RequestSpeed
 from harness.scenario import Line, Scenario, models_of_loads
 from harness.scenario.behaviour import max_length
 from harness.serve import probe
@@ -50,7 +51,6 @@ Say = Callable[[str], None]
 
 PORTS = (13305, 8000, 8080, 11434)  # where servers of this machine usually are
 LEVELS = (1, 4, 8)  # users
-PROMPT_WORDS = (100, 80, 60, 45, 35, 25, 15)  # few sizes, as of `EFFORTS`; salt and chat template come on top
 MAX_PROMPT_TOKENS = 128  # with its template, as the server counts
 TEMPLATE_TOKENS = 60  # about
 FIRST_TOKENS = 12  # of the answer by which the speed is known
@@ -79,22 +79,6 @@ class Effort(NamedTuple):
 
 EFFORTS = (Effort(64, 2.5, 2.0), Effort(48, 5.0, 3.0), Effort(24, 9.0, 5.0), Effort(16, 13.0, 6.0))
 _ANSWERS = 2.2  # of one user, that a level has time for
-
-
-class RequestSpeed(NamedTuple):
-    """The speed of one request."""
-
-    ttft_s: float
-    tpot_s: float
-    prompt_tokens: int | None = None  # as the server counts them
-
-    def first_s(self, prompt: float) -> float:
-        """Return the TTFT of a prompt of so many tokens, in proportion to the prompt that was measured."""
-        return self.ttft_s * prompt / PROMPT_WORDS[0]
-
-    def answer_s(self, tokens: float, prompt: float = 0) -> float:
-        """Return the seconds of an answer of so many tokens; a short prompt takes as long as the measured one."""
-        return max(self.ttft_s, self.first_s(prompt)) + tokens * self.tpot_s
 
 
 def find_servers(ports: Sequence[int] | None = None) -> list[str]:

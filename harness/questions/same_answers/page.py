@@ -5,9 +5,20 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from harness.base import units
-from harness.base.summary import ANSWER_MARGIN, Row, SameAnswers, Soak, Summary, Trend, TurnNumbers, sentence
+from harness.base.summary import (
+    ANSWER_MARGIN,
+    Row,
+    SameAnswers,
+    Soak,
+    Summary,
+    Trend,
+    TurnNumbers,
+    sentence,
+)
 from harness.report.charts import Chart, Figure, colour, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, plain_grid
+from harness.report.junit import Case, Outcome
+from harness.report.words import answers_word
 
 RULE = f"same: at most {100 * ANSWER_MARGIN:g} points less right answers"
 _SHOWN_EVENTS = 20
@@ -44,10 +55,6 @@ def answers_sentence(found: SameAnswers) -> str:
         f"Answers of {found.side} to {found.questions:,} questions: {answers_word(found).upper()} ({why}): {flips}, "
         f"and {own} are right against {base} of {found.baseline}, {points_text(found)}."
     )
-
-
-def answers_word(found: SameAnswers) -> str:
-    return "cannot tell" if found.word == "inconclusive" else found.word
 
 
 def row_sentence(row: Row) -> str:
@@ -231,3 +238,11 @@ def _soak_chart(found: Soak, number: int) -> Chart:
         body=[[f"{hours:g}", units.significant(rate)] for hours, rate in zip(at, rates, strict=True)],
         empty="" if rates else "Too few answers for a line.",
     )
+
+
+def answers_case(found: SameAnswers, *, within: bool) -> Case:
+    name, text = f"{found.side} against {found.baseline}: {found.load}", answers_sentence(found)
+    outcome: Outcome = "skipped" if found.word == "inconclusive" else "passed"
+    if found.word == "worse" and not within:
+        outcome = "failure"
+    return Case(group="answers", name=name, outcome=outcome, kind=found.word, message=text, evidence=text)

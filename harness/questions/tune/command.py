@@ -65,10 +65,9 @@ def tune(
     from harness.questions.tune import search as tuning
     from harness.questions.tune.page import tune_page
     from harness.report import terminal
-    from harness.run.progress import Progress
 
     budget_s = None if budget is None else read_duration("--budget", budget)
-    progress, target = Progress(cli.console(stderr=as_json)), cli.make_target(url, ca=ca)
+    progress, target = cli.make_progress(stderr=as_json), cli.make_target(url, ca=ca)
     if resume is not None:
         folder = cli.find_run(resume, runs)
         report = tuning.resume_tune(folder, folder.resolve().parent, progress, target, budget_s)  # where its proof is

@@ -388,3 +388,8 @@ def tune_chart(report: TuneReport) -> Chart:
 
 def resume_command(folder: Path) -> str:
     return command_line("harness", "tune", "--resume", folder)
+
+
+def search_command(folder: Path) -> str | None:
+    """The command that goes on with a search of settings; None for another run."""
+    return resume_command(folder) if (folder / TUNE_FILE).exists() else None

@@ -17,6 +17,7 @@ from harness.numbers.summarize import summarize_with_counts
 from harness.numbers.verdicts import row_rooms
 from harness.questions.capacity.blocks import parse_slos
 from harness.questions.capacity.decide import LevelPoint, crossing_level
+from harness.questions.same_answers.decide import same_answers
 from harness.questions.tune.decide import TuneAnswer, decide, is_disturbed, reference
 from harness.questions.tune.page import Goal, TuneReport, format_settings, read_tune
 from harness.records.manifest import read_run
@@ -103,7 +104,8 @@ def _read_proof(report: TuneReport, runs: Path) -> Proof | None:
         sides[name] = settings
     if sides.pop(DEFAULT, None) != reference(report.trials):
         return None
-    return Proof(summarize_with_counts(runs / report.proof, slo_checks(report)).summary, sides)
+    made = summarize_with_counts(runs / report.proof, slo_checks(report))
+    return Proof(replace(made.summary, same_answers=same_answers(made.data)), sides)
 
 
 def _best_seen(report: TuneReport) -> dict[str, Any] | None:

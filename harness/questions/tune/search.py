@@ -77,9 +77,9 @@ from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, load_name, server_name
 from harness.run.machine_fit import check_all_gpus, resolve_auto
 from harness.run.orchestrator import cell_run_of, endpoint_of, run, run_group, run_steps, start_run
-from harness.run.progress import Progress
+from harness.run.progress import OnEnd, Progress
 from harness.run.resume import recorded_experiment, reopened, resume
-from harness.run.running import Running, death_of_setting, failed_cell, start_failure, write_results
+from harness.run.running import Running, death_of_setting, failed_cell, start_failure
 from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, asks_known, is_open_loop, wave_size
 from harness.scenario.behaviour import Structured
 from harness.scenario.plan import Cell, cell_of, grouped
@@ -207,7 +207,7 @@ def tune(experiment: Experiment, report: TuneReport, runs: Path, progress: Progr
         yield from TuneSearch(running, replace(report, run=running.id), began_s).cells()
 
     with restored(experiment, progress, lambda: folder), _with_resume_advice(lambda: folder, progress):
-        folder = start_run(experiment, [], runs, progress, steps)
+        folder = start_run(experiment, [], runs, progress, steps, kind="search")
         return folder, prove(folder, experiment, runs, progress, began_s)
 
 
@@ -426,7 +426,7 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
         report = read_tune(folder) or report
     block_s = 0.0 if proof is None else proof.block_s
     defaults = report.spell({setting.name: setting.default for setting in search.settings})
-    return finish(folder, replace(report, defaults=defaults), sides, runs, began_s, blocks, block_s)
+    return finish(folder, replace(report, defaults=defaults), sides, runs, progress.on_end, began_s, blocks, block_s)
 
 
 def proof_scenario(
@@ -482,6 +482,7 @@ def finish(
     report: TuneReport,
     sides: Mapping[str, Mapping[str, Any]],
     runs: Path,
+    on_end: OnEnd,
     began_s: float,
     planned: int,
     block_s: float,
@@ -504,7 +505,7 @@ def finish(
         paste = pasted(read_run(folder), report.server, chosen)
     report = replace(report, more_s=more_s or None, paste=paste)
     write_tune(folder, report)
-    write_results(folder, read_run(folder))
+    on_end(folder, read_run(folder), None)
     return report
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from harness.engines import engines
 from harness.failures.explain import ExitState, explain, scan_text
-from harness.report.terminal import explanation_data, has_started
+from harness.questions.explain import explanation_data, has_started
 from tests.support.command import harness
 
 DATA = Path(__file__).parents[2] / "data"

@@ -16,12 +16,14 @@ from harness.imports import Source, lemonade, llama_bench, vllm
 from harness.imports.write import FORMATS, import_file, read_file
 from harness.numbers.summarize import summarize
 from harness.questions.compare.decide import compare_runs
+from harness.questions.report import junit_cases
+from harness.questions.report.headline import run_answer
+from harness.questions.report.page import run_page
 from harness.records.manifest import DEFINITIONS, Run, read_run
 from harness.records.records import Request, read_requests
-from harness.report import junit, markdown
+from harness.report import markdown
 from harness.report import sentences as of_report
 from harness.report.charts import figures
-from harness.report.page import run_page
 from harness.report.verdict_text import verdict_sentence
 from tests.support.command import called
 
@@ -315,7 +317,7 @@ def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) ->
     run, summary = read_run(folder), summarize(folder)
     assert of_report.validity_sentence(summary, run).startswith("UNCHECKED: ")
     assert (of_report.state_sentence(summary, run)[1], msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
-    case = xml.fromstring(junit.render(summary, run)).find(".//testcase")
+    case = xml.fromstring(junit_cases.render(summary, run)).find(".//testcase")
     assert case is not None and [part.tag for part in case] == ["skipped"]
     assert called("report", str(folder), cwd=tmp_path).code == 0
     with pytest.raises(HarnessError, match="was imported before"):
@@ -864,7 +866,7 @@ def test_a_prompt_speed_out_of_bounds_is_missing_and_the_first_sentence_says_so(
     run, summary = import_text(json.dumps([test]), tmp_path)
     (row,) = summary.rows
     assert (row.pooled.input_tok_s, row.pooled.ttft.n, "input_tok_s" in row.missing) == (None, 0, True)
-    assert row.missing["input_tok_s"] in of_report.run_answer(summary, run)
+    assert row.missing["input_tok_s"] in run_answer(summary, run)
 
 
 def test_samples_of_llama_bench_whose_times_contradict_their_speeds_get_a_note(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from harness.numbers.checks import is_changed_by
 from harness.numbers.load_generator import client_errors, client_limits, send_delay_s
 from harness.numbers.summarize import summarize, write_summary
 from harness.questions.compare.decide import compare_runs
+from harness.questions.report import junit_cases
+from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import read_run, write_run
 from harness.records.records import Request, read_marks
 from harness.records.run_data import cell_data
-from harness.report import export, junit, markdown, terminal
-from harness.report.page import run_page
+from harness.report import export, markdown
 from harness.scenario import Arrivals, Load
 from harness.scenario.plan import Cell
 from tests.support.command import harness
@@ -232,8 +233,10 @@ def test_every_report_says_it(run: Path) -> None:
     (check,) = summary.checks
     assert evidence(check.evidence) == "b / x: 10.03 s (client-limited)"
     console = Console(record=True, width=300)
-    terminal.print_report(summary, manifest, run, console, explain=True)
+    print_report(summary, manifest, run, console, explain=True)
     assert said.replace("\u00a0", " ") in console.export_text()
-    assert f"measurement held\n{said.replace(' (‡)', '')}\n" in junit.render(summary, manifest), "it shows no sign"
+    assert f"measurement held\n{said.replace(' (‡)', '')}\n" in junit_cases.render(summary, manifest), (
+        "it shows no sign"
+    )
     rows = list(csv.DictReader(io.StringIO(export.csv_table(summary, manifest))))
     assert [row["client_limited"] for row in rows] == ["", " ".join(LIMITED)]

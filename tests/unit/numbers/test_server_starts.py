@@ -12,10 +12,10 @@ from harness.numbers import comparable
 from harness.numbers.comparable import run_differences
 from harness.numbers.summarize import summarize, write_summary
 from harness.questions.compare.decide import compare_runs
+from harness.questions.compare.page import comparison_page
 from harness.records.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
 from harness.report.charts.timeline import observed_starts
 from harness.report.markdown import render
-from harness.report.page import comparison_page
 from harness.scenario.plan import Cell
 from tests.support.made_runs import scenario, served_by, write_made_run
 from tests.support.report_runs import write_report

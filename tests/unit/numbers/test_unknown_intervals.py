@@ -9,9 +9,9 @@ import pytest
 from harness.base.summary import Summary, Verdict, known_bounds
 from harness.numbers.stats import Effect, welch_effect
 from harness.numbers.summarize import summarize
+from harness.questions.report.page import run_page
 from harness.questions.tune.decide import decide
 from harness.report.markdown import render
-from harness.report.page import run_page
 from harness.report.verdict_text import format_bounds, verdict_sentence
 from tests.support.made_runs import scenario, write_made_run
 

@@ -1,7 +1,8 @@
 """What each turn of an agent costs."""
 
 from harness.base.summary import Numbers, Row, TurnNumbers
-from harness.questions.agents import turn_answers, turn_numbers
+from harness.numbers.turns import turn_numbers
+from harness.questions.agents import turn_answers
 from harness.records.run_data import cell_data
 from harness.scenario import Load
 from tests.support.made_runs import request

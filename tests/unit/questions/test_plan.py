@@ -20,7 +20,7 @@ from harness.base.files import ROOT
 from harness.base.summary import because
 from harness.numbers.stats import mean_log
 from harness.numbers.summarize import summarize
-from harness.questions.plan import (
+from harness.questions.plan.decide import (
     CellWork,
     Forecast,
     Prediction,
@@ -29,11 +29,12 @@ from harness.questions.plan import (
     forecast,
     rate_trend,
 )
+from harness.questions.plan.page import deadline_sentence, forecast_headline, forecast_page
 from harness.records.manifest import Run
 from harness.records.records import Request
 from harness.records.run_data import cell_data
 from harness.records.samples import GpuSample, TelemetrySample
-from harness.report.terminal import deadline_sentence, forecast_headline, forecast_page, print_page
+from harness.report.terminal import print_page
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from tests.engine.test_same_numbers import SOURCES, run_directory

@@ -6,7 +6,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from harness.base.summary import CellSummary, Numbers, Row, ServerLoad
-from harness.questions.plan import RowForecast, forecast_row
+from harness.questions.plan.decide import RowForecast, forecast_row
 from harness.records.run_data import CellData
 from harness.scenario import Load, max_concurrency
 from tests.support.batching_server import (

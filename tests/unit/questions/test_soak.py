@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from harness.base.summary import Soak
 from harness.machine.telemetry import MAX_KERNEL_LINES, KernelLog
-from harness.numbers.summarize import summarize
+from harness.questions.joint import analyse
+from harness.questions.report.headline import run_answer
+from harness.questions.report.page import run_page
 from harness.questions.soak import soak_answer
 from harness.records.manifest import read_run
 from harness.records.records import Request
 from harness.records.samples import ContainerSample, GpuSample, HostSample, KernelLine, TelemetrySample
 from harness.report.markdown import render
-from harness.report.page import run_page
-from harness.report.sentences import run_answer
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from tests.support.made_runs import WALL_S, request, scenario, write_lines, write_made_run
@@ -90,7 +90,7 @@ def soak(
                             host=HostSample(cpu_busy=cpu_busy), container=container, kernel=lines if log else None)
         )  # fmt: skip
     write_lines(folder / "telemetry.jsonl", samples)
-    summary = summarize(folder)
+    summary = analyse(folder).summary
     run = replace(read_run(folder), status=status)
     assert run_answer(summary, run).startswith(soak_answer(summary.soaks[0]).text)
     assert "Over the hours" in render(run_page(summary, run))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from harness.base.summary import Summary
-from harness.numbers.summarize import summarize
 from harness.questions.crossover.chart import crossover_charts
+from harness.questions.joint import analyse
+from harness.questions.report.headline import run_answer
 from harness.records.manifest import read_run
 from harness.records.records import Request
-from harness.report.sentences import run_answer
 from harness.scenario import model_at
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Cell
@@ -61,7 +61,7 @@ def made(
         return found
 
     write_made_run(folder / f"run{seed}", made_of=scenario, requests=requests)
-    return summarize(folder / f"run{seed}")
+    return analyse(folder / f"run{seed}").summary
 
 
 def test_the_cost_of_a_change_and_how_many_waited(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_log_of_lemonade_has_the_time_of_a_load_and_of_an_eviction(tmp_path:
     text = "".join(f"{at:%Y-%m-%dT%H:%M:%S.%f}123Z {at:%F %T} [Info] {words}\n" for at, words in stamps)
     (tmp_path / "run1/logs").mkdir(exist_ok=True)
     (tmp_path / "run1/logs" / f"{run.cells[0].id}.server.log").write_text(f"{text}no stamp (LlamaCpp) Loading model: C")
-    (answer,) = summarize(tmp_path / "run1").answers
+    (answer,) = analyse(tmp_path / "run1").summary.answers
     assert answer.values["logged_s"] == {"eviction": pytest.approx(2.1), "load": pytest.approx(0.4)}
 
 
@@ -152,7 +152,7 @@ def test_models_of_a_mix_are_in_the_order_of_sending(tmp_path: Path) -> None:
         return found
 
     write_made_run(tmp_path / "run", made_of=load_scenario(tmp_path / "s.yaml"), requests=requests)
-    (answer,) = summarize(tmp_path / "run").answers
+    (answer,) = analyse(tmp_path / "run").summary.answers
     assert (answer.values["load"], answer.values["changes"], answer.values["waited"]) == ("both", 2, 2)
     assert answer.values["cost_s"] == pytest.approx(SWITCH_S)
 

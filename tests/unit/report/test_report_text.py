@@ -29,6 +29,7 @@ from harness.base.summary import (
 from harness.numbers.summarize import summarize
 from harness.questions.capacity.decide import CapacityReport
 from harness.questions.capacity.page import print_capacity
+from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
 from harness.report.elements import (
@@ -43,7 +44,6 @@ from harness.report.elements import (
     plain_grid,
     with_names,
 )
-from harness.report.page import run_page
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.report.terminal import fold_command, print_page
 from harness.report.words import load_names
@@ -122,7 +122,7 @@ def summary() -> Summary:
 
 def printed(of: Summary, width: int, *, explain: bool = False) -> str:
     out = io.StringIO()
-    terminal.print_report(of, run(), Path("runs/x"), Console(file=out, width=width), explain=explain)
+    print_report(of, run(), Path("runs/x"), Console(file=out, width=width), explain=explain)
     return out.getvalue()
 
 
@@ -254,7 +254,7 @@ def test_the_sign_of_a_late_load_generator_is_explained_only_where_a_number_has_
         late = replace(timed[1], client_limited=[field], client_error={field: (0, 0.03)})
         of = replace(summary(), rows=[timed[0], late])
         out = io.StringIO()
-        terminal.print_report(of, run(), Path("x"), Console(file=out, width=150), explain=True)
+        print_report(of, run(), Path("x"), Console(file=out, width=150), explain=True)
         for text in (out.getvalue(), markdown.render(run_page(of, run()))):
             assert text.count("load generator") and (LIMITED in text) == has_sign
 
@@ -299,7 +299,7 @@ def test_only_what_failed_is_red() -> None:
         of = replace(numbers(4.18, MANY, failed=failed), unfinished=3)
         out = io.StringIO()
         alone = replace(summary(), rows=[row("ten", of)], comparison=None, checks=[], simulated=False)
-        terminal.print_report(
+        print_report(
             alone, run(), Path("x"), Console(file=out, width=170, color_system="standard", force_terminal=True)
         )
         return "\x1b[1;31m" in out.getvalue()

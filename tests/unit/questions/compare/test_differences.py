@@ -10,11 +10,11 @@ from harness.base.errors import HarnessError
 from harness.base.summary import Difference
 from harness.numbers.comparable import run_differences
 from harness.questions.compare.decide import compare_runs, group_by_machine
+from harness.questions.compare.page import comparison_page
 from harness.questions.results import add_result
 from harness.records.manifest import Machine, ServedBy, read_run
 from harness.report.elements import Chart, Grid
 from harness.report.markdown import render
-from harness.report.page import comparison_page
 from harness.scenario import Server
 from harness.scenario.plan import Cell
 from tests.support.command import called

@@ -11,14 +11,15 @@ from msgspec.structs import replace
 
 from harness.base.summary import Summary
 from harness.engines import find_engine
-from harness.numbers.summarize import summarize
 from harness.questions.capacity.decide import find_crossing
 from harness.questions.compare.decide import compare_runs
+from harness.questions.compare.page import comparison_answer
 from harness.questions.crossover.chart import crossover_charts
 from harness.questions.crossover.decide import DEPTH, FEW_CACHED, setting_answers
+from harness.questions.joint import analyse
+from harness.questions.report.headline import run_answer
 from harness.records.manifest import Run, Startup
 from harness.records.records import Request
-from harness.report.sentences import comparison_answer, run_answer
 from harness.scenario import Load, prompts_of
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Cell
@@ -108,7 +109,7 @@ def made(
     for before, sample in itertools.pairwise(samples):
         sample["values"] |= counted[sample["cell"]] if before["cell"] == sample["cell"] else {}
     write_lines(folder / name / "metrics.jsonl", samples)
-    return run, summarize(folder / name)
+    return run, analyse(folder / name).summary
 
 
 USERS = """

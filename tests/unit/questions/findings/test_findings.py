@@ -29,14 +29,14 @@ from harness.machine.telemetry import Meter, find_files, read_files
 from harness.numbers.summarize import Summarized, summarize, summarize_with_counts
 from harness.questions.findings.decide import RULES, _row_facts, with_findings
 from harness.questions.findings.rules import RowFacts
+from harness.questions.report import html_page
+from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import Machine, ModelSize, read_run, write_run
 from harness.records.records import Request
 from harness.records.run_data import load
 from harness.records.samples import GpuSample, HostSample, TelemetrySample
-from harness.report import html, markdown
+from harness.report import markdown
 from harness.report.elements import Paragraph
-from harness.report.page import run_page
-from harness.report.terminal import print_report
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon
 from harness.scenario.plan import Cell
@@ -873,7 +873,7 @@ def outputs(folder: Path, summary: Summary) -> dict[str, str]:
     return {
         "terminal": shown.getvalue(),
         "markdown": markdown.render(run_page(summary, run)),
-        "page": html.render_run(folder, run, summary),
+        "page": html_page.render_run(folder, run, summary),
         "json": pretty_json(summary).decode(),
     }
 

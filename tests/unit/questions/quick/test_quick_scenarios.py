@@ -15,16 +15,15 @@ from harness.base.errors import HarnessError, ServerError
 from harness.base.files import SCENARIOS
 from harness.base.process import free_port
 from harness.cli.actions import found_server
+from harness.questions.check import GENERATOR_START_S, preview
 from harness.questions.quick import search as quick
 from harness.questions.quick.search import (
     EFFORTS,
     LEVELS,
     LIMITS,
     MAX_PROMPT_TOKENS,
-    PROMPT_WORDS,
     USER_LOADS,
     Effort,
-    RequestSpeed,
     choose_effort,
     choose_words,
     find_servers,
@@ -38,8 +37,8 @@ from harness.questions.quick.search import (
 )
 from harness.run.experiment import Target, prepare
 from harness.run.orchestrator import run
-from harness.run.preview import GENERATOR_START_S, preview
 from harness.run.progress import Progress
+from harness.run.speed import PROMPT_WORDS, RequestSpeed
 from harness.serve import probe
 from harness.workload import SALT_WORDS
 from tests.support.command import called, write

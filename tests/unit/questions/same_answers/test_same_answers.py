@@ -12,9 +12,7 @@ from typer import Exit
 
 from harness.base.summary import Comparison, SameAnswers
 from harness.cli.common import exit_after_answers
-from harness.numbers.summarize import summarize
-from harness.questions.compare.decide import compare_runs
-from harness.questions.same_answers.decide import (
+from harness.numbers.known_answers import (
     KnownAnswer,
     answers_doubt,
     compare_answers,
@@ -22,11 +20,13 @@ from harness.questions.same_answers.decide import (
     paired_interval,
     tango_interval,
 )
+from harness.questions.compare.decide import compare_runs
+from harness.questions.compare.page import comparison_page, comparison_xml
+from harness.questions.joint import analyse
+from harness.questions.report.page import run_page
 from harness.records.manifest import read_run
 from harness.records.records import Request
-from harness.report import junit
 from harness.report.markdown import render
-from harness.report.page import comparison_page, run_page
 from harness.scenario import Load, Server
 from harness.scenario.behaviour import Structured, check_answer, read_answer
 from harness.scenario.plan import Cell
@@ -285,7 +285,7 @@ KNOWN = scenario(
 
 def test_a_run_and_a_comparison_notice_wrong_answers(tmp_path: Path) -> None:
     write_made_run(tmp_path / "one", made_of=KNOWN, requests=asked({"a": 50, "b": 130}))
-    summary = summarize(tmp_path / "one")
+    summary = analyse(tmp_path / "one").summary
     (verdict,) = summary.same_answers
     assert (verdict.side, verdict.baseline, verdict.word, verdict.lost, verdict.gained) == ("b", "a", "worse", 80, 0)
     assert verdict.right == (0.87, 0.95) and verdict.flips == pytest.approx(0.08)
@@ -307,7 +307,7 @@ def test_the_answer_of_one_server_says_that_its_answers_were_cut(tmp_path: Path)
 
     one = replace(KNOWN, servers={"a": Server(template="vllm-cpu")})
     write_made_run(tmp_path / "one", made_of=one, requests=cut)
-    summary = summarize(tmp_path / "one")
+    summary = analyse(tmp_path / "one").summary
     (row,) = summary.rows
     assert row.pooled.answers is not None and row.pooled.answers.cut_share == 1.0
     assert [(note.code, note.values) for note in summary.notes if note.code.startswith("answers")] == [
@@ -318,18 +318,18 @@ def test_the_answer_of_one_server_says_that_its_answers_were_cut(tmp_path: Path)
 def test_a_single_run_without_right_answers_says_so(tmp_path: Path) -> None:
     one = replace(KNOWN, servers={"a": Server(template="vllm-cpu")})
     write_made_run(tmp_path / "one", made_of=one, requests=asked({"a": 1000}))
-    summary = summarize(tmp_path / "one")
+    summary = analyse(tmp_path / "one").summary
     (note,) = (note for note in summary.notes if note.code.startswith("answers"))
     assert (note.code, note.values["right"], note.values["alike"]) == ("answers_guessed", 0.0, 1.0)
     assert note.text in render(run_page(summary, read_run(tmp_path / "one")))
     write_made_run(tmp_path / "other", made_of=one, requests=asked({"a": 50}))
-    assert not [note for note in summarize(tmp_path / "other").notes if note.code.startswith("answers")]
+    assert not [note for note in analyse(tmp_path / "other").summary.notes if note.code.startswith("answers")]
 
 
 def test_answers_without_a_verdict_are_skipped_in_junit_and_have_exit_code_5() -> None:
     unknown, worse = found(free(REFUSAL, 0), free(OTHER, 0)), found(free(REFUSAL, 0), free(OTHER, 900))
     made: dict[str, Any] = {"metric": None, "comparisons": 0, "noise_floor": 0.02, "noise_source": [], "verdicts": []}
-    page = junit.comparison_xml(Comparison(**made, same_answers=[unknown, worse]))
+    page = comparison_xml(Comparison(**made, same_answers=[unknown, worse]))
     assert (page.count("<skipped"), page.count("<failure")) == (1, 1)
     with pytest.raises(Exit) as ended:
         exit_after_answers([unknown])

@@ -31,6 +31,7 @@ from harness.base.summary import (
     because,
 )
 from harness.failures.table import rules
+from harness.questions.report.page import shown_summary
 from harness.questions.tune.command import exit_after_tune
 from harness.questions.tune.decide import Trial, TuneAnswer, decide
 from harness.questions.tune.page import (
@@ -67,7 +68,6 @@ from harness.questions.tune.settings import docker_run, failure_of, to_paste
 from harness.records.manifest import read_run, write_run
 from harness.report import html, markdown, terminal
 from harness.report.elements import Chart, Grid, Paragraph
-from harness.report.page import shown_summary
 from harness.run.experiment import Experiment, Target
 from harness.run.progress import Progress
 from harness.run.running import start_failure

@@ -2,47 +2,44 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 from msgspec.structs import replace
+from rich.console import Console
+from rich.text import Text
 
 from harness.base import units
-from harness.base.metrics import METRICS
+from harness.base.command import command_line
 from harness.base.summary import (
-    CheckResult,
-    Comparison,
-    Difference,
     Reason,
     Summary,
-    Verdict,
-    evidence,
     sentence,
 )
-from harness.questions.capacity.decide import CapacityReport
+from harness.questions.capacity.decide import CapacityReport, read_capacity
 from harness.questions.capacity.page import capacity_lines
-from harness.questions.quick.decide import QuickLevel, quick_notes
+from harness.questions.quick.decide import QuickLevel, quick_notes, read_levels
 from harness.questions.quick.page import LEGEND, lead, levels_grid
+from harness.questions.report.headline import run_answer
 from harness.questions.same_answers.page import same_answers_page, trust_tables
 from harness.questions.tune.page import TuneReport, answer_line, tune_elements, tune_question
+from harness.questions.tune.results import read_answered
 from harness.records.manifest import Run
 from harness.report import sentences, words
-from harness.report.charts.compared import format_side, row_name, side_charts, side_titles
+from harness.report.comparisons import verdicts
 from harness.report.elements import (
     LIMITED,
     Bullet,
     Bullets,
     Element,
     Fold,
-    Grid,
     Paragraph,
-    TableColumn,
-    plain_grid,
     with_names,
 )
+from harness.report.sections import checks, simulated_note
 from harness.report.table import machine_table, results_table, schedule_table, time_table
-from harness.report.verdict_text import format_bounds, gate_word, shown_bounds, verdict_style
+from harness.report.terminal import print_page
 
-_MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
 _RUN_HINT = "--explain shows them"
 _REASONS = 4  # why a run is INVALID: so many are not folded
 # Notes that are not folded: results of a sweep, what a container may do, and answers that say nothing.
@@ -114,14 +111,14 @@ def answer(
     levels: Sequence[QuickLevel] = (),
 ) -> list[Element]:
     """The question and its answer."""
-    answers = [sentences.run_answer(summary, run)] if capacity is None else capacity_lines(capacity)
+    answers = [run_answer(summary, run)] if capacity is None else capacity_lines(capacity)
     answers = answers if tune is None else [answer_line(tune)]
     if levels and summary.valid and run.status == "valid":
         answers = [lead(levels, is_known=not quick_notes(summary))]
     return [
         Paragraph(summary.question if tune is None else tune_question(tune), "title"),
         *(Paragraph(line, "lead") for line in answers),
-        *_simulated(summary.simulated),
+        *simulated_note(summary.simulated),
     ]
 
 
@@ -181,21 +178,6 @@ def _what_if(answers: Sequence[Reason]) -> list[Element]:
     return [Paragraph("What if", "heading"), Bullets(items)] if items else []
 
 
-def _simulated(simulated: bool) -> list[Element]:
-    return [Paragraph(words.SIMULATED, "simulated")] if simulated else []
-
-
-def verdicts(comparison: Comparison, hint: str) -> list[Element]:
-    """The verdicts as sentences, some of many folded, and how they were reached."""
-    items = [Bullet(text, word) for word, text in sentences.verdict_sentences(comparison.verdicts)]
-    shown, hidden = items[: sentences.SHOWN], items[sentences.SHOWN :]
-    elements: list[Element] = [Bullets(shown, "verdicts")] if shown else []
-    if hidden:
-        title = sentences.hidden_verdicts_text(item.style for item in hidden)
-        elements.append(Fold(title, [Bullets(hidden, "verdicts")], hint))
-    return [*elements, Paragraph(sentences.method_sentence(comparison), "fine")]
-
-
 def run_verdicts(summary: Summary, run: Run, hint: str) -> list[Element]:
     """The verdicts of a run, and which rows have none."""
     other = sentences.other_work_sentence(summary, run)
@@ -208,95 +190,22 @@ def failures(summary: Summary) -> list[Element]:
     return [Paragraph("Why requests failed", "heading"), Bullets(items)] if items else []
 
 
-def checks(results: Sequence[CheckResult]) -> list[Element]:
-    """Each check with its evidence."""
-    items = [
-        Bullet(evidence(result.evidence), result.status, words.CHECK_MARKS[result.status], result.check)
-        for result in results
-    ]
-    return [Paragraph("Checks", "heading"), Bullets(items, "checks")] if items else []
-
-
 def loads(run: Run) -> list[Element]:
     items = [Bullet(text, code=name) for name, text in sentences.load_descriptions(run).items()]
     return [Fold("Each load", [Bullets(items)])] if items else []
 
 
-def comparison_page(comparison: Comparison) -> list[Element]:
-    """The page of `harness compare`."""
-    return [
-        Paragraph(sentences.comparison_answer(comparison), "lead"),
-        *_simulated(comparison.simulated),
-        compared_grid(comparison),
-        *sides_sentence(comparison),
-        *side_charts(comparison),
-        *(Paragraph(f"Warning: {sentence(note)}", "warning") for note in comparison.notes),
-        *verdicts(comparison, "the table has all of them"),
-        *same_answers_page(comparison.same_answers),
-        *checks(comparison.checks),
-        *(differences(comparison.differences, comparison.sides) if comparison.sides else []),
-    ]
+def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
+    """Print the report of a run; `explain` adds what each column means."""
+    print_page(report_page(summary, run, folder, explain=explain), console, explain=explain)
+    console.print()
+    page = folder / "report.html"
+    again = command_line("harness", "report", folder, "--format", "html")
+    where = str(page) if page.exists() else f"`{again} > report.html` writes it"
+    console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 
-def verdict_grid(found: Sequence[Verdict]) -> Grid:
-    """The intervals, p-values and words of verdicts."""
-    head = ("Side", "Baseline", "Samples", "By", "Speed", "95 % interval", "p", "Verdict")
-    return plain_grid(head, list(map(_verdict_cells, found)), [verdict_style(verdict) for verdict in found])
-
-
-def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
-    interval = format_bounds(*shown_bounds(verdict), lambda bound: units.factor(bound, 3))
-    return (
-        verdict.side,
-        verdict.baseline,
-        f"{verdict.n[0]} : {verdict.n[1]}",
-        METRICS[verdict.metric].title,
-        "n/a" if verdict.ratio is None else f"{units.factor(verdict.ratio, 3)}×",
-        interval or ("not known" if verdict.reason == "interval_unknown" else "n/a"),
-        "n/a" if verdict.p is None else "< 0.001" if verdict.p < 0.001 else f"{verdict.p:.3f}",
-        gate_word(verdict),
-    )
-
-
-def compared_grid(comparison: Comparison) -> Grid:
-    """The values of both sides, their ratio with its interval, and the verdict; on a phone as cards."""
-    before, after = side_titles(comparison)
-    titles = {
-        "load": "Row", "by": "By", "before": before, "after": after, "ratio": "Speed, after / before",
-        "interval": "95\u00a0% interval",
-        "samples": "Samples", "p": "p", "verdict": "Verdict",
-    }  # fmt: skip
-    groups: dict[str, Any] = {"load": "name", "by": "text", "verdict": "verdict"}
-    rows = []
-    for verdict in comparison.verdicts:
-        _, _, samples, by, speed, interval, p, word = _verdict_cells(verdict)
-        values = [format_side(verdict, of) for of in reversed(verdict.values)]
-        rows.append([row_name(verdict, (before, after)), by, *values, speed, interval, samples, p, word])
-    return Grid(
-        columns=[TableColumn(key, title, group=groups.get(key, "work")) for key, title in titles.items()],
-        rows=rows,
-        styles=verdict_grid(comparison.verdicts).styles,
-        below=[""] * len(rows),
-    )
-
-
-def sides_sentence(comparison: Comparison) -> list[Element]:
-    """Which runs the two columns of values are of, where these do not have their names."""
-    names = comparison.sides
-    if len(names) < 2 or side_titles(comparison)[0] == names[0]:
-        return []
-    return [Paragraph(f"Before: {names[0]} (the baseline). After: {', '.join(names[1:])}.", "fine")]
-
-
-def differences(found: Sequence[Difference], sides: Sequence[str]) -> list[Element]:
-    """The keys in which manifests differ, with the value of each side."""
-    if not found:
-        return [Paragraph(f"Nothing that is recorded differs between {' and '.join(sides)}.", "fine")]
-    rows = [[each.key, *map(_shorten, each.values)] for each in found]
-    return [plain_grid(["What differs", *sides], rows)]
-
-
-def _shorten(value: str) -> str:
-    """A value on one line, with a limit of its length."""
-    line = words.one_line(value)
-    return line if len(line) <= _MAX_VALUE_CHARS else f"{line[: _MAX_VALUE_CHARS - 3]}..."
+def report_page(summary: Summary, run: Run, folder: Path, *, explain: bool = False) -> list[Element]:
+    """Return the page of a run, with what its folder has of a search or a quick run."""
+    levels = read_levels(folder, summary)
+    return run_page(summary, run, read_capacity(folder), read_answered(folder), levels, explain=explain)
