@@ -12,7 +12,7 @@ from harness import __version__
 from harness.base.errors import INTERRUPTED, ExitCode, HarnessError, reason_of
 from harness.base.redact import masked
 from harness.cli import actions as actions  # importing them registers their commands, in this order
-from harness.cli import results as results
+from harness.cli import stored as stored
 from harness.cli import tools as tools
 from harness.cli.common import app as app
 from harness.cli.common import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from msgspec.structs import replace
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
@@ -583,7 +583,7 @@ def doctor(
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
     from harness.machine import findings
     from harness.machine.doctor import diagnose
-    from harness.serve.engine import get_engine_facts
+    from harness.serve.docker_engine import get_engine_facts
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
     here = root.resolve() == Path("/")
@@ -639,7 +639,7 @@ def clean(
     did not.
     """
     from harness.questions.tune.search import put_back
-    from harness.serve.engine import connect, remove_leftovers
+    from harness.serve.docker_engine import connect, remove_leftovers
 
     outcomes = list(put_back(runs))
     for outcome in outcomes:

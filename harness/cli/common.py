@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from typer.core import TyperCommand, TyperGroup
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean, reason_of
 from harness.base.files import pretty_json
 from harness.base.redact import printable
@@ -379,7 +379,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def make_progress(*, stderr: bool = False) -> "Progress":
     """What shows a run on this console, and writes its pages at its end."""
-    from harness.questions.report.write import write_results
+    from harness.questions.report.store import write_results
     from harness.run.progress import Progress
 
     return Progress(console(stderr=stderr), write_results)

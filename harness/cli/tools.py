@@ -26,7 +26,7 @@ def explain(
     (`started` in `--json`), or it stopped normally (`stopped`). 4 when it is not; warnings do not count, since good
     starts have them as well.
     """
-    from harness.failures.explain import scan
+    from harness.failures.diagnosis import scan
     from harness.questions.explain import explanation_data, has_started, is_recognised, print_explanation, was_stopped
 
     with _open_log(log) as file:
@@ -144,6 +144,6 @@ def worker(
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.
     """
-    from harness.run.worker import run_worker
+    from harness.run.worker_machine import run_worker
 
     run_worker(master, processes, once=once)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.base.command import command_line, with_variable
+from harness.base.command_line import command_line, with_variable
 from harness.engines import Context, Engine, Spelling
 
 EXTRA_ARGUMENTS, ENVIRONMENT = "extra_args", "environment"  # variables of all templates with a container

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
-from harness.base.command import quote
+from harness.base.command_line import quote
 from harness.base.files import read_table
 from harness.base.redact import masked
 from harness.engines import engines, safe_utilization_from_log

@@ -10,21 +10,12 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.files import DOCS, UNDECODABLE, pretty_json
 from harness.base.redact import printable
 from harness.base.summary import DEFINITIONS
-from harness.imports import (
-    Format,
-    Imported,
-    ImportedPart,
-    Source,
-    lemonade,
-    llama_bench,
-    read_source,
-    vllm,
-)
+from harness.imports import Format, Imported, ImportedPart, Source, lemonade_bench, llama_bench, read_source, vllm
 from harness.numbers.summarize import summarize, write_summary
 from harness.records.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowOrigin, Run, ServedBy, Status, write_run
 from harness.records.records import Request, read_marks
@@ -77,7 +68,7 @@ def _read_records(source: Source) -> Imported:
 
 FORMATS = {
     "vllm": vllm.FORMAT,
-    "lemonade": lemonade.FORMAT,
+    "lemonade": lemonade_bench.FORMAT,
     "llama-bench": llama_bench.FORMAT,
     "records": Format(
         "locust -f locustfiles/chat.py --records FILE", ("cell", "user_class", "phase", "sent_s"), _read_records

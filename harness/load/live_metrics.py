@@ -18,8 +18,8 @@ from harness.base.metrics import LIVE
 from harness.base.summary import NEEDED
 from harness.numbers import formulas
 from harness.numbers.formulas import MET, OPEN
+from harness.records.columns import Floats, rows_of
 from harness.records.records import AT_LEAST, CUT, MAX_CPU, OBSERVED, ErrorKind, Request, Samples
-from harness.records.table import Floats, rows_of
 from harness.scenario.check_syntax import Slo
 
 if TYPE_CHECKING:  # the harness, which has no gevent, uses this module, too

@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.numbers import formulas
 from harness.numbers.stats import fisher_greater
-from harness.records.table import Bools, Floats, Rows
+from harness.records.columns import Bools, Floats, Rows
 from harness.scenario import Load, Prompts
 
 SHORTER = 0.5  # of the median length with fewer requests at once

@@ -21,9 +21,9 @@ from harness.numbers.latencies import (
 )
 from harness.numbers.schedule import pool_schedules
 from harness.numbers.share_test import LatencySample
+from harness.records.columns import Bools, Floats, Rows
 from harness.records.records import AT_LEAST, CUT, MIN_BUFFERED, OBSERVED
 from harness.records.run_data import CellData
-from harness.records.table import Bools, Floats, Rows
 from harness.scenario.check_syntax import Slo
 
 MOST = 0.5  # of the answers

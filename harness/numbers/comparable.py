@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.summary import Difference, Reason, because
 from harness.records.manifest import CellRun, Run, ServedBy, UnlikeError
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.records.columns import Bools, Floats, Rows
 from harness.records.records import (
     AT_LEAST,
     AT_MOST,
@@ -20,7 +21,6 @@ from harness.records.records import (
     SLACK_S,
     UNKNOWN,
 )
-from harness.records.table import Bools, Floats, Rows
 from harness.scenario.check_syntax import Slo
 
 States = NDArray[np.int8]  # what is known of a latency, in the words of harness.records.records

@@ -3,7 +3,7 @@
 import numpy as np
 from msgspec import Struct
 
-from harness.records.table import Rows
+from harness.records.columns import Rows
 
 _SILENT = ("timeout", "unfinished", "abandoned")  # errors of requests that waited until their end
 _GONE = ("connect", "disconnect", "client")  # errors that the server did not answer with

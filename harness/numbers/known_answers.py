@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from harness.base.summary import ANSWER_MARGIN, POWER, Reason, SameAnswers, because
 from harness.base.units import percent
-from harness.records.table import Floats, Rows
+from harness.records.columns import Floats, Rows
 
 _Z = 1.959964  # of 95 % intervals
 

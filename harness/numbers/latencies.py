@@ -9,9 +9,9 @@ import numpy as np
 from harness.base.summary import NEEDED, NO_SAMPLE, Distribution, median_of_known
 from harness.numbers import formulas, share_test
 from harness.numbers.share_test import LatencySample
+from harness.records.columns import Floats, Gaps, Rows, join_gaps
 from harness.records.records import AT_LEAST, AT_MOST, CUT, FAILED, OBSERVED, UNKNOWN, Request
 from harness.records.run_data import CellData
-from harness.records.table import Floats, Gaps, Rows, join_gaps
 from harness.scenario.check_syntax import Slo
 
 PERMILLES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}

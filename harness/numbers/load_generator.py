@@ -15,9 +15,9 @@ from harness.numbers.cell_numbers import carried_per_answer
 from harness.numbers.formulas import FROM_SCHEDULE
 from harness.numbers.latencies import PERMILLES, latency_sample
 from harness.numbers.stats import Array, percentile
+from harness.records.columns import Bools, Rows
 from harness.records.records import MAX_CPU, SLACK_S, ProcessMark
 from harness.records.run_data import CellData
-from harness.records.table import Bools, Rows
 from harness.scenario import Load, is_open_loop
 from harness.scenario.workers import MACHINE, Workers
 

@@ -14,10 +14,10 @@ from msgspec import Struct
 from harness.base.summary import Reason, because
 from harness.numbers import formulas
 from harness.numbers.load_generator import killed_processes
+from harness.records.columns import Floats
 from harness.records.manifest import CellRun
 from harness.records.run_data import CellData, RunData
 from harness.records.samples import MetricsSample
-from harness.records.table import Floats
 
 PROBE_TOKENS = 1  # of the request with which the harness asks a running server before each load
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from harness.numbers import formulas
 from harness.numbers.cell_numbers import find_bundle
+from harness.records.columns import Bools, Floats, Rows
 from harness.records.records import CUT, SLACK_S
 from harness.records.run_data import CellData
-from harness.records.table import Bools, Floats, Rows
 
 MIN_SHARE = 0.5  # of the answers with a first token
 

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from harness.base.summary import ScheduleKept, WarmupResult, median_of_known
+from harness.records.columns import Floats, Rows
 from harness.records.records import ProcessMark
 from harness.records.run_data import CellData
-from harness.records.table import Floats, Rows
 from harness.scenario import Arrivals, Load, requests_per_task
 from harness.scenario.plan import arrival_times
 

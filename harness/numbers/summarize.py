@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.metrics import METRICS, NUMBER_WORDS, WORK
@@ -35,7 +35,7 @@ from harness.base.summary import (
     because,
     median_of_known,
 )
-from harness.failures.explain import group_failures
+from harness.failures.diagnosis import group_failures
 from harness.numbers import checks, comparable, formulas, validity, warnings
 from harness.numbers.cell_numbers import RATES, SloSets, compute_numbers, pool_numbers
 from harness.numbers.latencies import latency_sample
@@ -48,10 +48,10 @@ from harness.numbers.time_split import common_limit, limited_by, mean_split, tim
 from harness.numbers.turns import turn_numbers
 from harness.numbers.verdicts import compare_rows, drift_notes, is_paced
 from harness.records import run_data
+from harness.records.columns import Rows
 from harness.records.manifest import Run, origin_notes, read_numbers, read_run, without_unknown_numbers
 from harness.records.run_data import CellData, RunData, effective_load, first_arrival_s
 from harness.records.samples import MetricsSample, machine_load, median_load, server_load
-from harness.records.table import Rows
 from harness.scenario import asks_known, prompts_of, request_tokens
 from harness.scenario.check_syntax import slo_sets
 from harness.scenario.plan import Cell, baseline_of

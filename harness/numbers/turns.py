@@ -6,8 +6,8 @@ import numpy as np
 
 from harness.base.summary import TurnNumbers
 from harness.numbers import formulas
+from harness.records.columns import Floats
 from harness.records.run_data import CellData
-from harness.records.table import Floats
 
 
 def turn_numbers(cells: Sequence[CellData], *, nothing_cached: bool = False) -> list[TurnNumbers]:

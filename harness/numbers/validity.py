@@ -19,11 +19,11 @@ from harness.numbers.hang import Hang, find_hang
 from harness.numbers.latencies import latency_sample
 from harness.numbers.load_generator import killed_processes, process_name, users_remedy
 from harness.numbers.schedule import counts_arrivals
+from harness.records.columns import Rows, Words
 from harness.records.manifest import CellRun, Run
 from harness.records.records import CLOSING_S, OBSERVED, SLACK_S, ProcessMark
 from harness.records.run_data import CellData
 from harness.records.samples import MetricsSample
-from harness.records.table import Rows, Words
 from harness.scenario import Load, RequestTokens, model_at
 from harness.scenario.workers import Workers
 

@@ -19,7 +19,7 @@ from harness.records.manifest import Startup
 from harness.report import words
 from harness.run.experiment import Experiment
 from harness.run.progress import wrapped
-from harness.run.speed import PROMPT_WORDS, RequestSpeed
+from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
 from harness.scenario import Load, Scenario, Sweep, max_concurrency, prompts_of, requests_per_task, warmup_of
 from harness.scenario.behaviour import Agent, Rag, mean_pause_s, typical_length
 from harness.scenario.plan import (

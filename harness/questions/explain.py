@@ -10,7 +10,7 @@ from rich.text import Text
 
 from harness.base.units import count
 from harness.engines import engines
-from harness.failures.explain import Diagnosis, ScannedLog
+from harness.failures.diagnosis import Diagnosis, ScannedLog
 from harness.report.terminal import print_trimmed
 
 MORE_LOG = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}

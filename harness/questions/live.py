@@ -5,7 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError, ServerError
 from harness.base.process import is_port_free, pause
 from harness.base.summary import because, sentence

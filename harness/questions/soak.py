@@ -11,13 +11,13 @@ import numpy as np
 
 from harness.base.summary import ALPHA, MARGIN, KernelEvent, Reason, Soak, Trend, because
 from harness.base.units import count, duration, gib, percent, short_percent
-from harness.failures.explain import scan_text
+from harness.failures.diagnosis import scan_text
 from harness.numbers.stats import t_quantile
 from harness.numbers.validity import MIN_HANG_S
 from harness.numbers.warnings import HOST_CPU_FULL
+from harness.records.columns import Bools, Floats, Rows
 from harness.records.run_data import CellData, RunData
 from harness.records.samples import TelemetrySample, machine_load
-from harness.records.table import Bools, Floats, Rows
 
 BLOCKS, MIN_BLOCKS = 20, 8
 MIN_S = 600.0  # of a trend: a shorter time says nothing about an hour

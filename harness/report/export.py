@@ -20,11 +20,11 @@ from harness.base.redact import csv_field
 from harness.base.summary import Summary
 from harness.numbers import formulas
 from harness.records.clock import Clock
+from harness.records.columns import rows_of
 from harness.records.directory import no_records_error
 from harness.records.manifest import Run, read_run
 from harness.records.records import ProcessMark, Request, read_marks, read_requests
-from harness.records.table import rows_of
-from harness.report.table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
+from harness.report.results_table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
 from harness.scenario.plan import concurrent_parts
 
 BATCH = 10_000

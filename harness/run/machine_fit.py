@@ -35,7 +35,7 @@ from harness.machine.memory import SafeShare, compute_share, list_pools
 from harness.run.experiment import Experiment
 from harness.scenario import Scenario, Server
 from harness.serve.compose_file import Service, parse_device
-from harness.serve.engine import get_engine_facts, get_local_digests
+from harness.serve.docker_engine import get_engine_facts, get_local_digests
 from harness.serve.lint import get_gpu_count, get_option
 from harness.serve.template import AUTO, PreparedServer, get_variable, prepare_server
 

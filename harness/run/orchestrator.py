@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError, ServerError, StartError, reason_of
 from harness.base.files import open_file
 from harness.base.process import refuse_too_few_files

@@ -37,7 +37,7 @@ from harness.run.running import (
     needs_docker,
 )
 from harness.scenario.plan import Cell, plan
-from harness.serve.engine import connect, remove_leftovers
+from harness.serve.docker_engine import connect, remove_leftovers
 
 MAX_CHANGES = 10  # shown of what differs from the run
 ORPHANS_S = ORPHAN_GRACE_S + 5.0  # for load processes of a killed harness to write their last records

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from harness import __version__
 from harness.base import files
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, StartError
 from harness.base.files import pretty_json, read_bytes, replace_file
 from harness.base.process import owner_labels
@@ -32,7 +32,7 @@ from harness.run.experiment import Experiment, input_files, locustfile_sources
 from harness.run.progress import OnEnd, Progress
 from harness.scenario import Scenario, locustfile_of, models_of_loads
 from harness.scenario.plan import Cell
-from harness.serve.engine import get_engine_version
+from harness.serve.docker_engine import get_engine_version
 from harness.serve.facts import find_ignored_settings
 from harness.serve.lifecycle import refuse_absent_models
 from harness.workload import workload_sha256

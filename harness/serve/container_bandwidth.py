@@ -3,10 +3,17 @@
 import contextlib
 import re
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import ServerError
 from harness.machine.gpus import find_device_groups
-from harness.serve.engine import DOCKER_ERRORS, connect, get_local_digests, make_docker_error, make_labels, make_name
+from harness.serve.docker_engine import (
+    DOCKER_ERRORS,
+    connect,
+    get_local_digests,
+    make_docker_error,
+    make_labels,
+    make_name,
+)
 
 MAX_S = 180
 _RUN, _CELL = "expect", "bandwidth"

@@ -25,11 +25,11 @@ from harness.base.files import open_file
 from harness.base.https import MAX_ANSWER_BYTES
 from harness.base.process import signals_ignored
 from harness.base.redact import masked
-from harness.failures.explain import Diagnosis, ExitState, explain, explain_api_error
+from harness.failures.diagnosis import Diagnosis, ExitState, explain, explain_api_error
 from harness.records.manifest import ServerDeath
 from harness.serve import compose_file
 from harness.serve.compose_file import ComposeFile, Port, Service
-from harness.serve.engine import CELL_LABEL, DOCKER_ERRORS, RUN_LABEL, make_docker_error, make_name
+from harness.serve.docker_engine import CELL_LABEL, DOCKER_ERRORS, RUN_LABEL, make_docker_error, make_name
 
 MAX_ENGINE_SILENCE_S = 15.0
 MAX_PREPARATION_S = 300  # such as changing the owner of a volume full of models

@@ -12,7 +12,7 @@ from harness.base.redact import printable
 from harness.engines import engines
 from harness.scenario import Scenario
 from harness.serve.compose_file import SERVER, make_url, parse_compose, parse_port
-from harness.serve.engine import get_local_digests
+from harness.serve.docker_engine import get_local_digests
 from harness.serve.template import (
     PreparedServer,
     add_services,

@@ -30,7 +30,7 @@ from harness.engines import FactSource, Start, engines, find_engine
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Contents, Phase, ServedBy, Startup
 from harness.serve.containers import TIME_STAMP, unpack_file
-from harness.serve.engine import DOCKER_ERRORS
+from harness.serve.docker_engine import DOCKER_ERRORS
 from harness.serve.lemonade import LemonadeMonitor
 from harness.serve.probe import fetch_text
 

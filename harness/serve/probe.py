@@ -16,7 +16,7 @@ import requests
 from msgspec import Struct
 
 from harness.base import https
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, ServerError, closest_name
 from harness.base.https import MAX_ANSWER_S, open_session
 from harness.base.redact import masked

@@ -19,7 +19,7 @@ from harness.engines import find_template
 from harness.scenario import Consent, Server
 from harness.serve import compose_file
 from harness.serve.compose_file import ComposeFile
-from harness.serve.engine import engine_address, engine_shares_files
+from harness.serve.docker_engine import engine_address, engine_shares_files
 
 T = TypeVar("T")
 CONSENT_REASONS: dict[Consent, str] = {

@@ -4,7 +4,7 @@ import pytest
 
 from harness.base.errors import ServerError
 from harness.serve.container_bandwidth import measure_gpu
-from harness.serve.engine import RUN_LABEL, connect
+from harness.serve.docker_engine import RUN_LABEL, connect
 from tests.docker.conftest import BASE
 
 

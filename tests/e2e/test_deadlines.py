@@ -12,7 +12,7 @@ from harness.base import https
 from harness.base.errors import HarnessError, ServerError
 from harness.base.https import CA_VARIABLE, open_session
 from harness.load.client import ApiAddress
-from harness.load.process import first_model
+from harness.load.load_process import first_model
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.records.samples import Scraper

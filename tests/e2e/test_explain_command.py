@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from harness.base.summary import sentence
-from harness.failures.explain import FIRST_REQUESTS, scan_text
+from harness.failures.diagnosis import FIRST_REQUESTS, scan_text
 from harness.questions.explain import explanation_data, print_explanation
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests

@@ -18,7 +18,7 @@ from harness.questions.report.page import print_report
 from harness.records.manifest import Run, read_run, write_run
 from harness.records.records import Request, read_marks, read_requests
 from harness.records.samples import MetricsSample, read_metrics, read_telemetry
-from harness.report.table import table_lines
+from harness.report.results_table import table_lines
 from harness.scenario import Load, Server
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import expand_mixes, load_of_part, mix_of, plan

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from harness.base import files
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import ServerError
 from harness.numbers.summarize import summarize
 from harness.questions.findings.rules import RowFacts
 from harness.records.run_data import load
-from harness.serve import engine
+from harness.serve import docker_engine
 from tests.support.command import ENDED, HARNESS, PATIENCE_S, Done, going, harness, only_run, write
 from tests.support.fake_server import DONE, FINISH, TOKEN, UNTIL_CLOSED, read_request, serving, whole
 from tests.support.faults import fault
@@ -138,23 +138,23 @@ def test_an_engine_that_does_not_answer_has_one_deadline(tmp_path: Path, monkeyp
         assert done.code == 2 and f"the Docker Engine at {address} cannot be used: it did not answer" in done.err
         assert not list(tmp_path.glob("runs/*"))
         monkeypatch.setenv("DOCKER_HOST", address)
-        monkeypatch.setattr(engine, "ANSWER_S", 0.3)
-        engine._silent_since_s.clear()
+        monkeypatch.setattr(docker_engine, "ANSWER_S", 0.3)
+        docker_engine._silent_since_s.clear()
         asked: list[int] = []
         for _ in range(3):
-            facts = engine.get_engine_facts()
+            facts = docker_engine.get_engine_facts()
             assert facts.problem is not None and "did not answer within 0.3 s" in facts.problem
-            asked.append(len(engine._silent_since_s))
-        assert engine.get_engine_version() is None and engine.get_local_digests(["x"]) == {}
+            asked.append(len(docker_engine._silent_since_s))
+        assert docker_engine.get_engine_version() is None and docker_engine.get_local_digests(["x"]) == {}
         with pytest.raises(ServerError, match=r"did not answer within 0\.3 s"):
-            engine.connect()
-    engine._silent_since_s.clear()
+            docker_engine.connect()
+    docker_engine._silent_since_s.clear()
 
 
 def test_an_engine_that_drips_has_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'd.sock'}")
-    monkeypatch.setattr(engine, "ANSWER_S", 0.5)
-    engine._silent_since_s.clear()
+    monkeypatch.setattr(docker_engine, "ANSWER_S", 0.5)
+    docker_engine._silent_since_s.clear()
     done = threading.Event()
 
     def drip(listener: socket.socket) -> None:
@@ -174,11 +174,11 @@ def test_an_engine_that_drips_has_one_deadline(tmp_path: Path, monkeypatch: pyte
         thread = threading.Thread(target=drip, args=(listener,), daemon=True)
         thread.start()
         with pytest.raises(ServerError, match=r"did not answer within 0\.5 s"):
-            engine.connect()
+            docker_engine.connect()
         done.set()
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(5)
-    engine._silent_since_s.clear()
+    docker_engine._silent_since_s.clear()
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31mb", "two\nlines", "x" * 1001, "a\x00b", "\ud800"])

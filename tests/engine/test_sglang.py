@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.failures.explain import scan_text
+from harness.failures.diagnosis import scan_text
 from harness.questions.explain import has_started
 from harness.records.manifest import Startup
 from harness.records.samples import parse_metrics

@@ -20,8 +20,8 @@ from harness.base.https import open_session
 from harness.load import openai_api, sse
 from harness.load.client import ApiAddress
 from harness.load.exchange import Collector, Exchange, Failure
+from harness.load.load_process import LoadProcess, first_model
 from harness.load.openai_api import Answer, Call, Tools
-from harness.load.process import LoadProcess, first_model
 from harness.records.manifest import ServedBy
 from harness.records.records import TEMPLATE_TOKENS, BadField, Request
 from harness.records.samples import MetricsSample, Scraper

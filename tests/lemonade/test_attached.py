@@ -11,7 +11,7 @@ import requests
 import yaml
 
 from harness.base.errors import ExitCode, ServerError
-from harness.failures.explain import scan_text
+from harness.failures.diagnosis import scan_text
 from harness.numbers.summarize import read_summary
 from harness.questions.tune.search import OUTCOMES
 from harness.records.manifest import read_run

@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from harness.base.errors import ServerError
-from harness.failures.explain import scan_text
+from harness.failures.diagnosis import scan_text
 from harness.numbers.summarize import read_summary
 from harness.records.manifest import read_run
 from harness.records.records import read_requests

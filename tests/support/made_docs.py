@@ -23,7 +23,7 @@ from harness.questions.findings.decide import RULES
 from harness.records.manifest import read_run
 from harness.report import markdown
 from harness.report.elements import Grid
-from harness.report.table import results_table
+from harness.report.results_table import results_table
 from harness.serve.template import GATEWAYS, HARNESS_VARIABLES, Variable, format_limits, read_variables, templates
 from tests.support.field_docs import error_kinds_table, fields_tables
 from tests.support.reasons_in_source import reasons_in_source

@@ -9,11 +9,11 @@ import msgspec
 
 from harness.numbers import formulas
 from harness.numbers.summarize import summarize, write_summary
+from harness.records.columns import Rows, read_cells, rows_of
 from harness.records.manifest import CellRun, Machine, Phase, Run, ServedBy, Status, read_run, write_run
 from harness.records.records import ProcessMark, Request
 from harness.records.run_data import CellContext, CellData, cells_of
 from harness.records.samples import ContainerSample, GpuSample, HostSample, MetricsSample, TelemetrySample
-from harness.records.table import Rows, read_cells, rows_of
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import Slo
 from harness.scenario.plan import Cell, plan

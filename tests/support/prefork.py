@@ -53,7 +53,7 @@ _COMMANDS = (
     "harness.report.html",
     "harness.report.junit",
     "harness.report.terminal",
-    "harness.serve.engine",
+    "harness.serve.docker_engine",
     "harness.questions.check",
     "harness.simulated.__main__",
 )

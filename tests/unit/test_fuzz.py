@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT, SCENARIOS
-from harness.failures.explain import MAX_FINDINGS, scan
+from harness.failures.diagnosis import MAX_FINDINGS, scan
 from harness.imports.write import read_file
 from harness.numbers.summarize import read_summary, summarize
 from harness.records.manifest import read_run

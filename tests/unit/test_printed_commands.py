@@ -20,15 +20,15 @@ from msgspec.structs import replace
 from harness.base.errors import HarnessError
 from harness.base.files import inline_yaml
 from harness.cli import common
-from harness.cli.results import _refuse_mixed_sides
-from harness.failures.explain import scan_text
+from harness.cli.stored import _refuse_mixed_sides
+from harness.failures.diagnosis import scan_text
 from harness.failures.table import format_cause_and_fix, rules
 from harness.numbers.summarize import read_summary, summarize_data
 from harness.questions.compare.decide import refuse_invalid
 from harness.questions.findings.rules import RowFacts
 from harness.questions.quick.search import next_commands
 from harness.questions.tune.page import resume_command
-from harness.questions.tune.settings import to_paste
+from harness.questions.tune.spelling import to_paste
 from harness.records.directory import no_records_error
 from harness.records.manifest import Startup
 from harness.records.run_data import RunData, load

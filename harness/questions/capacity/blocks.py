@@ -14,8 +14,8 @@ from harness.numbers import formulas
 from harness.numbers.formulas import MISSED, meets_slos
 from harness.numbers.latencies import margin_sample, token_shares_between
 from harness.numbers.share_test import LatencySample
+from harness.records.columns import Rows, rows_of
 from harness.records.records import AT_LEAST, FAILED, OBSERVED, UNKNOWN, Request
-from harness.records.table import Rows, rows_of
 from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.behaviour import mean_pause_s
 from harness.scenario.check_syntax import Check, parse_check, split_checks

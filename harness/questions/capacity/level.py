@@ -24,8 +24,8 @@ from harness.numbers.answered import Answered, answered, join
 from harness.numbers.formulas import MISSED, meets_slos, waited_in_listen_queue
 from harness.numbers.share_test import LatencySample, ShareDecision, decide_share
 from harness.questions.capacity.blocks import BlockCutter, ProbeBlock, count_met
+from harness.records.columns import Bools, Rows, rows_of
 from harness.records.records import AT_LEAST, CUT, FAILED, OBSERVED
-from harness.records.table import Bools, Rows, rows_of
 from harness.scenario.check_syntax import Check
 from harness.scenario.plan import load_of_part
 

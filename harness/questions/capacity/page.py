@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
 from harness.numbers.stats import MIN_LEVELS

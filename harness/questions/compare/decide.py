@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError
 from harness.base.summary import (
     DEFINITIONS,

@@ -18,7 +18,7 @@ from harness.numbers.answered import (
     unserved,
 )
 from harness.questions.findings.rules import Found, RowFacts, rule
-from harness.records.table import Rows
+from harness.records.columns import Rows
 from harness.scenario import is_open_loop, prompts_of
 
 NONE_S, NONE_TIMES = 2.0, 10.0  # without a token; times the usual wait for the first one

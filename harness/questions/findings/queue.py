@@ -7,7 +7,7 @@ from harness.base.units import GIB, count, figures, gib, milliseconds, short_per
 from harness.numbers.cell_numbers import generated_tokens
 from harness.numbers.time_split import SHARE
 from harness.questions.findings.rules import Found, RowFacts, gain, rule, shorter
-from harness.records.table import Floats, Gaps, join_gaps
+from harness.records.columns import Floats, Gaps, join_gaps
 
 MUCH_SLOWER = 0.9  # of the throughput with fewer requests at once
 FREEZE_TIMES, FREEZE_S = 4.0, 0.1  # a pause is long beyond so many times the median, and so many seconds

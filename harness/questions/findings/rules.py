@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
 from harness.base.files import SCENARIOS, inline_yaml, open_file, read_json
 from harness.base.redact import HIDDEN
@@ -18,11 +18,11 @@ from harness.base.units import milliseconds
 from harness.engines import Engine, Spelling, engines, find_engine
 from harness.engines.settings import as_number, flag_names, flag_words, load_command, merge_words
 from harness.questions.capacity.decide import CAPACITY_FILE
+from harness.records.columns import Floats, Rows
 from harness.records.directory import INPUTS
 from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample
-from harness.records.table import Floats, Rows
 from harness.scenario import Load, max_concurrency
 
 MAX_LOG_BYTES = 1_000_000

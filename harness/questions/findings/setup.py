@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.command import command_line, positional
+from harness.base.command_line import command_line, positional
 from harness.base.metrics import METRICS
 from harness.base.summary import ENOUGH
 from harness.base.units import count, figures, milliseconds, short_percent

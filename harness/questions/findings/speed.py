@@ -18,8 +18,8 @@ from harness.hardware.bounds import (
 )
 from harness.numbers.formulas import MAX_BLANK_GAPS, hides_reasoning, latency_s
 from harness.questions.findings.rules import Found, RowFacts, rule
+from harness.records.columns import Floats
 from harness.records.manifest import CellRun
-from harness.records.table import Floats
 
 SLOW_PREFILL = 0.1  # of the compute: engines reach 20 to 60 %
 MIN_PROMPT = 128  # tokens; below it the overhead of a step decides

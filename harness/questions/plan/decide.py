@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
 from harness.base.summary import CellSummary, Reason, Row, because, sentence
@@ -22,10 +22,10 @@ from harness.numbers.schedule import load_kind
 from harness.numbers.stats import Array
 from harness.numbers.summarize import summarize_data
 from harness.numbers.validity import DEATHS
+from harness.records.columns import Rows
 from harness.records.records import CUT
 from harness.records.run_data import CellData
 from harness.records.run_data import load as load_run_data
-from harness.records.table import Rows
 from harness.scenario import Load, max_concurrency
 
 COVERAGE = 0.90  # of the intervals

@@ -15,10 +15,10 @@ from harness.numbers.latencies import latency_sample, token_shares_between
 from harness.numbers.prefill import prefill_tok_s
 from harness.numbers.share_test import percentiles
 from harness.records import run_data
+from harness.records.columns import Floats, Rows
 from harness.records.manifest import QUICK
 from harness.records.records import CUT, OBSERVED
 from harness.records.run_data import CellData, RunData
-from harness.records.table import Floats, Rows
 from harness.scenario.plan import load_of_stage
 
 NOTES = ("text_unread", "first_token_blank", "reasoning_hidden", "prefill_above_hardware")

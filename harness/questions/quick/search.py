@@ -15,7 +15,7 @@ import requests
 import yaml
 from msgspec.structs import replace
 
-from harness.base.command import command_line, positional
+from harness.base.command_line import command_line, positional
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import SCENARIOS
 from harness.base.https import open_session
@@ -32,7 +32,7 @@ from harness.records.manifest import Run, Startup
 from harness.report.sentences import death_answer, group_reasons
 from harness.run import experiment as experiments
 from harness.run.experiment import RUNNING_SERVER, Experiment, Target
-from harness.run.speed import PROMPT_WORDS, RequestSpeed
+from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
 from harness.scenario import Line, Scenario, models_of_loads
 from harness.scenario.behaviour import max_length
 from harness.serve import probe

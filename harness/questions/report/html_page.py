@@ -23,9 +23,9 @@ from harness.questions.quick.page import LEGEND, levels_grid
 from harness.questions.report import page
 from harness.questions.same_answers.page import same_answers_page, trust_charts, trust_tables
 from harness.questions.tune.page import TuneReport, tune_chart, tune_elements
-from harness.questions.tune.results import read_answered
+from harness.questions.tune.proof import read_answered
 from harness.records.manifest import Run, ServedBy
-from harness.report import sentences, table
+from harness.report import results_table, sentences
 from harness.report.charts import figures, row_keys
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
@@ -65,10 +65,10 @@ def render(
     cells = {cell.id: cell for cell in summary.cells}
     events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
     loads = sentences.load_descriptions(run) if len(summary.rows) <= _FEW else {}
-    results = levels_grid(levels) if levels else table.results_table(summary, run, loads)
+    results = levels_grid(levels) if levels else results_table.results_table(summary, run, loads)
     shown_tiles = (quick_tiles(levels) if levels else tiles(summary, run)) if is_sure and tune is None else []
     numbers = itertools.chain(*results.rows, (value for _, value, _ in shown_tiles))
-    details = [*trust_tables(summary), *table.time_table(summary), *table.schedule_table(summary, run)]
+    details = [*trust_tables(summary), *results_table.time_table(summary), *results_table.schedule_table(summary, run)]
     return render_template(
         "report.html.j2",
         drawn,
@@ -86,10 +86,10 @@ def render(
         quick_legend=LEGEND if levels else "",
         details=named(details),
         fold_long=fold_long,
-        machine=named(table.machine_table(summary)),
+        machine=named(results_table.machine_table(summary)),
         checks=named(checks(summary.checks)),
         failures=named(page.failures(summary)),
-        errors=table.format_errors,
+        errors=results_table.format_errors,
         sentence=sentence,
         startup_facts=startup_facts,
         units=units,

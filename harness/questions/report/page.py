@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from harness.base import units
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.summary import (
     Reason,
     Summary,
@@ -23,7 +23,7 @@ from harness.questions.quick.page import LEGEND, lead, levels_grid
 from harness.questions.report.headline import run_answer
 from harness.questions.same_answers.page import same_answers_page, trust_tables
 from harness.questions.tune.page import TuneReport, answer_line, tune_elements, tune_question
-from harness.questions.tune.results import read_answered
+from harness.questions.tune.proof import read_answered
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.comparisons import verdicts
@@ -36,8 +36,8 @@ from harness.report.elements import (
     Paragraph,
     with_names,
 )
+from harness.report.results_table import machine_table, results_table, schedule_table, time_table
 from harness.report.sections import checks, simulated_note
-from harness.report.table import machine_table, results_table, schedule_table, time_table
 from harness.report.terminal import print_page
 
 _RUN_HINT = "--explain shows them"

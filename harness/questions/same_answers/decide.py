@@ -9,8 +9,8 @@ from pathlib import Path
 from harness.base.summary import SameAnswers
 from harness.numbers.known_answers import KnownAnswer, answers_by_question, compare_answers
 from harness.records import run_data
+from harness.records.columns import Rows
 from harness.records.run_data import RunData
-from harness.records.table import Rows
 from harness.scenario import asks_known
 from harness.scenario.plan import baseline_of
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.process import owner_is_gone
 from harness.base.summary import MARGIN, Reason, SameAnswers, Verdict, known_bounds, sentence

@@ -51,7 +51,7 @@ from harness.questions.tune.page import (
     why_text,
     write_tune,
 )
-from harness.questions.tune.results import (
+from harness.questions.tune.proof import (
     DEFAULT,
     QUESTIONS,
     SIDES,
@@ -60,7 +60,7 @@ from harness.questions.tune.results import (
     value_of,
     with_answer,
 )
-from harness.questions.tune.settings import (
+from harness.questions.tune.spelling import (
     FREE_MEMORY,
     failure_of,
     safe_share_in_log,

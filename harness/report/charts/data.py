@@ -14,10 +14,10 @@ from harness.numbers import formulas
 from harness.numbers.latencies import latency_sample
 from harness.numbers.share_test import LatencySample, kaplan_meier
 from harness.numbers.summarize import has_only_summary
+from harness.records.columns import FINE_S, MAX_FINE, Rows
 from harness.records.records import CUT
 from harness.records.run_data import CellData, RunData, load
 from harness.records.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
-from harness.records.table import FINE_S, MAX_FINE, Rows
 from harness.scenario.plan import plan
 
 MAX_BINS = 240  # points of a timeline's line

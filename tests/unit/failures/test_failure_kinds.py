@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.engines import engines
-from harness.failures.explain import explain, explain_message, scan_text
+from harness.failures.diagnosis import explain, explain_message, scan_text
 from harness.failures.table import rules
 from harness.questions.explain import explanation_data, has_started, is_recognised
 from tests.support.command import harness

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.engines import engines
-from harness.failures.explain import ExitState, explain, scan_text
+from harness.failures.diagnosis import ExitState, explain, scan_text
 from harness.questions.explain import explanation_data, has_started
 from tests.support.command import harness
 

@@ -12,7 +12,7 @@ import pytest
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT
 from harness.base.summary import Numbers, Summary, evidence
-from harness.imports import Source, lemonade, llama_bench, vllm
+from harness.imports import Source, lemonade_bench, llama_bench, vllm
 from harness.imports.write import FORMATS, import_file, read_file
 from harness.numbers.summarize import summarize
 from harness.questions.compare.decide import compare_runs
@@ -175,13 +175,14 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     folder = import_file(DATA / "lemonade-from-source.json", tmp_path)
     run, summary = read_run(folder), summarize(folder, ["output_tok_s >= 0.1 * baseline", "speedup >= 0.1"])
     meanings = [row.definitions["output_tok_s"] for row in summary.rows]
-    assert meanings == [lemonade.DECODING, lemonade.WHOLE_REQUEST]
+    assert meanings == [lemonade_bench.DECODING, lemonade_bench.WHOLE_REQUEST]
     assert summary.comparison is not None and summary.comparison.comparisons == 0
     (verdict,) = summary.comparison.verdicts
     assert (verdict.word, verdict.ratio, verdict.p) == ("inconclusive", None, None)
     assert verdict_sentence(verdict) == (
         "flm-npu / chat-short: inconclusive: the definitions of 'output_tok_s' differ, so no ratio is given. "
-        f"flm-npu / chat-short: {lemonade.WHOLE_REQUEST}. llamacpp-vulkan / chat-short: {lemonade.DECODING}."
+        f"flm-npu / chat-short: {lemonade_bench.WHOLE_REQUEST}. "
+        f"llamacpp-vulkan / chat-short: {lemonade_bench.DECODING}."
     )
     assert [check.code for check in summary.checks] == ["no_baseline", "no_value"]
     assert all("the definitions of 'output_tok_s' differ" in evidence(check.evidence) for check in summary.checks)
@@ -195,9 +196,9 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
 @pytest.mark.parametrize(
     ("tokens", "ttft", "took", "speed", "meaning"),
     [
-        (128, 80.0, 3000.0, 44.5, lemonade.DECODING),
-        (128, 80.0, 3000.0, 128 / 3.0, lemonade.WHOLE_REQUEST),  # though it reports the time of the prompt
-        (128, 0.0, 3000.0, 128 / 3.0, lemonade.WHOLE_REQUEST),
+        (128, 80.0, 3000.0, 44.5, lemonade_bench.DECODING),
+        (128, 80.0, 3000.0, 128 / 3.0, lemonade_bench.WHOLE_REQUEST),  # though it reports the time of the prompt
+        (128, 0.0, 3000.0, 128 / 3.0, lemonade_bench.WHOLE_REQUEST),
         (128, 0.0, 3000.0, 44.5, None),  # a server that reports its decoding would report the prompt, too
         (128, 800.0, 3000.0, 43.5, None),  # a decoding speed would leave no room for the prompt
         (128, 80.0, 3000.0, 0.0, None),
@@ -212,7 +213,10 @@ def test_what_tells_the_two_speeds_of_lemonade_apart(
     scenario = {"name": "s", "category": "chat", "failed_runs": 0}
     scenario |= {"output_tokens": tokens, "ttft_ms": all_alike(ttft)}
     scenario |= {"duration_ms": all_alike(took), "tps": all_alike(speed)}
-    assert lemonade.speed_definition(Source(Path("f"), "", scenario).read(lemonade.LemonadeScenario)) == meaning
+    assert (
+        lemonade_bench.speed_definition(Source(Path("f"), "", scenario).read(lemonade_bench.LemonadeScenario))
+        == meaning
+    )
 
 
 def test_runs_of_one_tool_and_work_are_compared(tmp_path: Path) -> None:

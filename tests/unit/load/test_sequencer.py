@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from harness.base.summary import WarmupResult
-from harness.load.process import quota_of
+from harness.load.load_process import quota_of
 from harness.load.sequencer import Quota, Sequencer, Shard, Work
 from harness.numbers.schedule import summarize_warmup
 from harness.numbers.summarize import read_summary

@@ -16,8 +16,8 @@ from harness.numbers.answered import (
     poor_share,
     unserved,
 )
+from harness.records.columns import rows_of
 from harness.records.records import Request
-from harness.records.table import rows_of
 from harness.scenario import Load, Prompts, Trace
 from harness.scenario.behaviour import Structured
 from tests.support.made_runs import request

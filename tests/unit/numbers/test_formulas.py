@@ -11,8 +11,8 @@ from harness.base.summary import Distribution, Numbers
 from harness.numbers import formulas
 from harness.numbers.latencies import token_shares_between
 from harness.records.clock import Clock
+from harness.records.columns import join_records, read_block, records_at, records_of, rows_of
 from harness.records.records import Lines, Request, split_blocks
-from harness.records.table import join_records, read_block, records_at, records_of, rows_of
 from tests.support.made_runs import request, value_of, write_lines
 
 

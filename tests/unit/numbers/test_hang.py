@@ -3,8 +3,8 @@
 import pytest
 
 from harness.numbers.hang import Hang, find_hang
+from harness.records.columns import rows_of
 from harness.records.records import Request
-from harness.records.table import rows_of
 from tests.support.made_runs import request
 
 

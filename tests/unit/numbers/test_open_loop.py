@@ -17,7 +17,7 @@ from harness.numbers.summarize import read_summary
 from harness.records.clock import Clock
 from harness.records.manifest import read_run
 from harness.records.run_data import CellContext, CellData, cell_data
-from harness.report.table import schedule_table
+from harness.report.results_table import schedule_table
 from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.behaviour import Agent
 from tests.support.command import Done, called, harness, only_run

@@ -7,9 +7,9 @@ import pytest
 from harness.numbers import formulas
 from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.prefill import blank_starts, is_first_token_blank, prefill_tok_s
+from harness.records.columns import rows_of
 from harness.records.records import Request
 from harness.records.run_data import CellData, cell_data
-from harness.records.table import rows_of
 from tests.support.made_runs import request, value_of
 
 GAP_S = 0.01

@@ -10,7 +10,7 @@ from harness.load.openai_api import count_words
 from harness.numbers import formulas
 from harness.numbers.cell_numbers import find_bundle
 from harness.records.arrivals import split_arrivals
-from harness.records.table import rows_of
+from harness.records.columns import rows_of
 from tests.support.made_runs import request, value_of
 
 

@@ -44,7 +44,7 @@ from harness.report.elements import (
     plain_grid,
     with_names,
 )
-from harness.report.table import format_errors, table_columns, table_lines
+from harness.report.results_table import format_errors, table_columns, table_lines
 from harness.report.terminal import fold_command, print_page
 from harness.report.words import load_names
 from harness.run.progress import wrapped

@@ -10,7 +10,7 @@ import pytest
 from harness.base.errors import HarnessError
 from harness.base.files import SCENARIOS
 from harness.load.client import ApiAddress
-from harness.load.process import first_model
+from harness.load.load_process import first_model
 from harness.questions.quick.search import model_of, prepare_for, quick_scenario, user_scenario
 from harness.run.experiment import Target
 from harness.scenario import Load

@@ -38,7 +38,7 @@ from harness.questions.quick.search import (
 from harness.run.experiment import Target, prepare
 from harness.run.orchestrator import run
 from harness.run.progress import Progress
-from harness.run.speed import PROMPT_WORDS, RequestSpeed
+from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
 from harness.serve import probe
 from harness.workload import SALT_WORDS
 from tests.support.command import called, write

@@ -45,7 +45,7 @@ from harness.questions.tune.page import (
     tune_page,
     write_tune,
 )
-from harness.questions.tune.results import (
+from harness.questions.tune.proof import (
     QUESTIONS,
     proof_rooms,
     proof_values,
@@ -64,7 +64,7 @@ from harness.questions.tune.search import (
     users_ladder,
     with_budget,
 )
-from harness.questions.tune.settings import docker_run, failure_of, to_paste
+from harness.questions.tune.spelling import docker_run, failure_of, to_paste
 from harness.records.manifest import read_run, write_run
 from harness.report import html, markdown, terminal
 from harness.report.elements import Chart, Grid, Paragraph

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 from harness.questions.tune.command import exit_after_tune
 
 if TYPE_CHECKING:
     from harness.base.summary import Comparison, Summary
+    from harness.numbers.summarize import Summarized
     from harness.questions.capacity.decide import CapacityReport
     from harness.questions.tune.page import TuneReport
     from harness.records.manifest import Run
@@ -53,11 +54,8 @@ def report(
     from harness.questions.compare.decide import make_reference
     from harness.questions.findings.decide import with_findings
     from harness.questions.joint import analyse
-    from harness.questions.report import html_page
-    from harness.questions.report.page import print_report, report_page
-    from harness.questions.tune.results import read_answered
+    from harness.questions.tune.proof import read_answered
     from harness.records.manifest import read_run
-    from harness.report import markdown
     from harness.run.experiment import validate_checks
 
     base = None if baseline is None else cli.find_baseline(baseline, runs)
@@ -80,6 +78,17 @@ def report(
         counts, capacity = what_if.with_answers(counts, capacity, other_slos)
     summary, tuned = read_summary(folder) if counts is None else counts.summary, read_answered(folder)
     summary = with_gates(summary, share, provisional=provisional)
+    _print_run(output, summary, manifest, folder, counts, explain=explain)
+    _exit_after_report(summary, None if checks else tuned, capacity, folder, provisional)
+
+
+def _print_run(
+    output: str, summary: "Summary", manifest: "Run", folder: Path, counts: "Summarized | None", *, explain: bool
+) -> None:
+    from harness.questions.report import html_page
+    from harness.questions.report.page import print_report, report_page
+    from harness.report import markdown
+
     cli.print_as(
         output,
         summary,
@@ -88,7 +97,6 @@ def report(
         markdown=lambda: markdown.render(report_page(summary, manifest, folder)),
         **_as_files(summary, manifest),
     )
-    _exit_after_report(summary, None if checks else tuned, capacity, folder, provisional)
 
 
 def _as_files(summary: "Summary", manifest: "Run") -> dict[str, Callable[[], str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from harness.base.command import quote
+from harness.base.command_line import quote
 from harness.base.errors import HarnessError
 from harness.base.files import DOCS, open_file
 from harness.base.summary import Reason

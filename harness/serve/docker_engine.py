@@ -20,7 +20,7 @@ from docker.utils import parse_repository_tag
 
 from harness.base.errors import ServerError, reason_of
 from harness.base.process import owner_is_gone, owner_labels
-from harness.failures.explain import explain_api_error
+from harness.failures.diagnosis import explain_api_error
 from harness.machine.doctor import DockerEngine
 
 LABEL = "amd-llm-load"

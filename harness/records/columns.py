@@ -18,7 +18,7 @@ from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from harness.base.files import UNDECODABLE, open_file
-from harness.failures.explain import example_messages
+from harness.failures.diagnosis import example_messages
 from harness.records.arrivals import JOINED_S, JOINED_SHARE, split_arrivals
 from harness.records.clock import Clock
 from harness.records.records import (
