@@ -1,6 +1,7 @@
 """Shared parts of the commands: the app, common options, the console, mistakes in the command line."""
 
 import difflib
+import errno
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from rich.segment import Segment
 from typer.core import TyperCommand, TyperGroup
 
 from harness.base.command_line import command_line
-from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean, reason_of
+from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, closest_name, did_you_mean, reason_of
 from harness.base.files import pretty_json
 from harness.base.redact import printable
 
@@ -197,8 +198,12 @@ def find_scenario(given: Path | None) -> Path | None:
     if given.stem in shipped and str(given) in names:
         return shipped[given.stem]
     files = {path.stem: path for path in _yaml_files(given.parent)}
-    own = difflib.get_close_matches(given.stem, files, n=1)
-    near = f"did you mean '{files[own[0]]}'?" if own else did_you_mean(given.stem, shipped)
+    here = {path.stem: path for path in _yaml_files(Path()) if path.stem == given.stem}
+    near = did_you_mean(given.stem, shipped)
+    for own in (files, here):
+        if (name := closest_name(given.stem, own)) is not None:
+            near = f"did you mean '{own[name]}'?"
+            break
     raise HarnessError(
         f"{given}: there is no such scenario; {near}",
         next_step="Give a file, or the name of a scenario that ships: `harness list scenarios` lists them.",
@@ -514,11 +519,13 @@ class JunitFile:
     """The JUnit file of a command, with a suite for each of its runs."""
 
     def __init__(self, path: Path) -> None:
-        """Raises HarnessError for a named pipe: at the end of a run it would wait for a reader, for ever."""
+        """Raises HarnessError for a folder, and for a named pipe, which would wait for a reader for ever."""
         from harness.base.files import refuse_named_pipe
 
         try:
             refuse_named_pipe(path)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except OSError as error:
             raise HarnessError(f"--junit: {path}: {reason_of(error)}", next_step="Name another file.") from None
         self._path = path

@@ -54,6 +54,16 @@ def test_an_error_goes_to_the_stream_that_is_open(tmp_path: Path) -> None:
     assert shell('"$1" init x.yaml <&-', tmp_path).code == 1, "it cannot ask"
 
 
+@fault("input", "a shell lets a process have too little memory (`ulimit -v`)", seen="MiB of memory (`ulimit -v`)",
+       code=1, kept="no run is begun")  # fmt: skip
+@pytest.mark.parametrize("limit_kib", [40_000, 220_000, 400_000, 520_000])
+def test_too_little_memory_is_an_error_before_anything_is_sent(tmp_path: Path, limit_kib: int) -> None:
+    """In less, libraries wait for ever, or fail in words of their own."""
+    write(tmp_path)
+    done = shell(f'ulimit -v {limit_kib}; "$1" run small.yaml --runs runs', tmp_path)
+    assert done.code == 1 and f"{limit_kib // 1024} MiB" in done.err and not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -89,6 +99,8 @@ def test_no_output_waits_for_the_reader_of_a_named_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.csv")
     done = harness("run", "small.yaml", "--junit", "p.csv", "--runs", "runs", cwd=tmp_path)
     assert done.code == 1 and "p.csv: not a regular file but a named pipe" in done.err
+    done = harness("run", "small.yaml", "--junit", ".", "--runs", "runs", cwd=tmp_path)
+    assert done.code == 1 and "--junit: .: Is a directory" in done.err
     assert not (tmp_path / "runs").exists(), "before the load"
     assert harness("run", "small.yaml", "--runs", "runs", "--junit", "j.xml", cwd=tmp_path).code == 0
     done = harness("export", "last", "--runs", "runs", "--to", "p.csv", cwd=tmp_path)
@@ -151,6 +163,7 @@ def test_an_engine_that_does_not_answer_has_one_deadline(tmp_path: Path, monkeyp
     docker_engine._silent_since_s.clear()
 
 
+@fault("engine", "the Docker Engine answers with a byte now and then", seen="it did not answer within 10 s")
 def test_an_engine_that_drips_has_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'd.sock'}")
     monkeypatch.setattr(docker_engine, "ANSWER_S", 0.5)
@@ -209,11 +222,15 @@ def test_several_runs_share_one_junit_file(tmp_path: Path) -> None:
 
 def test_a_misspelt_file_is_found_before_a_scenario_that_ships(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "mine.yaml").write_text("version: 1\n")
+    for name in ("sub/mine.yaml", "own.yaml"):
+        (tmp_path / name).write_text("version: 1\n")
     for given, near in (
         ("sub/mine.ymal", "sub/mine.yaml"),
         ("sub/mine.yml", "sub/mine.yaml"),
         ("chat-user", "chat-users"),
+        ("sub/MINE.yaml", "sub/mine.yaml"),
+        ("Chat-Users", "chat-users"),
+        ("no-such-folder/own.yaml", "own.yaml"),
     ):
         done = harness("check", given, cwd=tmp_path)
         assert done.code == 1 and f"did you mean '{near}'?" in done.err, done.err

@@ -36,6 +36,7 @@ from harness.report.terminal import fold_command
 from harness.scenario import Server
 from harness.scenario.workers import Workers
 from harness.serve.compose_file import parse_compose
+from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by, write_made_run
 
 SOURCE = Path(__file__).parents[2] / "harness"
@@ -175,6 +176,8 @@ def plain(word: str) -> str:
 PRINTED: list[Callable[[Path, str], Iterator[str]]] = [of_findings, of_lemonade, of_errors, of_pages, of_settings]
 
 
+@fault("input", "a name of a model, a server, a folder or a run that a shell would run",
+       seen="each is one quoted argument in every command to paste", kept="as it was")  # fmt: skip
 @pytest.mark.parametrize("word", HOSTILE)
 @pytest.mark.parametrize("printed", PRINTED, ids=lambda one: one.__name__)
 def test_a_value_is_one_argument(
@@ -204,6 +207,8 @@ _FILLED = re.compile(r"`[^`]*\{[a-z]+\}[^`]*`")
 IN_TABLES = {rule.id for rule in rules() if any(map(_FILLED.search, rule.fixes.values()))}
 
 
+@fault("input", "a log has names that a shell would run", seen="each is quoted in the commands of `harness explain`",
+       kept="as it was")  # fmt: skip
 @pytest.mark.parametrize("word", HOSTILE)
 def test_what_a_log_says_runs_nothing(pasted: Callable[[str], list[list[str]]], word: str) -> None:
     assert "systemd.exited" in IN_TABLES

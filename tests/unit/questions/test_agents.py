@@ -5,6 +5,7 @@ from harness.numbers.turns import turn_numbers
 from harness.questions.agents import turn_answers
 from harness.records.run_data import cell_data
 from harness.scenario import Load
+from tests.support.faults import fault
 from tests.support.made_runs import request
 
 AGENT = Load(user="agent", endpoint="messages", requests=6, output="natural")
@@ -48,6 +49,9 @@ def test_unknown_tokens_stay_unknown_and_one_turn_is_no_task() -> None:
     assert turn_answers([row(found)], {"l": AGENT, "chat": Load(user="chat", requests=1)}) == []
 
 
+@fault(
+    "server", "it does not report the tokens of a prompt", seen="the size of the context is not known; no report has 0"
+)
 def test_a_context_whose_size_the_server_does_not_report_is_unknown_and_not_0() -> None:
     """The question of the run is not answered, and the sentence says that."""
     for found in (turns((None, None), (None, None)), turns((1000, None), (None, None))):

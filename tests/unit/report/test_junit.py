@@ -19,6 +19,7 @@ from harness.report import junit
 from harness.report.verdict_text import verdict_sentence
 from harness.scenario.plan import Cell
 from tests.support.command import called, harness, server, write
+from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by, write_made_run
 
 
@@ -171,6 +172,7 @@ def test_a_file_with_any_text_can_be_read(what: str, detail: str) -> None:
 OBEYED = "\x9b2J\x1b[2J\u202eb\u2066c\u200b\x7f\u2028d\ufeff\x85e"
 
 
+@fault("input", "control characters in what a JUnit file says", seen="U+FFFD in their place", kept="as it was")
 def test_no_text_has_what_a_terminal_obeys(tmp_path: Path) -> None:
     made, _ = junit_of(tmp_path / "run")
     run = read_run(tmp_path / "run")

@@ -42,6 +42,7 @@ from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
 from harness.serve import probe
 from harness.workload import SALT_WORDS
 from tests.support.command import called, write
+from tests.support.faults import fault
 from tests.support.http_double import Handler, listening
 from tests.support.made_runs import write_made_run
 
@@ -193,6 +194,9 @@ def test_without_a_server_the_error_says_where_it_looked() -> None:
     assert str(closed) in caught.value.what and port in caught.value.what
 
 
+@fault("input", "`harness quick` without an address finds a server",
+       seen="the server and its model, and a question; without a terminal and without `--yes`, exit code 1",
+       kept="no request is sent before the user agrees")  # fmt: skip
 @pytest.mark.parametrize(
     ("typed", "is_agreed", "agrees"),
     [(None, False, False), ("n\n", False, False), (None, True, True), ("\n", False, True), ("y\n", False, True)],
@@ -214,6 +218,8 @@ def test_a_server_that_was_found_gets_load_once_the_user_agrees(
     assert asked == []
 
 
+@fault("input", "`harness quick` without an address finds several servers", seen="harness quick http://...", code=1,
+       kept="nothing, no request was sent")  # fmt: skip
 def test_of_several_servers_none_gets_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
@@ -310,6 +316,8 @@ def test_check_says_that_prompts_exceed_the_context_of_a_running_server(tmp_path
     assert json.loads(timed.out)["estimated_s"] > 3600
 
 
+@fault("server", "`harness check --url` during the measurement of another user", seen="--time-request", code=0,
+       kept="that measurement: the server generates nothing unless `--time-request` is given")  # fmt: skip
 def test_check_generates_nothing_unless_a_request_is_to_be_timed(tmp_path: Path) -> None:
     asked: list[str] = []
     given = ["check", str(write(tmp_path)), "--model", "Qwen3-8B", "--json"]
