@@ -354,6 +354,18 @@ class Output(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
+    is_lost = False  # of this process: something could not be printed
+
+    def print(self, *objects: Any, **more: Any) -> None:
+        """Print, and go on with a run when the disk with the output is full."""
+        try:
+            super().print(*objects, **more)
+        except OSError as error:
+            is_first, Output.is_lost = not Output.is_lost, True
+            mute(sys.stderr if self.stderr else sys.stdout)
+            if is_first:
+                print(f"error: the output: {reason_of(error)}; what else would be printed is dropped", file=sys.stderr)
+
     def on_broken_pipe(self) -> None:
         """Go on with the run when its reader, such as `head`, closed the pipe; rich would exit here."""
         mute_stdout()
@@ -361,7 +373,12 @@ class Output(Console):
 
 def mute_stdout() -> None:
     """Discard all that is written to the standard output from now on, also at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    mute(sys.stdout)
+
+
+def mute(stream: TextIO) -> None:
+    """Discard all that is written to a standard stream from now on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def protect_terminal() -> None:

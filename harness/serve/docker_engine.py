@@ -138,6 +138,11 @@ def ask_engine(ask: Callable[[], T]) -> T:
         threading.Thread(target=work, name="asking the Docker Engine", daemon=True).start()
         with contextlib.suppress(queue.Empty):
             result = results.get(timeout=ANSWER_S)
+            if isinstance(result, TypeError | AttributeError | LookupError):  # of the SDK
+                raise ServerError(
+                    f"the Docker Engine at {address} cannot be used: what answers there is no Docker Engine",
+                    next_step=_ENGINE_ADVICE,
+                )
             if isinstance(result, Exception):
                 raise result
             return result[0]
@@ -219,7 +224,7 @@ def ensure_image(client: docker.DockerClient, name: str, on_progress: Callable[[
     """Return the image; pull it if the engine does not have it. Raises ServerError: offline, unknown, not allowed."""
     try:
         with contextlib.suppress(ImageNotFound):
-            return client.images.get(name)
+            return ask_engine(lambda: client.images.get(name))
         repository, tag = parse_repository_tag(name)
         if repository == OWN_IMAGE:
             raise ServerError(
@@ -244,7 +249,7 @@ def get_local_digests(names: Iterable[str]) -> dict[str, str]:
     with contextlib.suppress(ServerError, *DOCKER_ERRORS), contextlib.closing(connect()) as client:
         for name in names:
             with contextlib.suppress(ImageNotFound):
-                digests[name] = get_digest(client.images.get(name))
+                digests[name] = get_digest(ask_engine(functools.partial(client.images.get, name)))
     return digests
 
 

@@ -17,6 +17,7 @@ from harness.base.command_line import command_line
 from harness.base.errors import ServerError
 from harness.numbers.summarize import summarize
 from harness.questions.findings.rules import RowFacts
+from harness.records.manifest import read_run
 from harness.records.run_data import load
 from harness.serve import docker_engine
 from tests.support.command import ENDED, HARNESS, PATIENCE_S, Done, going, harness, only_run, write
@@ -44,6 +45,17 @@ def test_a_run_with_closed_streams_is_whole(tmp_path: Path) -> None:
     assert (run / "summary.json").is_file() and not (run / "requests.jsonl").read_bytes().count(b"closed")
     assert shell('"$1" run small.yaml --runs two >&- 2>&-', tmp_path).code == 0
     assert (only_run(tmp_path / "two") / "summary.json").is_file()
+
+
+@fault("disk", "the disk with the printed output is full, that with the runs is not",
+       seen="the output: No space left on device; what else would be printed is dropped", code=1)  # fmt: skip
+def test_a_full_output_does_not_end_a_run(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert shell('"$1" run small.yaml --runs runs >/dev/full', tmp_path).code == 1
+    run = only_run(tmp_path / "runs")
+    assert read_run(run).status == "valid" and (run / "summary.json").is_file()
+    assert shell('"$1" report last --runs runs >/dev/full', tmp_path).code == 1
+    assert shell('"$1" run missing.yaml 2>/dev/full', tmp_path).code == 1
 
 
 def test_an_error_goes_to_the_stream_that_is_open(tmp_path: Path) -> None:
@@ -161,6 +173,17 @@ def test_an_engine_that_does_not_answer_has_one_deadline(tmp_path: Path, monkeyp
         with pytest.raises(ServerError, match=r"did not answer within 0\.3 s"):
             docker_engine.connect()
     docker_engine._silent_since_s.clear()
+
+
+def test_an_answer_that_no_engine_gives_is_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'd.sock'}")
+    for error in (TypeError("indices"), KeyError("Id"), AttributeError("get"), IndexError("0")):
+
+        def answer(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(ServerError, match="no Docker Engine"):
+            engine.ask_engine(answer)
 
 
 @fault("engine", "the Docker Engine answers with a byte now and then", seen="it did not answer within 10 s")
