@@ -218,7 +218,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     processes: list[str] = []  # regular expressions for process names, which the kernel cuts to 15 characters
     children: list[str] = []  # those of `processes` that are children of its server
     columns: dict[str, Column] = {}
-    settings: dict[str, Spelling] = {}  # by name in harness.advice
+    settings: dict[str, Spelling] = {}  # by name in the findings
     options: LoadOptions | None = None
     fallbacks: dict[str, str] = {}  # words of its log that show slow kernels: what they mean
     speculation: str | None = None  # arguments with which it speculates

@@ -183,7 +183,7 @@ def test_an_answer_that_no_engine_gives_is_no_defect(tmp_path: Path, monkeypatch
             raise error
 
         with pytest.raises(ServerError, match="no Docker Engine"):
-            engine.ask_engine(answer)
+            docker_engine.ask_engine(answer)
 
 
 @fault("engine", "the Docker Engine answers with a byte now and then", seen="it did not answer within 10 s")
