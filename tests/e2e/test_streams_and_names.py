@@ -9,6 +9,8 @@ import sys
 import threading
 import xml.etree.ElementTree as xml
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from harness.questions.findings.rules import RowFacts
 from harness.records.manifest import read_run
 from harness.records.run_data import load
 from harness.serve import docker_engine
+from harness.serve.containers import remove_containers
 from tests.support.command import ENDED, HARNESS, PATIENCE_S, Done, going, harness, only_run, write
 from tests.support.fake_server import DONE, FINISH, TOKEN, UNTIL_CLOSED, read_request, serving, whole
 from tests.support.faults import fault
@@ -184,6 +187,17 @@ def test_an_answer_that_no_engine_gives_is_no_defect(tmp_path: Path, monkeypatch
 
         with pytest.raises(ServerError, match="no Docker Engine"):
             docker_engine.ask_engine(answer)
+
+
+def test_what_removes_a_server_says_that_no_engine_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'd.sock'}")
+
+    def junk(**_: Any) -> list[Any]:
+        raise TypeError("string indices must be integers")
+
+    client: Any = SimpleNamespace(containers=SimpleNamespace(list=junk), networks=SimpleNamespace(list=junk))
+    with pytest.raises(ServerError, match="no Docker Engine"):
+        remove_containers(client, docker_engine.make_labels("run", "cell"), grace_s=0.0)
 
 
 @fault("engine", "the Docker Engine answers with a byte now and then", seen="it did not answer within 10 s")
