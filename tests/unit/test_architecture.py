@@ -180,6 +180,12 @@ def test_the_load_room_names_all_its_modules() -> None:
     assert sorted(named) == sorted(path.name for path in here.glob("*.py") if path.name != "__init__.py")
 
 
+def test_the_first_file_of_a_question_names_all_its_modules() -> None:
+    for folder in {path.parent for path in (ROOT / "harness" / "questions").glob("*/*.py")}:
+        named = set(re.findall(r"\b([a-z_]+\.py)\b", (folder / "__init__.py").read_text().replace("numbers/", "/")))
+        assert {path.name for path in folder.glob("*.py")} - {"__init__.py"} <= named, folder
+
+
 def test_class_names_are_unique() -> None:
     names = Counter(name for path in [*modules(), *LOCUSTFILES] for name in source(path).classes)
     assert [name for name, times in names.items() if times > 1] == []

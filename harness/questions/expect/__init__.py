@@ -1,0 +1,4 @@
+"""Is this speed normal, what does the hardware allow, does it fit? The room of `harness expect`.
+
+decide.py  reads the question and makes its answer; the bounds are in `harness/hardware/`
+"""

@@ -14,6 +14,7 @@ from harness.base.metrics import LIVE
 from harness.base.summary import Distribution, Row, Summary, sentence
 from harness.numbers.comparable import server_differences
 from harness.numbers.summarize import Summarized
+from harness.questions.agents import turn_charts, turn_tables
 from harness.questions.capacity.chart import attainment_chart
 from harness.questions.capacity.decide import CapacityReport, read_capacity
 from harness.questions.compare.page import differences
@@ -21,7 +22,8 @@ from harness.questions.crossover.chart import crossover_charts
 from harness.questions.quick.decide import QuickLevel, read_levels
 from harness.questions.quick.page import LEGEND, levels_grid
 from harness.questions.report import page
-from harness.questions.same_answers.page import same_answers_page, trust_charts, trust_tables
+from harness.questions.same_answers.page import answers_charts, same_answers_page
+from harness.questions.soak import soak_charts, soak_tables
 from harness.questions.tune.page import TuneReport, tune_chart, tune_elements
 from harness.questions.tune.proof import read_answered
 from harness.records.manifest import Run, ServedBy
@@ -68,7 +70,12 @@ def render(
     results = levels_grid(levels) if levels else results_table.results_table(summary, run, loads)
     shown_tiles = (quick_tiles(levels) if levels else tiles(summary, run)) if is_sure and tune is None else []
     numbers = itertools.chain(*results.rows, (value for _, value, _ in shown_tiles))
-    details = [*trust_tables(summary), *results_table.time_table(summary), *results_table.schedule_table(summary, run)]
+    details = [
+        *turn_tables(summary),
+        *soak_tables(summary),
+        *results_table.time_table(summary),
+        *results_table.schedule_table(summary, run),
+    ]
     return render_template(
         "report.html.j2",
         drawn,
@@ -111,7 +118,9 @@ def _answer_charts(summary: Summary, run: Run, capacity: CapacityReport | None, 
     found = [
         *([] if capacity is None else [attainment_chart(capacity)]),
         *([] if tune is None else [tune_chart(tune)]),
-        *trust_charts(summary),
+        *answers_charts(summary),
+        *turn_charts(summary),
+        *soak_charts(summary),
         *(crossover_charts(summary, run) or sweep_charts(summary, run) if tune is None else []),
         throughput,
     ]

@@ -16,12 +16,14 @@ from harness.base.summary import (
     Summary,
     sentence,
 )
+from harness.questions.agents import turn_tables
 from harness.questions.capacity.decide import CapacityReport, read_capacity
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.quick.decide import QuickLevel, quick_notes, read_levels
 from harness.questions.quick.page import LEGEND, lead, levels_grid
 from harness.questions.report.headline import run_answer
-from harness.questions.same_answers.page import same_answers_page, trust_tables
+from harness.questions.same_answers.page import same_answers_page
+from harness.questions.soak import soak_tables
 from harness.questions.tune.page import TuneReport, answer_line, tune_elements, tune_question
 from harness.questions.tune.proof import read_answered
 from harness.records.manifest import Run
@@ -73,7 +75,8 @@ def run_page(
         design(summary, run),
         *([Paragraph("Verdicts", "heading"), *run_verdicts(summary, run, _RUN_HINT)] if summary.comparison else []),
         *same_answers_page(summary.same_answers),
-        *trust_tables(summary),
+        *turn_tables(summary),
+        *soak_tables(summary),
         *schedule_table(summary, run),
         *time_table(summary),
         *(machine_table(summary) if explain else []),
