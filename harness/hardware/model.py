@@ -304,6 +304,9 @@ def _dense_size(text: dict[str, Any]) -> float:
 def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
     keys, tensors = read_gguf(path)
     kind = str(keys.get("general.architecture"))[:100]
+    form = str(keys.get("general.type", "mmproj" if kind == "clip" else "model"))[:100]
+    if form != "model":  # a projector of images, an adapter
+        raise HarnessError(f"{path}: it is no model, but of type '{form}'", next_step="Give the file of the model.")
     text = {key.removeprefix(f"{kind}."): value for key, value in keys.items() if key.startswith(f"{kind}.")}
     unknown: list[str] = []
     try:
@@ -314,10 +317,11 @@ def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
     experts, used, layers = text.get("expert_count"), text.get("expert_used_count"), text.get("block_count")
     known = type(experts) is int and type(used) is int and 1 <= used <= experts
     nextn = text.get("nextn_predict_layers")
+    own = layers - (nextn if type(nextn) is int else 0) if type(layers) is int else 0
     size = sum_tensors(
         name or path.name,
         tensors,
-        layers=layers - (nextn if type(nextn) is int else 0) if type(layers) is int else None,
+        layers=own if own > 0 else None,  # a damaged number leaves no layer out
         routed_share=used / experts if known and used is not None and experts is not None else None,
     )
     return ModelShape(

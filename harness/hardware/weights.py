@@ -7,6 +7,7 @@ import io
 import os
 import re
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,7 +150,7 @@ def sum_parts(
 
 def _number_bits(kind: str) -> int:
     """Return the width in which matrix units may multiply numbers of a type; 16 where they are converted first."""
-    if kind.startswith(("F8", "I8")) or re.match(r"I?Q\d|TQ", kind):
+    if kind.startswith(("F8", "I8")) or re.match(r"I?Q\d|TQ|NVFP4|type ", kind):
         return 8  # llama.cpp multiplies all its quantised types as 8 bit
     return 4 if kind == "MXFP4" else 16
 
@@ -227,10 +228,11 @@ _GGML_TYPES = {
     20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
     24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
 _VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
+_MAX_TYPE = 255  # a larger number of a type is damage; a new type takes what is between its data and the next
 _SHOWN_VALUES = 4096  # of an array; the others are skipped
 
 
@@ -280,14 +282,17 @@ class _Reader:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the keys of a GGUF file, without texts of lists, and the tensors of all its parts. Raises HarnessError."""
+    """Return the keys of a GGUF file, without texts of lists, and the tensors of all its parts. Raises HarnessError.
+
+    Only the first part has the keys of the model.
+    """
     keys, tensors = _read_gguf_file(path)
     parts = keys.get("split.count")
     name = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
     if isinstance(parts, int) and parts > 1 and name is not None and parts <= MAX_FILES:
-        tensors = []
-        for number in range(1, parts + 1):
-            tensors += _read_gguf_file(path.with_name(f"{name[1]}-{number:05d}-of-{name[2]}.gguf"))[1]
+        files = [path.with_name(f"{name[1]}-{number:05d}-of-{name[2]}.gguf") for number in range(1, parts + 1)]
+        read = [_read_gguf_file(file) for file in files]
+        keys, tensors = read[0][0], [tensor for _, found in read for tensor in found]
     return keys, tensors
 
 
@@ -309,6 +314,7 @@ def _read_gguf_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
             if type(unit) is not int or unit < 1:
                 raise ValueError(f"its alignment is {str(unit)[:100]}")
             data_at = -(-file.tell() // unit) * unit
+            found = _size_new_types(found, os.fstat(file.fileno()).st_size - data_at)
             _require_whole(file, data_at + max((at + tensor.bytes for tensor, at in found), default=-data_at))
             return values, [tensor for tensor, _ in found]
     except (OSError, ValueError, struct.error, OverflowError) as error:
@@ -316,13 +322,28 @@ def _read_gguf_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
 
 
 def _gguf_tensor(reader: _Reader) -> tuple[Tensor, int]:
-    """Return a tensor, and the place of its data after the header."""
+    """Return a tensor, and the place of its data after the header; -1 bytes for a type that is not known here."""
     name, dimensions = reader.text(), reader.number("I")
     numbers = _multiply([reader.number("Q") for _ in range(min(dimensions, 9))])
-    if (number := reader.number("I")) not in _GGML_TYPES:
+    number = reader.number("I")
+    if number > _MAX_TYPE:
         raise ValueError(f"the type of a tensor is not known: {number}")
-    kind, block, size = _GGML_TYPES[number]
-    return Tensor(name, kind, numbers, numbers // block * size), reader.number("Q")
+    kind, block, size = _GGML_TYPES.get(number, (f"type {number}", 1, -1))
+    return Tensor(name, kind, numbers, -1 if size < 0 else numbers // block * size), reader.number("Q")
+
+
+def _size_new_types(found: list[tuple[Tensor, int]], data_bytes: int) -> list[tuple[Tensor, int]]:
+    """Return the tensors with the sizes of new types: from their place to the next one, or to the end of the data."""
+    places = sorted({at for _, at in found} | {data_bytes})
+    sized = []
+    for tensor, at in found:
+        if tensor.bytes < 0:
+            end = places[min(bisect_right(places, at), len(places) - 1)]
+            if not 0 < end - at <= 8 * tensor.numbers + _MAX_TYPE:
+                raise ValueError(f"a tensor of {tensor.kind} has {max(0, end - at):,} bytes")
+            tensor = tensor._replace(bytes=end - at)
+        sized.append((tensor, at))
+    return sized
 
 
 def list_safetensors(folder: Path, index: Mapping[str, Any] | None) -> list[Path]:

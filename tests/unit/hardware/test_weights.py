@@ -236,6 +236,57 @@ def test_the_parts_of_a_gguf_file_are_added_up(tmp_path: Path) -> None:
     gguf(tmp_path / "m-00002-of-00002.gguf", {"split.count": 2}, {"blk.1.a.weight": ([256], F16)})
     shape = read_model(first)
     assert shape.weights_bytes == 1024
+    second = read_model(tmp_path / "m-00002-of-00002.gguf")  # it has no keys of the model
+    assert (second.weights_bytes, second.geometry, second.longest) == (1024, shape.geometry, 4096)
+
+
+@pytest.mark.parametrize("changes", [{"block_count": 0}, {"nextn_predict_layers": 2}, {"nextn_predict_layers": 9}])
+def test_a_damaged_number_of_layers_leaves_no_weights_out(tmp_path: Path, changes: dict[str, int]) -> None:
+    """Else the bound would be that of the output head alone."""
+    whole = read_model(gguf(tmp_path / "m.gguf", KEYS, LISTED)).size
+    found = KEYS | {f"qwen3.{key}": value for key, value in changes.items()}
+    shape = read_model(gguf(tmp_path / "d.gguf", found, LISTED))
+    assert whole is not None and shape.size is not None and shape.geometry is None
+    assert shape.size.read_bytes == whole.read_bytes
+
+
+@pytest.mark.parametrize(
+    ("keys", "form"),
+    [
+        ({"general.type": "adapter", "general.architecture": "llama"}, "adapter"),
+        ({"general.type": "mmproj", "general.architecture": "clip"}, "mmproj"),
+        ({"general.architecture": "clip"}, "mmproj"),
+    ],
+)
+def test_a_gguf_file_that_is_no_model_has_no_bound(tmp_path: Path, keys: dict[str, str], form: str) -> None:
+    path = gguf(tmp_path / "m.gguf", keys, {"blk.0.attn_q.weight.lora_a": ([256, 16], F16)})
+    with pytest.raises(HarnessError, match=f"m.gguf: it is no model, but of type '{form}'"):
+        read_model(path)
+    assert read_model(gguf(tmp_path / "n.gguf", KEYS | {"general.type": "model"}, LISTED)).size is not None
+
+
+def with_types(path: Path, listed: dict[str, tuple[int, int, int]], data_bytes: int) -> Path:
+    """A GGUF file of tensors with numbers, type and place."""
+    data = b"GGUF" + struct.pack("<IQQ", 3, len(listed), 0)
+    for name, (numbers, kind, at) in listed.items():
+        data += text(name) + struct.pack("<IQIQ", 1, numbers, kind, at)
+    path.write_bytes(data)
+    os.truncate(path, -(-len(data) // 32) * 32 + data_bytes)
+    return path
+
+
+def test_a_new_type_of_tensors_takes_what_is_before_the_next(tmp_path: Path) -> None:
+    """Engines get new types faster than this table: the file itself tells how large they are."""
+    listed = {"a": (256, 40, 0), "b": (256, 41, 160), "c": (256, 99, 320), "d": (64, 0, 224), "e": (32, 98, 480)}
+    found = {tensor.name: tensor for tensor in read_gguf(with_types(tmp_path / "m.gguf", listed, 512))[1]}
+    assert {name: (tensor.kind, tensor.bytes) for name, tensor in found.items()} == {
+        "a": ("NVFP4", 144), "b": ("Q1_0", 36), "c": ("type 99", 160), "d": ("F32", 256), "e": ("type 98", 32),
+    }  # fmt: skip
+    for place in (512, 1 << 40):  # nothing is there
+        with pytest.raises(HarnessError, match="a tensor of type 99 has 0 bytes"):
+            read_gguf(with_types(tmp_path / "d.gguf", {"a": (256, 99, place)}, 512))
+    with pytest.raises(HarnessError, match="a tensor of type 99 has 512 bytes"):
+        read_gguf(with_types(tmp_path / "d.gguf", {"a": (16, 99, 0)}, 512))
 
 
 @pytest.mark.parametrize(
