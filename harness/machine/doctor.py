@@ -361,6 +361,11 @@ def find_device_blockers(root: Path, devices: Collection[str], engine: DockerEng
         if node.startswith("/dev/dri/") and not (root / node.lstrip("/")).exists():
             fact = f"there is no {node} (render nodes: {', '.join(nodes) or 'none'})"
             yield make_finding("access.render", "blocker", fact, "missing")
+    if "/dev/kfd" not in devices and engine is not None and (engine.rootless or engine.remapped):
+        given = [f"/dev/dri/{node}" for node in nodes if not {"/dev/dri", f"/dev/dri/{node}"}.isdisjoint(devices)]
+        closed = [_check_nodes(root, "access.render", [node], engine) for node in given]
+        if closed and all(finding.level == "blocker" for finding in closed):
+            yield closed[0]
 
 
 def find_engine_blockers(docker: DockerEngine) -> Iterator[Finding]:

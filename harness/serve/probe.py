@@ -203,7 +203,7 @@ def require_models(base: str, models: Sequence[str], api_key: str | None, key_na
             except ServerError as error:
                 if isinstance(error, BusyError) or len(models) == 1:
                     raise
-                next_step = "Load it, or give one model of the server for each of the loads': `--model A,B`."
+                next_step = "Load it, or give one model of the server for each of the loads: `--model A,B`."
                 raise ServerError(error.what, next_step=next_step) from None
 
 

@@ -368,6 +368,28 @@ def test_vulkan_needs_a_render_node_only(tmp_path: Path) -> None:
     assert blockers(experiment, empty)["vulkan"][0].fact == "there is no render node in /dev/dri"
 
 
+def test_vulkan_in_containers_without_the_groups_needs_nodes_that_any_user_may_open(tmp_path: Path) -> None:
+    """With userns-remap; the groups of the render node do not reach such a container either."""
+    root = machines.strix_halo_old_kernel(tmp_path / "root")
+    node = root / "dev/dri/renderD128"
+    settings = {"all": "/dev/dri", "one": "/dev/dri/renderD128"}
+    servers: dict[str, Any] = {
+        name: {"template": "llamacpp", "variables": {"devices": [device], "model_path": "/m.gguf"}}
+        for name, device in settings.items()
+    }
+    experiment = experiment_of(tmp_path, servers)
+    node.chmod(0o660)
+    remapped = DockerEngine(remapped=True)
+    fact = "with userns-remap no container may open /dev/dri/renderD128 (mode 0660)"
+    found = blockers(experiment, root, remapped)
+    assert {name: [finding.fact for finding in problems] for name, problems in found.items()} == {
+        name: [fact] for name in settings
+    }
+    assert blockers(experiment, root, ENGINE) == {}
+    node.chmod(0o666)
+    assert blockers(experiment, root, remapped) == {}
+
+
 def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> None:
     experiment = experiment_of(tmp_path, ROCM)
     image = read_variables("vllm-rocm")["image"].default
