@@ -25,6 +25,7 @@ class ModelFit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a model fits into the memory of each GPU. Ranges are a pessimistic and an optimistic estimate."""
 
     model: str
+    is_gguf: bool = False  # for llama.cpp; other files are for vLLM
     gpus: int
     max_model_len: int
     max_num_seqs: int | None = None
@@ -69,7 +70,8 @@ def estimate_fit(
     else:
         weights = -(-weights // settings.tensor_parallel)
     if model.longest is not None and length > model.longest:
-        unknown.append(f"whether vLLM takes {length:,} tokens: the model's own limit is {model.longest:,}")
+        engine = "llama.cpp" if model.is_gguf else "vLLM"
+        unknown.append(f"whether {engine} takes {length:,} tokens: the model's own limit is {model.longest:,}")
     layout = _choose_layout(model, settings, unknown)
     kv_bytes: tuple[int, int] | None = None
     capacity: tuple[Capacity, Capacity] | None = None
@@ -85,6 +87,7 @@ def estimate_fit(
             fits = False
     fit = ModelFit(
         model=model.name,
+        is_gguf=model.is_gguf,
         gpus=settings.tensor_parallel,
         max_model_len=length,
         max_num_seqs=settings.max_num_seqs,
@@ -130,13 +133,17 @@ def _list_advice(fit: ModelFit, longest: int) -> list[str]:
     capacity = fit.capacity[0] if fit.capacity is not None else None
     if fit.kv_bytes is not None and (fit.kv_bytes[0] <= 0 or (capacity is not None and not capacity.fits)):
         choices = ["a smaller or quantised model", "more GPUs (--tensor-parallel-size)", "--kv-cache-dtype fp8"]
+        if fit.is_gguf:
+            choices = ["a smaller quantisation or model", "more GPUs", "--cache-type-k q8_0 --cache-type-v q8_0"]
         if capacity is not None and capacity.longest:
-            choices.append(f"a shorter --max-model-len (at most {min(capacity.longest, longest)})")
+            length = "--ctx-size" if fit.is_gguf else "--max-model-len"
+            choices.append(f"a shorter {length} (at most {min(capacity.longest, longest)})")
         return [f"take {', '.join(choices)}, or free memory"]
     if capacity is not None and fit.max_num_seqs is not None and capacity.concurrency < fit.max_num_seqs:
         count = int(capacity.concurrency)
         fact = f"{count} requests of {fit.max_model_len:,} tokens fit at once, and the others wait"
-        return [f"{fact}: --max-num-seqs {count} makes that certain"]
+        slots = f"--parallel {count} --ctx-size {count * fit.max_model_len}"
+        return [f"{fact}: {slots if fit.is_gguf else f'--max-num-seqs {count}'} makes that certain"]
     return []
 
 
@@ -158,7 +165,7 @@ def format_fit(fit: ModelFit) -> list[str]:
         lines.append(
             f"  left for the KV cache: {_format_range(known_gib(max(0, size)) for size in fit.kv_bytes)} "
             f"(an estimate: activations and graphs take {OTHER_BYTES[0] / GIB:.1f} to {OTHER_BYTES[1] / GIB:.1f} GiB, "
-            "which vLLM finds out at start)"
+            f"which {'llama.cpp' if fit.is_gguf else 'vLLM'} finds out at start)"
         )
     if fit.capacity is not None:
         tokens = _format_range(f"{capacity.tokens:,}" for capacity in fit.capacity)
@@ -168,7 +175,7 @@ def format_fit(fit: ModelFit) -> list[str]:
     if fit.fits is not None:
         lines.append(f"  {'it fits' if fit.fits else 'it does NOT fit'}")
     elif fit.capacity is not None:
-        lines.append("  borderline: it depends on what vLLM itself needs")
+        lines.append(f"  borderline: it depends on what {'llama.cpp' if fit.is_gguf else 'vLLM'} itself needs")
     lines += [f"  unknown: {text}" for text in fit.unknown]
     return lines + [f"  to do: {text}" for text in fit.advice]
 

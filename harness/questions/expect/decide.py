@@ -545,7 +545,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 def _memory_lines(found: Expectation) -> list[str]:
     lines = [format_pool(pool) for pool in found.pools]
     if found.memory is not None:
-        lines += format_share(found.memory)
+        lines += format_share(found.memory, is_gguf=found.fit is not None and found.fit.is_gguf)
     if found.fit is not None:
         lines += format_fit(found.fit)
     if found.excess_bytes > 0 and (found.fit is None or found.fit.fits is not False):

@@ -413,6 +413,23 @@ def test_a_context_that_does_not_fit_is_in_the_headline(tmp_path: Path) -> None:
     assert measured.sentence.startswith("9 tok/s is ")
 
 
+def test_advice_for_a_gguf_file_is_of_llama_cpp(tmp_path: Path) -> None:
+    """It has no option of vLLM; slots share the context, so that more slots need so many times the context."""
+    listed = {"blk.0.ffn_up.weight": ([1 << 16, 10 << 14], F16)}  # 20 GiB
+    path = str(gguf(tmp_path / "m.gguf", keys("llama", 32, 32, 32, 128), listed))
+    memory = (60.0, 64.0)
+    fits = answer(Question(model=path, context=8192, users=16, gpu="MI300X", memory_gib=memory), tmp_path)
+    assert fits.fit is not None and fits.fit.advice[0].endswith(": --parallel 8 --ctx-size 65536 makes that certain")
+    large = answer(Question(model=path, context=1 << 17, gpu="MI300X", memory_gib=memory), tmp_path)
+    assert large.fit is not None and large.fits is False
+    assert "--cache-type-k q8_0" in large.fit.advice[0] and "a shorter --ctx-size (at most " in large.fit.advice[0]
+    full = answer(Question(model=path, context=8192, gpu="MI300X", memory_gib=(0.5, 64.0)), tmp_path)
+    for found in (fits, large, full):
+        text = " ".join(format_answer(found))
+        for word in ("vLLM", "--gpu-memory-utilization", "--max-num-seqs", "--max-model-len", "--tensor-parallel"):
+            assert word not in text
+
+
 LARGE = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 PUBLISHED = [  # billions of parameters: all, and those that one token multiplies, head included
     (attention(64, 24, 4, 256, hidden_size=5120, intermediate_size=17408, vocab_size=248320, **DELTA,
