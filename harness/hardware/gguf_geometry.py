@@ -30,7 +30,9 @@ _GGUF_WINDOW = {"llama4": 8192}  # where the file has none
 _GGUF_KV_LAYERS = {"gemma3n": 20}  # the later ones share; where the file does not tell
 _NO_ATTENTION = {"mamba", "mamba2", "rwkv6", "rwkv7"}
 _GGUF_INTERVAL = {"qwen3next": 4}
-_GGUF_STATE_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.")
+_GGUF_STATE_KEYS = re.compile(
+    r"ssm\.|wkv\.|shortconv\.|kda\.|layer_group_size$|.*(?:linear_att|attn_type|attention_type|layer_types?$|recurrent)"
+)
 _GGUF_RECURRENT = re.compile(r"^blk\.(\d+)\.(?:ssm_|shortconv|time_mix)")
 _GGUF_ATTENTION = re.compile(r"^blk\.(\d+)\.attn_(?:k|kv|v)\.")
 _GGUF_LATENT = re.compile(r"^blk\.(\d+)\.attn_(?:kv_a_mqa|kv_b|k_b)\.")
@@ -105,7 +107,7 @@ def _gguf_states(
     kind: str, text: dict[str, Any], layers: int, heads: list[int], names: list[str]
 ) -> list[Literal["state", "both"] | None]:
     """Return for each layer whether it is recurrent, alone or next to its attention."""
-    keys = [key for key in text if key.startswith(_GGUF_STATE_KEYS)]
+    keys = [key for key in text if _GGUF_STATE_KEYS.match(key)]
     if not keys:
         return [None] * layers
     recurrent, attention = (

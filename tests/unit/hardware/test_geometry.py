@@ -384,6 +384,16 @@ def test_what_a_gguf_file_does_not_tell_has_its_reason(given: dict[str, Any], wh
     assert str(caught.value).startswith(why)
 
 
+@pytest.mark.parametrize("key", ["layer_group_size", "attention.recurrent_layers", "linear_attn.head_count"])
+def test_a_new_architecture_with_other_layers_is_not_taken_for_a_usual_one(key: str) -> None:
+    """Else its cache would be several times too large; tensors or heads tell which layers have one."""
+    given = keys("new", 4, 8, 2, 64, **{key.replace(".", "__"): 5})
+    with pytest.raises(UnknownShapeError, match="layers of another form"):
+        geometry_of(Known(None, given, 0), "gguf")
+    heads = keys("new", 4, 8, [0, 2, 0, 2], 64, **{key.replace(".", "__"): 5})
+    assert [group.layers for group in geometry_of(Known(None, heads, 0), "gguf").full] == [2]
+
+
 def test_a_window_of_an_unknown_architecture_needs_only_its_pattern() -> None:
     given = keys("new", 4, 8, 2, 64, attention__sliding_window=512, attention__sliding_window_pattern=2)
     shape = geometry_of(Known(None, given, 0), "gguf")
