@@ -70,12 +70,6 @@ def render(
     results = levels_grid(levels) if levels else results_table.results_table(summary, run, loads)
     shown_tiles = (quick_tiles(levels) if levels else tiles(summary, run)) if is_sure and tune is None else []
     numbers = itertools.chain(*results.rows, (value for _, value, _ in shown_tiles))
-    details = [
-        *turn_tables(summary),
-        *soak_tables(summary),
-        *results_table.time_table(summary),
-        *results_table.schedule_table(summary, run),
-    ]
     return render_template(
         "report.html.j2",
         drawn,
@@ -91,7 +85,7 @@ def render(
         design=[page.design(summary, run), *(page.loads(run) if len(summary.rows) > _FEW else [])],
         results=named(results),
         quick_legend=LEGEND if levels else "",
-        details=named(details),
+        details=named(_details(summary, run)),
         fold_long=fold_long,
         machine=named(results_table.machine_table(summary)),
         checks=named(checks(summary.checks)),
@@ -110,6 +104,11 @@ def render(
         differences=_server_differences(run),
         served=_distinct_servers(run),
     )
+
+
+def _details(summary: Summary, run: Run) -> list[Grid]:
+    tables = results_table.time_table(summary), results_table.schedule_table(summary, run)
+    return [*turn_tables(summary), *soak_tables(summary), *itertools.chain(*tables)]
 
 
 def _answer_charts(summary: Summary, run: Run, capacity: CapacityReport | None, tune: TuneReport | None) -> list[Chart]:
