@@ -369,8 +369,9 @@ def capacity(
     from harness.base.units import read_duration
     from harness.numbers.summarize import read_summary
     from harness.questions.capacity import search as searching
-    from harness.questions.capacity.page import print_capacity
+    from harness.questions.capacity.page import capacity_page
     from harness.questions.quick import search as running_scenarios
+    from harness.report.terminal import print_page
 
     budget_s = read_duration("--budget", budget)
     target, console = cli.make_target(url, ca=ca), cli.console(stderr=as_json)
@@ -387,7 +388,7 @@ def capacity(
     if as_json:
         cli.print_json(report)
     else:
-        print_capacity(report, read_summary(folder), cli.console())
+        print_page(capacity_page(report, read_summary(folder)), cli.console())
         cli.console().print(f"{folder / 'report.html'}")
     cli.exit_after_capacity(folder, report)
 

@@ -1,11 +1,8 @@
-"""The result of a capacity search as sentences and a table."""
+"""The page of a capacity search: its answers, and a table of its probes."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from harness.base.command_line import command_line
 from harness.base.summary import Reason, Summary, because, sentence
@@ -13,6 +10,7 @@ from harness.base.units import NOTHING, count, duration, figures, significant
 from harness.numbers.stats import MIN_LEVELS
 from harness.questions.capacity.decide import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.questions.capacity.level import SLO_PURPOSES, UNHELD, MeasuredProbe
+from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
 from harness.report.sentences import group_reasons
 
 PURPOSES = {"ramp": "estimate", "slo": "proof", "knee": "knee", "drift": "drift check"}
@@ -27,30 +25,26 @@ STATES = {
 }
 
 
-def print_capacity(report: CapacityReport, summary: Summary, console: Console) -> None:
-    """Print whether the search counts, the answers about each server, the notes on them, and a table of all probes."""
+def capacity_page(report: CapacityReport, summary: Summary) -> list[Element]:
+    """Whether the search counts, the answers about each server, a table of all probes, and the notes."""
+    invalid: list[Element] = []
     if summary.valid is False:
-        console.print("INVALID: do not trust this answer", style="bold red")
-        for reason in group_reasons(summary.reasons):
-            console.print(f"- {reason}", style="red", highlight=False)
-    if report.slos:
-        console.print(f"SLOs: {', '.join(report.slos)}")
-    for line in capacity_lines(report):
-        console.print(line, style="bold")
+        invalid = [
+            Paragraph("INVALID: do not trust this answer", "bad"),
+            Bullets([Bullet(reason, "bad") for reason in group_reasons(summary.reasons)]),
+        ]
     rows = [probe_cells(report, server, probe) for server in report.servers for probe in server.probes]
-    if rows:
-        table = Table(box=None, pad_edge=False)
-        for heading in probe_headings(report):
-            table.add_column(heading, justify="left" if heading in ("server", "result", "for") else "right")
-        for cells in rows:
-            table.add_row(*cells)
-        console.print(table)
-    for server in report.servers:
-        for note in note_reasons(server):
-            console.print(f"note: {server.server}: {sentence(note)}")
+    notes = [f"{server.server}: {sentence(note)}" for server in report.servers for note in note_reasons(server)]
     if limited := sum(bool(row.client_limited) for row in summary.rows):
         where = f"`{command_line('harness', 'report', report.run, '--explain')}` says of which numbers"
-        console.print(f"note: the load generator was late in {count(limited, 'probe')}; {where}", soft_wrap=True)
+        notes.append(f"the load generator was late in {count(limited, 'probe')}; {where}")
+    return [
+        *invalid,
+        *([Paragraph(f"SLOs: {', '.join(report.slos)}")] if report.slos else []),
+        *(Paragraph(line, "lead") for line in capacity_lines(report)),
+        *([probe_grid(report, rows)] if rows else []),
+        *([Bullets([Bullet(note) for note in notes])] if notes else []),
+    ]
 
 
 def capacity_lines(report: CapacityReport) -> list[str]:
@@ -250,6 +244,12 @@ def probe_headings(report: CapacityReport) -> list[str]:
     server = ["server"] if len(report.servers) > 1 else []
     level = f"{report.varied} {report.unit}" if report.members else report.unit
     return [*server, level, *report.slos, "answers", "measured", "answer takes", "tok/s", "result", "for"]
+
+
+def probe_grid(report: CapacityReport, rows: Sequence[Sequence[str]]) -> Grid:
+    words = ("server", "result", "for")
+    columns = [TableColumn(title, title, group="text" if title in words else "") for title in probe_headings(report)]
+    return Grid(columns=columns, rows=rows)
 
 
 def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredProbe) -> list[str]:

@@ -28,7 +28,7 @@ from harness.base.summary import (
 )
 from harness.numbers.summarize import summarize
 from harness.questions.capacity.decide import CapacityReport
-from harness.questions.capacity.page import print_capacity
+from harness.questions.capacity.page import capacity_page
 from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
@@ -191,9 +191,9 @@ def test_probes_that_the_load_generator_limited_are_counted() -> None:
     one, ten = summary().rows
     out = io.StringIO()
     limited = replace(summary(), rows=[one, replace(ten, client_limited=["ttft"])])
-    print_capacity(report, limited, Console(file=out, width=200))
+    print_page(capacity_page(report, limited), Console(file=out, width=200))
     assert out.getvalue() == (
-        "note: the load generator was late in 1 probe; `harness report r --explain` says of which numbers\n"
+        "- the load generator was late in 1 probe; `harness report r --explain` says of which numbers\n"
     )
 
 
