@@ -17,7 +17,7 @@ from harness.numbers.summarize import summarize, write_summary
 from harness.questions.compare.decide import compare_runs
 from harness.questions.report import junit_cases
 from harness.questions.report.page import print_report, run_page
-from harness.records.manifest import read_run, write_run
+from harness.records.manifest import RunKind, read_run, write_run
 from harness.records.records import Request, read_marks
 from harness.records.run_data import cell_data
 from harness.report import export, markdown
@@ -133,7 +133,8 @@ def test_of_a_search_only_what_its_slos_say_counts(tmp_path: Path) -> None:
         path = tmp_path / folder
         write_made_run(path, made_of=scenario(loads={"x": load}, checks=["ttft_p95 <= 60 s"], repeats=1), requests=late)
         run = read_run(path)
-        write_run(path, replace(run, cells=[replace(one, seed=seed) for one in run.cells]))
+        kind: RunKind = "search" if seed else "plan"
+        write_run(path, replace(run, kind=kind, cells=[replace(one, seed=seed) for one in run.cells]))
         marks = [replace(mark, loop_lag_p50_s=0.4, loop_lag_p99_s=0.4) for mark in read_marks(path / "processes.jsonl")]
         write_lines(path / "processes.jsonl", marks)
         assert ("client_error" in {reason.code for reason in summarize(path).reasons}) == found

@@ -65,8 +65,8 @@ def test_asked_and_achieved() -> None:
 
 
 def test_from_schedule_and_from_send_part_by_the_lag() -> None:
-    formulas = [partial(formulas.latency_s, latency=name) for name in ("ttft_sched", "e2e_sched")]
-    later = [[value_of(one, made) for one in formulas] for made in (request(scheduled_s=-0.25), request(turn=2))]
+    latencies = [partial(formulas.latency_s, latency=name) for name in ("ttft_sched", "e2e_sched")]
+    later = [[value_of(one, made) for one in latencies] for made in (request(scheduled_s=-0.25), request(turn=2))]
     assert later == [[0.75, 1.75], [0.5, 1.5]]  # a later turn is due when it is sent
     failed = request(scheduled_s=-9.0, error="timeout", sent_s=110.0)
     rows = cell_data([request(scheduled_s=-0.25, sent_s=100.25), failed, request(turn=2)]).rows

@@ -27,7 +27,9 @@ def test_we_live() -> None:
 
 
 def test_a_process_that_ended_is_gone() -> None:
-    code = "from harness.serve import engine; import json; print(json.dumps(docker_engine.make_labels('r', 'c')))"
+    code = (
+        "from harness.serve import docker_engine; import json; print(json.dumps(docker_engine.make_labels('r', 'c')))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     theirs = json.loads(answer.stdout)
     assert process.owner_is_gone(theirs)
