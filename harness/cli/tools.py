@@ -27,14 +27,15 @@ def explain(
     starts have them as well.
     """
     from harness.failures.diagnosis import scan
-    from harness.questions.explain import explanation_data, has_started, is_recognised, print_explanation, was_stopped
+    from harness.questions.explain import explanation_data, explanation_page, has_started, is_recognised, was_stopped
+    from harness.report.terminal import print_page
 
     with _open_log(log) as file:
         scanned = scan(file)
     if as_json:
         cli.print_json(explanation_data(log, scanned))
     else:
-        print_explanation(log, scanned, cli.console())
+        print_page(explanation_page(log, scanned), cli.console())
     if not (is_recognised(scanned) or has_started(scanned) or was_stopped(scanned)):
         raise typer.Exit(ExitCode.FAILED)
 

@@ -1,17 +1,14 @@
 """Why did it fail? What a log, or a run's failures, say about the cause, and what to do next."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from harness.base.units import count
 from harness.engines import engines
 from harness.failures.diagnosis import Diagnosis, ScannedLog
-from harness.report.terminal import print_trimmed
+from harness.report.elements import Element, Fact, Facts, Paragraph
 
 MORE_LOG = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}
 
@@ -59,86 +56,92 @@ def explanation_data(name: str, scanned: ScannedLog) -> dict[str, Any]:
     }
 
 
-def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
+def explanation_page(name: str, scanned: ScannedLog) -> list[Element]:
     """For people: the cause first, then all other findings in the order of the log, then warnings."""
+    source = "the standard input" if name == "-" else name
+    return [
+        Paragraph(f"{source}: {count(scanned.lines, 'line')}", "fine"),
+        *_finding_elements(scanned),
+        *_warning_elements(scanned),
+        *_end_elements(scanned),
+    ]
+
+
+def _finding_elements(scanned: ScannedLog) -> Iterator[Element]:
     cause = scanned.cause()
     hidden = ("warning",) if cause is None or cause.wrapper is None else ("warning", "wrapper")
-    warnings = [finding for finding in scanned.findings if finding.severity == "warning"]
-    source = "the standard input" if name == "-" else name
-    console.print(Text(f"{source}: {count(scanned.lines, 'line')}", "dim"))
     if cause is not None:
-        console.print()
-        _print_finding(cause, "cause", console, "bold red")
+        yield _finding_facts(cause, "cause", "bad")
     for finding in scanned.findings:
         is_cause = cause is not None and (finding.id, finding.cause) == (cause.id, cause.cause)
         is_same_line = cause is not None and finding.severity == "wrapper" and finding.number == cause.number
         if finding.severity not in hidden and not is_cause and not is_same_line:
-            console.print()
             # One that it got over: the server became ready, or loaded the model, afterwards.
             title = "follows" if finding.effect else _FINDING_TITLES.get(finding.severity, "also")
-            title = "got over" if finding.recovered else title
-            _print_finding(finding, title, console, "bold")
-    if warnings:
-        console.print("\nwarnings (also seen in healthy starts):", style="bold")
-        for finding in warnings:
-            _print_row(
-                console,
-                Text(f"line {finding.number}"),
-                Text(f"{finding.cause}{_times(finding)}; {finding.fix} [{finding.id}]"),
-            )
-    if was_stopped(scanned):
-        console.print("\nIt stopped normally.", style="bold green")
-        _print_row(console, Text(f"line {scanned.stopping}"), Text("it began to stop"))
-    elif has_started(scanned):
-        if scanned.gpu is False:
-            console.print("\nIt is ready, but it works on the processor: it uses no GPU.", style="bold yellow")
-        else:
-            console.print("\nIt started well, and the log names no failure after that.", style="bold green")
-        _print_row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
-        _print_next_steps(scanned, console)
-    elif not is_recognised(scanned):
-        known = (
-            "No failure that the table knows is in this log."
-            if cause is None
-            else "The table does not know this cause."
-        )
-        console.print(f"\n{known}", style="bold")
-        _print_next_steps(scanned, console)
+            yield _finding_facts(finding, "got over" if finding.recovered else title, "heading")
 
 
 _FINDING_TITLES = {"request": "requests", "wrapper": "so it says"}  # by severity; else "also"
 
 
-def _print_finding(finding: Diagnosis, title: str, console: Console, style: str) -> None:
-    _print_row(console, Text(title, style), Text(finding.cause, style))
-    _print_row(console, Text(f"line {finding.number}"), Text(f"{finding.line}{_times(finding)}"))
-    if finding.wrapper is not None:
-        _print_row(console, Text("came through"), Text(f"line {finding.wrapper_number}: {finding.wrapper}"))
-    _print_row(console, Text("fix", "bold green"), Text(finding.fix))
-    _print_row(console, Text("known from", "dim"), Text(f"{finding.source} [{finding.id}, {finding.phase}]", "dim"))
+def _finding_facts(finding: Diagnosis, title: str, style: str) -> Facts:
+    through = [Fact("came through", f"line {finding.wrapper_number}: {finding.wrapper}")]
+    return Facts(
+        [
+            Fact(title, finding.cause, style),
+            Fact(f"line {finding.number}", f"{finding.line}{_times(finding)}"),
+            *(through if finding.wrapper is not None else []),
+            Fact("fix", finding.fix, "good"),
+            Fact("known from", f"{finding.source} [{finding.id}, {finding.phase}]", "fine"),
+        ]
+    )
 
 
 def _times(finding: Diagnosis) -> str:
     return f" [{finding.count:,} times]" if finding.count > 1 else ""
 
 
-def _print_row(console: Console, title: Text, text: Text) -> None:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(width=14)
-    title.truncate(14)
-    grid.add_row(title, text)
-    print_trimmed(console, grid)
+def _warning_elements(scanned: ScannedLog) -> list[Element]:
+    warnings = [finding for finding in scanned.findings if finding.severity == "warning"]
+    if not warnings:
+        return []
+    facts = [
+        Fact(f"line {finding.number}", f"{finding.cause}{_times(finding)}; {finding.fix} [{finding.id}]")
+        for finding in warnings
+    ]
+    return [Paragraph("warnings (also seen in healthy starts):", "heading"), Facts(facts)]
 
 
-def _print_next_steps(scanned: ScannedLog, console: Console) -> None:
+def _end_elements(scanned: ScannedLog) -> list[Element]:
+    """How it ended, as far as the log says it."""
+    if was_stopped(scanned):
+        return [
+            Paragraph("It stopped normally.", "good"),
+            Facts([Fact(f"line {scanned.stopping}", "it began to stop")]),
+        ]
+    if has_started(scanned):
+        verdict = Paragraph("It started well, and the log names no failure after that.", "good")
+        if scanned.gpu is False:
+            verdict = Paragraph("It is ready, but it works on the processor: it uses no GPU.", "unsure")
+        ready = Fact(f"line {scanned.ready}", "it says that it is ready")
+        return [verdict, Facts([ready, *_next_steps(scanned)])]
+    if is_recognised(scanned):
+        return []
+    known = "The table does not know this cause."
+    if scanned.cause() is None:
+        known = "No failure that the table knows is in this log."
+    return [Paragraph(known, "lead"), Facts(_next_steps(scanned))]
+
+
+def _next_steps(scanned: ScannedLog) -> list[Fact]:
     """The last line of a log that does not say why the server ended, and how to find out."""
+    facts = []
     if scanned.bad_end is not None and scanned.cause() is None:
-        _print_row(console, Text(f"line {scanned.bad_end}"), Text(scanned.bad_line))
+        facts.append(Fact(f"line {scanned.bad_end}", scanned.bad_line))
     if scanned.last:
-        _print_row(console, Text("last line"), Text(scanned.last))
+        facts.append(Fact("last line", scanned.last))
     steps = list(UNKNOWN_END)
     if scanned.server in MORE_LOG and not scanned.detailed and not has_started(scanned):
         more = f"Have the server say more ({MORE_LOG[scanned.server]}) and start it again; switch that off before you"
         steps.insert(0, f"{more} measure: it slows the server down.")
-    for step in steps:
-        _print_row(console, Text("next"), Text(step))
+    return [*facts, *(Fact("next", step) for step in steps)]

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from harness.base.units import join_units
 from harness.report import words
-from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph
+from harness.report.elements import Bullet, Bullets, Element, Fact, Facts, Fold, Grid, Paragraph
 
 STYLES = {
     "faster": "green", "slower": "red", "same": "cyan", "no_shift": "cyan",
@@ -38,6 +38,9 @@ def print_page(page: Sequence[Element], console: Console, *, explain: bool = Fal
                     _print_item(console, _bullet(item))
                     for part in item.parts:
                         _print_part(console, part)
+            case Facts(items):
+                for fact in items:
+                    _print_fact(console, fact)
             case Grid():
                 _print_grid(element, console, explain=explain)
             case Fold(title, elements, hint):
@@ -50,7 +53,9 @@ def print_page(page: Sequence[Element], console: Console, *, explain: bool = Fal
 def _is_apart(before: Element, element: Element) -> bool:
     """Whether an empty line is between two elements."""
     if isinstance(element, Paragraph):
-        return element.style == "heading" or isinstance(before, Grid)
+        return element.style == "heading" or isinstance(before, Grid | Facts)
+    if isinstance(element, Facts):
+        return isinstance(before, Grid | Facts)
     heading = isinstance(before, Paragraph) and before.style == "heading"
     return not heading and isinstance(element, Grid) or isinstance(before, Grid)
 
@@ -82,6 +87,24 @@ def _print_paragraph(console: Console, text: Text) -> None:
 def _with_spaces(line: Text) -> Text:
     line.plain = line.plain.replace(_GLUE, " ")
     return line
+
+
+_LABEL = 14  # columns of the word before a fact
+_READABLE = 110  # columns of its text at most, with the word
+
+
+def _print_fact(console: Console, fact: Fact) -> None:
+    """Print a text with a word before it. An address is not broken: it could be neither clicked nor copied."""
+    indent = _LABEL + 4
+    width = max(min(console.width, _READABLE) - indent, 20)
+    lines = textwrap.wrap(words.one_line(fact.text), width, break_long_words=False, break_on_hyphens=False) or [""]
+    label = f"  {words.one_line(fact.label)[:_LABEL]:<{_LABEL}}  "
+    text = Text(f"\n{' ' * indent}".join([label + lines[0], *lines[1:]]))
+    style = STYLES.get(fact.style, "")
+    text.stylize(style or "bold", 0, indent)
+    if fact.style in ("bad", "heading", "fine"):
+        text.stylize(style)
+    console.print(text, soft_wrap=True)
 
 
 def _print_part(console: Console, part: Bullet) -> None:
