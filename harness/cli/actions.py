@@ -584,6 +584,8 @@ def doctor(
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
     from harness.machine import findings
     from harness.machine.doctor import diagnose
+    from harness.questions.doctor import doctor_page
+    from harness.report.terminal import print_page
     from harness.serve.docker_engine import get_engine_facts
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
@@ -592,7 +594,7 @@ def doctor(
     if as_json:
         print(findings.format_json(problems, root))
     else:
-        findings.print_findings(problems, cli.console(), root)
+        print_page(doctor_page(problems, root), cli.console())
     if findings.find_worst_level(problems) == "blocker":
         raise typer.Exit(ExitCode.FAILED)
 

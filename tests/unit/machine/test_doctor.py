@@ -12,8 +12,10 @@ from rich.console import Console
 from harness.base.errors import ServerError
 from harness.base.units import GIB
 from harness.machine.doctor import DockerEngine, diagnose
-from harness.machine.findings import Finding, finding_kinds, print_findings
+from harness.machine.findings import Finding, finding_kinds
 from harness.machine.gpus import find_target, find_unsupported_targets, read_gfx_table, support_columns
+from harness.questions.doctor import doctor_page
+from harness.report.terminal import print_page
 from harness.run.experiment import Experiment, Target, prepare
 from harness.run.machine_fit import SWITCH, blockers, machine_notes, preflight
 from harness.serve.template import read_variables
@@ -291,7 +293,7 @@ def test_the_page_of_a_terminal(tmp_path: Path) -> None:
     for width in (60, 80, 200):
         console = Console(width=width, no_color=True, force_terminal=False)
         with console.capture() as capture:
-            print_findings(diagnose(root, ENGINE), console, root)
+            print_page(doctor_page(diagnose(root, ENGINE), root), console)
         lines = capture.get().splitlines()
         assert [line for line in lines if len(line) > min(width, 110) and "http" not in line] == []
         assert [line for line in lines if line != line.rstrip()] == []
