@@ -98,7 +98,9 @@ def expect(
 
     Nothing is started or downloaded. Exit code 4 when the model does not fit, or when no memory is left.
     """
-    from harness.questions.expect.decide import Question, answer, format_answer, parse_tokens
+    from harness.questions.expect.decide import Question, answer, parse_tokens
+    from harness.questions.expect.page import expect_page
+    from harness.report.terminal import print_page
 
     question = Question(
         model=model,
@@ -118,7 +120,7 @@ def expect(
     if as_json:
         cli.print_json(found)
     else:
-        cli.console().print("\n".join(format_answer(found)), soft_wrap=True)
+        print_page(expect_page(found), cli.console())
     if found.fits is False:
         raise typer.Exit(ExitCode.FAILED)
 

@@ -1,7 +1,7 @@
 """The answer of `harness expect`: what fits, how fast it can be, and whether a measured speed is normal."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from harness.hardware.bounds import (
     ttft_floor,
     typical_decode,
 )
-from harness.hardware.fit import OTHER_BYTES, ModelFit, ServerSettings, estimate_fit, format_fit
+from harness.hardware.fit import OTHER_BYTES, ModelFit, ServerSettings, estimate_fit
 from harness.hardware.gpu_table import GpuSpec, find_gpu, fitted_memory, identify_gpu
 from harness.hardware.model import ModelShape, find_model, read_model, require_known_dtype
 from harness.hardware.weights import BYTES_PER_PARAM, NUMBER_BITS
@@ -36,8 +36,6 @@ from harness.machine.memory import (
     compute_given_share,
     compute_pool_share,
     compute_share,
-    format_pool,
-    format_share,
     list_pools,
 )
 from harness.records.manifest import ModelSize
@@ -450,107 +448,9 @@ def _sentence(found: Expectation, gpu: GpuSpec) -> str:
         wrong = f" {_WRONG}" if found.word == "slow" else ""
         of = f"{100 * found.share:.0f} % of {describe_base(found.share_of_tok_s, most)}"
         return f"{speed} for {where}: {of} {given}.{wrong}"
-    typical = f"; {_range(found.one_user_typical_tok_s)} is typical" if found.users == 1 else ""
+    typical = f"; {range_text(found.one_user_typical_tok_s)} is typical" if found.users == 1 else ""
     return f"{where}: {describe_base(found.share_of_tok_s or most, most)} {given}{typical}."
 
 
-def _range(values: tuple[float, float] | None) -> str:
+def range_text(values: tuple[float, float] | None) -> str:
     return NOTHING if values is None else f"{figures(values[0], 2)} to {figures(values[1], 2)}"
-
-
-def format_answer(found: Expectation) -> list[str]:
-    """Return the answer in lines, the sentence first."""
-    lines = [found.sentence] if found.sentence else []
-    if found.share_of_measured is not None and found.measured_bandwidth_gb_s is not None:
-        note = (
-            ": the measured bandwidth is too low"
-            if found.share_of_measured > 1 and found.share_of_tok_s == found.users_max_tok_s
-            else ""
-        )
-        share = f"{100 * found.share_of_measured:.0f} %"
-        lines.append(f"It is {share} of the {figures(found.measured_bandwidth_gb_s)} GB/s measured here{note}.")
-    if found.bandwidth_source is not None and found.bandwidth_source != "--bandwidth":
-        lines.append(f"Bandwidth: {figures(found.bandwidth_gb_s or 0)} GB/s ({found.bandwidth_source}).")
-    if found.one_user_max_tok_s is not None:
-        lines += ["", *_speed_lines(found)]
-    lines += _memory_lines(found)
-    return lines + [f"Note: {doubt}." for doubt in found.doubts]
-
-
-def _speed_lines(found: Expectation) -> list[str]:
-    lines = []
-    if found.contexts:
-        lines += _table(
-            [
-                ["One user, context of", *(f"{each.context:,}" for each in found.contexts), "tokens"],
-                ["  tok/s at most", *(figures(each.max_tok_s) for each in found.contexts)],
-                ["  typical", *(_range(each.typical_tok_s) for each in found.contexts)],
-            ]
-        )
-    context = found.many_users[0].context
-    rows = [
-        [
-            f"Users, context {context:,}" if context else "Users at once",
-            *(f"{each.users:,}" for each in found.many_users),
-        ],
-        ["  tok/s of all at most", *(figures(each.max_tok_s) for each in found.many_users)],
-    ]
-    if any(each.spread_max_tok_s is not None for each in found.many_users):
-        rows.append(["  with all users' experts", *(figures(each.spread_max_tok_s or 0) for each in found.many_users)])
-    lines += _table(rows)
-    if found.prompts and found.prompts[0].typical_ttft_s is not None:
-        lines += _table(
-            [
-                ["Prompt of", *(f"{each.tokens:,}" for each in found.prompts), "tokens, none cached"],
-                ["  TTFT at least", *(_time(each.min_ttft_s) for each in found.prompts)],
-                ["  typical", *(_time_range(each.typical_ttft_s) for each in found.prompts)],
-            ]
-        )
-    if found.weights:
-        names = {True: "yes", False: "NO", None: NOTHING}
-        fits = "  fits" if found.model is not None and found.model.kv_token_bytes is not None else "  weights fit"
-        title = "Other weights" if found.users == 1 else f"Other weights, {found.users:,} users"
-        title += f", context {found.context:,}" if found.context and found.contexts else ""
-        rows = [
-            [title, *(each.name for each in found.weights)],
-            ["  GB a token reads", *(figures(each.read_bytes / 1e9) for each in found.weights)],
-            ["  tok/s at most", *(figures(each.max_tok_s) for each in found.weights)],
-            ["  with all users' experts", *(figures(each.spread_max_tok_s or 0) for each in found.weights)],
-            ["  typical", *(_range(each.typical_tok_s) for each in found.weights)],
-            [fits, *(names[each.fits] for each in found.weights)],
-        ]
-        first = found.weights[0]
-        known = (True, True, True, first.spread_max_tok_s, first.typical_tok_s, first.fits)
-        lines += _table([row for row, value in zip(rows, known, strict=True) if value is not None])
-        lines.append("The bound moves with fewer bytes a token, and with speculation (x accepted tokens a step).")
-    return lines
-
-
-def _time(value_s: float) -> str:
-    return f"{figures(value_s, 2)} s" if value_s >= 1 else f"{figures(1000 * value_s, 2)} ms"
-
-
-def _time_range(values: tuple[float, float] | None) -> str:
-    if values is None:
-        return NOTHING
-    low, high = _time(values[0]), _time(values[1])
-    return f"{low.split()[0] if low.split()[1] == high.split()[1] else low} to {high}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    width = max(len(cell) for row in rows for cell in row[1:])
-    return [f"{row[0]:<26}" + "".join(f"  {cell:>{min(width, 14)}}" for cell in row[1:]) for row in rows]
-
-
-def _memory_lines(found: Expectation) -> list[str]:
-    lines = [format_pool(pool) for pool in found.pools]
-    if found.memory is not None:
-        lines += format_share(found.memory, is_gguf=found.fit is not None and found.fit.is_gguf)
-    if found.fit is not None:
-        lines += format_fit(found.fit)
-    if found.excess_bytes > 0 and (found.fit is None or found.fit.fits is not False):
-        lines.append(f"does not fit: the weights need {gib(found.excess_bytes)} more on each GPU")
-    elif found.model is not None and found.memory is None and found.measured_tok_s is None:
-        weights = gib(found.model.weights_bytes)
-        lines.append(f"whether weights of {weights} fit is not known: --free and --total give the memory in GiB")
-    return ["", *lines] if lines and found.gpu is not None and found.model is not None else lines

@@ -12,7 +12,9 @@ import pytest
 from harness.hardware.geometry import UnknownShapeError, parse_geometry
 from harness.hardware.gguf_geometry import parse_gguf_geometry
 from harness.hardware.model import read_model
-from harness.questions.expect.decide import Question, answer, format_answer
+from harness.questions.expect.decide import Question, answer
+from harness.questions.expect.page import expect_page
+from tests.support.printed import printed_lines
 from tests.unit.hardware.test_model import QWEN3, model
 from tests.unit.hardware.test_weights import F16, gguf, safetensors
 
@@ -409,7 +411,7 @@ def test_weights_beyond_the_memory_are_an_answer(tmp_path: Path) -> None:
     assert large.sentence == "m.gguf does not fit on Radeon 8060S: its weights take 140.0 GiB, of at most 128.0 GiB."
     fits = answer(Question(model=str(path), gpu="MI300X", context=32768), tmp_path)
     assert fits.fits is None and "without the KV cache of 32,768 tokens, which is not known" in fits.sentence
-    assert any("attention.compress_ratios" in line for line in format_answer(fits))
+    assert any("attention.compress_ratios" in line for line in printed_lines(expect_page(fits)))
 
 
 def test_a_context_that_does_not_fit_is_in_the_headline(tmp_path: Path) -> None:
@@ -435,7 +437,7 @@ def test_advice_for_a_gguf_file_is_of_llama_cpp(tmp_path: Path) -> None:
     assert "--cache-type-k q8_0" in large.fit.advice[0] and "a shorter --ctx-size (at most " in large.fit.advice[0]
     full = answer(Question(model=path, context=8192, gpu="MI300X", memory_gib=(0.5, 64.0)), tmp_path)
     for found in (fits, large, full):
-        text = " ".join(format_answer(found))
+        text = " ".join(printed_lines(expect_page(found)))
         for word in ("vLLM", "--gpu-memory-utilization", "--max-num-seqs", "--max-model-len", "--tensor-parallel"):
             assert word not in text
 

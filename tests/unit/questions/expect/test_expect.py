@@ -11,17 +11,11 @@ from harness.base.errors import HarnessError
 from harness.hardware.bandwidth import cache_file, read_measured, store_measured
 from harness.hardware.gpu_table import find_gpu, fitted_memory
 from harness.hardware.model import read_model
-from harness.questions.expect.decide import (
-    Expectation,
-    Question,
-    answer,
-    format_answer,
-    parse_bits,
-    parse_params,
-    parse_tokens,
-)
+from harness.questions.expect.decide import Expectation, Question, answer, parse_bits, parse_params, parse_tokens
+from harness.questions.expect.page import expect_page
 from tests.support.command import harness
 from tests.support.machines import gpu, radeon, strix_halo_carve_out, write
+from tests.support.printed import printed_lines
 from tests.unit.hardware.test_fit import qwen3
 from tests.unit.hardware.test_model import QWEN3, model
 
@@ -62,9 +56,9 @@ def test_the_question_of_the_strix_halo_owner(tmp_path: Path) -> None:
     assert [(each.context, round(each.max_tok_s, 2)) for each in found.contexts][:2] == [(512, 9.12), (4096, 8.89)]
     assert [round(each.max_tok_s) for each in found.many_users] == [9, 33, 100, 206]
     assert {each.context for each in found.many_users} == {4096}
-    assert any(line.startswith("Users, context 4,096 ") for line in format_answer(found))
+    assert any(line.startswith("Users, context 4,096 ") for line in printed_lines(expect_page(found)))
     assert round(found.prompts[1].min_ttft_s, 2) == 0.95
-    assert len(format_answer(found)) <= 25
+    assert len(printed_lines(expect_page(found))) <= 25
 
 
 @pytest.mark.parametrize(
@@ -124,11 +118,11 @@ def test_what_fits_without_a_cache_is_the_weights(tmp_path: Path) -> None:
     """The size of the cache is not known from --params: nothing is said of its fit, and the context is not dropped."""
     by_hand = answer(Question(params="14B", bits="8", gpu="7900 XTX", users=8, context=32768), tmp_path)
     assert "without the KV cache of 32,768 tokens, which is not known" in by_hand.sentence
-    assert any(line.startswith("  weights fit ") for line in format_answer(by_hand))
+    assert any(line.startswith("weights fit") for line in printed_lines(expect_page(by_hand)))
     model(tmp_path / "m", QWEN25_14B)
     known = answer(Question(model=str(tmp_path / "m"), gpu="W7900", users=8, context=32768), tmp_path)
     assert "after 32,768 tokens" in known.sentence
-    assert any(line.startswith("  fits ") for line in format_answer(known))
+    assert any(line.startswith("fits ") for line in printed_lines(expect_page(known)))
 
 
 def test_the_bandwidth_by_hand_has_no_compute(tmp_path: Path) -> None:
@@ -183,7 +177,7 @@ def test_other_weights_are_for_the_users_of_the_question(tmp_path: Path) -> None
         assert own.max_tok_s == pytest.approx(found.users_max_tok_s)
         assert (own.spread_max_tok_s is None) == (asked is by_hand)
         assert (own.spread_max_tok_s or own.max_tok_s) == pytest.approx(found.share_of_tok_s)
-        assert "Other weights, 8 users" in "\n".join(format_answer(found))
+        assert "Other weights, 8 users" in "\n".join(printed_lines(expect_page(found)))
 
 
 def test_other_weights_of_a_model_whose_experts_alone_have_4_bit(tmp_path: Path) -> None:
@@ -257,7 +251,7 @@ def test_the_share_of_the_measured_bandwidth(tmp_path: Path) -> None:
     found = answer(Question(params="14B", measured_tok_s=6.4), root, measured_gb_s=202.0)
     assert (round(found.share or 0, 2), round(found.share_of_measured or 0, 2)) == (0.70, 0.89)
     low = answer(Question(params="14B", measured_tok_s=6.4), root, measured_gb_s=150.0)
-    assert any("the measured bandwidth is too low" in line for line in format_answer(low))
+    assert any("the measured bandwidth is too low" in line for line in printed_lines(expect_page(low)))
 
 
 def test_the_cpu_is_measured_where_there_is_no_gpu(tmp_path: Path) -> None:
@@ -370,7 +364,7 @@ def test_broken_values_of_a_configuration_are_named(
     found = answer(Question(model=str(model(tmp_path, config | changes)), gpu="MI300X", context=10), tmp_path)
     assert (found.one_user_max_tok_s is not None) == is_known
     key, value = list(changes.get("quantization_config", changes).items())[-1]
-    assert f"{key} is {value!r}" in "\n".join(format_answer(found))
+    assert f"{key} is {value!r}" in "\n".join(printed_lines(expect_page(found)))
 
 
 def test_experts_without_the_number_of_a_token_are_no_dense_model(tmp_path: Path) -> None:
@@ -405,8 +399,8 @@ def test_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:
 def test_weights_by_hand_that_do_not_fit_are_said(gpu: str, params: str, fits: bool | None) -> None:
     found = answer(Question(params=params, bits="16", gpu=gpu))
     assert found.fits is fits
-    assert any(line.startswith("does not fit") for line in format_answer(found)) is (fits is False)
-    assert any("fit is not known" in line for line in format_answer(found)) is (params == "60B")
+    assert any(line.startswith("does not fit") for line in printed_lines(expect_page(found))) is (fits is False)
+    assert any("fit is not known" in line for line in printed_lines(expect_page(found))) is (params == "60B")
 
 
 def test_several_users_of_a_mixture_are_told_the_speed_with_the_experts_of_all() -> None:
