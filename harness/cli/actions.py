@@ -227,7 +227,7 @@ def _resume(
     junit: cli.JunitFile | None,
 ) -> Path:
     """Measure what is missing of a run and return its folder."""
-    from harness.questions.tune.page import search_command
+    from harness.questions.tune.record import search_command
     from harness.records.manifest import read_run
     from harness.run.resume import resume
 
@@ -583,7 +583,7 @@ def doctor(
 ) -> None:
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
     from harness.machine import findings
-    from harness.machine.doctor import diagnose
+    from harness.machine.inspection import diagnose
     from harness.questions.doctor import doctor_page
     from harness.report.terminal import print_page
     from harness.serve.docker_engine import get_engine_facts

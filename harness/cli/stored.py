@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from harness.base.summary import Comparison, Summary
     from harness.numbers.summarize import Summarized
     from harness.questions.capacity.decide import CapacityReport
-    from harness.questions.tune.page import TuneReport
+    from harness.questions.tune.record import TuneReport
     from harness.records.manifest import Run
 
 MAX_CHARS = 100  # of the reason why a run cannot be read

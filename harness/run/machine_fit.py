@@ -19,7 +19,6 @@ from harness.base.units import GIB, count, gib
 from harness.engines import find_template, vllm_accepts
 from harness.hardware.fit import ServerSettings, estimate_fit, format_fit
 from harness.hardware.model import find_model, read_model
-from harness.machine.doctor import DockerEngine, find_device_blockers, find_engine_blockers
 from harness.machine.findings import Finding
 from harness.machine.gpus import (
     VISIBLE_DEVICES,
@@ -31,6 +30,7 @@ from harness.machine.gpus import (
     read_gfx_table,
     select_container_gpus,
 )
+from harness.machine.inspection import DockerEngine, find_device_blockers, find_engine_blockers
 from harness.machine.memory import SafeShare, compute_share, list_pools
 from harness.run.experiment import Experiment
 from harness.scenario import Scenario, Server

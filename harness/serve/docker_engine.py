@@ -21,7 +21,7 @@ from docker.utils import parse_repository_tag
 from harness.base.errors import ServerError, reason_of
 from harness.base.process import owner_is_gone, owner_labels
 from harness.failures.diagnosis import explain_api_error
-from harness.machine.doctor import DockerEngine
+from harness.machine.inspection import DockerEngine
 
 LABEL = "amd-llm-load"
 RUN_LABEL = "amd-llm-load.run"

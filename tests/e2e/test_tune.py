@@ -12,7 +12,7 @@ from rich.console import Console
 
 from harness.base.summary import MARGIN, because
 from harness.questions.tune.decide import Trial
-from harness.questions.tune.page import TuneReport, read_tune, write_tune
+from harness.questions.tune.record import TuneReport, read_tune, write_tune
 from harness.questions.tune.search import TuneSearch
 from harness.records.manifest import read_run, write_run
 from harness.run.progress import Progress

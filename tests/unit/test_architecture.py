@@ -200,7 +200,7 @@ NAMED_IN = {
     "hardware/geometry.py": "names of architectures",
     "hardware/gguf_geometry.py": "the same",
     "hardware/fit.py": "the same",
-    "machine/doctor.py": "the same",
+    "machine/inspection.py": "the same",
     "run/machine_fit.py": "the same",
     "run/model_files.py": "where their images keep models",
     "cli/tools.py": "the same",
@@ -208,7 +208,9 @@ NAMED_IN = {
     "imports": "formats of other tools",
     "simulated": "the embedded engine answers as vLLM does",
 }
-SERVERS = re.compile("vllm|llama|lemonade|ollama|local-?ai|litellm|sglang", re.IGNORECASE)
+NO_NAMES = ("openai", "simulated")  # an API, and our own engine
+TYPES = [re.escape(engine.name) for engine in engines() if engine.name not in NO_NAMES]
+SERVERS = re.compile("|".join(["llama", "local-ai", *TYPES]), re.IGNORECASE)
 
 
 def test_a_server_type_is_named_in_its_file_and_nowhere_else() -> None:

@@ -27,7 +27,7 @@ from harness.numbers.summarize import read_summary, summarize_data
 from harness.questions.compare.decide import refuse_invalid
 from harness.questions.findings.rules import RowFacts
 from harness.questions.quick.search import next_commands
-from harness.questions.tune.page import resume_command
+from harness.questions.tune.record import resume_command
 from harness.questions.tune.spelling import to_paste
 from harness.records.directory import no_records_error
 from harness.records.manifest import Startup

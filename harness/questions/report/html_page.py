@@ -24,8 +24,9 @@ from harness.questions.quick.page import LEGEND, levels_grid
 from harness.questions.report import page
 from harness.questions.same_answers.page import answers_charts, same_answers_page
 from harness.questions.soak import soak_charts, soak_tables
-from harness.questions.tune.page import TuneReport, tune_chart, tune_elements
+from harness.questions.tune.page import tune_chart, tune_elements
 from harness.questions.tune.proof import read_answered
+from harness.questions.tune.record import TuneReport
 from harness.records.manifest import Run, ServedBy
 from harness.report import results_table, sentences
 from harness.report.charts import figures, row_keys

@@ -24,8 +24,9 @@ from harness.questions.quick.page import LEGEND, lead, levels_grid
 from harness.questions.report.headline import run_answer
 from harness.questions.same_answers.page import same_answers_page
 from harness.questions.soak import soak_tables
-from harness.questions.tune.page import TuneReport, answer_line, tune_elements, tune_question
+from harness.questions.tune.page import answer_line, tune_elements, tune_question
 from harness.questions.tune.proof import read_answered
+from harness.questions.tune.record import TuneReport
 from harness.records.manifest import Run
 from harness.report import sentences, words
 from harness.report.comparisons import verdicts

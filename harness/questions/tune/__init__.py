@@ -7,5 +7,6 @@ search.py    starts what is decided, runs the proof, stores tune.json as it goes
 decide.py    which settings come next, and what the proof says: pure functions of the starts so far
 proof.py     the results of each start and of each side of the proof, from their records
 spelling.py  how a setting is called in a scenario, in a finding and by its users; what is printed to paste
-page.py      tune.json and its page
+record.py    tune.json, which the search writes and everything else reads
+page.py      its page
 """

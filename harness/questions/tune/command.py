@@ -9,7 +9,7 @@ from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
 if TYPE_CHECKING:
-    from harness.questions.tune.page import TuneReport
+    from harness.questions.tune.record import TuneReport
 
 GoalOpt = Annotated[
     Literal["throughput", "latency", "goodput", "users", "energy"], cli.option(None, "What to improve.", "--for")

@@ -19,7 +19,8 @@ from harness.questions.capacity.blocks import parse_slos
 from harness.questions.capacity.decide import LevelPoint, crossing_level
 from harness.questions.same_answers.decide import same_answers
 from harness.questions.tune.decide import TuneAnswer, decide, is_disturbed, reference
-from harness.questions.tune.page import Goal, TuneReport, format_settings, read_tune
+from harness.questions.tune.page import format_settings
+from harness.questions.tune.record import Goal, TuneReport, read_tune
 from harness.records.manifest import read_run
 from harness.scenario.check_syntax import Check
 

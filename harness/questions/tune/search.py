@@ -39,18 +39,7 @@ from harness.questions.tune.decide import (
     reference,
     suggestions,
 )
-from harness.questions.tune.page import (
-    GOALS,
-    TUNE_FILE,
-    Goal,
-    TuneReport,
-    format_settings,
-    read_tune,
-    result_text,
-    resume_command,
-    why_text,
-    write_tune,
-)
+from harness.questions.tune.page import GOALS, format_settings, result_text, why_text
 from harness.questions.tune.proof import (
     DEFAULT,
     QUESTIONS,
@@ -60,6 +49,7 @@ from harness.questions.tune.proof import (
     value_of,
     with_answer,
 )
+from harness.questions.tune.record import TUNE_FILE, Goal, TuneReport, read_tune, resume_command, write_tune
 from harness.questions.tune.spelling import (
     FREE_MEMORY,
     failure_of,

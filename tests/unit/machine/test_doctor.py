@@ -11,9 +11,9 @@ from rich.console import Console
 
 from harness.base.errors import ServerError
 from harness.base.units import GIB
-from harness.machine.doctor import DockerEngine, diagnose
 from harness.machine.findings import Finding, finding_kinds
 from harness.machine.gpus import find_target, find_unsupported_targets, read_gfx_table, support_columns
+from harness.machine.inspection import DockerEngine, diagnose
 from harness.questions.doctor import doctor_page
 from harness.report.terminal import print_page
 from harness.run.experiment import Experiment, Target, prepare

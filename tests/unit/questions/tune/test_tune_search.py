@@ -34,17 +34,7 @@ from harness.failures.table import rules
 from harness.questions.report.page import shown_summary
 from harness.questions.tune.command import exit_after_tune
 from harness.questions.tune.decide import Trial, TuneAnswer, decide
-from harness.questions.tune.page import (
-    Goal,
-    TuneReport,
-    answer_line,
-    gain_text,
-    history,
-    read_tune,
-    result_text,
-    tune_page,
-    write_tune,
-)
+from harness.questions.tune.page import answer_line, gain_text, history, result_text, tune_page
 from harness.questions.tune.proof import (
     QUESTIONS,
     proof_rooms,
@@ -55,6 +45,7 @@ from harness.questions.tune.proof import (
     users_value,
     value_of,
 )
+from harness.questions.tune.record import Goal, TuneReport, read_tune, write_tune
 from harness.questions.tune.search import (
     LoadWatch,
     _read_to_resume,
