@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _CHANGED = re.compile("`|  ")  # by a page, which ends code at a backtick and joins spaces
@@ -26,6 +26,13 @@ def positional(word: str) -> Iterator[str]:
     if word.startswith("-"):
         yield "--"
     yield word
+
+
+def option_words(options: Mapping[str, object]) -> Iterator[object]:
+    """Yield the words of options by name; None: it is not given."""
+    for name, value in options.items():
+        if value is not None:
+            yield from (name, value)
 
 
 def with_variable(text: str, name: str) -> ShellWord:

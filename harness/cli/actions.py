@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from msgspec.structs import replace
 
-from harness.base.command_line import command_line
+from harness.base.command_line import command_line, option_words
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
@@ -83,7 +83,9 @@ def quick(
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
     with quickly.scenario_path(None, target, QUICK, make) as path:
         folder = run_experiment(experiments.prepare(path, target), runs, progress)
-    report = quickly.quick_report(folder, target, {"--model": model, "--api-key-env": api_key_env, "--ca": ca})
+    where = None if runs == cli.RUNS else runs
+    options = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--runs": where}
+    report = quickly.quick_report(folder, target, options)
     if as_json:
         cli.print_json(report)
     else:
@@ -99,7 +101,7 @@ def found_server(model: str | None, key_name: str | None, say: "Callable[[str], 
 
     found = {url: quickly.describe_server(url, model, key_name) for url in quickly.find_servers()}
     (url, about), *others = found.items()
-    again = command_line("harness", "quick", url, *([] if model is None else ["--model", model]))
+    again = command_line("harness", "quick", url, *option_words({"--model": model, "--api-key-env": key_name}))
     if others:
         what, detail = f"{len(found)} servers run on this machine, and no address is given", "\n".join(found.values())
         raise HarnessError(what, detail=detail, next_step=f"Give the address of one, such as: {again}")

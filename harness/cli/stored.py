@@ -237,7 +237,7 @@ def _suggest_about(error: HarnessError) -> None:
     from harness.records.manifest import UnlikeError
 
     if isinstance(error, UnlikeError) and error.about is not None:
-        command = command_line("harness", *sys.argv[1:], "--about", error.about)
+        command = command_line("harness", sys.argv[1], "--about", error.about, *sys.argv[2:])  # `--` may follow
         error.next_step = f"If the comparison is about just that: {command}"
 
 

@@ -123,7 +123,7 @@ def import_file(
     if folder.exists():
         raise HarnessError(
             f"{path}: was imported before, as {run_id}",
-            next_step=f"`{command_line('harness', 'report', run_id)}` shows it; remove it first.",
+            next_step=f"`{command_line('harness', 'report', folder)}` shows it; remove it first.",
         )
     by_server = {
         field: {_valid_name(server): value for server, value in getattr(imported, field).items()}

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from harness.base.command_line import command_line
 from harness.base.units import GIB, gib
 from harness.engines import VLLM_DEFAULT_UTILIZATION, Standing, vllm_accepts
 from harness.machine import gpus
@@ -150,7 +151,7 @@ def _check_nodes(root: Path, id: str, nodes: Sequence[str], engine: DockerEngine
         fact = f"this user may not open {', '.join(closed)}: their group is not known in this user namespace"
         return make_finding(id, "blocker", fact, "unmapped")
     group = _read_group_names(root).get(status.st_gid, str(status.st_gid))
-    return make_finding(id, "blocker" if engine.rootless else "warning", fact, "denied", groups=group)
+    return make_finding(id, "blocker" if engine.rootless else "warning", fact, "denied", groups=command_line(group))
 
 
 _SELINUX = "sys/fs/selinux"

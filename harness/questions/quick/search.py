@@ -15,7 +15,7 @@ import requests
 import yaml
 from msgspec.structs import replace
 
-from harness.base.command_line import command_line, positional
+from harness.base.command_line import command_line, option_words, positional
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import SCENARIOS
 from harness.base.https import open_session
@@ -425,9 +425,10 @@ def next_commands(
     """
     if died:
         return {command_line("harness", "explain", "LOG"): "why the server ended, by its own log"}
-    given = [word for name, value in options.items() if value is not None for word in (name, value)]
+    given = list(option_words(options))
     measured = [] if tok_s is None else ["--measured", f"{tok_s:.3g}"]
     again = command_line("harness", "quick", url, *given)
+    where = option_words({"--runs": options.get("--runs")})
     more = {
         command_line("harness", "live", "--url", url, *given): "its numbers under a load that you set in the browser"
     }
@@ -442,5 +443,5 @@ def next_commands(
     return {
         capacity: f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
         **more,
-        f"{again} && {command_line('harness', 'compare', run.id, 'last')}": "whether a change made it faster",
+        f"{again} && {command_line('harness', 'compare', run.id, 'last', *where)}": "whether a change made it faster",
     }

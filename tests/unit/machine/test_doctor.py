@@ -182,7 +182,7 @@ def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.
         assert levels(findings) == {"access.kfd": "warning", "access.render": "warning"}
         fact = f"this user may not open /dev/kfd (mode 0660, group {RENDER}); containers of an engine that runs as"
         assert findings["access.kfd"].fact == f"{fact} root may"
-        assert findings["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
+        assert findings["access.kfd"].fix == "`sudo usermod -aG render $USER`, then log in again"
         rootless = findings_of(root, docker=DockerEngine(rootless=True))
         assert levels(rootless) == {
             "access.kfd": "blocker", "access.render": "blocker", "docker.rootless": "warning",
