@@ -17,8 +17,8 @@ from harness.numbers.summarize import (
     write_summary,
 )
 from harness.questions.compare.decide import compare_runs, make_reference, read_baseline
+from harness.questions.report.store import write_results
 from harness.records.manifest import Run, read_run
-from harness.run.progress import write_numbers
 from harness.run.running import RunFile
 from harness.scenario.plan import Cell
 from tests.support.command import called, harness, only_run, write
@@ -133,7 +133,7 @@ def test_a_run_against_a_baseline_is_summarised_once(tmp_path: Path) -> None:
         seen.append((run.ended_wall_s is not None, summary.valid, (new / "summary.json").exists()))
         return make_reference(old, run, summary)
 
-    RunFile(new, read_run(new), write_numbers, against).finish()
+    RunFile(new, read_run(new), write_results, against).finish()
     assert seen == [(True, True, False)]
     assert [one.code for one in read_summary(new).checks] == [one.code for one in summarize(new).checks]
     assert (new / "report.html").exists() and read_run(new).status == "valid"

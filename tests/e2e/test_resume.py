@@ -157,7 +157,7 @@ def test_changes_are_named(tmp_path: Path) -> None:
         assert "another harness process is running this run" in refusal()
     assert "--resume does not go with --repeats" in refusal("--repeats", "3")
     assert "--url: the run started its servers itself" in refusal("--url", "http://127.0.0.1:1")
-    assert "only a run of `harness run` has a plan that can be resumed" in refusal(status="live")
+    assert "only a run of `harness run` has a plan that can be resumed" in refusal(kind="live", status="live")
     write_run(run, known)
     assert resume(run).code == 0
     assert_whole(run)
