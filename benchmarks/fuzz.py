@@ -30,7 +30,7 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
 
     from harness.base.errors import HarnessError
     from harness.base.files import ROOT, SCENARIOS
-    from harness.failures.explain import explain_message, scan
+    from harness.failures.diagnosis import explain_message, scan
     from harness.failures.table import patterns
     from harness.imports.write import FORMATS, read_file
     from harness.load.exchange import Collector, Exchange, Failure

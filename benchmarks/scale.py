@@ -24,10 +24,10 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.make_run import make_run
-from harness.analysis.summarize import read_summary, summarize, write_summary
 from harness.base.errors import HarnessError
+from harness.numbers.summarize import read_summary, summarize, write_summary
+from harness.questions.report.html_page import render_run
 from harness.records.manifest import read_run
-from harness.report.html import render_run
 
 SIZES = (10_000, 100_000, 1_000_000)
 TARGET_REQUESTS, TARGET_SUMMARY_S, TARGET_BYTES, TARGET_REPORT_S = 1_000_000, 10.0, 0.5e9, 10.0

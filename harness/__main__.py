@@ -6,14 +6,19 @@ It imports the rest after it has set the signal handlers: the imports take up to
 import os
 import sys
 
-from harness.base.errors import INTERRUPTED, ExitCode
-from harness.base.process import end_when_deaf, open_closed_streams, signals_interrupt
+from harness.base.errors import INTERRUPTED, ExitCode, HarnessError
+from harness.base.process import end_when_deaf, open_closed_streams, refuse_too_little_memory, signals_interrupt
 
 
 def main() -> None:
     """Run a command. A stop signal ends it with one line and its exit code, during the imports as well."""
     open_closed_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each thread reserves memory, and nothing here needs them
+    try:
+        refuse_too_little_memory()
+    except HarnessError as error:  # what prints errors otherwise is among what there is no memory for
+        print(f"error: {error.what}\nnext: {error.next_step}", file=sys.stderr)
+        sys.exit(error.exit_code)
     end_when_deaf()
     try:
         with signals_interrupt():

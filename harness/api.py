@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from harness.advice.findings import with_findings
-from harness.analysis.capacity import read_capacity
-from harness.analysis.compare import compare_runs, make_reference
-from harness.analysis.forecast import Forecast, forecast
-from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
 from harness.base.errors import HarnessError
 from harness.base.errors import RunError as RunError  # a public name
 from harness.base.summary import TOLERANCE, Comparison, Summary
+from harness.numbers.summarize import has_only_summary, read_summary, with_checks
+from harness.questions.capacity import what_if
+from harness.questions.capacity.decide import read_capacity
+from harness.questions.compare.decide import compare_runs, make_reference
+from harness.questions.findings.decide import with_findings
+from harness.questions.joint import analyse
+from harness.questions.plan.decide import Forecast, forecast
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_requests
-from harness.report import what_if
 from harness.report.export import arrow_table
 from harness.scenario.check_syntax import check_problem
 
@@ -84,7 +85,7 @@ def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | Non
     own = checks if capacity is None else []
     _refuse_wrong(own, loaded.manifest)
     other_slos = [] if capacity is None else what_if.parse(checks, capacity)
-    made = summarize_with_counts(loaded.path, own)
+    made = analyse(loaded.path, own)
     if baseline is not None:
         reference = make_reference(_loaded(baseline).path, loaded.manifest, made.summary, checks=own)
         made = with_checks(made, loaded.manifest, reference, own)

@@ -17,7 +17,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling  # type: ignore[import
 
 from harness.base import redact
 from harness.base.errors import ServerError
-from harness.serve.engine import connect
+from harness.serve.docker_engine import connect
 from tests.support.command import ENDED
 from tests.support.engines.paths import CACHE, LEMONADE, LEMONADE_ABSENT, missing
 from tests.support.faults import is_said

@@ -145,10 +145,10 @@ class BadLines:
 
 def closest_name(word: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most like the word; None: none is like it, or there are too many to compare."""
-    names = sorted(known)
+    names = {name.casefold(): name for name in sorted(known)}
     if len(names) > _MAX_NAMES or len(word) > MAX_CHARACTERS:
         return None
-    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=0.6)), None)
+    return next((names[name] for name in difflib.get_close_matches(word.casefold(), names, n=1, cutoff=0.6)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """The metrics: what each number is called, what it means, and which outputs have it.
 
 A metric has one name in checks, SLOs, verdicts, tables, CSV, JSON and on the live page. Times are in seconds.
-`harness.analysis.derive` has the formula of each latency of a request.
+`harness.numbers.formulas` has the formula of each latency of a request.
 """
 
 import re

@@ -36,8 +36,23 @@ while kill -0 $PPID && [ $n -lt {ORPHAN_GRACE_S} ]; do sleep 1; n=$((n+1)); done
 sleep 2; kill -9 0"""
 _GUARDED = f"exec 3<&0 </dev/null; sh -c '{_GUARD}' <&3 >/dev/null 2>&1 & exec \"$@\" 3<&-"
 OTHER_FILES = 64  # open files of a load process in addition to its connections
+MIN_MEMORY_BYTES = 512 << 20  # of addresses: a small run has 530 MiB, and its load processes have 360 MiB
 AFTER_A_KILL = "`harness clean` removes the containers that it left."
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed, or ssh lost its connection
+
+
+def refuse_too_little_memory() -> None:
+    """Raise HarnessError when this process may not have the memory of its libraries.
+
+    In less, some of them wait for ever, or fail with errors that do not name the limit.
+    """
+    limit, _hard = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < MIN_MEMORY_BYTES:
+        raise HarnessError(
+            f"this shell lets a process have {limit >> 20:,} MiB of memory (`ulimit -v`), and the harness needs "
+            f"{MIN_MEMORY_BYTES >> 20} MiB",
+            next_step="Raise the limit: `ulimit -v unlimited`, or in a new shell where this one may not.",
+        )
 
 
 def refuse_too_few_files(connections: int, fewer: str = "fewer users") -> None:

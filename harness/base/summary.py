@@ -23,6 +23,7 @@ MARGIN = 0.02  # smaller differences are treated as noise: "faster" and "slower"
 MAX_FACTOR = 4.0  # by which a bound of an interval may be away from its ratio: a bound that is farther says nothing
 TOLERANCE = 0.10  # of a gate: how much longer the work may take; `--tolerance` replaces it
 LARGE = 0.25  # a difference that a provisional verdict, and an error of the load generator that a result, cannot carry
+ENOUGH = 20  # requests of a row, from which on its times show a cause
 SHOWN_ROWS = 7  # of a summary at a prompt
 MAX_REPEATS = 100  # beyond which no number of repeats is suggested
 
@@ -211,7 +212,7 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt_tokens: int | None = None  # of the successful requests; None if one of them was not counted
     output_tokens: int | None = None  # likewise
     cached_tokens: int | None = None  # as the server reports them
-    reasoning_tokens: float | None = None  # of the output tokens, see harness.analysis.derive; None: there were none
+    reasoning_tokens: float | None = None  # of the output tokens, see harness.numbers.formulas; None: there were none
     tool_calls: int | None = None  # in the answers; None: no request had tools
     tool_calls_valid: int | None = None
     wall: float | None = None  # seconds; fixed amount of work: first sent to last ended; None for a timed load
@@ -232,7 +233,7 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     schedule: ScheduleKept | None = None  # of an open loop
     tokens_per_chunk: float | None = None
     answer_tok_s: float | None = None  # output tokens of an answer / its E2E latency, the median
-    bundle: Bundle | None = None  # if most answers came in bundles, see harness.analysis.derive
+    bundle: Bundle | None = None  # if most answers came in bundles, see harness.numbers.formulas
     vectors: int | None = None  # of embeddings
     answers: Answers | None = None  # if a form was asked for
     prompts: PromptLengths | None = None  # if their length was planned

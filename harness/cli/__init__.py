@@ -12,11 +12,10 @@ from harness import __version__
 from harness.base.errors import INTERRUPTED, ExitCode, HarnessError, reason_of
 from harness.base.redact import masked
 from harness.cli import actions as actions  # importing them registers their commands, in this order
-from harness.cli import results as results
+from harness.cli import stored as stored
 from harness.cli import tools as tools
-from harness.cli import tune as tune
-from harness.cli.common import app as app
 from harness.cli.common import (
+    Output,
     mute_stdout,
     print_error,
     protect_terminal,
@@ -24,6 +23,8 @@ from harness.cli.common import (
     undecodable_name,
     usage_error,
 )
+from harness.cli.common import app as app
+from harness.questions.tune import command as command
 
 
 def version(value: bool) -> None:
@@ -104,4 +105,6 @@ def main() -> None:
         sys.stdout.flush()
     except OSError:  # what had been printed before it ended otherwise than well
         mute_stdout()
+    if Output.is_lost and code == ExitCode.OK:
+        code = ExitCode.USAGE
     sys.exit(code)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from msgspec.structs import replace
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line, option_words
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
@@ -70,21 +70,22 @@ def quick(
     measured, else the first one. Without URL it asks before the server that it finds gets load. Exit code 1: several
     servers run here, or several models are loaded; it lists them.
     """
-    from harness.analysis.quick import NAME
-    from harness.report.quick import quick_page
+    from harness.questions.quick import search as quickly
+    from harness.questions.quick.page import quick_page
+    from harness.records.manifest import QUICK
     from harness.report.terminal import print_page
     from harness.run import experiment as experiments
-    from harness.run import quick as quickly
     from harness.run.orchestrator import run as run_experiment
-    from harness.run.progress import Progress
 
-    progress = Progress(cli.console(stderr=as_json))
+    progress = cli.make_progress(stderr=as_json)
     target = cli.make_target(address or found_server(model, api_key_env, progress.line, is_agreed=yes), ca=ca)
     assert target is not None
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
-    with quickly.scenario_path(None, target, NAME, make) as path:
+    with quickly.scenario_path(None, target, QUICK, make) as path:
         folder = run_experiment(experiments.prepare(path, target), runs, progress)
-    report = quickly.quick_report(folder, target, {"--model": model, "--api-key-env": api_key_env, "--ca": ca})
+    where = None if runs == cli.RUNS else runs
+    options = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--runs": where}
+    report = quickly.quick_report(folder, target, options)
     if as_json:
         cli.print_json(report)
     else:
@@ -96,11 +97,11 @@ def quick(
 
 def found_server(model: str | None, key_name: str | None, say: "Callable[[str], None]", *, is_agreed: bool) -> str:
     """Return the address of the only server of this machine, once the user agrees. Raises HarnessError."""
-    from harness.run import quick as quickly
+    from harness.questions.quick import search as quickly
 
     found = {url: quickly.describe_server(url, model, key_name) for url in quickly.find_servers()}
     (url, about), *others = found.items()
-    again = command_line("harness", "quick", url, *([] if model is None else ["--model", model]))
+    again = command_line("harness", "quick", url, *option_words({"--model": model, "--api-key-env": key_name}))
     if others:
         what, detail = f"{len(found)} servers run on this machine, and no address is given", "\n".join(found.values())
         raise HarnessError(what, detail=detail, next_step=f"Give the address of one, such as: {again}")
@@ -158,12 +159,11 @@ def run(
     With --tolerance the exit code follows the verdicts on servers under the same load: 4 when one is slower than the
     baseline's by that, 5 when that is not known. With --times the exit code is the worst one of all runs.
     """
-    from harness.analysis import quick
-    from harness.analysis.compare import make_reference
     from harness.base.units import read_duration
+    from harness.questions.compare.decide import make_reference
+    from harness.questions.quick import search as running_scenarios
+    from harness.records.manifest import QUICK
     from harness.run import experiment as experiments
-    from harness.run import quick as running_scenarios
-    from harness.run.progress import Progress
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
@@ -175,9 +175,9 @@ def run(
     if resume is not None:
         report(_resume(cli.find_run(resume, runs), target, budget_s, against, xml))
         return
-    say, duration_s = Progress(cli.console()).line, None if duration is None else read_duration("--duration", duration)
+    say, duration_s = cli.make_progress().line, None if duration is None else read_duration("--duration", duration)
     make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=say)
-    with running_scenarios.scenario_path(scenario, target, quick.NAME, make) as path:
+    with running_scenarios.scenario_path(scenario, target, QUICK, make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, say, repeats, checks or [], duration_s)
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
@@ -215,11 +215,10 @@ def _measure(
 ) -> Path:
     from harness.run.budget import budget_steps
     from harness.run.orchestrator import run
-    from harness.run.progress import Progress
 
     with cli.junit_until_finished(junit, experiment.path.stem):
         steps = None if budget_s is None else budget_steps(budget_s)
-        return run(experiment, runs, Progress(cli.console()), steps, against)
+        return run(experiment, runs, cli.make_progress(), steps, against)
 
 
 def _resume(
@@ -230,12 +229,12 @@ def _resume(
     junit: cli.JunitFile | None,
 ) -> Path:
     """Measure what is missing of a run and return its folder."""
+    from harness.questions.tune.record import search_command
     from harness.records.manifest import read_run
-    from harness.run.progress import Progress
     from harness.run.resume import resume
 
     with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-        resume(folder, Progress(cli.console()), target, budget_s, against)
+        resume(folder, cli.make_progress(), target, budget_s, against, of_search=search_command(folder))
     return folder
 
 
@@ -248,7 +247,7 @@ def _say_gate_needs(scenario: "Scenario", times: int, *, is_gate: bool) -> None:
 
 
 def _print_notes(scenario: "Scenario", say: "Callable[[str], None]") -> None:
-    from harness.run.preview import check_notes
+    from harness.questions.check import check_notes
     from harness.serve.lint import removed_notes
 
     for note in [*check_notes(scenario), *removed_notes(scenario)]:
@@ -264,17 +263,17 @@ def _report_run(
     explain: bool,
 ) -> None:
     """Print the report of a run, write the files that were asked for, and exit with its code."""
-    from harness.analysis.gate import with_gates
-    from harness.analysis.summarize import read_summary
+    from harness.numbers.gate import with_gates
+    from harness.numbers.summarize import read_summary
+    from harness.questions.report import junit_cases
+    from harness.questions.report.page import print_report
     from harness.records.manifest import read_run
-    from harness.report import junit as junit_xml
-    from harness.report import terminal
 
     manifest = read_run(folder)
     summary = with_gates(read_summary(folder), tolerance, provisional=provisional)
-    terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
+    print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
-        junit.write(junit_xml.render(summary, manifest))
+        junit.write(junit_cases.render(summary, manifest))
     cli.exit_after_run(summary, provisional=provisional)
 
 
@@ -369,12 +368,12 @@ def capacity(
     --at-least asks for. 5: not even one number of users is proven, or not what --at-least asks for.
     """
 
-    from harness.analysis.summarize import read_summary
     from harness.base.units import read_duration
-    from harness.report.capacity import print_capacity
-    from harness.run import capacity as searching
-    from harness.run import quick as running_scenarios
-    from harness.run.progress import Progress
+    from harness.numbers.summarize import read_summary
+    from harness.questions.capacity import search as searching
+    from harness.questions.capacity.page import capacity_page
+    from harness.questions.quick import search as running_scenarios
+    from harness.report.terminal import print_page
 
     budget_s = read_duration("--budget", budget)
     target, console = cli.make_target(url, ca=ca), cli.console(stderr=as_json)
@@ -387,11 +386,11 @@ def capacity(
         experiment, question, parsed = searching.define_search(
             experiment, load, checks or [], knee=knee, fix=fix or [], **limits
         )
-        folder, report = searching.capacity(experiment, question, parsed, runs, Progress(console))
+        folder, report = searching.capacity(experiment, question, parsed, runs, cli.make_progress(stderr=as_json))
     if as_json:
         cli.print_json(report)
     else:
-        print_capacity(report, read_summary(folder), cli.console())
+        print_page(capacity_page(report, read_summary(folder)), cli.console())
         cli.console().print(f"{folder / 'report.html'}")
     cli.exit_after_capacity(folder, report)
 
@@ -413,16 +412,15 @@ def live(
 
     With --url and without a scenario: for a running server.
     """
-    from harness.run import live as living
-    from harness.run import quick as running_scenarios
-    from harness.run.progress import Progress
+    from harness.questions import live as living
+    from harness.questions.quick import search as running_scenarios
 
     target, name = cli.make_target(url, ca=ca), user or "chat"
     more: Any = {"model": model, "key_name": api_key_env, "say": cli.console().print}
     make = partial(running_scenarios.user_scenario, name, **more)
     with running_scenarios.scenario_path(scenario, target, f"live-{name}", make) as path:
         experiment = running_scenarios.prepare_for(path, target, model, cli.console().print)
-        living.live(experiment, server, load, port, runs, Progress(cli.console()))
+        living.live(experiment, server, load, port, runs, cli.make_progress())
 
 
 @cli.command(short_help="Validate a scenario and show its plan.")
@@ -445,9 +443,9 @@ def check(
     Exit code 2: the prompts of a load exceed the server's context; of a sweep, those of all rows.
     """
     from harness.base.units import read_duration
-    from harness.run import quick as quickly
+    from harness.questions.check import preview, show_plan
+    from harness.questions.quick import search as quickly
     from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
-    from harness.run.preview import preview, show_plan
     from harness.serve.lint import refuse_too_long
 
     target, say = cli.make_target(url, ca=ca), cli.console(stderr=as_json).print
@@ -496,8 +494,8 @@ def _draft(
     question: str, given: list[str], url: str | None, models: list[str], machine: str
 ) -> tuple[str, list[str], str | None]:
     """Return the text of a scenario, its servers, and the address of the one that runs. It asks for what is missing."""
+    from harness.questions.quick import search as quickly
     from harness.run import draft as drafts
-    from harness.run import quick as quickly
     from harness.run.experiment import RUNNING_SERVER
 
     if given and url is not None:
@@ -587,8 +585,10 @@ def doctor(
 ) -> None:
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
     from harness.machine import findings
-    from harness.machine.doctor import diagnose
-    from harness.serve.engine import get_engine_facts
+    from harness.machine.inspection import diagnose
+    from harness.questions.doctor import doctor_page
+    from harness.report.terminal import print_page
+    from harness.serve.docker_engine import get_engine_facts
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
     here = root.resolve() == Path("/")
@@ -596,7 +596,7 @@ def doctor(
     if as_json:
         print(findings.format_json(problems, root))
     else:
-        findings.print_findings(problems, cli.console(), root)
+        print_page(doctor_page(problems, root), cli.console())
     if findings.find_worst_level(problems) == "blocker":
         raise typer.Exit(ExitCode.FAILED)
 
@@ -619,8 +619,8 @@ def compose(
     ] = False,
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
+    from harness.questions.live import compose_file
     from harness.run import experiment as experiments
-    from harness.run.live import compose_file
     from harness.run.machine_fit import resolve_auto
 
     experiment = experiments.prepare(scenario)
@@ -643,8 +643,8 @@ def clean(
     A running server that a killed `harness tune --url` has changed gets the settings of its owner back. Exit code 2: it
     did not.
     """
-    from harness.run.tune import put_back
-    from harness.serve.engine import connect, remove_leftovers
+    from harness.questions.tune.search import put_back
+    from harness.serve.docker_engine import connect, remove_leftovers
 
     outcomes = list(put_back(runs))
     for outcome in outcomes:

@@ -1,6 +1,7 @@
 """Shared parts of the commands: the app, common options, the console, mistakes in the command line."""
 
 import difflib
+import errno
 import math
 import os
 import re
@@ -16,8 +17,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from typer.core import TyperCommand, TyperGroup
 
-from harness.base.command import command_line
-from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean, reason_of
+from harness.base.command_line import command_line
+from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, closest_name, did_you_mean, reason_of
 from harness.base.files import pretty_json
 from harness.base.redact import printable
 
@@ -156,10 +157,11 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
 
 
 if TYPE_CHECKING:
-    from harness.analysis.capacity import CapacityReport
     from harness.base.summary import CheckResult, Comparison, SameAnswers, Summary
+    from harness.questions.capacity.decide import CapacityReport
     from harness.report.elements import Element
     from harness.run.experiment import Target
+    from harness.run.progress import Progress
     from harness.scenario import Scenario
 
 app = typer.Typer(
@@ -196,8 +198,12 @@ def find_scenario(given: Path | None) -> Path | None:
     if given.stem in shipped and str(given) in names:
         return shipped[given.stem]
     files = {path.stem: path for path in _yaml_files(given.parent)}
-    own = difflib.get_close_matches(given.stem, files, n=1)
-    near = f"did you mean '{files[own[0]]}'?" if own else did_you_mean(given.stem, shipped)
+    here = {path.stem: path for path in _yaml_files(Path()) if path.stem == given.stem}
+    near = did_you_mean(given.stem, shipped)
+    for own in (files, here):
+        if (name := closest_name(given.stem, own)) is not None:
+            near = f"did you mean '{own[name]}'?"
+            break
     raise HarnessError(
         f"{given}: there is no such scenario; {near}",
         next_step="Give a file, or the name of a scenario that ships: `harness list scenarios` lists them.",
@@ -348,6 +354,18 @@ class Output(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
+    is_lost = False  # of this process: something could not be printed
+
+    def print(self, *objects: Any, **more: Any) -> None:
+        """Print, and go on with a run when the disk with the output is full."""
+        try:
+            super().print(*objects, **more)
+        except OSError as error:
+            is_first, Output.is_lost = not Output.is_lost, True
+            mute(sys.stderr if self.stderr else sys.stdout)
+            if is_first:
+                print(f"error: the output: {reason_of(error)}; what else would be printed is dropped", file=sys.stderr)
+
     def on_broken_pipe(self) -> None:
         """Go on with the run when its reader, such as `head`, closed the pipe; rich would exit here."""
         mute_stdout()
@@ -355,7 +373,12 @@ class Output(Console):
 
 def mute_stdout() -> None:
     """Discard all that is written to the standard output from now on, also at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    mute(sys.stdout)
+
+
+def mute(stream: TextIO) -> None:
+    """Discard all that is written to a standard stream from now on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def protect_terminal() -> None:
@@ -374,6 +397,14 @@ def console(*, stderr: bool = False) -> Console:
     width = int(columns) if columns.isdecimal() and int(columns) >= MIN_WIDTH else PIPE_WIDTH
     more: dict[str, Any] = {} if file.isatty() or stderr else {"width": width, "no_color": True}
     return Output(file=file, markup=False, emoji=False, highlight=False, soft_wrap=stderr, **more)
+
+
+def make_progress(*, stderr: bool = False) -> "Progress":
+    """What shows a run on this console, and writes its pages at its end."""
+    from harness.questions.report.store import write_results
+    from harness.run.progress import Progress
+
+    return Progress(console(stderr=stderr), write_results)
 
 
 def print_error(error: HarnessError) -> None:
@@ -417,7 +448,7 @@ def print_page_as(output: str, value: Any, page: "Sequence[Element]", title: str
 
 
 def make_target(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
-    from harness.base.trust import trust_authority
+    from harness.base.https import trust_authority
     from harness.run.experiment import Target
 
     if ca is not None:
@@ -494,7 +525,7 @@ def find_runs(given: Path, runs: Path) -> list[Path]:
 
 
 def find_baseline(given: Path, runs: Path) -> Path:
-    from harness.analysis.compare import read_baseline
+    from harness.questions.compare.decide import read_baseline
 
     folder = find_run(given, runs)
     read_baseline(folder)
@@ -505,11 +536,13 @@ class JunitFile:
     """The JUnit file of a command, with a suite for each of its runs."""
 
     def __init__(self, path: Path) -> None:
-        """Raises HarnessError for a named pipe: at the end of a run it would wait for a reader, for ever."""
+        """Raises HarnessError for a folder, and for a named pipe, which would wait for a reader for ever."""
         from harness.base.files import refuse_named_pipe
 
         try:
             refuse_named_pipe(path)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except OSError as error:
             raise HarnessError(f"--junit: {path}: {reason_of(error)}", next_step="Name another file.") from None
         self._path = path
@@ -571,7 +604,7 @@ def exit_after_run(summary: "Summary", *, provisional: bool = False) -> None:
 
 def exit_after_verdicts(comparison: "Comparison | None", checks: "Sequence[CheckResult]") -> None:
     """Exit with the code of gates; a failed check comes before a gate that is not decided."""
-    from harness.analysis.gate import gate_code
+    from harness.numbers.gate import gate_code
 
     code = gate_code(verdict.gate for verdict in (comparison.verdicts if comparison is not None else []))
     if code and not (code == ExitCode.INCONCLUSIVE and any(result.status == "failed" for result in checks)):

@@ -26,15 +26,16 @@ def explain(
     (`started` in `--json`), or it stopped normally (`stopped`). 4 when it is not; warnings do not count, since good
     starts have them as well.
     """
-    from harness.failures.explain import scan
-    from harness.report.terminal import explanation_data, has_started, is_recognised, print_explanation, was_stopped
+    from harness.failures.diagnosis import scan
+    from harness.questions.explain import explanation_data, explanation_page, has_started, is_recognised, was_stopped
+    from harness.report.terminal import print_page
 
     with _open_log(log) as file:
         scanned = scan(file)
     if as_json:
         cli.print_json(explanation_data(log, scanned))
     else:
-        print_explanation(log, scanned, cli.console())
+        print_page(explanation_page(log, scanned), cli.console())
     if not (is_recognised(scanned) or has_started(scanned) or was_stopped(scanned)):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -97,7 +98,9 @@ def expect(
 
     Nothing is started or downloaded. Exit code 4 when the model does not fit, or when no memory is left.
     """
-    from harness.advice.answer import Question, answer, format_answer, parse_tokens
+    from harness.questions.expect.decide import Question, answer, parse_tokens
+    from harness.questions.expect.page import expect_page
+    from harness.report.terminal import print_page
 
     question = Question(
         model=model,
@@ -117,15 +120,15 @@ def expect(
     if as_json:
         cli.print_json(found)
     else:
-        cli.console().print("\n".join(format_answer(found)), soft_wrap=True)
+        print_page(expect_page(found), cli.console())
     if found.fits is False:
         raise typer.Exit(ExitCode.FAILED)
 
 
 def _measure_bandwidth(image: str | None) -> float:
-    from harness.advice.bandwidth import measure_cpu, store_measured
+    from harness.hardware.bandwidth import measure_cpu, store_measured
     from harness.machine.gpus import list_gpus
-    from harness.serve.bandwidth import measure_gpu
+    from harness.serve.container_bandwidth import measure_gpu
     from harness.serve.template import find_pin
 
     gb_s = measure_gpu(image or find_pin("vllm-rocm").image) if any(list_gpus()) else measure_cpu()
@@ -144,6 +147,6 @@ def worker(
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.
     """
-    from harness.run.worker import run_worker
+    from harness.run.worker_machine import run_worker
 
     run_worker(master, processes, once=once)

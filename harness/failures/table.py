@@ -10,10 +10,10 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
-from harness.base.command import quote
-from harness.base.engines import engines, safe_utilization_from_log
+from harness.base.command_line import quote
 from harness.base.files import read_table
 from harness.base.redact import masked
+from harness.engines import engines, safe_utilization_from_log
 
 _FOLDER = Path(__file__).parent
 # Files in the order of preference for one line; within a file the first row that matches decides.

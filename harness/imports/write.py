@@ -10,22 +10,13 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__
-from harness.analysis.summarize import summarize, write_summary
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.files import DOCS, UNDECODABLE, pretty_json
 from harness.base.redact import printable
 from harness.base.summary import DEFINITIONS
-from harness.imports import (
-    Format,
-    Imported,
-    ImportedPart,
-    Source,
-    lemonade,
-    llama_bench,
-    read_source,
-    vllm,
-)
+from harness.imports import Format, Imported, ImportedPart, Source, lemonade_bench, llama_bench, read_source, vllm
+from harness.numbers.summarize import summarize, write_summary
 from harness.records.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowOrigin, Run, ServedBy, Status, write_run
 from harness.records.records import Request, read_marks
 from harness.scenario import Load, Scenario, Server, Warmup
@@ -77,7 +68,7 @@ def _read_records(source: Source) -> Imported:
 
 FORMATS = {
     "vllm": vllm.FORMAT,
-    "lemonade": lemonade.FORMAT,
+    "lemonade": lemonade_bench.FORMAT,
     "llama-bench": llama_bench.FORMAT,
     "records": Format(
         "locust -f locustfiles/chat.py --records FILE", ("cell", "user_class", "phase", "sent_s"), _read_records
@@ -132,7 +123,7 @@ def import_file(
     if folder.exists():
         raise HarnessError(
             f"{path}: was imported before, as {run_id}",
-            next_step=f"`{command_line('harness', 'report', run_id)}` shows it; remove it first.",
+            next_step=f"`{command_line('harness', 'report', folder)}` shows it; remove it first.",
         )
     by_server = {
         field: {_valid_name(server): value for server, value in getattr(imported, field).items()}
@@ -174,6 +165,7 @@ def _make_run(
     return Run(
         definitions=DEFINITIONS,
         id=run_id,
+        kind="import",
         status="running",
         started_wall_s=min(part.started_wall_s for part in cells.values()),
         ended_wall_s=max(part.ended_wall_s for part in cells.values()),

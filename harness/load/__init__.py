@@ -2,7 +2,7 @@
 
 What to send, and when:
 user.py           the base class of every virtual user
-process.py        what all users of one load process share; the checks before a load; where a request becomes a record
+load_process.py   what all users of one load process share; the checks before a load; a request becomes a record
 sequencer.py      which request of the sequence comes next, across stages, processes and machines
 
 One request and its response:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import gevent
 import httptools
 
-from harness.base.engines import engines
+from harness.engines import engines
 from harness.failures.unexpected_response import error_words, to_text
 from harness.load import openai_api
 from harness.load.anthropic_api import as_chat_completion, as_chat_event, started_message

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from harness.analysis import derive
-from harness.analysis.derive import MET, OPEN
 from harness.base.files import UNDECODABLE
 from harness.base.metrics import LIVE
 from harness.base.summary import NEEDED
+from harness.numbers import formulas
+from harness.numbers.formulas import MET, OPEN
+from harness.records.columns import Floats, rows_of
 from harness.records.records import AT_LEAST, CUT, MAX_CPU, OBSERVED, ErrorKind, Request, Samples
-from harness.records.table import Floats, rows_of
 from harness.scenario.check_syntax import Slo
 
 if TYPE_CHECKING:  # the harness, which has no gevent, uses this module, too
@@ -164,7 +164,7 @@ class Accumulator(msgspec.Struct, array_like=True):
     def count(self, requests: Sequence[Request], slos: Sequence[Slo]) -> None:
         """Add measured requests, by the formulas of a report."""
         rows = rows_of(requests)
-        met, cut, good = derive.meets_slos(rows, slos), rows.error.is_in(*CUT), rows.good
+        met, cut, good = formulas.meets_slos(rows, slos), rows.error.is_in(*CUT), rows.good
         self.ended += len(rows)
         self.cut += int(cut.sum())
         if slos:
@@ -178,12 +178,12 @@ class Accumulator(msgspec.Struct, array_like=True):
             self.token_sums[name] += int(np.nansum(tokens))
             self.token_counts[name] += int((~np.isnan(tokens)).sum())
         for name in (latency.name for latency in LIVE):
-            values_s = derive.latency_s(answers, name)
+            values_s = formulas.latency_s(answers, name)
             values_s = values_s[~np.isnan(values_s)]
             self.latencies[name] = _sum(self.latencies[name], _histogram(values_s))
             self.sums_s[name] += float(values_s.sum())
             if not good.all():
-                values_s, states = derive.latency_states(rows, name)
+                values_s, states = formulas.latency_states(rows, name)
                 self._add_others(name, values_s[(states == OBSERVED) & ~good], values_s[states == AT_LEAST])
 
     def add_in_flight(self, requests: Sequence[RequestInFlight], now_s: float) -> None:
@@ -343,7 +343,7 @@ class CounterDelta(msgspec.Struct, array_like=True):
         """Count the requests, and add the state at the time of the report."""
         if pending := self.pending():
             is_unbounded = any(bad.code == "above" for request in pending for bad in request.bad_fields)
-            self.max_tokens = math.nan if is_unbounded else float(derive.max_generated(rows_of(pending)).sum())
+            self.max_tokens = math.nan if is_unbounded else float(formulas.max_generated(rows_of(pending)).sum())
             self.requests, self.others = len(pending), []
         self.max_in_flight = recorder.asked_in_flight
         for second, of_classes in self.waiting.items():
@@ -408,7 +408,7 @@ class Observed:
 
 
 class OtherClient:
-    """What the server generated for other clients since this process began, by the rule of `derive.foreign_tokens`.
+    """What the server generated for other clients since this process began, by the rule of `formulas.foreign_tokens`.
 
     All tests of the process are ours, also the answers with which a server goes on after a test.
     """
@@ -438,7 +438,7 @@ class OtherClient:
         if first is None or count is None or (self._excess and count[0] <= self._excess[-1][0]):
             return
         most = self._max_tokens + sum(self._max_in_flight.values())
-        tokens = derive.foreign_tokens(count[1] - first[1], most)
+        tokens = formulas.foreign_tokens(count[1] - first[1], most)
         self._excess.append((count[0], count[1] - first[1] - most, tokens))
 
     def state(self) -> Numbers | None:

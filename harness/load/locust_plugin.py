@@ -28,9 +28,9 @@ from harness.base.files import PACKAGE
 from harness.base.redact import masked
 from harness.load import options as load_options
 from harness.load import web_access
+from harness.load.load_process import LoadProcess, create_sequencer
 from harness.load.master import Master, harden_master
 from harness.load.options import RUNNING_STATES, host_of, options_of
-from harness.load.process import LoadProcess, create_sequencer
 from harness.load.recorder import Anchor, Recorder
 from harness.load.sequencer import Sequencer, wait_until
 from harness.load.web_ui import Live

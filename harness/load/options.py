@@ -21,7 +21,7 @@ from locust.util.timespan import parse_timespan
 from harness.base.errors import HarnessError, Problem, reason_of, sentence
 from harness.base.files import UNDECODABLE, open_output, refuse_named_pipe
 from harness.load.client import ApiAddress
-from harness.load.process import first_model, load_inputs
+from harness.load.load_process import first_model, load_inputs
 from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
 from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.check_syntax import Slo, request_slos

@@ -29,8 +29,8 @@ from locust.runners import WorkerRunner
 from harness import __version__
 from harness.base.errors import HarnessError, sentence
 from harness.base.files import UNDECODABLE
+from harness.load.load_process import LoadProcess
 from harness.load.master import MAX_SILENCE_S
-from harness.load.process import LoadProcess
 from harness.load.recorder import FILES, Anchor, RecordSender
 from harness.load.sequencer import Sequencer, wait_until
 from harness.workload.job import Job, loads_of

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from harness.base.engines import Column, Standing, engines, match_any
 from harness.base.errors import HarnessError
 from harness.base.files import read_bytes, read_table
+from harness.engines import Column, Standing, engines, match_any
 from harness.records.manifest import GpuMemory, Machine
 
 

@@ -8,10 +8,10 @@ from typing import Literal
 
 from msgspec import Struct, structs
 
-from harness.base.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
 from harness.base.errors import HarnessError
 from harness.base.summary import Reason, because, sentence
 from harness.base.units import GIB, gib
+from harness.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
 from harness.machine.gpus import Gpu, list_gpus, read_meminfo, read_number, select_serving_gpus
 
 PAGE_BYTES = 4096  # of x86-64, as every APU
@@ -203,12 +203,15 @@ def format_pool(pool: Pool) -> str:
     return text + (f"; {known_gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
 
 
-def format_share(share: SafeShare) -> list[str]:
-    """Return the share and its formula, in lines."""
+def format_share(share: SafeShare, *, is_gguf: bool = False) -> list[str]:
+    """Return the share and its formula, in lines. `is_gguf`: of llama.cpp, which has no option for it."""
     node = f": {share.node}" if share.node is not None else ""
     several = f" of each of {share.gpus} GPUs, by the one that has least{node}" if share.gpus > 1 else ""
     if share.utilization is None:
-        head = "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
+        engine = "llama.cpp" if is_gguf else "vLLM"
+        head = f"nothing is left for {engine}: stop what holds the memory (`harness doctor` names it)"
+    elif is_gguf:
+        head = f"memory for the model: {known_gib(share.budget_bytes)}{several}, a share of {share.utilization}"
     else:
         head = f"--gpu-memory-utilization {share.utilization} ({known_gib(share.budget_bytes)}{several})"
     doubts = [f"  doubt: {text}" for text in share.doubts]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
 from harness.base.files import UNDECODABLE, open_file
 from harness.records.manifest import Run, read_run

@@ -20,6 +20,8 @@ from harness.scenario.workers import Workers
 
 WallSeconds = Annotated[float, Meta(ge=0, le=1e11)]  # Unix time
 Status = Literal["running", "valid", "invalid", "unchecked", "failed", "interrupted", "live"]
+# Cells that a scenario plans, probes or starts that a search chooses, a load set by hand, what another tool measured.
+RunKind = Literal["plan", "search", "live", "import"]
 
 
 # Steps of a server's start in their order; a server has those that its log shows.
@@ -249,6 +251,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format_version: int = FORMAT_VERSION
     definitions: int = 1  # version of the formulas of docs/method.md when it was measured
     id: str
+    kind: RunKind | None = None  # None: of 0.1.0; `read_run` completes it
     status: Status
     reasons: list[Reason] = []  # why it is not valid
     started_wall_s: WallSeconds
@@ -293,7 +296,8 @@ def write_run(folder: Path, run: Run) -> None:
 
 def read_run(folder: Path) -> Run:
     try:
-        return read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_find_contradiction)
+        run = read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_find_contradiction)
+        return run if run.kind is not None else replace(run, kind=_kind_of(run))
     except FileNotFoundError:
         raise HarnessError(
             f"{folder}: not a run directory (it has no run.json)", next_step="`harness list runs` lists the runs."
@@ -302,6 +306,15 @@ def read_run(folder: Path) -> Run:
         raise HarnessError(
             f"{folder / 'run.json'}: cannot be read ({error.strerror})", next_step="`harness list runs` lists the runs."
         ) from None
+
+
+def _kind_of(run: Run) -> RunKind:
+    """The kind of a run that does not say it: the cells of a search have seeds of their own."""
+    if run.origin is not None:
+        return "import"
+    if run.status == "live":
+        return "live"
+    return "search" if any(cell.seed is not None for cell in run.cells) else "plan"
 
 
 def _find_contradiction(run: Run) -> tuple[str, str] | None:
@@ -326,6 +339,7 @@ def _find_contradiction(run: Run) -> tuple[str, str] | None:
 
 # Runs that another tool measured: the definitions of their numbers, and unknown numbers.
 
+QUICK = "quick"  # the name of the scenario that `harness quick` makes
 OTHERWISE = "†"  # next to a number of a row that means something else than in the first row; a note says what
 NUMBERS_FILE = "numbers.json"  # numbers of cells that have no records
 

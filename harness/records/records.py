@@ -1,6 +1,6 @@
 """The central record, one request as the client observed it, and the readers of files with one record in a line.
 
-Records are raw observations. `harness.analysis.derive` computes everything else (TTFT, TPOT, goodput ...) from them, so
+Records are raw observations. `numbers/formulas.py` computes everything else (TTFT, TPOT, goodput ...) from them, so
 a definition can be corrected without a new measurement. Formats: docs/run-directory.md.
 """
 
@@ -53,7 +53,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 OddText = Literal["blank", "repeated", "reserved"]
 CUT = ("unfinished", "abandoned")  # not ended by the server: no failures, and their tokens count
-# What is known of a latency of a request; harness.analysis.slo_rule has the meanings.
+# What is known of a latency of a request; harness.numbers.share_test has the meanings.
 OBSERVED, AT_LEAST, AT_MOST, UNKNOWN, FAILED = range(5)
 
 

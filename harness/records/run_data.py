@@ -13,11 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.records.clock import Clock
-from harness.records.directory import no_records_error
-from harness.records.manifest import Run, read_run
-from harness.records.records import BadField, ProcessMark, Request, read_marks
-from harness.records.samples import MetricsSample, TelemetrySample, group_by_cell, read_metrics, read_telemetry
-from harness.records.table import (
+from harness.records.columns import (
     CellRecords,
     FileRecords,
     Gaps,
@@ -28,6 +24,10 @@ from harness.records.table import (
     records_at,
     records_of,
 )
+from harness.records.directory import no_records_error
+from harness.records.manifest import Run, read_run
+from harness.records.records import BadField, ProcessMark, Request, read_marks
+from harness.records.samples import MetricsSample, TelemetrySample, group_by_cell, read_metrics, read_telemetry
 from harness.scenario import Load
 from harness.scenario.plan import Cell, Schedule, cell_of, plan
 

@@ -19,10 +19,10 @@ import msgspec
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.base.engines import engines
 from harness.base.files import read_lines
+from harness.base.https import open_session
 from harness.base.summary import GpuLoad, MachineLoad, ServerLoad, median_of_known
-from harness.base.trust import open_session
+from harness.engines import engines
 from harness.records.records import Number, ProcessMark, Seconds, Whole
 
 # The values of a metrics sample, under the same names for all servers:

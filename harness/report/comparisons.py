@@ -6,13 +6,27 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from harness.analysis.verdicts import without_concurrency
 from harness.base import units
 from harness.base.metrics import METRICS
-from harness.base.summary import Comparison, Gate, Row, Verdict
+from harness.base.summary import (
+    Comparison,
+    Gate,
+    Row,
+    Verdict,
+)
 from harness.base.units import count
+from harness.numbers.verdicts import without_concurrency
 from harness.records.manifest import Run
-from harness.report import words
+from harness.report import sentences, words
+from harness.report.elements import (
+    Bullet,
+    Bullets,
+    Element,
+    Fold,
+    Grid,
+    Paragraph,
+    plain_grid,
+)
 from harness.report.verdict_text import (
     describe_ratio,
     format_bounds,
@@ -22,6 +36,7 @@ from harness.report.verdict_text import (
     gate_word,
     is_better_within_margin,
     shown_bounds,
+    verdict_style,
     verdict_word,
 )
 from harness.scenario.plan import mix_of
@@ -235,3 +250,34 @@ def gates_answer(verdicts: Sequence[Verdict]) -> str:
     counts = Counter(gate_word(verdict) for verdict in sorted(gated, key=lambda verdict: -_GATES.index(verdict.gate)))
     parts = ", ".join(f"{number} {word}" for word, number in counts.items())
     return f"{gate_answer(worst)} Of {count(len(gated), 'comparison')}: {parts}."
+
+
+def verdicts(comparison: Comparison, hint: str) -> list[Element]:
+    """The verdicts as sentences, some of many folded, and how they were reached."""
+    items = [Bullet(text, word) for word, text in sentences.verdict_sentences(comparison.verdicts)]
+    shown, hidden = items[: sentences.SHOWN], items[sentences.SHOWN :]
+    elements: list[Element] = [Bullets(shown, "verdicts")] if shown else []
+    if hidden:
+        title = sentences.hidden_verdicts_text(item.style for item in hidden)
+        elements.append(Fold(title, [Bullets(hidden, "verdicts")], hint))
+    return [*elements, Paragraph(sentences.method_sentence(comparison), "fine")]
+
+
+def verdict_grid(found: Sequence[Verdict]) -> Grid:
+    """The intervals, p-values and words of verdicts."""
+    head = ("Side", "Baseline", "Samples", "By", "Speed", "95 % interval", "p", "Verdict")
+    return plain_grid(head, list(map(_verdict_cells, found)), [verdict_style(verdict) for verdict in found])
+
+
+def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
+    interval = format_bounds(*shown_bounds(verdict), lambda bound: units.factor(bound, 3))
+    return (
+        verdict.side,
+        verdict.baseline,
+        f"{verdict.n[0]} : {verdict.n[1]}",
+        METRICS[verdict.metric].title,
+        "n/a" if verdict.ratio is None else f"{units.factor(verdict.ratio, 3)}×",
+        interval or ("not known" if verdict.reason == "interval_unknown" else "n/a"),
+        "n/a" if verdict.p is None else "< 0.001" if verdict.p < 0.001 else f"{verdict.p:.3f}",
+        gate_word(verdict),
+    )

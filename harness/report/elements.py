@@ -40,6 +40,20 @@ class Bullets(Struct, frozen=True):
     kind: Literal["verdicts", "checks", "findings", ""] = ""
 
 
+class Fact(Struct, frozen=True):
+    """A text with a word before it. `style`: as of a bullet or a paragraph."""
+
+    label: str
+    text: str
+    style: str = ""
+
+
+class Facts(Struct, frozen=True):
+    """Texts with a word before each, one below the other."""
+
+    items: Sequence[Fact]
+
+
 class TableColumn(Struct, frozen=True):
     """One column of a table. `text` makes its text of a line or row; None: the value is not known."""
 
@@ -107,7 +121,7 @@ class Fold(Struct, frozen=True):
     hint: str = ""
 
 
-Element: TypeAlias = Paragraph | Bullets | Grid | Fold | Chart
+Element: TypeAlias = Paragraph | Bullets | Facts | Grid | Fold | Chart
 
 
 def plain_grid(head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Grid:

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 import numpy as np
 
-from harness.analysis import derive
 from harness.base.errors import HarnessError
 from harness.base.files import open_output, refuse_named_pipe
 from harness.base.metrics import LATENCIES, STATISTICS, VALUES
 from harness.base.redact import csv_field
 from harness.base.summary import Summary
+from harness.numbers import formulas
 from harness.records.clock import Clock
+from harness.records.columns import rows_of
 from harness.records.directory import no_records_error
 from harness.records.manifest import Run, read_run
 from harness.records.records import ProcessMark, Request, read_marks, read_requests
-from harness.records.table import rows_of
-from harness.report.table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
+from harness.report.results_table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
 from harness.scenario.plan import concurrent_parts
 
 BATCH = 10_000
@@ -133,7 +133,7 @@ def _record_rows(run: Run, requests: Iterator[tuple[Request, float | None]]) -> 
 def _batch_rows(run: Run, batch: Sequence[tuple[Request, float | None]]) -> Iterator[dict[str, Any]]:
     cells = {cell.id: cell for cell in run.cells}
     rows = rows_of([request for request, _ in batch])
-    derived = np.array([np.where(rows.good, derive.FORMULAS[name](rows), np.nan) for name in DERIVED])
+    derived = np.array([np.where(rows.good, formulas.FORMULAS[name](rows), np.nan) for name in DERIVED])
     for (request, wall_s), values in zip(batch, derived.T.tolist(), strict=True):
         cell = cells.get(request.cell)
         yield {

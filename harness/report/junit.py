@@ -14,17 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from harness.analysis.history import History
 from harness.base.errors import HarnessError
 from harness.base.files import open_output
 from harness.base.metrics import METRICS
-from harness.base.summary import CheckResult, Comparison, Difference, SameAnswers, Summary, Verdict, evidence, sentence
-from harness.records.manifest import Run
+from harness.base.summary import CheckResult, Comparison, Difference, Verdict, evidence
 from harness.report import sentences, words
-from harness.report.history import history_title, outcome_sentence
-from harness.report.trust import answers_sentence
 from harness.report.verdict_text import verdict_sentence
 
 NAME = "amd-llm-load"
@@ -34,7 +29,7 @@ _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 Outcome = Literal["passed", "failure", "error", "skipped"]
 OUTCOMES: dict[str, Outcome] = {"failed": "failure", "inconclusive": "skipped"}  # else passed
-_GATES: dict[str, Outcome] = {"no_slowdown": "passed", "slower": "failure"}  # else skipped
+GATES: dict[str, Outcome] = {"no_slowdown": "passed", "slower": "failure"}  # else skipped
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -48,58 +43,12 @@ class Case(Struct, frozen=True, kw_only=True):
     evidence: str
 
 
-def render(summary: Summary, run: Run) -> str:
-    """The XML of a run: its validity, checks and verdicts."""
-    cases = [_validity_case(summary, run), *map(_check_case, summary.checks)]
-    if summary.comparison is not None:
-        cases += _verdict_cases(summary.comparison)
-    cases += [_answers_case(found, within=True) for found in summary.same_answers]
-    properties = {
-        "run": run.id,
-        "question": summary.question,
-        "model": run.scenario.model,
-        "machine": run.machine.name,
-        "workload_sha256": run.workload_sha256,
-    }
-    if summary.simulated:
-        properties["simulated"] = words.SIMULATED
-    took_s = None if run.ended_wall_s is None else run.ended_wall_s - run.started_wall_s
-    return _document(summary.scenario, cases, properties, run.machine.name, run.started_wall_s, took_s)
-
-
-def comparison_xml(comparison: Comparison) -> str:
-    """The XML of a comparison: a case for each check and verdict; the sides and their differences are properties."""
-    properties = {"method": sentences.method_sentence(comparison)}
-    if comparison.simulated:
-        properties["simulated"] = words.SIMULATED
-    for number, name in enumerate(comparison.sides):
-        properties["baseline" if number == 0 else f"side.{number}"] = name
-    properties |= _differences(comparison.sides, comparison.differences)
-    cases = [*map(_check_case, comparison.checks), *_verdict_cases(comparison)]
-    cases += [_answers_case(found, within=False) for found in comparison.same_answers]
-    return _document("compare", cases, properties)
-
-
-def history_xml(history: History) -> str:
-    """The XML of a run against its history: a case for each row and metric."""
-    cases = []
-    for series in history.series:
-        name, text = f"{series.name}: {METRICS[series.metric].title}", outcome_sentence(series, history.run)
-        outcome = _GATES.get(series.gate, "skipped")
-        cases.append(Case(group="history", name=name, outcome=outcome, kind=series.gate, message=text, evidence=text))
-    properties = {"run": history.run, "machine": history.machine, "history": history_title(history)}
-    if history.simulated:
-        properties["simulated"] = words.SIMULATED
-    properties |= _differences(history.sides, history.differences)
-    return _document("compare", cases, properties, history.machine)
-
-
 def error_xml(suite: str, error: HarnessError, *, group: str = "validity", name: str = "the run is VALID") -> str:
     """The XML of an error, such as a run without a summary."""
     detail = "\n".join(part for part in (error.what, error.detail, error.next_step) if part)
     kind = type(error).__name__
     case = Case(group=group, name=name, outcome="error", kind=kind, message=error.what, evidence=detail)
-    return _document(suite, [case], {})
+    return document(suite, [case], {})
 
 
 def join(texts: Sequence[str]) -> str:
@@ -131,7 +80,7 @@ def write(path: Path, text: str) -> None:
         raise HarnessError(f"{path}: the JUnit file cannot be written ({error.strerror})") from None
 
 
-def _differences(sides: Sequence[str], differences: Sequence[Difference]) -> dict[str, str]:
+def difference_properties(sides: Sequence[str], differences: Sequence[Difference]) -> dict[str, str]:
     """A property for each difference, with the value of each side."""
     return {
         f"differs.{each.key}": "; ".join(f"{side}: {value}" for side, value in zip(sides, each.values, strict=True))
@@ -139,24 +88,7 @@ def _differences(sides: Sequence[str], differences: Sequence[Difference]) -> dic
     }
 
 
-def _validity_case(summary: Summary, run: Run) -> Case:
-    validity, limits = sentences.validity_sentence(summary, run), sentences.client_limit_sentence(summary)
-    ended = run.status not in ("running", "failed", "interrupted")
-    case = Case(
-        group="validity",
-        name="the run is VALID",
-        evidence="\n".join(filter(None, [validity, limits, *map(sentence, summary.notes)])),
-    )
-    if not ended or summary.valid is False:
-        reasons = [sentence(reason) for reason in summary.reasons or run.reasons] or [validity]
-        kind, text = "INVALID" if ended else run.status.upper(), "\n".join([validity, *reasons])
-        return replace(case, outcome="error", kind=kind, message=reasons[0], evidence=text)
-    if summary.valid is None:  # neither green nor red
-        return replace(case, outcome="skipped", kind="NOT CHECKED", message=validity)
-    return case
-
-
-def _check_case(result: CheckResult) -> Case:
+def check_case(result: CheckResult) -> Case:
     text, kind = evidence(result.evidence), "check" if result.status == "failed" else str(result.status)
     if result.code == "provisional":  # it breaks the bound by what one run shows, which is not inconclusive
         kind = "provisional"
@@ -167,11 +99,11 @@ def _check_case(result: CheckResult) -> Case:
 def _verdict_outcome(verdict: Verdict) -> Outcome:
     """What a gate decides. Without one a slower side is a result."""
     if verdict.gate is not None:
-        return _GATES.get(verdict.gate, "skipped")
+        return GATES.get(verdict.gate, "skipped")
     return "skipped" if verdict.word == "inconclusive" else "passed"
 
 
-def _verdict_cases(comparison: Comparison) -> list[Case]:
+def verdict_cases(comparison: Comparison) -> list[Case]:
     return [
         Case(
             group="comparison",
@@ -185,15 +117,7 @@ def _verdict_cases(comparison: Comparison) -> list[Case]:
     ]
 
 
-def _answers_case(found: SameAnswers, *, within: bool) -> Case:
-    name, text = f"{found.side} against {found.baseline}: {found.load}", answers_sentence(found)
-    outcome: Outcome = "skipped" if found.word == "inconclusive" else "passed"
-    if found.word == "worse" and not within:
-        outcome = "failure"
-    return Case(group="answers", name=name, outcome=outcome, kind=found.word, message=text, evidence=text)
-
-
-def _document(
+def document(
     suite_name: str,
     cases: Sequence[Case],
     properties: dict[str, str],

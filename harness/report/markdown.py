@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from harness.report import words
-from harness.report.elements import Bullet, Bullets, Chart, Element, Fold, Grid, Paragraph, TableColumn
+from harness.report.elements import Bullet, Bullets, Chart, Element, Facts, Fold, Grid, Paragraph, TableColumn
 
 _FORMS = {
     "title": "## {}", "heading": "### {}", "lead": "**{}**", "good": "**{}**", "unsure": "**{}**", "bad": "**{}**",
@@ -24,6 +24,8 @@ def _render_element(element: Element) -> str:
             return _FORMS.get(style, "{}").format(_render_text(text))
         case Bullets(items):
             return "\n".join(map(_render_bullet, items))
+        case Facts(items):
+            return "\n".join(f"- **{escape(item.label)}** {_render_text(item.text)}" for item in items)
         case Grid():
             title = [f"**{escape(element.title)}**"] if element.title else []
             return "\n\n".join([*title, _render_grid(element)])

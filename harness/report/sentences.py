@@ -7,21 +7,13 @@ together (interference), rows compared with a baseline row (speedup); else the n
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from harness.advice.rules import ENOUGH
-from harness.analysis import quick
-from harness.analysis.capacity import LevelPoint, crossing_level, levels_answer
-from harness.analysis.checks import evaluate
-from harness.analysis.comparable import engine_versions
-from harness.analysis.soak import soak_answer
-from harness.analysis.validity import DEATHS, RESTARTS
 from harness.base import units
-from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS, number_names
 from harness.base.summary import (
-    CheckResult,
+    ENOUGH,
     Comparison,
     FailedRequests,
     Reason,
@@ -33,66 +25,17 @@ from harness.base.summary import (
     sentence,
 )
 from harness.base.units import count
+from harness.numbers.validity import DEATHS, RESTARTS
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
-from harness.report.comparisons import gates_answer, largest_effect, levels_by_server, short_row_names, speedup_answer
 from harness.report.elements import Bullet
-from harness.report.trust import answers_sentence, row_sentence
-from harness.report.verdict_text import describe_change, format_speedup, limit_text, verdict_sentence, verdict_style
+from harness.report.verdict_text import limit_text, verdict_sentence, verdict_style
 from harness.scenario import asks_known
-from harness.scenario.check_syntax import SLO_METRICS, Check, parse_check
-from harness.scenario.plan import load_of_part, mix_of
+from harness.scenario.plan import mix_of
 
 _SHOWN_ERROR = 0.0005  # a smaller error of the load generator is not shown
 SHOWN = 7  # verdicts that a report shows at once; the rest is folded
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
-_BOUNDED = (*SLO_METRICS, "output_tok_s", "input_tok_s", "requests_per_s", "wall")
-
-
-def run_answer(summary: Summary, run: Run) -> str:
-    """The answer of a run, or why it has no answer; with the versions if its servers have several of one engine."""
-    answer = _run_answer(summary, run)
-    if answer.startswith("No answer"):
-        return answer
-    gated = summary.comparison is not None and any(verdict.gate for verdict in summary.comparison.verdicts)
-    gates = [gates_answer(summary.comparison.verdicts)] if summary.comparison is not None and gated else []
-    answer = " ".join([*gates, answer, *map(answers_sentence, summary.same_answers)]).strip()
-    for engine, versions in engine_versions(run).items():
-        known = ", ".join(f"{name} {version}" for name, version in versions.items())
-        answer += f" The servers run different versions of {engine} ({known}), so the comparison includes what changed "
-        answer += "between them."
-    return answer
-
-
-def _run_answer(summary: Summary, run: Run) -> str:
-    is_cut = run.status in ("running", "interrupted", "failed")
-    death = death_answer(summary, run)
-    if summary.soaks:  # a server that failed makes the run INVALID, and is the answer; so do the hours before an end
-        answers = [death] * bool(death) + [sentence(soak_answer(found)) for found in summary.soaks]
-        return " ".join([*answers, *(["The run did not come to its end."] if is_cut else [])])
-    if is_cut:
-        return death or "No answer: the run did not come to its end."
-    if summary.valid is False and (death or run.status != "live"):
-        return death or "No answer: the run is INVALID."
-    checks = [(check, result) for result in summary.checks if (check := _parse_or_none(result.check)) is not None]
-    if relative := [result for check, result in checks if check.relative]:
-        return _regression_answer(relative)
-    if slos := [(check, result) for check, result in checks if _is_slo(check)]:
-        return _slo_answer(slos, summary, run)
-    if interference := _interference_answer(summary):
-        return interference
-    if summary.scenario == quick.NAME:
-        return _measurements_answer(summary.rows)
-    if summary.answers:
-        return " ".join(map(sentence, summary.answers))
-    if summary.comparison is not None and summary.comparison.verdicts:
-        verdicts = summary.comparison.verdicts
-        is_said = len(verdicts) == 1 and verdicts[0].gate is not None  # by the answer of the gate
-        return "" if is_said else speedup_answer(summary.comparison, summary.rows, run)
-    known = [row for row in summary.rows if row.load in run.scenario.loads and asks_known(run.scenario.loads[row.load])]
-    if known and len(known) == len(summary.rows):
-        return "" if summary.same_answers else " ".join(map(row_sentence, known))
-    return _measurements_answer(summary.rows)
 
 
 _ENDS = {
@@ -134,174 +77,11 @@ def death_answer(summary: Summary, run: Run) -> str:
     return f"{what}{name} {ended} {when}{': ' * bool(facts)}{', '.join(facts)}. Its numbers cannot be used. {log}"
 
 
-def comparison_answer(comparison: Comparison) -> str:
-    """The answer of `harness compare`: whether a side is slower than the first; and other versions of the engine."""
-    versions = [each for each in comparison.differences if each.key.endswith("startup.version")]
-    shown = [f"The engine's versions differ: {', '.join(each.values)}." for each in versions[:1]]
-    answers = map(answers_sentence, comparison.same_answers)
-    verdicts = [_comparison_answer(comparison)] if comparison.verdicts else []
-    return " ".join([*map(sentence, comparison.answers), *verdicts, *answers, *shown])
-
-
-def _comparison_answer(comparison: Comparison) -> str:
-    """What the worst verdict shows of a slowdown, and how many others there are."""
-    verdicts = comparison.verdicts
-    faster = None if comparison.answers else largest_effect(verdicts, "faster")
-    shown = "" if faster is None else f"{faster.side} is {describe_change(faster)}. "
-    failed = [check.check for check in comparison.checks if check.status == "failed"]
-    checks = f" {count(len(failed), 'check')} failed: {', '.join(failed)}." if failed else ""
-    return f"{shown}{gates_answer(verdicts)}{checks}"
-
-
-def _parse_or_none(text: str) -> Check | None:
-    try:
-        return parse_check(text)
-    except (ValueError, HarnessError):
-        return None
-
-
-def _is_slo(check: Check) -> bool:
-    """Whether a check bounds what users or a job get; a check of the error rate does not."""
-    return check.metric in _BOUNDED or bool(METRICS[check.metric].latency)
-
-
-def _regression_answer(checks: Sequence[CheckResult]) -> str:
-    total = count(len(checks), "check")
-    failed = [check for check in checks if check.status == "failed"]
-    if failed:
-        first = f"{failed[0].check} ({evidence(failed[0].evidence)})"
-        return f"Regression against the baseline: {len(failed)} of {total} failed: {first}."
-    undecided = sum(check.status == "inconclusive" for check in checks)
-    if undecided:
-        return f"Inconclusive: {undecided} of {total} against the baseline cannot be decided, and none failed."
-    return f"No regression against the baseline: {total} passed."
-
-
-def _slo_answer(checks: Sequence[tuple[Check, CheckResult]], summary: Summary, run: Run) -> str:
-    curves = levels_by_server(summary.rows, run)
-    if curves and all(check.load is None for check, _ in checks):
-        slos = [check.text for check, _ in checks]
-        return " ".join(_capacity_answer(server, levels, slos, summary) for server, levels in curves.items())
-    results = [result for _, result in checks]
-    total = count(len(results), "SLO check")
-    if failed := [result for result in results if result.status == "failed"]:
-        return f"No: {len(failed)} of {total} failed. {failed[0].check}: {evidence(failed[0].evidence)}."
-    if undecided := [result for result in results if result.status == "inconclusive"]:
-        first = f"{undecided[0].check}: {evidence(undecided[0].evidence)}"
-        return f"Inconclusive: {len(undecided)} of {total} cannot be decided. {first}."
-    if len(results) == 1:
-        return f"Yes: {results[0].check} is met. {evidence(results[0].evidence)}."
-    return f"Yes: {total} passed: {', '.join(result.check for result in results[:3])}{', ...' * (len(results) > 3)}."
-
-
 def in_flight(row: Row, run: Run) -> int | None:
     """How many requests a row of a closed loop has in flight at most; None: that is not fixed, or not known."""
     load = run.scenario.loads.get(row.load)
     is_closed = load is not None and run.origin is None and load.trace is None and load.arrivals is None
     return words.max_in_flight(load) if load is not None and is_closed and mix_of(row.load) is None else None
-
-
-def _capacity_answer(server: str, levels: list[tuple[float, str, Row]], slos: Sequence[str], summary: Summary) -> str:
-    """The highest level at which a server meets all SLOs, and the lowest at which it misses one."""
-    levels = sorted(levels, key=lambda level: level[0])
-    nets: dict[int, int] = {}  # by place among the levels, from 1
-    points: list[LevelPoint] = []
-    for place, (level, _, row) in enumerate(levels, 1):
-        own = [slo for slo in slos if parse_check(slo).server in (None, row.server)]
-        results = evaluate(own, [row], summary.comparison)
-        statuses = {result.status for result in results}
-        nets[place] = -1 if "failed" in statuses else 0 if "inconclusive" in statuses else 1
-        excesses = [excess for result in results if (excess := _excess(result)) is not None]
-        points += [LevelPoint(level, min(excesses))] if excesses else []
-    answer = levels_answer(nets, None)
-    what = " and ".join(slos)
-    estimate = crossing_level(points)
-    likely = f"; about {units.significant(estimate)} are likely" if estimate and len(points) > 1 else ""
-    if answer is None:
-        return f"{server}: {what} cannot be decided at any measured load{likely}."
-    text = f"{server} meets {what} {f'up to {levels[int(answer.low) - 1][1]}' if answer.low else 'at no measured load'}"
-    if answer.above:
-        text += f", and misses {'it' if len(slos) == 1 else 'them'} at {levels[int(answer.above) - 1][1]}"
-    elif answer.kind == "more_than":
-        text += ", the most that was measured"
-    undecided = [
-        levels[place - 1][1] for place in range(int(answer.low or 0) + 1, int(answer.above or len(levels) + 1))
-    ]
-    text += f"; {undecided[0]} cannot be decided{likely}" if undecided else ""
-    return f"{text}."
-
-
-def _excess(result: CheckResult) -> float | None:
-    """By how much a row meets a check, positive, or breaks it, negative."""
-    if result.value is None or not result.bound:
-        return None
-    if parse_check(result.check).metric == "attainment":
-        return result.value - result.bound
-    return math.log(result.bound / result.value) if result.value > 0 else None
-
-
-def _interference_answer(summary: Summary) -> str:
-    """The largest effect of concurrent loads on one of them."""
-    rows = {row.name: row for row in summary.rows}
-    verdicts = summary.comparison.verdicts if summary.comparison is not None else []
-    effects = [verdict for verdict in verdicts if verdict.ratio is not None and _is_mix_against_alone(verdict, rows)]
-    if not effects:
-        return ""
-    worst = largest_effect(effects, "slower")
-    if worst is None:
-        return "No part of the mix is shown to be slower together than alone."
-    alone, together = (_format_pooled_metric(rows[name], worst.metric) for name in (worst.baseline, worst.side))
-    slower = ("higher", "lower") if METRICS[worst.metric].more_is_better else ("shorter", "longer")
-    factor = format_speedup(worst.ratio or 0.0, *slower)
-    return f"Together, {worst.side} is slowed most: {METRICS[worst.metric].title} {alone} → {together}, {factor}."
-
-
-def _is_mix_against_alone(verdict: Verdict, rows: Mapping[str, Row]) -> bool:
-    """Whether a verdict is of a part of a mix against the same load alone."""
-    row = rows.get(verdict.side)
-    return (
-        row is not None
-        and mix_of(row.load) is not None
-        and verdict.baseline == f"{row.server} / {load_of_part(row.load)}"
-    )
-
-
-def _format_pooled_metric(row: Row, metric: str) -> str:
-    """The value of a verdict's metric over all repeats, with its unit."""
-    value = METRICS[metric].of(row.pooled)
-    return units.NOTHING if value is None else words.format_metric(value, metric)
-
-
-def _measurements_answer(rows: Sequence[Row]) -> str:
-    """The numbers of the first rows, for a run that compares nothing."""
-    if not rows:
-        return "Nothing was measured."
-    short = short_row_names(rows)
-    if len(rows) == 1:
-        return f"{rows[0].name}: {_describe_numbers(rows[0])}."
-    shown = "; ".join(f"{short.get(row.name, row.name)}: {_describe_numbers(row)}" for row in rows[:3])
-    more = f"; {count(len(rows) - 3, 'more row')} below" if len(rows) > 3 else ""
-    return f"{shown}{more}."
-
-
-def _describe_numbers(row: Row) -> str:
-    numbers = row.pooled
-    parts = [f"{units.seconds(numbers.wall)} wall time"] if numbers.wall is not None else []
-    if numbers.output_tok_s is not None:
-        parts.append(f"{units.significant(numbers.output_tok_s)} tok/s")
-    elif numbers.input_tok_s is not None:
-        parts.append(f"{units.significant(numbers.input_tok_s)} prompt tok/s")
-    for name, sample in (("TTFT", numbers.ttft), ("E2E", numbers.e2e)):
-        if sample.p50 is not None:
-            parts.append(f"median {name} {units.milliseconds(sample.p50)}\u00a0ms")
-            break
-    if parts:
-        return ", ".join(parts)
-    succeeded = f"{numbers.succeeded:,} of {count(numbers.sent, 'request')} succeeded"
-    # Of a test of a prompt alone, that there is no output is no news.
-    of_prompt = numbers.output_tokens is None and "input_tok_s" in row.missing
-    why = row.missing.get("input_tok_s" if of_prompt else "output_tok_s")
-    return succeeded if why is None else f"the speed is not known ({why}); {succeeded}"
 
 
 def load_descriptions(run: Run) -> dict[str, str]:

@@ -2,29 +2,16 @@
 
 import re
 import textwrap
-from collections import defaultdict
-from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.analysis.capacity import read_capacity
-from harness.analysis.forecast import Forecast, Prediction, RowForecast
-from harness.analysis.quick import read_levels
-from harness.base.command import command_line
-from harness.base.engines import engines
-from harness.base.summary import Summary, sentence
-from harness.base.units import NOTHING, count, factor, join_units
-from harness.failures.explain import Diagnosis, ScannedLog
-from harness.records.manifest import Run
+from harness.base.units import join_units
 from harness.report import words
-from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn
-from harness.report.page import run_page
-from harness.report.tune_results import read_answered
+from harness.report.elements import Bullet, Bullets, Element, Fact, Facts, Fold, Grid, Paragraph
 
 STYLES = {
     "faster": "green", "slower": "red", "same": "cyan", "no_shift": "cyan",
@@ -34,28 +21,6 @@ STYLES = {
     "heading": "bold", "lead": "bold", "good": "bold green", "unsure": "bold yellow", "bad": "bold red",
     "simulated": "bold yellow", "warning": "bold yellow", "fine": "dim",
 }  # fmt: skip
-MORE_LOG = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}
-UNKNOWN_END = (
-    "Ask how it ended: docker inspect -f '{{json .State}}' CONTAINER | harness explain -",
-    "Look for a GPU fault or a kill on the engine's host: dmesg | harness explain -",
-)
-_TIME_UNITS = ((5400.0, 3600.0, "h"), (90.0, 60.0, "min"), (0.0, 1.0, "s"))  # from how many seconds on, seconds in it
-
-
-def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
-    """Print the report of a run; `explain` adds what each column means."""
-    print_page(report_page(summary, run, folder, explain=explain), console, explain=explain)
-    console.print()
-    page = folder / "report.html"
-    again = command_line("harness", "report", folder, "--format", "html")
-    where = str(page) if page.exists() else f"`{again} > report.html` writes it"
-    console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
-
-
-def report_page(summary: Summary, run: Run, folder: Path, *, explain: bool = False) -> list[Element]:
-    """Return the page of a run, with what its folder has of a search or a quick run."""
-    levels = read_levels(folder, summary)
-    return run_page(summary, run, read_capacity(folder), read_answered(folder), levels, explain=explain)
 
 
 def print_page(page: Sequence[Element], console: Console, *, explain: bool = False) -> None:
@@ -73,6 +38,9 @@ def print_page(page: Sequence[Element], console: Console, *, explain: bool = Fal
                     _print_item(console, _bullet(item))
                     for part in item.parts:
                         _print_part(console, part)
+            case Facts(items):
+                for fact in items:
+                    _print_fact(console, fact)
             case Grid():
                 _print_grid(element, console, explain=explain)
             case Fold(title, elements, hint):
@@ -85,7 +53,9 @@ def print_page(page: Sequence[Element], console: Console, *, explain: bool = Fal
 def _is_apart(before: Element, element: Element) -> bool:
     """Whether an empty line is between two elements."""
     if isinstance(element, Paragraph):
-        return element.style == "heading" or isinstance(before, Grid)
+        return element.style == "heading" or isinstance(before, Grid | Facts)
+    if isinstance(element, Facts):
+        return isinstance(before, Grid | Facts)
     heading = isinstance(before, Paragraph) and before.style == "heading"
     return not heading and isinstance(element, Grid) or isinstance(before, Grid)
 
@@ -119,6 +89,24 @@ def _with_spaces(line: Text) -> Text:
     return line
 
 
+_LABEL = 14  # columns of the word before a fact
+_READABLE = 110  # columns of its text at most, with the word
+
+
+def _print_fact(console: Console, fact: Fact) -> None:
+    """Print a text with a word before it. An address is not broken: it could be neither clicked nor copied."""
+    indent = _LABEL + 4
+    width = max(min(console.width, _READABLE) - indent, 20)
+    lines = textwrap.wrap(words.one_line(fact.text), width, break_long_words=False, break_on_hyphens=False) or [""]
+    label = f"  {words.one_line(fact.label)[:_LABEL]:<{_LABEL}}  "
+    text = Text(f"\n{' ' * indent}".join([label + lines[0], *lines[1:]]))
+    style = STYLES.get(fact.style, "")
+    text.stylize(style or "bold", 0, indent)
+    if fact.style in ("bad", "heading", "fine"):
+        text.stylize(style)
+    console.print(text, soft_wrap=True)
+
+
 def _print_part(console: Console, part: Bullet) -> None:
     """Print a part of a finding."""
     grid, mark = Table.grid(padding=(0, 1)), Text(f"{words.one_line(part.mark)}:", "bold")
@@ -130,7 +118,7 @@ def _print_part(console: Console, part: Bullet) -> None:
             console.print(Text(f"{indent}{row}"), soft_wrap=True)
         return
     grid.add_row(Text(" "), mark, Text("\n".join(lines) or join_units(words.one_line(part.text), _GLUE)))
-    _print_trimmed(console, grid)
+    print_trimmed(console, grid)
 
 
 _COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:harness |[\w./-]+ (?:.* )?--?\w)")  # a program with options
@@ -166,7 +154,7 @@ def _print_grid(grid: Grid, console: Console, *, explain: bool) -> None:
     for number, table in enumerate(tables):
         if number:
             console.print()
-        _print_trimmed(console, table)
+        print_trimmed(console, table)
     if explain and grid.note:
         _print_item(console, Text(grid.note))
     for column in grid.columns if explain else ():
@@ -254,233 +242,12 @@ def _print_item(console: Console, text: Text) -> None:
     """Print an item of a list; its further lines are indented."""
     grid = Table.grid(padding=(0, 1))
     grid.add_row(Text("-"), text)
-    _print_trimmed(console, grid)
+    print_trimmed(console, grid)
 
 
-def _print_trimmed(console: Console, table: RenderableType) -> None:
+def print_trimmed(console: Console, table: RenderableType) -> None:
     """Print a table without trailing spaces, which would be in the way in a log or a paste."""
     for segments in console.render_lines(table, pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
         console.print(_with_spaces(line), soft_wrap=True)
-
-
-def is_recognised(scanned: ScannedLog) -> bool:
-    """Whether the cause is a known failure, from which the server did not recover."""
-    cause = scanned.cause()
-    return cause is not None and cause.severity != "exception"
-
-
-def has_started(scanned: ScannedLog) -> bool:
-    """Whether the server became ready, and the log has no failure of it after that and no error at its end."""
-    if scanned.ready is None or (scanned.bad_end is not None and scanned.stopping is None):
-        return False
-    return not _has_failure(scanned, ignored=("warning", "request"))
-
-
-def was_stopped(scanned: ScannedLog) -> bool:
-    """Whether the server was stopped normally and did not fail before that."""
-    return scanned.stopping is not None and not _has_failure(scanned, ignored=("warning", "request"))
-
-
-def _has_failure(scanned: ScannedLog, ignored: Collection[str]) -> bool:
-    return any(finding.severity not in ignored and not finding.recovered for finding in scanned.findings)
-
-
-def explanation_data(name: str, scanned: ScannedLog) -> dict[str, Any]:
-    """For programs: the cause, every failure in the order of the log, and the warnings."""
-    return {
-        "log": name,
-        "lines": scanned.lines,
-        "recognised": is_recognised(scanned),
-        "started": has_started(scanned),
-        "stopped": was_stopped(scanned),
-        "gpu": scanned.gpu,
-        "cause": msgspec.to_builtins(scanned.cause()),
-        "findings": msgspec.to_builtins([finding for finding in scanned.findings if finding.severity != "warning"]),
-        "warnings": msgspec.to_builtins([finding for finding in scanned.findings if finding.severity == "warning"]),
-    }
-
-
-def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
-    """For people: the cause first, then all other findings in the order of the log, then warnings."""
-    cause = scanned.cause()
-    hidden = ("warning",) if cause is None or cause.wrapper is None else ("warning", "wrapper")
-    warnings = [finding for finding in scanned.findings if finding.severity == "warning"]
-    source = "the standard input" if name == "-" else name
-    console.print(Text(f"{source}: {count(scanned.lines, 'line')}", "dim"))
-    if cause is not None:
-        console.print()
-        _print_finding(cause, "cause", console, "bold red")
-    for finding in scanned.findings:
-        is_cause = cause is not None and (finding.id, finding.cause) == (cause.id, cause.cause)
-        is_same_line = cause is not None and finding.severity == "wrapper" and finding.number == cause.number
-        if finding.severity not in hidden and not is_cause and not is_same_line:
-            console.print()
-            # One that it got over: the server became ready, or loaded the model, afterwards.
-            title = "follows" if finding.effect else _FINDING_TITLES.get(finding.severity, "also")
-            title = "got over" if finding.recovered else title
-            _print_finding(finding, title, console, "bold")
-    if warnings:
-        console.print("\nwarnings (also seen in healthy starts):", style="bold")
-        for finding in warnings:
-            _print_row(
-                console,
-                Text(f"line {finding.number}"),
-                Text(f"{finding.cause}{_times(finding)}; {finding.fix} [{finding.id}]"),
-            )
-    if was_stopped(scanned):
-        console.print("\nIt stopped normally.", style="bold green")
-        _print_row(console, Text(f"line {scanned.stopping}"), Text("it began to stop"))
-    elif has_started(scanned):
-        if scanned.gpu is False:
-            console.print("\nIt is ready, but it works on the processor: it uses no GPU.", style="bold yellow")
-        else:
-            console.print("\nIt started well, and the log names no failure after that.", style="bold green")
-        _print_row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
-        _print_next_steps(scanned, console)
-    elif not is_recognised(scanned):
-        known = (
-            "No failure that the table knows is in this log."
-            if cause is None
-            else "The table does not know this cause."
-        )
-        console.print(f"\n{known}", style="bold")
-        _print_next_steps(scanned, console)
-
-
-_FINDING_TITLES = {"request": "requests", "wrapper": "so it says"}  # by severity; else "also"
-
-
-def _print_finding(finding: Diagnosis, title: str, console: Console, style: str) -> None:
-    _print_row(console, Text(title, style), Text(finding.cause, style))
-    _print_row(console, Text(f"line {finding.number}"), Text(f"{finding.line}{_times(finding)}"))
-    if finding.wrapper is not None:
-        _print_row(console, Text("came through"), Text(f"line {finding.wrapper_number}: {finding.wrapper}"))
-    _print_row(console, Text("fix", "bold green"), Text(finding.fix))
-    _print_row(console, Text("known from", "dim"), Text(f"{finding.source} [{finding.id}, {finding.phase}]", "dim"))
-
-
-def _times(finding: Diagnosis) -> str:
-    return f" [{finding.count:,} times]" if finding.count > 1 else ""
-
-
-def _print_row(console: Console, title: Text, text: Text) -> None:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(width=14)
-    title.truncate(14)
-    grid.add_row(title, text)
-    _print_trimmed(console, grid)
-
-
-def _print_next_steps(scanned: ScannedLog, console: Console) -> None:
-    """The last line of a log that does not say why the server ended, and how to find out."""
-    if scanned.bad_end is not None and scanned.cause() is None:
-        _print_row(console, Text(f"line {scanned.bad_end}"), Text(scanned.bad_line))
-    if scanned.last:
-        _print_row(console, Text("last line"), Text(scanned.last))
-    steps = list(UNKNOWN_END)
-    if scanned.server in MORE_LOG and not scanned.detailed and not has_started(scanned):
-        more = f"Have the server say more ({MORE_LOG[scanned.server]}) and start it again; switch that off before you"
-        steps.insert(0, f"{more} measure: it slows the server down.")
-    for step in steps:
-        _print_row(console, Text("next"), Text(step))
-
-
-def forecast_page(forecast: Forecast) -> list[Element]:
-    best = forecast.rows[0]
-    page = [Paragraph(forecast_headline(forecast), "lead")]
-    if forecast.deadline_s is not None:
-        page.append(Paragraph(deadline_sentence(best, forecast.deadline_s)))
-    if best.energy_kwh is not None:
-        cost = "" if best.cost is None else f"; cost {_with_interval(best.cost)}"
-        page.append(Paragraph(f"Energy {_with_interval(best.energy_kwh, 'kWh')}{cost}."))
-    names_by_note: dict[str, list[str]] = defaultdict(list)
-    for row in forecast.rows:
-        for note in row.notes:
-            names_by_note[sentence(note)].append(row.name)
-    notes = [f"no prediction for {name}: {sentence(why)}" for name, why in forecast.refused.items()]
-    for row in forecast.rows:
-        if row.no_interval is not None:
-            notes.append(f"no interval for {row.name}: {sentence(row.no_interval)}")
-    for text, names in names_by_note.items():
-        rows_of = "" if len(names) == len(forecast.rows) else f"{', '.join(names)}: "
-        notes.append(f"note: {rows_of}{text}")
-    head = ("row", "items/s", "start", "time", "90 % interval", "machines", "kWh", "cost")
-    rows = [_forecast_cells(row) for row in forecast.rows]
-    known = [place for place in range(len(head)) if any(cells[place] != NOTHING for cells in rows)]
-    columns = [TableColumn(head[place], head[place], group="name" if place == 0 else "") for place in known]
-    return [
-        *page,
-        Grid(columns=columns, rows=[[cells[place] for place in known] for cells in rows]),
-        *map(Paragraph, notes),
-        Paragraph("Assumptions", "heading"),
-        Bullets([Bullet(sentence(assumption)) for assumption in forecast.assumptions]),
-    ]
-
-
-def _forecast_cells(row: RowForecast) -> list[str]:
-    start, _, _ = format_prediction(Prediction(value=row.start_s))
-    time, low, high = format_prediction(row.time_s)
-    return [
-        row.name,
-        _three_digits(row.items_per_s),
-        start,
-        time,
-        NOTHING if row.no_interval else f"{low} to {high}",
-        NOTHING if row.machines is None else f"{row.machines:,}",
-        NOTHING if row.energy_kwh is None else _three_digits(row.energy_kwh.value),
-        NOTHING if row.cost is None else factor(row.cost.value),
-    ]
-
-
-def forecast_headline(forecast: Forecast) -> str:
-    best = forecast.rows[0]
-    time, low, high = format_prediction(best.time_s)
-    engine = "on the embedded engine (no real server), " if forecast.simulated else ""
-    is_fastest = best.time_s.value == min(row.time_s.value for row in forecast.rows)
-    fastest = ", the fastest measured row" if len(forecast.rows) > 1 and is_fastest else ""
-    items = count(forecast.items, "item takes", "items take")
-    if best.no_interval is not None:
-        return f"{items} about {time} {engine}with {best.name}{fastest}; the interval is not known."
-    return f"{items} {time} (90 % interval {low} to {high}) {engine}with {best.name}{fastest}."
-
-
-def deadline_sentence(row: RowForecast, deadline_s: float) -> str:
-    deadline = format_prediction(Prediction(value=deadline_s))[0]
-    if row.no_interval is not None:
-        return f"Whether the deadline of {deadline} is met is inconclusive: {sentence(row.no_interval)}."
-    verdict = {
-        "met": f"The deadline of {deadline} is met",
-        "missed": f"The deadline of {deadline} is not met",
-        "inconclusive": f"Whether the deadline of {deadline} is met is inconclusive: it is inside the interval",
-    }[row.deadline or "missed"]
-    if row.machines is None:
-        return f"{verdict}; no number of machines meets it, since the start alone takes longer."
-    if row.deadline == "met":
-        return f"{verdict}."
-    return f"{verdict}; {count(row.machines, 'such machine')} would meet it (by the upper bound)."
-
-
-def format_prediction(time: Prediction) -> tuple[str, str, str]:
-    """A duration and its bounds, all in the unit that fits the duration. The lower bound is without its unit."""
-    size, unit = next((size, unit) for from_s, size, unit in _TIME_UNITS if time.value >= from_s)
-    value, low, high = (
-        NOTHING if seconds is None else _three_digits(seconds / size) for seconds in (time.value, time.low, time.high)
-    )
-    return f"{value} {unit}", low, f"{high} {unit}"
-
-
-def _three_digits(value: float) -> str:
-    """Two or three significant digits."""
-    if value < 0.1:
-        return f"{value:.2g}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _with_interval(predicted: Prediction, unit: str = "") -> str:
-    space = f" {unit}" if unit else ""
-    value = _three_digits(predicted.value)
-    if predicted.low is None or predicted.high is None:
-        return f"about {value}{space}"
-    return f"{value}{space} ({_three_digits(predicted.low)} to {_three_digits(predicted.high)}{space})"

@@ -7,11 +7,17 @@ from typing import Any
 
 import msgspec
 
-from harness.analysis.schedule import load_kind
 from harness.base import units
 from harness.base.metrics import METRICS, Metric
-from harness.base.summary import NEEDED, Distribution, Reason, Row
+from harness.base.summary import (
+    NEEDED,
+    Distribution,
+    Reason,
+    Row,
+    SameAnswers,
+)
 from harness.base.units import milliseconds
+from harness.numbers.schedule import load_kind
 from harness.records.manifest import Run
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
 from harness.scenario.plan import load_of_stage
@@ -152,3 +158,7 @@ def failure_kind(reason: Reason) -> str:
         return "memory"
     kinds = {"setting_not_started": "did not start", "setting_too_long": "too long"}
     return _FAILURE_KINDS.get(failure.partition(".")[0]) or kinds.get(reason.code, "died")
+
+
+def answers_word(found: SameAnswers) -> str:
+    return "cannot tell" if found.word == "inconclusive" else found.word

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.base.engines import Draft, engines
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.files import dump_yaml
 from harness.base.units import count
+from harness.engines import Draft, engines
 from harness.run.experiment import RUNNING_SERVER
 from harness.serve.template import pins
 

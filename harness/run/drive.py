@@ -20,7 +20,7 @@ from harness.base.files import UNDECODABLE, read_text
 from harness.base.process import free_port, pause
 from harness.base.redact import registered_secrets
 from harness.base.summary import Reason, because
-from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
+from harness.failures.diagnosis import FIRST_REQUESTS, find_scenario_mistake
 from harness.load.live_metrics import Accumulator, Numbers, Observed
 from harness.records.directory import disk_is_full, release_space
 from harness.records.records import CUT, Request, Tail, read_marks

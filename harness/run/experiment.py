@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, Problem, ScenarioError, suggest_row
 from harness.base.files import DOCS, LOCUSTFILES, read_bytes, read_text
 from harness.base.redact import register_secrets

@@ -12,14 +12,13 @@ from typing import Any
 
 from msgspec import structs
 
-from harness.advice.fit import ServerSettings, estimate_fit, format_fit
-from harness.advice.model import find_model, read_model
-from harness.base.engines import find_template, vllm_accepts
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import DOCS
 from harness.base.summary import Reason, sentence
 from harness.base.units import GIB, count, gib
-from harness.machine.doctor import DockerEngine, find_device_blockers, find_engine_blockers
+from harness.engines import find_template, vllm_accepts
+from harness.hardware.fit import ServerSettings, estimate_fit, format_fit
+from harness.hardware.model import find_model, read_model
 from harness.machine.findings import Finding
 from harness.machine.gpus import (
     VISIBLE_DEVICES,
@@ -31,11 +30,12 @@ from harness.machine.gpus import (
     read_gfx_table,
     select_container_gpus,
 )
+from harness.machine.inspection import DockerEngine, find_device_blockers, find_engine_blockers
 from harness.machine.memory import SafeShare, compute_share, list_pools
 from harness.run.experiment import Experiment
 from harness.scenario import Scenario, Server
 from harness.serve.compose_file import Service, parse_device
-from harness.serve.engine import get_engine_facts, get_local_digests
+from harness.serve.docker_engine import get_engine_facts, get_local_digests
 from harness.serve.lint import get_gpu_count, get_option
 from harness.serve.template import AUTO, PreparedServer, get_variable, prepare_server
 

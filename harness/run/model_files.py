@@ -6,8 +6,8 @@ from pathlib import Path
 
 from docker.models.containers import Container
 
-from harness.advice.model import find_model, read_model
 from harness.base.errors import HarnessError
+from harness.hardware.model import find_model, read_model
 from harness.records.manifest import ModelSize
 from harness.scenario import Server
 from harness.serve.facts import read_container_file

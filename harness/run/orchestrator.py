@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from harness.analysis.notes import queue_notes
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError, ServerError, StartError, reason_of
 from harness.base.files import open_file
 from harness.base.process import refuse_too_few_files
@@ -20,8 +19,9 @@ from harness.base.summary import Reason, because, sentence
 from harness.base.units import count
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
+from harness.numbers.warnings import queue_notes
 from harness.records.directory import lock_folder, release_space
-from harness.records.manifest import CellRun, Run, ServedBy
+from harness.records.manifest import CellRun, Run, RunKind, ServedBy
 from harness.records.records import ProcessMark, Request
 from harness.records.samples import Scraper
 from harness.run.drive import Child, LocalChild, Monitor, Watch, current_stage, drive, locust_arguments
@@ -53,7 +53,7 @@ from harness.workload import local_words, one_token_words, pairs_of, salt_words
 from harness.workload.job import Job, JobStage, loads_of, workload_of, write_job
 from harness.workload.prompt_file import read_rows
 
-ANALYSIS = ("scipy.special", "harness.report.html", "harness.report.junit", "harness.report.terminal")
+ANALYSIS = ("scipy.special",)  # large; what the caller of the run evaluates it with is loaded already
 Watchers = tuple[Scraper, Sampler]
 # Runs cells one after the other and yields each result. Its arguments are the run and the cells planned at its start.
 Steps = Callable[[Running, list[Cell]], Iterable[CellRun]]
@@ -99,9 +99,10 @@ def start_run(
     progress: Progress,
     steps: Steps,
     make_reference: MakeReference | None = None,
+    kind: RunKind = "plan",
 ) -> Path:
     """Create a run directory and run the steps; see `run`."""
-    running = create_run(experiment, cells, runs, progress, make_reference)
+    running = create_run(experiment, cells, runs, progress, make_reference, kind)
     with lock_folder(running.folder):
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
         progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
@@ -128,7 +129,7 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
         else:
             file.finish("failed", [_run_error(error, file.manifest)])
         advice = [f"What was measured until then: {command_line('harness', 'report', folder)}"]
-        if all(cell_run.seed is None for cell_run in file.manifest.cells):  # a capacity search has no plan
+        if file.manifest.kind == "plan":
             advice.append(f"To measure the rest: {command_line('harness', 'run', '--resume', folder)}")
         if (folder / "requests.jsonl").stat().st_size == 0:
             raise error from None

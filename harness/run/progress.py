@@ -5,8 +5,9 @@ A log gets one line for each cell, and one a minute while something takes long; 
 
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
@@ -19,6 +20,8 @@ from rich.text import Text
 from harness.base.metrics import METRICS
 from harness.base.redact import masked
 from harness.base.units import NO_BREAK, count, duration, gib, join_units, percent
+from harness.numbers.summarize import Summarized, summarize_with_counts, write_summary
+from harness.records.manifest import Run
 from harness.run.drive import Monitor
 from harness.scenario.plan import Cell
 
@@ -30,11 +33,22 @@ _TEXT_ROOM = 60  # of PLAIN_WIDTH, for what is not the head
 PLAIN_NAMES = ("failed", "tok/s", "TTFT p95", "TPOT p95", "waiting", "KV")  # of numbers in a log, as far as they fit
 
 
-class Progress:
-    """Show the progress of a run: rewritten lines in a terminal, else a line from time to time."""
+OnEnd = Callable[[Path, Run, Summarized | None], None]  # a run's folder, its last manifest, and its results if known
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+
+def write_numbers(folder: Path, run: Run, results: Summarized | None) -> None:
+    """Write the summary without the answers of questions: what a run without a caller for its end leaves."""
+    write_summary(folder, (results or summarize_with_counts(folder)).summary)
+
+
+class Progress:
+    """What a caller sees of a run: rewritten lines in a terminal, else a line from time to time, and its end.
+
+    `on_end` writes the results: which pages there are is known to the commands and not to a run.
+    """
+
+    def __init__(self, console: Console, on_end: OnEnd = write_numbers) -> None:
+        self.console, self.on_end = console, on_end
         self.head = ""  # of each line: the current cell
         self._place = (0, 0)  # number of the cell, and of all cells
         self._last_plain_s = time.monotonic()

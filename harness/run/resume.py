@@ -10,18 +10,17 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from harness.analysis.comparable import ABSENT, flatten, format_values
-from harness.analysis.summarize import summarize
 from harness.base.errors import HarnessError
 from harness.base.files import read_json
 from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
 from harness.base.summary import MAX_REPEATS
 from harness.base.units import count
+from harness.numbers.comparable import ABSENT, flatten, format_values
+from harness.numbers.summarize import summarize
 from harness.records.directory import INPUTS, drop_cells, lock_folder, prepare_folder
 from harness.records.manifest import Resumption, Run, read_run, write_run
 from harness.records.run_data import recorded_cells
-from harness.report.tune import TUNE_FILE, resume_command
 from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, prepare_recorded
 from harness.run.machine_fit import preflight
@@ -38,7 +37,7 @@ from harness.run.running import (
     needs_docker,
 )
 from harness.scenario.plan import Cell, plan
-from harness.serve.engine import connect, remove_leftovers
+from harness.serve.docker_engine import connect, remove_leftovers
 
 MAX_CHANGES = 10  # shown of what differs from the run
 ORPHANS_S = ORPHAN_GRACE_S + 5.0  # for load processes of a killed harness to write their last records
@@ -51,16 +50,18 @@ def resume(
     budget_s: float | None = None,
     make_reference: MakeReference | None = None,
     max_repeats: int = MAX_REPEATS,
+    of_search: str | None = None,
 ) -> Path:
     """Run the cells of a run that are not complete and valid; return its directory.
 
+    `of_search`: the command that goes on with it, where the run is one of a search, which has no plan.
     `target`: another address of the running server. `budget_s`: a time limit, in which further repeats are run, up to
     `max_repeats`. Raises HarnessError when the run cannot be resumed, or when a resumed measurement would differ; else
     as `harness.run.orchestrator.run`.
     """
     with lock_folder(folder):
         run = read_run(folder)
-        cells = _planned_cells(run, folder)
+        cells = _planned_cells(run, folder, of_search)
         inputs = _read_inputs(folder)
         experiment = _recorded_experiment(run, folder, inputs, target)
         _refuse_changes(folder, run, experiment, inputs)
@@ -69,14 +70,16 @@ def resume(
         again = [cell for cell in cells if cell.id not in kept]
         if not again and budget_s is None:
             progress.line(f"Run {run.id}: all of its {count(len(cells), 'cell')} are complete and valid.")
-            RunFile(folder, run, make_reference).finish()
+            RunFile(folder, run, progress.on_end, make_reference).finish()
             return folder
         experiment = preflight(experiment, progress.line)
         progress.line(
             f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} are complete and valid and stay; "
             f"{count(len(again), 'cell')} to run. Records go to {folder}"
         )
-        running = Running(RunFile(folder, _reopen(folder, run, kept, cells), make_reference), experiment, progress)
+        running = Running(
+            RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference), experiment, progress
+        )
         return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s, max_repeats))
 
 
@@ -90,7 +93,9 @@ def reopened(
         _remove_leftovers(run, experiment, progress)
         progress.line(f"Run {run.id}: {count(len(kept), 'cell')} stay. Records go to {folder}")
         yield Running(
-            RunFile(folder, _reopen(folder, run, set(kept), list(recorded_cells(run).values()))), experiment, progress
+            RunFile(folder, _reopen(folder, run, set(kept), list(recorded_cells(run).values())), progress.on_end),
+            experiment,
+            progress,
         )
 
 
@@ -137,14 +142,13 @@ def _read_inputs(folder: Path) -> Inputs:
         ) from None
 
 
-def _planned_cells(run: Run, folder: Path) -> list[Cell]:
+def _planned_cells(run: Run, folder: Path, of_search: str | None) -> list[Cell]:
     """Return the cells of a run, in their order. Raises HarnessError for a run without a plan."""
     planned = {cell.id: cell for cell in plan(run.scenario)}
-    is_search = any(cell.seed is not None for cell in run.cells)  # a capacity search has no plan
-    if run.origin is not None or run.status == "live" or is_search or not run.order or set(run.order) - planned.keys():
+    if run.kind != "plan" or not run.order or set(run.order) - planned.keys():
         raise HarnessError(
             f"{folder}: only a run of `harness run` has a plan that can be resumed",
-            next_step=f"To go on: {resume_command(folder)}" if (folder / TUNE_FILE).exists() else "Start it anew.",
+            next_step="Start it anew." if of_search is None else f"To go on: {of_search}",
         )
     return [planned[name] for name in run.order]
 

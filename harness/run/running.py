@@ -18,23 +18,21 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__
-from harness.advice.findings import with_findings
-from harness.analysis.summarize import Summarized, summarize_with_counts, with_checks, write_reference, write_summary
 from harness.base import files
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, StartError
 from harness.base.files import pretty_json, read_bytes, replace_file
 from harness.base.process import owner_labels
 from harness.base.summary import DEFINITIONS, Reason, Reference, Summary, because, sentence
 from harness.machine.gpus import read_machine
+from harness.numbers.summarize import summarize_with_counts, with_checks, write_reference
 from harness.records.directory import INPUTS, prepare_folder, release_space
-from harness.records.manifest import CellRun, Run, ServedBy, Status, write_run
-from harness.report import html
+from harness.records.manifest import CellRun, Run, RunKind, ServedBy, Status, write_run
 from harness.run.experiment import Experiment, input_files, locustfile_sources
-from harness.run.progress import Progress
+from harness.run.progress import OnEnd, Progress
 from harness.scenario import Scenario, locustfile_of, models_of_loads
 from harness.scenario.plan import Cell
-from harness.serve.engine import get_engine_version
+from harness.serve.docker_engine import get_engine_version
 from harness.serve.facts import find_ignored_settings
 from harness.serve.lifecycle import refuse_absent_models
 from harness.workload import workload_sha256
@@ -60,9 +58,10 @@ MakeReference = Callable[[Run, Summary], Reference]  # the baseline of the check
 class RunFile:
     """run.json of a run in progress, written after each step."""
 
-    def __init__(self, folder: Path, manifest: Run, make_reference: MakeReference | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Run, on_end: OnEnd, make_reference: MakeReference | None = None) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.on_end = on_end
         self.make_reference = make_reference
 
     def update(
@@ -103,7 +102,7 @@ class RunFile:
             with contextlib.suppress(Exception):
                 write_run(folder, ended)
             with contextlib.suppress(Exception):
-                write_results(folder, ended)
+                self.on_end(folder, ended, None)
             return
         try:
             results = summarize_with_counts(folder, charted=True)
@@ -114,7 +113,7 @@ class RunFile:
             verdict: Status = "valid" if results.summary.valid else "invalid"
             ended = replace(ended, status=verdict, reasons=results.summary.reasons)
             write_run(folder, ended)
-            write_results(folder, ended, results)
+            self.on_end(folder, ended, results)
         except OSError as error:
             raise HarnessError(
                 f"{folder}: the results cannot be written ({error.strerror})",
@@ -127,13 +126,6 @@ class RunFile:
                 replace(ended, status="interrupted", reasons=[because("interrupted_at_end", "interrupted at the end")]),
             )
             raise
-
-
-def write_results(folder: Path, run: Run, results: Summarized | None = None) -> None:
-    """Write summary and report of a run; `results` where they are known."""
-    results = with_findings(results or summarize_with_counts(folder, charted=True))
-    write_summary(folder, results.summary)
-    replace_file(folder / "report.html", html.render_run(folder, run, results.summary, results).encode())
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -173,6 +165,7 @@ def create_run(
     runs: Path,
     progress: Progress,
     make_reference: MakeReference | None = None,
+    kind: RunKind = "plan",
 ) -> Running:
     """Create the run directory with the first manifest.
 
@@ -187,7 +180,7 @@ def create_run(
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
     run_id = f"{started:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
     folder = runs / run_id
-    manifest = manifest_of(experiment, cells, run_id, name, started.timestamp())
+    manifest = manifest_of(experiment, cells, run_id, name, started.timestamp(), kind)
     try:
         folder.mkdir(parents=True)
         write_run(folder, manifest)
@@ -208,10 +201,12 @@ def create_run(
             f"{folder}: the run directory cannot be written ({error.strerror})",
             next_step="Make room if the disk is full, or give another folder with --runs DIR.",
         ) from None
-    return Running(RunFile(folder, manifest, make_reference), experiment, progress)
+    return Running(RunFile(folder, manifest, progress.on_end, make_reference), experiment, progress)
 
 
-def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: str, started_wall_s: float) -> Run:
+def manifest_of(
+    experiment: Experiment, cells: list[Cell], run_id: str, name: str, started_wall_s: float, kind: RunKind = "plan"
+) -> Run:
     """Return the first manifest of a run."""
     scenario, folder = experiment.scenario, experiment.folder
     # The code that sends and stamps requests.
@@ -227,6 +222,7 @@ def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: st
     return Run(
         definitions=DEFINITIONS,
         id=run_id,
+        kind=kind,
         status="running",
         owner=owner_labels(),
         started_wall_s=started_wall_s,

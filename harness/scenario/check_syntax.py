@@ -1,7 +1,7 @@
 """The syntax of checks: `[[SERVER/]LOAD:] METRIC OP BOUND`, such as `ttft_p95 <= 2s`.
 
 METRIC is a name, or `attainment(SLO, ...)` or `goodput(SLO, ...)` with SLOs such as `ttft<=1s`. BOUND is a number with
-its unit, or a multiple of the baseline's value: `0.97 * baseline`. `harness.analysis.checks` evaluates checks.
+its unit, or a multiple of the baseline's value: `0.97 * baseline`. `harness.numbers.checks` evaluates checks.
 """
 
 import math

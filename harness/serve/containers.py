@@ -22,14 +22,21 @@ from msgspec.structs import replace
 
 from harness.base.errors import ServerError, StartError
 from harness.base.files import open_file
+from harness.base.https import MAX_ANSWER_BYTES
 from harness.base.process import signals_ignored
 from harness.base.redact import masked
-from harness.base.trust import MAX_ANSWER_BYTES
-from harness.failures.explain import Diagnosis, ExitState, explain, explain_api_error
+from harness.failures.diagnosis import Diagnosis, ExitState, explain, explain_api_error
 from harness.records.manifest import ServerDeath
 from harness.serve import compose_file
 from harness.serve.compose_file import ComposeFile, Port, Service
-from harness.serve.engine import CELL_LABEL, DOCKER_ERRORS, RUN_LABEL, make_docker_error, make_name
+from harness.serve.docker_engine import (
+    CELL_LABEL,
+    DOCKER_ERRORS,
+    RUN_LABEL,
+    ask_engine,
+    make_docker_error,
+    make_name,
+)
 
 MAX_ENGINE_SILENCE_S = 15.0
 MAX_PREPARATION_S = 300  # such as changing the owner of a volume full of models
@@ -486,12 +493,13 @@ def remove_containers(client: docker.DockerClient, labels: dict[str, str], grace
     filters: dict[str, Any] = {"label": [f"{name}={labels[name]}" for name in (RUN_LABEL, CELL_LABEL)]}
     errors: list[Exception] = []
     try:
-        for container in client.containers.list(all=True, filters=filters, ignore_removed=True):
+        found = ask_engine(lambda: client.containers.list(all=True, filters=filters, ignore_removed=True))
+        for container in found:
             try:
                 _remove_container(container, grace_s)
             except DOCKER_ERRORS as error:
                 errors.append(error)  # the others are removed all the same
-        for network in client.networks.list(filters=filters):
+        for network in ask_engine(lambda: client.networks.list(filters=filters)):
             network.remove()
     except DOCKER_ERRORS as error:
         errors.append(error)

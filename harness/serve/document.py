@@ -6,13 +6,13 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from harness.base.engines import engines
 from harness.base.errors import HarnessError
 from harness.base.files import COMPOSE, own_yaml, read_text
 from harness.base.redact import printable
+from harness.engines import engines
 from harness.scenario import Scenario
 from harness.serve.compose_file import SERVER, make_url, parse_compose, parse_port
-from harness.serve.engine import get_local_digests
+from harness.serve.docker_engine import get_local_digests
 from harness.serve.template import (
     PreparedServer,
     add_services,

@@ -22,15 +22,15 @@ from docker.models.containers import Container
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.base.engines import FactSource, Start, engines, find_engine
 from harness.base.files import open_file
+from harness.base.https import open_session
 from harness.base.redact import masked
 from harness.base.summary import Reason, because
-from harness.base.trust import open_session
+from harness.engines import FactSource, Start, engines, find_engine
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Contents, Phase, ServedBy, Startup
 from harness.serve.containers import TIME_STAMP, unpack_file
-from harness.serve.engine import DOCKER_ERRORS
+from harness.serve.docker_engine import DOCKER_ERRORS
 from harness.serve.lemonade import LemonadeMonitor
 from harness.serve.probe import fetch_text
 

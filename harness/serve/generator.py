@@ -13,7 +13,7 @@ from docker.types import Mount
 from harness.base.files import LOCUSTFILES
 from harness.base.process import signals_ignored
 from harness.serve.containers import LogFile, follow_log
-from harness.serve.engine import DOCKER_ERRORS, connect, ensure_image, make_docker_error, make_labels, make_name
+from harness.serve.docker_engine import DOCKER_ERRORS, connect, ensure_image, make_docker_error, make_labels, make_name
 from harness.workload.job import Job, loads_of
 
 IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`

@@ -17,20 +17,20 @@ import requests
 from docker.models.containers import Container
 from msgspec import Meta, Struct, field
 
-from harness.base.engines import engines
 from harness.base.errors import ServerError, StartError, closest_name
 from harness.base.files import UNDECODABLE
+from harness.base.https import open_session
 from harness.base.process import is_loopback
 from harness.base.summary import Reason, because
-from harness.base.trust import open_session
 from harness.base.units import count
-from harness.failures.explain import explain_api_error
+from harness.engines import engines
+from harness.failures.diagnosis import explain_api_error
 from harness.failures.unexpected_response import decode_json, error_message, parse_model_ids
 from harness.records.manifest import ServedBy
 from harness.serve import probe
 from harness.serve.compose_file import LemonadeSettings
 from harness.serve.containers import FETCH_S, Shell, advise_on_message, make_load_error
-from harness.serve.engine import DOCKER_ERRORS
+from harness.serve.docker_engine import DOCKER_ERRORS
 from harness.serve.probe import PhaseTimer, StartupWatch, explain_connection_error
 
 T = TypeVar("T")

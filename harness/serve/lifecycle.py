@@ -23,10 +23,10 @@ from msgspec.structs import replace
 
 from harness.base import process, redact
 from harness.base.errors import HarnessError, ServerError, StartError
+from harness.base.https import MAX_ANSWER_S, open_session
 from harness.base.process import is_loopback, is_port_free, pause, signals_interrupt
 from harness.base.summary import Reason, sentence
-from harness.base.trust import MAX_ANSWER_S, open_session
-from harness.failures.explain import ExitState, explain
+from harness.failures.diagnosis import ExitState, explain
 from harness.failures.unexpected_response import error_message
 from harness.machine.gpus import find_engine_processes
 from harness.machine.telemetry import cgroup_files, server_tasks, telemetry_root
@@ -35,7 +35,7 @@ from harness.scenario import Load, Scenario, Server, models_of_loads
 from harness.serve import compose_file, containers, probe
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, LoadCall, Service, Serving
 from harness.serve.containers import LogFile, ServerStatus, StatusReader
-from harness.serve.engine import connect, ensure_image, get_digest, make_labels
+from harness.serve.docker_engine import connect, ensure_image, get_digest, make_labels
 from harness.serve.facts import record_facts
 from harness.serve.lemonade import (
     Api,

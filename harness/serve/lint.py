@@ -15,17 +15,17 @@ from typing import Literal
 
 import msgspec
 
-from harness.base.command import command_line
-from harness.base.engines import Context, engines, find_engine, find_template
+from harness.base.command_line import command_line
 from harness.base.errors import Problem, StartError
 from harness.base.files import DOCS
 from harness.base.summary import sentence
 from harness.base.units import count
+from harness.engines import Context, engines, find_engine, find_template
 from harness.failures.table import protected_flags, removed_flags, removed_variables
 from harness.records.manifest import Startup
 from harness.scenario import Gateway, Load, Scenario, Server, max_concurrency, prompts_of, request_tokens
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, find_variable_names, interpolate
-from harness.serve.engine import engine_shares_files
+from harness.serve.docker_engine import engine_shares_files
 from harness.serve.lemonade import MAX_THREADS, MODEL_PREFIXES, bare_name, count_server_threads
 from harness.serve.security import find_missing_consent, make_access_notes
 from harness.serve.template import find_pin, find_variable_problems, get_variable, prepare_server, read_variables

@@ -17,7 +17,7 @@ from harness.scenario import Scenario
 from harness.serve import containers
 from harness.serve.compose_file import SERVER, ComposeFile, Config, ConfigMount, fill_variables
 from harness.serve.containers import StatusReader
-from harness.serve.engine import DOCKER_ERRORS, make_docker_error
+from harness.serve.docker_engine import DOCKER_ERRORS, make_docker_error
 from harness.serve.lifecycle import ServerStart, cell_engine, prepare_start, start_service
 
 SCRIPT, REQUESTS, ANSWERS = "/opt/offline/job.py", "/opt/offline/requests.jsonl", "/tmp/answers.jsonl"

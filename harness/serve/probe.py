@@ -15,13 +15,13 @@ import msgspec
 import requests
 from msgspec import Struct
 
-from harness.base import trust
-from harness.base.command import command_line
-from harness.base.engines import engines, listed_names
-from harness.base.engines.loaded import chat_models, loaded_models
+from harness.base import https
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, ServerError, closest_name
+from harness.base.https import MAX_ANSWER_S, open_session
 from harness.base.redact import masked
-from harness.base.trust import MAX_ANSWER_S, open_session
+from harness.engines import engines, listed_names
+from harness.engines.loaded import chat_models, loaded_models
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json, shown_names
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTooLong, Parser
@@ -203,7 +203,7 @@ def require_models(base: str, models: Sequence[str], api_key: str | None, key_na
             except ServerError as error:
                 if isinstance(error, BusyError) or len(models) == 1:
                     raise
-                next_step = "Load it, or give one model of the server for each of the loads': `--model A,B`."
+                next_step = "Load it, or give one model of the server for each of the loads: `--model A,B`."
                 raise ServerError(error.what, next_step=next_step) from None
 
 
@@ -365,8 +365,8 @@ def read_events(response: requests.Response) -> Iterator[Event]:
             events = parser.feed(piece)
             yield from events
             begun_s = None if events or parser.idle else begun_s or time.monotonic()
-            if begun_s is not None and time.monotonic() - begun_s > trust.MAX_REST_S:
-                raise requests.ReadTimeout(f"no complete event within {trust.MAX_REST_S:g} s")
+            if begun_s is not None and time.monotonic() - begun_s > https.MAX_REST_S:
+                raise requests.ReadTimeout(f"no complete event within {https.MAX_REST_S:g} s")
         yield from parser.finish()
     except EventTooLong:
         raise requests.RequestException(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB") from None

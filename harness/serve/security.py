@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from harness.base.engines import find_template
 from harness.base.errors import Problem, ServerError
 from harness.base.redact import MIN_SECRET_CHARS, find_secret_form, is_secret, masked
 from harness.base.summary import Reason, because
+from harness.engines import find_template
 from harness.scenario import Consent, Server
 from harness.serve import compose_file
 from harness.serve.compose_file import ComposeFile
-from harness.serve.engine import engine_address, engine_shares_files
+from harness.serve.docker_engine import engine_address, engine_shares_files
 
 T = TypeVar("T")
 CONSENT_REASONS: dict[Consent, str] = {

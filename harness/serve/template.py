@@ -20,10 +20,10 @@ from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 from msgspec import Struct
 
-from harness.base.engines import engines, find_template
 from harness.base.errors import HarnessError, Problem, ScenarioError, did_you_mean
 from harness.base.files import COMPOSE, dump_yaml, inline_yaml, own_yaml, read_text
 from harness.base.process import free_port
+from harness.engines import engines, find_template
 from harness.machine.gpus import choose_cpu_dtype, find_device_groups
 from harness.scenario import Gateway, Scenario, Server
 from harness.serve import compose_file

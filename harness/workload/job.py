@@ -15,7 +15,7 @@ import msgspec
 from harness.base.errors import HarnessError, sentence
 from harness.base.files import read_bytes
 from harness.base.redact import register_secrets
-from harness.scenario import Load, Prompts, Warmup
+from harness.scenario import Load, Prompts, VariableName, Warmup
 from harness.scenario.workers import Workers
 from harness.workload import Workload
 from harness.workload.prompt_file import PromptRow
@@ -104,10 +104,17 @@ def secrets_of_server() -> dict[str, bool]:
 def read_api_key(name: str | None) -> str | None:
     """Return the API key in this environment variable, and mask it from now on; None without a name.
 
-    Raises HarnessError if there is no key, or if a header of HTTP cannot carry it.
+    Raises HarnessError for another text than a name, if there is no key, or if a header of HTTP cannot carry it.
     """
     if name is None:
         return None
+    try:
+        msgspec.convert(name, VariableName)
+    except (msgspec.ValidationError, UnicodeError):  # the text is not shown: it may be the key
+        raise HarnessError(
+            "the API key: what is given is not the name of an environment variable (letters, digits and _)",
+            next_step="Give the NAME of the variable that holds the key, never the key itself.",
+        ) from None
     key = os.environ.get(name, "").strip()
     if not key:
         raise HarnessError(

@@ -19,8 +19,8 @@ import msgspec
 from harness.base.errors import BadLines, HarnessError
 from harness.base.files import DOCS, open_file
 from harness.records.clock import Clock
+from harness.records.columns import read_block
 from harness.records.records import Lines, read_marks, split_blocks
-from harness.records.table import read_block
 from harness.scenario import Trace
 
 MAX_TOKENS = 10_000_000  # of one prompt or answer; more is a mistake

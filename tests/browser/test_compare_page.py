@@ -7,10 +7,10 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from harness.analysis.compare import compare_runs, group_by_machine
+from harness.questions.compare.decide import compare_runs, group_by_machine
+from harness.questions.compare.page import comparison_page, differences
 from harness.records.manifest import Machine
 from harness.report.html import render_page
-from harness.report.page import comparison_page, differences
 from tests.browser.test_report_page import OVERLAPS, STICKING_OUT, WIDER, complaints, keep, script, show
 from tests.support.made_runs import write_made_run
 

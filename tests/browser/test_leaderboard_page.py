@@ -7,8 +7,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from harness.base.files import RESULTS
+from harness.questions.results import add_result, board_page, collect_board
 from harness.records.manifest import Machine
-from harness.report.board import add_result, board_page, collect_board
 from harness.report.html import render_page
 from tests.browser.test_report_page import SHEET_SCROLLS, complaints
 from tests.support.made_runs import served_by, write_made_run

@@ -13,11 +13,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from harness.analysis.summarize import read_summary
 from harness.base.summary import FailedRequests, because
+from harness.numbers.summarize import read_summary
+from harness.questions.report.html_page import render
 from harness.report.charts.data import read_chart_data
 from harness.report.charts.figures import MAX_CHART_DOTS
-from harness.report.html import render
 from tests.support.nightly import NIGHTLY
 from tests.support.report_runs import HOSTILE, write_report, write_run_directory
 

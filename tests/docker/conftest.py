@@ -16,7 +16,7 @@ import pytest
 
 from harness.base.files import ROOT
 from harness.scenario import Consent, Load, Scenario, Server
-from harness.serve.engine import connect, remove_leftovers
+from harness.serve.docker_engine import connect, remove_leftovers
 from harness.serve.lifecycle import Endpoint, serve
 from tests.support.command import PATIENCE_S
 

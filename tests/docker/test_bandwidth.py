@@ -3,8 +3,8 @@
 import pytest
 
 from harness.base.errors import ServerError
-from harness.serve.bandwidth import measure_gpu
-from harness.serve.engine import RUN_LABEL, connect
+from harness.serve.container_bandwidth import measure_gpu
+from harness.serve.docker_engine import RUN_LABEL, connect
 from tests.docker.conftest import BASE
 
 

@@ -9,8 +9,8 @@ import docker
 import pytest
 
 from harness.base.process import PID
-from harness.machine.doctor import DockerEngine, diagnose
-from harness.serve.engine import engine_address, get_engine_facts, make_labels
+from harness.machine.inspection import DockerEngine, diagnose
+from harness.serve.docker_engine import engine_address, get_engine_facts, make_labels
 from tests.docker.conftest import one_at_a_time
 
 

@@ -8,8 +8,8 @@ import docker
 import pytest
 from docker.errors import APIError
 
-from harness.failures.explain import Diagnosis, ExitState, explain
-from harness.serve.engine import CELL_LABEL, RUN_LABEL
+from harness.failures.diagnosis import Diagnosis, ExitState, explain
+from harness.serve.docker_engine import CELL_LABEL, RUN_LABEL
 from tests.docker.conftest import BASE
 from tests.support.command import PATIENCE_S
 from tests.support.faults import fault

@@ -8,7 +8,7 @@ import pytest
 from harness.base.errors import ServerError
 from harness.serve import containers
 from harness.serve.compose_file import fill_variables, parse_compose
-from harness.serve.engine import make_labels
+from harness.serve.docker_engine import make_labels
 from tests.docker.conftest import remains
 
 FILE = """

@@ -12,7 +12,7 @@ import pytest
 
 from harness.base.files import ROOT
 from harness.base.process import PID_START
-from harness.serve.engine import CACHE_LABEL, LABEL, RUN_LABEL, make_labels, remove_leftovers
+from harness.serve.docker_engine import CACHE_LABEL, LABEL, RUN_LABEL, make_labels, remove_leftovers
 from tests.docker.conftest import one_at_a_time, remains
 from tests.support.faults import fault
 

@@ -12,7 +12,7 @@ from harness.machine.telemetry import Sampler
 from harness.records.manifest import ServedBy
 from harness.records.samples import TelemetrySample, read_telemetry
 from harness.serve.containers import ServerStatus
-from harness.serve.engine import make_labels
+from harness.serve.docker_engine import make_labels
 from harness.serve.lifecycle import Endpoint, find_telemetry_files
 from tests.docker.conftest import Served
 from tests.support.command import until

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 import harness
 from harness import HarnessError, LoadedRun, compare, load_run, plan, summarize
-from harness.analysis.summarize import summarize as summarize_folder
-from harness.analysis.summarize import write_summary
 from harness.base.errors import RunError
 from harness.base.files import ROOT
+from harness.numbers.summarize import summarize as summarize_folder
+from harness.numbers.summarize import write_summary
 from harness.records.manifest import write_run
 from harness.report.export import record_columns
 
@@ -22,7 +22,7 @@ BEFORE, AFTER = ROOT / "examples" / "before", ROOT / "examples" / "after"
 
 
 API = "from harness import compare, load_run, summarize"
-MODULES = "import harness.analysis.summarize, harness.analysis.compare, harness.api"
+MODULES = "import harness.numbers.summarize, harness.questions.compare.decide, harness.api"
 
 
 @pytest.mark.parametrize("lines", [API, f"{MODULES}; {API}", f"{API}; {MODULES}; {API}"])

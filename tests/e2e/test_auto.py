@@ -12,7 +12,7 @@ from harness.run.machine_fit import resolve_auto
 from tests.support.command import harness, write
 from tests.support.load_runs import composed
 from tests.support.machines import gpu, host, strix_halo_carve_out
-from tests.unit.advice.test_fit import qwen3
+from tests.unit.hardware.test_fit import qwen3
 
 
 def rocm(**variables: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from harness.analysis.summarize import read_summary
+from harness.numbers.summarize import read_summary
 from harness.records.manifest import read_run
 from tests.e2e.test_resume import assert_whole, records_of
 from tests.support.command import harness, only_run, server, write

@@ -9,7 +9,11 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from harness import summarize
-from harness.analysis.capacity import (
+from harness.base.errors import HarnessError
+from harness.base.summary import sentence
+from harness.numbers.formulas import waited_in_listen_queue
+from harness.questions.capacity.blocks import FLUSH_S, BlockCutter, ProbeBlock, parse_slos, scenario_slos
+from harness.questions.capacity.decide import (
     CapacityAnswer,
     CapacityReport,
     ServerCapacity,
@@ -19,19 +23,15 @@ from harness.analysis.capacity import (
     load_at,
     read_capacity,
 )
-from harness.analysis.derive import waited_in_listen_queue
-from harness.analysis.probe import MeasuredProbe, Probe
-from harness.analysis.slo import FLUSH_S, BlockCutter, ProbeBlock, parse_slos, scenario_slos
-from harness.base.errors import HarnessError
-from harness.base.summary import sentence
-from harness.records.manifest import read_run
-from harness.report.capacity import answer_reasons, capacity_lines, crossover_reason, round_budget
-from harness.run.capacity import (
+from harness.questions.capacity.level import MeasuredProbe, Probe
+from harness.questions.capacity.page import answer_reasons, capacity_lines, crossover_reason, round_budget
+from harness.questions.capacity.search import (
     ServerSearch,
     define_search,
     in_flight,
     wait_until_idle,
 )
+from harness.records.manifest import read_run
 from harness.run.experiment import prepare
 from harness.run.progress import Progress
 from harness.run.running import Running

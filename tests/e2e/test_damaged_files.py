@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.summarize import summarize, write_summary
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT, open_file
 from harness.base.redact import csv_field
 from harness.base.summary import FORMAT_VERSION, sentences
-from harness.failures.explain import scan_text
+from harness.failures.diagnosis import scan_text
 from harness.failures.table import patterns
 from harness.imports.write import read_file
 from harness.load.live_metrics import decode_delta
+from harness.numbers.summarize import summarize, write_summary
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.scenario import Load

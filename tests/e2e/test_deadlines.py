@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import requests
 
-from harness.base import trust
+from harness.base import https
 from harness.base.errors import HarnessError, ServerError
-from harness.base.trust import CA_VARIABLE, open_session
+from harness.base.https import CA_VARIABLE, open_session
 from harness.load.client import ApiAddress
-from harness.load.process import first_model
+from harness.load.load_process import first_model
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.records.samples import Scraper
@@ -64,7 +64,7 @@ def test_a_probe_has_a_total_deadline(name: str) -> None:
 @pytest.mark.parametrize("name", STARTS)
 def test_an_answer_that_has_begun_has_a_shorter_deadline(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A model that loads may take minutes until the first byte, but no answer drips for as long."""
-    monkeypatch.setattr(trust, "MAX_REST_S", 1.2)
+    monkeypatch.setattr(https, "MAX_REST_S", 1.2)
     with (
         serving(dripping(*STARTS[name])) as url,
         open_session(None) as session,
@@ -74,7 +74,7 @@ def test_an_answer_that_has_begun_has_a_shorter_deadline(monkeypatch: pytest.Mon
 
 
 def test_an_answer_that_begins_late_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "MAX_REST_S", 0.5)
+    monkeypatch.setattr(https, "MAX_REST_S", 0.5)
 
     def handler(connection: socket.socket, number: int) -> None:
         while read_request(connection):  # also on a connection that is used again
@@ -134,7 +134,7 @@ def test_an_answer_in_time_and_a_stream_are_not_cut() -> None:
 
 
 def test_an_event_that_drips_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "MAX_REST_S", 1.2)
+    monkeypatch.setattr(https, "MAX_REST_S", 1.2)
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     with (
         serving(dripping(head, b"1\r\nd\r\n")) as url,

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.analysis.compare import answer_difference as difference
-from harness.analysis.summarize import read_summary
 from harness.base.files import ROOT
 from harness.base.summary import Answers, PromptLengths, Row, Summary, evidence, sentence, sentences
+from harness.numbers.summarize import read_summary
+from harness.questions.compare.decide import answer_difference as difference
 from harness.records.records import Request, read_requests
 from harness.scenario import Prompts
 from tests.support.command import PATIENCE_S, SMALL, harness
 from tests.support.command import server as embedded
 from tests.support.made_runs import request
 from tests.support.simulated import Spawned, spawned
-from tests.unit.analysis.test_summarize import one_cell
+from tests.unit.numbers.test_summarize import one_cell
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 

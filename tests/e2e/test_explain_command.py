@@ -10,10 +10,11 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from harness.base.summary import sentence
-from harness.failures.explain import FIRST_REQUESTS, scan_text
+from harness.failures.diagnosis import FIRST_REQUESTS, scan_text
+from harness.questions.explain import explanation_data, explanation_page
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests
-from harness.report.terminal import explanation_data, print_explanation
+from harness.report.terminal import print_page
 from harness.run.drive import scenario_mistake
 from tests.support.command import HARNESS, PATIENCE_S, harness, only_run, server, write
 
@@ -38,7 +39,7 @@ def explained_text(log: str | Path) -> str:
     """What `harness explain` prints of a log, without line breaks."""
     console = Console(width=200)
     with console.capture() as capture:
-        print_explanation("some.log", scan_text(log), console)
+        print_page(explanation_page("some.log", scan_text(log)), console)
     return " ".join(capture.get().split())
 
 

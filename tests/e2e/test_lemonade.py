@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from harness.base.errors import ServerError, StartError
 from harness.base.process import PID_START, owner_labels
+from harness.questions.tune.record import TuneReport, read_tune, write_tune
+from harness.questions.tune.search import OUTCOMES, put_back
 from harness.records.changed_server import ChangedServer, read_changed, write_changed
 from harness.records.manifest import ServedBy
-from harness.report.tune import TuneReport, read_tune, write_tune
-from harness.run.tune import OUTCOMES, put_back
 from harness.scenario import Server
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile

@@ -8,17 +8,17 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from harness.analysis.summarize import summarize
-from harness.analysis.verdicts import compare_rows
 from harness.base.errors import ScenarioError
 from harness.base.summary import Summary
 from harness.base.summary import sentences as texts
+from harness.numbers.summarize import summarize
+from harness.numbers.verdicts import compare_rows
+from harness.questions.report.headline import run_answer
+from harness.questions.report.page import print_report
 from harness.records.manifest import Run, read_run, write_run
 from harness.records.records import Request, read_marks, read_requests
 from harness.records.samples import MetricsSample, read_metrics, read_telemetry
-from harness.report import sentences
-from harness.report.table import table_lines
-from harness.report.terminal import print_report
+from harness.report.results_table import table_lines
 from harness.scenario import Load, Server
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import expand_mixes, load_of_part, mix_of, plan
@@ -261,7 +261,7 @@ def test_the_page_starts_with_the_interference(five: Path) -> None:
         ("a / both.job", "a / job", "output_tok_s", "same"),
     ]  # fmt: skip
     assert summary.comparison.comparisons == 3
-    assert sentences.run_answer(summary, run) == (
+    assert run_answer(summary, run) == (
         "Together, a / both.chat is slowed most: TTFT p50 201 ms → 401 ms, 2.00x longer."
     )
     console = Console(file=io.StringIO(), width=200)

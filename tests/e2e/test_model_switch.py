@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.analysis.summarize import read_summary
+from harness.numbers.summarize import read_summary
 from tests.support.command import harness
 from tests.support.doubles.pullers import serving
 

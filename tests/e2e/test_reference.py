@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.compare import compare_runs, make_reference, read_baseline
-from harness.analysis.summarize import (
+from harness.base.errors import ExitCode, RunError
+from harness.base.summary import CheckResult, Reference, Summary, because, evidence
+from harness.numbers.summarize import (
     read_summary,
     summarize,
     summarize_with_counts,
@@ -15,8 +16,8 @@ from harness.analysis.summarize import (
     write_reference,
     write_summary,
 )
-from harness.base.errors import ExitCode, RunError
-from harness.base.summary import CheckResult, Reference, Summary, because, evidence
+from harness.questions.compare.decide import compare_runs, make_reference, read_baseline
+from harness.questions.report.store import write_results
 from harness.records.manifest import Run, read_run
 from harness.run.running import RunFile
 from harness.scenario.plan import Cell
@@ -132,7 +133,7 @@ def test_a_run_against_a_baseline_is_summarised_once(tmp_path: Path) -> None:
         seen.append((run.ended_wall_s is not None, summary.valid, (new / "summary.json").exists()))
         return make_reference(old, run, summary)
 
-    RunFile(new, read_run(new), against).finish()
+    RunFile(new, read_run(new), write_results, against).finish()
     assert seen == [(True, True, False)]
     assert [one.code for one in read_summary(new).checks] == [one.code for one in summarize(new).checks]
     assert (new / "report.html").exists() and read_run(new).status == "valid"

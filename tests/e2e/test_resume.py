@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.notes import number_sessions, session_notes
-from harness.analysis.summarize import read_summary
-from harness.analysis.verdicts import ComparedSides, are_apart, decide_verdicts
+from harness.numbers.summarize import read_summary
+from harness.numbers.verdicts import ComparedSides, are_apart, decide_verdicts
+from harness.numbers.warnings import number_sessions, session_notes
 from harness.records.directory import LINES, drop_cells, lock_folder
 from harness.records.manifest import CellRun, Machine, Resumption, Run, read_run, write_run
 from harness.records.records import read_requests
@@ -157,7 +157,7 @@ def test_changes_are_named(tmp_path: Path) -> None:
         assert "another harness process is running this run" in refusal()
     assert "--resume does not go with --repeats" in refusal("--repeats", "3")
     assert "--url: the run started its servers itself" in refusal("--url", "http://127.0.0.1:1")
-    assert "only a run of `harness run` has a plan that can be resumed" in refusal(status="live")
+    assert "only a run of `harness run` has a plan that can be resumed" in refusal(kind="live", status="live")
     write_run(run, known)
     assert resume(run).code == 0
     assert_whole(run)

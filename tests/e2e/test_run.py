@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.analysis.summarize import read_summary
 from harness.base.errors import INTERRUPTED
 from harness.base.summary import sentences
+from harness.numbers.summarize import read_summary
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_marks, read_requests
 from tests.support.command import (

@@ -13,7 +13,7 @@ import pytest
 from harness.base.errors import HarnessError
 from harness.base.files import LOCUSTFILES
 from harness.base.redact import is_secret, masked, register_secrets
-from harness.failures.explain import explain
+from harness.failures.diagnosis import explain
 from harness.records.manifest import ServedBy
 from harness.records.records import read_requests
 from harness.scenario import Load

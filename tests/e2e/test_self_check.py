@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.limits import Limited, client_limits, limited_fields
-from harness.analysis.numbers import compute_numbers
 from harness.base.summary import ClientLimit, sentence
+from harness.numbers.cell_numbers import compute_numbers
+from harness.numbers.load_generator import Limited, client_limits, limited_fields
 from harness.records.clock import Clock
 from harness.records.records import ProcessMark, Request, read_marks
 from harness.records.run_data import cell_data

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.numbers import compute_numbers
 from harness.base.errors import HarnessError
 from harness.load.sequencer import Quota, Sequencer, Work
+from harness.numbers.cell_numbers import compute_numbers
 from harness.records.clock import Clock
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_marks, read_requests

@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.analysis.summarize import summarize
 from harness.base.process import free_port
 from harness.imports.write import import_file
 from harness.load.live_metrics import ALL
 from harness.load.live_outputs import LATENCIES
+from harness.numbers.summarize import summarize
 from harness.serve.document import list_panels, make_prometheus_config
 from tests.support.command import PATIENCE_S, Done, called, until
 from tests.support.load_runs import by_hand, end, log_of, start

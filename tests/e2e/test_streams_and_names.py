@@ -9,16 +9,20 @@ import sys
 import threading
 import xml.etree.ElementTree as xml
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from harness.advice.rules import RowFacts
-from harness.analysis.summarize import summarize
 from harness.base import files
-from harness.base.command import command_line
+from harness.base.command_line import command_line
 from harness.base.errors import ServerError
+from harness.numbers.summarize import summarize
+from harness.questions.findings.rules import RowFacts
+from harness.records.manifest import read_run
 from harness.records.run_data import load
-from harness.serve import engine
+from harness.serve import docker_engine
+from harness.serve.containers import remove_containers
 from tests.support.command import ENDED, HARNESS, PATIENCE_S, Done, going, harness, only_run, write
 from tests.support.fake_server import DONE, FINISH, TOKEN, UNTIL_CLOSED, read_request, serving, whole
 from tests.support.faults import fault
@@ -46,12 +50,33 @@ def test_a_run_with_closed_streams_is_whole(tmp_path: Path) -> None:
     assert (only_run(tmp_path / "two") / "summary.json").is_file()
 
 
+@fault("disk", "the disk with the printed output is full, that with the runs is not",
+       seen="the output: No space left on device; what else would be printed is dropped", code=1)  # fmt: skip
+def test_a_full_output_does_not_end_a_run(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert shell('"$1" run small.yaml --runs runs >/dev/full', tmp_path).code == 1
+    run = only_run(tmp_path / "runs")
+    assert read_run(run).status == "valid" and (run / "summary.json").is_file()
+    assert shell('"$1" report last --runs runs >/dev/full', tmp_path).code == 1
+    assert shell('"$1" run missing.yaml 2>/dev/full', tmp_path).code == 1
+
+
 def test_an_error_goes_to_the_stream_that_is_open(tmp_path: Path) -> None:
     done = shell('"$1" run missing.yaml 2>&-', tmp_path)
     assert (done.code, done.err) == (1, "") and "missing.yaml: there is no such scenario" in done.out
     assert shell('"$1" run missing.yaml >&-', tmp_path).code == 1
     assert shell('"$1" run missing.yaml >&- 2>&-', tmp_path).code == 1
     assert shell('"$1" init x.yaml <&-', tmp_path).code == 1, "it cannot ask"
+
+
+@fault("input", "a shell lets a process have too little memory (`ulimit -v`)", seen="MiB of memory (`ulimit -v`)",
+       code=1, kept="no run is begun")  # fmt: skip
+@pytest.mark.parametrize("limit_kib", [40_000, 220_000, 400_000, 520_000])
+def test_too_little_memory_is_an_error_before_anything_is_sent(tmp_path: Path, limit_kib: int) -> None:
+    """In less, libraries wait for ever, or fail in words of their own."""
+    write(tmp_path)
+    done = shell(f'ulimit -v {limit_kib}; "$1" run small.yaml --runs runs', tmp_path)
+    assert done.code == 1 and f"{limit_kib // 1024} MiB" in done.err and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -89,6 +114,8 @@ def test_no_output_waits_for_the_reader_of_a_named_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.csv")
     done = harness("run", "small.yaml", "--junit", "p.csv", "--runs", "runs", cwd=tmp_path)
     assert done.code == 1 and "p.csv: not a regular file but a named pipe" in done.err
+    done = harness("run", "small.yaml", "--junit", ".", "--runs", "runs", cwd=tmp_path)
+    assert done.code == 1 and "--junit: .: Is a directory" in done.err
     assert not (tmp_path / "runs").exists(), "before the load"
     assert harness("run", "small.yaml", "--runs", "runs", "--junit", "j.xml", cwd=tmp_path).code == 0
     done = harness("export", "last", "--runs", "runs", "--to", "p.csv", cwd=tmp_path)
@@ -138,23 +165,46 @@ def test_an_engine_that_does_not_answer_has_one_deadline(tmp_path: Path, monkeyp
         assert done.code == 2 and f"the Docker Engine at {address} cannot be used: it did not answer" in done.err
         assert not list(tmp_path.glob("runs/*"))
         monkeypatch.setenv("DOCKER_HOST", address)
-        monkeypatch.setattr(engine, "ANSWER_S", 0.3)
-        engine._silent_since_s.clear()
+        monkeypatch.setattr(docker_engine, "ANSWER_S", 0.3)
+        docker_engine._silent_since_s.clear()
         asked: list[int] = []
         for _ in range(3):
-            facts = engine.get_engine_facts()
+            facts = docker_engine.get_engine_facts()
             assert facts.problem is not None and "did not answer within 0.3 s" in facts.problem
-            asked.append(len(engine._silent_since_s))
-        assert engine.get_engine_version() is None and engine.get_local_digests(["x"]) == {}
+            asked.append(len(docker_engine._silent_since_s))
+        assert docker_engine.get_engine_version() is None and docker_engine.get_local_digests(["x"]) == {}
         with pytest.raises(ServerError, match=r"did not answer within 0\.3 s"):
-            engine.connect()
-    engine._silent_since_s.clear()
+            docker_engine.connect()
+    docker_engine._silent_since_s.clear()
 
 
+def test_an_answer_that_no_engine_gives_is_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'd.sock'}")
+    for error in (TypeError("indices"), KeyError("Id"), AttributeError("get"), IndexError("0")):
+
+        def answer(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(ServerError, match="no Docker Engine"):
+            docker_engine.ask_engine(answer)
+
+
+def test_what_removes_a_server_says_that_no_engine_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'd.sock'}")
+
+    def junk(**_: Any) -> list[Any]:
+        raise TypeError("string indices must be integers")
+
+    client: Any = SimpleNamespace(containers=SimpleNamespace(list=junk), networks=SimpleNamespace(list=junk))
+    with pytest.raises(ServerError, match="no Docker Engine"):
+        remove_containers(client, docker_engine.make_labels("run", "cell"), grace_s=0.0)
+
+
+@fault("engine", "the Docker Engine answers with a byte now and then", seen="it did not answer within 10 s")
 def test_an_engine_that_drips_has_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'd.sock'}")
-    monkeypatch.setattr(engine, "ANSWER_S", 0.5)
-    engine._silent_since_s.clear()
+    monkeypatch.setattr(docker_engine, "ANSWER_S", 0.5)
+    docker_engine._silent_since_s.clear()
     done = threading.Event()
 
     def drip(listener: socket.socket) -> None:
@@ -174,11 +224,11 @@ def test_an_engine_that_drips_has_one_deadline(tmp_path: Path, monkeypatch: pyte
         thread = threading.Thread(target=drip, args=(listener,), daemon=True)
         thread.start()
         with pytest.raises(ServerError, match=r"did not answer within 0\.5 s"):
-            engine.connect()
+            docker_engine.connect()
         done.set()
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(5)
-    engine._silent_since_s.clear()
+    docker_engine._silent_since_s.clear()
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31mb", "two\nlines", "x" * 1001, "a\x00b", "\ud800"])
@@ -209,11 +259,15 @@ def test_several_runs_share_one_junit_file(tmp_path: Path) -> None:
 
 def test_a_misspelt_file_is_found_before_a_scenario_that_ships(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "mine.yaml").write_text("version: 1\n")
+    for name in ("sub/mine.yaml", "own.yaml"):
+        (tmp_path / name).write_text("version: 1\n")
     for given, near in (
         ("sub/mine.ymal", "sub/mine.yaml"),
         ("sub/mine.yml", "sub/mine.yaml"),
         ("chat-user", "chat-users"),
+        ("sub/MINE.yaml", "sub/mine.yaml"),
+        ("Chat-Users", "chat-users"),
+        ("no-such-folder/own.yaml", "own.yaml"),
     ):
         done = harness("check", given, cwd=tmp_path)
         assert done.code == 1 and f"did you mean '{near}'?" in done.err, done.err

@@ -8,7 +8,7 @@ import certifi
 import pytest
 
 from harness.base.errors import HarnessError, ServerError
-from harness.base.trust import CA_VARIABLE, find_authorities, trust_authority
+from harness.base.https import CA_VARIABLE, find_authorities, trust_authority
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.records.samples import read_metrics

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.analysis.tune import Trial
 from harness.base.summary import MARGIN, because
+from harness.questions.tune.decide import Trial
+from harness.questions.tune.record import TuneReport, read_tune, write_tune
+from harness.questions.tune.search import TuneSearch
 from harness.records.manifest import read_run, write_run
-from harness.report.tune import TuneReport, read_tune, write_tune
 from harness.run.progress import Progress
 from harness.run.resume import reopened
-from harness.run.tune import TuneSearch
 from tests.support.command import Done, going, harness, only_run, server, until, write
 
 QUICK: dict[str, Any] = {

@@ -17,11 +17,11 @@ import pytest
 import zmq
 
 from harness import __version__
-from harness.analysis.summarize import summarize
 from harness.base.errors import RunError
 from harness.base.files import ROOT
 from harness.base.process import free_port, is_port_free
 from harness.base.summary import sentences
+from harness.numbers.summarize import summarize
 from harness.records.manifest import read_run
 from harness.records.records import ProcessMark, read_marks, read_requests
 from harness.run import drive as driving

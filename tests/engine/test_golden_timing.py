@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.calibrate import chunk_errors_s
-from harness.analysis import derive
+from harness.numbers import formulas
 from harness.scenario import Load, Warmup
 from harness.simulated.answer import Sent
 from tests.support.load_runs import end, log_of, make_job, records_of, start_job
@@ -71,13 +71,13 @@ def test_tpot_is_the_time_between_two_tokens_that_were_sent(
     for record in records_of(tmp_path):
         times = sent[record.id]
         assert (record.output_tokens, record.textless) == (len(times) + textless, textless)
-        ratios.append((value_of(derive.tpot, record) or 0.0) / ((times[-1] - times[0]) / (len(times) - 1)))
+        ratios.append((value_of(formulas.tpot, record) or 0.0) / ((times[-1] - times[0]) / (len(times) - 1)))
     assert len(ratios) == 16
     assert abs(statistics.median(ratios) - 1) < 0.008  # a token more or less: 0.01 and more
     # What older harnesses recorded says nothing of single events. One end token is all that is assumed then.
     old = [msgspec.structs.replace(record, textless=None) for record in records_of(tmp_path)]
-    assert textless > 1 or [value_of(derive.tpot, one) for one in old] == [
-        value_of(derive.tpot, one) for one in records_of(tmp_path)
+    assert textless > 1 or [value_of(formulas.tpot, one) for one in old] == [
+        value_of(formulas.tpot, one) for one in records_of(tmp_path)
     ]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.numbers import compute_numbers
+from harness.numbers.cell_numbers import compute_numbers
 from harness.records.clock import Clock
 from harness.records.records import Request
 from harness.records.run_data import cell_data

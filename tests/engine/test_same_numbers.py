@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.summarize import summarize
 from harness.base.files import ROOT
 from harness.imports.write import import_file
+from harness.numbers.summarize import summarize
+from harness.questions.report.page import run_page
 from harness.records.manifest import read_run
 from harness.report import markdown
-from harness.report.page import run_page
 
 RUNS = ROOT / "tests" / "runs"
 EXPECTED = RUNS / "expected"

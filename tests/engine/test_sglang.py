@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from harness.failures.explain import scan_text
+from harness.failures.diagnosis import scan_text
+from harness.questions.explain import has_started
 from harness.records.manifest import Startup
 from harness.records.samples import parse_metrics
-from harness.report.terminal import has_started
 from harness.scenario import Server
 from harness.serve.compose_file import parse_compose as compose_of
 from harness.serve.facts import parse_log_lines

@@ -16,12 +16,12 @@ from requests import RequestException
 
 from harness.base.errors import HarnessError
 from harness.base.files import read_lines
-from harness.base.trust import open_session
+from harness.base.https import open_session
 from harness.load import openai_api, sse
 from harness.load.client import ApiAddress
 from harness.load.exchange import Collector, Exchange, Failure
+from harness.load.load_process import LoadProcess, first_model
 from harness.load.openai_api import Answer, Call, Tools
-from harness.load.process import LoadProcess, first_model
 from harness.records.manifest import ServedBy
 from harness.records.records import TEMPLATE_TOKENS, BadField, Request
 from harness.records.samples import MetricsSample, Scraper

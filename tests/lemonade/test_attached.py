@@ -10,13 +10,13 @@ import pytest
 import requests
 import yaml
 
-from harness.analysis.summarize import read_summary
 from harness.base.errors import ExitCode, ServerError
-from harness.failures.explain import scan_text
+from harness.failures.diagnosis import scan_text
+from harness.numbers.summarize import read_summary
+from harness.questions.tune.search import OUTCOMES
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.records.samples import parse_metrics
-from harness.run.tune import OUTCOMES
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
 from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model, get_health
@@ -26,6 +26,7 @@ from tests.lemonade.parts import Lemond, lemond, versions
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
 from tests.support.command import PATIENCE_S, going, harness, only_run, until
+from tests.support.faults import fault
 
 SCENARIO: dict[str, Any] = {
     "version": 1,
@@ -245,6 +246,8 @@ def test_check_loads_no_model(on_llamacpp: Lemond, tmp_path: Path) -> None:
     assert done.code == 0 and health is not None and health.loaded == []
 
 
+@fault("harness", "kill -9 of `harness tune --url`", seen="harness clean --runs", code=0,
+       kept="all records; `harness clean` puts the settings of the server back")  # fmt: skip
 def test_the_settings_of_a_killed_search_are_put_back(loaded: Lemond, tmp_path: Path, say: Say) -> None:
     own = loaded.running("user.Gguf").recipe_options
     path = write(tmp_path, loads={"four": SCENARIO["loads"]["four"] | {"requests": 200}})

@@ -14,10 +14,10 @@ import requests
 
 from harness.base.errors import ExitCode, ServerError
 from harness.base.process import free_port
-from harness.failures.explain import explain, explain_message, scan_text
+from harness.failures.diagnosis import explain, explain_message, scan_text
 from harness.scenario import Load, Scenario, Server
+from harness.serve.docker_engine import remove_leftovers
 from harness.serve.document import server_document
-from harness.serve.engine import remove_leftovers
 from harness.serve.lemonade import list_orphans
 from harness.serve.lifecycle import Endpoint, serve
 from harness.serve.probe import make_token_counter

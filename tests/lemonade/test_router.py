@@ -8,13 +8,13 @@ from pathlib import Path
 
 import requests
 
-from harness.analysis.summarize import read_summary
+from harness.base.https import open_session
 from harness.base.process import free_port
-from harness.base.trust import open_session
+from harness.numbers.summarize import read_summary
+from harness.questions.quick.search import quick_scenario
 from harness.records.manifest import read_run
 from harness.records.samples import fetch_metrics
 from harness.run.experiment import Target
-from harness.run.quick import quick_scenario
 from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import accepts_connections, find_loaded, make_token_counter
 from tests.lemonade.test_attached import write

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import requests
 
-from harness.advice.rules import RowFacts
-from harness.analysis.summarize import summarize_data
+from harness.numbers.summarize import summarize_data
+from harness.questions.findings.rules import RowFacts
 from harness.records.run_data import load
 from tests.lemonade.parts import Lemond
 from tests.lemonade.test_attached import write
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
 from tests.support.command import PATIENCE_S, harness
+from tests.support.faults import fault
 
 # The heads of the tiny model are too small for q8_0, which is what is advised.
 LLAMACPP: dict[str, Any] = {
@@ -43,6 +44,8 @@ def paste(row: RowFacts, changes: dict[str, Any], say: Say) -> None:
     assert '"status":"success"' in done.stdout, done.stdout + done.stderr
 
 
+@fault("input", "settings of a finding are pasted: Lemonade with llama.cpp",
+       seen="the server reports each of them, at once and after an unload", kept="its other settings")  # fmt: skip
 @pytest.mark.parametrize("name", ["Gguf", "user.Gguf"])
 def test_settings_of_llamacpp(on_llamacpp: Lemond, tmp_path: Path, say: Say, name: str) -> None:
     before = on_llamacpp.load("user.Gguf", llamacpp_args="-np 1 --threads 1", ctx_size=4096)
@@ -69,6 +72,8 @@ def test_settings_of_llamacpp(on_llamacpp: Lemond, tmp_path: Path, say: Say, nam
     on_llamacpp.unload()
 
 
+@fault("input", "settings of a finding are pasted: Lemonade with vLLM",
+       seen="the server reports each of them, at once and after an unload", kept="its other settings")  # fmt: skip
 def test_settings_of_vllm(on_vllm: Lemond, tmp_path: Path, say: Say) -> None:
     on_vllm.load("user.Tiny", vllm_args="--max-num-seqs=2 --no-enable-prefix-caching", ctx_size=2048)
     before = on_vllm.running("user.Tiny")

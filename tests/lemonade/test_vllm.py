@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import requests
 
-from harness.analysis.summarize import read_summary
 from harness.base.errors import ServerError
-from harness.failures.explain import scan_text
+from harness.failures.diagnosis import scan_text
+from harness.numbers.summarize import read_summary
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.serve.lemonade import LemonadeMonitor

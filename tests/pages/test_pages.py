@@ -14,6 +14,12 @@ from pathlib import Path
 import pytest
 
 from harness.base.files import ROOT
+from harness.questions.findings.decide import with_findings
+from harness.questions.joint import analyse
+from harness.questions.report import html_page
+from harness.questions.report.page import report_page
+from harness.records.manifest import read_run
+from harness.report.elements import Bullets, Paragraph
 from tests.engine.test_same_numbers import SOURCES, run_directory
 from tests.support.command import called
 
@@ -69,6 +75,21 @@ def test_the_pages_of_a_committed_run_are_as_written(name: str) -> None:
     pages = pages_of(SOURCES[name])
     expected = {form: (EXPECTED / f"{name}.{ending}").read_text() for form, ending in FORMATS.items()}
     assert pages == expected
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_the_terminal_says_is_on_the_html_page_too(name: str, tmp_path: Path) -> None:
+    """The HTML page puts the parts of the same page into a template of its own: none is forgotten there."""
+    folder = run_directory(SOURCES[name], tmp_path)
+    made, run = with_findings(analyse(folder, charted=True)), read_run(folder)
+    page = _letters(text_of(html_page.render_run(folder, run, made.summary, made)))
+    for element in report_page(made.summary, run, folder):
+        parts = [element] if isinstance(element, Paragraph) else element.items if isinstance(element, Bullets) else []
+        assert [part.text for part in parts if _letters(part.text) not in page] == []
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"\W+", "", text)
 
 
 def test_every_run_has_its_pages() -> None:

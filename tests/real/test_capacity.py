@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.capacity import CapacityReport, log_grid
+from harness.questions.capacity.decide import CapacityReport, log_grid
 from tests.real.conftest import Say
 from tests.real.parts import harness, llamacpp, run, vllm, write_scenario
 from tests.support.engines.paths import QWEN3_100M

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.advice.bandwidth import BYTES_PER_CORE
-from harness.advice.expect import decode_bound, decode_speed
-from harness.advice.hardware import GpuSpec
-from harness.advice.model import read_model
+from harness.hardware.bandwidth import BYTES_PER_CORE
+from harness.hardware.bounds import decode_bound, decode_speed
+from harness.hardware.gpu_table import GpuSpec
+from harness.hardware.model import read_model
 from harness.records.run_data import load
-from harness.serve.bandwidth import SCRIPT
+from harness.serve.container_bandwidth import SCRIPT
 from tests.real.conftest import Say
 from tests.real.parts import llamacpp, run, write_scenario
 from tests.support.engines.paths import LLAMACPP_VENV, REPO, VLLM_VENV

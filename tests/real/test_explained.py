@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.base.errors import ExitCode
-from harness.failures.explain import Diagnosis, explain
+from harness.failures.diagnosis import Diagnosis, explain
 from tests.real.conftest import Say
 from tests.real.parts import RUN_S, llamacpp, run_folder, running, write_scenario
 from tests.support.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV

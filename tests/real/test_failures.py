@@ -13,7 +13,7 @@ import pytest
 
 from harness.base.errors import ExitCode
 from harness.base.summary import sentences
-from harness.failures.explain import scan_text
+from harness.failures.diagnosis import scan_text
 from tests.real.conftest import Say
 from tests.real.parts import (
     docker,

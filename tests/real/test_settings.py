@@ -13,14 +13,15 @@ import pytest
 import requests
 import yaml
 
-from harness.advice.rules import RowFacts
-from harness.analysis.summarize import summarize_data
 from harness.base.process import free_port
+from harness.numbers.summarize import summarize_data
+from harness.questions.findings.rules import RowFacts
 from harness.records.run_data import load
 from tests.real.conftest import Say
 from tests.real.parts import RUN_S, harness, llamacpp, run, run_folder, vllm, write_scenario
 from tests.support.command import PATIENCE_S
 from tests.support.engines.paths import LEMONADE, QWEN3_4M, TINY_GGUF, VLLM_VENV
+from tests.support.faults import fault
 
 LOAD = {"user": "batch", "in_flight": 2, "requests": 6, "output_tokens": 8}
 # By setting the value, and what the server's own report then says of it; None: it is in no report but its log.
@@ -82,6 +83,8 @@ def attached(folder: Path, url: str, model: str) -> RowFacts:
     return row_of(run_folder(scenario))
 
 
+@fault("input", "settings of a finding are pasted: llama.cpp and vLLM, started by their owner",
+       seen="the server reports each of them", kept="its other settings")  # fmt: skip
 @pytest.mark.parametrize("engine", ["llama.cpp", "vLLM"])
 def test_arguments_of_a_server_that_its_owner_starts(tmp_path: Path, say: Say, engine: str) -> None:
     if engine == "vLLM":
@@ -112,6 +115,8 @@ def test_arguments_of_a_server_that_its_owner_starts(tmp_path: Path, say: Say, e
     assert [words for words in log if words not in " ".join(printed.split())] == []
 
 
+@fault("input", "settings of a finding are pasted: llama.cpp and vLLM, in a scenario",
+       seen="the server reports each of them", kept="its other settings")  # fmt: skip
 @pytest.mark.parametrize(
     ("server", "changes", "expected"),
     [

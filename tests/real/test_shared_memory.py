@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from harness.scenario import Load, Scenario, Server
-from harness.serve.engine import connect
+from harness.serve.docker_engine import connect
 from harness.serve.lifecycle import serve
 from tests.real.parts import RUN_S, vllm
 from tests.support.command import PATIENCE_S

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.records.clock import Clock
+from harness.records.columns import Gaps, Rows, Words
 from harness.records.run_data import CellData
-from harness.records.table import Gaps, Rows, Words
 from harness.scenario import Load
 
 Lengths = Callable[[random.Random], tuple[int, int]]  # draws prompt and output tokens

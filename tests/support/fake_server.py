@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Exchange
+from harness.load.load_process import LoadProcess
 from harness.load.openai_api import Answer
-from harness.load.process import LoadProcess
 from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Work

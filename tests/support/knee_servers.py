@@ -12,10 +12,12 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from harness.analysis.capacity import CapacityAnswer
-from harness.analysis.knee import (
+from harness.base.files import ROOT
+from harness.numbers.stats import KNEE_SHARE
+from harness.questions.capacity.blocks import ProbeBlock
+from harness.questions.capacity.decide import CapacityAnswer
+from harness.questions.capacity.knee import (
     GRID_STEP,
-    KNEE_SHARE,
     MIN_BLOCKS,
     decide_throughput,
     estimate_throughput,
@@ -24,9 +26,7 @@ from harness.analysis.knee import (
     make_knee_probe,
     next_knee_level,
 )
-from harness.analysis.probe import Probe
-from harness.analysis.slo import ProbeBlock
-from harness.base.files import ROOT
+from harness.questions.capacity.level import Probe
 from harness.simulated.engine import EngineConfig
 from tests.support.virtual import VirtualRequest, VirtualWork, closed_loop
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.analysis.capacity import next_slo_step
-from harness.analysis.probe import Probe, Purpose
-from harness.analysis.slo import BLOCK_ANSWERS, RAMP_BLOCK_ANSWERS, ProbeBlock, parse_slos
-from harness.analysis.slo_rule import observed
+from harness.numbers.share_test import observed
+from harness.questions.capacity.blocks import BLOCK_ANSWERS, RAMP_BLOCK_ANSWERS, ProbeBlock, parse_slos
+from harness.questions.capacity.decide import next_slo_step
+from harness.questions.capacity.level import Probe, Purpose
 
 SLOS = parse_slos(["ttft_p95<=1s"])
 SHARE = 0.95

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from harness.base.process import free_port
+from harness.questions.live import compose_file
 from harness.records.records import ProcessMark, Request, read_marks, read_requests
 from harness.run.experiment import Experiment
-from harness.run.live import compose_file
 from harness.scenario import Load, Prompts, Scenario, Warmup
 from harness.workload.job import Job, write_job
 from tests.support import prefork

@@ -10,20 +10,20 @@ from typing import Any
 
 import typer
 
-from harness.advice.findings import RULES
-from harness.analysis.summarize import read_summary
-from harness.base.engines import engines, find_template
 from harness.base.files import ROOT
 from harness.base.metrics import LATENCIES, VALUES
 from harness.cli import app
 from harness.cli.common import COMMANDS
+from harness.engines import engines, find_template
 from harness.failures.table import Rule, protected_flags, removed_flags, removed_variables, rules
 from harness.machine.findings import TOPICS, finding_kinds
 from harness.machine.gpus import STANDING_LABELS, read_gfx_table, support_columns
+from harness.numbers.summarize import read_summary
+from harness.questions.findings.decide import RULES
 from harness.records.manifest import read_run
 from harness.report import markdown
 from harness.report.elements import Grid
-from harness.report.table import results_table
+from harness.report.results_table import results_table
 from harness.serve.template import GATEWAYS, HARNESS_VARIABLES, Variable, format_limits, read_variables, templates
 from tests.support.field_docs import error_kinds_table, fields_tables
 from tests.support.reasons_in_source import reasons_in_source

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from harness.analysis import derive
-from harness.analysis.summarize import summarize, write_summary
+from harness.numbers import formulas
+from harness.numbers.summarize import summarize, write_summary
+from harness.records.columns import Rows, read_cells, rows_of
 from harness.records.manifest import CellRun, Machine, Phase, Run, ServedBy, Status, read_run, write_run
 from harness.records.records import ProcessMark, Request
 from harness.records.run_data import CellContext, CellData, cells_of
 from harness.records.samples import ContainerSample, GpuSample, HostSample, MetricsSample, TelemetrySample
-from harness.records.table import Rows, read_cells, rows_of
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import Slo
 from harness.scenario.plan import Cell, plan
@@ -58,7 +58,7 @@ def value_of(formula: Callable[[Rows], Any], one: Request) -> Any:
 
 def met_by(one: Request, slos: Sequence[Slo]) -> bool | None:
     """Whether a request met every SLO; None: not known."""
-    return {derive.MET: True, derive.MISSED: False}.get(value_of(lambda rows: derive.meets_slos(rows, slos), one))
+    return {formulas.MET: True, formulas.MISSED: False}.get(value_of(lambda rows: formulas.meets_slos(rows, slos), one))
 
 
 def cells_in(folder: Path, contexts: dict[str, CellContext]) -> dict[str, CellData]:

@@ -45,19 +45,19 @@ _COMMANDS = (
     "rich._emoji_codes",
     "harness.cli",
     "harness.run.orchestrator",
-    "harness.run.quick",
+    "harness.questions.quick.search",
     "harness.run.budget",
-    "harness.analysis.compare",
-    "harness.analysis.history",
-    "harness.report.history",
+    "harness.questions.compare.decide",
+    "harness.questions.history.decide",
+    "harness.questions.history.page",
     "harness.report.html",
     "harness.report.junit",
     "harness.report.terminal",
-    "harness.serve.engine",
-    "harness.run.preview",
+    "harness.serve.docker_engine",
+    "harness.questions.check",
     "harness.simulated.__main__",
 )
-PRELOADED = {"harness": _COMMANDS, "locust": ("harness.analysis.derive",)}
+PRELOADED = {"harness": _COMMANDS, "locust": ("harness.numbers.formulas",)}
 KINDS = tuple(PRELOADED)
 ANSWER_BYTES = 20
 ORPHAN_GRACE_S = 10  # as in harness.base.process

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from harness.analysis.summarize import read_summary, summarize, write_summary
+from harness.numbers.summarize import read_summary, summarize, write_summary
+from harness.questions.report.html_page import render_run
 from harness.records.manifest import CellRun, Machine, Phase, Run, ServedBy, Startup, read_run, write_run
 from harness.records.records import ErrorKind, ProcessMark, Request
-from harness.report.html import render_run
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.plan import plan
 from tests.support.made_runs import write_lines

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from harness.analysis.capacity import log_grid, next_slo_step
-from harness.analysis.probe import Probe, Purpose
-from harness.analysis.slo import BLOCK_ANSWERS, RAMP_BLOCK_ANSWERS, ProbeBlock, parse_slos
-from harness.analysis.slo_rule import LatencySample, observed
 from harness.base.files import ROOT
+from harness.numbers.share_test import LatencySample, observed
+from harness.questions.capacity.blocks import BLOCK_ANSWERS, RAMP_BLOCK_ANSWERS, ProbeBlock, parse_slos
+from harness.questions.capacity.decide import log_grid, next_slo_step
+from harness.questions.capacity.level import Probe, Purpose
 from harness.scenario.check_syntax import Check
 from harness.simulated.engine import EngineConfig
 from tests.support.virtual import VirtualRequest, VirtualWork, closed_loop

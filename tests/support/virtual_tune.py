@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from harness.analysis.tune import (
+from harness.base.files import ROOT
+from harness.base.summary import Reason
+from harness.questions.tune.decide import (
     Cause,
     Proposal,
     Setting,
@@ -25,8 +27,6 @@ from harness.analysis.tune import (
     plan_proof,
     reference,
 )
-from harness.base.files import ROOT
-from harness.base.summary import Reason
 from harness.simulated.engine import EngineConfig, EngineMemory
 from tests.support.virtual import VirtualWork, closed_loop
 

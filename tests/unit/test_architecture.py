@@ -9,41 +9,78 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.mutations import misplaced
-from harness.base.engines import engines
 from harness.base.files import ROOT
+from harness.engines import engines
 from harness.serve.template import GATEWAYS, templates
 
 # Which other packages a package may import, besides base: the whole table, in the order of the arrows.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"analysis", "api"},
+    "__init__": {"api", "numbers", "questions"},
     "__version__": set(),
     "base": set(),
     "simulated": set(),
-    "scenario": set(),
-    "failures": set(),
-    "records": {"failures", "scenario"},
+    "engines": set(),
+    "scenario": {"engines"},
+    "failures": {"engines"},
+    "records": {"engines", "failures", "scenario"},
     "workload": {"records", "scenario"},
-    "machine": {"records"},
-    "analysis": {"failures", "records", "scenario"},
-    "advice": {"analysis", "machine", "records", "scenario"},
-    "report": {"advice", "analysis", "failures", "records", "scenario"},
-    "imports": {"__version__", "analysis", "records", "scenario"},
+    "numbers": {"engines", "failures", "records", "scenario"},
+    "machine": {"engines", "records"},
+    "hardware": {"engines", "machine", "numbers", "records", "scenario"},
+    "report": {"engines", "failures", "numbers", "records", "scenario"},
+    "imports": {"__version__", "numbers", "records", "scenario"},
     "load": {
-        "__version__", "analysis.derive", "failures.explain", "failures.unexpected_response", "records.arrivals",
-        "records.records", "records.table", "scenario", "workload",
+        "__version__", "engines", "failures.diagnosis", "failures.unexpected_response", "numbers.formulas",
+        "records.arrivals", "records.records", "records.columns", "scenario", "workload",
     },
-    "serve": {"failures", "load.sse", "machine", "records", "scenario", "workload"},
+    "serve": {"engines", "failures", "load.sse", "machine", "records", "scenario", "workload"},
     "run": {
-        "__version__", "advice", "analysis", "failures", "load.live_metrics", "machine", "records", "report",
+        "__version__", "engines", "failures", "hardware", "load.live_metrics", "machine", "numbers", "records",
         "scenario", "serve", "simulated", "workload",
     },
-    "api": {"advice", "analysis", "records", "report", "scenario"},
+    "questions": {
+        "engines", "failures", "hardware", "machine", "numbers", "records", "report", "run", "scenario",
+        "serve", "workload",
+    },
+    "api": {"numbers", "questions", "records", "report", "scenario"},
     "cli": {
-        "__version__", "advice", "analysis", "failures", "imports", "machine", "records", "report", "run", "scenario",
-        "serve",
+        "__version__", "engines", "failures", "hardware", "imports", "machine", "numbers", "questions", "records",
+        "report", "run", "scenario", "serve",
     },
     "__main__": {"cli"},
 }  # fmt: skip
+
+
+# Which question may import which other one, and why.
+BETWEEN: dict[tuple[str, str], str] = {
+    ("compare", "crossover"): "from how many users on one side is faster",
+    ("compare", "same_answers"): "runs may differ in their answers",
+    ("crossover", "capacity"): "where two curves cross is a level",
+    ("findings", "capacity"): "a level that is not held is no finding",
+    ("history", "compare"): "each run is compared with the earlier ones",
+    ("quick", "findings"): "its page says why it is slow",
+    ("results", "compare"): "runs are ranked by their verdicts",
+    ("results", "quick"): "filed runs of quick have levels",
+    ("tune", "capacity"): "the goal may be the users that are held",
+    ("tune", "findings"): "a finding says what to try next",
+    ("tune", "same_answers"): "settings may change the answers",
+    # The page of a run has the answers of all of them; the joint adds them to a summary.
+    **{("report", name): "its page" for name in (
+        "agents", "capacity", "compare", "crossover", "findings", "joint", "quick", "same_answers", "soak", "tune")},
+    **{("joint", name): "its answer" for name in (
+        "agents", "crossover", "findings", "same_answers", "soak", "switching")},
+    ("results", "joint"): "a filed run has all answers",
+    ("results", "report"): "a filed run has its page",
+}  # fmt: skip
+SHARED_NAMES = {
+    "__init__",
+    "__main__",
+    "command",
+    "search",
+    "decide",
+    "page",
+    "chart",
+}  # a part that every room may have
 
 
 LOCUSTFILES = sorted((ROOT / "locustfiles").glob("*.py"))
@@ -55,7 +92,9 @@ def modules() -> list[Path]:
 
 
 def room(path: Path) -> str:
-    return path.relative_to(ROOT / "harness").with_suffix("").parts[0]
+    """The package of a module. The command of a question is part of the command line, which alone imports it."""
+    parts = path.relative_to(ROOT / "harness").with_suffix("").parts
+    return "cli" if parts[-1] == "command" else parts[0]
 
 
 class Source(NamedTuple):
@@ -97,6 +136,27 @@ def test_imports_follow_the_table() -> None:
         assert {".".join(name) for name in own if not {name[0], ".".join(name)} & allowed} == set(), path
 
 
+def question(name: str) -> str:
+    """The room of a module below harness.questions."""
+    return name.split(".")[2]
+
+
+def test_arrows_between_questions_have_a_reason() -> None:
+    found = set()
+    for path in modules():
+        if room(path) == "questions":  # without their commands
+            here = path.relative_to(ROOT / "harness" / "questions").with_suffix("").parts[0]
+            names = {name for name in source(path).imports if name.startswith("harness.questions.")}
+            found |= {(here, question(name)) for name in names if question(name) != here}
+    assert found == set(BETWEEN)
+    TopologicalSorter({here: {other for one, other in BETWEEN if one == here} for here, _ in BETWEEN}).prepare()
+
+
+def test_a_file_name_says_what_is_in_it() -> None:
+    names = Counter(path.stem for path in modules())
+    assert {name for name, times in names.items() if times > 1} <= SHARED_NAMES
+
+
 def test_the_arrows_go_one_way() -> None:
     TopologicalSorter(
         {here: {name.split(".")[0] for name in others} | ({"base"} - {here}) for here, others in ALLOWED.items()}
@@ -104,20 +164,26 @@ def test_the_arrows_go_one_way() -> None:
 
 
 def test_a_newcomer_can_name_the_parts() -> None:
-    assert len(ALLOWED) - 1 <= 18  # `__version__` is in `__init__`
+    assert len(ALLOWED) - 1 <= 20  # `__version__` is in `__init__`
     assert {room(path) for path in modules()} == set(ALLOWED) - {"__version__"}
 
 
 def test_the_locustfiles_see_the_load_room_and_what_it_sees() -> None:
     for path in LOCUSTFILES:
         own = {name for name in source(path).imports if name.startswith("harness")}
-        assert all(name.split(".")[1] in ALLOWED["load"] | {"base", "load", "analysis"} for name in own), path
+        assert all(name.split(".")[1] in ALLOWED["load"] | {"base", "load", "numbers"} for name in own), path
 
 
 def test_the_load_room_names_all_its_modules() -> None:
     here = ROOT / "harness" / "load"
     named = re.findall(r"^([a-z_]+\.py)\b", (here / "__init__.py").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in here.glob("*.py") if path.name != "__init__.py")
+
+
+def test_the_first_file_of_a_question_names_all_its_modules() -> None:
+    for folder in {path.parent for path in (ROOT / "harness" / "questions").glob("*/*.py")}:
+        named = set(re.findall(r"\b([a-z_]+\.py)\b", (folder / "__init__.py").read_text().replace("numbers/", "/")))
+        assert {path.name for path in folder.glob("*.py")} - {"__init__.py"} <= named, folder
 
 
 def test_class_names_are_unique() -> None:
@@ -127,14 +193,14 @@ def test_class_names_are_unique() -> None:
 
 # Where a server type may be named in the program's own texts and names, and why.
 NAMED_IN = {
-    "base/engines": "the facts of each",
+    "engines": "the facts of each",
     "serve/lemonade.py": "what only Lemonade needs",
     "serve/lint.py": "flags of vLLM, also behind Lemonade, and their checks",
     "machine/memory.py": "what vLLM makes of a GPU's memory",
-    "advice/geometry.py": "names of architectures",
-    "advice/gguf_geometry.py": "the same",
-    "advice/fit.py": "the same",
-    "machine/doctor.py": "the same",
+    "hardware/geometry.py": "names of architectures",
+    "hardware/gguf_geometry.py": "the same",
+    "hardware/fit.py": "the same",
+    "machine/inspection.py": "the same",
     "run/machine_fit.py": "the same",
     "run/model_files.py": "where their images keep models",
     "cli/tools.py": "the same",
@@ -142,7 +208,9 @@ NAMED_IN = {
     "imports": "formats of other tools",
     "simulated": "the embedded engine answers as vLLM does",
 }
-SERVERS = re.compile("vllm|llama|lemonade|ollama|local-?ai|litellm|sglang", re.IGNORECASE)
+NO_NAMES = ("openai", "simulated")  # an API, and our own engine
+TYPES = [re.escape(engine.name) for engine in engines() if engine.name not in NO_NAMES]
+SERVERS = re.compile("|".join(["llama", "local-ai", *TYPES]), re.IGNORECASE)
 
 
 def test_a_server_type_is_named_in_its_file_and_nowhere_else() -> None:
@@ -151,7 +219,7 @@ def test_a_server_type_is_named_in_its_file_and_nowhere_else() -> None:
     }
     allowed = {path: next((at for at in NAMED_IN if path == at or path.startswith(f"{at}/")), None) for path in named}
     assert [path for path, at in allowed.items() if at is None] == []
-    assert set(allowed.values()) == set(NAMED_IN) - {"base/engines"}, "an exception that nothing needs"
+    assert set(allowed.values()) == set(NAMED_IN) - {"engines"}, "an exception that nothing needs"
 
 
 def test_each_template_belongs_to_one_server_type() -> None:

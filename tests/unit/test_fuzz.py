@@ -16,11 +16,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.analysis.summarize import read_summary, summarize
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT, SCENARIOS
-from harness.failures.explain import MAX_FINDINGS, scan
+from harness.failures.diagnosis import MAX_FINDINGS, scan
 from harness.imports.write import read_file
+from harness.numbers.summarize import read_summary, summarize
 from harness.records.manifest import read_run
 from harness.records.records import read_marks, read_requests
 from harness.records.samples import read_metrics, read_telemetry

@@ -5,37 +5,60 @@ commands that are texts with values in them.
 """
 
 import ast
+import io
 import json
+import os
 import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import yaml
 from msgspec.structs import replace
 
-from harness.advice.rules import RowFacts
-from harness.analysis.compare import refuse_invalid
-from harness.analysis.summarize import read_summary, summarize_data
 from harness.base.errors import HarnessError
 from harness.base.files import inline_yaml
+from harness.base.process import free_port
+from harness.base.summary import because
 from harness.cli import common
-from harness.cli.results import _refuse_mixed_sides
-from harness.failures.explain import scan_text
+from harness.cli.actions import _print_next, found_server
+from harness.cli.stored import _refuse_mixed_sides, _suggest_about
+from harness.failures.diagnosis import scan_text
 from harness.failures.table import format_cause_and_fix, rules
+from harness.imports.write import import_file
+from harness.machine.inspection import diagnose
+from harness.numbers.summarize import read_summary, summarize_data
+from harness.numbers.validity import DEATHS
+from harness.questions.compare.decide import refuse_invalid
+from harness.questions.findings.rules import RowFacts
+from harness.questions.live import live
+from harness.questions.plan.decide import _what_to_measure
+from harness.questions.quick import search
+from harness.questions.quick.search import next_commands
+from harness.questions.tune.page import changed_elements, tune_elements
+from harness.questions.tune.record import TuneReport, resume_command
+from harness.questions.tune.spelling import to_paste
+from harness.records.changed_server import ChangedServer
 from harness.records.directory import no_records_error
-from harness.records.manifest import Startup
+from harness.records.manifest import Startup, UnlikeError
 from harness.records.run_data import RunData, load
+from harness.report.elements import Bullets, Paragraph
 from harness.report.terminal import fold_command
-from harness.report.tune import resume_command
-from harness.run.quick import next_commands
-from harness.run.settings import to_paste
+from harness.run.experiment import prepare
+from harness.run.orchestrator import run_steps
 from harness.scenario import Server
 from harness.scenario.workers import Workers
+from harness.serve import container_bandwidth, lint, probe
 from harness.serve.compose_file import parse_compose
+from harness.workload.job import read_api_key
+from tests.support import machines
+from tests.support.command import called, write
+from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by, write_made_run
 
 SOURCE = Path(__file__).parents[2] / "harness"
@@ -50,7 +73,7 @@ PROGRAMS = [
 ]  # fmt: skip
 _NAMED = "|".join(map(re.escape, PROGRAMS))
 _CODE = re.compile(rf"`((?:{_NAMED}) [^`]*)`")
-_LINE = re.compile(rf"(?:^|: |; )((?:{_NAMED}) [^`]*)$", re.MULTILINE)
+_LINE = re.compile(rf"(?:^ *|: |; )((?:{_NAMED}) [^`\n]*)$", re.MULTILINE)
 
 
 def commands(text: str) -> list[str]:
@@ -76,6 +99,7 @@ def pasted(tmp_path: Path) -> Callable[[str], list[list[str]]]:
             "LC_ALL": "C.UTF-8",
             "PASTED": str(tmp_path / "calls"),
             "KEY": "k",
+            "USER": "me",
         }
         script = f"set +H; enable -n kill; {text}"
         done = subprocess.run(["/bin/bash", "-c", script], cwd=folder, capture_output=True, env=known)
@@ -175,6 +199,8 @@ def plain(word: str) -> str:
 PRINTED: list[Callable[[Path, str], Iterator[str]]] = [of_findings, of_lemonade, of_errors, of_pages, of_settings]
 
 
+@fault("input", "a name of a model, a server, a folder or a run that a shell would run",
+       seen="each is one quoted argument in every command to paste", kept="as it was")  # fmt: skip
 @pytest.mark.parametrize("word", HOSTILE)
 @pytest.mark.parametrize("printed", PRINTED, ids=lambda one: one.__name__)
 def test_a_value_is_one_argument(
@@ -195,6 +221,209 @@ def test_a_value_is_one_argument(
     assert count
 
 
+Printed = tuple[str, list[list[str]]]  # a text, and the programs that its commands call, with their arguments
+
+
+def as_path(word: str) -> str:
+    """The path of a file in the current folder as an argument, which is no option."""
+    return f"./{word}" if word.startswith("-") else word
+
+
+def as_text(word: str) -> str:
+    """The word as JSON and the command line take it: as UTF-8."""
+    return word.encode(errors="replace").decode()
+
+
+def next_step_of(call: Callable[[], object]) -> str:
+    with pytest.raises(HarnessError) as caught:
+        call()
+    return caught.value.next_step
+
+
+def stopped(folder: Path, word: str) -> Any:
+    """A run with records that is in progress, with what it prints in `progress.line`."""
+    (folder / word).mkdir()
+    (folder / word / "requests.jsonl").write_text("{}\n")
+    running = MagicMock(folder=folder / word)
+    running.file.discard_if_empty.return_value, running.file.manifest.kind = False, "plan"
+    running.experiment.workers = Workers(names=[], machines=1, bind=word, port=1)
+    return running
+
+
+def lines_of(running: Any) -> str:
+    return "\n".join(call.args[0] for call in running.progress.line.call_args_list)
+
+
+def plan_of_a_failed_run(folder: Path, word: str) -> Printed:
+    word = as_text(word)
+    write_made_run(folder / word, status="failed", id="r")
+    done = called("plan", "--items", "9", "--", word, cwd=folder)
+    return done.err.partition("\nnext: ")[2], [["harness", "report", as_path(word)]]
+
+
+def plan_after_a_death(folder: Path, word: str) -> Printed:
+    death = because("invalid", "", why={"code": next(iter(DEATHS)), "cell": "c"})
+    return _what_to_measure(Path(word), [death]), [["harness", "explain", f"{as_path(word)}/logs/c.server.log"]]
+
+
+def init_of_a_file(folder: Path, word: str) -> Printed:
+    answers = ["--question", "batching", "--server", "llamacpp", "--machine", "none"]
+    name, file = as_text(f"{word}.yaml"), as_path(as_text(f"{word}.yaml"))
+    text = called("init", *answers, "--", name, cwd=folder).out
+    return text, [["harness", "check", file], ["harness", "run", file], ["harness", "run", file, "--times", "2"]]
+
+
+def init_of_a_server(folder: Path, word: str) -> Printed:
+    url = f"http://h/{re.sub('[^!-~]|[?@]', '', word)}"  # others are refused
+    answers = ["--question", "chat-users", "--url", url, "--model", "m", "--machine", "none"]
+    text = called("init", *answers, "mine.yaml", cwd=folder).out
+    given = ["mine.yaml", "--url", url]
+    return text, [
+        ["harness", "check", *given],
+        ["harness", "capacity", *given],
+        ["harness", "run", *given, "--times", "2"],
+    ]
+
+
+def live_at_its_end(folder: Path, word: str) -> Printed:
+    running, experiment = stopped(folder, word), prepare(write(folder))
+    instead: dict[str, Any] = {"preflight": lambda known, _: known, "create_run": Mock(return_value=running)}
+    running.progress.live.side_effect = KeyboardInterrupt
+    with patch.multiple("harness.questions.live", **instead), pytest.raises(KeyboardInterrupt):
+        live(experiment, None, None, free_port(), folder, running.progress)
+    return lines_of(running), [["harness", "report", str(folder / word)]]
+
+
+def run_at_its_end(folder: Path, word: str) -> Printed:
+    running, path = stopped(folder, word), str(folder / word)
+    with pytest.raises(KeyboardInterrupt):
+        run_steps(running, [], Mock(side_effect=KeyboardInterrupt))
+    worker = ["harness", "worker", "--master", f"{word}:1"]
+    return lines_of(running), [worker, ["harness", "report", path], ["harness", "run", "--resume", path]]
+
+
+def run_of_several(folder: Path, word: str) -> Printed:
+    name, out = f"20270115-080000-{word}-abcd", io.StringIO()
+    with redirect_stdout(out):
+        _print_next([Path(name), Path(name)], Path(word))
+    return out.getvalue(), [
+        ["harness", "compare", name, name, "--against", f"{word}:2", "--runs", as_path(word)]
+    ]  # fmt: skip
+
+
+def clean_after_a_search(folder: Path, word: str) -> Printed:
+    changed = ChangedServer(url="http://h", model="m", options={}, owner={})
+    (found,) = changed_elements(TuneReport(budget_s=1, folder=str(folder / word / "run"), changed=changed))
+    assert isinstance(found, Bullets)
+    return found.items[0].parts[0].code, [["harness", "clean", "--runs", str(folder / word)]]
+
+
+def tune_with_a_proof(folder: Path, word: str) -> Printed:
+    found = tune_elements(TuneReport(budget_s=1, folder=str(folder / "run"), proof=word))[0]
+    assert isinstance(found, Paragraph)
+    return found.text, [["harness", "report", str(folder / word)]]
+
+
+def doctor_of_closed_devices(folder: Path, word: str) -> Printed:
+    root, group = machines.strix_halo_carve_out(folder / "root"), "g" + re.sub("[:\n]", "", word)
+    machines.write(root, {"etc/group": os.fsencode(f"{group}:x:{machines.RENDER_GID}:\n")})
+    with patch("os.access", lambda path, mode: False):
+        (fix,) = [found.fix for found in diagnose(root, None) if found.id == "access.kfd"]
+    return str(fix), [["sudo", "usermod", "-aG", group, "me"]]
+
+
+def results_of_a_failed_run(folder: Path, word: str) -> Printed:
+    write_made_run(folder / "run", status="failed", id=as_text(word))
+    done = called("results", "add", "run", cwd=folder)
+    return done.err.partition("\nnext: ")[2], [["harness", "report", as_text(word)]]
+
+
+def report_without_a_page(folder: Path, word: str) -> Printed:
+    word = as_text(word)
+    write_made_run(folder / word, id="r")
+    text = called("report", "--", word, cwd=folder).out.rpartition("Report: ")[2].replace(" > report.html", "")
+    return text, [["harness", "report", as_path(word), "--format", "html"]]
+
+
+def import_of_the_same_file(folder: Path, word: str) -> Printed:
+    file = Path(__file__).parents[1] / "data" / "imports" / "vllm-plain.json"
+    first = import_file(file, folder / word)
+    return next_step_of(lambda: import_file(file, folder / word)), [["harness", "report", str(first)]]
+
+
+def compare_of_unlike_runs(folder: Path, word: str) -> Printed:
+    error = UnlikeError(because("unlike", ""))
+    error.about = "variables"
+    with patch("sys.argv", ["harness", "compare", "--", word, "B"]):
+        _suggest_about(error)
+    return error.next_step, [["harness", "compare", "--about", "variables", "--", word, "B"]]
+
+
+def quick_of_several_servers(folder: Path, word: str) -> Printed:
+    urls = [f"http://h/{word}", "http://h:2"]
+    with patch.multiple(search, find_servers=lambda: urls, describe_server=Mock(return_value="")):
+        text = next_step_of(lambda: found_server(word, "KEY", print, is_agreed=False))
+    return text, [["harness", "quick", urls[0], "--model", word, "--api-key-env", "KEY"]]
+
+
+def quick_at_its_end(folder: Path, word: str) -> Printed:
+    url, path = f"http://h/{word}", as_path(word)
+    options = {"--model": word, "--api-key-env": "KEY", "--ca": Path(word), "--runs": Path(word)}
+    text = "\n".join(next_commands(made(folder, word).run, url, 5.0, options))
+    given = ["--model", word, "--api-key-env", "KEY", "--ca", path, "--runs", path]
+    return text, [
+        ["harness", "capacity", "--url", url, *given],
+        ["harness", "expect", "--params", "SIZE", "--gpu", "NAME", "--measured", "5"],
+        ["harness", "live", "--url", url, *given],
+        ["harness", "quick", url, *given],
+        ["harness", "compare", word, "last", "--runs", path],
+    ]
+
+
+def model_of_a_server(folder: Path, word: str) -> Printed:
+    with patch.object(probe, "list_models", lambda *_: [word]):
+        text = next_step_of(lambda: probe.find_model("http://h", "absent", Mock(), None, print))
+    return text.replace("`--model", "`harness --model"), [["harness", "--model", word]]
+
+
+def image_to_measure_with(folder: Path, word: str) -> Printed:
+    with patch.object(container_bandwidth, "get_local_digests", lambda images: {}):
+        return next_step_of(lambda: container_bandwidth.measure_gpu(word)), [["docker", "pull", word]]
+
+
+def folder_to_make(folder: Path, word: str) -> Printed:
+    path = f"{folder}/{word}"
+    compose: Any = Mock(services={"server": Mock(volumes=[f"{path.replace('$', '$$')}:/models"])})
+    with patch.object(lint, "engine_shares_files", lambda: True):
+        (problem,) = lint._check_folders(compose)
+    return problem.text, [["mkdir", "-p", path]]
+
+
+CALLED: list[Callable[[Path, str], Printed]] = [
+    plan_of_a_failed_run, plan_after_a_death, init_of_a_file, init_of_a_server, live_at_its_end, run_at_its_end,
+    run_of_several, clean_after_a_search, tune_with_a_proof, doctor_of_closed_devices, results_of_a_failed_run,
+    report_without_a_page, import_of_the_same_file, compare_of_unlike_runs, quick_of_several_servers,
+    quick_at_its_end, model_of_a_server, image_to_measure_with, folder_to_make,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+@pytest.mark.parametrize("printed", CALLED, ids=lambda one: one.__name__)
+def test_a_command_calls_what_it_is_meant_to(
+    tmp_path: Path, pasted: Callable[[str], list[list[str]]], printed: Callable[[Path, str], Printed], word: str
+) -> None:
+    text, expected = printed(tmp_path, word)
+    assert [call for command in commands(text) for call in pasted(command)] == expected, ascii(text)
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_what_is_no_name_of_a_variable_is_in_no_advice(word: str) -> None:
+    """It may be the key itself."""
+    with pytest.raises(HarnessError) as caught:
+        read_api_key(word)
+    assert word not in f"{caught.value.what} {caught.value.next_step}"
+
+
 def decoded(argument: str) -> str:
     """The argument; of what Lemonade is sent its values."""
     return "|".join(map(str, json.loads(argument).values())) if argument.startswith('{"model_name"') else argument
@@ -204,6 +433,8 @@ _FILLED = re.compile(r"`[^`]*\{[a-z]+\}[^`]*`")
 IN_TABLES = {rule.id for rule in rules() if any(map(_FILLED.search, rule.fixes.values()))}
 
 
+@fault("input", "a log has names that a shell would run", seen="each is quoted in the commands of `harness explain`",
+       kept="as it was")  # fmt: skip
 @pytest.mark.parametrize("word", HOSTILE)
 def test_what_a_log_says_runs_nothing(pasted: Callable[[str], list[list[str]]], word: str) -> None:
     assert "systemd.exited" in IN_TABLES

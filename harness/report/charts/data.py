@@ -9,15 +9,15 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from harness.analysis import derive
-from harness.analysis.latencies import latency_sample
-from harness.analysis.slo_rule import LatencySample, kaplan_meier
-from harness.analysis.summarize import has_only_summary
 from harness.base.metrics import LIVE
+from harness.numbers import formulas
+from harness.numbers.latencies import latency_sample
+from harness.numbers.share_test import LatencySample, kaplan_meier
+from harness.numbers.summarize import has_only_summary
+from harness.records.columns import FINE_S, MAX_FINE, Rows
 from harness.records.records import CUT
 from harness.records.run_data import CellData, RunData, load
 from harness.records.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
-from harness.records.table import FINE_S, MAX_FINE, Rows
 from harness.scenario.plan import plan
 
 MAX_BINS = 240  # points of a timeline's line
@@ -163,7 +163,7 @@ def _zero_s(known: Rows) -> float:
 
 def cell_dots(cell: str, rows: Rows) -> list[Dot]:
     """The measured requests of a cell, thinned."""
-    took_s = np.where(rows.good, derive.e2e(rows), rows.ended_s)
+    took_s = np.where(rows.good, formulas.e2e(rows), rows.ended_s)
     good, failed = np.flatnonzero(rows.good), np.flatnonzero(~rows.good)
     slowest = good[np.argsort(took_s[good], kind="stable")[::-1][:SLOWEST]]
     drawn = np.concatenate([_spread(failed, MAX_DOTS // 4), slowest, _spread(good, MAX_DOTS)])

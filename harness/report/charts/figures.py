@@ -6,13 +6,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from harness.analysis.knee import KNEE_SHARE, MIN_LEVELS
-from harness.analysis.quick import NAME as QUICK
-from harness.analysis.verdicts import metric_values, without_concurrency
 from harness.base import units
 from harness.base.metrics import METRICS, Metric
 from harness.base.summary import NEEDED, Row, Summary
-from harness.records.manifest import Run
+from harness.numbers.stats import KNEE_SHARE, MIN_LEVELS
+from harness.numbers.verdicts import metric_values, without_concurrency
+from harness.records.manifest import QUICK, Run
 from harness.report import words
 from harness.report.charts import (
     NAME,
@@ -126,8 +125,7 @@ def throughput_chart(summary: Summary, run: Run) -> Chart:
         hover = "%{text}, %{x} at once<br><b>%{y:,.1f} tok/s</b>"
         data.append(_curve_trace(i, server, rows, x, medians, hover, error_y=errors))
         # The probes of a search are too short for a knee, which `--knee` measures.
-        is_search = any(cell.stopped_after_s is not None for cell in run.cells)
-        if not is_search and (knee := describe_knee(list(zip(x, medians, strict=True)))):
+        if run.kind != "search" and (knee := describe_knee(list(zip(x, medians, strict=True)))):
             only_curve = sum(name == server for _, name, _ in curves) == 1
             loads = "" if only_curve else f" ({', '.join(row.load for row in rows)})"
             findings.append(f"{server}{loads}: {knee}" if len(curves) > 1 else knee)

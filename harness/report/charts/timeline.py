@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from harness.analysis.validity import BROKEN
 from harness.base import units
-from harness.base.engines import engines
 from harness.base.summary import CellSummary
+from harness.engines import engines
+from harness.numbers.validity import BROKEN
 from harness.records.manifest import CellRun, Run, ServedBy
 from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter
 from harness.report.charts.data import Timeline, Values

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.base.command import command_line, positional
+from harness.base.command_line import command_line, positional
 
 HOSTILE = [
     "m; touch PWNED", "$(touch PWNED)", "`touch PWNED`", "${X:-$(touch PWNED)}", "$HOME", "a'b", 'a"b', "a\\", "a b",

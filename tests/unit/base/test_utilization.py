@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from harness.base.engines import (
+from harness.base.units import GIB
+from harness.engines import (
     HOST_RESERVE_BYTES,
     VLLM_DEFAULT_UTILIZATION,
     default_reserve,
@@ -15,7 +16,6 @@ from harness.base.engines import (
     safe_utilization_from_log,
     vllm_accepts,
 )
-from harness.base.units import GIB
 
 SIZES = st.integers(1, 2 * 1024 * GIB)
 

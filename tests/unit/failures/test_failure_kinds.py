@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from harness.base.engines import engines
-from harness.failures.explain import explain, explain_message, scan_text
+from harness.engines import engines
+from harness.failures.diagnosis import explain, explain_message, scan_text
 from harness.failures.table import rules
-from harness.report.terminal import explanation_data, has_started, is_recognised
+from harness.questions.explain import explanation_data, has_started, is_recognised
 from tests.support.command import harness
 
 # Forms of one fault line: Linux 7, before it, and the older drm macros; as dmesg, dmesg -T and journalctl print them.

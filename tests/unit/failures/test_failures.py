@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.base.engines import engines, safe_utilization_from_log, vllm_accepts
-from harness.failures.explain import (
+from harness.engines import engines, safe_utilization_from_log, vllm_accepts
+from harness.failures.diagnosis import (
     BLOCK_BYTES,
     MAX_FINDINGS,
     Diagnosis,

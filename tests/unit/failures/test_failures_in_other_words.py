@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.base.engines import engines
-from harness.failures.explain import ExitState, explain, scan_text
-from harness.report.terminal import explanation_data, has_started
+from harness.engines import engines
+from harness.failures.diagnosis import ExitState, explain, scan_text
+from harness.questions.explain import explanation_data, has_started
 from tests.support.command import harness
 
 DATA = Path(__file__).parents[2] / "data"

@@ -9,19 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.compare import compare_runs
-from harness.analysis.summarize import summarize
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT
 from harness.base.summary import Numbers, Summary, evidence
-from harness.imports import Source, lemonade, llama_bench, vllm
+from harness.imports import Source, lemonade_bench, llama_bench, vllm
 from harness.imports.write import FORMATS, import_file, read_file
+from harness.numbers.summarize import summarize
+from harness.questions.compare.decide import compare_runs
+from harness.questions.report import junit_cases
+from harness.questions.report.headline import run_answer
+from harness.questions.report.page import run_page
 from harness.records.manifest import DEFINITIONS, Run, read_run
 from harness.records.records import Request, read_requests
-from harness.report import junit, markdown
+from harness.report import markdown
 from harness.report import sentences as of_report
 from harness.report.charts import figures
-from harness.report.page import run_page
 from harness.report.verdict_text import verdict_sentence
 from tests.support.command import called
 
@@ -173,13 +175,14 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     folder = import_file(DATA / "lemonade-from-source.json", tmp_path)
     run, summary = read_run(folder), summarize(folder, ["output_tok_s >= 0.1 * baseline", "speedup >= 0.1"])
     meanings = [row.definitions["output_tok_s"] for row in summary.rows]
-    assert meanings == [lemonade.DECODING, lemonade.WHOLE_REQUEST]
+    assert meanings == [lemonade_bench.DECODING, lemonade_bench.WHOLE_REQUEST]
     assert summary.comparison is not None and summary.comparison.comparisons == 0
     (verdict,) = summary.comparison.verdicts
     assert (verdict.word, verdict.ratio, verdict.p) == ("inconclusive", None, None)
     assert verdict_sentence(verdict) == (
         "flm-npu / chat-short: inconclusive: the definitions of 'output_tok_s' differ, so no ratio is given. "
-        f"flm-npu / chat-short: {lemonade.WHOLE_REQUEST}. llamacpp-vulkan / chat-short: {lemonade.DECODING}."
+        f"flm-npu / chat-short: {lemonade_bench.WHOLE_REQUEST}. "
+        f"llamacpp-vulkan / chat-short: {lemonade_bench.DECODING}."
     )
     assert [check.code for check in summary.checks] == ["no_baseline", "no_value"]
     assert all("the definitions of 'output_tok_s' differ" in evidence(check.evidence) for check in summary.checks)
@@ -193,9 +196,9 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
 @pytest.mark.parametrize(
     ("tokens", "ttft", "took", "speed", "meaning"),
     [
-        (128, 80.0, 3000.0, 44.5, lemonade.DECODING),
-        (128, 80.0, 3000.0, 128 / 3.0, lemonade.WHOLE_REQUEST),  # though it reports the time of the prompt
-        (128, 0.0, 3000.0, 128 / 3.0, lemonade.WHOLE_REQUEST),
+        (128, 80.0, 3000.0, 44.5, lemonade_bench.DECODING),
+        (128, 80.0, 3000.0, 128 / 3.0, lemonade_bench.WHOLE_REQUEST),  # though it reports the time of the prompt
+        (128, 0.0, 3000.0, 128 / 3.0, lemonade_bench.WHOLE_REQUEST),
         (128, 0.0, 3000.0, 44.5, None),  # a server that reports its decoding would report the prompt, too
         (128, 800.0, 3000.0, 43.5, None),  # a decoding speed would leave no room for the prompt
         (128, 80.0, 3000.0, 0.0, None),
@@ -210,7 +213,10 @@ def test_what_tells_the_two_speeds_of_lemonade_apart(
     scenario = {"name": "s", "category": "chat", "failed_runs": 0}
     scenario |= {"output_tokens": tokens, "ttft_ms": all_alike(ttft)}
     scenario |= {"duration_ms": all_alike(took), "tps": all_alike(speed)}
-    assert lemonade.speed_definition(Source(Path("f"), "", scenario).read(lemonade.LemonadeScenario)) == meaning
+    assert (
+        lemonade_bench.speed_definition(Source(Path("f"), "", scenario).read(lemonade_bench.LemonadeScenario))
+        == meaning
+    )
 
 
 def test_runs_of_one_tool_and_work_are_compared(tmp_path: Path) -> None:
@@ -315,7 +321,7 @@ def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) ->
     run, summary = read_run(folder), summarize(folder)
     assert of_report.validity_sentence(summary, run).startswith("UNCHECKED: ")
     assert (of_report.state_sentence(summary, run)[1], msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
-    case = xml.fromstring(junit.render(summary, run)).find(".//testcase")
+    case = xml.fromstring(junit_cases.render(summary, run)).find(".//testcase")
     assert case is not None and [part.tag for part in case] == ["skipped"]
     assert called("report", str(folder), cwd=tmp_path).code == 0
     with pytest.raises(HarnessError, match="was imported before"):
@@ -864,7 +870,7 @@ def test_a_prompt_speed_out_of_bounds_is_missing_and_the_first_sentence_says_so(
     run, summary = import_text(json.dumps([test]), tmp_path)
     (row,) = summary.rows
     assert (row.pooled.input_tok_s, row.pooled.ttft.n, "input_tok_s" in row.missing) == (None, 0, True)
-    assert row.missing["input_tok_s"] in of_report.run_answer(summary, run)
+    assert row.missing["input_tok_s"] in run_answer(summary, run)
 
 
 def test_samples_of_llama_bench_whose_times_contradict_their_speeds_get_a_note(tmp_path: Path) -> None:

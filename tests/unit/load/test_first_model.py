@@ -6,7 +6,7 @@ import pytest
 
 from harness.base.errors import HarnessError, sentence
 from harness.load.client import ApiAddress
-from harness.load.process import first_model
+from harness.load.load_process import first_model
 from harness.scenario import Load
 from tests.support.fake_server import answering, serving, whole
 from tests.support.load_runs import make_job

@@ -11,9 +11,11 @@ from rich.console import Console
 
 from harness.base.errors import ServerError
 from harness.base.units import GIB
-from harness.machine.doctor import DockerEngine, diagnose
-from harness.machine.findings import Finding, finding_kinds, print_findings
+from harness.machine.findings import Finding, finding_kinds
 from harness.machine.gpus import find_target, find_unsupported_targets, read_gfx_table, support_columns
+from harness.machine.inspection import DockerEngine, diagnose
+from harness.questions.doctor import doctor_page
+from harness.report.terminal import print_page
 from harness.run.experiment import Experiment, Target, prepare
 from harness.run.machine_fit import SWITCH, blockers, machine_notes, preflight
 from harness.serve.template import read_variables
@@ -180,7 +182,7 @@ def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.
         assert levels(findings) == {"access.kfd": "warning", "access.render": "warning"}
         fact = f"this user may not open /dev/kfd (mode 0660, group {RENDER}); containers of an engine that runs as"
         assert findings["access.kfd"].fact == f"{fact} root may"
-        assert findings["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
+        assert findings["access.kfd"].fix == "`sudo usermod -aG render $USER`, then log in again"
         rootless = findings_of(root, docker=DockerEngine(rootless=True))
         assert levels(rootless) == {
             "access.kfd": "blocker", "access.render": "blocker", "docker.rootless": "warning",
@@ -291,7 +293,7 @@ def test_the_page_of_a_terminal(tmp_path: Path) -> None:
     for width in (60, 80, 200):
         console = Console(width=width, no_color=True, force_terminal=False)
         with console.capture() as capture:
-            print_findings(diagnose(root, ENGINE), console, root)
+            print_page(doctor_page(diagnose(root, ENGINE), root), console)
         lines = capture.get().splitlines()
         assert [line for line in lines if len(line) > min(width, 110) and "http" not in line] == []
         assert [line for line in lines if line != line.rstrip()] == []
@@ -299,10 +301,12 @@ def test_the_page_of_a_terminal(tmp_path: Path) -> None:
     titles = [line for line in lines if line and not line.startswith(" ")]
     assert titles[1:-1] == ["GPU", "Memory", "Kernel and power", "Access to the GPU", "Docker", "Processes"]
     start = lines.index("Kernel and power")
-    assert lines[start + 1] == (
-        "  BLOCKER  the amdgpu driver of Linux 6.17.8 lacks the CWSR fix for gfx1151: ROCm crashes or hangs"
+    word, text = lines[start + 1].split(maxsplit=1)
+    assert (word, text) == (
+        "BLOCKER",
+        "the amdgpu driver of Linux 6.17.8 lacks the CWSR fix for gfx1151: ROCm crashes or hangs",
     )
-    assert lines[start + 2].startswith("           fix: update to Linux 6.18.4 or newer")
+    assert lines[start + 2].split()[:5] == ["fix", "update", "to", "Linux", "6.18.4"]
     assert lines[-1].startswith("1 blocker, 13 ok. What is blocked cannot run; ")
 
 
@@ -366,6 +370,28 @@ def test_vulkan_needs_a_render_node_only(tmp_path: Path) -> None:
     }
     empty = machines.no_gpu(tmp_path / "empty")
     assert blockers(experiment, empty)["vulkan"][0].fact == "there is no render node in /dev/dri"
+
+
+def test_vulkan_in_containers_without_the_groups_needs_nodes_that_any_user_may_open(tmp_path: Path) -> None:
+    """With userns-remap; the groups of the render node do not reach such a container either."""
+    root = machines.strix_halo_old_kernel(tmp_path / "root")
+    node = root / "dev/dri/renderD128"
+    settings = {"all": "/dev/dri", "one": "/dev/dri/renderD128"}
+    servers: dict[str, Any] = {
+        name: {"template": "llamacpp", "variables": {"devices": [device], "model_path": "/m.gguf"}}
+        for name, device in settings.items()
+    }
+    experiment = experiment_of(tmp_path, servers)
+    node.chmod(0o660)
+    remapped = DockerEngine(remapped=True)
+    fact = "with userns-remap no container may open /dev/dri/renderD128 (mode 0660)"
+    found = blockers(experiment, root, remapped)
+    assert {name: [finding.fact for finding in problems] for name, problems in found.items()} == {
+        name: [fact] for name in settings
+    }
+    assert blockers(experiment, root, ENGINE) == {}
+    node.chmod(0o666)
+    assert blockers(experiment, root, remapped) == {}
 
 
 def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.summarize import read_summary
 from harness.machine.telemetry import (
     ROOT_VARIABLE,
     Meter,
@@ -24,6 +23,7 @@ from harness.machine.telemetry import (
     server_tasks,
     with_process,
 )
+from harness.numbers.summarize import read_summary
 from harness.records.manifest import ServedBy
 from harness.records.samples import (
     ContainerSample,

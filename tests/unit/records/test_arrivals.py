@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from harness.analysis import derive
-from harness.analysis.numbers import find_bundle
 from harness.load.openai_api import count_words
+from harness.numbers import formulas
+from harness.numbers.cell_numbers import find_bundle
 from harness.records.arrivals import split_arrivals
-from harness.records.table import rows_of
+from harness.records.columns import rows_of
 from tests.support.made_runs import request, value_of
 
 
@@ -77,8 +77,8 @@ def test_tpot_does_not_depend_on_what_a_proxy_bundles(size: int, events: str) ->
     else:
         times_s = [0.1 + 0.01 * (size * (i + 1) - 1) for i in range(64 // size)]
         made = streamed(times_s, 64, [4 * size] * len(times_s), first_words=size)
-    assert value_of(derive.tpot, made) == pytest.approx(0.01, rel=0.01)
-    assert derive.first_arrival_tokens(rows_of([made])).tolist() == [size]
+    assert value_of(formulas.tpot, made) == pytest.approx(0.01, rel=0.01)
+    assert formulas.first_arrival_tokens(rows_of([made])).tolist() == [size]
 
 
 @pytest.mark.parametrize("first_chars", [1, 4, 9, 13])
@@ -88,7 +88,7 @@ def test_a_stream_interval_sends_one_token_first(size: int, first_chars: int) ->
     events = 96 // size
     made = streamed([0.1 + 0.01 * size * i for i in range(events + 1)], 1 + size * events,
                     [first_chars, *[4 * size] * events])  # fmt: skip
-    assert value_of(derive.tpot, made) == pytest.approx(0.01, rel=1e-6)
+    assert value_of(formulas.tpot, made) == pytest.approx(0.01, rel=1e-6)
 
 
 @pytest.mark.parametrize(("first", "words"), [("Unfortunately", 1), ("two words", 2), ("你好", 3), ("\N{OWL}", 2)])
@@ -99,7 +99,7 @@ def test_words_of_a_first_piece(first: str, words: int) -> None:
 def test_signs_of_several_tokens_come_whole() -> None:
     """Emoji of three tokens each: the first event has three, too."""
     made = streamed([0.12 + 0.03 * i for i in range(16)], 48, [1] * 16, first_words=count_words("\N{OWL}"))
-    assert value_of(derive.tpot, made) == pytest.approx(0.01, rel=1e-6)
+    assert value_of(formulas.tpot, made) == pytest.approx(0.01, rel=1e-6)
     assert find_bundle([rows_of([made] * 4)]) is None
 
 
@@ -115,17 +115,17 @@ def test_what_came_in_few_pieces_has_no_tpot() -> None:
     two = streamed([0.356, 0.357], 32, [31 * 3, 3], first_words=31)  # 48,000 tok/s otherwise
     four = streamed([0.156, 0.22, 0.284, 0.348], 32, [24] * 4, first_words=8)
     for made in (two, four):
-        assert value_of(derive.tpot, made) is None
-        slow, fast = (derive.latency_states(rows_of([made]), "tpot") for _ in range(2))
+        assert value_of(formulas.tpot, made) is None
+        slow, fast = (formulas.latency_states(rows_of([made]), "tpot") for _ in range(2))
         assert slow[0].tolist() == [pytest.approx(made.chunks_s[-1] / 31)]  # at most that
-    assert [value_of(derive.is_bundled, made) for made in (two, four)] == [True, False]
+    assert [value_of(formulas.is_bundled, made) for made in (two, four)] == [True, False]
 
 
 def test_records_without_lengths_have_a_tpot_only_where_it_is_certain() -> None:
     lengths = {"text_chars": None, "first_arrival_chars": None, "first_words": None}
     each = streamed(bundled(0.01, 16, 0.00002, chunks=96), 96, [4] * 96, **lengths)
-    assert value_of(derive.tpot, each) == pytest.approx(0.01, rel=0.01)  # one token a chunk
+    assert value_of(formulas.tpot, each) == pytest.approx(0.01, rel=0.01)  # one token a chunk
     for events, known in ((6, False), (100, True)):  # of eight tokens: the first may have one or eight
         times_s = [0.1 + 0.08 * i for i in range(events)]
         made = streamed(times_s, 8 * events, [32] * events, **lengths)
-        assert (value_of(derive.tpot, made) is not None) is known
+        assert (value_of(formulas.tpot, made) is not None) is known

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.make_run import make_run
-from harness.analysis.slo_rule import observed, percentiles
-from harness.analysis.summarize import summarize, write_summary
 from harness.base.errors import HarnessError
+from harness.numbers.share_test import observed, percentiles
+from harness.numbers.summarize import summarize, write_summary
 from harness.records import records as blocks
 from harness.records.clock import Clock
+from harness.records.columns import join_gaps, read_block, records_of
 from harness.records.records import Lines, damaged_in_file, split_blocks
-from harness.records.table import join_gaps, read_block, records_of
 from tests.support.made_runs import request, write_lines
 from tests.support.report_runs import write_report
 

@@ -9,12 +9,14 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.analysis.checks import evaluate
-from harness.analysis.gate import with_gate
 from harness.base.summary import Comparison, Difference, Distribution, Row, Summary, Verdict, because
+from harness.numbers.checks import evaluate
+from harness.numbers.gate import with_gate
+from harness.questions.compare.page import comparison_answer
+from harness.questions.report.headline import run_answer
+from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import Startup
-from harness.report import markdown, sentences, terminal
-from harness.report.page import run_page
+from harness.report import markdown, sentences
 from harness.report.verdict_text import verdict_word
 from harness.scenario import Load, Pair
 from tests.unit.report.test_report_text import MANY, numbers, row, run, summary
@@ -49,10 +51,10 @@ def test_servers_are_compared_under_the_same_load() -> None:
     by_load = [
         "1 chat user: llamacpp 1.040x faster (1.030x to 1.05x)", "16 chat users: vllm 1.45x faster (1.44x to 1.46x)"
     ]  # fmt: skip
-    answer = sentences.run_answer(replace(compared(*verdicts), rows=rows), made)
+    answer = run_answer(replace(compared(*verdicts), rows=rows), made)
     assert answer == f"{'; '.join(by_load)}. By wall time, with 95 % intervals."
     named = verdict("vllm / ten", "faster", 3.0, baseline="vllm / one")
-    answer = sentences.run_answer(replace(compared(named, *verdicts), rows=rows), made)
+    answer = run_answer(replace(compared(named, *verdicts), rows=rows), made)
     assert answer.startswith(
         "vllm: 16 chat users 3.00x faster than 1 chat user (2.97x to 3.03x); 1 chat user: llamacpp"
     )
@@ -60,7 +62,7 @@ def test_servers_are_compared_under_the_same_load() -> None:
 
 def test_what_is_better_within_the_margin_is_named() -> None:
     of = compared(verdict("vllm / ten", "same", 1.012, low=1.008, high=1.016))
-    assert sentences.run_answer(of, run()) == (
+    assert run_answer(of, run()) == (
         "ten is 1.012x faster than one by wall time (95 % interval 1.008x faster to 1.016x faster): within the ±2 % "
         "that count as the same."
     )
@@ -80,8 +82,8 @@ def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() 
         "five is the fastest: 2.00x faster than one by wall time (95 % interval 1.98x to 2.02x); "
         "ten is 2.38x slower than one by wall time (95 % interval 2.36x to 2.41x)."
     )
-    assert sentences.run_answer(of, asking()) == text
-    assert "slower" not in sentences.run_answer(of, run()), "nobody asked for loads against each other"
+    assert run_answer(of, asking()) == text
+    assert "slower" not in run_answer(of, run()), "nobody asked for loads against each other"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() 
     ],
 )
 def test_a_comparison_without_a_faster_row(verdicts: list[Verdict], answer: str) -> None:
-    assert sentences.run_answer(compared(*verdicts), asking()) == answer
+    assert run_answer(compared(*verdicts), asking()) == answer
 
 
 def checked(of: Summary, *checks: str) -> Summary:
@@ -131,7 +133,7 @@ def users(*counts: int, ttft_s: Sequence[float]) -> tuple[Summary, Any]:
 )
 def test_an_slo_over_several_loads_is_answered_with_a_capacity(ttft_s: tuple[float, ...], answer: str) -> None:
     of, made = users(4, 8, 16, ttft_s=ttft_s)
-    assert sentences.run_answer(checked(of, "ttft_p95 <= 1s"), made) == answer
+    assert run_answer(checked(of, "ttft_p95 <= 1s"), made) == answer
 
 
 def test_checks_are_answered_with_yes_or_no_or_a_regression() -> None:
@@ -140,22 +142,22 @@ def test_checks_are_answered_with_yes_or_no_or_a_regression() -> None:
         (["ttft_p95 <= 1s"], "Yes: ttft_p95 <= 1s is met. vllm / u4: 500 ms"),
         (["ttft_p95 <= 100ms", "e2e_p95 <= 2s"], "No: 1 of 2 SLO checks failed. ttft_p95 <= 100ms: vllm / u4: 500 ms"),
     ):
-        assert sentences.run_answer(checked(of, *checks), made).startswith(answer)
+        assert run_answer(checked(of, *checks), made).startswith(answer)
     for check, answer in (
         ("wall <= 0.1 * baseline", "Regression against the baseline: 1 of 1 check failed: wall <= 0.1"),
         ("wall <= 2 * baseline", "No regression against the baseline: 1 check passed."),
     ):
-        assert sentences.run_answer(checked(summary(), check, "error_rate == 0"), run()).startswith(answer)
+        assert run_answer(checked(summary(), check, "error_rate == 0"), run()).startswith(answer)
 
 
 def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> None:
     alone = replace(summary(), rows=summary().rows[:1], comparison=None, checks=[])
     expected = "vllm / one: 13.07 s wall time, 95.6 tok/s, median TTFT 52.3\u00a0ms."
-    assert sentences.run_answer(alone, run()) == expected
-    assert sentences.run_answer(replace(alone, valid=None), run()) == expected
-    assert sentences.run_answer(replace(alone, valid=False), run()) == "No answer: the run is INVALID."
+    assert run_answer(alone, run()) == expected
+    assert run_answer(replace(alone, valid=None), run()) == expected
+    assert run_answer(replace(alone, valid=False), run()) == "No answer: the run is INVALID."
     stopped = replace(run(), status="interrupted")
-    assert sentences.run_answer(alone, stopped) == "No answer: the run did not come to its end."
+    assert run_answer(alone, stopped) == "No answer: the run did not come to its end."
 
 
 def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
@@ -179,7 +181,7 @@ def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
     ):  # fmt: skip
         comparison = compared(*(with_gate(each, 0.1, provisional=False) for each in verdicts)).comparison
         assert comparison is not None
-        assert sentences.comparison_answer(comparison) == answer
+        assert comparison_answer(comparison) == answer
 
 
 def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> None:
@@ -189,7 +191,7 @@ def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> 
     found = [expected.partition(":")[0] for _, expected in sentences.verdict_sentences(of.comparison.verdicts)]
     assert found[:3] == ["vllm / slow", "vllm / f5", "vllm / f4"] and found[-1] == "vllm / same"
     out = io.StringIO()
-    terminal.print_report(of, run(), Path("x"), Console(file=out, width=150))
+    print_report(of, run(), Path("x"), Console(file=out, width=150))
     assert "- 1 more: 1 same (--explain shows them)" in out.getvalue()
     page = markdown.render(run_page(of, run()))
     assert "<details><summary>1 more: 1 same</summary>" in page
@@ -208,10 +210,10 @@ def test_servers_with_different_versions_of_one_engine_are_named_in_the_answer()
             )
             for server, engine, version in known
         ]
-        return sentences.run_answer(of, replace(run(), cells=cells))
+        return run_answer(of, replace(run(), cells=cells))
 
     named = versions(("vllm", "vllm", "0.31.0"), ("lemonade", "vllm", "0.20.1"))
-    plain = sentences.run_answer(of, run())
+    plain = run_answer(of, run())
     assert named.startswith(plain) and "different versions of vllm (vllm 0.31.0, lemonade 0.20.1)" in named
     assert versions(("vllm", "vllm", "0.31.0"), ("lemonade", "vllm", "0.31.0")) == plain
     assert versions(("vllm", "vllm", "0.31.0"), ("lemonade", "llama.cpp", "b9")) == plain
@@ -220,4 +222,4 @@ def test_servers_with_different_versions_of_one_engine_are_named_in_the_answer()
     assert comparison is not None
     comparison = replace(comparison, verdicts=[with_gate(comparison.verdicts[0], 0.1, provisional=False)])
     differs = replace(comparison, differences=[Difference(key="servers.a.startup.version", values=["1", "2"])])
-    assert sentences.comparison_answer(differs).endswith("The engine's versions differ: 1, 2.")
+    assert comparison_answer(differs).endswith("The engine's versions differ: 1, 2.")

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.advice.findings import with_findings
-from harness.analysis.summarize import summarize_with_counts
 from harness.base.summary import Reason, Summary, because
+from harness.questions.findings.decide import with_findings
+from harness.questions.joint import analyse
+from harness.questions.report.headline import run_answer
 from harness.records.manifest import Run, ServerDeath, write_run
 from harness.records.records import Request
-from harness.report.sentences import run_answer
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from tests.support.made_runs import request, scenario, served_by, write_made_run
@@ -60,7 +60,7 @@ def dead_run(folder: Path, served: dict[str, Any], problems: list[Reason], **loa
     run = write_made_run(folder, made_of=made_of, requests=requests, served=lambda cell: served_by(**served))
     run = replace(run, cells=[replace(cell, problems=problems) for cell in run.cells])
     write_run(folder, run)
-    return with_findings(summarize_with_counts(folder)).summary, run
+    return with_findings(analyse(folder)).summary, run
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -88,7 +88,7 @@ def test_another_server_of_the_run_keeps_its_findings(tmp_path: Path) -> None:
     made_of = scenario(repeats=1, loads={"x": Load(user="batch", batch_size=2, requests=24, output_tokens=11)})
     dies = {"a": {"exit_code": 1}, "b": {}}
     write_made_run(tmp_path / "run", made_of=made_of, served=lambda cell: served_by(**dies[cell.server]))
-    summary = with_findings(summarize_with_counts(tmp_path / "run")).summary
+    summary = with_findings(analyse(tmp_path / "run")).summary
     assert summary.findings == []
     (reason,) = [reason for reason in summary.reasons if reason.code == "server_exit"]
     assert (reason.values["sent"], reason.values["exit_code"]) == (25, 1), "its warm-up included"
@@ -109,7 +109,7 @@ def test_of_stages_the_one_in_which_the_server_ended_is_named(tmp_path: Path) ->
     run = write_made_run(tmp_path / "run", made_of=made_of, requests=requests)
     run = replace(run, cells=[replace(cell, problems=[OOM.problem()]) for cell in run.cells])
     write_run(tmp_path / "run", run)
-    summary = with_findings(summarize_with_counts(tmp_path / "run")).summary
+    summary = with_findings(analyse(tmp_path / "run")).summary
     assert run_answer(summary, run).startswith(
         "The server died after 3 requests of u@2, 2.2 s into the load: exit code"
     )

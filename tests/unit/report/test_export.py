@@ -10,14 +10,14 @@ import pyarrow.parquet
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis import derive
-from harness.analysis.summarize import summarize
 from harness.base.errors import HarnessError
 from harness.base.summary import TimeSplit
+from harness.numbers import formulas
+from harness.numbers.summarize import summarize
+from harness.questions.results import add_result
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests
 from harness.report import export
-from harness.report.board import add_result
 from tests.support.command import called
 from tests.support.made_runs import MONOTONIC_S, WALL_S, request, scenario, value_of, write_lines, write_made_run
 
@@ -50,7 +50,7 @@ def test_parquet_holds_every_record(run: Path, tmp_path: Path, monkeypatch: pyte
     ]
     for row, record in zip(rows, records, strict=True):
         assert (row["run"], row["server"], row["repeat"]) == ("made", record.cell[3], int(record.cell[1]))
-        derived = tuple(value_of(formula, record) for formula in (derive.ttft, derive.tpot, derive.e2e))
+        derived = tuple(value_of(formula, record) for formula in (formulas.ttft, formulas.tpot, formulas.e2e))
         assert (row["ttft"], row["tpot"], row["e2e"]) == derived
         assert row["sent_wall_s"] == pytest.approx(WALL_S + record.sent_s - MONOTONIC_S)
 

@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
 from msgspec.structs import replace
 
-from harness.analysis.summarize import summarize
 from harness.base.errors import ServerError
 from harness.base.summary import Comparison, Gate, Summary, Verdict, because
+from harness.numbers.summarize import summarize
+from harness.questions.compare.page import comparison_xml
+from harness.questions.report import junit_cases
 from harness.records.manifest import read_run
 from harness.report import junit
 from harness.report.verdict_text import verdict_sentence
 from harness.scenario.plan import Cell
 from tests.support.command import called, harness, server, write
+from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by, write_made_run
 
 
@@ -56,7 +59,7 @@ def junit_of(folder: Path, **changes: Any) -> tuple[Summary, str]:
 
     write_made_run(folder, wall_s, made_of=made_of, **changes)
     summary = summarize(folder)
-    return summary, junit.render(summary, read_run(folder))
+    return summary, junit_cases.render(summary, read_run(folder))
 
 
 def test_a_run(tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def test_a_comparison_of_runs(tmp_path: Path) -> None:
     gates: list[Gate] = ["no_slowdown", "slower", "provisional", "size_unknown", "cannot_tell"]
     five = [replace(verdict(gate), gate=gate) for gate in gates]
     comparison = Comparison(metric="output_tok_s", comparisons=5, noise_floor=0.02, noise_source=[], verdicts=five)
-    outcomes = list(cases(junit.comparison_xml(comparison)).values())
+    outcomes = list(cases(comparison_xml(comparison)).values())
     assert [word for word, _ in outcomes] == ["passed", "failure", "skipped", "skipped", "skipped"]
     assert outcomes[1][1].splitlines()[0].endswith("slower / x: inconclusive: <because> & so on.")
     two_runs(tmp_path)
@@ -169,6 +172,7 @@ def test_a_file_with_any_text_can_be_read(what: str, detail: str) -> None:
 OBEYED = "\x9b2J\x1b[2J\u202eb\u2066c\u200b\x7f\u2028d\ufeff\x85e"
 
 
+@fault("input", "control characters in what a JUnit file says", seen="U+FFFD in their place", kept="as it was")
 def test_no_text_has_what_a_terminal_obeys(tmp_path: Path) -> None:
     made, _ = junit_of(tmp_path / "run")
     run = read_run(tmp_path / "run")
@@ -178,7 +182,7 @@ def test_no_text_has_what_a_terminal_obeys(tmp_path: Path) -> None:
         checks=[replace(made.checks[0], check=OBEYED, evidence=[because("x", OBEYED)])],
     )  # fmt: skip
     machine, scenario = replace(run.machine, name=OBEYED), replace(run.scenario, model=OBEYED)
-    text = junit.render(broken, replace(run, id=OBEYED, machine=machine, scenario=scenario))
+    text = junit_cases.render(broken, replace(run, id=OBEYED, machine=machine, scenario=scenario))
     text += junit.error_xml(OBEYED, ServerError(OBEYED, detail=OBEYED, next_step=OBEYED))
     assert {char for char in text if not char.isprintable()} == {"\n", "\xa0"} and text.count("\ufffd2J") >= 10
 

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.summarize import read_summary
 from harness.base.summary import CheckResult, ScheduleKept
+from harness.numbers.summarize import read_summary
+from harness.questions.report.html_page import render
 from harness.records.clock import Clock
 from harness.records.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
 from harness.records.records import ProcessMark, Request
@@ -37,11 +38,10 @@ from harness.report.charts.figures import (
     with_slo_lines,
 )
 from harness.report.charts.timeline import TimelineEvent, timeline_events, timeline_figure
-from harness.report.html import render
 from harness.scenario.behaviour import Agent
 from tests.support import made_runs
 from tests.support.report_runs import write_run_directory
-from tests.unit.analysis.test_summarize import one_cell
+from tests.unit.numbers.test_summarize import one_cell
 from tests.unit.report.test_report_text import MANY, numbers, row
 from tests.unit.report.test_report_text import summary as text_summary
 

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.slo_rule import observed
-from harness.analysis.summarize import read_summary
 from harness.base.files import ROOT
 from harness.base.summary import NO_SAMPLE, because
+from harness.numbers.share_test import observed
+from harness.numbers.summarize import read_summary
+from harness.questions.report.html_page import fold_long, render, render_run, tiles
 from harness.records.manifest import Origin, read_run, write_run
 from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution_points, read_chart_data
 from harness.report.elements import Fold, plain_grid
-from harness.report.html import LIBRARY, fold_long, render, render_run, tiles
+from harness.report.html import LIBRARY
 from tests.support.report_runs import HOSTILE, write_report, write_run_directory
 from tests.unit.report.test_report_text import FEW, MANY, numbers, row
 from tests.unit.report.test_report_text import run as text_run

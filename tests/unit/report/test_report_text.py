@@ -10,8 +10,6 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.analysis.capacity import CapacityReport
-from harness.analysis.summarize import summarize
 from harness.base.summary import (
     NO_SAMPLE,
     CellSummary,
@@ -28,9 +26,12 @@ from harness.base.summary import (
     Verdict,
     because,
 )
+from harness.numbers.summarize import summarize
+from harness.questions.capacity.decide import CapacityReport
+from harness.questions.capacity.page import capacity_page
+from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal
-from harness.report.capacity import print_capacity
 from harness.report.elements import (
     LIMITED,
     Bullet,
@@ -43,13 +44,13 @@ from harness.report.elements import (
     plain_grid,
     with_names,
 )
-from harness.report.page import run_page
-from harness.report.table import format_errors, table_columns, table_lines
+from harness.report.results_table import format_errors, table_columns, table_lines
 from harness.report.terminal import fold_command, print_page
 from harness.report.words import load_names
 from harness.run.progress import wrapped
 from harness.scenario import Load, Scenario, Server, Stage, Sweep, SweepRow
 from harness.scenario.plan import expand_stages
+from tests.support.faults import fault
 from tests.support.made_runs import scenario, write_made_run
 
 FEW = Distribution(n=5, mean=0.05, min=0.04, max=0.06)
@@ -122,7 +123,7 @@ def summary() -> Summary:
 
 def printed(of: Summary, width: int, *, explain: bool = False) -> str:
     out = io.StringIO()
-    terminal.print_report(of, run(), Path("runs/x"), Console(file=out, width=width), explain=explain)
+    print_report(of, run(), Path("runs/x"), Console(file=out, width=width), explain=explain)
     return out.getvalue()
 
 
@@ -190,9 +191,9 @@ def test_probes_that_the_load_generator_limited_are_counted() -> None:
     one, ten = summary().rows
     out = io.StringIO()
     limited = replace(summary(), rows=[one, replace(ten, client_limited=["ttft"])])
-    print_capacity(report, limited, Console(file=out, width=200))
+    print_page(capacity_page(report, limited), Console(file=out, width=200))
     assert out.getvalue() == (
-        "note: the load generator was late in 1 probe; `harness report r --explain` says of which numbers\n"
+        "- the load generator was late in 1 probe; `harness report r --explain` says of which numbers\n"
     )
 
 
@@ -254,7 +255,7 @@ def test_the_sign_of_a_late_load_generator_is_explained_only_where_a_number_has_
         late = replace(timed[1], client_limited=[field], client_error={field: (0, 0.03)})
         of = replace(summary(), rows=[timed[0], late])
         out = io.StringIO()
-        terminal.print_report(of, run(), Path("x"), Console(file=out, width=150), explain=True)
+        print_report(of, run(), Path("x"), Console(file=out, width=150), explain=True)
         for text in (out.getvalue(), markdown.render(run_page(of, run()))):
             assert text.count("load generator") and (LIMITED in text) == has_sign
 
@@ -299,7 +300,7 @@ def test_only_what_failed_is_red() -> None:
         of = replace(numbers(4.18, MANY, failed=failed), unfinished=3)
         out = io.StringIO()
         alone = replace(summary(), rows=[row("ten", of)], comparison=None, checks=[], simulated=False)
-        terminal.print_report(
+        print_report(
             alone, run(), Path("x"), Console(file=out, width=170, color_system="standard", force_terminal=True)
         )
         return "\x1b[1;31m" in out.getvalue()
@@ -355,6 +356,9 @@ def test_a_command_in_a_sentence_is_on_one_line() -> None:
     assert f"`{command}`" in out.getvalue() and len(out.getvalue().splitlines()) > 1
 
 
+@fault(
+    "input", "control characters in what a report says, in Markdown too", seen="U+FFFD in their place", kept="as it was"
+)
 def test_no_element_has_what_a_terminal_obeys_and_code_stays_code() -> None:
     column = TableColumn("x", OBEYED)
     page: list[Element] = [

@@ -12,8 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.analysis import slo_rule
-from harness.analysis.slo_rule import LatencySample
 from harness.load.live_metrics import (
     ALL,
     Accumulator,
@@ -27,11 +25,13 @@ from harness.load.live_metrics import (
     decode_delta,
     percentiles,
 )
+from harness.numbers import share_test
+from harness.numbers.share_test import LatencySample
+from harness.questions.live import checks_of_row
 from harness.records.records import AT_LEAST, OBSERVED, ErrorKind, Request
-from harness.run.live import checks_of_row
 from harness.scenario import Load
 from harness.scenario.check_syntax import Slo, parse_check, request_slos, slos_key
-from tests.unit.analysis.test_summarize import one_cell
+from tests.unit.numbers.test_summarize import one_cell
 
 
 class Worker:
@@ -183,7 +183,7 @@ def test_percentiles_with_requests_that_wait_are_those_of_a_report() -> None:
         )
         values = np.array([*observed, *censored])
         states = np.array([OBSERVED] * len(observed) + [AT_LEAST] * len(censored), dtype=np.int8)
-        report = slo_rule.percentiles([LatencySample(values, values, states)], [500, 900, 950])
+        report = share_test.percentiles([LatencySample(values, values, states)], [500, 900, 950])
         numbers = live.numbers(1.0, with_slos=False)
         for name, known in zip(("ttft_p50", "ttft_p90", "ttft_p95"), report, strict=True):
             assert numbers[name] == (None if known.value_s is None else pytest.approx(known.value_s, rel=1e-3))

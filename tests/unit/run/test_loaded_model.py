@@ -10,12 +10,13 @@ import pytest
 from harness.base.errors import HarnessError
 from harness.base.files import SCENARIOS
 from harness.load.client import ApiAddress
-from harness.load.process import first_model
+from harness.load.load_process import first_model
+from harness.questions.quick.search import model_of, prepare_for, quick_scenario, user_scenario
 from harness.run.experiment import Target
-from harness.run.quick import model_of, prepare_for, quick_scenario, user_scenario
 from harness.scenario import Load
 from harness.serve import probe
 from tests.support.command import called
+from tests.support.faults import fault
 from tests.support.http_double import Handler, listening
 from tests.support.load_runs import make_job
 
@@ -88,6 +89,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
 
 
+@fault("server", "another model is loaded than the first of those that the server lists",
+       seen="the loaded one is measured, and gets every request; `run` of a scenario with an example's model says so",
+       kept="the loaded model")  # fmt: skip
 @pytest.mark.parametrize("server", SERVERS)
 def test_the_loaded_model_is_measured(server: Callable[[list[str]], dict[str, Any]], tmp_path: Path) -> None:
     posts: list[str] = []
@@ -115,6 +119,8 @@ def test_with_none_loaded_it_is_said_which_one_will_be(
     assert caught.value.exit_code == 2
 
 
+@fault("server", "several models are loaded", seen="they are listed, with `--model NAME` (exit code 1)",
+       kept="the loaded models; no request was sent")  # fmt: skip
 @pytest.mark.parametrize("server", SERVERS)
 def test_of_several_loaded_models_none_is_chosen(server: Callable[[list[str]], dict[str, Any]], tmp_path: Path) -> None:
     posts: list[str] = []

@@ -11,9 +11,9 @@ from docker.errors import NotFound
 
 from harness.run.model_files import find_model_size
 from harness.scenario import Server
-from tests.unit.advice.test_answer import QWEN25_14B
-from tests.unit.advice.test_model import model
-from tests.unit.advice.test_weights import KEYS, LISTED, gguf
+from tests.unit.hardware.test_model import model
+from tests.unit.hardware.test_weights import KEYS, LISTED, gguf
+from tests.unit.questions.expect.test_expect import QWEN25_14B
 
 READ_GB = 28.0
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from harness.analysis.compare import compare_runs
 from harness.base.errors import INTERRUPTED, ExitCode, HarnessError, ServerError
 from harness.cli.actions import _repeat
+from harness.questions.compare.decide import compare_runs
 from harness.records.manifest import Run, read_run
 from tests.support.command import called, going, harness, until, write
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from harness.base.errors import HarnessError, ScenarioError
-from harness.run.preview import estimate_s
+from harness.questions.check import estimate_s
 from harness.scenario import Arrivals, Baseline, Load, Scenario, Server, Trace, Warmup, warmup_of
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.file import load_scenario

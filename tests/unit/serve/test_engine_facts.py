@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from harness.serve import engine
-from harness.serve.engine import get_engine_facts
+from harness.serve import docker_engine
+from harness.serve.docker_engine import get_engine_facts
 
 
 def client(options: list[str], system: str) -> Any:
@@ -31,6 +31,6 @@ def client(options: list[str], system: str) -> Any:
 def test_what_the_engine_says_about_itself(
     monkeypatch: pytest.MonkeyPatch, options: list[str], system: str, expected: tuple[bool, ...]
 ) -> None:
-    monkeypatch.setattr(engine, "connect", lambda: client(options, system))
+    monkeypatch.setattr(docker_engine, "connect", lambda: client(options, system))
     facts = get_engine_facts()
     assert (facts.rootless, facts.remapped, facts.selinux, facts.desktop) == expected

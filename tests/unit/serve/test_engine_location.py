@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.base.errors import ServerError
-from harness.serve.engine import connect, engine_address, engine_shares_files
+from harness.serve.docker_engine import connect, engine_address, engine_shares_files
 
 
 def context(folder: Path, name: str, **endpoint: Any) -> None:

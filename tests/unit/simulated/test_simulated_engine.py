@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from harness.failures.explain import explain
+from harness.failures.diagnosis import explain
 from harness.simulated.__main__ import main
 from harness.simulated.engine import MEMORY, PRESETS, BlockPool, EngineConfig, Sequence, SimulatedEngine, block_hashes
 

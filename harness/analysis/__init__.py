@@ -1,1 +1,0 @@
-"""Numbers after the run: from the records of a run to a summary, verdicts, capacity and history. Only reads files."""

@@ -1,0 +1,395 @@
+"""The search for the knee of throughput over concurrency: where more users stop paying, and where they hurt.
+
+Functions of the probes so far. docs/capacity.md has the rule.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from harness.base.summary import ALPHA
+from harness.numbers.stats import KNEE_SHARE, MIN_LEVELS, t_quantile
+from harness.questions.capacity.blocks import ProbeBlock
+from harness.questions.capacity.decide import AnswerKind, CapacityAnswer, KneePoint
+from harness.questions.capacity.level import Probe, ProbeState
+
+GRID_STEP = 2**0.25  # closer levels are not distinguished
+MAX_WIDTH = 1.5  # of the knee's interval at the end of the search, in steps of the grid
+MAX_GAIN = 0.05  # two doublings with smaller gains end the ladder
+LADDER_PRECISION = 0.03  # half the relative width of the 95 % interval that ends a probe of the ladder
+FINE_PRECISION = 0.015  # the same for a level between two rungs
+MIN_PRECISION = 0.004  # the narrowest one of any probe
+MIN_BLOCKS, MAX_BLOCKS = 8, 60  # of a probe
+CONFIRM_BLOCKS = 3 * MIN_BLOCKS  # of a peak right before a fall
+MAX_PROBES = 24
+_MIN_ERROR = 0.001  # relative: the effect of one engine step on a block
+_SEARCH_DRAWS, _DRAWS = 200, 1000
+SLOPE_MAX = 1.0  # twice the users give at most twice the throughput
+
+Array = NDArray[np.float64]
+Blocks = dict[int, list[ProbeBlock]]  # by level
+
+
+def estimate_throughput(blocks: Sequence[ProbeBlock], level: int = 0, *, steady: bool = True) -> KneePoint:
+    """Return the throughput over all blocks, at least two, with its batch-means error: 8 to 15 batches of neighbouring
+    blocks, because neighbouring blocks depend on each other.
+    """
+    batches = len(blocks) // max(1, len(blocks) // MIN_BLOCKS)
+    starts = [len(blocks) * i // batches for i in range(batches)]
+    seconds = np.add.reduceat([block.seconds for block in blocks], starts)
+    tokens = np.add.reduceat([block.output_tokens for block in blocks], starts)
+    rate = float(tokens.sum() / seconds.sum())
+    error = 0.0
+    if rate:
+        spread = float(np.sum((tokens - rate * seconds) ** 2)) * batches / (batches - 1)
+        error = max(math.sqrt(spread) / float(tokens.sum()), _MIN_ERROR)
+    half_width = t_quantile(1 - ALPHA / 2, batches - 1) * error
+    return KneePoint(
+        level=level,
+        seconds=float(seconds.sum()),
+        blocks=len(blocks),
+        tok_s=rate,
+        low=rate * (1 - half_width),
+        high=rate * (1 + half_width),
+        steady=steady,
+        error=error,
+        freedom=batches - 1,
+    )
+
+
+def decide_throughput(
+    probe: Probe, *, precision: float = LADDER_PRECISION, earlier: Sequence[ProbeBlock] = (), best: float = 0.0
+) -> ProbeState:
+    """Whether the throughput of a probe is precise and steady, or it is at its limit of blocks.
+
+    `earlier`: blocks of earlier probes of the level; they count towards the precision. `best`: the highest throughput
+    so far; a level that is clearly below it needs no precision.
+    """
+    blocks, measured = probe.steady_blocks, len(probe.blocks)
+    if len(blocks) < MIN_BLOCKS:
+        return "open"
+    probe.steady = not _has_trend(blocks, precision)
+    if probe.steady:
+        throughput = estimate_throughput([*earlier, *blocks])
+        is_clearly_low = throughput.tok_s * (1 + 2 * throughput.half_width) < KNEE_SHARE * best
+        if throughput.half_width <= precision or is_clearly_low:
+            return "done"
+    elif measured < MAX_BLOCKS:
+        probe.settled += len(blocks) // 2  # the throughput was not yet steady
+    return "done" if measured >= MAX_BLOCKS else "open"
+
+
+def _has_trend(blocks: Sequence[ProbeBlock], precision: float) -> bool:
+    """Whether the throughput has a trend that is significant and larger than the precision."""
+    rates = np.array([block.output_tokens / block.seconds for block in blocks])
+    count, mean = len(rates), float(rates.mean())
+    times = np.arange(count) - (count - 1) / 2
+    slope = float(times @ rates / (times @ times))
+    error = math.sqrt(float(np.sum((rates - mean - slope * times) ** 2)) / (count - 2) / float(times @ times))
+    is_significant = abs(slope) > t_quantile(0.999, count - 2) * error
+    return is_significant and abs(slope) * count > precision * mean
+
+
+# A curve that rises and then falls is fitted to the measured points. All values are logarithms: x of levels, y of
+# throughputs. Segment i is between points i - 1 and i.
+
+
+class Crossing(NamedTuple):
+    """The point where a curve first reaches the share of its peak, and the peak."""
+
+    x: float
+    peak: float
+    segment: int  # of the crossing; 0: at or before the first point
+    peak_segment: int  # in which the curve may be higher than at all points; 0: nowhere
+    rise: float  # how much higher it may be there
+
+
+def fit_unimodal(y: Array, weights: Array) -> Array:
+    """Return the least-squares fit to `y` that rises, then falls: isotonic on either side of the best split."""
+    from scipy.optimize import isotonic_regression
+
+    best, best_cost = y, math.inf
+    for split in range(1, len(y) + 1):
+        fit = isotonic_regression(y[:split], weights=weights[:split]).x
+        if split < len(y):
+            fit = np.concatenate([fit, isotonic_regression(y[split:], weights=weights[split:], increasing=False).x])
+        cost = float(weights @ (fit - y) ** 2)
+        if cost < best_cost - 1e-12:
+            best, best_cost = fit, cost
+    return best
+
+
+def find_share_crossing(x: Array, fit: Array, log_share: float, positions: tuple[float, float]) -> Crossing:
+    """Return where `fit` first reaches its peak plus `log_share`.
+
+    Between two points the curve is unknown. It is between their chord (0) and the highest concave continuation of the
+    segments next to it (1). `positions` are such values for the crossing and for the peak.
+    """
+    top = int(np.argmax(fit))
+    last_top = int(np.flatnonzero(fit == fit[top])[-1])
+    rises = [
+        (_possible_rise(x, fit, segment, cliff=segment > last_top), segment)
+        for segment in (top, last_top + 1)
+        if 0 < segment < len(x)
+    ]
+    rise, peak_segment = max(rises, default=(0.0, 0))
+    peak = float(fit[top]) + max(0.0, positions[1] * rise)
+    goal = peak + log_share
+    reached = np.flatnonzero(fit >= goal)
+    if not len(reached):  # the peak between two points is much higher than both of them
+        slope = max(_slope(x, fit, peak_segment - 1), 1e-9)
+        at = float(x[peak_segment - 1] + (goal - fit[peak_segment - 1]) / slope)
+        return Crossing(min(at, float(x[peak_segment])), peak, peak_segment, peak_segment, rise)
+    if rise <= 0:
+        peak_segment = 0
+    segment = int(reached[0])
+    if segment == 0:
+        return Crossing(float(x[0]), peak, 0, peak_segment, rise)
+    on_chord = x[segment - 1] + (goal - fit[segment - 1]) / _slope(x, fit, segment)
+    earliest = x[segment - 1] + (goal - fit[segment - 1]) / max(_slope(x, fit, segment - 1), 1e-9)
+    slope_after = _slope(x, fit, segment + 1) if segment + 1 < len(x) else 0.0
+    if slope_after > 0:
+        earliest = max(earliest, x[segment] - (fit[segment] - goal) / slope_after)
+    at = on_chord + positions[0] * (min(earliest, on_chord) - on_chord)
+    at = min(max(at, x[segment - 1]), x[segment])
+    return Crossing(float(at), peak, segment, peak_segment, rise)
+
+
+def _slope(x: Array, fit: Array, segment: int) -> float:
+    """The slope of a segment; before the first point the highest possible slope."""
+    if segment <= 0:
+        return SLOPE_MAX
+    return min(float((fit[segment] - fit[segment - 1]) / (x[segment] - x[segment - 1])), SLOPE_MAX)
+
+
+def _possible_rise(x: Array, fit: Array, segment: int, *, cliff: bool) -> float:
+    """How far the curve may rise above both ends of a segment: with the slope before it, until it falls with the slope
+    after it. `cliff`: it may also fall at once, right before the second end.
+    """
+    left, right = float(x[segment - 1]), float(x[segment])
+    slope_before = _slope(x, fit, segment - 1)
+    if slope_before <= 0:
+        return 0.0
+    at = right
+    if segment + 1 < len(x) and not cliff:
+        slope_after = _slope(x, fit, segment + 1)
+        if slope_before <= slope_after:
+            return 0.0
+        at = (fit[segment] - fit[segment - 1] + slope_before * left - slope_after * right) / (
+            slope_before - slope_after
+        )
+    top = fit[segment - 1] + slope_before * (min(max(at, left), right) - left)
+    return max(0.0, float(top - max(fit[segment - 1], fit[segment])))
+
+
+# The search: a ladder of doublings to two rungs beyond the knee, then the probes that narrow the knee's interval most.
+
+
+def next_knee_level(probes: Sequence[Probe], max_level: int, seed: int = 0) -> tuple[int, float] | None:
+    """The level to measure next, and half the relative width that its interval needs; None at the end of the search.
+
+    `probes`: all so far. No level as high as one at which the server died is measured again.
+    """
+    measured = _measured(probes)
+    deaths = [number for number, probe in enumerate(probes) if probe.purpose == "knee" and probe.state == "died"]
+    ladder = _measured(probes[: deaths[0]]) if deaths else measured
+    has_climbed = any(_is_ladder_done(ladder[:number], max_level) for number in range(1, len(ladder) + 1))
+    if not deaths and not has_climbed:
+        return min(max(probe.level for probe in measured) * 2, max_level) if measured else 1, LADDER_PRECISION
+    if not measured or len(deaths) > (not has_climbed) or len(measured) >= MAX_PROBES:
+        return None
+    return _next_narrowing(measured, seed)
+
+
+def make_knee_probe(level: int, precision: float, probes: Sequence[Probe], **more: Any) -> Probe:
+    """An empty probe of the level. `probes`: all so far. `more`: other arguments of Probe."""
+    blocks = _blocks_by_level(_measured(probes))
+    earlier, best = blocks.get(level, []), 0.0
+    if not earlier:
+        best = max((estimate_throughput(known).tok_s for known in blocks.values()), default=0.0)
+    decide = partial(decide_throughput, precision=precision, earlier=earlier, best=best)
+    return Probe(level, decide=decide, purpose="knee", **more)
+
+
+def knee_answer(probes: Sequence[Probe], max_level: int, seed: int = 0) -> CapacityAnswer | None:
+    """The knee after the probes so far; None if no level had a throughput."""
+    measured = _measured(probes)
+    points = _points(measured)
+    if not any(point.tok_s for point in points):
+        return None
+    _, knees, peaks, hurting, middle = _draw_curves(points, _DRAWS, seed)
+    low, knee, high = _bias_corrected_interval(knees, middle.x)
+    peak_low, peak, peak_high = map(math.exp, _bias_corrected_interval(peaks, middle.peak))
+    outside = float(np.mean(knees > _max_knee(points)))
+    kind: AnswerKind = "unclear"
+    if len(points) < MIN_LEVELS:
+        pass
+    elif outside <= ALPHA / 2:
+        kind = "knee"
+    elif outside >= 0.5 and points[-1].level >= max_level:
+        kind = "none"
+    hurts = [point.level for point, share in zip(points, hurting, strict=True) if share > 1 - ALPHA / 2]
+    return CapacityAnswer(
+        kind=kind,
+        level=_level_from_log(knee) if kind == "knee" else None,
+        low=None if kind == "none" else _level_from_log(low),
+        high=_level_from_log(high) if kind == "knee" else None,
+        complete=next_knee_level(probes, max_level, seed) is None,
+        peak_level=_peak(points).level,
+        peak_tok_s=peak,
+        peak_low=peak_low,
+        peak_high=peak_high,
+        hurts_from=min(hurts, default=_died_at(probes)),
+        points=points,
+    )
+
+
+def _measured(probes: Sequence[Probe]) -> list[Probe]:
+    """The probes with a throughput; it needs two blocks."""
+    return [
+        probe
+        for probe in probes
+        if probe.purpose == "knee" and probe.state not in ("died", "stopped") and len(probe.steady_blocks) >= 2
+    ]
+
+
+def _died_at(probes: Sequence[Probe]) -> int | None:
+    return min((probe.level for probe in probes if probe.purpose == "knee" and probe.state == "died"), default=None)
+
+
+def _blocks_by_level(measured: Sequence[Probe]) -> Blocks:
+    blocks: Blocks = {}
+    for probe in measured:
+        blocks[probe.level] = [*blocks.get(probe.level, []), *probe.steady_blocks]
+    return blocks
+
+
+def _points(measured: Sequence[Probe]) -> list[KneePoint]:
+    """The throughput of each level, in rising order."""
+    points = []
+    for level, blocks in sorted(_blocks_by_level(measured).items()):
+        ofs = [probe for probe in measured if probe.level == level]
+        point = estimate_throughput(blocks, level, steady=all(probe.steady for probe in ofs))
+        points.append(replace(point, seconds=sum(probe.seconds for probe in ofs)))
+    return points
+
+
+def _peak(points: Sequence[KneePoint]) -> KneePoint:
+    return max(points, key=lambda point: point.tok_s)
+
+
+def _max_knee(points: Sequence[KneePoint]) -> float:
+    """The logarithm of the highest level that can be a knee: half the highest measured level."""
+    return math.log(points[-1].level / 2) + 1e-9
+
+
+def _is_ladder_done(measured: Sequence[Probe], max_level: int) -> bool:
+    """Whether two rungs gained at most MAX_GAIN each, or the ladder is at the maximum level."""
+    points = _points(measured)
+    if points[-1].level >= max_level:
+        return True
+    return len(points) >= 3 and all(
+        after.tok_s == 0
+        or math.log(after.tok_s / before.tok_s) + 1.96 * math.hypot(before.error, after.error) < MAX_GAIN
+        for before, after in pairwise(points[-3:])
+    )
+
+
+def _draw_curves(points: Sequence[KneePoint], count: int, seed: int) -> tuple[Array, Array, Array, Array, Crossing]:
+    """The bootstrap of the curve: its random numbers, and the knees and peaks that follow (logarithms); for each level
+    the share of draws in which it is beyond the peak with less than KNEE_SHARE of it; and the middle.
+
+    There is a row of random numbers for each draw: the noise of each level, then the positions of the knee and the peak
+    between two points. The middle is without noise, half way between the extremes.
+    """
+    floor = _peak(points).tok_s * 1e-3  # for a level without throughput, which has no logarithm
+    x = np.log(np.array([point.level for point in points], float))
+    y = np.log([max(point.tok_s, floor) for point in points])
+    errors = np.array([point.error if point.tok_s else 1.0 for point in points])
+    generator = np.random.default_rng(seed)
+    noise = generator.standard_t([point.freedom for point in points], (count, len(points)))
+    random = np.concatenate([noise, generator.uniform(0, 1, (count, 2))], 1)
+    random[:, -1] **= 2  # the peak is seldom right before a fall
+    share, weights = math.log(KNEE_SHARE), errors**-2
+    knees, peaks, hurting = np.empty(count), np.empty(count), np.zeros(len(points))
+    for row, values in enumerate(random):
+        fit = fit_unimodal(y + errors * values[:-2], weights)
+        crossing = find_share_crossing(x, fit, share, (values[-2], values[-1]))
+        knees[row], peaks[row] = crossing.x, crossing.peak
+        hurting += (fit < crossing.peak + share) & (np.arange(len(fit)) > int(np.argmax(fit)))
+    middle = find_share_crossing(x, fit_unimodal(y, weights), share, (0.5, 0.5))
+    return random, knees, peaks, hurting / count, middle
+
+
+def _next_narrowing(measured: Sequence[Probe], seed: int) -> tuple[int, float] | None:
+    """The level and precision of the probe that narrows the knee's interval most; None: it is narrow enough."""
+    points = _points(measured)
+    random, knees, _, _, middle = _draw_curves(points, _SEARCH_DRAWS, seed)
+    low, _, high = _bias_corrected_interval(knees, middle.x)
+    if low > _max_knee(points):
+        return None
+    near_peak = _level_between(points, middle.peak_segment)
+    if near_peak is not None and middle.rise > MAX_GAIN:
+        return near_peak, FINE_PRECISION
+    if _is_peak_unconfirmed(points):
+        return _peak(points).level, FINE_PRECISION
+    if (high <= _max_knee(points) and _is_narrow(low, high)) or float(knees.std()) == 0:
+        return None
+    # Reduce the source of uncertainty that the drawn knees depend on most: the noise of a level, or a position.
+    influence = [abs(float(np.corrcoef(column, knees)[0, 1])) for column in random.T]
+    for source in np.argsort(influence)[::-1]:
+        if source < len(points):
+            half_width = points[source].half_width
+            if half_width > MIN_PRECISION:
+                return points[source].level, max(half_width / 1.6, MIN_PRECISION)
+            continue
+        between = _level_between(points, middle.segment if source == len(points) else middle.peak_segment)
+        if between is not None:
+            return between, FINE_PRECISION
+    return None
+
+
+def _is_peak_unconfirmed(points: Sequence[KneePoint]) -> bool:
+    """Whether the peak is right before a fall and was measured briefly.
+
+    What makes the throughput fall is rare there, so a short probe may miss it.
+    """
+    peak = _peak(points)
+    after = next((point for point in points if point.level > peak.level), None)
+    return after is not None and peak.blocks < CONFIRM_BLOCKS and after.tok_s < 0.95 * peak.tok_s
+
+
+def _bias_corrected_interval(values: Array, estimate: float) -> tuple[float, float, float]:
+    """Low end, middle and high end of the 95 % interval of a value that is `estimate` without noise.
+
+    The bootstrap is bias-corrected (Efron 1981), because the highest of several noisy values is too high.
+    """
+    less = float(np.mean(values < estimate) + np.mean(values == estimate) / 2)
+    normal = NormalDist()
+    shift, width = 2 * normal.inv_cdf(min(max(less, 0.2), 0.8)), normal.inv_cdf(1 - ALPHA / 2)
+    low, middle, high = np.quantile(values, [normal.cdf(z) for z in (shift - width, shift, shift + width)])
+    return float(low), float(middle), float(high)
+
+
+def _level_from_log(x: float) -> int:
+    """The smallest level whose logarithm is at least `x`."""
+    return max(1, math.ceil(math.exp(x) - 1e-6))
+
+
+def _is_narrow(low: float, high: float) -> bool:
+    return high - low <= MAX_WIDTH * math.log(GRID_STEP) or _level_from_log(high) == _level_from_log(low)
+
+
+def _level_between(points: Sequence[KneePoint], segment: int) -> int | None:
+    """The level in the middle of a segment, on a logarithmic scale; None if it has no level inside."""
+    low, high = points[segment - 1].level, points[segment].level
+    if segment == 0 or high - low < 2:
+        return None
+    return min(max(round(math.sqrt(low * high)), low + 1), high - 1)

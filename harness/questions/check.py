@@ -1,0 +1,253 @@
+"""The preview of `harness check`: the plan of a scenario and its estimated time. Nothing runs."""
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from harness.base import units
+from harness.base.units import count
+from harness.numbers.checks import undecidable_checks
+from harness.numbers.verdicts import planned_comparisons
+from harness.records.manifest import Startup
+from harness.report import words
+from harness.run.experiment import Experiment
+from harness.run.progress import wrapped
+from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
+from harness.scenario import Load, Scenario, Sweep, max_concurrency, prompts_of, requests_per_task, warmup_of
+from harness.scenario.behaviour import Agent, Rag, mean_pause_s, typical_length
+from harness.scenario.plan import (
+    Schedule,
+    baseline_of,
+    count_server_starts,
+    plan,
+    server_start_of,
+    steadiness,
+)
+from harness.serve.lint import length_notes, list_notes, pin_notes
+from harness.workload.traces import Replay, cached_replay
+
+ASSUMED = RequestSpeed(0.0, 0.03)  # the speed of a server is unknown before the run
+ASSUMED_START_S = 60.0
+ASSUMED_EMBEDDED_START_S = 1.0
+GENERATOR_START_S = 2.0
+SHOWN_CELLS = 12  # of the order of cells
+
+
+class PlannedRow(msgspec.Struct, frozen=True):
+    """A server with a load."""
+
+    server: str
+    load: str
+    work: str
+    baseline: bool
+    settings: dict[str, Any] = {}  # the varied settings of a sweep
+
+
+class Preview(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of a run. `estimated_s` is based on the assumptions in `assumed`."""
+
+    path: str
+    question: str
+    rows: list[PlannedRow]
+    repeats: int
+    order: list[str]
+    server_starts: int
+    cold: bool
+    estimated_s: float
+    assumed: str
+    notes: list[str]
+
+
+def preview(experiment: Experiment, speed: RequestSpeed | None = None, startup: Startup | None = None) -> Preview:
+    """Return the plan of a scenario. Reads its traces; sends nothing. `speed`, `startup`: of a running server."""
+    scenario = experiment.scenario
+    base, swept = baseline_of(scenario), scenario.swept or Sweep()
+    starts = f"{ASSUMED_EMBEDDED_START_S:.0f} s per start of the embedded engine"
+    if any(server.container for server in scenario.servers.values()):
+        starts = f"{ASSUMED_START_S:.0f} s per container start; a first one downloads, and may compile for minutes"
+    tokens = f"no time for prompts and {ASSUMED.tpot_s * 1e3:.0f} ms per token,"
+    if speed is not None:
+        tokens = (
+            f"{speed.ttft_s * 1e3:.0f} ms to the first token for a prompt of {PROMPT_WORDS[0]} tokens, longer ones in "
+            f"proportion (a shared system prompt once per cell), {speed.tpot_s * 1e3:.3g} ms per token, as measured,"
+        )
+    if speed is not None or experiment.target is not None:
+        starts = "no start" if speed is not None else "no start; --time-request measures one request"
+    cpu_count = os.cpu_count()
+    return Preview(
+        path=str(experiment.path),
+        question=scenario.question,
+        rows=[
+            PlannedRow(
+                server,
+                name,
+                words.describe_load(load),
+                (server, name) == (base.server, base.load),
+                swept.settings(server, name),
+            )
+            for server in scenario.servers
+            for name, load in scenario.loads.items()
+        ],
+        repeats=scenario.repeats,
+        order=[cell.id for cell in plan(scenario)],
+        server_starts=0 if experiment.target is not None else count_server_starts(scenario),
+        cold=scenario.restart,
+        estimated_s=estimate_s(scenario, experiment.folder, speed, is_running=experiment.target is not None),
+        assumed=f"{tokens} however many answers come at once, {starts}",
+        notes=[
+            *_plan_notes(experiment),
+            *check_notes(scenario),
+            *(length_notes(scenario, startup) if experiment.target else list_notes(scenario, cpu_count)),
+            *([] if experiment.target else pin_notes(scenario, datetime.now(UTC).date())),
+        ],
+    )
+
+
+def show_plan(experiment: Experiment, shown: Preview, console: Console) -> None:
+    """Print a plan."""
+    scenario, base = experiment.scenario, baseline_of(experiment.scenario)
+    console.print(f"{shown.path}: valid\n{shown.question}\n")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    if scenario.swept is None:
+        for row in shown.rows:
+            table.add_row(row.server, row.load, row.work, "baseline" if row.baseline else "")
+    else:  # each server of a sweep gets all loads
+        for line in sweep_lines(scenario.swept):
+            console.print(line)
+        console.print(f"servers: {', '.join(scenario.servers)}\nbaseline: {base.server} / {base.load}\n")
+        for name, load in scenario.loads.items():
+            table.add_row(name, words.describe_load(load))
+    console.print(table)
+    cells = plan(scenario)
+    per_start = "a fresh server for each cell (cold)" if scenario.restart else "one per server and repeat (warm)"
+    starts = f"{count(shown.server_starts, 'server start')}: {per_start}"
+    if experiment.target is not None:
+        starts = "no server start, it runs already"
+    shown_cells = shown.order[: min(SHOWN_CELLS, 2 * len(shown.rows))]
+    again = sum(cell.again is not None for cell in cells)
+    drift = f" ({again} of them repeat the first of a server start at its end, to show drift)" if again else ""
+    console.print(
+        f"\n{count(len(cells), 'cell')}{drift}: {count(scenario.repeats, 'repeat')}, interleaved; {starts}\n"
+        f"order: {' '.join(shown_cells)}{' ...' if len(shown_cells) < len(cells) else ''}"
+    )
+    estimate = f"estimated time: {units.duration(shown.estimated_s)} (assumed: {shown.assumed})"
+    for line in (estimate, *(f"note: {note}" for note in shown.notes)):
+        console.print(wrapped(line, console.width), soft_wrap=True)
+
+
+def _plan_notes(experiment: Experiment) -> Iterator[str]:
+    """Yield notes on repeats, warm-ups and traces."""
+    scenario = experiment.scenario
+    base = baseline_of(scenario)
+    comparisons = planned_comparisons(scenario, (base.server, base.load))
+    if comparisons and scenario.repeats == 1:
+        yield "one repeat: every verdict is provisional; 3 repeats or more (--repeats) show how far repeats differ"
+    for name, load in scenario.loads.items():
+        if load.trace is not None:
+            replay = cached_replay(experiment.folder / load.trace.file, load.trace)
+            left_out = replay.without_tokens
+            less = f"; {count(left_out, 'row')} without tokens left out" if left_out else ""
+            yield (
+                f"{name}: {load.trace.file} is read as {replay.format}, its last row is due after "
+                f"{units.duration(replay.at_s[-1])}{less}"
+            )
+
+
+def sweep_lines(swept: Sweep) -> Iterator[str]:
+    """Yield a line for each server or load that a sweep varies: the number of rows, and all values."""
+    for kind, rows in (("server", swept.servers), ("load", swept.loads)):
+        for name in dict.fromkeys(row.of for row in rows.values()):
+            settings = [row.settings for row in rows.values() if row.of == name]
+            values = {key: dict.fromkeys(words.format_setting(each[key]) for each in settings) for key in settings[0]}
+            varied = "; ".join(f"{key} {', '.join(shown)}" for key, shown in values.items())
+            yield f"sweep of the {kind} '{name}', {count(len(settings), 'row')}: {varied}"
+
+
+def check_notes(scenario: Scenario) -> list[str]:
+    """Return a note for each check that has too few requests to pass, even if each request meets the bound."""
+    notes = []
+    for found in undecidable_checks(scenario):
+        what = "cannot pass" if found.certain else "may stay inconclusive"
+        needed = f"at least {found.needed:,}"
+        if found.near > found.needed:
+            needed += f" far below the bound, and {found.near:,} or more near it"
+        sent = f"{count(found.planned, 'request')} in {count(scenario.repeats, 'repeat')}"
+        notes.append(
+            f"check '{found.check}' {what}: {found.row} sends {sent}, and it needs {needed}. "
+            "Raise 'requests' or 'repeats'."
+        )
+    return notes
+
+
+def estimate_s(
+    scenario: Scenario, folder: Path, measured: RequestSpeed | None = None, *, is_running: bool = False
+) -> float:
+    """Estimate the seconds of a run by the assumptions above.
+
+    `measured`: the speed of a server that already runs. `is_running`: it runs, so no time is needed for its start.
+    """
+    speed = measured or ASSUMED
+    groups_s: dict[str, float] = {}
+    started: set[tuple[int, str]] = set()
+    for cell in plan(scenario):
+        load = scenario.loads[cell.load]
+        start_s = ASSUMED_START_S if scenario.servers[cell.server].container else ASSUMED_EMBEDDED_START_S
+        if is_running or measured is not None or (not scenario.restart and server_start_of(cell) in started):
+            start_s = 0.0
+        started.add(server_start_of(cell))
+        replay = None if load.trace is None else cached_replay(folder / load.trace.file, load.trace)
+        start_s += GENERATOR_START_S
+        shared_s = speed.first_s(prompts_of(scenario, load).system_tokens)
+        load_s = load.ramp_s + shared_s + _warmup_s(scenario, load, speed) + _work_s(scenario, load, replay, speed)
+        before_s = groups_s.get(cell.group, start_s)
+        # Parts of a mix run concurrently; stages follow each other.
+        groups_s[cell.group] = max(before_s, start_s + load_s) if cell.mix else before_s + load_s
+    return sum(groups_s.values())
+
+
+def _warmup_s(scenario: Scenario, load: Load, speed: RequestSpeed) -> float:
+    warmup = warmup_of(scenario, load)
+    if warmup.duration_s is not None:
+        return warmup.duration_s
+    requests = steadiness(load, warmup).min_answers if warmup.until is not None else warmup.requests or 0
+    return _closed_loop_s(scenario, load, requests, speed)
+
+
+def _work_s(scenario: Scenario, load: Load, replay: Replay | None, speed: RequestSpeed) -> float:
+    """Estimate the measured seconds, until the last answer ends."""
+    if replay is not None:
+        return replay.at_s[-1] + speed.answer_s(replay.output_tokens[-1], replay.prompt_tokens[-1])
+    if load.duration_s is not None:
+        return load.duration_s + min(load.drain_s, _answer_s(scenario, load, speed))
+    requests = load.requests or 0
+    if load.arrivals is None:
+        return _closed_loop_s(scenario, load, requests, speed)
+    per_task = requests_per_task(load)
+    last_s = Schedule(load.arrivals, scenario.seed).at(-(-requests // per_task) - 1) or 0.0
+    return last_s + _closed_loop_s(scenario, replace(load, users=1), min(requests, per_task), speed)
+
+
+def _closed_loop_s(scenario: Scenario, load: Load, requests: int, speed: RequestSpeed) -> float:
+    """Estimate the seconds of requests at full concurrency, each with the pause after it."""
+    pause_s = mean_pause_s(load.think or load.think_s)
+    if load.user == "agent":
+        pause_s = mean_pause_s((load.agent or Agent()).tool_time)  # of each step
+    return -(-requests // max_concurrency(load)) * (_answer_s(scenario, load, speed) + pause_s)
+
+
+def _answer_s(scenario: Scenario, load: Load, speed: RequestSpeed) -> float:
+    """Estimate the seconds of a request. Earlier messages and the shared system prompt are in the prefix cache."""
+    prompts, agent = prompts_of(scenario, load), load.agent or Agent()
+    prompt = typical_length(prompts.tokens) if prompts.kind == "synthetic" else 0  # others are short, or not known
+    if load.user == "agent":
+        prompt = (prompt + (agent.steps - 1) * typical_length(agent.result_tokens)) // agent.steps
+    if load.user == "rag":
+        prompt += (load.rag or Rag()).document_tokens
+    return speed.answer_s(0 if load.endpoint == "embeddings" else typical_length(load.output_tokens), prompt)

@@ -1,0 +1,456 @@
+"""The answer of `harness expect`: what fits, how fast it can be, and whether a measured speed is normal."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from harness.base.errors import HarnessError, did_you_mean
+from harness.base.units import GIB, NOTHING, figures, gib
+from harness.hardware.bandwidth import read_measured
+from harness.hardware.bounds import (
+    TYPICAL_DECODE,
+    TYPICAL_PREFILL,
+    Word,
+    decode_bound,
+    describe_base,
+    in_weights,
+    judge,
+    kv_bytes,
+    slowest_gpu,
+    ttft_floor,
+    typical_decode,
+)
+from harness.hardware.fit import OTHER_BYTES, ModelFit, ServerSettings, estimate_fit
+from harness.hardware.gpu_table import GpuSpec, find_gpu, fitted_memory, identify_gpu
+from harness.hardware.model import ModelShape, find_model, read_model, require_known_dtype
+from harness.hardware.weights import BYTES_PER_PARAM, NUMBER_BITS
+from harness.machine.gpus import list_gpus, select_serving_gpus
+from harness.machine.memory import (
+    NO_GPU,
+    Pool,
+    SafeShare,
+    compute_given_share,
+    compute_pool_share,
+    compute_share,
+    list_pools,
+)
+from harness.records.manifest import ModelSize
+
+MAX_CONTEXT = 100_000_000
+CONTEXTS, USERS, PROMPTS = (512, 4096, 16384, 65536), (1, 4, 16, 64), (512, 2048, 8192)
+_WORDS: dict[Word | None, str] = {
+    "at-limit": "at the limit of the hardware",
+    "normal": "normal",
+    "slow": "slow",
+    None: "above what this hardware allows without speculation",
+}
+
+
+_WRONG = (
+    "Something is wrong: eager mode, kernels not made for this GPU, a CPU fallback, another process or a power limit."
+)
+
+
+class Question(Struct, frozen=True, kw_only=True):
+    """What `harness expect` is asked."""
+
+    model: str | None = None
+    params: str | None = None  # such as 14B, as of `active_params`
+    active_params: str | None = None
+    bits: str = "16"  # or the name of a type of weights
+    gpu: str | None = None
+    bandwidth_gb_s: float | None = None
+    gpus: int = 1
+    context: int | None = None
+    users: int = 1
+    measured_tok_s: float | None = None  # of all users together
+    kv_cache_dtype: str = "auto"
+    memory_gib: tuple[float, float] | None = None  # free and total, instead of this machine's
+
+
+class ContextBound(Struct, frozen=True, kw_only=True):
+    """One user after a context of so many tokens."""
+
+    context: int
+    max_tok_s: float
+    typical_tok_s: tuple[float, float]
+
+
+class UsersBound(Struct, frozen=True, kw_only=True):
+    """Users at once, all of them together."""
+
+    users: int
+    context: int = 0  # of each user; 0 where the cache is not known
+    max_tok_s: float
+    spread_max_tok_s: float | None = None  # estimate for experts that all users touch
+
+
+class PromptFloor(Struct, frozen=True, kw_only=True):
+    """The time to the first token after a prompt without a cached part."""
+
+    tokens: int
+    min_ttft_s: float
+    typical_ttft_s: tuple[float, float] | None = None  # None: the compute is not known
+
+
+class OtherWeights(Struct, frozen=True, kw_only=True):
+    """The same model in another type of weights, for the users and the context of the question."""
+
+    name: str
+    read_bytes: float
+    max_tok_s: float  # of all users together
+    spread_max_tok_s: float | None = None  # as of UsersBound
+    typical_tok_s: tuple[float, float] | None = None  # of one user
+    fits: bool | None  # weights, and the cache of all users; None: unknown
+
+
+class Expectation(Struct, frozen=True, kw_only=True):
+    """The output of `harness expect --json`. Missing is null."""
+
+    sentence: str
+    model: ModelSize | None = None
+    gpu: str | None = None
+    gpus: int = 1
+    bandwidth_gb_s: float | None = None  # of each GPU
+    bandwidth_source: str | None = None
+    fp16_tflops: float | None = None
+    measured_bandwidth_gb_s: float | None = None  # by `--measure` on this machine
+    context: int = 0
+    users: int = 1
+    one_user_max_tok_s: float | None = None  # after `context` tokens, as of the following
+    one_user_typical_tok_s: tuple[float, float] | None = None
+    users_max_tok_s: float | None = None
+    measured_tok_s: float | None = None
+    share: float | None = None  # measured / share_of_tok_s
+    share_of_tok_s: float | None = None  # users_max_tok_s, or less: with the experts of several users
+    word: Word | None = None  # by this share
+    share_of_measured: float | None = None  # the same with the measured bandwidth
+    contexts: list[ContextBound] = []
+    many_users: list[UsersBound] = []
+    prompts: list[PromptFloor] = []
+    weights: list[OtherWeights] = []
+    pools: list[Pool] = []
+    memory: SafeShare | None = None
+    max_memory_bytes: float | None = None  # of an APU whose own memory is not known: the most that can be fitted
+    fit: ModelFit | None = None
+    doubts: list[str] = []
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether memory is left and the model, if there is one, fits; None: unknown."""
+        if (self.memory is not None and self.memory.utilization is None) or self.excess_bytes > 0:
+            return False
+        return None if self.fit is None else self.fit.fits
+
+    @property
+    def room_bytes(self) -> float | None:
+        """The bytes of each GPU that a model can have."""
+        return self.max_memory_bytes if self.memory is None else self.memory.budget_bytes
+
+    @property
+    def excess_bytes(self) -> float:
+        """The bytes of weights of one GPU beyond its memory; 0 where one is not known."""
+        if self.model is None or self.room_bytes is None:
+            return 0.0
+        return max(0.0, self.model.weights_bytes / self.gpus - self.room_bytes)
+
+
+def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | None = None) -> Expectation:
+    """Return what the hardware allows. `measured_gb_s`: read bandwidth of this machine, measured just now.
+
+    Raises HarnessError for an unknown GPU, for a model that cannot be read, and where neither is known.
+    """
+    require_known_dtype(question.kv_cache_dtype)
+    shape = _read_shape(question)
+    gpu, source, is_local = _choose_gpu(question, root, measured_gb_s)
+    pools = list_pools(root) if is_local and question.memory_gib is None else []
+    memory = _choose_memory(question, gpu, is_local, pools)
+    if shape is None and memory is None and gpu is None:
+        raise HarnessError(NO_GPU, next_step="Give --gpu NAME or --bandwidth GB/S, and a model; or measure: --measure.")
+    fit = None
+    if shape is not None and (question.context or shape.longest):
+        settings = ServerSettings(
+            max_model_len=question.context,
+            max_num_seqs=question.users if question.users > 1 else None,
+            tensor_parallel=question.gpus,
+            kv_cache_dtype=question.kv_cache_dtype,
+        )
+        fit = estimate_fit(shape, memory, settings)
+    size = None if shape is None else shape.size
+    known = Expectation(
+        sentence="",
+        model=size,
+        gpus=question.gpus,
+        context=question.context or 0,
+        users=question.users,
+        pools=pools,
+        memory=memory,
+        fit=fit,
+        doubts=[
+            *([] if size is None else size.doubts),
+            *(f"not known: {why}" for why in ([] if shape is None or fit is not None else shape.unknown)),
+        ],
+    )
+    if gpu is None:
+        what = f"{source} is not in the table" if source else "No GPU is known"
+        speed = f"{what}: the speed is not known. Give --gpu or --bandwidth."
+        return replace(known, sentence="" if shape is None else speed)
+    if measured_gb_s is None and is_local:
+        measured_gb_s = read_measured(root)
+    known = replace(
+        known,
+        gpu=gpu.name,
+        bandwidth_gb_s=gpu.bandwidth_gb_s,
+        bandwidth_source=source,
+        fp16_tflops=gpu.fp16_tflops,
+        max_memory_bytes=None if gpu.max_memory_gib is None or memory is not None else gpu.max_memory_gib * GIB,
+        measured_bandwidth_gb_s=measured_gb_s,
+    )
+    if size is None or shape is None:
+        return replace(known, sentence=_sentence_without_size(question, gpu, shape))
+    return _with_speed(known, size, gpu, shape.longest, question.measured_tok_s)
+
+
+def _sentence_without_size(question: Question, gpu: GpuSpec, shape: ModelShape | None) -> str:
+    name = gpu.name[:1].upper() + gpu.name[1:]
+    reads = "" if question.bandwidth_gb_s is not None and question.gpu is None else f"{name} reads "
+    known = f"{reads}{figures(gpu.bandwidth_gb_s)} GB/s."
+    if shape is None:
+        return f"{known} Give a model for its speed."
+    by_hand = "Give its parameters by hand: --params 14B --bits 16."
+    return f"{shape.name}: its speed is not known: {shape.unsized}. {by_hand} {known}"
+
+
+def _read_shape(question: Question) -> ModelShape | None:
+    if question.model is not None:
+        path = find_model(question.model)
+        return read_model(path, None if Path(question.model).expanduser().exists() else question.model)
+    if question.params is None:
+        return None
+    params = parse_params("--params", question.params)
+    active = params if question.active_params is None else parse_params("--active-params", question.active_params)
+    if active > params:
+        raise HarnessError(
+            f"--active-params: {question.active_params} are more than all parameters ({question.params})",
+            next_step="Give those of one token, as 3B of 30B.",
+        )
+    per_param, number_bits = parse_bits(question.bits)
+    name = f"{question.params} at {question.bits}{' bit' if question.bits.isdigit() else ''}"
+    size = ModelSize(
+        name=name,
+        weights_bytes=params * per_param,
+        read_bytes=active * per_param,
+        params=active,
+        routed_bytes=params * per_param if active < params else 0,
+        routed_params=params if active < params else 0,
+        routed_share=active / params,
+        number_bits=number_bits,
+        doubts=[
+            "without the model's files the KV cache is not counted, and the input embedding is",
+            *(["of a mixture of experts a token reads less: give --active-params"] if active == params else []),
+        ],
+    )
+    return ModelShape(name=name, weights_bytes=int(size.weights_bytes), size=size)
+
+
+def parse_params(option: str, text: str) -> float:
+    """Return a number of parameters such as 14B or 0.6b. Raises HarnessError."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([bmt]?)", text.lower())
+    params = float(match[1]) * {"b": 1e9, "m": 1e6, "t": 1e12, "": 1.0}[match[2]] if match else 0.0
+    if not 1e3 <= params <= 1e14:
+        raise HarnessError(
+            f"{option}: a number of parameters is expected (got '{text[:50]}')", next_step="Write 14B, 0.6B or 500M."
+        )
+    return params
+
+
+def parse_tokens(option: str, text: str) -> int:
+    """Return a number of tokens such as 8192, 32k or 1M, of 1,024 and its square. Raises HarnessError."""
+    match = re.fullmatch(r"([0-9]{1,9})([km]?)", text.lower())
+    tokens = int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2]] if match else 0
+    if not 1 <= tokens <= MAX_CONTEXT:
+        what = f"{option}: a number of tokens from 1 to {MAX_CONTEXT:,} is expected (got '{text[:50]}')"
+        raise HarnessError(what, next_step="Write 8192, or 8k.")
+    return tokens
+
+
+def parse_bits(text: str) -> tuple[float, Any]:
+    """Return bytes of a parameter and the width in which it is multiplied, for 4 or Q4_K_M. Raises HarnessError."""
+    wanted = {"16": "FP16", "BF16": "FP16", "8": "FP8", "INT8": "FP8", "4": "AWQ", "GPTQ": "AWQ"}.get(
+        text.upper(), text.upper()
+    )
+    if wanted in BYTES_PER_PARAM:
+        return BYTES_PER_PARAM[wanted], NUMBER_BITS.get(wanted, 16)
+    raise HarnessError(
+        f"--bits: '{text[:50]}' is no type of weights; {did_you_mean(wanted[:50], BYTES_PER_PARAM)}",
+        next_step="Give 16, 8 or 4, or one of these names.",
+    )
+
+
+def _choose_gpu(question: Question, root: Path, measured_gb_s: float | None) -> tuple[GpuSpec | None, str | None, bool]:
+    """Return the GPU, the source of its bandwidth, and whether it is that of this machine.
+
+    Without the GPU the source is the name of one that is not in the table, if there is one.
+    """
+    if question.bandwidth_gb_s is not None:
+        by_hand = f"{figures(question.bandwidth_gb_s)} GB/s"
+        gpu = GpuSpec(names=[by_hand], target="", bandwidth_gb_s=question.bandwidth_gb_s, fp16_tflops=None)
+        if question.gpu is not None:
+            gpu = replace(find_gpu(question.gpu), bandwidth_gb_s=question.bandwidth_gb_s)
+        return gpu, "--bandwidth", False
+    if question.gpu is not None:
+        gpu = find_gpu(question.gpu)
+        source = f"data sheet, for {gpu.memory}" if gpu.memory else "data sheet"
+        if question.gpu.lower().startswith("gfx"):
+            source += f"; {question.gpu.lower()} is taken for {gpu.name}"
+        return gpu, source, False
+    cards = select_serving_gpus(list(list_gpus(root)))
+    if cards:
+        names = [str(card.get("target")) if (one := identify_gpu(card)) is None else one.name for card in cards]
+        found = slowest_gpu(cards[: question.gpus])
+        if found is None:
+            return None, next(name for name in names if name.startswith("gfx")), True
+        fitted = fitted_memory(found, root)
+        source = f"data sheet, for {found.memory}" if found.memory else "data sheet"
+        found, source = fitted or (found, source)
+        if len(set(names)) > 1:
+            which = "first" if question.gpus == 1 else f"slowest of the first {question.gpus}"
+            source += f"; the {which} of this machine's {', '.join(names)}"
+        return found, source, True
+    gb_s = measured_gb_s or read_measured(root)
+    if gb_s is None:
+        return None, None, True
+    cpu = GpuSpec(names=["this machine's CPU"], target="", bandwidth_gb_s=gb_s, fp16_tflops=None)
+    return cpu, "measured", True
+
+
+def _choose_memory(question: Question, gpu: GpuSpec | None, is_local: bool, pools: list[Pool]) -> SafeShare | None:
+    if question.memory_gib is not None:
+        return compute_given_share(*question.memory_gib, question.gpus)
+    if pools:
+        return compute_share(pools, tensor_parallel=question.gpus)
+    if is_local or gpu is None or gpu.memory_gib is None:
+        return None
+    total = gpu.memory_gib * GIB
+    return compute_pool_share(total, total, source="given", gpus=question.gpus)
+
+
+def _with_speed(
+    known: Expectation, size: ModelSize, gpu: GpuSpec, longest: int | None, measured_tok_s: float | None
+) -> Expectation:
+    context, gpus = known.context, known.gpus
+    bound = decode_bound(size, gpu, context=context, gpus=gpus)
+    total = decode_bound(size, gpu, users=known.users, context=context, gpus=gpus)
+    likely = decode_bound(size, gpu, users=known.users, context=context, gpus=gpus, spread=True)
+    counts = sorted({*USERS, known.users})
+    each = 0 if size.kv_token_bytes is None else context or min(4096, longest or 4096)
+    lengths = sorted({length for length in CONTEXTS if longest is None or length <= longest} | {context} - {0})
+    if size.kv_token_bytes is None:
+        lengths = []
+    prompts = sorted({length for length in PROMPTS if length <= (context or longest or length)} | {context} - {0})
+    found = replace(
+        known,
+        one_user_max_tok_s=bound,
+        one_user_typical_tok_s=typical_decode(bound),
+        users_max_tok_s=total,
+        share_of_tok_s=likely,
+        contexts=[_context_bound(size, gpu, length, gpus) for length in lengths],
+        many_users=[_users_bound(size, gpu, users, each, gpus) for users in counts],
+        prompts=[_prompt_floor(size, gpu, tokens, gpus) for tokens in prompts],
+        weights=list(_other_weights(size, gpu, known)),
+    )
+    if measured_tok_s is not None:
+        of, share, word = judge(measured_tok_s, total, likely, bound)
+        found = replace(found, measured_tok_s=measured_tok_s, share=share, share_of_tok_s=of, word=word)
+        if known.measured_bandwidth_gb_s:
+            own = replace(gpu, bandwidth_gb_s=known.measured_bandwidth_gb_s)
+            by_measured = decode_bound(size, own, users=known.users, context=context, gpus=gpus, spread=of < total)
+            found = replace(found, share_of_measured=measured_tok_s / by_measured)
+    return replace(found, sentence=_unfit_sentence(found, gpu) or _sentence(found, gpu))
+
+
+def _context_bound(size: ModelSize, gpu: GpuSpec, context: int, gpus: int) -> ContextBound:
+    bound = decode_bound(size, gpu, context=context, gpus=gpus)
+    return ContextBound(context=context, max_tok_s=bound, typical_tok_s=typical_decode(bound))
+
+
+def _users_bound(size: ModelSize, gpu: GpuSpec, users: int, context: int, gpus: int) -> UsersBound:
+    bound = decode_bound(size, gpu, users=users, context=context, gpus=gpus)
+    likely = (
+        decode_bound(size, gpu, users=users, context=context, gpus=gpus, spread=True) if size.routed_bytes else None
+    )
+    return UsersBound(users=users, context=context, max_tok_s=bound, spread_max_tok_s=likely)
+
+
+def _prompt_floor(size: ModelSize, gpu: GpuSpec, tokens: int, gpus: int) -> PromptFloor:
+    read_s, compute_s = ttft_floor(size, gpu, tokens, gpus)
+    if compute_s is None:
+        return PromptFloor(tokens=tokens, min_ttft_s=read_s)
+    low, high = TYPICAL_PREFILL
+    likely_s, _ = ttft_floor(size, gpu, tokens, gpus, spread=True)
+    typical = (max(likely_s, compute_s / high), max(likely_s / TYPICAL_DECODE[0], compute_s / low))
+    return PromptFloor(tokens=tokens, min_ttft_s=max(read_s, compute_s), typical_ttft_s=typical)
+
+
+def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterable[OtherWeights]:
+    """Yield the model in the usual types of weights. A model comes with MXFP4 or not."""
+    for name in (one for one in BYTES_PER_PARAM if one != "MXFP4"):
+        if (other := in_weights(size, name)) is None:
+            return
+        bound = _users_bound(other, gpu, known.users, known.context, known.gpus)
+        fits = None
+        if known.memory is not None:
+            needed = other.weights_bytes + known.users * kv_bytes(size, known.context)
+            states = 0 if known.fit is None else known.users * known.fit.state_bytes
+            left = known.memory.budget_bytes - needed / known.gpus - states
+            fits = True if left > OTHER_BYTES[1] else None if left > OTHER_BYTES[0] else False
+        yield OtherWeights(
+            name=name,
+            read_bytes=other.read_bytes,
+            max_tok_s=bound.max_tok_s,
+            spread_max_tok_s=bound.spread_max_tok_s if known.users > 1 else None,
+            typical_tok_s=typical_decode(bound.max_tok_s) if known.users == 1 else None,
+            fits=fits,
+        )
+
+
+def _unfit_sentence(found: Expectation, gpu: GpuSpec) -> str | None:
+    """Return that the weights, or the wanted context, do not fit; None where they do, and for a measured speed."""
+    if found.measured_tok_s is not None or found.fits is not False or found.model is None or found.room_bytes is None:
+        return None
+    where = gpu.name if found.gpus == 1 else f"each of {found.gpus} x {gpu.name}"
+    room, weights = f"{'at most ' if found.memory is None else ''}{gib(found.room_bytes)}", found.model.weights_bytes
+    if found.excess_bytes > 0:
+        return f"{found.model.name} does not fit on {where}: its weights take {gib(weights / found.gpus)}, of {room}."
+    if not found.context or found.fit is None or found.fit.request_bytes is None:
+        return None
+    needs = f"{gib(weights / found.gpus)} of weights and {gib(found.fit.request_bytes)} of KV cache, of {room}"
+    return f"{found.model.name} does not fit on {where} with a context of {found.context:,} tokens: {needs}."
+
+
+def _sentence(found: Expectation, gpu: GpuSpec) -> str:
+    model = found.model.name if found.model is not None else "the model"
+    whom = "one user" if found.users == 1 else f"{found.users:,} users at once"
+    counted = found.model is not None and found.model.kv_token_bytes is not None
+    after = f" after {found.context:,} tokens" if found.context else " with an empty context" if counted else ""
+    if found.context and not counted:
+        after = f", without the KV cache of {found.context:,} tokens, which is not known"
+    name = gpu.name if found.gpus == 1 else f"{found.gpus} x {gpu.name}"
+    bandwidth = f"{figures(gpu.bandwidth_gb_s * found.gpus)} GB/s"
+    where, most = f"{model} on {name}", found.users_max_tok_s or 0
+    given = f"({whom}{after}, {bandwidth})"
+    if found.measured_tok_s is not None and found.share is not None and found.share_of_tok_s is not None:
+        speed = f"{figures(found.measured_tok_s)} tok/s is {_WORDS[found.word]}"
+        wrong = f" {_WRONG}" if found.word == "slow" else ""
+        of = f"{100 * found.share:.0f} % of {describe_base(found.share_of_tok_s, most)}"
+        return f"{speed} for {where}: {of} {given}.{wrong}"
+    typical = f"; {range_text(found.one_user_typical_tok_s)} is typical" if found.users == 1 else ""
+    return f"{where}: {describe_base(found.share_of_tok_s or most, most)} {given}{typical}."
+
+
+def range_text(values: tuple[float, float] | None) -> str:
+    return NOTHING if values is None else f"{figures(values[0], 2)} to {figures(values[1], 2)}"

@@ -1,0 +1,401 @@
+"""What rules are made of: the facts of a row, a rule with its texts, and settings as a server's user writes them."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from harness.base.command_line import command_line
+from harness.base.errors import HarnessError
+from harness.base.files import SCENARIOS, inline_yaml, open_file, read_json
+from harness.base.redact import HIDDEN
+from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
+from harness.base.units import milliseconds
+from harness.engines import Engine, Spelling, engines, find_engine
+from harness.engines.settings import as_number, flag_names, flag_words, load_command, merge_words
+from harness.questions.capacity.decide import CAPACITY_FILE
+from harness.records.columns import Floats, Rows
+from harness.records.directory import INPUTS
+from harness.records.manifest import QUICK, ServedBy
+from harness.records.run_data import RunData
+from harness.records.samples import MetricsSample
+from harness.scenario import Load, max_concurrency
+
+MAX_LOG_BYTES = 1_000_000
+# What rows of the same requests may differ in: how many are sent at once, and for how long.
+_AMOUNTS = {"users", "batch_size", "in_flight", "requests", "processes", "duration_s", "drain_s", "ramp_s"}
+
+
+class Found(NamedTuple):
+    """What a rule found in a row; see RunFinding."""
+
+    cost: float | None  # None: no number of this run shows it
+    measured: str
+    why: str
+    actions: Sequence[Action]
+    values: dict[str, Any]
+
+
+class AdviceRule(NamedTuple):
+    """A rule: its check of a row, and its texts. `when` and `actions` are for docs/findings.md."""
+
+    code: str
+    when: str
+    means: str
+    actions: str
+    check: "Callable[[RowFacts], Found | None]"
+    requests: int = 0  # successful ones of a row, below which its times show nothing
+    loss: str = ""  # what rules with the same cost have in common: their times are one time
+    misleads: bool = False  # the run's own numbers mean something else than they say: listed first
+
+    def finding(self, row: "RowFacts") -> RunFinding | None:
+        found = self.check(row) if row.row.pooled.succeeded >= self.requests else None
+        if found is None:
+            return None
+        return RunFinding(
+            code=self.code,
+            rows=[row.name],
+            measured=found.measured,
+            means=self.means,
+            why=found.why,
+            actions=list(found.actions),
+            cost=None if found.cost is None else min(1.0, max(0.0, found.cost)),
+            values=found.values,
+        )
+
+
+def rule(
+    *, when: str, means: str, actions: str, requests: int = 0, loss: str = "", misleads: bool = False
+) -> "Callable[[Callable[[RowFacts], Found | None]], AdviceRule]":
+    """Make a rule of a check of a row, whose name is the code of the finding."""
+    return lambda check: AdviceRule(check.__name__, when, means, actions, check, requests, loss, misleads)
+
+
+def gain(metric: str, factor: float, text: str) -> Reason:
+    """What an action is expected to change: a metric, its value after / before, and the same in words."""
+    return because("gain", text, metric=metric, factor=factor)
+
+
+def _most_at_once(rows: Rows) -> int:
+    """How many requests were in flight at the same time at most."""
+    starts, ends = np.sort(rows.sent_s), np.sort(rows.sent_s + rows.ended_s)
+    in_flight = np.arange(1, len(starts) + 1) - np.searchsorted(ends, starts, "right")
+    return int(in_flight.max(initial=0))
+
+
+def shorter(metric: str, title: str, before_s: float, factor: float) -> Reason:
+    """The gain of a time that becomes `factor` times as long."""
+    text = f"{title} of about {milliseconds(before_s * factor)} instead of {milliseconds(before_s)} ms"
+    return gain(metric, factor, text)
+
+
+class RowFacts(Struct, frozen=True, dict=True):
+    """What is known of a row: its numbers, load, server, samples and neighbours."""
+
+    data: RunData
+    summary: Summary
+    row: Row
+    run_rows: "list[RowFacts]" = []  # of all rows that were measured, this one included
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+    @cached_property
+    def load(self) -> Load:
+        return self.data.run.scenario.loads[self.row.load]
+
+    @cached_property
+    def in_flight(self) -> int:
+        """The most requests that the load has in flight; of a live load, whose users change, that it had."""
+        if self.data.run.status == "live":
+            return max((_most_at_once(self.data.cells[name].rows) for name in self.row.cells), default=0)
+        return max_concurrency(self.load)
+
+    @cached_property
+    def cells(self) -> list[CellSummary]:
+        return [cell for cell in self.summary.cells if cell.id in self.row.cells and cell.failed is None]
+
+    def most(self, field: str) -> float | None:
+        """The largest value of the server's metrics over the cells."""
+        loads: list[ServerLoad] = [cell.server_load for cell in self.cells]
+        return max((value for load in loads if (value := getattr(load, field)) is not None), default=None)
+
+    @cached_property
+    def samples(self) -> list[MetricsSample]:
+        """The samples of the server's metrics between the first and the last measured request of each cell."""
+        found = []
+        for name in self.row.cells:
+            cell, rows = self.data.cells[name], self.data.cells[name].counted
+            zero_s = cell.clock.wall_s(0.0)
+            if len(rows) and zero_s is not None:
+                begin_s, end_s = zero_s + float(rows.sent_s.min()), zero_s + float((rows.sent_s + rows.ended_s).max())
+                found += [one for one in self.data.metrics.get(name, []) if begin_s <= one.wall_s <= end_s]
+        return found
+
+    def part_of(self, stage: Literal["prefill", "decode"]) -> float | None:
+        """The share of the requests' time in a stage, by the server's times or else the first token; None: unknown."""
+        split, numbers = self.row.time, self.row.pooled
+        if split is not None and (known_s := split.prefill_s if stage == "prefill" else split.decode_s) is not None:
+            return known_s / split.e2e_s
+        if not numbers.e2e.mean or numbers.ttft.mean is None:
+            return None
+        first = min(1.0, numbers.ttft.mean / numbers.e2e.mean)
+        return first if stage == "prefill" else 1 - first
+
+    @cached_property
+    def queued_part(self) -> float:
+        """The share of the requests' time in the server's queue: by its times, else by its samples."""
+        split = self.row.time
+        if split is not None and split.queue_s is not None:
+            return split.queue_s / split.e2e_s
+        running, waiting = (sum(one.values.get(name, 0.0) for one in self.samples) for name in ("running", "waiting"))
+        return waiting / (running + waiting) if running else 0.0
+
+    @cached_property
+    def drafts(self) -> tuple[float, float]:
+        """How many tokens speculation drafted while the row was measured, and how many of them were accepted."""
+        drafted = accepted = 0.0
+        for _, samples in groupby(self.samples, key=lambda one: one.cell):
+            known = [one.values for one in samples if "drafted_tokens" in one.values]
+            if len(known) > 1:
+                drafted += known[-1]["drafted_tokens"] - known[0]["drafted_tokens"]
+                accepted += known[-1].get("accepted_tokens", 0.0) - known[0].get("accepted_tokens", 0.0)
+        return drafted, accepted
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """Prompt and answer of each successful request in tokens, where they are known; increasing."""
+        counted = [self.data.cells[name].counted for name in self.row.cells]
+        together = np.concatenate([*((rows.prompt_tokens + rows.output_tokens)[rows.good] for rows in counted), []])
+        return np.sort(together[~np.isnan(together)])
+
+    @cached_property
+    def kv_tokens(self) -> int | None:
+        """The tokens that the KV cache holds; None: not known."""
+        startup = self.served.startup
+        if startup is None:
+            return None
+        if startup.kv_cache_tokens is None and startup.kv_cache_blocks and startup.kv_block_size:
+            return startup.kv_cache_blocks * startup.kv_block_size
+        return startup.kv_cache_tokens
+
+    @cached_property
+    def sequences_that_fit(self) -> int | None:
+        """How many of the row's longer requests (p95) the KV cache holds at once; None: not known."""
+        if self.kv_tokens is None or not len(self.tokens):
+            return None
+        return max(1, int(self.kv_tokens / float(np.percentile(self.tokens, 95))))
+
+    @cached_property
+    def neighbours(self) -> "list[RowFacts]":
+        """The valid rows of this server with the same requests, of which more or fewer are sent at once."""
+        rows = [one for one in self.run_rows if one.row.server == self.row.server and one.row.load != self.row.load]
+        valid = [one for one in rows if one.row.invalid is None]
+        fields = [name for name in Load.__struct_fields__ if name not in _AMOUNTS]
+        return [one for one in valid if all(getattr(one.load, name) == getattr(self.load, name) for name in fields)]
+
+    @cached_property
+    def served(self) -> ServedBy:
+        """The server of the last cell that had one."""
+        served = [cell.served_by for cell in self.data.run.cells if cell.id in self.row.cells and cell.served_by.url]
+        return served[-1] if served else ServedBy(url="")
+
+    @cached_property
+    def engine(self) -> Engine | None:
+        """The engine that computes; None: not known."""
+        name = None if self.served.startup is None else self.served.startup.engine
+        named = next((one for one in engines() if one.name == name), None)
+        return named or (None if self.served.template is None else find_engine(self.served.template))
+
+    @cached_property
+    def front(self) -> Engine | None:
+        """The server type that is configured: that of the engine, or the one that started it."""
+        if self.served.template is not None:
+            return find_engine(self.served.template)
+        known = (one for one in engines() if one.options and one.options.known_by in self.served.effective)
+        return next(known, None) or self.engine
+
+    @cached_property
+    def shares_context(self) -> bool:
+        """Whether the engine's slots share its context, so that each has a part of it."""
+        templates = [] if self.engine is None else self.engine.templates.values()
+        return any(one.context is not None and one.context.slots is not None for one in templates)
+
+    @property
+    def title(self) -> str:
+        """The engine in a sentence."""
+        return "the server" if self.engine is None else self.engine.title
+
+    def setting(self, name: str) -> Any:
+        """A setting of the engine, by its name in the engine's file; None: not known."""
+        spelled = None if self.engine is None else self.engine.settings.get(name)
+        if spelled is None:
+            return None
+        key = spelled.effective or (spelled.flag or spelled.variable or "").removeprefix("--").replace("-", "_")
+        if (value := self.served.effective.get(key)) is not None:
+            return value
+        words = self.served.arguments
+        at = next((place for place, word in enumerate(words[:-1]) if word == spelled.flag), None)
+        return None if at is None else as_number(words[at + 1])
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """The environment that the scenario gives the server's container."""
+        given = self.data.run.scenario.servers[self.row.server].variables.get("environment")
+        return dict(given) if isinstance(given, dict) else {}
+
+    def variable(self, name: str) -> str | None:
+        """A variable of the environment, of the scenario or else of the image; None: it is not set, or not known."""
+        contents = self.served.contents
+        value = self.environment.get(name, None if contents is None else contents.environment.get(name))
+        return None if value is None else str(value)
+
+    @cached_property
+    def log(self) -> str:
+        """The start of the server's log, of the first cell of this server that has one."""
+        cells = [cell.id for cell in self.data.run.cells if cell.server == self.row.server]
+        paths = [self.data.folder / "logs" / f"{cell}.server.log" for cell in cells]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            return ""
+        with open_file(path) as file:
+            return file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
+
+    def whole(self, name: str) -> int | None:
+        """A setting that is a positive whole number; None: not known."""
+        value = self.setting(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    def default(self, name: str) -> int | None:
+        """The engine's own number for a setting that is not given; None: not known."""
+        spelled = None if self.engine is None else self.engine.settings.get(name)
+        value = None if spelled is None or spelled.tune is None else spelled.tune.default
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def action(
+        self, do: str, changes: dict[str, Any] | None = None, *, settings: dict[str, str] | None = None,
+        gain: Reason | None = None, risk: str = "", about: str = "", verify: str = "",
+    ) -> Action:  # fmt: skip
+        """An action: `changes` of the engine's settings, by name (None: to the value of the engine's file), or other
+        `settings`. `about`: the key in which the next run will differ.
+        """
+        known = {} if self.engine is None else self.engine.settings
+        has = {name: value for name, value in (changes or {}).items() if name in known}
+        about = about or ("" if changes is None else "effective" if self.served.template is None else "variables")
+        return Action(
+            do=do,
+            settings=(settings or {}) | self._spell({name: (known[name], value) for name, value in has.items()}),
+            changes={name: known[name].value if value is None else value for name, value in has.items()},
+            gain=gain,
+            risk="; ".join(filter(None, [risk, *(known[name].risk for name in has)])),
+            verify=verify or (self.verify(about) if about else self.run_again),
+        )
+
+    def warm_up(self, do: str, gain: Reason | None = None) -> Action:
+        """A warm-up until the server is steady."""
+        settings = {"the scenario": "warmup: {until: steady}"}
+        return self.action(do, settings=settings, gain=gain, risk="the run takes longer")
+
+    def verify(self, about: str) -> str:
+        """The commands that measure the same again and compare. `about`: the key in which the runs will differ."""
+        run = self.data.run
+        return f"{self.run_again}; {command_line('harness', 'compare', run.id, 'NEW', '--about', about)}"
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the requests are those of `harness quick`, which say nothing about the user's own."""
+        return self.data.run.scenario_name == QUICK and self.served.template is None
+
+    @property
+    def run_again(self) -> str:
+        run, is_capacity = self.data.run, (self.data.folder / CAPACITY_FILE).exists()
+        server = list[str]()
+        if self.served.template is None and self.served.url:  # it ran already
+            options = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
+            given = [word for name, value in options.items() if value for word in (name, value)]
+            if self.is_quick:
+                return command_line("harness", "quick", self.served.url, *given)
+            server = ["--url", self.served.url, *given]
+        kind = run.scenario_name.removeprefix("capacity-")
+        if is_capacity and server and kind != run.scenario_name:  # it was made for the running server
+            return command_line("harness", "capacity", *server, "--user", kind)
+        return command_line("harness", "capacity" if is_capacity else "run", self._scenario_word, *server)
+
+    @property
+    def _scenario_word(self) -> str | Path:
+        """The scenario as a command takes it: the name of one that ships, else the file that was run."""
+        run = self.data.run
+        try:
+            path = Path(read_json(self.data.folder / INPUTS, dict[str, Any])["scenario"])
+        except (OSError, HarnessError, KeyError, TypeError):  # imported, or filed
+            return Path(f"{run.scenario_name}.yaml")
+        if path.parent == SCENARIOS:
+            return run.scenario_name
+        here = Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path
+
+    def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
+        """By place the text that makes these changes, as this server is configured."""
+        if self.engine is None or self.front is None or not changes:
+            return {}
+        values = {name: one.value if value is None else value for name, (one, value) in changes.items()}
+        spelled = {name: one for name, (one, _) in changes.items()}
+        if self.front.options is not None:
+            return self._spell_options(spelled, values)
+        if self.served.template is None:
+            words = [word for name, one in spelled.items() for word in flag_words(one, values[name])]
+            return {f"arguments of {self.title}": command_line(*words)} if words else {}
+        lines = [f"{one.variable}: {inline_yaml(values[name])}" for name, one in spelled.items() if one.variable]
+        chosen = {one.environment: values[name] for name, one in spelled.items() if one.environment}
+        if chosen:
+            lines.append(f"environment: {inline_yaml(self.environment | chosen)}")
+        more = [
+            word
+            for name, one in spelled.items()
+            if one.flag and not one.variable
+            for word in flag_words(one, values[name])
+        ]
+        variables = self.data.run.scenario.servers[self.row.server].variables.get("extra_args")
+        given = [str(word) for word in variables] if isinstance(variables, list) else []
+        if (extra := merge_words(given, more, self._flags(spelled))) != given:  # what it had would overrule the rest
+            lines.append(f"extra_args: {inline_yaml(extra)}")
+        return {self._variables: "\n".join(lines)} if lines else {}
+
+    def _flags(self, spelled: dict[str, Spelling]) -> list[str]:
+        """All flags that give these settings."""
+        return [flag for one in spelled.values() if self.engine is not None for flag in flag_names(self.engine, one)]
+
+    @property
+    def _variables(self) -> str:
+        return f"servers.{self.row.server}.variables"
+
+    def _spell_options(self, spelled: dict[str, Spelling], values: dict[str, Any]) -> dict[str, str]:
+        """The options of a load: those in use, with these changes."""
+        assert self.front is not None and self.front.options is not None and self.engine is not None
+        options = self.front.options
+        used = self.served.effective.get(options.known_by)
+        own = {name: one.variable for name, one in self.front.settings.items() if one.variable}
+        keys = [*own.values(), *options.arguments.values()]
+        known = {key: used[key] for key in keys if used.get(key)} if isinstance(used, dict) else {}
+        entry = known | {own[name]: value for name, value in values.items() if name in own}
+        others = {name: one for name, one in spelled.items() if name not in own}
+        key = options.arguments.get(self.engine.name)
+        if others and key is not None:
+            refused = {flag for row in self.front.command.protected if row.variable == key for flag in row.flags}
+            changed = {name: one for name, one in others.items() if one.flag not in refused}
+            words = [word for name, one in changed.items() for word in flag_words(one, values[name])]
+            entry[key] = " ".join(merge_words(str(entry.get(key) or "").split(), words, self._flags(others)))
+        if {name: value for name, value in entry.items() if value or name in known} == known or HIDDEN in str(
+            entry
+        ):  # a secret argument, which is in no file
+            return {}
+        scenario, is_ours = self.data.run.scenario, self.served.template is not None
+        url, key_env = (None, None) if is_ours else (self.served.url, scenario.api_key_env)
+        load = load_command(self.front, url, key_env, self.served.model or scenario.model, entry)
+        lines = "\n".join(f"{name}: {inline_yaml(value)}" for name, value in entry.items())
+        return ({self._variables: lines} if is_ours else {}) | load

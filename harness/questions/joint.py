@@ -1,0 +1,54 @@
+"""What all questions do together: they add their answers to the numbers of a run.
+
+Only the commands, the public API and the room of a run's page import this module.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from harness.base.summary import Summary
+from harness.numbers import validity
+from harness.numbers.summarize import Summarized, has_only_summary, read_summary, summarize_with_counts
+from harness.questions import soak, switching
+from harness.questions.agents import turn_answers
+from harness.questions.crossover.decide import setting_answers
+from harness.questions.findings.decide import with_findings
+from harness.questions.same_answers.decide import same_answers
+
+
+def with_answers(made: Summarized) -> Summarized:
+    """The summary with the answers of the questions that its run asks."""
+    summary, data = made
+    run = data.run
+    is_known = not validity.run_reasons(run, data.damaged, data.unknown_cells)
+    answers = []
+    if is_known and run.kind != "search":
+        working = [row for row in summary.rows if row.failed is None]
+        answers = [*setting_answers(run, working, summary.cells), *switching.switching_answers(data, summary.cells)]
+    added = replace(
+        summary,
+        answers=answers or turn_answers(summary.rows, run.scenario.loads),
+        soaks=soak.soak_results(data),
+        same_answers=same_answers(data) if is_known else [],
+    )
+    return made._replace(summary=added)
+
+
+def analyse(folder: Path, extra_checks: Sequence[str] = (), *, charted: bool = False) -> Summarized:
+    """All that the records of a run say, without its findings: numbers, checks, verdicts and answers.
+
+    Raises HarnessError when there is no readable manifest.
+    """
+    return with_answers(summarize_with_counts(folder, extra_checks, charted=charted))
+
+
+def analyse_with_findings(folder: Path, extra_checks: Sequence[str] = ()) -> Summary:
+    """The same with the findings, as a summary."""
+    return with_findings(analyse(folder, extra_checks)).summary
+
+
+def summary_of(folder: Path, checks: Sequence[str] = ()) -> Summary:
+    """The summary by the formulas of this version; of a filed run without records, the stored summary."""
+    return read_summary(folder) if has_only_summary(folder) else analyse(folder, checks).summary

@@ -1,0 +1,5 @@
+"""How long for 500,000 items? The room of `harness plan`.
+
+decide.py  a prediction from a finished run, with its interval
+page.py    its page
+"""

@@ -1,0 +1,191 @@
+"""The numbers of `harness quick`: what one, four and eight users at once get, from however few requests there are."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from harness.base.summary import RunFinding, Summary, median_of_known, sentence
+from harness.numbers import formulas
+from harness.numbers.cell_numbers import compute_numbers
+from harness.numbers.latencies import latency_sample, token_shares_between
+from harness.numbers.prefill import prefill_tok_s
+from harness.numbers.share_test import percentiles
+from harness.records import run_data
+from harness.records.columns import Floats, Rows
+from harness.records.manifest import QUICK
+from harness.records.records import CUT, OBSERVED
+from harness.records.run_data import CellData, RunData
+from harness.scenario.plan import load_of_stage
+
+NOTES = ("text_unread", "first_token_blank", "reasoning_hidden", "prefill_above_hardware")
+
+
+class QuickLevel(Struct, frozen=True, kw_only=True):
+    """What so many users got in the time of their level. None: unknown."""
+
+    users: int
+    answers: int  # that are complete
+    cut: int  # requests that the end of the time cut
+    failed: int
+    tok_s: float | None  # output tokens a second of all users together, the wait for first tokens included
+    user_tok_s: float | None  # output tokens a second of one user after the first token
+    answer_tok_s: float | None  # output tokens of an answer / its E2E latency
+    prefill_tok_s: float | None  # uncached prompt tokens / TTFT; None where requests waited for others
+    ttft_ms: float | None  # the median, of however few requests
+    reasons: bool  # whether the model reasons before it answers
+    visible_ms: float | None  # TTFO of such answers; None also where no text was visible
+
+
+class QuickReport(Struct, frozen=True, kw_only=True):
+    """The output of `harness quick --json`. Missing is null."""
+
+    run: str  # its directory
+    url: str
+    model: str
+    server: str | None  # its version
+    simulated: bool
+    valid: bool
+    reasons: list[str]
+    death: str | None = None  # how and when the server ended, if it did
+    one_user_tok_s: float | None
+    prefill_tok_s: float | None  # with one user, as of the following
+    ttft_ms: float | None
+    users: list[QuickLevel]
+    tokens_counted: bool  # False: the server does not report tokens, and a chunk is taken for one
+    prompt_tokens: int | None  # the median
+    answer_tokens: int  # at most
+    level_s: float | None  # seconds of each level
+    share: float | None  # of what the hardware allows for one user
+    share_sentence: str | None
+    finding: RunFinding | None  # the worst one
+    notes: list[str] = []  # on numbers that are missing, or are not what they seem
+    next: dict[str, str]  # commands, each with what it answers
+
+
+def read_levels(folder: Path, summary: Summary) -> list[QuickLevel]:
+    """Return the levels of a run of `harness quick`; none for another run, or without its records. Raises HarnessError
+    for damaged ones.
+    """
+    is_quick = summary.scenario == QUICK and (folder / "requests.jsonl").exists()
+    return quick_levels(run_data.load(folder), summary) if is_quick else []
+
+
+def quick_levels(data: RunData, summary: Summary) -> list[QuickLevel]:
+    """Return the levels of a run whose load has stages, in their order. `summary`: of the run."""
+    planned = {name: cell for name, cell in data.planned.items() if name in data.cells and cell.repeat == 1}
+    users = {name: data.run.scenario.loads[cell.load].users for name, cell in planned.items()}
+    levels = [level_of(users[name], data.cells[name]) for name, cell in planned.items() if load_of_stage(cell.load)]
+    is_above = any(note.code == "prefill_above_hardware" for note in summary.notes)  # then prefill is not given
+    return [replace(level, prefill_tok_s=None) for level in levels] if is_above else levels
+
+
+def quick_notes(summary: Summary) -> list[str]:
+    """Return the notes on numbers of the levels, each kind once, of the level with the fewest users that has it."""
+    return [
+        sentence(note) for note in {note.code: note for note in reversed(summary.notes)}.values() if note.code in NOTES
+    ]
+
+
+def level_of(users: int, cell: CellData) -> QuickLevel:
+    """Return the numbers of a cell."""
+    rows = cell.counted
+    good, started = rows.where(rows.good), rows.where(rows.good | rows.error.is_in(*CUT))
+    numbers = compute_numbers([cell])
+    ttft_s, ttfo_s = _median_ttft_s(cell), good.first_visible_s
+    late = ttfo_s > good.first_chunk_s
+    is_whole = numbers.bundle is not None and numbers.bundle.pieces <= 1  # its first token comes with its last
+    cut = int(rows.error.is_in(*CUT).sum())
+    return QuickLevel(
+        users=users,
+        answers=len(good),
+        cut=cut,
+        failed=len(rows) - len(good) - cut,
+        tok_s=_all_tok_s(cell),
+        user_tok_s=_user_tok_s(cell, good) or _user_tok_s(cell, started),
+        answer_tok_s=numbers.answer_tok_s,
+        prefill_tok_s=prefill_tok_s([cell], planned=True) if ttft_s else None,
+        ttft_ms=None if is_whole else _milliseconds(ttft_s),
+        reasons=bool((started.reasoning_chunks > 0).any()),
+        visible_ms=_milliseconds(_median(ttfo_s[late])) if late.any() else None,
+    )
+
+
+def _median_ttft_s(cell: CellData) -> float | None:
+    """The median TTFT, of however few requests. None: no request has it, or the end cut most of them before it."""
+    sample = latency_sample(cell, "ttft")
+    return percentiles([sample], [500])[0].value_s if len(sample.of_state(OBSERVED)) else None
+
+
+def _user_tok_s(cell: CellData, rows: Rows) -> float | None:
+    """Output tokens after the first ones / the time that they took, inside the window. An answer that outlives its
+    level shares the server with the users of the next one, and counts until then.
+    """
+    span_s = rows.last_chunk_s - rows.first_arrival_s
+    tokens = span_s / _seconds_per_token(rows)
+    if cell.window_s is not None:
+        until_s = cell.window_s[1] - rows.sent_s
+        places = np.flatnonzero(~np.isnan(tokens) & (rows.last_chunk_s > until_s))
+        for at, request in zip(places.tolist(), cell.fetch(rows.place[places].tolist()), strict=True):
+            later_s = np.array([chunk_s for chunk_s in request.chunks_s if chunk_s > rows.first_arrival_s[at]])
+            inside_s = later_s[later_s <= until_s[at]]
+            tokens[at] *= len(inside_s) / max(1, len(later_s))
+            span_s[at] = inside_s.max() - rows.first_arrival_s[at] if len(inside_s) else 0.0
+    known = ~np.isnan(tokens)
+    total_s = float(span_s[known].sum())
+    return float(tokens[known].sum()) / total_s if total_s > 0 else None
+
+
+def counts_tokens(cells: Sequence[CellData]) -> bool:
+    """Whether the server reports the tokens of its answers."""
+    return not any(np.isnan(cell.counted.output_tokens[cell.counted.good]).any() for cell in cells)
+
+
+def median_prompt(cells: Sequence[CellData]) -> int | None:
+    """Return the median length of the prompts in tokens, as the server counts them, else as planned."""
+    median = median_of_known(value for cell in cells for value in _known(_prompt_tokens(cell.counted)))
+    return None if median is None else round(median)
+
+
+def _seconds_per_token(rows: Rows) -> Floats:
+    """TPOT; where the tokens are not known, the time per chunk after the first arrival."""
+    known = np.isnan(rows.output_tokens) & (rows.arrivals >= formulas.MIN_ARRIVALS)
+    steps = np.where(known, rows.chunks - rows.first_arrival_chunks, np.nan)
+    tpot_s = formulas.latency_s(rows, "tpot")
+    found: Floats = np.where(np.isnan(tpot_s), (rows.last_chunk_s - rows.first_arrival_s) / steps, tpot_s)
+    return np.where(found > 0, found, np.nan)
+
+
+def _prompt_tokens(rows: Rows) -> Floats:
+    return np.where(np.isnan(rows.prompt_tokens), rows.asked_prompt_tokens, rows.prompt_tokens)
+
+
+def _all_tok_s(cell: CellData) -> float | None:
+    """Output tokens that all users got inside the window / window. A chunk of an unknown number of tokens is one."""
+    if cell.window_s is None or cell.window_s[1] <= cell.window_s[0]:
+        return None
+    total = 0.0
+    for one in (cell, *cell.neighbours):
+        rows = one.rows.where(one.rows.error.is_in(None, *CUT))
+        tokens = np.where(np.isnan(rows.output_tokens), rows.chunks, rows.output_tokens)
+        total += float((tokens * token_shares_between(rows, *cell.window_s, one.fetch)).sum())
+    return total / (cell.window_s[1] - cell.window_s[0]) or None
+
+
+def _known(values: Floats) -> list[float]:
+    known: list[float] = values[~np.isnan(values)].tolist()
+    return known
+
+
+def _median(values: Any) -> float | None:
+    """Return the median of the known values; None without any, or if it is infinite."""
+    known = values[~np.isnan(values)]
+    median = float(np.median(known)) if len(known) else np.inf
+    return median if np.isfinite(median) else None
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds

@@ -1,0 +1,447 @@
+"""`harness quick`: find a server, measure how fast it is, and load it with one, four and eight users for seconds.
+
+It is a run of a scenario that is made here: one load with stages, so that one load generator serves all levels.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import requests
+import yaml
+from msgspec.structs import replace
+
+from harness.base.command_line import command_line, option_words, positional
+from harness.base.errors import HarnessError, ServerError
+from harness.base.files import SCENARIOS
+from harness.base.https import open_session
+from harness.base.process import pause
+from harness.base.summary import sentence
+from harness.engines import listed_names
+from harness.engines.loaded import chat_models
+from harness.failures.unexpected_response import decode_json, shown_names
+from harness.hardware.model import find_model, read_model
+from harness.numbers.summarize import summarize_with_counts
+from harness.questions.findings.decide import with_findings
+from harness.questions.quick.decide import QuickReport, counts_tokens, median_prompt, quick_levels, quick_notes
+from harness.records.manifest import Run, Startup
+from harness.report.sentences import death_answer, group_reasons
+from harness.run import experiment as experiments
+from harness.run.experiment import RUNNING_SERVER, Experiment, Target
+from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
+from harness.scenario import Line, Scenario, models_of_loads
+from harness.scenario.behaviour import max_length
+from harness.serve import probe
+from harness.serve.lifecycle import (
+    attach_to_server,
+    choose_model,
+    inspect_server,
+    refuse_absent_models,
+    reported,
+)
+from harness.workload import SALT_WORDS, text
+from harness.workload.job import read_api_key
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+PORTS = (13305, 8000, 8080, 11434)  # where servers of this machine usually are
+LEVELS = (1, 4, 8)  # users
+MAX_PROMPT_TOKENS = 128  # with its template, as the server counts
+TEMPLATE_TOKENS = 60  # about
+FIRST_TOKENS = 12  # of the answer by which the speed is known
+SLOW_FIRST_S = 3.0  # a slower first token may include the load of the model; an answer of less time is cheap to repeat
+MAX_FIRST_S = 20.0  # for the tokens of that answer
+MAX_LOADING_S = 300.0  # for a server that still loads its model
+FIND_S = 1.0
+# Of a capacity search or a live load without a scenario; docs/capacity.md lists them.
+USER_LOADS: dict[str, dict[str, Any]] = {
+    "chat": {"user": "chat", "turns": 4, "think_s": [2, 8], "output_tokens": 256, "output": "natural"},
+    "batch": {"user": "batch", "output_tokens": 128},
+    "agent": {"user": "agent", "output_tokens": 256, "output": "natural"},
+    "rag": {"user": "rag", "output_tokens": 256, "output": "natural"},
+}
+USER_PROMPTS = {"chat": {"tokens": 120, "system_tokens": 200}}
+LIMITS = ["ttft_p95 <= 2s", "tpot_p95 <= 60ms"]
+
+
+class Effort(NamedTuple):
+    """How much is measured of a server of some speed. Few sizes, so that runs of one server have the same work."""
+
+    output_tokens: int  # of an answer, at most
+    level_s: float  # seconds of each level
+    drain_s: float  # for the answers in flight at the end
+
+
+EFFORTS = (Effort(64, 2.5, 2.0), Effort(48, 5.0, 3.0), Effort(24, 9.0, 5.0), Effort(16, 13.0, 6.0))
+_ANSWERS = 2.2  # of one user, that a level has time for
+
+
+def find_servers(ports: Sequence[int] | None = None) -> list[str]:
+    """Return the addresses of the servers on this machine. Raises ServerError without any, and says where it looked."""
+    found, seen = list[str](), dict[str, list[str]]()
+    for port in PORTS if ports is None else ports:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            with open_session(None) as session:
+                response = session.get(f"{url}/v1/models", timeout=FIND_S, allow_redirects=False)
+        except requests.RequestException as error:
+            seen.setdefault(probe.explain_connection_error(error), []).append(str(port))
+            continue
+        if response.status_code in (401, *probe.BUSY) or probe.has_models(response):
+            found.append(url)
+        else:
+            seen.setdefault(f"another program answers (HTTP {response.status_code})", []).append(str(port))
+    if found:
+        return found
+    looked = "; ".join(f"port {', '.join(closed)}: {text}" for text, closed in seen.items())
+    raise ServerError(
+        f"no LLM server was found on 127.0.0.1 ({looked})",
+        next_step="Start the server, or give its address: harness quick http://HOST:PORT",
+    )
+
+
+def describe_server(url: str, model: str | None = None, key_name: str | None = None) -> str:
+    """Return address, version and model of a server, or why its model is not known. It sends only GET requests."""
+    base, key, notes = probe.parse_base_url(url), read_api_key(key_name), list[str]()
+    with open_session(key) as session:
+        version = probe.find_version(base, session)
+    about = url if version is None else f"{url} ({version})"
+    try:
+        chosen = choose_model(base, key, key_name, model, notes.append)
+    except HarnessError as error:
+        return f"{about}: {error.what}"
+    return " ".join([f"{about}: '{chosen}'", *(f"({note})" for note in notes)])
+
+
+def find_running() -> tuple[str, str] | None:
+    """Return address and model of the first server here that lists a chat model without a key; None without any."""
+    with suppress(HarnessError):
+        for url in find_servers():
+            with suppress(HarnessError):
+                return url, model_of(url)
+    return None
+
+
+def model_of(url: str) -> str:
+    """Return the model that a server has loaded, or its first chat model. Raises as `choose_model`."""
+    return choose_model(probe.parse_base_url(url), None, None)
+
+
+@contextmanager
+def scenario_path(
+    given: Path | None, target: Target | None, name: str, make: Callable[[Target], dict[str, Any]]
+) -> Iterator[Path]:
+    """Yield the path of the given scenario, or of a temporary one that `make` returns for a running server.
+
+    Raises HarnessError without both.
+    """
+    if given is not None:
+        yield given
+        return
+    if target is None:
+        raise HarnessError(
+            "neither a scenario nor --url is given",
+            next_step="Name a scenario (`harness list scenarios`), or a running server: --url http://127.0.0.1:8000",
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(make(target), sort_keys=False), encoding="utf-8")
+        yield path
+
+
+def prepare_for(path: Path, target: Target | None, model: str | None, say: Say, *options: Any) -> Experiment:
+    """Prepare a scenario as `experiment.prepare` does. The models of scenarios that ship are examples: without `model`,
+    the only chat model of the running server takes the place of one that it lacks. Raises HarnessError.
+    """
+    experiment = experiments.prepare(path, target, model, *options)
+    if experiment.one_of:
+        say(
+            f"{experiment.path.stem} compares {len(experiment.one_of)} servers, and --url measures one of them. "
+            "Run it once for each, then: harness compare RUN RUN"
+        )
+    scenario, key_name = experiment.scenario, experiment.scenario.api_key_env
+    if target is None or model or path.resolve().parent != SCENARIOS or models_of_loads(scenario):
+        return experiment
+    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
+    with open_session(key) as session:
+        try:
+            _when_ready(lambda: refuse_absent_models(base, [scenario.model], key, key_name, say))
+        except ServerError:
+            loaded, listed = probe.find_loaded(base, session), chat_models(probe.list_models(base, session, key_name))
+            if len(loaded or listed) != 1:
+                raise
+            only = probe.find_model(base, None, session, key_name, say)
+            has = "has loaded" if loaded else "has only"
+            _refuse_odd_name(only)
+            say(f"The server {has} {only}: it is measured instead of the scenario's {scenario.model}.")
+            return replace(experiment, scenario=replace(scenario, model=only))
+        loaded = probe.find_loaded(base, session) or []
+        if loaded and not listed_names(scenario.model) & set(loaded):
+            say(
+                f"{base} has loaded {shown_names(loaded)}; the first request loads the scenario's '{scenario.model}', "
+                f"which may unload it. To measure it instead: {command_line('--model', loaded[0])}"
+            )
+    return experiment
+
+
+@contextmanager
+def _key_by_option() -> Iterator[None]:
+    """Without a scenario, an option names the variable that holds a key."""
+    try:
+        yield
+    except probe.KeyMissingError as error:
+        next_step = "Export the key, and name its environment variable: --api-key-env NAME."
+        raise ServerError(error.what, next_step=next_step) from None
+
+
+def quick_scenario(
+    target: Target, model: str | None = None, key_name: str | None = None, say: Say = lambda line: None
+) -> dict[str, Any]:
+    """Return the scenario of `harness quick`, as a file has it. The work fits the speed of the server.
+
+    `model`: None takes the one that is loaded, or the first. Raises ServerError when it does not answer, and
+    HarnessError if several are loaded.
+    """
+    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
+    with reported(f"the first answer of {base}", say), _key_by_option():
+        chosen = _when_ready(lambda: choose_model(base, key, key_name, model, say))
+        speed = _when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
+    effort = choose_effort(speed)
+    load = {
+        "user": "batch",
+        "stages": [{"users": users, "for_s": effort.level_s} for users in LEVELS],
+        "output_tokens": effort.output_tokens,
+        "output": "natural",
+        "drain_s": effort.drain_s,
+    }
+    question = "How fast is this server with one user, and with several at once?"
+    more: dict[str, Any] = {"prompts": {"tokens": choose_words(speed.prompt_tokens)}, "warmup": {"requests": 0}}
+    more["metrics_interval_s"] = 0.5  # a level of 2.5 s needs a few samples, to show a queue
+    return _scenario(question, chosen, {"users": load}, key_name, **more)
+
+
+def user_scenario(
+    user: str,
+    target: Target,
+    model: str | None = None,
+    key_name: str | None = None,
+    say: Say = lambda line: None,
+) -> dict[str, Any]:
+    """Return a scenario with one kind of users, for a capacity search or a live load. Raises as `quick_scenario`."""
+    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
+    with _key_by_option():
+        chosen = _when_ready(lambda: choose_model(base, key, key_name, model, say))
+    loads = {user: {**USER_LOADS[user], "users": 1, "duration_s": 60}}
+    more = {"prompts": USER_PROMPTS.get(user, {"tokens": 256}), "checks": LIMITS}
+    return _scenario(f"How many {user} users does this server hold?", chosen, loads, key_name, **more)
+
+
+def _scenario(question: str, model: str, loads: dict[str, Any], key_name: str | None, **more: Any) -> dict[str, Any]:
+    _refuse_odd_name(model)
+    servers = {RUNNING_SERVER: {"template": RUNNING_SERVER}}  # not started: --url replaces it
+    scenario = {"version": 1, "question": question, "model": model, "servers": servers, "loads": loads, "repeats": 1}
+    return scenario | more | ({} if key_name is None else {"api_key_env": key_name})
+
+
+def _refuse_odd_name(model: str) -> None:
+    """Raise ServerError for a model whose name a scenario cannot have: its error would name a file."""
+    try:
+        model.encode()
+        msgspec.convert(model, Line)
+    except (UnicodeEncodeError, msgspec.ValidationError):
+        raise ServerError(
+            f"the server's model has a name that cannot be recorded ({ascii(model[:100])}): one line without control "
+            "characters, of at most 1,000 characters, is expected",
+            next_step="Give it another name in the server's settings, or measure another of its models: --model NAME.",
+        ) from None
+
+
+def choose_effort(speed: RequestSpeed) -> Effort:
+    """Return the largest answers of which one user gets two or more in the time of a level."""
+
+    fitting = (one for one in EFFORTS if _ANSWERS * speed.answer_s(one.output_tokens) <= one.level_s)
+    return next(fitting, EFFORTS[-1])
+
+
+def choose_words(prompt_tokens: int | None) -> int:
+    """Return the words of a prompt of at most MAX_PROMPT_TOKENS, by the tokens of the longest one. None: unknown."""
+    longest = PROMPT_WORDS[0]
+    if prompt_tokens is None:
+        return longest
+    template = min(TEMPLATE_TOKENS, prompt_tokens)
+    per_word = (prompt_tokens - template) / longest
+    fitting = (words for words in PROMPT_WORDS if template + (words + SALT_WORDS) * per_word <= MAX_PROMPT_TOKENS)
+    return next(fitting, PROMPT_WORDS[-1])
+
+
+def measure_speed(
+    base: str, model: str, key: str | None, key_name: str | None = None, *, with_usage: bool = False
+) -> RequestSpeed:
+    """Return the speed of a short streamed request. Raises ServerError when the model does not answer.
+
+    A slow one is repeated: it may have included the load of the model, or met a busy machine. `with_usage` asks for the
+    tokens of its prompt, which some servers refuse.
+    """
+    begin_s = time.monotonic()
+    first = _ask(base, model, key, key_name, with_usage)
+    is_slow = first.ttft_s > SLOW_FIRST_S or time.monotonic() - begin_s < SLOW_FIRST_S
+    if choose_effort(first) is EFFORTS[0] or not is_slow:
+        return first
+    return min(first, _ask(base, model, key, key_name, with_usage), key=lambda speed: speed.answer_s(FIRST_TOKENS))
+
+
+def probe_server(
+    target: Target, scenario: Scenario, say: Say, *, timed: bool = False
+) -> tuple[RequestSpeed | None, Startup | None]:
+    """Return what a server reports of itself, and with `timed` the speed of one request of the scenario's model.
+
+    Without `timed` it sends no generation and loads no model. Raises ServerError when the server does not answer, or
+    lacks a model.
+    """
+    key_name = scenario.api_key_env
+    key, others = read_api_key(key_name), models_of_loads(scenario)
+
+    def ask() -> tuple[RequestSpeed | None, Startup | None]:
+        if not timed:
+            served = inspect_server(target.url, scenario.model, key, key_name=key_name, on_wait=say, others=others)
+            return None, served.startup
+        served = attach_to_server(
+            target.url, scenario.model, key, key_name=key_name, on_wait=say, others=others
+        ).served_by
+        return measure_speed(served.url, served.model or scenario.model, key, key_name), served.startup
+
+    return _when_ready(ask)
+
+
+def _when_ready(ask: Callable[[], T]) -> T:
+    """Return the answer of a server, after a wait while it is busy with the load of its model."""
+    deadline_s = time.monotonic() + MAX_LOADING_S
+    while True:
+        try:
+            return ask()
+        except probe.BusyError:
+            if time.monotonic() > deadline_s:
+                raise
+        pause(probe.RETRY_EVERY_S)
+
+
+def _ask(base: str, model: str, key: str | None, key_name: str | None, with_usage: bool) -> RequestSpeed:
+    prompt = text(PROMPT_WORDS[0], time.time_ns(), "speed")  # in no prefix cache
+    message = {"role": "user", "content": prompt}
+    body: dict[str, Any] = {"model": model, "messages": [message], "max_tokens": FIRST_TOKENS, "stream": True}
+    if with_usage:
+        body["stream_options"] = {"include_usage": True}
+    with open_session(key) as session:
+        sent_s = time.monotonic()
+        with probe.post(session, f"{base}/v1/chat/completions", body, stream=True) as response:
+            if response.status_code != 200:
+                probe.require_chat_completion(response, base, key_name)
+            tokens_s, prompt_tokens = _read_answer(response, sent_s)
+    took_s = time.monotonic() - sent_s
+    if len(tokens_s) < 2:  # it is not streamed, or came all at once
+        return RequestSpeed(took_s / 2, took_s / 2 / FIRST_TOKENS, prompt_tokens)
+    return RequestSpeed(tokens_s[0], (tokens_s[-1] - tokens_s[0]) / (len(tokens_s) - 1), prompt_tokens)
+
+
+def _read_answer(response: requests.Response, sent_s: float) -> tuple[list[float], int | None]:
+    """Return the seconds from sending to each event with text, and the tokens of the prompt if the server gives them.
+
+    It reads at most MAX_FIRST_S after the first event with text.
+    """
+    tokens_s, prompt_tokens = list[float](), None
+    try:
+        for event in probe.read_events(response):
+            now_s = time.monotonic() - sent_s
+            if _has_text(event.data):
+                tokens_s.append(now_s)
+            prompt_tokens = _prompt_tokens(event.data) or prompt_tokens
+            if tokens_s and now_s - tokens_s[0] > MAX_FIRST_S:
+                break
+    except requests.RequestException as error:
+        what = f"{response.url}: the answer broke off ({probe.explain_connection_error(error)})"
+        raise ServerError(what, next_step="Look at the server's log.") from None
+    return tokens_s, prompt_tokens
+
+
+def _has_text(data: bytes) -> bool:
+    try:
+        delta = decode_json(data)["choices"][0]["delta"]
+        return any(value for key, value in delta.items() if key != "role")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return False
+
+
+def _prompt_tokens(data: bytes) -> int | None:
+    try:
+        tokens = decode_json(data)["usage"]["prompt_tokens"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    return min(tokens, 1 << 20) if type(tokens) is int and tokens > 0 else None
+
+
+def quick_report(folder: Path, target: Target, options: Mapping[str, object]) -> QuickReport:
+    """Return what a finished run of a `quick_scenario` found. `options`: those of the command line for this server."""
+    made = with_findings(summarize_with_counts(folder))
+    data, summary = made.data, made.summary
+    load, ran = next(iter(data.run.scenario.loads.values())), next(iter(data.run.cells))
+    levels, cells = quick_levels(data, summary), list(data.cells.values())
+    one, share = levels[0], next(iter(summary.hardware_shares), None)
+    death = death_answer(summary, data.run) or None
+    return QuickReport(
+        run=str(folder),
+        url=target.url,
+        model=data.run.scenario.model,
+        server=ran.served_by.version,
+        simulated=summary.simulated,
+        valid=bool(summary.valid),
+        reasons=group_reasons(summary.reasons),
+        death=death,
+        one_user_tok_s=one.user_tok_s,
+        prefill_tok_s=one.prefill_tok_s,
+        ttft_ms=one.ttft_ms,
+        users=levels,
+        tokens_counted=counts_tokens(cells),
+        prompt_tokens=median_prompt(cells),
+        answer_tokens=max_length(load.output_tokens),
+        level_s=load.duration_s,
+        share=None if share is None else share.values["share"],
+        share_sentence=None if share is None else sentence(share),
+        finding=next(iter(summary.findings or []), None),
+        notes=quick_notes(summary),
+        next=next_commands(data.run, target.url, one.user_tok_s, options, died=bool(death)),
+    )
+
+
+def next_commands(
+    run: Run, url: str, tok_s: float | None, options: Mapping[str, object], *, died: bool = False
+) -> dict[str, str]:
+    """Return commands to go on with, each with what it answers. They work on this machine as they are; where the model
+    has no files here, one needs its size and GPU.
+    """
+    if died:
+        return {command_line("harness", "explain", "LOG"): "why the server ended, by its own log"}
+    given = list(option_words(options))
+    measured = [] if tok_s is None else ["--measured", f"{tok_s:.3g}"]
+    again = command_line("harness", "quick", url, *given)
+    where = option_words({"--runs": options.get("--runs")})
+    more = {
+        command_line("harness", "live", "--url", url, *given): "its numbers under a load that you set in the browser"
+    }
+    if measured:
+        normal = command_line("harness", "expect", "--params", "SIZE", "--gpu", "NAME", *measured)
+        more = {normal: "whether that is normal, by the model's size (14B) and its GPU (7900 XTX)"} | more
+    with suppress(HarnessError):
+        read_model(find_model(run.scenario.model))  # the name that a server gives its model is often no model here
+        allowed = command_line("harness", "expect", *measured, *positional(run.scenario.model))
+        more = {allowed: "what this machine allows"}
+    capacity = command_line("harness", "capacity", "--url", url, *given)
+    return {
+        capacity: f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
+        **more,
+        f"{again} && {command_line('harness', 'compare', run.id, 'last', *where)}": "whether a change made it faster",
+    }

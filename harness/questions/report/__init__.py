@@ -1,0 +1,8 @@
+"""What did a run show? The page of a run, which has the answers of all questions, and its files.
+
+headline.py     the first sentence: the answer to the question that the run asked
+page.py         the page as elements: terminal and Markdown print it
+html_page.py    the HTML page: the same with tiles and charts
+junit_cases.py  the run as test cases
+store.py        writes summary.json and report.html at the end of a run
+"""

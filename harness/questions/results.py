@@ -1,0 +1,366 @@
+"""Results: VALID runs filed by machine and scenario, and the leaderboard over them."""
+
+import gzip
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import msgspec
+import yaml
+from msgspec import Struct
+from msgspec.structs import replace
+
+from harness.base import units
+from harness.base.errors import HarnessError, reason_of
+from harness.base.files import open_file, pretty_json, read_text, replace_file
+from harness.base.metrics import METRICS
+from harness.base.summary import Row, Summary
+from harness.base.units import format_date
+from harness.numbers.summarize import read_summary
+from harness.numbers.verdicts import is_client_limited, is_paced, metric_values, work_metric
+from harness.questions.compare.decide import refuse_invalid
+from harness.questions.joint import analyse
+from harness.questions.quick.decide import read_levels
+from harness.questions.report.page import run_page
+from harness.records.directory import folder_name, list_runs
+from harness.records.manifest import Run, ServedBy, read_run
+from harness.report import words
+from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
+from harness.report.markdown import render
+
+RANKING = (
+    "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
+    "`harness compare RUN RUN --across machine` checks that."
+)
+APART = (
+    "Figures that others published, as they state them. They were not measured by this suite and not repeated "
+    "here, workloads differ from row to row, and they never enter a verdict or a ranking."
+)
+EMPTY = "There are no results yet: `harness results add RUN` files a run."
+_DIGEST_CHARS = 19  # "sha256:" and twelve more
+RECORDS = "requests.jsonl"
+THIRD_PARTY = Path("reference") / "third-party.yaml"
+
+
+class Figure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A figure published by others, in reference/third-party.yaml."""
+
+    hardware: str
+    model: str
+    setup: str
+    load: str
+    result: str
+    claim: str  # its kind of author: vendor, community, paper
+    source: str
+    date: str  # of the source; "undated" where none was recorded
+    url: str | None = None
+
+    @property
+    def cells(self) -> list[str]:
+        source = self.source if self.url is None else f"{self.source} {self.url}"
+        return [self.hardware, self.model, self.setup, self.load, self.result, self.claim, source, self.date]
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """A row of a filed run, as the leaderboard shows it."""
+
+    machine: str
+    server: str
+    load: str
+    metric: str  # of its group
+    values: list[float]  # one for each repeat
+    output_tok_s: float | None
+    ttft_p50: float | None
+    errors: int
+    date: str
+    run: str
+    image_digest: str | None
+    version: str | None
+    valid: bool
+    client_limited: list[str]  # fields of Numbers
+    ranked: bool  # only if the run is valid and the load generator did not limit the value
+    best: bool = False  # of its machine
+
+    @property
+    def value(self) -> float | None:
+        return median(self.values) if self.values else None
+
+    @property
+    def median(self) -> str:
+        """The median of the repeats with its unit."""
+        shown = units.NOTHING if self.value is None else words.format_metric(self.value, self.metric)
+        return self._mark_limited(shown, METRICS[self.metric].field)
+
+    def cells(self, place: int) -> dict[str, str]:
+        """The texts of its row by their column, those of ORIGIN last."""
+        ends = (min(self.values), max(self.values)) if self.values else ()
+        limited = "VALID" if self.ranked or not self.values else "CLIENT-LIMITED"
+        return {
+            "#": str(place) if self.ranked else units.NOTHING,
+            "Machine": f"{self.machine} (best)" if self.best else self.machine,
+            "Server / load": f"{self.server} / {self.load}",
+            "Median": self.median,
+            "Minimum to maximum": " to ".join(words.format_metric(end, self.metric) for end in ends) or units.NOTHING,
+            "Repeats": str(len(self.values)),
+            "tok/s": self._mark_limited(units.significant(self.output_tok_s), "output_tok_s"),
+            "TTFT p50, ms": self._mark_limited(units.milliseconds(self.ttft_p50), "ttft"),
+            "Errors": str(self.errors),
+            "Validity": limited if self.valid else "INVALID",
+            "Date": self.date,
+            "Run": self.run,
+            "Image": (self.image_digest or units.NOTHING).rpartition("@")[2][:_DIGEST_CHARS],
+            "Version": self.version or units.NOTHING,
+        }
+
+    def _mark_limited(self, text: str, field: str) -> str:
+        return f"{text}{LIMITED}" if field in self.client_limited and text != units.NOTHING else text
+
+
+ORIGIN = ("Date", "Run", "Image", "Version")  # in a line below the row
+RANKED: tuple[tuple[str, str, Literal["name", "verdict", ""]], ...] = (  # the columns: key, title, group
+    ("place", "#", ""), ("server", "Machine", "name"), ("load", "Server / load", "name"), ("rate", "Median", ""),
+    ("speedup", "Minimum to maximum", ""), ("repeats", "Repeats", ""), ("tok_s", "tok/s", ""),
+    ("ttft", "TTFT p50, ms", ""), ("errors", "Errors", ""), ("verdict", "Validity", "verdict"),
+)  # fmt: skip
+FIGURE_HEAD = ("Hardware", "Model", "Setup", "Load", "Result, as stated", "Claim", "Source", "Date")
+
+
+class Group(Struct, frozen=True, kw_only=True):
+    """The rows with the same scenario, model, workload and kind of engine (simulated or real), best first."""
+
+    scenario: str
+    question: str
+    model: str
+    workload_sha256: str
+    simulated: bool
+    metric: str
+    entries: list[Entry]
+
+    def best_of(self, machine: str) -> Entry | None:
+        return next((entry for entry in self.entries if entry.machine == machine and entry.best), None)
+
+    @property
+    def heading(self) -> str:
+        return f"{self.scenario} · {self.model}"
+
+    @property
+    def ranked_by(self) -> str:
+        return f"{METRICS[self.metric].title}, {'more' if METRICS[self.metric].more_is_better else 'less'} is better"
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        return [entry.cells(place) for place, entry in enumerate(self.entries, 1)]
+
+
+class Board(Struct, frozen=True, kw_only=True):
+    """The leaderboard."""
+
+    machines: dict[str, str]  # by name its GPUs, else its CPU
+    groups: list[Group]
+    figures: list[Figure]
+    unreadable: list[str]
+
+    @property
+    def limited_note(self) -> str | None:
+        """The meaning of the mark of a limited number; None if no number has it."""
+        marked = any(text.endswith(LIMITED) for group in self.groups for row in group.rows for text in row.values())
+        return f"{LIMITED} the load generator was the limit of this number, not the server." if marked else None
+
+
+def collect_board(results: Path, shipped: Path) -> Board:
+    """Read all runs below `results`, and the third-party figures from there, else from `shipped`.
+
+    A run that cannot be read is listed in the board.
+    """
+    runs: list[tuple[Run, Summary]] = []
+    unreadable = []
+    for folder, run in list_runs(results=results):
+        try:
+            if isinstance(run, HarnessError):
+                raise run
+            runs.append((run, read_summary(folder)))
+        except HarnessError as error:
+            unreadable.append(error.what)
+    same_work: dict[tuple[str, str, str, bool], list[tuple[Run, Summary]]] = {}
+    for run, summary in runs:
+        key = (run.scenario_name, run.scenario.model, run.workload_sha256, run.simulated)
+        same_work.setdefault(key, []).append((run, summary))
+    groups = [_make_group(members) for _, members in sorted(same_work.items())]
+    own = results / THIRD_PARTY
+    return Board(
+        machines=dict(sorted({run.machine.name: _describe_machine(run) for run, _ in runs}.items())),
+        groups=sorted(
+            (group for group in groups if group.entries),
+            key=lambda group: (group.simulated, group.scenario, group.model),
+        ),
+        figures=read_figures(own if own.exists() else shipped / THIRD_PARTY),
+        unreadable=unreadable,
+    )
+
+
+def read_figures(path: Path) -> list[Figure]:
+    """The third-party figures in a file; none without one. Raises HarnessError for a damaged one."""
+    try:
+        raw = yaml.safe_load(read_text(path))
+        return msgspec.convert(raw["figures"], list[Figure])
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise HarnessError(
+            f"{path}: cannot be read ({reason_of(error)})", next_step="The file was changed or damaged."
+        ) from None
+
+
+def _make_group(members: Sequence[tuple[Run, Summary]]) -> Group:
+    newest = max((run for run, _ in members), key=lambda run: run.started_wall_s)
+    loads = [run.scenario.loads[row.load] for run, summary in members for row in summary.rows]
+    metric = "ttft_p50" if any(map(is_paced, loads)) else work_metric(loads)
+    entries = [_make_entry(run, summary, row, metric) for run, summary in members for row in summary.rows]
+    entries.sort(key=_rank_key)
+    best: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.ranked:
+            best.setdefault(entry.machine, entry)
+    marked = [replace(entry, best=best.get(entry.machine) is entry) for entry in entries]
+    return Group(
+        scenario=newest.scenario_name,
+        question=newest.scenario.question,
+        model=newest.scenario.model,
+        workload_sha256=newest.workload_sha256,
+        simulated=newest.simulated,
+        metric=metric,
+        entries=marked,
+    )
+
+
+def _rank_key(entry: Entry) -> tuple[bool, float, str, str, str, str]:
+    """Best first; entries without a rank last."""
+    value = (entry.value or 0.0) * (-1 if METRICS[entry.metric].more_is_better else 1)
+    return not entry.ranked, value, entry.machine, entry.server, entry.load, entry.run
+
+
+def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
+    cells = {cell.id: cell for cell in summary.cells}
+    values = [value for value in metric_values(row, cells, metric) if value]
+    served: ServedBy | None = next((cell.served_by for cell in run.served if cell.server == row.server), None)
+    numbers = row.pooled
+    valid = summary.valid is True and run.status == "valid"
+    return Entry(
+        machine=run.machine.name,
+        server=row.server,
+        load=row.load,
+        metric=metric,
+        values=values,
+        output_tok_s=median(row.output_tok_s) if row.output_tok_s else None,
+        ttft_p50=numbers.ttft.p50,
+        errors=numbers.failed,
+        date=format_date(run.started_wall_s),
+        run=run.id,
+        image_digest=served.image_digest if served else None,
+        version=served.version if served else None,
+        valid=valid,
+        client_limited=row.client_limited,
+        ranked=valid and bool(values) and not is_client_limited(row, metric),
+    )
+
+
+def _describe_machine(run: Run) -> str:
+    """The GPUs of a machine, else its CPU."""
+    gpus = Counter(str(gpu.get("name") or gpu.get("target")) for gpu in run.machine.gpus)
+    return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in gpus.items()) or run.machine.cpu or ""
+
+
+def board_page(board: Board) -> list[Element]:
+    """The best row of each machine, the ranking of each group, and the figures of others."""
+    unreadable = [Bullet(f"not readable: {text}", "inconclusive") for text in board.unreadable]
+    page: list[Element] = [
+        Paragraph("Best row of each machine and scenario", "title"),
+        *([Paragraph(RANKING, "fine"), _best_grid(board)] if board.groups else [Paragraph(EMPTY, "fine")]),
+        *([Bullets(unreadable)] if unreadable else []),
+    ]
+    for group in board.groups:
+        about = f"{group.question} Ranked by {group.ranked_by}. The best row of each machine is marked."
+        page += [Paragraph(group.heading, "heading"), Paragraph(about, "fine")]
+        page += [Paragraph(words.SIMULATED, "simulated")] if group.simulated else []
+        page.append(_ranking_grid(group))
+    page += [Paragraph(board.limited_note, "fine")] if board.limited_note else []
+    if board.figures:
+        figures = plain_grid(FIGURE_HEAD, [figure.cells for figure in board.figures])
+        hint = "`harness results --format markdown`"
+        page.append(Fold("Third-party figures", [Paragraph(APART, "warning"), figures], hint))
+    return page
+
+
+def _best_grid(board: Board) -> Grid:
+    """By group and machine the best row."""
+
+    def cell(group: Group, machine: str) -> str:
+        best = group.best_of(machine)
+        return units.NOTHING if best is None else f"{best.median}: {best.server} / {best.load}, {best.date}"
+
+    machines = [f"{name} ({what})" if what else name for name, what in board.machines.items()]
+    rows = [
+        [group.heading + (" (SIMULATED)" if group.simulated else ""), *(cell(group, name) for name in board.machines)]
+        for group in board.groups
+    ]
+    return plain_grid(["Scenario", *machines], rows)
+
+
+def _ranking_grid(group: Group) -> Grid:
+    columns = [TableColumn(key, title, group=kind) for key, title, kind in RANKED]
+    return Grid(
+        columns=columns,
+        rows=[[row[column.title] for column in columns] for row in group.rows],
+        styles=["best" if entry.best else "" if entry.ranked else "unusable" for entry in group.entries],
+        below=[", ".join(f"{title} {row[title]}" for title in ORIGIN) for row in group.rows],
+    )
+
+
+def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[Path, list[str]]:
+    """Write summary.json, run.json and report.md of a run below `results`, with `records` its requests packed, too.
+
+    Returns the folder and the names of the files; a run that is filed again gives the same files. Raises RunError
+    for a run that is not VALID, HarnessError for one that has no place there.
+    """
+    run = read_run(folder)
+    summary = analyse(folder).summary
+    _refuse_result(run, summary)
+    target = results.joinpath(*map(folder_name, (run.machine.name, run.scenario_name, run.id)))
+    files = {
+        "run.json": pretty_json(run),
+        "summary.json": pretty_json(summary),
+        "report.md": render(run_page(summary, run, levels=read_levels(folder, summary))).encode(),
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        replace_file(target / name, content)
+    names = list(files)
+    if records and (folder / RECORDS).exists():
+        _pack(folder / RECORDS, target / f"{RECORDS}.gz")
+        names.append(f"{RECORDS}.gz")
+    return target, names
+
+
+def _refuse_result(run: Run, summary: Summary) -> None:
+    if run.origin is not None:
+        raise HarnessError(
+            f"{run.id}: was measured by {run.origin.tool}, and what it says is not ranked with runs of this suite",
+            next_step="File runs of `harness run`.",
+        )
+    refuse_invalid(run, summary, "is filed")
+
+
+def _pack(source: Path, path: Path) -> None:
+    """Pack a file. Equal records give equal files: no name, no time."""
+    temporary = path.with_name(f"{path.name}.new")
+    with (
+        open_file(source) as plain,
+        temporary.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+    ):
+        shutil.copyfileobj(plain, packed)
+    os.replace(temporary, path)

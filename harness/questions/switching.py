@@ -1,0 +1,158 @@
+"""What a change of model costs on a server with several models: the time to the first token after it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from harness.base.files import open_file
+from harness.base.summary import ALPHA, CellSummary, Reason, because
+from harness.base.units import count, figures
+from harness.engines import find_engine
+from harness.numbers import formulas
+from harness.numbers.stats import t_quantile
+from harness.records.run_data import RunData
+from harness.scenario import model_at
+
+MAX_LOG_BYTES = 50_000_000
+
+
+class ModelRequest(NamedTuple):
+    """A measured request that got a first token."""
+
+    cell: str  # or those of a mix that ran together
+    model: str
+    changed: bool  # the request before it was for another model
+    ttft_s: float
+
+
+def switching_answers(data: RunData, cells: Sequence[CellSummary]) -> list[Reason]:
+    """Return a sentence for each server and load, or mix, with requests for several models."""
+    groups: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for cell in cells:
+        if data.run.scenario.loads[cell.load].model is not None and not cell.problems and cell.again is None:
+            runs = groups.setdefault((cell.server, cell.mix or cell.load), {})
+            runs.setdefault(cell.group or cell.id, []).append(cell.id)
+    answers = []
+    for (server, load), runs in groups.items():
+        requests = [one for group, names in runs.items() for one in _requests(data, group, names)]
+        if (answer := _answer(server, requests, _logged(data, server, runs))) is not None:
+            loads = {name for _, name in groups}
+            text = f"{load}: {answer.text}" if len(loads) > 1 else answer.text
+            answers.append(because("model_switch", text, load=load, **answer.values))
+    return answers
+
+
+def _requests(data: RunData, group: str, names: Sequence[str]) -> list[ModelRequest]:
+    """The requests of cells that ran together, in the order of sending; those of the warm-up only show the model."""
+    sent: list[tuple[float, str, bool, float]] = []
+    for name in names:
+        cell, load = data.cells[name], data.run.scenario.loads[data.planned[name].load]
+        rows, counted = cell.rows, set(cell.counted.place.tolist())
+        ttfts = np.where(rows.good, formulas.ttft(rows), math.nan).tolist()
+        columns = zip(rows.sent_s.tolist(), rows.index.tolist(), rows.place.tolist(), ttfts, strict=True)
+        for sent_s, index, place, ttft_s in columns:
+            wall_s = cell.clock.wall_s(sent_s)
+            sent.append((sent_s if wall_s is None else wall_s, model_at(load, index) or "", place in counted, ttft_s))
+    sent.sort()
+    models = [model for _, model, _, _ in sent]
+    return [
+        ModelRequest(group, model, model != before, ttft_s)
+        for before, (_, model, is_counted, ttft_s) in zip([models[:1] and models[0], *models], sent, strict=False)
+        if is_counted and not math.isnan(ttft_s)
+    ]
+
+
+def _logged(data: RunData, server: str, runs: Mapping[str, Sequence[str]]) -> dict[str, list[float]]:
+    """The seconds of each eviction and load that a server's log has from the time of some cells."""
+    engine = find_engine(data.run.scenario.servers[server].template)
+    times = [data.run.ran[cell] for names in runs.values() for cell in names]
+    found: dict[str, list[float]] = {}
+    for path in [data.folder / "logs" / f"{one.id}.server.log" for one in data.run.cells if one.server == server]:
+        if engine is None or not engine.log.changes or not path.is_file():
+            continue
+        begun_s = dict.fromkeys(engine.log.changes, math.nan)
+        with open_file(path) as file:
+            for line in file.read(MAX_LOG_BYTES).decode("utf-8", "replace").splitlines():
+                for kind, (start, end) in engine.log.changes.items():
+                    if start in line:
+                        begun_s[kind] = _stamp_s(line)
+                    elif end in line and not math.isnan(took_s := _stamp_s(line) - begun_s[kind]):
+                        if any(one.started_wall_s <= begun_s[kind] <= (one.ended_wall_s or math.inf) for one in times):
+                            found.setdefault(kind, []).append(took_s)
+                        begun_s[kind] = math.nan
+    return found
+
+
+def _stamp_s(line: str) -> float:
+    """The Unix time of the Docker Engine's stamp before a line; NaN without one."""
+    try:
+        return datetime.fromisoformat(f"{line.split('Z ', 1)[0][:26]}+00:00").timestamp()
+    except ValueError:
+        return math.nan
+
+
+def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, Sequence[float]]) -> Reason | None:
+    """The mean extra time to the first token after a change of model. None without changes, or without others."""
+    same = [one.ttft_s for one in requests if not one.changed]
+    changed = [one for one in requests if one.changed]
+    if not same or not changed:
+        return None
+    costs, repeated = _costs(requests)
+    cost, alone_s, low_s, high_s, interval = fmean(costs), fmean(same), None, None, "unknown"
+    if len(costs) > 1:
+        half_s = t_quantile(1 - ALPHA / 2, len(costs) - 1) * float(np.std(costs, ddof=1)) / math.sqrt(len(costs))
+        low_s, high_s = cost - half_s, cost + half_s
+        interval = f"{_ms(low_s)} to {_ms(high_s)}"
+    waited = [one for one in changed if one.ttft_s > _longest_without_load_s(same)]
+    by_model_s = {
+        model: fmean(one.ttft_s for one in changed if one.model == model) - alone_s
+        for model in sorted({one.model for one in changed})
+    }
+    basis = "" if repeated else "one run, not repeated; "
+    after, shown = _ms(fmean(one.ttft_s for one in changed)), f"{basis}95 % interval {interval}"
+    models = {one.model for one in requests}
+    stay = sorted(by_model_s.keys() - {one.model for one in waited})
+    if not waited:
+        kept = "both" if len(models) == 2 else f"all {len(models)}"
+        text = f"{server}: {kept} models stay loaded, no change waited (of {len(changed)}): the first token comes "
+        text += f"after {after}, and after {_ms(alone_s)} without a change (difference {_ms(cost)}; {shown})"
+    else:
+        to = ", ".join(f"{_ms(each)} to {name}" for name, each in by_model_s.items())
+        text = f"{server}: a change of model costs {_ms(cost)} ({shown}): the first token comes after {after} instead "
+        text += f"of {_ms(alone_s)}; {len(waited)} of {count(len(changed), 'change')} waited for the model, "
+        text += f"which had been evicted ({to}); "
+        few = "one model is" if len(models) == 2 else f"fewer than {len(models)} models are"
+        text += f"{', '.join(stay)} stayed loaded" if stay else f"{few} loaded at a time"
+    if logged:
+        means = [f"{kind} took {_ms(fmean(took_s))} (mean of {len(took_s)})" for kind, took_s in logged.items()]
+        text += f"; by the server's log, each {' and each '.join(means)}"
+    values = {"side": server, "cost_s": cost, "low_s": low_s, "high_s": high_s, "changes": len(changed)}
+    values |= {"logged_s": {kind: fmean(took_s) for kind, took_s in logged.items()}}
+    values |= {"waited": len(waited), "stay": stay, "same_s": alone_s, "by_model_s": by_model_s}
+    return because("model_switch", f"{text}.", **values, provisional=not repeated)
+
+
+def _longest_without_load_s(same: Sequence[float]) -> float:
+    """A time to the first token beyond it is no noise of requests without a change: Tukey's far fence, in seconds."""
+    low_s, middle_s, high_s = np.percentile(same, [25, 50, 75]).tolist()
+    return float(max(high_s + 3 * (high_s - low_s), 1.5 * middle_s))
+
+
+def _costs(requests: Sequence[ModelRequest]) -> tuple[list[float], bool]:
+    """The cost in each run, and True; of a single run that of each change, and False."""
+    runs: dict[str, tuple[list[float], list[float]]] = {}
+    for one in requests:
+        runs.setdefault(one.cell, ([], []))[one.changed].append(one.ttft_s)
+    costs = [fmean(changed) - fmean(same) for same, changed in runs.values() if same and changed]
+    if len(costs) > 1:
+        return costs, True
+    same = fmean(one.ttft_s for one in requests if not one.changed)
+    return [one.ttft_s - same for one in requests if one.changed], False
+
+
+def _ms(seconds: float) -> str:
+    return f"{figures(1000 * seconds)} ms" if abs(seconds) < 1 else f"{figures(seconds)} s"

@@ -1,0 +1,12 @@
+"""Which settings are faster, and is it proven? The room of `harness tune`.
+
+The reference is started, then one change after the other; the best is proven against the reference on new prompts.
+
+command.py   the command
+search.py    starts what is decided, runs the proof, stores tune.json as it goes, puts a user's server back
+decide.py    which settings come next, and what the proof says: pure functions of the starts so far
+proof.py     the results of each start and of each side of the proof, from their records
+spelling.py  how a setting is called in a scenario, in a finding and by its users; what is printed to paste
+record.py    tune.json, which the search writes and everything else reads
+page.py      its page
+"""

@@ -1,0 +1,264 @@
+"""Settings of an engine, by their names in its file, as a scenario and as its users write them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from harness.base.command_line import quote
+from harness.base.errors import HarnessError
+from harness.base.files import DOCS, open_file
+from harness.base.summary import Reason
+from harness.engines import (
+    Context,
+    Engine,
+    Spelling,
+    engines,
+    find_engine,
+    find_template,
+    safe_utilization_from_log,
+)
+from harness.engines.settings import (
+    CONTEXT,
+    MEMORY,
+    SEQUENCES,
+    change_settings,
+    find_spelling,
+    load_command,
+    read_setting,
+)
+from harness.failures.table import patterns
+from harness.machine.gpus import list_gpus
+from harness.questions.tune.decide import Bounds, Search, declared_search, failure_cause
+from harness.records.manifest import Run
+from harness.run.machine_fit import safe_share
+from harness.scenario import Scenario, Server, max_concurrency, request_tokens
+from harness.serve.compose_file import Service, parse_compose
+from harness.serve.document import server_document
+from harness.serve.lemonade import MODEL_PREFIXES
+from harness.serve.template import prepare_server, read_variables
+
+MAX_LOG_BYTES = 1_000_000
+_REFERENCE = re.compile(r"(\$\$|\$\{[A-Za-z_][A-Za-z0-9_]*\})")  # in Compose: a literal $, or a variable
+FREE_MEMORY = "mem.free_lt_util"  # of the table of failures: a share of the memory that is not free
+
+
+def engines_of(server: Server, model: str) -> tuple[Engine, Engine]:
+    """Return the server type that is configured, and the engine that computes.
+
+    Of a running server the type is the one that takes options. The engine behind another server: by the recipe, the
+    arguments, or the model's name.
+    """
+    front = find_engine(server.template) or next(one for one in engines() if one.options is not None)
+    if front.options is None:
+        return front, front
+    arguments, recipe = front.options.arguments, server.variables.get("recipe")
+    by_recipe = [name for name, key in arguments.items() if key == f"{recipe}_args"]
+    given = [name for name, key in arguments.items() if key in server.variables]
+    by_name = [name for name in arguments if name in model.lower()]
+    name = next(iter([*by_recipe, *given, *by_name, *reversed(arguments)]))
+    return front, next(one for one in engines() if one.name == name)
+
+
+def spelled_names(server: Server, model: str) -> dict[str, str]:
+    """Return each setting of the engine as its users write it: a variable of the template, or a flag."""
+    front, engine = engines_of(server, model)
+    spelled = {name: find_spelling(front, engine, name) or Spelling() for name in engine.settings}
+    names = {
+        name: one.variable or one.environment or (one.flag or name).removeprefix("--").replace("-", "_")
+        for name, one in spelled.items()
+    }
+    context = _context_of(server)
+    return names | ({CONTEXT: "context_per_slot"} if context is not None and context.is_shared else {})
+
+
+def with_settings(
+    server: Server, model: str, settings: Mapping[str, Any], effective: Mapping[str, Any] | None = None
+) -> Server:
+    """Return a server with these settings, by their names in the engine's file. `effective`: what it reports."""
+    if not settings:
+        return server
+    (front, engine), known = engines_of(server, model), _all_variables(server)
+    new = change_settings(front, engine, known, settings, _context_of(server), effective)
+    changed = {name: value for name, value in new.items() if name not in known or known[name] != value}
+    return replace(server, variables=server.variables | changed)
+
+
+def _all_variables(server: Server) -> dict[str, Any]:
+    """The variables of a server, with the defaults of its template."""
+    declared = {} if find_template(server.template) is None else read_variables(server.template)
+    defaults = {name: one.default for name, one in declared.items() if not one.required}
+    return defaults | server.variables
+
+
+def _context_of(server: Server) -> Context | None:
+    """Which variables limit a request's tokens, also of a running server with options."""
+    front, _ = engines_of(server, "")
+    return (find_template(server.template) or next(iter(front.templates.values()))).context
+
+
+def shared_slots(run: Run, name: str) -> int | None:
+    """Return the slots of a server that share its context; None: each request has its own."""
+    server, model = run.scenario.servers[name], run.scenario.model
+    (front, engine), context = engines_of(server, model), _context_of(server)
+    has_slots = any(one.context and one.context.slots for one in engine.templates.values())
+    if context is None or not context.is_shared or not has_slots:
+        return None
+    ran = [cell.served_by.effective for cell in run.cells if cell.server == name and cell.failed is None]
+    return read_setting(front, engine, _all_variables(server), SEQUENCES, ran[-1] if ran else None) or 1
+
+
+def settings_search(
+    run: Run,
+    safe_memory: float | None = None,
+    change_answers: bool = False,
+    more: Sequence[Mapping[str, Any]] = (),
+) -> Search:
+    """Return the search of the settings of a run's server "default". Once it has started, its report counts, too.
+
+    `safe_memory`: by a refused start. `change_answers`: with the settings that may change what the model answers.
+    `more`: settings whose values are searched, too, between the declared ones.
+
+    Raises HarnessError for a server whose settings are not declared.
+    """
+    scenario, server = run.scenario, run.scenario.servers["default"]
+    front, engine = engines_of(server, scenario.model)
+    started = next((cell.served_by for cell in run.cells if cell.failed is None), None)
+    if started is not None and started.startup is not None and front.options is not None:
+        engine = next((one for one in engines() if one.name == started.startup.engine), engine)
+    effective = None if started is None else started.effective
+    if all(one.tune is None for one in engine.settings.values()):
+        raise HarnessError(
+            f"server '{server.template}': its settings are not declared, so that there is nothing to tune",
+            next_step=f"Tune another server ({DOCS}/tune.md), or vary its settings in a sweep.",
+        )
+    variables, slots = _all_variables(server), shared_slots(run, "default")
+    if slots is not None and (context := _context_of(server)) is not None and variables.get(context.size):
+        variables[context.size] //= slots  # the setting is that of a slot
+    bounds = _bounds(scenario, server)
+    return declared_search(
+        front,
+        engine,
+        variables,
+        replace(bounds, safe_memory=safe_memory or bounds.safe_memory, change_answers=change_answers),
+        effective,
+        more=more,
+    )
+
+
+def _bounds(scenario: Scenario, server: Server) -> Bounds:
+    """Return what the machine and the loads allow."""
+    asked = [request_tokens(load, scenario.prompts) for load in scenario.loads.values()]
+    longest = [one.prompt_max + one.output_max for one in asked if one is not None]
+    is_known = len(longest) == len(asked) and all(load.user == "batch" for load in scenario.loads.values())
+    running = find_template(server.template) is None
+    service = None if running else prepare_server(scenario, "default").service
+    uses_gpu = service is not None and any("/dev/kfd" in device or "/dev/dri" in device for device in service.devices)
+    cards = list(list_gpus()) if uses_gpu or running else []
+    return Bounds(
+        target=str(cards[0]["target"]) if cards else None,
+        safe_memory=safe_share(scenario, "default") if uses_gpu else None,
+        at_once=max(max_concurrency(load) for load in scenario.loads.values()),
+        tokens=max(longest) if is_known else None,  # conversations grow
+    )
+
+
+def failure_of(reason: Reason, spelled_as: Mapping[str, str]) -> dict[str, Any]:
+    """Return how settings failed: the cause, by the failure table, and the settings that the failure names."""
+    known, text = reason.values.get("failure"), f"{reason.values.get('error')} {reason.values.get('cause')}"
+    cause = failure_cause(known)
+    words = {name: spelled.removeprefix("--") for name, spelled in spelled_as.items()}
+    named = [
+        name for name, word in words.items() if re.search(rf"(?<![\w-])(?:--)?{word.replace('_', '[_-]')}\b", text)
+    ]
+    blamed = [name for name in named if cause == "flag" or reason.values.get("key") == spelled_as[name]]
+    if known == FREE_MEMORY:  # whatever else needs memory
+        blamed = [MEMORY]
+    return {"cause": cause, "blamed": blamed, "reason": reason}
+
+
+def safe_share_in_log(path: Path) -> float | None:
+    """Return the share of the memory that is safe, by the sizes with which a server refused to start."""
+    with open_file(path) as file:
+        text = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
+    known = (
+        pattern.regex.search(line)
+        for pattern in patterns()
+        if pattern.rule.id == FREE_MEMORY
+        for line in text.splitlines()
+    )
+    match = next(filter(None, known), None)
+    safe = None if match is None else safe_utilization_from_log(match["free"], match["total"])
+    return None if safe is None else float(safe)
+
+
+def to_paste(scenario: Scenario, name: str, url: str | None = None) -> dict[str, str]:
+    """Return by place the text that brings a server's settings to where they are used. `url`: of a running server."""
+    server, pasted = scenario.servers[name], dict[str, str]()
+    (front, engine), template = engines_of(server, scenario.model), find_template(server.template)
+    if front.options is not None:
+        options, own = front.options, [one.variable for one in front.settings.values() if one.variable]
+        keys = [*own, options.arguments[engine.name]]
+        entry = {key: server.variables[key] for key in keys if server.variables.get(key)}
+        is_own = server.variables.get("checkpoint") and not scenario.model.startswith(MODEL_PREFIXES)
+        model = options.own_prefix + scenario.model if is_own else scenario.model
+        key_env = scenario.api_key_env if template is None else None
+        pasted |= load_command(front, url, key_env, model, entry)
+    if template is None:  # a running server
+        return pasted
+    text = server_document(scenario, name)
+    compose = parse_compose(text)
+    service = compose.server
+    is_whole = len(compose.services) == 1 and not service.configs  # no second container, no files
+    if server.container and is_whole:
+        pasted["docker run"] = docker_run(service)
+    if front.options is None and is_whole:
+        program = (template.program or "").strip("[]").replace(",", " ")
+        words = [*(service.entrypoint or program.split()), *(service.command or [])]
+        if "--host" in words:  # in a container it is all addresses, of which the host publishes one
+            words[words.index("--host") + 1] = "127.0.0.1"
+        given = [  # without paths of the container, and what the shell has already
+            f"{name}={value}"
+            for name, value in service.environment.items()
+            if not value.startswith(("/", f"${{{name}"))
+        ]
+        pasted[f"command of {front.title}"] = " ".join(map(_quote, ["env", *given, *words] if given else words))
+    if server.container:
+        pasted["compose.yaml"] = text.rstrip()
+    return pasted
+
+
+def docker_run(service: Service) -> str:
+    """Return the `docker run` command of a service. Secrets stay `${NAME}`."""
+    words = ["docker", "run", "--rm", *(["--init"] if service.init else [])]
+    for flag, values in (
+        ("--device", service.devices), ("--group-add", service.group_add), ("--volume", service.volumes),
+        ("--publish", service.ports), ("--security-opt", service.security_opt), ("--cap-add", service.cap_add),
+        ("--ulimit", [f"{name}={one.soft}:{one.hard}" for name, one in service.ulimits.items()]),
+        ("--env", [f"{name}={value}" for name, value in service.environment.items()]),
+    ):  # fmt: skip
+        words += [word for value in values for word in (flag, value)]
+    for flag, value in (
+        ("--ipc", service.ipc), ("--shm-size", service.shm_size), ("--memory", service.mem_limit),
+        ("--memory-swap", service.memswap_limit), ("--cpus", service.cpus), ("--cpuset-cpus", service.cpuset),
+        ("--user", service.user), ("--workdir", service.working_dir),
+    ):  # fmt: skip
+        words += [] if value is None else [flag, str(value)]
+    entrypoint, *first = service.entrypoint or [""]
+    words += ["--entrypoint", entrypoint] if entrypoint else []
+    words += [service.image, *first, *(service.command or [])]
+    return " ".join(map(_quote, words))
+
+
+def _quote(word: str) -> str:
+    """A word for a shell that fills in `${NAME}` and nothing else; Compose writes a literal $ as $$."""
+    quoted, literal = "", ""
+    for part in _REFERENCE.split(word):
+        if part.startswith("${") and _REFERENCE.fullmatch(part):
+            quoted += f'{quote(literal) if literal else ""}"{part}"'
+            literal = ""
+        else:
+            literal += "$" if part == "$$" else part
+    return quoted + quote(literal) if literal or not quoted else quoted

@@ -1,0 +1,590 @@
+"""The table of a run's requests: numpy columns with one row a request, and the only reader of requests.jsonl.
+
+Blocks of the file are decoded, in several processes where the file is long, and their columns are concatenated. Chunk
+times are not kept: the rows have what is derived from them, `Gaps` has the gaps between them, and `Rows.place` finds
+a record again.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from struct import pack
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import astuple
+from numpy.typing import NDArray
+
+from harness.base.files import UNDECODABLE, open_file
+from harness.failures.diagnosis import example_messages
+from harness.records.arrivals import JOINED_S, JOINED_SHARE, split_arrivals
+from harness.records.clock import Clock
+from harness.records.records import (
+    CUT,
+    MAX_TOKENS,
+    SLACK_S,
+    BadField,
+    Block,
+    Lines,
+    Request,
+    damaged_in_file,
+    find_impossible_counts,
+    reader,
+    split_blocks,
+)
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+FINE_S = 0.1  # width of a bin of tokens over time
+MAX_FINE = 4_000_000  # bins of a cell, over four days; later times count in the last bin
+_MIN_GAP_S = 2.0**-30  # shorter gaps are in one bin, as those of chunks that shared a read
+_GAP_SHIFT = 42  # a bin of gaps has the sign, the exponent and the first ten bits of the fraction of a float
+
+
+class Words(Struct):
+    """A column of words, most of which repeat: a code for each row, and the word of each code. Code 0 is None."""
+
+    codes: NDArray[np.int32]
+    texts: list[str | None]
+
+    @classmethod
+    def of(cls, words: Sequence[str | None]) -> "Words":
+        code_of = {word: code for code, word in enumerate(dict.fromkeys((None, *words)))}
+        return cls(np.fromiter(map(code_of.__getitem__, words), np.int32, len(words)), list(code_of))
+
+    @property
+    def known(self) -> Bools:
+        found: Bools = self.codes != 0
+        return found
+
+    def is_in(self, *words: str | None) -> Bools:
+        found: Bools = np.array([text in words for text in self.texts])[self.codes]
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """The number of rows of each word, in the order in which the words appear."""
+        codes, first, numbers = np.unique(self.codes, return_index=True, return_counts=True)
+        found = sorted(zip(first.tolist(), codes.tolist(), numbers.tolist(), strict=True))
+        return {text: number for _, code, number in found if (text := self.texts[code]) is not None}
+
+    def where(self, chosen: Any) -> "Words":
+        return Words(self.codes[chosen], self.texts)
+
+
+class Rows:
+    """Requests as columns, in the order of their records; a field of a record has its name there and its meaning.
+
+    Times are in seconds, `sent_s` on the axis of the cell. A missing number is NaN. A column of chosen
+    rows is made when it is first read: most numbers need few of them.
+    """
+
+    place: Integers  # of the record in its source
+    index: Integers
+    process: Integers
+    user: Floats
+    measured: Bools  # not of the warm-up
+    sent_s: Floats
+    ended_s: Floats
+    read_clock: Bools  # chunk times are times of the read
+    batch: Floats
+    scheduled_s: Floats
+    resent: Bools
+    connect_s: Floats
+    connect_retries: Floats
+    headers_s: Floats
+    chunks: Floats  # number of chunks, as of the following
+    first_chunk_s: Floats
+    last_chunk_s: Floats
+    longest_gap_s: Floats  # between two chunks
+    arrivals: Floats  # groups of chunks that came together
+    first_arrival_chunks: Floats
+    first_arrival_s: Floats  # the last chunk of the first arrival
+    first_shared: Bools  # the first two chunks have the same time
+    disordered: Bools  # a chunk is earlier than the one before
+    textless: Floats
+    first_visible_s: Floats
+    first_text_s: Floats
+    blank_gaps: Floats  # usual gaps between the first chunk, a blank, and the first text, see `_blank_gaps`
+    unread: Floats
+    coalesced: Floats
+    coalesced_late: Floats
+    text_chars: Floats
+    first_arrival_chars: Floats
+    first_words: Floats
+    asked_tokens: Floats
+    fixed_length: Bools
+    refused: Bools
+    asked_prompt_tokens: Floats
+    prompt_tokens: Floats
+    output_tokens: Floats
+    cached_tokens: Floats
+    reasoning_tokens: Floats
+    reasoning_chunks: Floats
+    tool_chunks: Floats
+    tool_calls: Floats
+    tool_calls_valid: Floats
+    vectors: Floats
+    answer_valid: Floats  # 1 or 0
+    answer_right: Floats
+    item: Floats
+    turn: Floats
+    retry_after_s: Floats
+    load: Words
+    error: Words
+    finish: Words
+    model: Words
+    fingerprint: Words
+    odd_text: Words
+    via: Words
+    answer_digest: Words
+    message: Words  # of failed requests: one example of all that differ only in numbers
+
+    def __init__(self, rows: "Rows | None" = None, chosen: Any = None, **columns: Any) -> None:
+        self._all, self._chosen = rows, chosen
+        self.__dict__.update(columns)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def good(self) -> Bools:
+        """Whether the request succeeded."""
+        return ~self.error.known
+
+    def where(self, chosen: Any) -> "Rows":
+        """The rows of a mask, a slice or an array of positions."""
+        is_mask = isinstance(chosen, np.ndarray) and chosen.dtype == np.bool_
+        return self if is_mask and chosen.all() else Rows(self, chosen)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in COLUMNS or self._all is None:
+            raise AttributeError(name)
+        column = getattr(self._all, name)
+        if isinstance(column, Words):
+            found: Any = column.where(self._chosen)
+        elif name != "index" and len(column) and column.strides == (0,) and not isinstance(self._chosen, slice):
+            found = np.broadcast_to(column[:1].reshape(()), len(self))  # takes no memory; `index` has the length
+        else:
+            found = column[self._chosen]
+        setattr(self, name, found)
+        return found
+
+
+COLUMNS = tuple(Rows.__annotations__)
+
+
+class Gaps(Struct):
+    """The gaps between the chunks of requests, counted in bins less than 0.1 % wide."""
+
+    requests: int = 0  # that have gaps
+    n: int = 0
+    total_s: float = 0.0
+    min_s: float = np.inf
+    max_s: float = -np.inf
+    first: int = 0  # number of the first bin in `counts`
+    counts: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def middles_s(self) -> Floats:
+        """The middle of each bin of `counts`, in seconds."""
+        edges = (np.arange(self.first, self.first + len(self.counts) + 1) << _GAP_SHIFT).view(np.float64)
+        middles: Floats = (edges[:-1] + edges[1:]) / 2
+        return middles
+
+    def percentile_s(self, permille: int) -> float:
+        """The middle of the bin in which so many per mille are reached. Raises IndexError without gaps."""
+        rank = max(1, -(-self.n * permille // 1000))
+        place = self.first + int(np.searchsorted(np.cumsum(self.counts), rank))
+        low, high = np.array([place << _GAP_SHIFT, (place + 1) << _GAP_SHIFT], dtype=np.int64).view(np.float64)
+        if low <= _MIN_GAP_S:
+            return self.min_s
+        return min(max((float(low) + float(high)) / 2, self.min_s), self.max_s)
+
+
+def join_gaps(parts: Iterable[Gaps]) -> Gaps:
+    """The gaps of several sets of requests together."""
+    known = [part for part in parts if part.n]
+    if len(known) < 2:
+        return known[0] if known else Gaps()
+    first = min(part.first for part in known)
+    counts = np.zeros(max(part.first + len(part.counts) for part in known) - first, dtype=np.int64)
+    for part in known:
+        counts[part.first - first : part.first - first + len(part.counts)] += part.counts
+    return Gaps(
+        requests=sum(part.requests for part in known),
+        n=sum(part.n for part in known),
+        total_s=sum(part.total_s for part in known),
+        min_s=min(part.min_s for part in known),
+        max_s=max(part.max_s for part in known),
+        first=first,
+        counts=counts,
+    )
+
+
+class Tokens(NamedTuple):
+    """Output tokens over time: their number in each bin of FINE_S since the start of the cell's first load process."""
+
+    first: int  # number of the first bin
+    counts: Floats
+
+
+class CellRecords(Struct):
+    """What a part of the file has of a cell."""
+
+    rows: Rows
+    gaps: Gaps  # of the measured requests that succeeded
+    bad: dict[tuple[str, str], tuple[int, BadField]]  # by field and code: requests, and the first of them
+    tokens: list[Tokens]  # only for charts
+
+
+class FileRecords(NamedTuple):
+    """The content of a requests.jsonl."""
+
+    cells: dict[str, CellRecords]
+    damaged: list[int]  # numbers of unreadable lines
+    unknown: dict[str, int]  # records by cells that are not known
+
+
+def read_cells(path: Path, clocks: Mapping[str, Clock], *, charted: bool = False) -> FileRecords:
+    """Read the records of the cells whose clocks are given; `charted`: with the tokens over time.
+
+    Raises HarnessError when a process that read a part of a long file was killed.
+    """
+    parts: dict[str, list[CellRecords]] = {}
+    unknown: dict[str, int] = {}
+    lines = []
+    with reader(split_blocks(path)) as run:
+        for cells, others, block_lines in run(partial(_read_block, clocks=clocks, charted=charted)):
+            lines.append(block_lines)
+            for name, count in others.items():
+                unknown[name] = unknown.get(name, 0) + count
+            for name, part in cells.items():
+                of_cell = parts.setdefault(name, [])
+                of_cell.append(part)
+                if part is not of_cell[0]:  # the bins of all parts would take more memory than their rows
+                    of_cell[0].gaps, part.gaps = join_gaps([of_cell[0].gaps, part.gaps]), Gaps()
+    return FileRecords({name: join_records(parts.pop(name)) for name in list(parts)}, damaged_in_file(lines), unknown)
+
+
+def _read_block(
+    block: Block, clocks: Mapping[str, Clock], charted: bool
+) -> tuple[dict[str, CellRecords], dict[str, int], Lines]:
+    found: dict[str, tuple[list[int], list[Request], list[bytes]]] = {}
+    unknown: dict[str, int] = {}
+    lines = Lines()
+    for place, request in read_block(block, lines):
+        if request.cell not in clocks:
+            unknown[request.cell] = unknown.get(request.cell, 0) + 1
+            continue
+        places, requests, times = found.setdefault(request.cell, ([], [], []))
+        places.append(place)
+        requests.append(request)
+        times.append(_chunk_times(request))
+        request.chunks_s.clear()  # at once: the next request has its numbers in the same memory, which is in the cache
+    cells = {}
+    for name, (places, requests, times) in found.items():
+        cells[name] = _records_of(requests, times, clocks[name], places, charted=charted)
+        cells[name].rows = _packed(cells[name].rows)
+        requests.clear()
+    return cells, unknown, lines
+
+
+def read_block(block: Block, lines: Lines) -> Iterator[tuple[int, Request]]:
+    """Yield the records of a block with their places in the file, and count its lines. Damaged lines are skipped."""
+    decode, place = msgspec.json.Decoder(Request).decode, block.start
+    for line in block.lines():
+        lines.count += 1
+        try:
+            yield place, decode(line)
+        except UNDECODABLE:
+            lines.damaged.append(lines.count)
+        place += len(line)
+
+
+def records_at(path: Path, places: Iterable[int]) -> Iterator[Request]:
+    """Read the records at some places of a file again."""
+    with open_file(path) as file:
+        for place in places:
+            file.seek(place)
+            yield msgspec.json.decode(file.readline(), type=Request)
+
+
+_TOKEN_COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
+_FLAGS = ("resent", "fixed_length", "refused")
+_WORDS = ("load", "error", "finish", "model", "fingerprint", "odd_text", "via", "answer_digest")
+_NUMBERS = (
+    "user", "sent_s", "ended_s", "batch", "scheduled_s", "connect_s", "connect_retries", "headers_s", "textless",
+    "first_visible_s", "coalesced", "coalesced_late", "text_chars", "first_arrival_chars", "first_words",
+    "asked_tokens", "asked_prompt_tokens", "reasoning_chunks", "tool_chunks", "tool_calls", "tool_calls_valid",
+    "vectors", "answer_valid", "answer_right", "item", "turn", "retry_after_s", "first_text_s", "unread",
+)  # fmt: skip
+
+
+def drop_impossible_counts(request: Request) -> Request:
+    """Replace impossible counts by None and list them in `bad_fields`. Other tools store them."""
+    counts = (request.prompt_tokens, request.output_tokens, request.cached_tokens, request.reasoning_tokens)
+    bad = find_impossible_counts(*counts, request.asked_tokens)
+    if not bad:
+        return request
+    unknown: dict[str, None] = dict.fromkeys(bad)
+    return msgspec.structs.replace(request, **unknown, bad_fields=[*request.bad_fields, *bad.values()])
+
+
+def _without_times(request: Request) -> Request:
+    """A request whose text was not all read, as if it was not streamed: when its first token came is not known."""
+    return msgspec.structs.replace(
+        request, textless=None, first_visible_s=None, first_text_s=None, reasoning_chunks=0, tool_chunks=0,
+        coalesced=0, coalesced_late=None, text_chars=None, first_arrival_chars=None, first_words=None,
+    )  # fmt: skip
+
+
+def records_of(
+    requests: Sequence[Request], clock: Clock, *, places: Sequence[int] | None = None, charted: bool = False
+) -> CellRecords:
+    """The table of some requests of one cell. `places`: of their records, by default their positions."""
+    times = [_chunk_times(one) for one in requests]
+    return _records_of(requests, times, clock, range(len(requests)) if places is None else places, charted=charted)
+
+
+def _chunk_times(request: Request) -> bytes:
+    """The chunk times of a request as an array of doubles; none where chunks are not all of its text."""
+    if request.unread:
+        return b""
+    return pack(f"{len(request.chunks_s)}d", *request.chunks_s)
+
+
+def _records_of(
+    requests: Sequence[Request], times: Sequence[bytes], clock: Clock, places: Sequence[int], *, charted: bool
+) -> CellRecords:
+    possible = [one if _is_possible(one) else drop_impossible_counts(one) for one in requests]
+    possible = [_without_times(one) if one.unread else one for one in possible]
+    bad: dict[tuple[str, str], tuple[int, BadField]] = {}
+    for wrong in (wrong for one in possible for wrong in one.bad_fields):
+        number, first = bad.get((wrong.field, wrong.code), (0, wrong))
+        bad[wrong.field, wrong.code] = (number + 1, first)
+
+    columns: dict[str, tuple[Any, ...]] = dict.fromkeys(Request.__struct_fields__, ())
+    columns |= dict(zip(columns, zip(*map(astuple, possible), strict=True), strict=False))
+
+    def column(name: str, kind: Any = np.float64) -> Any:
+        found = columns[name]
+        if found and found[0] is None and found.count(None) == len(found):
+            return np.full(len(found), np.nan)  # numpy takes long for each None
+        return np.array(found, dtype=kind)
+
+    values: dict[str, Any] = {name: column(name) for name in (*_NUMBERS, *_TOKEN_COUNTS)}
+    values |= {name: column(name, np.bool_) for name in _FLAGS}
+    values |= {name: column(name, np.int64) for name in ("index", "process")}
+    values |= {name: Words.of(columns[name]) for name in _WORDS}
+    failures = [None if error in CUT else error for error in columns["error"]]
+    values["sent_s"] += clock.offsets_s(values["process"])
+    chunks = _Chunks(times)
+    rows = Rows(
+        **values,
+        blank_gaps=chunks.blank_gaps(values["first_text_s"]),
+        **chunks.columns,
+        place=np.array(places, dtype=np.int64),
+        measured=Words.of(columns["phase"]).is_in("measured"),
+        read_clock=Words.of(columns["clock"]).is_in("read"),
+        message=Words.of(list(example_messages(zip(failures, columns["message"], strict=True)))),
+    )
+    in_one_read = (rows.chunks > 1) & (rows.chunks - 1 <= rows.coalesced)
+    gaps = chunks.gaps(rows.measured & rows.good & ~in_one_read)
+    tokens = [over] if charted and (over := chunks.tokens(rows, clock)) is not None else []
+    return CellRecords(rows, gaps, bad, tokens)
+
+
+def rows_of(requests: Sequence[Request]) -> Rows:
+    """The requests of one clock as columns, in their order."""
+    return records_of(requests, Clock([])).rows
+
+
+def _is_possible(request: Request) -> bool:
+    """Whether the counts of most answers are possible; False: not known."""
+    prompt, output, cached = request.prompt_tokens, request.output_tokens, request.cached_tokens
+    return (
+        request.reasoning_tokens is None
+        and (prompt is None or 1 <= prompt <= MAX_TOKENS)
+        and (output is None or 0 <= output <= (MAX_TOKENS if request.asked_tokens is None else request.asked_tokens))
+        and (cached is None or 0 <= cached <= (prompt or MAX_TOKENS))
+    )
+
+
+class _Chunks:
+    """The chunk times of some requests, all in a row."""
+
+    def __init__(self, times: Sequence[bytes]) -> None:
+        self.times_s = np.frombuffer(b"".join(times), dtype=np.float64)
+        self._n = np.array(list(map(len, times)), dtype=np.int64) // self.times_s.itemsize
+        self._streams = np.flatnonzero(self._n)
+        ends = np.cumsum(self._n)[self._streams]
+        starts = ends - self._n[self._streams]
+        self._ends = ends
+        self._gaps_s = np.empty_like(self.times_s)
+        np.subtract(self.times_s[1:], self.times_s[:-1], out=self._gaps_s[:-1])
+        self._gaps_s[ends - 1] = -np.inf  # the last one of each request is no gap
+        none = np.full(len(self._n), np.nan)
+        self.columns: dict[str, Any] = {
+            "chunks": self._n.astype(np.float64),
+            "first_chunk_s": none.copy(),
+            "last_chunk_s": none.copy(),
+            "longest_gap_s": none,
+            "arrivals": self._n.astype(np.float64),
+            "first_arrival_chunks": np.minimum(self._n, 1).astype(np.float64),
+            "first_arrival_s": none.copy(),
+            "first_shared": np.zeros(len(self._n), dtype=np.bool_),
+            "disordered": np.zeros(len(self._n), dtype=np.bool_),
+        }
+        if not len(starts):
+            return
+        self.columns["first_chunk_s"][self._streams] = self.times_s[starts]
+        self.columns["last_chunk_s"][self._streams] = self.times_s[ends - 1]
+        self.columns["first_arrival_s"][self._streams] = self.times_s[starts]
+        self._join_arrivals(starts, ends)
+        longest_s = np.maximum.reduceat(self._gaps_s, starts)
+        self.columns["longest_gap_s"][self._streams] = np.where(np.isfinite(longest_s), longest_s, np.nan)
+        self.columns["first_shared"][self._streams] = self._gaps_s[starts] == 0.0
+        earlier = self._gaps_s < -SLACK_S
+        earlier[ends - 1] = False
+        self.columns["disordered"][self._streams] = np.logical_or.reduceat(earlier, starts)
+
+    def _join_arrivals(self, starts: Integers, ends: Integers) -> None:
+        """Correct the arrivals of streams in which chunks may have come together."""
+        ends_s, starts_s = self.times_s[ends - 1], self.times_s[starts]
+        gaps_s = self._gaps_s.copy()
+        gaps_s[ends - 1] = np.inf
+        closest_s = np.minimum.reduceat(gaps_s, starts)
+        mean_s = (ends_s - starts_s) / np.maximum(ends - starts - 1, 1)
+        arrivals, chunks, first_s = (
+            self.columns[name] for name in ("arrivals", "first_arrival_chunks", "first_arrival_s")
+        )
+        for place in np.flatnonzero(closest_s < np.maximum(JOINED_S, 2 * JOINED_SHARE * mean_s)).tolist():
+            times_s = self.times_s[starts[place] : ends[place]].tolist()
+            groups, row = split_arrivals(times_s), self._streams[place]
+            first = groups[1] if len(groups) > 1 else len(times_s)
+            arrivals[row], chunks[row], first_s[row] = len(groups), first, times_s[first - 1]
+
+    def blank_gaps(self, first_text_s: Floats) -> Floats:
+        """How many usual gaps came between the first chunk, a blank, and the first text; infinite without a usual gap.
+
+        The usual gap is the median of those after the first text, without chunks that came together. One gap for each
+        further blank is left out: such blanks are tokens. None where the first chunk is text.
+        """
+        found = np.full(len(self._n), np.nan)
+        ends = np.cumsum(self._n)
+        for row in np.flatnonzero(~np.isnan(first_text_s) & (self._n > 0)).tolist():
+            times_s = self.times_s[ends[row] - self._n[row] : ends[row]]
+            blanks = int((times_s < first_text_s[row]).sum())
+            gaps_s = np.diff(times_s[blanks:])
+            gaps_s = gaps_s[gaps_s >= JOINED_S] if (gaps_s >= JOINED_S).any() else np.full(len(gaps_s), JOINED_S)
+            usual_s = float(np.median(gaps_s)) if len(gaps_s) else np.nan
+            pause_s = first_text_s[row] - times_s[0]
+            found[row] = pause_s / usual_s - (blanks - 1) if usual_s > 0 else np.inf
+        return found
+
+    def gaps(self, chosen: Bools) -> Gaps:
+        """The gaps of the chosen requests."""
+        chosen = chosen & (self._n > 1)
+        if not chosen.any():
+            return Gaps()
+        is_chosen = np.repeat(chosen, self._n)
+        is_chosen[self._ends - 1] = False
+        gaps_s = self._gaps_s[is_chosen]
+        min_s, max_s = float(gaps_s.min()), float(gaps_s.max())
+        bins = np.maximum(gaps_s, _MIN_GAP_S, out=gaps_s).view(np.int64)  # in place: new memory takes longer
+        bins >>= _GAP_SHIFT
+        first = int(bins.min())
+        bins -= first
+        total_s = self.columns["last_chunk_s"][chosen] - self.columns["first_chunk_s"][chosen]
+        return Gaps(
+            requests=int(chosen.sum()),
+            n=len(gaps_s),
+            total_s=float(total_s.sum()),
+            min_s=min_s,
+            max_s=max_s,
+            first=first,
+            counts=np.bincount(bins),
+        )
+
+    def tokens(self, rows: Rows, clock: Clock) -> Tokens | None:
+        """The tokens over time, without those of unknown processes. Without streaming all arrive at the end; those of
+        a failed request are known by its chunks only.
+        """
+        known = np.isin(rows.process, [one for one in np.unique(rows.process).tolist() if clock.knows(one)])
+        known &= rows.output_tokens > 0
+        sent_s = np.maximum(0.0, rows.sent_s - clock.start_s)
+        each = np.where(known, rows.output_tokens / np.maximum(rows.chunks, 1), 0.0)
+        whole = known & (self._n == 0) & rows.good
+        arrivals = np.append(self._n, np.ones(whole.sum(), dtype=np.int64))
+        weights = np.append(each, each[whole]).repeat(arrivals)
+        at_s = np.append(sent_s, (sent_s + rows.ended_s)[whole]).repeat(arrivals)
+        if not len(at_s):
+            return None
+        at_s[: len(self.times_s)] += self.times_s  # in place, as the following
+        at_s /= FINE_S
+        bins = at_s.astype(np.int64)
+        np.clip(bins, 0, MAX_FINE - 1, out=bins)
+        first = int(bins.min())
+        bins -= first
+        return Tokens(first, np.bincount(bins, weights=weights).astype(np.float64))
+
+
+def join_records(parts: Sequence[CellRecords]) -> CellRecords:
+    """The records of a cell from the parts of its file, in their order, except that the warm-up comes first."""
+    bad: dict[tuple[str, str], tuple[int, BadField]] = {}
+    for part in parts:
+        for key, (number, first) in part.bad.items():
+            bad[key] = (number + bad[key][0], bad[key][1]) if key in bad else (number, first)
+    gaps, tokens = join_gaps(part.gaps for part in parts), [one for part in parts for one in part.tokens]
+    return CellRecords(_joined([part.rows for part in parts]), gaps, bad, tokens)
+
+
+def _packed(rows: Rows) -> Rows:
+    """The rows with a single value for each column that has only one."""
+    for name in COLUMNS:
+        column = getattr(rows, name)
+        if name != "place" and not isinstance(column, Words) and _is_constant(column):
+            setattr(rows, name, column[:1].reshape(()).copy())
+    return rows
+
+
+def _is_constant(column: Any) -> bool:
+    if not len(column):
+        return False
+    return bool((column == column[0]).all() or (column.dtype.kind == "f" and np.isnan(column).all()))
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts, those of the warm-up first. A column with one value takes no memory."""
+    sizes = [len(part.place) for part in parts]
+    measured = np.concatenate([np.broadcast_to(part.measured, size) for part, size in zip(parts, sizes, strict=True)])
+    warmup = int((~measured).sum())
+    order = slice(None) if not measured[:warmup].any() else np.argsort(measured, kind="stable")
+    columns: dict[str, Any] = {}
+    for name in COLUMNS:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], Words):
+            columns[name] = _joined_words(values).where(order)
+        elif len(set(map(_constant_of, values))) == 1 and _constant_of(values[0]) is not None:
+            columns[name] = np.broadcast_to(values[0], sum(sizes))
+        else:
+            whole = np.concatenate([np.broadcast_to(one, size) for one, size in zip(values, sizes, strict=True)])
+            columns[name] = whole[order]
+        for part in parts:
+            setattr(part, name, None)
+    return Rows(**columns)
+
+
+def _constant_of(column: Any) -> bytes | None:
+    return column.tobytes() if column.ndim == 0 else None
+
+
+def _joined_words(parts: Sequence[Words]) -> Words:
+    known: dict[str | None, int] = {None: 0}
+    codes = []
+    for part in parts:
+        joined = np.array([known.setdefault(text, len(known)) for text in part.texts], dtype=np.int32)
+        codes.append(joined[part.codes])
+    return Words(np.concatenate(codes), list(known))

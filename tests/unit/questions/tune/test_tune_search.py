@@ -1,0 +1,613 @@
+"""`harness tune` without a process: results of starts, causes of failures, what took effect, its page."""
+
+import io
+import json
+import math
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+from typer import Exit
+
+from harness.base.errors import HarnessError, StartError
+from harness.base.summary import (
+    CellSummary,
+    Distribution,
+    MachineLoad,
+    Numbers,
+    Reason,
+    Row,
+    RunFinding,
+    SameAnswers,
+    ServerLoad,
+    SloAttainment,
+    Summary,
+    Verdict,
+    because,
+)
+from harness.failures.table import rules
+from harness.questions.report.page import shown_summary
+from harness.questions.tune.command import exit_after_tune
+from harness.questions.tune.decide import Trial, TuneAnswer, decide
+from harness.questions.tune.page import answer_line, gain_text, history, result_text, tune_page
+from harness.questions.tune.proof import (
+    QUESTIONS,
+    proof_rooms,
+    proof_values,
+    read_answered,
+    search_reasons,
+    slo_checks,
+    users_value,
+    value_of,
+)
+from harness.questions.tune.record import Goal, TuneReport, read_tune, write_tune
+from harness.questions.tune.search import (
+    LoadWatch,
+    _read_to_resume,
+    define_tune,
+    proof_scenario,
+    restored,
+    users_ladder,
+    with_budget,
+)
+from harness.questions.tune.spelling import docker_run, failure_of, to_paste
+from harness.records.manifest import read_run, write_run
+from harness.report import html, markdown, terminal
+from harness.report.elements import Chart, Grid, Paragraph
+from harness.run.experiment import Experiment, Target
+from harness.run.progress import Progress
+from harness.run.running import start_failure
+from harness.scenario import Arrivals, Baseline, Load, Scenario, Server, Sweep, SweepRow, asks_known
+from harness.serve.compose_file import Service, parse_compose
+from harness.serve.facts import find_fallback, find_ignored_settings
+from harness.serve.lemonade import RunningModel, find_other_load
+from harness.workload import workload_sha256
+from tests.support.http_double import Handler, listening
+from tests.support.made_runs import request, scenario, served_by, write_made_run
+
+REPORT = TuneReport(budget_s=3600, names={"sequences": "max_num_seqs", "memory": "gpu_memory_utilization"})
+SLO = "ttft_p95<=2s"
+
+
+def cell(name: str = "c", server: str = "default", repeat: int = 1, **changes: Any) -> CellSummary:
+    given: dict[str, Any] = {"output_tok_s": 50.0, "window_s": 10.0}
+    given |= {key: changes.pop(key) for key in ("output_tok_s", "e2e", "slos") if key in changes}
+    numbers = Numbers(sent=10, succeeded=10, failed=0, unfinished=0, **given)
+    known: dict[str, Any] = {"id": name, "server": server, "load": "l", "repeat": repeat, "server_load": ServerLoad()}
+    return CellSummary(numbers=numbers, **(known | changes))
+
+
+def met(attainment: float, goodput: float) -> dict[str, SloAttainment]:
+    return {"slo": SloAttainment(met=1, attainment=attainment, goodput=goodput)}
+
+
+def test_a_result_is_more_where_the_goal_is_met_better() -> None:
+    two = [cell("a", output_tok_s=20.0), cell("b", output_tok_s=80.0)]
+    assert value_of(two, REPORT) == pytest.approx(40.0), "the geometric mean of the loads"
+    latency = cell(e2e=Distribution(n=10, mean=0.5))
+    assert value_of([latency], replace(REPORT, goal="latency")) == 2.0
+    power = cell(machine_load=MachineLoad(samples=3, gap_max_s=1, energy_per_token_j=0.25))
+    assert value_of([power], replace(REPORT, goal="energy")) == 4.0
+    goodput = replace(REPORT, goal="goodput", slos=[SLO])
+    assert value_of([cell(slos=met(0.8, 1.6))], goodput) == 1.6
+
+
+def test_no_result_has_a_reason() -> None:
+    limited = replace(REPORT, slos=[SLO])
+    broken = because("error_rate", "too many failed")
+    cases: list[tuple[CellSummary, TuneReport, str]] = [
+        (cell(problems=[broken]), REPORT, "error_rate"),
+        (cell(output_tok_s=None), REPORT, "no_goal_value"),
+        (cell(), replace(REPORT, goal="energy"), "no_goal_value"),
+        (cell(slos=met(0.94, 1.0)), limited, "slo_broken"),
+        (cell(slos=met(0.0, 0.0)), replace(limited, goal="goodput"), "slo_broken"),
+    ]
+    for one, report, code in cases:
+        result = value_of([one], report)
+        assert isinstance(result, Reason) and result.code == code
+    assert value_of([cell(slos=met(0.96, 1.0))], limited) == pytest.approx(50.0)
+    assert slo_checks(limited) == ["attainment(ttft<=2s) >= 0"] and slo_checks(REPORT) == []
+
+
+def test_users_are_read_between_the_levels_around_the_slo() -> None:
+    levels, loads = users_ladder("chat", Load(user="chat", users=8, duration_s=60))
+    assert list(levels.values()) == [2, 4, 8, 16, 32] == [load.users for load in loads.values()]
+    open_levels, open_loads = users_ladder("o", Load(user="chat", users=8, duration_s=60, arrivals=Arrivals(rate=0.5)))
+    assert [load.arrivals.rate for load in open_loads.values() if load.arrivals] == list(open_levels.values())
+    report = replace(REPORT, goal="users", slos=[SLO], levels=levels)
+
+    def users(*shares: float) -> float | Reason:
+        cells = [cell(name, load=name, slos=met(share, 1.0)) for name, share in zip(levels, shares, strict=True)]
+        return users_value(cells, report)
+
+    assert users(1, 1, 0.97, 0.93, 0.5) == pytest.approx(8 * math.sqrt(2))
+    assert users(1, 1, 1, 1, 1) == 32
+    assert users(0.475, 0.2, 0.1, 0, 0) == pytest.approx(1.0), "half the share at two users"
+    none = users(0, 0, 0, 0, 0)
+    assert isinstance(none, Reason) and (none.code, none.text) == ("slo_broken", "chat-1: no requests met the SLOs")
+
+
+def test_a_load_of_the_search_ends_once_enough_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    watch = LoadWatch(Load(user="batch", batch_size=10, requests=1000))
+    watch.add_records([request(phase="warmup", sent_s=90.0)] * 50)
+    assert not watch.is_done(), "a warm-up is not measured"
+    watch.add_records([request(sent_s=95.0)] * 29)
+    now = 106.0
+    assert not watch.is_done(), "three waves are 30"
+    watch.add_records([request(sent_s=96.0)])
+    assert watch.is_done() and watch.measured_s(106.0) == 11.0
+    slow = LoadWatch(Load(user="batch", batch_size=10, requests=1000))
+    slow.add_records([request(sent_s=95.0)])
+    now = 396.0
+    assert slow.is_done(), "at most five minutes"
+
+
+def test_a_failure_of_the_table_has_the_cause_that_excludes() -> None:
+    causes = {
+        rule.id: failure_of(because("setting_not_started", "", failure=rule.id), REPORT.names)["cause"]
+        for rule in rules()
+    }
+    assert causes["mem.free_lt_util"] == causes["mem.hip_oom"] == causes["host.oom_kill"] == "memory"
+    assert causes["mem.no_cache_blocks"] == causes["mem.kv_lt_one_request"] == "cache"
+    assert causes["cli.unknown_flag"] == "flag" and causes["engine.start_timeout"] == "timeout"
+    assert causes["gpu.fault"] == "other"
+    error = StartError("it ended: unrecognized arguments: --max-num-seqs", failure="cli.unknown_flag")
+    assert failure_of(start_failure(error), REPORT.names)["blamed"] == ["sequences"]
+    image = replace(REPORT, names={"backend": "image"})
+    advised = StartError("unknown", failure="cli.unknown_flag", cause="unknown", fix="see --help of the image")
+    assert failure_of(start_failure(advised), image.names)["blamed"] == [], "advice blames no setting"
+    batches = replace(REPORT, names={"batched_tokens": "ubatch_size", "batch": "batch_size"})
+    unknown = StartError("it does not know --ubatch-size 128", failure="cli.unknown_flag")
+    assert failure_of(start_failure(unknown), batches.names)["blamed"] == ["batched_tokens"], "not a part of its name"
+
+
+def test_a_setting_that_took_no_effect_is_found() -> None:
+    effective = {"max_num_seqs": 256, "enforce_eager": True, "kv_cache_dtype": "auto", "flash_attn": "enabled"}
+    served = served_by(effective=effective | {"cache_dtype": "fp8"})
+    ignored = {"max_num_seqs": 5, "--enforce-eager": False, "kv_cache_dtype": "fp8"}
+    reasons = find_ignored_settings(served, ignored)
+    assert [reason.values["key"] for reason in reasons] == list(ignored)
+    assert {reason.code for reason in reasons} == {"setting_not_applied"}
+    applied = {"--max-num-seqs": 256, "flash_attn": "on", "--cache-dtype": "fp8_e4m3", "kv_cache_dtype": "auto", "x": 1}
+    assert find_ignored_settings(served, applied) == []
+    assert len(find_ignored_settings(served, {"flash_attn": "off"})) == 1
+
+
+def test_a_fallback_is_found() -> None:
+    first = served_by(model="m", effective={"recipe": "vllm", "device": "gpu"})
+    assert find_fallback(first, first) is None
+    other = find_fallback(replace(first, effective={"recipe": "llamacpp"}), first)
+    assert other is not None and other.values["key"] == "recipe"
+    assert find_fallback(replace(first, model="other"), first) is not None
+    assert find_fallback(replace(first, effective={}), first) is None, "not reported"
+
+
+def test_a_load_that_lemonade_only_reports_is_found() -> None:
+    old = RunningModel(name="m", recipe="vllm", pid=1, recipe_options={"ctx_size": 4096}, checkpoint="c")
+    new = replace(old, pid=2, recipe_options={"ctx_size": 8192})
+    asked = {"ctx_size": 8192, "vllm_args": ""}
+    assert find_other_load(asked, old, new) is None
+    assert "not loaded again" in str(find_other_load(asked, old, replace(new, pid=1)))
+    assert "runs with ctx_size 4096" in str(find_other_load(asked, old, replace(old, pid=2)))
+    assert "its recipe is 'llamacpp'" in str(find_other_load(asked, old, replace(new, recipe="llamacpp")))
+    assert find_other_load({"ctx_size": 4096}, old, old) is None, "nothing to change"
+
+
+def test_the_results_of_the_proof_are_those_of_complete_blocks() -> None:
+    cells = [
+        cell(f"r{repeat}-{side}", side, repeat, output_tok_s=10.0 * repeat + place)
+        for repeat in (1, 2, 3)
+        for place, side in enumerate(("default", "first"))
+    ]
+    cells[5] = replace(cells[5], problems=[because("x", "x")])
+    cells.append(cell("s", "second", failed=because("setting_not_started", "x")))
+    summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=cells)
+    values = proof_values(summary, REPORT, ["default", "first", "second"])
+    assert values == {"default": pytest.approx([10.0, 20.0]), "first": pytest.approx([11.0, 21.0])}
+
+
+def test_what_is_pasted_is_that_of_the_server(tmp_path: Path) -> None:
+    lemonade = Server(
+        template="lemonade", variables={"checkpoint": "a/b", "recipe": "vllm", "ctx_size": 4096, "vllm_args": "--x 1"}
+    )
+    pasted = to_paste(scenario(servers={"s": lemonade}, model="M"), "s")
+    load, *places = pasted
+    words = shlex.split(pasted[load])
+    body = {"model_name": "user.M", "ctx_size": 4096, "vllm_args": "--x 1", "save_options": True}
+    assert words[:2] == ["curl", "http://127.0.0.1:13305/api/v1/load"] and json.loads(words[-1]) == body
+    assert places == ["compose.yaml"], "its files and its second container are of Compose"
+    running = replace(lemonade, template="running", variables={"ctx_size": 4096, "vllm_args": "--x 1"})
+    ours = to_paste(scenario(servers={"s": running}, model="M", api_key_env="KEY"), "s", "http://h:1/")
+    command = """curl http://h:1/api/v1/load --header 'Authorization: Bearer'" ${KEY}" --header """
+    assert list(ours) == [load] and ours[load].startswith(command)
+    assert json.loads(shlex.split(ours[load])[-1])["model_name"] == "M"
+    llama = Server(template="llamacpp", variables={"model_path": "/m.gguf", "parallel": 4})
+    pasted = to_paste(scenario(servers={"s": llama}, model="M"), "s")
+    own = shlex.split(pasted["command of llama.cpp"])
+    assert own[:5] == ["llama-server", "--alias", "M", "--host", "127.0.0.1"] and "--parallel 4" in pasted["docker run"]
+    assert "--publish 127.0.0.1:8080:8080" in pasted["docker run"] and "--host 0.0.0.0" in pasted["docker run"]
+    assert parse_compose(pasted["compose.yaml"]).server.ports == ["127.0.0.1:8080:8080"]
+    vllm = Server(template="vllm-rocm", variables={"environment": {"VLLM_ROCM_USE_AITER": "1", "K": "${K}"}})
+    pasted = to_paste(scenario(servers={"s": vllm}, model="M"), "s")
+    assert pasted["command of vLLM"].startswith("env VLLM_NO_USAGE_STATS=1 VLLM_ROCM_USE_AITER=1 vllm serve M ")
+    assert "--ulimit memlock=-1:-1" in pasted["docker run"]
+    service = Service(image="i", command=["--a", "b c"], environment={"K": "${K}"}, entrypoint=["x", "y"], ipc="host")
+    assert docker_run(service) == "docker run --rm --env K=\"${K}\" --ipc host --entrypoint x i y --a 'b c'"
+    odd = Service(image="i", command=['a "${B}` $$c', "$$d"])
+    assert docker_run(odd) == "docker run --rm i 'a \"'\"${B}\"$'\\x60 $c' '$d'"
+
+
+HOSTILE = [
+    "m$(touch PWNED)", "a'b", 'a"b', "a`touch PWNED`", "$HOME/x", "a;touch PWNED", "a&&touch PWNED", "a|touch PWNED",
+    "$$x$(touch PWNED)", "${Y:-$(touch PWNED)}", "a\\", "a\\$(touch PWNED)", "!x", "~root", "*", "a b", "a#b", "{a,b}",
+    "<x>", "$'x'", "${KEY}`touch PWNED`", "${KEY}$(touch PWNED)", '${KEY}"; touch PWNED; "', '${KEY}\\"; touch PWNED #',
+    "${KEY", "$$${KEY}", "$${KEY}", "$$$${KEY}", "${KEY}${KEY}", "${${KEY}}", "${KEY:?x}", "${!KEY}", "a\nb", "",
+    "${1}", "$$",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_a_pasted_word_is_itself_with_its_variables_and_runs_nothing(tmp_path: Path, word: str) -> None:
+    command = docker_run(Service(image="i", command=[word])).replace("docker run --rm i ", "printf '%s\\0' ", 1)
+    environment = {"PATH": "/usr/bin:/bin", "KEY": "$(touch PWNED) *", "HOME": "/h"}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    literal = word.replace("$$", "\0").replace("${KEY}", environment["KEY"]).replace("\0", "$")
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (0, f"{literal}\0", [])
+
+
+def verdict(ratio: float, low: float, high: float) -> Verdict:
+    return Verdict(side="s", baseline="b", metric="m", ratio=ratio, low=low, high=high, p=0.01, n=(3, 3), word="faster")
+
+
+FOUND = replace(
+    REPORT,
+    run="r",
+    folder="my runs/r",
+    proof="p",
+    verdict="set",
+    settings={"max_num_seqs": 5},
+    ratio=1.42,
+    low=1.35,
+    high=1.49,
+    starts=10,
+    blocks=3,
+    trials=[
+        Trial(server="default", value=1.0),
+        Trial(server="try-2", settings={"memory": 0.9}, cause="memory", reason=because("x", "no <memory>")),
+        Trial(server="try-3", settings={"sequences": 5}, value=1.4, ratio=1.4, kept=True, why="finding", finding="f"),
+    ],
+    verdicts=[verdict(1.42, 1.35, 1.49)],
+    sides=[{"max_num_seqs": 5}],
+    paste={"a shell": "{}"},
+)
+
+
+def test_the_first_line_is_the_answer() -> None:
+    gain = "42 % more output tokens a second (35 to 49 %)"
+    assert answer_line(FOUND) == f"Set max_num_seqs to 5: {gain}, proven on new prompts"
+    two = replace(FOUND, settings={"max_num_seqs": 5, "enforce_eager": True, "x": 1}, defaults={"max_num_seqs": 4})
+    assert answer_line(two).startswith("Set max_num_seqs to 5 (was 4), enforce_eager to true and x to 1: 42 %")
+    kept = replace(FOUND, verdict="keep", settings={}, ratio=1.004, low=0.99, high=1.018)
+    assert answer_line(kept).startswith("Keep the default: 2 other settings tried, none brings 2\u00a0% more output")
+    assert answer_line(kept).endswith("0.4 % more output tokens a second (1 % fewer to 1.8 % more)")
+    unsure = replace(FOUND, verdict="inconclusive", needed=8)
+    assert answer_line(unsure) == f"Not proven: set max_num_seqs to 5: {gain}; 8 repeats would settle it"
+    invalid = replace(unsure, needed=None, reasons=[because("proof_invalid", "x")])
+    assert answer_line(invalid) == f"Not proven: set max_num_seqs to 5: {gain}; the proof is INVALID"
+    missing = replace(unsure, ratio=None, needed=None, reasons=[because("proof_missing", "x")])
+    assert answer_line(missing).endswith(
+        "40 % more output tokens a second in the search; the records of the proof are missing"
+    )
+    only = replace(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
+    assert answer_line(only) == "Set gpu_memory_utilization to 0.75: the default gave no result"
+    none = TuneReport(budget_s=1, verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
+    assert answer_line(none) == "No answer: no settings gave a result"
+
+
+@pytest.mark.parametrize(
+    ("goal", "ratio", "low", "high", "text"),
+    [
+        ("throughput", 1.37, 1.368, 1.373, "37 % more output tokens a second (36.8 to 37.3 %)"),
+        ("throughput", 4.17, 4.16, 4.19, "4.17 times the output tokens a second (4.16 to 4.19 times)"),
+        ("throughput", 1.98, 1.9, 2.06, "98 % more output tokens a second (90 % more to 2.06 times)"),
+        ("goodput", 0.97, 0.93, None, "3 % fewer requests a second within the SLOs (at least 7 % fewer)"),
+        ("users", 1.5, None, None, "50 % more users within the SLOs"),
+        ("latency", 1.25, 1.2, 1.3, "20 % lower mean end-to-end latency (17 to 23 %)"),
+        ("energy", None, None, None, ""),
+    ],
+)
+def test_a_gain_is_a_change_of_the_metric(goal: Goal, ratio: float, low: float, high: float, text: str) -> None:
+    assert gain_text(replace(REPORT, goal=goal), ratio, low, high) == text
+
+
+def test_a_search_without_an_answer_says_what_has_not_ended() -> None:
+    begun = replace(FOUND, verdict=None)
+    command = "`harness tune --resume 'my runs/r'` goes on"
+    assert answer_line(begun) == f"No answer yet: the search has not ended; {command}"
+    ended = replace(begun, ended=because("tune_patience", "x"))
+    assert answer_line(ended) == f"No answer yet: the proof has not ended; {command}"
+
+
+def test_the_exit_code_says_how_the_settings_failed() -> None:
+    def code(*codes: str, **changes: Any) -> int:
+        trials = [Trial(cause="other", reason=because(one, "x")) for one in codes]
+        with pytest.raises(Exit) as ended:
+            exit_after_tune(replace(REPORT, trials=trials, verdict="inconclusive", **changes))
+        return ended.value.exit_code
+
+    none = [because("nothing_started", "x")]
+    assert code("setting_not_started", "setting_not_started", reasons=none) == 2
+    assert code("setting_died", reasons=none) == code("setting_not_started", "slo_broken", reasons=none) == 3
+    assert (code(reasons=[because("proof_invalid", "x")]), code()) == (3, 5)
+
+
+def test_a_page_of_a_search_has_no_findings_and_no_failed_settings() -> None:
+    numbers = Numbers(sent=1, succeeded=1, failed=0, unfinished=0)
+    rows = [
+        Row(server=name, load="l", cells=[], wall=[], output_tok_s=[], pooled=numbers, failed=failed)
+        for name, failed in (("default", because("setting_not_started", "long")), ("try-2", None))
+    ]
+    finding = RunFinding(code="f", rows=["try-2"], measured="m", means="m", why="w", actions=[], cost=None)
+    summary = Summary(
+        run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=rows, cells=[],
+        findings=[finding], notes=[because("setting_failed", "long"), because("other", "x")],
+    )  # fmt: skip
+    assert shown_summary(summary, None) is summary
+    shown = shown_summary(summary, FOUND)
+    assert (shown.findings, [row.server for row in shown.rows]) == (None, ["try-2"])
+    assert [note.code for note in shown.notes] == ["other"]
+    assert len(shown_summary(replace(summary, rows=rows[:1]), FOUND).rows) == 1, "a table has a row"
+    late, cut = replace(because("client_error", "delays"), cell="r1-try-2-l"), because("interrupted", "it was cut")
+    for reasons, left in (([late], []), ([cut, late], [cut])):
+        shown = shown_summary(replace(summary, valid=False, reasons=reasons), FOUND)
+        assert (shown.reasons, shown.valid) == (left, not left)
+
+
+def test_a_running_server_that_takes_no_settings_is_not_one_that_is_down() -> None:
+    class Server(Handler):
+        def do_GET(self) -> None:
+            self.answer(200 if self.path == "/v1/models" else 404, b'{"data": [{"id": "m"}]}')
+
+    def refused(url: str) -> HarnessError:
+        with pytest.raises(HarnessError) as error:
+            define_tune(Experiment(Path("s.yaml"), scenario(model="m"), Target(url)), "throughput", None, None, [], 60)
+        return error.value
+
+    with listening(Server) as url:
+        healthy = refused(url)
+    assert "takes no settings while it runs" in healthy.what and "--url" in healthy.next_step
+    down = refused(url)
+    assert "no answer from" in down.what and "settings" not in down.what
+
+
+def compared(word: Literal["same", "worse", "inconclusive"], difference: float) -> SameAnswers:
+    low, high = difference - 0.01, difference + 0.01
+    return SameAnswers(
+        side="first", baseline="default", load="l", questions=1000, differ=0.0, noise=(0.0, 0.0),
+        right=(0.9 + difference, 0.9), lost=0.0, gained=0.0, difference=difference, low=low, high=high,
+        word=word,
+    )  # fmt: skip
+
+
+def test_the_answer_says_whether_settings_answer_the_same() -> None:
+    same, worse = compared("same", 0.001), compared("worse", -0.08)
+    faster = replace(verdict(1.42, 1.35, 1.49), word="faster")
+    found = replace(FOUND, same_answers=True, answers=[same], verdicts=[faster])
+    points, gain = "+0.1 points (-0.9 to +1.1)", "42 % more output tokens a second (35 to 49 %)"
+    assert answer_line(found) == f"Set max_num_seqs to 5: {gain}, proven on new prompts; it answers the same: {points}"
+    kept = replace(found, verdict="keep", settings={}, ratio=None, low=None, high=None, answers=[worse])
+    assert answer_line(kept).endswith(f"brings {gain}, but it answers worse: -8.0 points (-9.0 to -7.0)")
+    unsure = replace(found, verdict="inconclusive", answers=[compared("inconclusive", -0.03)])
+    assert "whether it answers the same is inconclusive: -3.0 points" in answer_line(unsure)
+    assert answer_line(replace(unsure, answers=[None])).endswith("whether it answers the same is not known")
+    reason = because("answers_worse", "worse")
+    left_out = Trial(server="try-4", settings={"memory": 0.8}, cause="other", reason=reason)
+    text = markdown.render(tune_page(replace(found, trials=[*found.trials, left_out])))
+    assert "left out: gpu_memory_utilization 0.8: worse" in text.replace("\\", "")
+    assert "Answers of max_num_seqs 5 to 1,000 questions: SAME" in text.replace("\\", "")
+
+
+def test_the_proof_asks_the_questions_and_does_not_count_their_speed(tmp_path: Path) -> None:
+    report = replace(REPORT, same_answers=True, trials=[Trial(server="default", value=1.0)])
+    made = scenario(servers={"default": Server(template="simulated")}, repeats=1)
+    run = write_made_run(tmp_path / "run", made_of=made)
+    proof = proof_scenario(run, report, {"default": {}, "first": {}}, 3, {})
+    assert [name for name, load in proof.loads.items() if asks_known(load)] == [QUESTIONS]
+    assert (proof.repeats, proof.loads[QUESTIONS].requests) == (3, 1000)
+    assert proof_scenario(run, replace(report, same_answers=False), {"default": {}}, 3, {}).loads == made.loads
+    cells = [
+        cell(f"r{repeat}-{load}", repeat=repeat, load=load, output_tok_s=speed)
+        for repeat in (1, 2)
+        for load, speed in (("l", 10.0), (QUESTIONS, 1.0))
+    ]
+    summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=cells)
+    assert proof_values(summary, report, ["default"]) == {"default": pytest.approx([10.0, 10.0])}
+
+
+@pytest.mark.parametrize(
+    ("load", "amount"),
+    [
+        (Load(user="batch", batch_size=10, requests=400, output_tokens=8), (40, None)),
+        (Load(user="batch", users=2, duration_s=60.0, output_tokens=8), (None, 13.0)),
+        (Load(user="batch", users=9, requests=400, arrivals=Arrivals(rate=2.0), output_tokens=8), (None, 13.0)),
+    ],
+)
+def test_a_proof_is_as_long_as_the_search_and_can_be_resumed(
+    tmp_path: Path, load: Load, amount: tuple[int | None, float | None]
+) -> None:
+    """Work in whole waves, a time or a schedule as a time; and the same requests when it is read from run.json."""
+    made = scenario(servers={"default": Server(template="simulated")}, loads={"x": load}, repeats=1)
+    run = write_made_run(tmp_path / "run", made_of=made)
+    ended = [replace(one, stopped_after_s=12.5) for one in run.cells]
+    trial = Trial(server="default", value=1.0, cells=[one.id for one in ended])
+    report, answered = replace(REPORT, trials=[trial]), {one.id: 34 for one in ended}
+    proof = proof_scenario(replace(run, cells=ended), report, {"default": {}, "first": {}}, 3, answered)
+    assert {(load.requests, load.duration_s) for load in proof.loads.values()} == {amount}
+    again = msgspec.json.decode(msgspec.json.encode(proof), type=Scenario)
+    assert workload_sha256(again, tmp_path) == workload_sha256(proof, tmp_path)
+
+
+def test_delays_of_the_load_generator_widen_the_answer_in_their_direction() -> None:
+    """The slower one may be as fast as the other: its tok/s may be 30 % higher without the delays."""
+
+    def row(server: str, **error: tuple[float, float]) -> Row:
+        pooled = Numbers(sent=1, succeeded=1, failed=0, unfinished=0)
+        return Row(server=server, load="l", cells=[], wall=[], output_tok_s=[], pooled=pooled, client_error=error)
+
+    summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=[])
+    late = replace(summary, rows=[row("default", output_tok_s=(0.0, 0.3)), row("first")])
+    rooms = proof_rooms(late, "throughput", "first")
+    assert rooms == pytest.approx((math.log(1.3), 0.0))
+    assert proof_rooms(late, "users", "first") == proof_rooms(summary, "throughput", "first") == (0.0, 0.0)
+    timed = replace(summary, rows=[row("default", e2e_p50=(0.5, 0.0)), row("first")])
+    assert proof_rooms(timed, "latency", "first") == pytest.approx((math.log(2), 0.0)), "it may take half the time"
+    values, sides = [10.0, 10.1, 9.9], [({"sequences": 5}, [12.0, 12.1, 11.9])]
+    assert decide("throughput", values, sides).verdict == "set"
+    widened = decide("throughput", values, sides, rooms=[rooms])
+    assert (widened.verdict, (widened.low or 0) < 1 < (widened.ratio or 0)) == ("inconclusive", True)
+
+
+def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that_is_missing() -> None:
+    cut = replace(FOUND, verdict="inconclusive", ratio=None, low=None, high=None, sides=[], verdicts=[], more_s=1140.0)
+    assert answer_line(cut) == (
+        "Not proven: set max_num_seqs to 5: 40 % more output tokens a second in the search; "
+        "19 min 0 s more would settle it"
+    )
+    assert "command: `harness tune --resume 'my runs/r' --budget 83min`" in markdown.render(tune_page(cut))
+    assert "--budget 83min" in markdown.render(tune_page(replace(cut, spent_s=3600.0)))
+    short = replace(cut, budget_s=90.0, spent_s=60.0, more_s=47.0)
+    assert "--budget 3min" in markdown.render(tune_page(short)), "more than was given"
+    assert "--resume" not in markdown.render(tune_page(replace(cut, more_s=None))), "more time changes nothing"
+
+
+def searched_and_proven(runs: Path, speeds: dict[str, float], **changes: Any) -> Path:
+    """A search whose tune.json says 9.00x, and the run of its proof, in which the sides have these tok/s."""
+    folder, sides = runs / "r", {"default": {}, "first": {"max_num_seqs": 5}}
+    rows = {name: SweepRow(of="one", settings=settings) for name, settings in sides.items()}
+    made = scenario(
+        servers={name: Server(template="vllm-cpu") for name in sides}, repeats=3, swept=Sweep(servers=rows),
+        baseline=Baseline(server="default", load="x"),
+    )  # fmt: skip
+    write_made_run(runs / "p", lambda cell: (44 + cell.repeat / 100) / speeds[cell.server], made_of=made)
+    folder.mkdir()
+    told: dict[str, Any] = {"ratio": 9.0, "low": 8.9, "high": 9.1, "sides": [], "verdicts": [verdict(9.0, 8.9, 9.1)]}
+    write_tune(folder, replace(FOUND, **told | {"spent_s": 60.0} | changes))
+    return folder
+
+
+def test_a_stored_answer_is_that_of_the_proofs_records(tmp_path: Path) -> None:
+    for name, speed, word, ratio in (("a", 44.0, "keep", 1.0), ("b", 66.0, "set", 1.5)):
+        (runs := tmp_path / name).mkdir()
+        report = read_answered(searched_and_proven(runs, {"default": 44.0, "first": speed}))
+        assert report is not None and (report.verdict, report.blocks, report.starts) == (word, 3, 9)
+        assert report.ratio == pytest.approx(ratio) and "9.0" not in answer_line(report)
+        assert bool(report.paste) == (word == "set"), "what is stored to paste belongs to what is stored"
+        assert [one.ratio for one in report.verdicts] == [report.ratio]
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"proof": None}, []),
+        ({"proof": "gone"}, ["proof_missing"]),
+        ({"trials": [FOUND.trials[0], replace(FOUND.trials[2], settings={"sequences": 6})]}, ["proof_missing"]),
+        ({"proof": None, "verdict": "keep", "settings": {}}, []),
+    ],
+)
+def test_a_stored_answer_without_the_records_of_its_proof_is_not_printed(
+    tmp_path: Path, changes: dict[str, Any], codes: list[str]
+) -> None:
+    folder = searched_and_proven(tmp_path, {"default": 44.0, "first": 66.0}, **changes)
+    report = read_answered(folder)
+    assert report is not None and (report.verdict, report.ratio, report.paste) == ("inconclusive", None, {})
+    assert [reason.code for reason in report.reasons] == codes
+    assert answer_line(report).startswith("Not proven: set max_num_seqs to ") and "9.0" not in answer_line(report)
+    assert "40 % more output tokens a second in the search" in answer_line(report), "what it saw"
+    with pytest.raises(Exit) as ended:
+        exit_after_tune(report)
+    assert ended.value.exit_code == 5
+
+
+def test_an_answer_that_its_proof_does_not_give_is_searched_on(tmp_path: Path) -> None:
+    folder = searched_and_proven(tmp_path, {"default": 44.0, "first": 66.0}, proof="gone")
+    write_run(folder, read_run(tmp_path / "p"))
+    again = _read_to_resume(folder)
+    assert (again.verdict, again.proof) == (None, None)
+    write_tune(folder, replace(FOUND, proof=None, verdict="keep"))
+    assert _read_to_resume(folder).verdict is None
+    write_tune(folder, replace(FOUND, verdict="keep"))
+    assert _read_to_resume(folder).verdict == "set", "as its records say"
+
+
+def test_a_larger_budget_goes_on_with_what_the_smaller_one_ended() -> None:
+    spent = replace(FOUND, verdict="inconclusive", spent_s=3500.0, ended=because("tune_budget", "x"))
+    more = with_budget(spent, 7200)
+    assert (more.budget_s, more.verdict) == (7200, None) and more.ended is not None, "the proof has begun"
+    assert with_budget(replace(spent, proof=None), 7200).ended is None
+    assert with_budget(replace(FOUND, ended=spent.ended), 7200).verdict == "set"
+    with pytest.raises(HarnessError, match="--budget"):
+        with_budget(spent, 3000)
+
+
+def test_a_broken_limit_says_how_many_requests_met_it() -> None:
+    broken = value_of([cell(slos=met(0.3, 1.0))], replace(REPORT, slos=[SLO]))
+    assert isinstance(broken, Reason)
+    start = Trial(server="default", reason=broken, met=0.3)
+    assert result_text(start) == "30 % met the SLOs"
+    best = replace(start, reason=because("slo_broken", "l: 80% of the requests met the SLOs", attainment=0.8))
+    (reason,) = search_reasons(replace(REPORT, trials=[start, best]), None, 1.0)
+    assert reason.code == "nothing_started" and "80%" in reason.text
+    late = Trial(settings={"sequences": 5}, reason=because("client_error", "delays"))
+    codes = [one.code for one in search_reasons(replace(REPORT, trials=[Trial(value=1.0), late]), {}, 7200.0)]
+    assert codes == ["tune_disturbed", "tune_over_budget"], "REPORT has a budget of an hour"
+
+
+def test_options_that_were_not_given_back_are_named(tmp_path: Path) -> None:
+    given = replace(scenario(), servers={"default": Server(template="running", variables={"vllm_args": "--x 1"})})
+    said = io.StringIO()
+    target = Target("http://127.0.0.1:9")
+    with restored(Experiment(tmp_path, given, target), Progress(Console(file=said, width=300))):
+        pass
+    assert "did not take its own options back" in said.getvalue() and "--x 1" in said.getvalue()
+
+
+def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
+    page = tune_page(FOUND)
+    (grid,) = (element for element in page if isinstance(element, Grid))
+    assert [row[1:] for row in grid.rows] == [
+        ["the default", "reference", "1 (reference)", ""],
+        ["gpu_memory_utilization 0.9", "reference", "memory: x", ""],
+        ["max_num_seqs 5", "finding f", "1.40x", "yes"],
+        ["max_num_seqs 5", "fresh requests", "1.42x (1.35 to 1.49)", "yes"],
+    ]
+    (chart,) = (element for element in page if isinstance(element, Chart))
+    starts, proof = chart.figure["data"]
+    assert (starts["name"], starts["x"], starts["y"]) == ("start", [1, 3], [1.0, 1.4]), "the reference is at 1"
+    assert (proof["name"], proof["x"]) == ("proof", [4])
+    axis = chart.figure["layout"]["xaxis"]
+    assert (axis["tickvals"], axis["ticktext"]) == ([1, 2, 3, 4], ["1", "2", "3", "proof"])
+    shown = html.render_page(page, "Tune", ["tune"])
+    assert "on fresh requests: `harness report 'my runs/p'`" in markdown.render(page), "with its folder, and the space"
+    assert "memory: x" in shown and "Set max_num_seqs to 5" in markdown.render(page).replace("\\", "")
+    assert isinstance(page[0], Paragraph) and page[0].style == "lead"
+    printed, command = io.StringIO(), "llama-server " + "--flag 1 " * 20 + "--last"
+    terminal.print_page(tune_page(replace(FOUND, paste={"command": command})), Console(file=printed, width=80))
+    pasted = " ".join(printed.getvalue().replace("\\\n", " ").split())
+    assert command in pasted, "a shell takes it as one command"
+    many = {f"a_setting_of_this_engine_{number}": 100_000 for number in range(5)}
+    terminal.print_page([history(replace(FOUND, sides=[many]))], Console(file=(narrow := io.StringIO()), width=80))
+    lines = narrow.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and sum("Kept" in line for line in lines) == 1, "one table"
+    write_tune(tmp_path, FOUND)
+    assert read_tune(tmp_path) == replace(FOUND, folder=str(tmp_path)) and read_tune(tmp_path / "other") is None
+    (tmp_path / "tune.json").write_text("{}")
+    with pytest.raises(HarnessError):
+        read_tune(tmp_path)
+    assert TuneAnswer(verdict="keep").settings == {}
