@@ -1,6 +1,6 @@
 """What all questions do together: they add their answers to the numbers of a run.
 
-Only the commands, the public API and the room of a run's page import this module.
+Only the commands, the public API, and the rooms of a run's page and of filed results import this module.
 """
 
 from collections.abc import Sequence

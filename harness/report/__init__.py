@@ -1,1 +1,1 @@
-"""Reports on a run. They read its files and change nothing."""
+"""Elements, what prints a list of them, and tables, charts and sentences about numbers. It knows no question."""

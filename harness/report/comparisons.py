@@ -1,4 +1,4 @@
-"""The answer of a comparison: what is faster under which load, and whether anything is too slow."""
+"""Rows compared: what is faster under which load, whether anything is too slow, and the table of verdicts."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""The report of a run as an HTML page that needs no network and no other file."""
+"""HTML pages that need no network and no other file: the template, its style and script, and what may not be in it."""
 
 import base64
 import gzip

@@ -1,8 +1,4 @@
-"""The sentences of reports: the answer first, then each load, the validity, and how the comparison was made.
-
-The answer is about the first of these that a run has: checks against a baseline (regression), SLOs, loads measured
-together (interference), rows compared with a baseline row (speedup); else the numbers of its rows.
-"""
+"""Sentences about the numbers of a run: its validity, notes, verdicts, failures and findings, and how it was made."""
 
 import math
 import re

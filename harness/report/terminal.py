@@ -1,4 +1,4 @@
-"""What the terminal prints: the report of a run, a comparison, an explained log, a prediction."""
+"""Prints a page, which is a list of elements, in a terminal."""
 
 import re
 import textwrap

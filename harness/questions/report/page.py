@@ -1,4 +1,4 @@
-"""The pages of a run and of a comparison, as elements. To add something to every report, add it to `run_page`."""
+"""The page of a run as elements. What is added to `run_page` is added to `html_page.py` as well."""
 
 import itertools
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The result of `harness tune`: tune.json, and its page: the answer, what to paste, the history, the picture."""
+"""The page of `harness tune`: the answer, what to paste, the history, the picture."""
 
 import math
 from collections.abc import Mapping
