@@ -11,9 +11,7 @@ import typer
 from harness import __version__
 from harness.base.errors import INTERRUPTED, ExitCode, HarnessError, reason_of
 from harness.base.redact import masked
-from harness.cli import actions as actions  # importing them registers their commands, in this order
-from harness.cli import stored as stored
-from harness.cli import tools as tools
+from harness.cli import actions, stored, tools
 from harness.cli.common import (
     Output,
     mute_stdout,
@@ -24,7 +22,16 @@ from harness.cli.common import (
     usage_error,
 )
 from harness.cli.common import app as app
-from harness.questions.tune import command as command
+from harness.questions.capacity import command as capacity
+from harness.questions.compare import command as compare
+from harness.questions.expect import command as expect
+from harness.questions.plan import command as plan
+from harness.questions.quick import command as quick
+from harness.questions.report import command as report
+from harness.questions.tune import command as tune
+
+# Importing them registers their commands.
+COMMAND_MODULES = (quick, actions, capacity, tune, expect, compare, plan, tools, report, stored)
 
 
 def version(value: bool) -> None:

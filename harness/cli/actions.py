@@ -1,4 +1,4 @@
-"""Commands that start something: servers, loads, or the check of a scenario before that."""
+"""Commands that start something and are no question of their own: runs, live loads, the check of a scenario."""
 
 import contextlib
 import sys
@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec.structs import replace
 
-from harness.base.command_line import command_line, option_words
+from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
@@ -43,87 +43,6 @@ MetricsUrlOpt = Annotated[
 JunitOpt = Annotated[Path | None, cli.option("FILE", "Also write checks and verdicts as JUnit XML.")]
 WorkersOpt = Annotated[str | None, cli.option("NAMES", "With --url: machines that send the load, or how many.")]
 BindOpt = Annotated[str | None, cli.option("ADDRESS", "With --workers: where they find this machine (port 5557).")]
-
-
-@cli.command(short_help="Measure a running server in 15 seconds.")
-def quick(
-    address: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="URL",
-            help="The server (default: one of this machine, after a question).",
-            callback=cli.validate_url,
-        ),
-    ] = None,
-    model: cli.ModelOpt = None,
-    api_key_env: cli.KeyOpt = None,
-    ca: cli.CaOpt = None,
-    yes: Annotated[
-        bool, cli.flag("--yes", "Without URL: do not ask before the server that is found gets load.")
-    ] = False,
-    as_json: Annotated[bool, cli.flag("--json", "Print JSON; progress goes to stderr.")] = False,
-    runs: cli.RunsDir = cli.RUNS,
-) -> None:
-    """Measure a running server with one, four and eight users: tok/s, prefill, TTFT, and how near the hardware it is.
-
-    It takes 15 s, and up to a minute at 5 tok/s. It needs no scenario and no tokenizer. The model that is loaded is
-    measured, else the first one. Without URL it asks before the server that it finds gets load. Exit code 1: several
-    servers run here, or several models are loaded; it lists them.
-    """
-    from harness.questions.quick import search as quickly
-    from harness.questions.quick.page import quick_page
-    from harness.records.manifest import QUICK
-    from harness.report.terminal import print_page
-    from harness.run import experiment as experiments
-    from harness.run.orchestrator import run as run_experiment
-
-    progress = cli.make_progress(stderr=as_json)
-    target = cli.make_target(address or found_server(model, api_key_env, progress.line, is_agreed=yes), ca=ca)
-    assert target is not None
-    make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
-    with quickly.scenario_path(None, target, QUICK, make) as path:
-        folder = run_experiment(experiments.prepare(path, target), runs, progress)
-    where = None if runs == cli.RUNS else runs
-    options = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--runs": where}
-    report = quickly.quick_report(folder, target, options)
-    if as_json:
-        cli.print_json(report)
-    else:
-        print_page(quick_page(report), cli.console())
-        cli.console().print(f"{folder / 'report.html'}")
-    if not report.valid:
-        raise typer.Exit(ExitCode.INVALID)
-
-
-def found_server(model: str | None, key_name: str | None, say: "Callable[[str], None]", *, is_agreed: bool) -> str:
-    """Return the address of the only server of this machine, once the user agrees. Raises HarnessError."""
-    from harness.questions.quick import search as quickly
-
-    found = {url: quickly.describe_server(url, model, key_name) for url in quickly.find_servers()}
-    (url, about), *others = found.items()
-    again = command_line("harness", "quick", url, *option_words({"--model": model, "--api-key-env": key_name}))
-    if others:
-        what, detail = f"{len(found)} servers run on this machine, and no address is given", "\n".join(found.values())
-        raise HarnessError(what, detail=detail, next_step=f"Give the address of one, such as: {again}")
-    if is_agreed:
-        say(about)
-        return url
-    if not _has_terminal():
-        what = f"no address is given, and there is no terminal to ask whether this server may get load: {about}"
-        raise HarnessError(what, next_step=f"{again} (or --yes)")
-    say(about)
-    say("It gets 1, 4 and 8 concurrent requests for about 15 s. Measure it? [Y/n]")
-    try:
-        answer = input()
-    except EOFError:
-        raise KeyboardInterrupt from None
-    if answer.strip().lower() not in ("", "y", "yes"):
-        raise HarnessError("no load was sent", next_step="For another server: harness quick http://HOST:PORT")
-    return url
-
-
-def _has_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
 
 
 @cli.command(short_help="Start the servers, load them, tear them down, report.")
@@ -309,92 +228,6 @@ def _repeat(measure: Callable[[], None], times: int, every_s: float) -> int:
     return min(filter(None, codes), default=ExitCode.OK)  # the codes of runs are in order, the worst first
 
 
-FixOpt = Annotated[
-    list[str] | None,
-    cli.option(
-        "LOAD=N",
-        "Of a mix: so many users of this load, or requests/s, in all probes; may be repeated. One load "
-        "remains to be varied.",
-    ),
-]
-MaxUsersOpt = Annotated[
-    int,
-    cli.option("N", "Try no more users; of an open loop, tenths of the scenario's rate or trace.", min=1, max=100000),
-]
-SloOpt = Annotated[
-    list[str] | None,
-    cli.option(
-        "CHECK",
-        'What users must get, such as "ttft_p95 <= 2s" (default: the scenario\'s checks); may be repeated.',
-        "--check",
-        "--slo",
-        callback=cli.split_given,
-    ),
-]
-AtLeastOpt = Annotated[
-    float | None,
-    cli.option("N", "Only find whether it holds so many users, or requests/s: exit code 4 if it does not."),
-]
-UserOpt = Annotated[
-    Literal["chat", "batch", "agent", "rag"] | None,
-    cli.option(None, "Without a scenario: the kind of users (default: chat)."),
-]
-
-
-@cli.command(short_help="Find how many users a server holds.")
-def capacity(
-    scenario: cli.OptionalScenario = None,
-    checks: SloOpt = None,
-    load: Annotated[
-        str | None, cli.option("NAME", "Which of the scenario's loads, or of its mixes (default: the first load).")
-    ] = None,
-    fix: FixOpt = None,
-    max_users: MaxUsersOpt = 256,
-    budget: Annotated[str, cli.option("TIME", "How long it may take in all, such as 30min or 2h.")] = "30min",
-    at_least: AtLeastOpt = None,
-    knee: Annotated[bool, cli.flag("--knee", "Also find where more concurrency stops raising the throughput.")] = False,
-    url: cli.UrlOpt = None,
-    user: UserOpt = None,
-    ca: cli.CaOpt = None,
-    model: cli.ModelOpt = None,
-    api_key_env: cli.KeyOpt = None,
-    as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,
-    runs: cli.RunsDir = cli.RUNS,
-) -> None:
-    """Find for each server how many users, or requests per second, meet the SLOs: an estimate first, then its proof.
-
-    Exit code 0: a number of users is proven for each server (with --at-least: that many), or not even one is served.
-    2: a server did not start; the others have their answers. 3: the run is INVALID. 4: a server does not hold what
-    --at-least asks for. 5: not even one number of users is proven, or not what --at-least asks for.
-    """
-
-    from harness.base.units import read_duration
-    from harness.numbers.summarize import read_summary
-    from harness.questions.capacity import search as searching
-    from harness.questions.capacity.page import capacity_page
-    from harness.questions.quick import search as running_scenarios
-    from harness.report.terminal import print_page
-
-    budget_s = read_duration("--budget", budget)
-    target, console = cli.make_target(url, ca=ca), cli.console(stderr=as_json)
-    more: Any = {"model": model, "key_name": api_key_env, "say": console.print}
-    make = partial(running_scenarios.user_scenario, user or "chat", **more)
-    name = f"capacity-{user or 'chat'}"
-    with running_scenarios.scenario_path(scenario, target, name, make) as path:
-        experiment = running_scenarios.prepare_for(path, target, model, console.print)
-        limits: dict[str, Any] = {"max_level": max_users, "budget_s": budget_s, "at_least": at_least}
-        experiment, question, parsed = searching.define_search(
-            experiment, load, checks or [], knee=knee, fix=fix or [], **limits
-        )
-        folder, report = searching.capacity(experiment, question, parsed, runs, cli.make_progress(stderr=as_json))
-    if as_json:
-        cli.print_json(report)
-    else:
-        print_page(capacity_page(report, read_summary(folder)), cli.console())
-        cli.console().print(f"{folder / 'report.html'}")
-    cli.exit_after_capacity(folder, report)
-
-
 @cli.command(short_help="Serve Locust's web UI for a scenario's server.")
 def live(
     scenario: cli.OptionalScenario = None,
@@ -404,7 +237,7 @@ def live(
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
-    user: UserOpt = None,
+    user: cli.UserOpt = None,
     port: Annotated[int, cli.option("PORT", "Port of the web UI on 127.0.0.1.", min=1, max=65535)] = UI_PORT,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
@@ -470,7 +303,7 @@ def check(
 
 def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:
     """One of the answers, by its number or name; Enter takes the first. Raises HarnessError without a terminal."""
-    if not _has_terminal():
+    if not cli.has_terminal():
         raise HarnessError(
             f"{option} is missing, and there is no terminal to ask at", next_step=f"Choose: {', '.join(answers)}."
         )
@@ -503,7 +336,7 @@ def _draft(
     servers, needed = list(given), drafts.server_count(question)
     known = {name: draftable.model for name, draftable in drafts.draftable_servers().items()}
     found = None
-    if url is None and not given and needed == 1 and _has_terminal():
+    if url is None and not given and needed == 1 and cli.has_terminal():
         found = quickly.find_running()
     while not given and url is None and len(servers) < needed:
         rest = known if found is None else {RUNNING_SERVER: f"{found[1]} at {found[0]}"} | known

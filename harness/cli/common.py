@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -320,6 +320,10 @@ ModelOpt = Annotated[
         callback=validate_model_name,
     ),
 ]
+UserOpt = Annotated[
+    Literal["chat", "batch", "agent", "rag"] | None,
+    option(None, "Without a scenario: the kind of users (default: chat)."),
+]
 KeyOpt = Annotated[
     str | None,
     option("NAME", "Without a scenario: the environment variable with the server's API key.", "--api-key-env"),
@@ -397,6 +401,17 @@ def console(*, stderr: bool = False) -> Console:
     width = int(columns) if columns.isdecimal() and int(columns) >= MIN_WIDTH else PIPE_WIDTH
     more: dict[str, Any] = {} if file.isatty() or stderr else {"width": width, "no_color": True}
     return Output(file=file, markup=False, emoji=False, highlight=False, soft_wrap=stderr, **more)
+
+
+def say_stored(folders: list[Path], results: Path) -> None:
+    """Say of which runs the stored summary is used, but not of filed ones, which are meant to have nothing else."""
+    if runs := [folder for folder in folders if not folder.resolve().is_relative_to(results.resolve())]:
+        shown = ", ".join(map(str, runs[:3])) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
+        print(f"{shown}: requests.jsonl is missing; the stored summary is used", file=sys.stderr)
+
+
+def has_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def make_progress(*, stderr: bool = False) -> "Progress":

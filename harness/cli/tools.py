@@ -1,4 +1,4 @@
-"""Commands without a run of their own: explain a log, say what the hardware allows, run load workers."""
+"""Commands without a run of their own: explain a log, run load workers."""
 
 import sys
 from collections.abc import Iterator
@@ -60,80 +60,6 @@ def _open_log(log: str) -> Iterator[BinaryIO]:
         raise HarnessError(f"{path}: cannot be read ({error.strerror})", next_step="To read a pipe, give -.") from None
     with file:
         yield file
-
-
-@cli.command(short_help="What the hardware allows: what fits, how fast it can be, whether a speed is normal.")
-def expect(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A model's folder, a hub id in this machine's cache, or a GGUF file."),
-    ] = None,
-    params: Annotated[str | None, cli.option("N", "Instead of a model: its parameters, such as 14B.")] = None,
-    bits: Annotated[str, cli.option("TYPE", "With --params: 16, 8 or 4 bit, or FP8, AWQ, Q4_K_M, Q8_0, MXFP4.")] = "16",
-    active_params: Annotated[str | None, cli.option("N", "With --params: those of one token, such as 3B.")] = None,
-    gpu: Annotated[str | None, cli.option("NAME", "Another GPU: 7900 XTX, Strix Halo, MI300X, gfx1151.")] = None,
-    bandwidth: Annotated[
-        float | None, cli.option("GB/S", "Another memory bandwidth.", min=0.1, max=1e6, callback=cli.check_finite)
-    ] = None,
-    tensor_parallel: Annotated[int, cli.option("N", "GPUs that share the model.", min=1, max=1024)] = 1,
-    context: Annotated[str | None, cli.option("N", "Prompt and answer of a request in tokens, as 8192 or 8k.")] = None,
-    users: Annotated[int, cli.option("N", "Requests that run at once.", min=1, max=1_000_000)] = 1,
-    measured: Annotated[
-        float | None, cli.option("TOK/S", "A speed, of all users together: is it normal?", min=0.001, max=1e9)
-    ] = None,
-    measure: Annotated[bool, cli.flag("--measure", "Measure this machine's read bandwidth, and keep it.")] = False,
-    image: Annotated[
-        str | None, cli.option("NAME", "With --measure: an image with torch (default: the pinned one of vLLM).")
-    ] = None,
-    kv_cache_dtype: Annotated[str, cli.option("TYPE", "As vLLM's: auto, bfloat16, float16, fp8.")] = "auto",
-    free: Annotated[
-        float | None,
-        cli.option("GIB", "Instead of this machine's memory: as vLLM's log has it.", min=0, callback=cli.check_finite),
-    ] = None,
-    total: Annotated[float | None, cli.option("GIB", "Belongs to --free.", min=0, callback=cli.check_finite)] = None,
-    as_json: cli.JsonOpt = False,
-    root: Annotated[Path, cli.option("DIR", "Where /proc and /sys are.", callback=cli.check_root)] = Path("/"),
-) -> None:
-    """What fits into this machine's memory, how fast a model can be at most, and whether a measured speed is normal.
-
-    Nothing is started or downloaded. Exit code 4 when the model does not fit, or when no memory is left.
-    """
-    from harness.questions.expect.decide import Question, answer, parse_tokens
-    from harness.questions.expect.page import expect_page
-    from harness.report.terminal import print_page
-
-    question = Question(
-        model=model,
-        params=params,
-        active_params=active_params,
-        bits=bits,
-        gpu=gpu,
-        bandwidth_gb_s=bandwidth,
-        gpus=tensor_parallel,
-        context=None if context is None else parse_tokens("--context", context),
-        users=users,
-        measured_tok_s=measured,
-        kv_cache_dtype=kv_cache_dtype,
-        memory_gib=None if free is None or total is None else (free, total),
-    )
-    found = answer(question, root, _measure_bandwidth(image) if measure else None)
-    if as_json:
-        cli.print_json(found)
-    else:
-        print_page(expect_page(found), cli.console())
-    if found.fits is False:
-        raise typer.Exit(ExitCode.FAILED)
-
-
-def _measure_bandwidth(image: str | None) -> float:
-    from harness.hardware.bandwidth import measure_cpu, store_measured
-    from harness.machine.gpus import list_gpus
-    from harness.serve.container_bandwidth import measure_gpu
-    from harness.serve.template import find_pin
-
-    gb_s = measure_gpu(image or find_pin("vllm-rocm").image) if any(list_gpus()) else measure_cpu()
-    store_measured(gb_s)
-    return gb_s
 
 
 @cli.command(short_help="Run load workers for a remote master.")

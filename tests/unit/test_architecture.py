@@ -203,7 +203,7 @@ NAMED_IN = {
     "machine/inspection.py": "the same",
     "run/machine_fit.py": "the same",
     "run/model_files.py": "where their images keep models",
-    "cli/tools.py": "the same",
+    "questions/expect/command.py": "the same",
     "failures/table.py": "flags that vLLM removed",
     "imports": "formats of other tools",
     "simulated": "the embedded engine answers as vLLM does",

@@ -26,19 +26,20 @@ from harness.base.files import inline_yaml
 from harness.base.process import free_port
 from harness.base.summary import because
 from harness.cli import common
-from harness.cli.actions import _print_next, found_server
-from harness.cli.stored import _refuse_mixed_sides, _suggest_about
+from harness.cli.actions import _print_next
 from harness.failures.diagnosis import scan_text
 from harness.failures.table import format_cause_and_fix, rules
 from harness.imports.write import import_file
 from harness.machine.inspection import diagnose
 from harness.numbers.summarize import read_summary, summarize_data
 from harness.numbers.validity import DEATHS
+from harness.questions.compare.command import _refuse_mixed_sides, _suggest_about
 from harness.questions.compare.decide import refuse_invalid
 from harness.questions.findings.rules import RowFacts
 from harness.questions.live import live
 from harness.questions.plan.decide import _what_to_measure
 from harness.questions.quick import search
+from harness.questions.quick.command import found_server
 from harness.questions.quick.search import next_commands
 from harness.questions.tune.page import changed_elements, tune_elements
 from harness.questions.tune.record import TuneReport, resume_command

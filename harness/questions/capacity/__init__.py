@@ -2,6 +2,7 @@
 
 First an estimate: doubling levels in one running load, until one breaks. Then its proof, close to the limit first.
 
+command.py  the command
 search.py   starts the servers, runs the levels that are decided, and stores capacity.json as it goes
 decide.py   which level comes next, and what the levels say: pure functions of the probes so far
 level.py    one level: its probes, and the rule that decides it

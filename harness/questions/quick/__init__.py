@@ -1,5 +1,6 @@
 """How fast is a server that already runs? The room of `harness quick`: an answer in seconds, without a scenario.
 
+command.py  the command; without an address it asks before a server gets load
 search.py  finds the server and its loaded model, times one request, and makes a scenario of one, four and eight users
 decide.py  the numbers of its levels, from however few requests there are
 page.py    one table, how near the hardware it is, the worst finding, what to do next

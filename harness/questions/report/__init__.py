@@ -1,5 +1,6 @@
 """What did a run show? The page of a run, which has the answers of all questions, and its files.
 
+command.py      `harness report`
 headline.py     the first sentence: the answer to the question that the run asked
 page.py         the page as elements: terminal and Markdown print it
 html_page.py    the HTML page: the same with tiles and charts

@@ -14,9 +14,9 @@ from rich.console import Console
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import SCENARIOS
 from harness.base.process import free_port
-from harness.cli.actions import found_server
 from harness.questions.check import GENERATOR_START_S, preview
 from harness.questions.quick import search as quick
+from harness.questions.quick.command import found_server
 from harness.questions.quick.search import (
     EFFORTS,
     LEVELS,
