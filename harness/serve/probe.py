@@ -43,6 +43,7 @@ _MAX_VERSION = 200  # characters
 BUSY = (429, 503)  # of a server that loads its model, or has too much to do
 _LOADING_ADVICE = "The server may still load its model: wait until it is ready, and run it again."
 
+_COUNT_TRIES = 3
 _PROMPT_COUNTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")  # of Anthropic's API
 
 T = TypeVar("T")
@@ -329,20 +330,23 @@ def fetch_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIM
 def streams_prompt_counts(base: str, model: str, api_key: str | None) -> bool | None:
     """Return whether a stream of Anthropic's API has the tokens of its prompt; None without such a stream.
 
-    It generates one token.
+    It generates one token, and up to twice again where nothing was counted: a model may end its answer at once.
     """
     message = {"role": "user", "content": "Say yes."}
     body = {"model": model, "max_tokens": 1, "stream": True, "messages": [message]}
     started = False
     with open_session(api_key) as session, suppress(ServerError, requests.RequestException):
         session.headers["anthropic-version"] = "2023-06-01"
-        with post(session, f"{base}/v1/messages", body, stream=True) as response:
-            for event in read_events(response) if response.status_code == 200 else ():
-                with suppress(ValueError):
-                    part = decode_json(event.data)
-                    started = started or (isinstance(part, dict) and part.get("type") == "message_start")
-                    if _counts_prompt(part):
-                        return True
+        for _ in range(_COUNT_TRIES):
+            with post(session, f"{base}/v1/messages", body, stream=True) as response:
+                if response.status_code != 200:
+                    break
+                for event in read_events(response):
+                    with suppress(ValueError):
+                        part = decode_json(event.data)
+                        started = started or (isinstance(part, dict) and part.get("type") == "message_start")
+                        if _counts_prompt(part):
+                            return True
     return False if started else None
 
 
