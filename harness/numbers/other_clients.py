@@ -41,7 +41,7 @@ class Part(Struct):
         ended = [ended_s for _, ended_s in times if ended_s is not None]
         return (min(sent), max(ended)) if sent and ended else None
 
-    def most_tokens(self) -> float:
+    def max_own_tokens(self) -> float:
         """The most tokens that the server can have generated for it; NaN: there is no bound."""
         if any(("usage.completion_tokens", "above") in cell.bad for cell in self.data):
             return np.nan
@@ -124,7 +124,7 @@ def _check(data: RunData, parts: Sequence[Part]) -> dict[str, Reason]:
         return {}  # the cells are INVALID for that
     why = _why_unchecked(data, parts, samples)
     if why is None:
-        if formulas.foreign_tokens(counts[-1] - counts[0], sum(part.most_tokens() for part in parts)):
+        if formulas.foreign_tokens(counts[-1] - counts[0], sum(part.max_own_tokens() for part in parts)):
             return _blame(parts)  # also where the last sample is too early: it lacks tokens
         ended_s = max((span[1] for part in parts if (span := part.span_s()) is not None), default=0.0)
         why = _TOO_FEW if samples[-1].wall_s < ended_s else None
@@ -152,7 +152,7 @@ def _why_unchecked(data: RunData, parts: Sequence[Part], samples: Sequence[Metri
         return _TOO_FEW
     if "generated_tokens" not in first.values or not first.values.keys() <= last.values.keys():
         return "its metrics were not the same at both ends"
-    if np.isnan(sum(part.most_tokens() for part in parts)):
+    if np.isnan(sum(part.max_own_tokens() for part in parts)):
         return "the length of some answers has no bound"
     return None
 
@@ -190,7 +190,7 @@ def _growth(first: MetricsSample, last: MetricsSample, key: str) -> float:
 
 def _reason(parts: Sequence[Part], first: MetricsSample, last: MetricsSample) -> Reason | None:
     """The reason for parts between two samples; None: their tokens are within the bound of ours."""
-    most = sum(part.most_tokens() for part in parts)
+    most = sum(part.max_own_tokens() for part in parts)
     generated, seconds = _growth(first, last, "generated_tokens"), last.wall_s - first.wall_s
     tokens = formulas.foreign_tokens(generated, most)
     if not tokens or seconds <= 0:

@@ -36,7 +36,7 @@ def points_text(found: SameAnswers) -> str:
 
 
 def answers_sentence(found: SameAnswers) -> str:
-    """The word with the rule, or with why there is none; the flips above the noise; the right answers of both."""
+    """The word with the rule, or with why it is not known; the flips above the noise; the right answers of both."""
     flips = f"{_percent(found.differ)} of the answers differ, and the noise is not known (ask each question twice)"
     if found.flips is not None and found.flips_low is not None and found.flips_high is not None:
         flips = f"{_percent(found.flips)} of the answers flip above the noise "

@@ -83,7 +83,7 @@ def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() 
         "ten is 2.38x slower than one by wall time (95 % interval 2.36x to 2.41x)."
     )
     assert run_answer(of, asking()) == text
-    assert "slower" not in run_answer(of, run()), "nobody asked for loads against each other"
+    assert "slower" not in run_answer(of, run()), "the question is not about loads"
 
 
 @pytest.mark.parametrize(
