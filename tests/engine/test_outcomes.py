@@ -255,19 +255,18 @@ def test_streams_that_are_complete(tmp_path: Path, name: str) -> None:
 SLOW_BODY = whole(b'{"choices":[{"message":{"content":"a"},"finish_reason":"stop"}]}')
 
 
-@pytest.mark.parametrize(("timeout_s", "output_tokens"), [(0.2, 1), (0.05, 1), (0.01, 1)])
-def test_a_whole_answer_may_take_longer_than_the_timeout(tmp_path: Path, timeout_s: float, output_tokens: int) -> None:
-    """A server that sends its headers at once and its answer later: ten times the timeout, or 2 s a token."""
+def test_a_whole_answer_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
+    """A server that sends its headers at once and its answer later. Its headers have 2 s: on a busy machine, too."""
     pieces = SLOW_BODY[:-30], SLOW_BODY[-30:-10], SLOW_BODY[-10:]
-    handler = answering(*pieces, pause_s=0.4)
-    record = one_record(tmp_path, handler, timeout_s=timeout_s, output_tokens=output_tokens, stream=False)
+    record = one_record(tmp_path, answering(*pieces, pause_s=1.1), timeout_s=2.0, output_tokens=1, stream=False)
     assert (record.error, record.message) == (None, None)
-    assert record.ended_s > 0.7
+    assert record.ended_s > 2.0
 
 
 def test_the_total_time_of_a_whole_answer() -> None:
     assert max_body_s(300.0, 128) == 3000.0
     assert max_body_s(5.0, 400) == 800.0
+    assert max_body_s(0.01, 1) == 2.0
     assert max_body_s(5.0, None) == 50.0  # vectors
 
 

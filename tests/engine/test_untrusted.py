@@ -229,8 +229,8 @@ def test_a_comment_with_data_in_it_ends_nothing_and_does_not_keep_us(tmp_path: P
                 connection.recv(1)
                 return
 
-    record = one_record(tmp_path, once(UNTIL_CLOSED, TOKEN, then=pings), timeout_s=0.5)
-    assert (record.error, record.message) == ("timeout", "no token and no complete answer arrived for 0.5 s")
+    record = one_record(tmp_path, once(UNTIL_CLOSED, TOKEN, then=pings), timeout_s=1.5)
+    assert (record.error, record.message) == ("timeout", "no token and no complete answer arrived for 1.5 s")
 
 
 def test_limits_of_a_connection_that_are_no_numbers_are_not_said() -> None:
