@@ -26,7 +26,7 @@ import psutil
 from benchmarks.make_run import make_run
 from harness.base.errors import HarnessError
 from harness.numbers.summarize import read_summary, summarize, write_summary
-from harness.questions.report.html_page import render_run
+from harness.questions.report.page import run_html
 from harness.records.manifest import read_run
 
 SIZES = (10_000, 100_000, 1_000_000)
@@ -61,7 +61,7 @@ def _summary(folder: Path) -> None:
 
 
 def _report(folder: Path) -> None:
-    (folder / "report.html").write_text(render_run(folder, read_run(folder), read_summary(folder)))
+    (folder / "report.html").write_text(run_html(folder, read_run(folder), read_summary(folder)))
 
 
 def _apart(work: Callable[[Path], None], folder: Path) -> Cost:

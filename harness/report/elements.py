@@ -1,7 +1,7 @@
 """The elements of a page. A page is a list of them, made once; terminal.py, markdown.py and html.py print it."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct
@@ -99,8 +99,40 @@ class Grid(Struct, frozen=True, kw_only=True):
         return any(column.group in ("latency", "verdict") for column in self.columns)
 
 
+class Fold(Struct, frozen=True):
+    """Elements that a page shows on demand. `hint`: how to see them in a terminal; empty: nothing is said there."""
+
+    title: str
+    elements: "Sequence[Element]"
+    hint: str = ""
+    is_open: bool = False  # on an HTML page at first
+    is_printed: bool = True  # on paper
+
+
+class Section(Struct, frozen=True):
+    """A part of a page: a list of elements with a title, to which an HTML page has a link.
+
+    `is_titled`: the terminal and Markdown show the title as well. The first section is the answer, and has no title.
+    """
+
+    id: str
+    title: str
+    elements: "Sequence[Element]"
+    is_titled: bool = False
+
+
+class Sides(Struct, frozen=True):
+    """Two lists of elements, next to each other where the page is wide enough."""
+
+    left: "Sequence[Element]"
+    right: "Sequence[Element]"
+
+
+# What only HTML pages have.
+
+
 class Chart(Struct, frozen=True, kw_only=True):
-    """A chart with its texts and its numbers as a table. Only pages have it."""
+    """A chart with its texts and its numbers as a table."""
 
     id: str
     title: str
@@ -113,15 +145,97 @@ class Chart(Struct, frozen=True, kw_only=True):
     empty: str = ""  # why nothing is drawn
 
 
-class Fold(Struct, frozen=True):
-    """Elements that a page shows on demand. `hint`: how to see them in a terminal; empty: nothing is said there."""
+class Key(Struct, frozen=True, kw_only=True):
+    """An entry of a legend that several charts share."""
 
-    title: str
-    elements: "Sequence[Element]"
-    hint: str = ""
+    name: str
+    colour: str  # CSS variable
+    stroke: str = ""  # SVG dash pattern
+    shown: bool = True
 
 
-Element: TypeAlias = Paragraph | Bullets | Facts | Grid | Fold | Chart
+class Charts(Struct, frozen=True, kw_only=True):
+    """Charts next to each other, with the legend that they share. `shape`: how many fit into the width of a page."""
+
+    title: str = ""
+    text: str = ""
+    charts: Sequence[Chart]
+    keys: Sequence[Key] = ()
+    shape: Literal["pair", "triple", "wide"] = "pair"
+
+
+class TimelineEvent(Struct, frozen=True, order=True):
+    """A mark on a timeline."""
+
+    at_s: float  # since the first measured request
+    text: str
+    bad: bool = False
+    label: str = ""  # next to the mark, if there is room
+
+
+class Timelines(Struct, frozen=True, kw_only=True):
+    """The chart over time of one cell, which the reader chooses; `first` is shown at first."""
+
+    figures: dict[str, dict[str, Any]]  # by cell
+    events: dict[str, list[TimelineEvent]]
+    first: str
+
+
+class Tile(Struct, frozen=True):
+    """A number that a reader looks for first, with its name and the row that has it."""
+
+    label: str
+    value: str
+    where: str
+
+
+class Tiles(Struct, frozen=True):
+    items: Sequence[Tile]
+
+
+class Definitions(Struct, frozen=True):
+    """What columns mean, with their formulas, each with its anchor."""
+
+    columns: "Sequence[tuple[str, TableColumn]]"
+
+
+class Verbatim(Struct, frozen=True):
+    """Lines as a file or a program has them."""
+
+    code: str
+
+
+PAGE_ONLY = (Chart, Charts, Timelines, Tiles, Definitions, Verbatim)
+Element: TypeAlias = (
+    Paragraph | Bullets | Facts | Grid | Fold | Section | Sides
+    | Chart | Charts | Timelines | Tiles | Definitions | Verbatim
+)  # fmt: skip
+
+
+def lined_up(page: "Sequence[Element]") -> "list[Element]":
+    """The elements of a page one after the other, as text has them: without sections, and what only HTML pages have."""
+    lined: list[Element] = []
+    for element in page:
+        if isinstance(element, Section):
+            title = [Paragraph(element.title, "heading")] if element.is_titled and element.elements else []
+            lined += [*title, *lined_up(element.elements)]
+        elif isinstance(element, Sides):
+            lined += [*lined_up(element.left), *lined_up(element.right)]
+        elif not isinstance(element, PAGE_ONLY):
+            lined.append(element)
+    return lined
+
+
+def walk(page: "Sequence[Element]") -> "Iterator[Element]":
+    """Each element of a page, also those within others."""
+    for element in page:
+        yield element
+        if isinstance(element, Section | Fold):
+            yield from walk(element.elements)
+        elif isinstance(element, Sides):
+            yield from walk([*element.left, *element.right])
+        elif isinstance(element, Charts):
+            yield from element.charts
 
 
 def plain_grid(head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Grid:
@@ -130,7 +244,7 @@ def plain_grid(head: Sequence[str], rows: Sequence[Sequence[str]], styles: Seque
 
 
 _T = TypeVar("_T")
-_VERBATIM = ("id", "style", "code", "columns", "styles", "kind", "formula")
+_VERBATIM = ("id", "style", "code", "columns", "styles", "kind", "formula", "figures", "events", "first")
 
 
 def with_names(value: _T, names: Mapping[str, str]) -> _T:

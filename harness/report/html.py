@@ -5,18 +5,15 @@ import gzip
 import hashlib
 import re
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from typing import Any
 
 import msgspec
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from harness.base import units
-from harness.report.charts import Figure
-from harness.report.elements import Chart, Element
+from harness.report.elements import Chart, Definitions, Element, Section, Timelines, walk
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
 # library is four times as long, and a browser spends most of the time until the charts appear on parsing it.
@@ -50,13 +47,10 @@ def page_template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    dump = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=100)
     environment.filters |= {
         "kind": lambda element: type(element).__name__,
         "code": render_code,
-        "moment": units.date_time, "seconds": units.seconds, "ms": units.milliseconds, "number": units.significant,
-        "yaml": lambda value: dump(msgspec.to_builtins(value)),
-    }  # fmt: skip
+    }
     return environment.get_template(name)
 
 
@@ -66,24 +60,27 @@ def read_asset(name: str) -> str:
 
 def render_page(page: Sequence[Element], title: str, where: Sequence[str]) -> str:
     """Return a page of elements. `where`: its place, in the bar above it."""
-    charts = {element.id: element.figure for element in page if isinstance(element, Chart) and not element.empty}
-    return render_template("page.html.j2", charts, {}, page=page, title=title, where=where)
-
-
-def render_template(name: str, drawn: dict[str, Figure], drawn_timelines: dict[str, Figure], **values: Any) -> str:
+    page = [element for element in page if not isinstance(element, Section) or element.elements]
+    parts = list(walk(page))
+    charts = {part.id: part.figure for part in parts if isinstance(part, Chart) and not part.empty}
+    timelines = next((part.figures for part in parts if isinstance(part, Timelines)), {})
+    data = neutralize(msgspec.json.encode({"charts": charts, "timelines": timelines}).decode())
     style, theme, script, library = map(read_asset, ("report.css", "theme.js", "report.js", LIBRARY))
-    data = msgspec.json.encode({"charts": drawn, "timelines": drawn_timelines}).decode()
-    has_charts = bool(drawn) or name == "report.html.j2"
-    scripts = [theme, script, *([library] if has_charts else [])]
-    return page_template(name).render(
-        values,
+    has_charts = bool(charts or timelines)
+    anchors = {anchor for part in parts if isinstance(part, Definitions) for anchor, _ in part.columns}
+    return page_template("page.html.j2").render(
+        page=page,
+        title=title,
+        where=where,
+        sections=[element for element in page if isinstance(element, Section)],
         style=Markup(style),
         theme=Markup(theme),
         script=Markup(script),
         has_charts=has_charts,
-        policy=content_security_policy(scripts),
+        anchors=anchors,
+        policy=content_security_policy([theme, script, *([library] if has_charts else [])]),
         library=pack_data(library.encode()),
-        chart_data=pack_data(neutralize(data).encode()),
+        chart_data=pack_data(data.encode()),
     )
 
 

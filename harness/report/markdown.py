@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from harness.report import words
-from harness.report.elements import Bullet, Bullets, Chart, Element, Facts, Fold, Grid, Paragraph, TableColumn
+from harness.report.elements import Bullet, Bullets, Element, Facts, Fold, Grid, Paragraph, TableColumn, lined_up
 
 _FORMS = {
     "title": "## {}", "heading": "### {}", "lead": "**{}**", "good": "**{}**", "unsure": "**{}**", "bad": "**{}**",
@@ -15,7 +15,7 @@ _FORMS = {
 
 def render(page: Sequence[Element]) -> str:
     """The page. It has no charts."""
-    return "\n\n".join(_render_element(element) for element in page if not isinstance(element, Chart)) + "\n"
+    return "\n\n".join(map(_render_element, lined_up(page))) + "\n"
 
 
 def _render_element(element: Element) -> str:

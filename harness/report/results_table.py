@@ -299,6 +299,12 @@ _VERDICT_COLUMNS = (
 )  # fmt: skip
 
 
+def column_named(key: str) -> TableColumn:
+    """The column of the main table that has this key."""
+    latencies = (_latency_column(latency, "p50") for latency in LATENCIES)
+    return next(column for column in (*_WORK_COLUMNS, *_VERDICT_COLUMNS, *latencies) if column.key == key)
+
+
 def table_columns(summary: Summary, lines: Sequence[TableLine]) -> tuple[TableColumn, ...]:
     """The columns of the main table. The tail percentile is the highest that every row carries, else p95.
 

@@ -25,4 +25,4 @@ def checks(results: Sequence[CheckResult]) -> list[Element]:
         Bullet(evidence(result.evidence), result.status, words.CHECK_MARKS[result.status], result.check)
         for result in results
     ]
-    return [Paragraph("Checks", "heading"), Bullets(items, "checks")] if items else []
+    return [Bullets(items, "checks")] if items else []

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from harness.base.units import join_units
 from harness.report import words
-from harness.report.elements import Bullet, Bullets, Element, Fact, Facts, Fold, Grid, Paragraph
+from harness.report.elements import Bullet, Bullets, Element, Fact, Facts, Fold, Grid, Paragraph, lined_up
 
 STYLES = {
     "faster": "green", "slower": "red", "same": "cyan", "no_shift": "cyan",
@@ -25,7 +25,7 @@ STYLES = {
 
 def print_page(page: Sequence[Element], console: Console, *, explain: bool = False) -> None:
     """Print a page. `explain`: with what is folded, and with the meaning of each column."""
-    page = [each for each in page if explain or not isinstance(each, Fold) or each.hint]
+    page = [each for each in lined_up(page) if explain or not isinstance(each, Fold) or each.hint]
     for before, element in zip([None, *page], page, strict=False):
         if before is not None and _is_apart(before, element):
             console.print()

@@ -15,7 +15,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from harness.base.summary import FailedRequests, because
 from harness.numbers.summarize import read_summary
-from harness.questions.report.html_page import render
+from harness.questions.report.page import render_html as render
 from harness.report.charts.data import read_chart_data
 from harness.report.charts.figures import MAX_CHART_DOTS
 from tests.support.nightly import NIGHTLY
@@ -225,13 +225,13 @@ def test_keyboard_and_screen_reader_reach_everything(browser: webdriver.Chrome, 
     keys = ActionChains(browser)
     keys.send_keys(Keys.TAB).perform()
     focused = "return [document.activeElement.className, document.activeElement.textContent]"
-    assert script(browser, focused) == ["skip", "Skip to the results"]
+    assert script(browser, focused) == ["skip", "Skip to Results"]
     keys.send_keys(Keys.ENTER).perform()
     keys.send_keys(Keys.TAB).perform()
     assert script(browser, "return document.activeElement.textContent.trim()") == "Server"
     assert script(browser, "return getComputedStyle(document.activeElement).outlineStyle") == "solid"
     keys.send_keys(Keys.ENTER).perform()
-    about = browser.find_element(By.ID, "about-server")
+    about = browser.find_element(By.ID, "about-results-server")
     assert about.is_displayed() and about.find_element(By.TAG_NAME, "code").text, "its formula is one press away"
     keys.send_keys(Keys.ESCAPE).perform()
     unreachable = """return [...document.querySelectorAll("summary, button, select, a")]

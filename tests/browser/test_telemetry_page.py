@@ -56,6 +56,6 @@ def test_a_gpu_of_the_legend_is_hidden_in_all_panels(browser: webdriver.Chrome, 
     script(browser, "document.getElementById('chart-timeline').scrollIntoView()")
     ActionChains(browser).move_to_element(entry.find_element(By.CSS_SELECTOR, ".legendtoggle")).click().perform()
     WebDriverWait(browser, 10).until(lambda b: script(b, shown) == ["legendonly"] * 5)
-    table = browser.find_element(By.CSS_SELECTOR, "#machine table")
+    table = browser.find_element(By.CSS_SELECTOR, "#details table")
     head = [cell.text for cell in table.find_elements(By.CSS_SELECTOR, "thead th")]
     assert head[1:3] == ["Energy per output token", "Power, mean and most"]

@@ -293,7 +293,7 @@ def _serve(kind: str) -> NoReturn:
         importlib.import_module(name)
     if kind == "harness":
         # Templates are compiled as long as they are used.
-        page = importlib.import_module("harness.report.html").page_template("report.html.j2")
+        page = importlib.import_module("harness.report.html").page_template("page.html.j2")
         for environment in (page.environment, importlib.import_module("harness.serve.template")._environment(COMPOSE)):
             for name in environment.list_templates(filter_func=lambda name: name.endswith(".j2")):
                 environment.get_template(name)

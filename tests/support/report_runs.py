@@ -6,7 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from harness.numbers.summarize import read_summary, summarize, write_summary
-from harness.questions.report.html_page import render_run
+from harness.questions.report.page import run_html
 from harness.records.manifest import CellRun, Machine, Phase, Run, ServedBy, Startup, read_run, write_run
 from harness.records.records import ErrorKind, ProcessMark, Request
 from harness.scenario import Load, Scenario, Server
@@ -191,5 +191,5 @@ def _scrapes(cell: str, made: list[Request], limit: int, started: float) -> list
 def write_report(folder: Path) -> Path:
     """Write the page of a run from its files."""
     path = folder / "report.html"
-    path.write_text(render_run(folder, read_run(folder), read_summary(folder)), encoding="utf-8")
+    path.write_text(run_html(folder, read_run(folder), read_summary(folder)), encoding="utf-8")
     return path

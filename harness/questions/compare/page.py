@@ -38,7 +38,7 @@ def comparison_page(comparison: Comparison) -> list[Element]:
         *(Paragraph(f"Warning: {sentence(note)}", "warning") for note in comparison.notes),
         *verdicts(comparison, "the table has all of them"),
         *same_answers_page(comparison.same_answers),
-        *checks(comparison.checks),
+        *([Paragraph("Checks", "heading"), *checks(comparison.checks)] if comparison.checks else []),
         *(differences(comparison.differences, comparison.sides) if comparison.sides else []),
     ]
 

@@ -3,7 +3,7 @@
 command.py      `harness report`
 headline.py     the first sentence: the answer to the question that the run asked
 page.py         the page as elements: terminal and Markdown print it
-html_page.py    the HTML page: the same with tiles and charts
+html_parts.py   what only the HTML page has: tiles, charts, every cell, what ran
 junit_cases.py  the run as test cases
 store.py        writes summary.json and report.html at the end of a run
 """

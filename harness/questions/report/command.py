@@ -75,15 +75,14 @@ def report(
 def _print_run(
     output: str, summary: "Summary", manifest: "Run", folder: Path, counts: "Summarized | None", *, explain: bool
 ) -> None:
-    from harness.questions.report import html_page
-    from harness.questions.report.page import print_report, report_page
+    from harness.questions.report.page import print_report, report_page, run_html
     from harness.report import markdown
 
     cli.print_as(
         output,
         summary,
         terminal=lambda: print_report(summary, manifest, folder, cli.console(), explain=explain),
-        html=lambda: html_page.render_run(folder, manifest, summary, counts),
+        html=lambda: run_html(folder, manifest, summary, counts),
         markdown=lambda: markdown.render(report_page(summary, manifest, folder)),
         **_as_files(summary, manifest),
     )

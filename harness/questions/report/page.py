@@ -1,4 +1,4 @@
-"""The page of a run as elements. What is added to `run_page` is added to `html_page.py` as well."""
+"""The page of a run: one list of elements for terminal, Markdown and HTML."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,13 @@ from harness.base.summary import (
     Summary,
     sentence,
 )
+from harness.numbers.summarize import Summarized
 from harness.questions.agents import turn_tables
 from harness.questions.capacity.decide import CapacityReport, read_capacity
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.quick.decide import QuickLevel, quick_notes, read_levels
 from harness.questions.quick.page import LEGEND, lead, levels_grid
+from harness.questions.report import html_parts
 from harness.questions.report.headline import run_answer
 from harness.questions.same_answers.page import same_answers_page
 from harness.questions.soak import soak_tables
@@ -29,16 +31,23 @@ from harness.questions.tune.proof import read_answered
 from harness.questions.tune.record import TuneReport
 from harness.records.manifest import Run
 from harness.report import sentences, words
-from harness.report.comparisons import verdicts
+from harness.report.charts.data import ChartData, chart_data, read_chart_data
+from harness.report.comparisons import verdict_grid, verdicts
 from harness.report.elements import (
     LIMITED,
     Bullet,
     Bullets,
+    Chart,
     Element,
     Fold,
+    Grid,
     Paragraph,
+    Section,
+    Sides,
+    Tile,
     with_names,
 )
+from harness.report.html import render_page
 from harness.report.results_table import machine_table, results_table, schedule_table, time_table
 from harness.report.sections import checks, simulated_note
 from harness.report.terminal import print_page
@@ -56,36 +65,82 @@ def run_page(
     tune: TuneReport | None = None,
     levels: Sequence[QuickLevel] = (),
     *,
+    data: ChartData | None = None,
     explain: bool = False,
 ) -> list[Element]:
     """The page of a run: the answer, the findings, the main table, the verdicts, and what else is known.
 
-    `capacity`: the result of a capacity search. `tune`: of a search of settings. `levels`: of a quick run. `explain`:
-    with the host metrics.
+    `capacity`: the result of a capacity search. `tune`: of a search of settings. `levels`: of a quick run. `data`: for
+    the HTML page, which has charts, every cell, and what ran. `explain`: with the host metrics.
     """
     summary = shown_summary(summary, tune)
-    results = levels_grid(levels) if levels else results_table(summary, run)
-    page = [
+    charted, few = data is not None, len(summary.rows) <= html_parts.FEW
+    described = sentences.load_descriptions(run) if charted and few else {}
+    results = levels_grid(levels) if levels else results_table(summary, run, described)
+    details = [*turn_tables(summary), *soak_tables(summary), *schedule_table(summary, run), *time_table(summary)]
+    machine = machine_table(summary) if explain or charted else []
+    charts = html_parts.answer_charts(summary, run, capacity, tune) if charted else []
+    is_sure = summary.valid is not False and run.status not in ("running", "interrupted", "failed")
+    beside = charts[:1] if is_sure else []
+    tiles = _tiles(summary, run, levels) if charted and is_sure and tune is None else []
+    numbers = [*itertools.chain(*results.rows), *(tile.value for tile in tiles)]
+    first = [
         *_what_if(summary.what_if),
         *answer(summary, run, capacity, tune, levels),
-        *state(summary, run, itertools.chain(*results.rows)),
+        *html_parts.shown_tiles(tiles),
+        *state(summary, run, numbers),
         *([] if tune is None else tune_elements(tune)),
-        *findings(summary),
-        results,
-        *([Paragraph(LEGEND, "fine")] if levels else []),
-        design(summary, run),
-        *([Paragraph("Verdicts", "heading"), *run_verdicts(summary, run, _RUN_HINT)] if summary.comparison else []),
-        *same_answers_page(summary.same_answers),
-        *turn_tables(summary),
-        *soak_tables(summary),
-        *schedule_table(summary, run),
-        *time_table(summary),
-        *(machine_table(summary) if explain else []),
-        *failures(summary),
-        *checks(summary.checks),
-        *loads(run),
+        Sides(findings(summary), beside),
     ]
+    page: list[Element] = [
+        Section("answer", "", first),
+        Section("results", "Results", [
+            results,
+            *([Paragraph(LEGEND, "fine")] if levels else []),
+            design(summary, run),
+            *(html_parts.servers_differ(run) if charted else []),
+        ]),
+        _verdicts(summary, run, charted=charted),
+        Section("details", "Details", [*html_parts.fold_long(details), *html_parts.machine_details(machine)])
+        if charted else Section("details", "Details", [*details, *machine]),
+        Section("errors", "Errors", failures(summary) or ([_NO_ERRORS] if charted else [])),
+        Section("checks", "Checks", checks(summary.checks), is_titled=True),
+        Section("loads", "Loads", [] if described else loads(run)),
+        *(_charted(summary, run, data, results, [*details, *machine], charts[len(beside):]) if data else []),
+    ]  # fmt: skip
     return with_names(page, load_names(run, tune))
+
+
+_NO_ERRORS = Paragraph("None: no measured request failed.", "fine")
+
+
+def _charted(
+    summary: Summary, run: Run, data: ChartData, results: Grid, details: Sequence[Grid], others: Sequence[Chart]
+) -> list[Section]:
+    """What only the HTML page has room for."""
+    cells = html_parts.cells_table(summary, results)
+    return [
+        html_parts.charts_section(summary, run, data, others),
+        html_parts.cells_section(summary, cells),
+        html_parts.method_section([results, cells, *details]),
+        *html_parts.what_ran(run),
+    ]
+
+
+def _tiles(summary: Summary, run: Run, levels: Sequence[QuickLevel]) -> list[Tile]:
+    return html_parts.quick_tiles(levels) if levels else html_parts.tiles(summary, run)
+
+
+def _verdicts(summary: Summary, run: Run, *, charted: bool) -> Section:
+    """The verdicts; the HTML page has their intervals and p-values too."""
+    same = same_answers_page(summary.same_answers)
+    if summary.comparison is None:
+        return Section("verdicts", "Verdicts", same)
+    folded = Fold(
+        "Confidence: intervals, p-values and what would settle it", [verdict_grid(summary.comparison.verdicts)]
+    )
+    found = run_verdicts(summary, run, "" if charted else _RUN_HINT)
+    return Section("verdicts", "Verdicts", [*found, *([folded] if charted else []), *same], is_titled=True)
 
 
 def load_names(run: Run, tune: TuneReport | None) -> dict[str, str]:
@@ -213,3 +268,24 @@ def report_page(summary: Summary, run: Run, folder: Path, *, explain: bool = Fal
     """Return the page of a run, with what its folder has of a search or a quick run."""
     levels = read_levels(folder, summary)
     return run_page(summary, run, read_capacity(folder), read_answered(folder), levels, explain=explain)
+
+
+def render_html(
+    summary: Summary,
+    run: Run,
+    data: ChartData,
+    capacity: CapacityReport | None = None,
+    tune: TuneReport | None = None,
+    levels: Sequence[QuickLevel] = (),
+) -> str:
+    """Return the HTML page of a run."""
+    page = run_page(summary, run, capacity, tune, levels, data=data)
+    return render_page(page, f"{summary.question} · {run.id}", [run.scenario_name, run.id])
+
+
+def run_html(folder: Path, run: Run, summary: Summary, summarized: Summarized | None = None) -> str:
+    """Return the HTML page of the run in `folder`. `summarized`: the counts of which the summary was made; None: the
+    records are read for them. Raises HarnessError.
+    """
+    data = read_chart_data(folder) if summarized is None else chart_data(summarized.data)
+    return render_html(summary, run, data, read_capacity(folder), read_answered(folder), read_levels(folder, summary))

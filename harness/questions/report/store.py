@@ -6,7 +6,7 @@ from harness.base.files import replace_file
 from harness.numbers.summarize import Summarized, write_summary
 from harness.questions.findings.decide import with_findings
 from harness.questions.joint import analyse, with_answers
-from harness.questions.report import html_page
+from harness.questions.report.page import run_html
 from harness.records.manifest import Run
 
 
@@ -14,4 +14,4 @@ def write_results(folder: Path, run: Run, results: Summarized | None) -> None:
     """Write summary and report of a run; `results`: its numbers where they are known."""
     results = with_findings(analyse(folder, charted=True) if results is None else with_answers(results))
     write_summary(folder, results.summary)
-    replace_file(folder / "report.html", html_page.render_run(folder, run, results.summary, results).encode())
+    replace_file(folder / "report.html", run_html(folder, run, results.summary, results).encode())

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
-
 from harness.base.summary import Row, Summary
 from harness.report.elements import Chart as Chart
+from harness.report.elements import Key
 
 Figure = dict[str, Any]  # {"data": [...], "layout": {...}} of plotly, or a trace of it
 
@@ -15,15 +14,6 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 STROKES = dict(zip(DASHES, ("", "7 4", "1.5 3.5", "7 3 1.5 3", "11 4", "11 3 1.5 3"), strict=True))
 NAME = "<extra>%{fullData.name}</extra>"  # ends a hover text that names the line
-
-
-class Key(Struct, frozen=True, kw_only=True):
-    """An entry of a legend that several charts share."""
-
-    name: str
-    colour: str  # CSS variable
-    stroke: str = ""  # SVG dash pattern
-    shown: bool = True
 
 
 def escape_markup(text: str) -> str:

@@ -6,7 +6,6 @@ from itertools import chain
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from harness.base import units
 from harness.base.summary import CellSummary
@@ -15,15 +14,7 @@ from harness.numbers.validity import BROKEN
 from harness.records.manifest import CellRun, Run, ServedBy
 from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter
 from harness.report.charts.data import Timeline, Values
-
-
-class TimelineEvent(Struct, frozen=True, order=True):
-    """A mark on a timeline."""
-
-    at_s: float  # since the first measured request
-    text: str
-    bad: bool = False
-    label: str = ""  # next to the mark, if there is room
+from harness.report.elements import TimelineEvent
 
 
 def timeline_events(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> list[TimelineEvent]:

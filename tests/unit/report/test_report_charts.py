@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from harness.base.summary import CheckResult, ScheduleKept
 from harness.numbers.summarize import read_summary
-from harness.questions.report.html_page import render
+from harness.questions.report.page import render_html as render
 from harness.records.clock import Clock
 from harness.records.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
 from harness.records.records import ProcessMark, Request
@@ -37,7 +37,8 @@ from harness.report.charts.figures import (
     tradeoff_chart,
     with_slo_lines,
 )
-from harness.report.charts.timeline import TimelineEvent, timeline_events, timeline_figure
+from harness.report.charts.timeline import timeline_events, timeline_figure
+from harness.report.elements import TimelineEvent
 from harness.scenario.behaviour import Agent
 from tests.support import made_runs
 from tests.support.report_runs import write_run_directory

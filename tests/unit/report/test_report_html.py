@@ -17,10 +17,12 @@ from harness.base.files import ROOT
 from harness.base.summary import NO_SAMPLE, because
 from harness.numbers.share_test import observed
 from harness.numbers.summarize import read_summary
-from harness.questions.report.html_page import fold_long, render, render_run, tiles
+from harness.questions.report.html_parts import fold_long, tiles
+from harness.questions.report.page import render_html as render
+from harness.questions.report.page import run_html
 from harness.records.manifest import Origin, read_run, write_run
 from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution_points, read_chart_data
-from harness.report.elements import Fold, plain_grid
+from harness.report.elements import Fold, Tile, plain_grid
 from harness.report.html import LIBRARY
 from tests.support.report_runs import HOSTILE, write_report, write_run_directory
 from tests.unit.report.test_report_text import FEW, MANY, numbers, row
@@ -83,8 +85,8 @@ def test_the_page_refers_to_nothing_outside_and_has_all_that_it_refers_to(folder
     assert {f"chart-{chart}" for chart in charts} <= ids
     assert [tag for tag, _ in page.tags].count("caption") == len(charts), "each has a table"
     order = ["<h1", 'class="lead"', 'class="state simulated"', 'class="tiles"', 'class="state bad"', "chart-throughput",
-             'class="contents"', 'class="verdicts"', 'class="main"', 'id="charts"', 'id="chart-first-token"',
-             'id="errors"', 'id="runs"', 'id="method"', 'id="setup"']  # fmt: skip
+             'class="contents"', 'class="main', 'class="verdicts"', 'id="errors"', 'id="charts"',
+             'id="chart-first-token"', 'id="cells"', 'id="method"', 'id="setup"']  # fmt: skip
     places = [text.index(mark) for mark in order]
     assert places == sorted(places)
     assert write_report(folder).read_text() == text, "the same run gives the same page"
@@ -122,26 +124,26 @@ def test_tables_of_details_are_folded_where_they_are_long() -> None:
 def test_what_one_user_gets_is_all_of_one_row() -> None:
     few = numbers(5.0, FEW)
     assert tiles(replace(text_summary(), rows=[row("one", numbers(13.07, MANY))]), text_run()) == [
-        ("One user gets", "20 tok/s", "one"),
-        ("All together", "95.6 tok/s", "one"),
-        ("First token after", "52.3 ms", "one"),
+        Tile("One user gets", "20 tok/s", "one"),
+        Tile("All together", "95.6 tok/s", "one"),
+        Tile("First token after", "52.3 ms", "one"),
     ]
     one, ten = text_summary().rows
     quick_start = replace(ten, pooled=replace(ten.pooled, ttft=FEW, tpot=FEW), client_limited=["output_tok_s"])
     assert tiles(replace(text_summary(), rows=[one, quick_start]), text_run()) == [
-        ("One user gets", "20 tok/s", "one"),
-        ("10 together", "299\u2021 tok/s", "ten, the best of 2"),
-        ("First token after", "52.3 ms", "one"),
+        Tile("One user gets", "20 tok/s", "one"),
+        Tile("10 together", "299\u2021 tok/s", "ten, the best of 2"),
+        Tile("First token after", "52.3 ms", "one"),
     ], "TTFT and speed of the row with ten at once are better, and are no answer"
-    assert [title for title, *_ in tiles(replace(text_summary(), rows=[ten]), text_run())][0] == "Each of 10 gets"
+    assert tiles(replace(text_summary(), rows=[ten]), text_run())[0].label == "Each of 10 gets"
     other = replace(one, server="other", pooled=replace(one.pooled, tpot=replace(MANY, p50=0.04)))
     shown = tiles(replace(text_summary(), rows=[one, other]), text_run())
-    assert shown[0] == ("One user gets", "25 tok/s", "other, the best of 2") and shown[2][2] == shown[0][2]
+    assert shown[0] == Tile("One user gets", "25 tok/s", "other, the best of 2") and shown[2].where == shown[0].where
     vectors = replace(few, output_tok_s=None, ttft=NO_SAMPLE, tpot=NO_SAMPLE, input_tok_s=900.0)
     shown = tiles(replace(text_summary(), rows=[row("one", vectors)]), text_run())
-    assert [value for _, value, _ in shown] == ["900 tok/s", "50 ms", "5 a second"]
+    assert [tile.value for tile in shown] == ["900 tok/s", "50 ms", "5 a second"]
     imported = replace(text_run(), origin=Origin(tool="t", files={}, imported_wall_s=0.0, importer="1"))
-    assert tiles(replace(text_summary(), rows=[one]), imported)[0][0] == "Each user gets"
+    assert tiles(replace(text_summary(), rows=[one]), imported)[0].label == "Each user gets"
 
 
 def test_texts_from_outside_stay_text(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_texts_from_outside_stay_text(tmp_path: Path) -> None:
     reasons = [because("run_error", HOSTILE)]
     hostile = replace(summary, question=f"{HOSTILE}{controls}", reasons=reasons, notes=reasons, valid=False)
     rows = [replace(summary.rows[0], server=f"{HOSTILE}{controls}"), *summary.rows[1:]]
-    text = render_run(tmp_path, read_run(tmp_path), replace(hostile, rows=rows))
+    text = run_html(tmp_path, read_run(tmp_path), replace(hostile, rows=rows))
     page = Page(text)
     tags = [tag for tag, _ in page.tags]
     assert (tags.count("img"), tags.count("script")) == (0, 4)

@@ -41,6 +41,7 @@ from harness.report.elements import (
     Grid,
     Paragraph,
     TableColumn,
+    lined_up,
     plain_grid,
     with_names,
 )
@@ -228,7 +229,7 @@ def test_a_run_has_one_word_and_one_that_was_cut_is_not_red(
     of, made = replace(summary(), valid=valid, checks=results), replace(run(), status=status)
     text, shown = sentences.state_sentence(of, made)
     assert (text.partition(": ")[0], shown) == (word, style)
-    states = [each for each in run_page(of, made) if isinstance(each, Paragraph)]
+    states = [each for each in lined_up(run_page(of, made)) if isinstance(each, Paragraph)]
     assert [each.text for each in states if each.style in ("good", "unsure", "bad")] == [text]
 
 

@@ -11,7 +11,8 @@ from harness.records.manifest import read_run
 from harness.records.samples import GpuSample
 from harness.report import export
 from harness.report.charts.data import machine_samples, read_chart_data
-from harness.report.charts.timeline import TimelineEvent, timeline_events, timeline_figure
+from harness.report.charts.timeline import timeline_events, timeline_figure
+from harness.report.elements import TimelineEvent
 from harness.report.results_table import machine_table
 from tests.support.made_runs import telemetry_of, watch
 from tests.support.report_runs import write_run_directory

@@ -29,14 +29,13 @@ from harness.machine.telemetry import Meter, find_files, read_files
 from harness.numbers.summarize import Summarized, summarize, summarize_with_counts
 from harness.questions.findings.decide import RULES, _row_facts, with_findings
 from harness.questions.findings.rules import RowFacts
-from harness.questions.report import html_page
-from harness.questions.report.page import print_report, run_page
+from harness.questions.report.page import print_report, run_html, run_page
 from harness.records.manifest import Machine, ModelSize, read_run, write_run
 from harness.records.records import Request
 from harness.records.run_data import load
 from harness.records.samples import GpuSample, HostSample, TelemetrySample
 from harness.report import markdown
-from harness.report.elements import Paragraph
+from harness.report.elements import Paragraph, lined_up
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon
 from harness.scenario.plan import Cell
@@ -661,8 +660,9 @@ def test_the_speed_of_14b_in_fp16_is_normal(tmp_path: Path) -> None:
     (stated,) = made.summary.hardware_shares
     assert (stated.values["share"], stated.values["word"]) == (known.share, "normal")
     assert stated.text.endswith(": normal. 4-bit weights (AWQ) allow 33.2 tok/s"), "what makes it faster"
-    page = [element.text for element in run_page(made.summary, made.data.run) if isinstance(element, Paragraph)]
-    assert page.index(stated.text) < 5, "on the first screen"
+    page = lined_up(run_page(made.summary, made.data.run))
+    texts = [element.text for element in page if isinstance(element, Paragraph)]
+    assert texts.index(stated.text) < 5, "on the first screen"
 
 
 def test_ten_at_once_took_two_and_a_half_times_as_long(tmp_path: Path) -> None:
@@ -873,7 +873,7 @@ def outputs(folder: Path, summary: Summary) -> dict[str, str]:
     return {
         "terminal": shown.getvalue(),
         "markdown": markdown.render(run_page(summary, run)),
-        "page": html_page.render_run(folder, run, summary),
+        "page": run_html(folder, run, summary),
         "json": pretty_json(summary).decode(),
     }
 
