@@ -31,6 +31,7 @@ from harness.records.manifest import Run, ServedBy, read_run
 from harness.report import words
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
 from harness.report.markdown import render
+from harness.report.sections import simulated_note
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
@@ -285,7 +286,7 @@ def board_page(board: Board) -> list[Element]:
     for group in board.groups:
         about = f"{group.question} Ranked by {group.ranked_by}. The best row of each machine is marked."
         page += [Paragraph(group.heading, "heading"), Paragraph(about, "fine")]
-        page += [Paragraph(words.SIMULATED, "simulated")] if group.simulated else []
+        page += simulated_note(group.simulated)
         page.append(_ranking_grid(group))
     page += [Paragraph(board.limited_note, "fine")] if board.limited_note else []
     if board.figures:

@@ -15,12 +15,17 @@ LIMITED = "‡"  # after a number that the load generator limited in one of the 
 class Paragraph(Struct, frozen=True):
     """A heading or a sentence.
 
-    `style`: "title", "heading", "lead" (the answer), "warning", "fine", or a state, whose text is "WORD: sentence":
-    "good", "unsure", "bad", "simulated".
+    `style`: "title", "heading", "part" (a smaller heading), "lead" (the answer), "warning", "fine", or a state: "good",
+    "unsure", "bad", "simulated". `word`: of a state, such as VALID; text has it before the sentence.
     """
 
     text: str
     style: str = ""
+    word: str = ""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.word}: {self.text}" if self.word else self.text
 
 
 class Bullet(Struct, frozen=True):
@@ -54,6 +59,37 @@ class Facts(Struct, frozen=True):
     items: Sequence[Fact]
 
 
+class CellText(str):
+    """The text of a cell of which a printer knows more than the letters.
+
+    `more`: what a page shows small; text has it in parentheses. `kind`: "missing" of a number that is not known, "bad"
+    of failures.
+    """
+
+    value: str
+    more: str
+    kind: Literal["missing", "bad", ""]
+
+    def __new__(cls, value: str, more: str = "", kind: Literal["missing", "bad", ""] = "") -> "CellText":
+        cell = super().__new__(cls, f"{value} ({more})" if more else value)
+        cell.value, cell.more, cell.kind = value, more, kind
+        return cell
+
+
+def as_cell_text(text: str) -> CellText:
+    return text if isinstance(text, CellText) else CellText(text)
+
+
+def missing(why: str = "") -> CellText:
+    """The text of a number that is not known."""
+    return CellText("n/a", why, "missing")
+
+
+def is_known(text: str | None) -> bool:
+    """Whether the text of a cell is a value."""
+    return text not in (None, units.NOTHING) and as_cell_text(text or "").kind != "missing"
+
+
 class TableColumn(Struct, frozen=True):
     """One column of a table. `text` makes its text of a line or row; None: the value is not known."""
 
@@ -78,8 +114,10 @@ class TableColumn(Struct, frozen=True):
     def show(self, line: Any) -> str:
         """The text, or a dash if the value is not known; with a mark if the load generator limited it."""
         text = self.text(line) or units.NOTHING
-        limited = self.field and self.field in line.row.client_limited
-        return f"{text}{LIMITED}" if limited and text != units.NOTHING and not text.startswith("n/a") else text
+        if not (self.field and self.field in line.row.client_limited and is_known(text)):
+            return text
+        cell = as_cell_text(text)
+        return CellText(f"{cell.value}{LIMITED}", cell.more, cell.kind)
 
 
 class Grid(Struct, frozen=True, kw_only=True):
@@ -258,6 +296,8 @@ def with_names(value: _T, names: Mapping[str, str]) -> _T:
     pattern = re.compile(rf"(?<![\w.@/-])(?:{known})(?![\w@/-])")
 
     def renamed(each: Any) -> Any:
+        if isinstance(each, CellText):
+            return CellText(renamed(each.value), renamed(each.more), each.kind)
         if isinstance(each, str):
             return pattern.sub(lambda found: names[found[0]], each)
         if isinstance(each, list | tuple):

@@ -13,7 +13,7 @@ import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from harness.report.elements import Chart, Definitions, Element, Section, Timelines, walk
+from harness.report.elements import Chart, Definitions, Element, Section, Timelines, as_cell_text, walk
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
 # library is four times as long, and a browser spends most of the time until the charts appear on parsing it.
@@ -50,6 +50,7 @@ def page_template(name: str) -> Template:
     environment.filters |= {
         "kind": lambda element: type(element).__name__,
         "code": render_code,
+        "cell": as_cell_text,
     }
     return environment.get_template(name)
 

@@ -20,8 +20,8 @@ def render(page: Sequence[Element]) -> str:
 
 def _render_element(element: Element) -> str:
     match element:
-        case Paragraph(text, style):
-            return _FORMS.get(style, "{}").format(_render_text(text))
+        case Paragraph():
+            return _FORMS.get(element.style, "{}").format(_render_text(element.sentence))
         case Bullets(items):
             return "\n".join(map(_render_bullet, items))
         case Facts(items):

@@ -10,7 +10,7 @@ from harness.base.metrics import LATENCIES, METRICS, VALUES, Metric
 from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, SameAnswers, Summary, Verdict, median_of_known
 from harness.records.manifest import OTHERWISE, QUICK, Run
 from harness.report import words
-from harness.report.elements import Grid, TableColumn
+from harness.report.elements import CellText, Grid, TableColumn, as_cell_text, missing
 from harness.report.verdict_text import format_bounds, shown_bounds, verdict_word
 from harness.report.words import answers_word
 from harness.scenario.plan import baseline_of
@@ -107,8 +107,8 @@ def _format_user_rate(line: TableLine) -> str | None:
     whole = line.row.pooled.answer_tok_s
     if tpot_s is None and whole is not None and not line.row.pooled.vectors:
         return f"{units.significant(whole)} {words.OVER_E2E}"
-    few = f" (n = {tpot.n:,})" if tpot.p50 is None else ""
-    return f"{units.significant(1 / tpot_s)}{few}" if tpot_s else None
+    few = f"n = {tpot.n:,}" if tpot.p50 is None else ""
+    return CellText(units.significant(1 / tpot_s), few) if tpot_s else None
 
 
 def _format_answers(line: TableLine, name: str, of: str) -> str:
@@ -116,24 +116,24 @@ def _format_answers(line: TableLine, name: str, of: str) -> str:
     number, total = (field_or_none(line.row.pooled.answers, field) for field in (name, of))
     if number is None or not total:
         return units.NOTHING
-    return f"{number:,} of {total:,} ({units.percent(number / total, 1)})"
+    return CellText(f"{number:,} of {total:,}", units.percent(number / total, 1))
 
 
 def format_errors(numbers: Numbers) -> str:
     """ "2 of 25 (1 cut)", or "0"; nothing where nothing was sent"""
     if not numbers.sent:
         return units.NOTHING
-    failed = f"{numbers.failed:,} of {numbers.sent:,}" if numbers.failed else "0"
-    return f"{failed} ({numbers.unfinished:,} cut)" if numbers.unfinished else failed
+    cut = f"{numbers.unfinished:,} cut" if numbers.unfinished else ""
+    return CellText(f"{numbers.failed:,} of {numbers.sent:,}", cut, "bad") if numbers.failed else CellText("0", cut)
 
 
 def _format_speedup(line: TableLine) -> str:
     if line.baseline:
-        return "1 (baseline)"
+        return CellText("1", "baseline")
     if line.verdict is None or line.verdict.ratio is None:
         return units.NOTHING
     against = f" of {line.against.removeprefix(f'{line.row.server} / ')}" if line.against else ""
-    return f"{line.metric}{units.factor(line.verdict.ratio)}×{against} ({format_interval(line.verdict)})"
+    return CellText(f"{line.metric}{units.factor(line.verdict.ratio)}×{against}", format_interval(line.verdict))
 
 
 def _format_verdict(line: TableLine) -> str:
@@ -162,7 +162,11 @@ def _format_latency(row: Row, latency: Metric, at: str) -> str:
     sample = latency.sample(row.pooled)
     if at == "mean":
         cut = f", {sample.censored:,} cut" if sample.censored else ""
-        return units.NOTHING if sample.mean is None else f"{units.milliseconds(sample.mean)} (n = {sample.n:,}{cut})"
+        return (
+            units.NOTHING
+            if sample.mean is None
+            else CellText(units.milliseconds(sample.mean), f"n = {sample.n:,}{cut}")
+        )
     if at == "max" or (row.pooled.e2e.n and not sample.n and latency.name not in row.missing):
         # Vectors and answers in one piece have no first token: a dash, not the number of requests needed.
         return words.format_maximum(sample)
@@ -178,7 +182,7 @@ def _shown_statistic(rows: Sequence[Row], latency: Metric, at: str, *, quick: bo
     known = [row for row in rows if latency.sample(row.pooled).n]
     enough = all if quick else any
     for name in percentiles or [at]:
-        if known and enough(not _format_latency(row, latency, name).startswith("n/a") for row in known):
+        if known and enough(as_cell_text(_format_latency(row, latency, name)).kind != "missing" for row in known):
             return name
     return "mean" if percentiles and any(latency.sample(row.pooled).mean is not None for row in known) else None
 
@@ -294,7 +298,8 @@ _VERDICT_COLUMNS = (
         "and the difference in points. Same: at most 3 points less.",
         "Tango’s 95 % interval of the paired difference against 3 points; same: with at least 30 % right on the better "
         "side and at most half of the answers flipped; worse: with a baseline above guessing",
-        lambda line: line.answers and f"{answers_word(line.answers)} ({100 * line.answers.difference:+.1f})", "verdict",
+        lambda line: line.answers and CellText(answers_word(line.answers), f"{100 * line.answers.difference:+.1f}"),
+        "verdict",
     ),
 )  # fmt: skip
 
@@ -362,10 +367,14 @@ def _detail_grid(
 
     Columns without a known value are left out.
     """
-    shown = [column for column in columns if any(column.text(value) not in (None, "n/a") for _, value in values)]
+    shown = [column for column in columns if any(_has_value(column.text(value)) for _, value in values)]
     rows = [[row.name, *(column.show(value) for column in shown)] for row, value in values if shown]
     row_column = TableColumn("row", "Row", group="name")
     return [Grid(id=name, title=title, columns=[row_column, *shown], rows=rows, note=note)] if rows else []
+
+
+def _has_value(text: str | None) -> bool:
+    return text is not None and as_cell_text(text).kind != "missing"
 
 
 def schedule_table(summary: Summary, run: Run) -> list[Grid]:
@@ -446,7 +455,7 @@ def _format_never_sent(row: Row) -> str | None:
 
 def _format_ms(value: float | None) -> str:
     """Milliseconds, "n/a" for a statistic that the sample does not carry."""
-    return "n/a" if value is None else units.milliseconds(value)
+    return missing() if value is None else units.milliseconds(value)
 
 
 def _format_send_lag(row: Row) -> str:
@@ -459,8 +468,12 @@ def _latency_from_schedule(latency: str, percentile: str) -> Callable[[Row], str
         texts = (
             words.format_percentile(row, METRICS[f"{name}_{percentile}"]) for name in (latency, f"{latency}_sched")
         )
-        sent, scheduled = ("n/a" if text.startswith("n/a") else text for text in texts)
-        return "n/a" if sent == scheduled == "n/a" else f"{sent} → {scheduled} ms"
+        sent, scheduled = (missing() if as_cell_text(text).kind == "missing" else text for text in texts)
+        return (
+            missing()
+            if as_cell_text(sent).kind == as_cell_text(scheduled).kind == "missing"
+            else f"{sent} → {scheduled} ms"
+        )
 
     return text
 

@@ -16,7 +16,7 @@ from harness.report.elements import (
 
 
 def simulated_note(simulated: bool) -> list[Element]:
-    return [Paragraph(words.SIMULATED, "simulated")] if simulated else []
+    return [Paragraph(words.SIMULATED_TEXT, "simulated", words.SIMULATED_WORD)] if simulated else []
 
 
 def checks(results: Sequence[CheckResult]) -> list[Element]:

@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from harness.base import units
 from harness.base.metrics import METRICS, number_names
@@ -24,7 +24,7 @@ from harness.base.units import count
 from harness.numbers.validity import DEATHS, RESTARTS
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
-from harness.report.elements import Bullet
+from harness.report.elements import Bullet, Paragraph
 from harness.report.verdict_text import limit_text, verdict_sentence, verdict_style
 from harness.scenario import asks_known
 from harness.scenario.plan import mix_of
@@ -87,51 +87,52 @@ def load_descriptions(run: Run) -> dict[str, str]:
 
 
 _UNCHECKED = {
-    "running": "UNFINISHED: the run is still in progress, or was killed; its records so far are shown",
-    "interrupted": "INTERRUPTED: the run was stopped before its end; its records so far are shown",
-    "live": "LIVE: controlled in the web UI, so it has no verdict; its records are shown",
-    "failed": "FAILED: the run could not be carried out; its records so far are shown",
+    "running": ("UNFINISHED", "the run is still in progress, or was killed; its records so far are shown"),
+    "interrupted": ("INTERRUPTED", "the run was stopped before its end; its records so far are shown"),
+    "live": ("LIVE", "controlled in the web UI, so it has no verdict; its records are shown"),
+    "failed": ("FAILED", "the run could not be carried out; its records so far are shown"),
 }
 
 
-def validity_sentence(summary: Summary, run: Run) -> str:
-    """VALID or INVALID, or why there is no verdict yet. Reasons are listed separately."""
+def validity(summary: Summary, run: Run) -> tuple[str, str]:
+    """VALID or INVALID, or why there is no verdict yet: a word and a sentence. Reasons are listed separately."""
     if run.status in _UNCHECKED:
         return _UNCHECKED[run.status]
     if summary.valid:
         failed = sum(row.failed is not None for row in summary.rows)
         result = f"; {failed} of {count(len(summary.rows), 'row')} failed, which is their result" if failed else ""
-        return f"VALID: all conditions of a trustworthy measurement held{result}"
+        return "VALID", f"all conditions of a trustworthy measurement held{result}"
     if summary.valid is None:
-        return (
-            "UNCHECKED: an imported file does not show whether the load generator kept up, the server stayed up and "
-            "the tokens were counted right"
+        return "UNCHECKED", (
+            "an imported file does not show whether the load generator kept up, the server stayed up and the tokens "
+            "were counted right"
         )
     if any(verdict.ratio is not None for verdict in (summary.comparison.verdicts if summary.comparison else [])):
-        return "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others"
-    return "INVALID: do not trust the rows concerned; the run is not compared with other runs"
+        return "INVALID", "rows with a cell that is not valid have no verdict, and the run is not compared with others"
+    return "INVALID", "do not trust the rows concerned; the run is not compared with other runs"
 
 
-def state_sentence(summary: Summary, run: Run) -> tuple[str, Literal["good", "unsure", "bad"]]:
+def state(summary: Summary, run: Run) -> Paragraph:
     """One word on a run with its sentence, and its colour: the validity, else the result of its checks.
 
     A run that was stopped before its end is not "bad".
     """
-    validity, total = validity_sentence(summary, run), count(len(summary.checks), "check")
+    (word, text), total = validity(summary, run), count(len(summary.checks), "check")
     if run.status in _UNCHECKED or summary.valid is False:
-        return validity, "bad" if run.status == "failed" or run.status not in _UNCHECKED else "unsure"
+        style = "bad" if run.status == "failed" or run.status not in _UNCHECKED else "unsure"
+        return Paragraph(text, style, word)
     by_status: dict[str, list[str]] = defaultdict(list)
     for result in summary.checks:
         by_status[result.status].append(result.check)
     parts = [(each, f"{len(of)} of {total}: {', '.join(of)}") for each in ("failed", "inconclusive")
              if (of := by_status[each])]  # fmt: skip
     if parts:
-        (word, text), *others = parts
-        text += "".join(f"; {other} {more}" for other, more in others)
-        return f"{word.upper()}: {text}", "bad" if word == "failed" else "unsure"
+        (status, first), *others = parts
+        first += "".join(f"; {other} {more}" for other, more in others)
+        return Paragraph(first, "bad" if status == "failed" else "unsure", status.upper())
     if summary.valid is None or not summary.checks:
-        return validity, "unsure" if summary.valid is None else "good"
-    return f"PASSED: {total} passed, and {validity.partition(': ')[2]}", "good"
+        return Paragraph(text, "unsure" if summary.valid is None else "good", word)
+    return Paragraph(f"{total} passed, and {text}", "good", "PASSED")
 
 
 def notes_sentence(summary: Summary, number: int, sign: str) -> str:
@@ -235,13 +236,13 @@ def _failure_sentence(rows: list[FailedRequests]) -> str:
     return f"{counts} ({first.kind}): {cause}{message}"
 
 
-def no_findings_sentence(succeeded: Sequence[int], problems: Sequence[str]) -> tuple[str, Literal["good", "unsure"]]:
-    """That there is no finding, and its colour. `succeeded`: requests of each row; with few, most rules show nothing.
-    `problems`: what the page shows all the same.
+def no_findings(succeeded: Sequence[int], problems: Sequence[str]) -> Paragraph:
+    """That there is no finding. `succeeded`: requests of each row; with few, most rules show nothing. `problems`: what
+    the page shows all the same.
     """
     few = [number for number in succeeded if number < ENOUGH]
     if not few and not problems:
-        return "FINDINGS: no problem found", "good"
+        return Paragraph("no problem found", "good", "FINDINGS")
     parts = [f"no cause found for {' and '.join(problems)}" if problems else "none"]
     if few:
         least, most = min(few), max(few)
@@ -249,7 +250,7 @@ def no_findings_sentence(succeeded: Sequence[int], problems: Sequence[str]) -> t
         rows = "" if len(succeeded) == 1 else f" of {count(len(few), 'row')}"
         verb = "is" if most == 1 else "are"
         parts.append(f"{number}{rows} {verb} too few for most findings, which need {ENOUGH}")
-    return f"FINDINGS: {'; '.join(parts)}", "unsure"
+    return Paragraph("; ".join(parts), "unsure", "FINDINGS")
 
 
 def shown_problems(summary: Summary) -> list[str]:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from harness.base.units import join_units
 from harness.report import words
-from harness.report.elements import Bullet, Bullets, Element, Fact, Facts, Fold, Grid, Paragraph, lined_up
+from harness.report.elements import Bullet, Bullets, Element, Fact, Facts, Fold, Grid, Paragraph, as_cell_text, lined_up
 
 STYLES = {
     "faster": "green", "slower": "red", "same": "cyan", "no_shift": "cyan",
@@ -30,9 +30,10 @@ def print_page(page: Sequence[Element], console: Console, *, explain: bool = Fal
         if before is not None and _is_apart(before, element):
             console.print()
         match element:
-            case Paragraph(text, style):
-                glued = _CODE.sub(lambda code: code[0].replace(" ", _GLUE), join_units(words.one_line(text), _GLUE))
-                _print_paragraph(console, Text(glued, STYLES.get(style, "")))
+            case Paragraph():
+                text = join_units(words.one_line(element.sentence), _GLUE)
+                glued = _CODE.sub(lambda code: code[0].replace(" ", _GLUE), text)
+                _print_paragraph(console, Text(glued, STYLES.get(element.style, "")))
             case Bullets(items):
                 for item in items:
                     _print_item(console, _bullet(item))
@@ -232,10 +233,11 @@ def _row_list(grid: Grid, number: int) -> Group:
 
 
 def _cell(grid: Grid, number: int, place: int) -> Text:
-    key, text = grid.columns[place].key, words.one_line(grid.rows[number][place])
-    if key == "verdict":
+    cell = grid.rows[number][place]
+    text = words.one_line(cell)
+    if grid.columns[place].key == "verdict":
         return Text(text, STYLES.get(grid.styles[number], ""))
-    return Text(text, "bold red" if key == "errors" and " of " in text else "")
+    return Text(text, "bold red" if as_cell_text(cell).kind == "bad" else "")
 
 
 def _print_item(console: Console, text: Text) -> None:

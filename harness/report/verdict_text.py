@@ -41,13 +41,12 @@ def _describe_verdict(verdict: Verdict) -> str:
         low, high = shown_bounds(verdict)
         parts = [describe_change(verdict, interval=False), gate_text(verdict.gate, low, high, verdict.tolerance or 0.0)]
         return "; ".join([*parts, *([_settles_gate(verdict)] if verdict.gate not in DECIDED else [])])
-    parts = [describe_ratio(verdict)]
+    is_decided = verdict.word in ("faster", "slower") and verdict.p is not None and not verdict.provisional
+    parts = [describe_ratio(verdict, with_p=is_decided)]
     if verdict.word == "same":
         parts.append(f"the same within ±{short_percent(MARGIN)}")
     elif verdict.word == "inconclusive":
         parts.append(f"inconclusive: {_why_inconclusive(verdict)}")
-    elif verdict.p is not None and not verdict.provisional:
-        parts[0] = parts[0].removesuffix(")") + f", p {_format_p(verdict.p)})"
     return "; ".join([*parts, *_what_confirms(verdict)])
 
 
@@ -171,10 +170,10 @@ def verdict_style(verdict: Verdict) -> str:
     return "probably_slower" if verdict.gate == "provisional" else verdict.gate
 
 
-def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:
+def describe_ratio(verdict: Verdict, baseline: str | None = None, *, with_p: bool = False) -> str:
     """The ratio of a verdict with its interval: "1.25x slower than a / x by wall time (95 % interval ...)".
 
-    `baseline` replaces the name of the baseline.
+    `baseline` replaces the name of the baseline. `with_p`: with the p-value.
     """
     ratio, (low, high) = verdict.ratio or 0.0, shown_bounds(verdict)
     is_decided = verdict.word in ("faster", "slower")
@@ -198,9 +197,10 @@ def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:
         interval = f"95 % interval {format_bounds(low, high, lambda bound: f'{ratio_text(bound)}x')}"
     else:
         interval = f"95 % interval {format_bounds(low, high, format_speedup)}"
-    return (
-        f"{speed} {baseline or verdict.baseline} by {METRICS[verdict.metric].title} ({', '.join([interval, *notes])})"
-    )
+    notes = [interval, *notes]
+    if with_p and verdict.p is not None:
+        notes.append(f"p {_format_p(verdict.p, equals='= ')}")
+    return f"{speed} {baseline or verdict.baseline} by {METRICS[verdict.metric].title} ({', '.join(notes)})"
 
 
 def shown_bounds(verdict: Verdict) -> tuple[float | None, float | None]:
@@ -219,7 +219,7 @@ _RUNS_OF_BASIS = {"one_run": "one run, not repeated", "apart": "not interleaved"
 
 
 def _why_inconclusive(verdict: Verdict) -> str:
-    alike, p = f"±{short_percent(MARGIN)}", _format_p(verdict.p or 0.0).removeprefix("= ")
+    alike, p = f"±{short_percent(MARGIN)}", _format_p(verdict.p or 0.0)
     why = {
         "in_margin": f"the difference is within {alike}, its interval is not",
         "includes_one": "the interval includes 1",
@@ -287,5 +287,5 @@ def _invert(ratio: float) -> float:
     return 1 / ratio if ratio > 0 else math.inf
 
 
-def _format_p(value: float) -> str:
-    return f"= {value:.2f}" if value >= 0.095 else f"= {value:.3f}" if value >= 0.001 else "< 0.001"
+def _format_p(value: float, equals: str = "") -> str:
+    return f"{equals}{value:.2f}" if value >= 0.095 else f"{equals}{value:.3f}" if value >= 0.001 else "< 0.001"

@@ -19,13 +19,15 @@ from harness.base.summary import (
 from harness.base.units import milliseconds
 from harness.numbers.schedule import load_kind
 from harness.records.manifest import Run
+from harness.report.elements import missing
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
 from harness.scenario.plan import load_of_stage
 
 _FIRST = ("ttft", "ttfo")
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
 OVER_E2E = "over E2E"  # of a speed: of the whole answer, its start included
-SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
+SIMULATED_WORD, SIMULATED_TEXT = "SIMULATED ENGINE", "these numbers come from a model, not from hardware"
+SIMULATED = f"{SIMULATED_WORD}: {SIMULATED_TEXT}"
 
 
 def format_percentile(row: Row, metric: Metric) -> str:
@@ -37,14 +39,14 @@ def format_percentile(row: Row, metric: Metric) -> str:
     sample, name = metric.sample(row.pooled), metric.statistic
     value: float | None = getattr(sample, name)
     if metric.latency in _FIRST and row.pooled.bundle is not None and row.pooled.bundle.pieces <= 1:
-        return "n/a (whole)"  # the first token comes with the last one
+        return missing("whole")  # the first token comes with the last one
     if value is not None:
         return milliseconds(value)
     if sample.known >= NEEDED[name] and sample.above is not None:
         return f"> {milliseconds(sample.above)}"
     few = sample.known < NEEDED[name] and metric.latency not in row.missing
     few = few and (sample.known > 0 or row.pooled.succeeded < NEEDED[name])  # else no answer has it, however many
-    return f"n/a (needs {NEEDED[name]})" if few else "n/a"
+    return missing(f"needs {NEEDED[name]}") if few else missing()
 
 
 def format_maximum(sample: Distribution) -> str:

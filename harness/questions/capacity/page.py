@@ -30,7 +30,7 @@ def capacity_page(report: CapacityReport, summary: Summary) -> list[Element]:
     invalid: list[Element] = []
     if summary.valid is False:
         invalid = [
-            Paragraph("INVALID: do not trust this answer", "bad"),
+            Paragraph("do not trust this answer", "bad", "INVALID"),
             Bullets([Bullet(reason, "bad") for reason in group_reasons(summary.reasons)]),
         ]
     rows = [probe_cells(report, server, probe) for server in report.servers for probe in server.probes]

@@ -18,6 +18,7 @@ from harness.report.charts import Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Paragraph, plain_grid
 from harness.report.html import render_page
 from harness.report.junit import GATES, Case, difference_properties, document
+from harness.report.sections import simulated_note
 from harness.report.verdict_text import format_speedup, gate_text
 
 LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
@@ -50,7 +51,7 @@ def history_page(history: History) -> list[Element]:
     outcomes = [Bullet(outcome_sentence(series, history.run), _STYLES[series.gate]) for series in history.series]
     page: list[Element] = [
         Paragraph(history_title(history), "title"),
-        *([Paragraph(words.SIMULATED, "simulated")] if history.simulated else []),
+        *simulated_note(history.simulated),
         *([Bullets(left_out)] if left_out else []),
         plain_grid(HEAD, list(map(series_cells, history.series)), [_STYLES[each.gate] for each in history.series]),
         Bullets(outcomes),

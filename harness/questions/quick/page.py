@@ -6,7 +6,8 @@ from harness.base.units import NOTHING, count, figures
 from harness.questions.quick.decide import QuickLevel, QuickReport
 from harness.report import words
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
-from harness.report.sentences import finding_parts, no_findings_sentence
+from harness.report.sections import simulated_note
+from harness.report.sentences import finding_parts, no_findings
 
 _COLUMNS = (
     TableColumn(
@@ -47,7 +48,7 @@ def quick_page(report: QuickReport) -> list[Element]:
     return [
         Paragraph(f"{report.model} at {report.url}{server}", "title"),
         Paragraph(report.death or lead(report.users, is_known=not report.notes), "lead"),
-        *([Paragraph(words.SIMULATED, "simulated")] if report.simulated else []),
+        *simulated_note(report.simulated),
         *_reasons(report),
         levels_grid(report.users),
         Paragraph(_about(report), "fine"),
@@ -80,7 +81,7 @@ def _reasons(report: QuickReport) -> list[Element]:
     if report.valid:
         return []
     reasons = Bullets([Bullet(text, "bad") for text in report.reasons])
-    return [Paragraph("INVALID: do not trust these numbers", "bad"), reasons]
+    return [Paragraph("do not trust these numbers", "bad", "INVALID"), reasons]
 
 
 def _cells(level: QuickLevel) -> list[str]:
@@ -111,7 +112,7 @@ def _finding(report: QuickReport) -> Iterator[Element]:
     if finding is None:
         if report.valid:
             failed = ["failed requests"] if any(level.failed for level in report.users) else []
-            yield Paragraph(*no_findings_sentence([level.answers for level in report.users], failed))
+            yield no_findings([level.answers for level in report.users], failed)
         return
     yield Paragraph("Worst finding", "heading")
     parts = list(finding_parts(finding))

@@ -33,14 +33,15 @@ from harness.scenario import asks_known
 from harness.scenario.check_syntax import SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
 
+_CUT = ("running", "interrupted", "failed")
 _BOUNDED = (*SLO_METRICS, "output_tok_s", "input_tok_s", "requests_per_s", "wall")
 
 
 def run_answer(summary: Summary, run: Run) -> str:
     """The answer of a run, or why it has no answer; with the versions if its servers have several of one engine."""
+    if why := _why_unanswered(summary, run):
+        return why
     answer = _run_answer(summary, run)
-    if answer.startswith("No answer"):
-        return answer
     gated = summary.comparison is not None and any(verdict.gate for verdict in summary.comparison.verdicts)
     gates = [gates_answer(summary.comparison.verdicts)] if summary.comparison is not None and gated else []
     answer = " ".join([*gates, answer, *map(answers_sentence, summary.same_answers)]).strip()
@@ -51,16 +52,23 @@ def run_answer(summary: Summary, run: Run) -> str:
     return answer
 
 
+def _why_unanswered(summary: Summary, run: Run) -> str:
+    """Why a run has no answer; empty where it has one. The end of its server is one, and so are the hours before it."""
+    if summary.soaks or death_answer(summary, run):
+        return ""
+    if run.status in _CUT:
+        return "No answer: the run did not come to its end."
+    return "No answer: the run is INVALID." if summary.valid is False and run.status != "live" else ""
+
+
 def _run_answer(summary: Summary, run: Run) -> str:
-    is_cut = run.status in ("running", "interrupted", "failed")
+    is_cut = run.status in _CUT
     death = death_answer(summary, run)
     if summary.soaks:  # a server that failed makes the run INVALID, and is the answer; so do the hours before an end
         answers = [death] * bool(death) + [sentence(soak_answer(found)) for found in summary.soaks]
         return " ".join([*answers, *(["The run did not come to its end."] if is_cut else [])])
-    if is_cut:
-        return death or "No answer: the run did not come to its end."
-    if summary.valid is False and (death or run.status != "live"):
-        return death or "No answer: the run is INVALID."
+    if is_cut or (summary.valid is False and death):
+        return death
     checks = [(check, result) for result in summary.checks if (check := _parse_or_none(result.check)) is not None]
     if relative := [result for check, result in checks if check.relative]:
         return _regression_answer(relative)

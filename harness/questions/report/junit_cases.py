@@ -29,7 +29,7 @@ def render(summary: Summary, run: Run) -> str:
 
 
 def _validity_case(summary: Summary, run: Run) -> Case:
-    validity, limits = sentences.validity_sentence(summary, run), sentences.client_limit_sentence(summary)
+    validity, limits = ": ".join(sentences.validity(summary, run)), sentences.client_limit_sentence(summary)
     ended = run.status not in ("running", "failed", "interrupted")
     case = Case(
         group="validity",

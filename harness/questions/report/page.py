@@ -193,7 +193,7 @@ def state(summary: Summary, run: Run, shown_numbers: Iterable[str]) -> list[Elem
     others = [note for note in summary.notes if note not in shown]
     notes = [Bullet(text, "fine") for text in (*limits, *sentences.group_reasons(others))]
     return [
-        Paragraph(*sentences.state_sentence(summary, run)),
+        sentences.state(summary, run),
         *_some(reasons, _REASONS, f"{units.count(len(reasons) - _REASONS, 'more reason')}"),
         *([Bullets([Bullet(text, "bad") for text in sentences.group_reasons(shown)])] if shown else []),
         *(
@@ -226,7 +226,7 @@ def findings(summary: Summary) -> list[Element]:
     requests = [row.pooled.succeeded for row in summary.rows if row.failed is None]
     return [
         *(Paragraph(sentence(reason)) for reason in summary.hardware_shares),
-        *([Paragraph(*sentences.no_findings_sentence(requests, sentences.shown_problems(summary)))] if none else []),
+        *([sentences.no_findings(requests, sentences.shown_problems(summary))] if none else []),
         *([Paragraph("Findings, the worst first", "heading"), *_some(items, 1, more, "findings")] if items else []),
     ]
 

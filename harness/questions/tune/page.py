@@ -17,6 +17,7 @@ from harness.questions.tune.record import Goal, TuneReport, resume_command
 from harness.report import words
 from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
+from harness.report.sections import simulated_note
 from harness.report.verdict_text import format_bounds, shown_bounds
 
 GOALS: dict[Goal, str] = {
@@ -200,8 +201,8 @@ def changed_elements(report: TuneReport) -> list[Element]:
 
 def tune_page(report: TuneReport) -> list[Element]:
     """The page of `harness tune`."""
-    simulated = [Paragraph(words.SIMULATED, "simulated")] if report.simulated else []
-    return [Paragraph(answer_line(report), "lead"), *simulated, *tune_elements(report), tune_chart(report)]
+    shown = simulated_note(report.simulated)
+    return [Paragraph(answer_line(report), "lead"), *shown, *tune_elements(report), tune_chart(report)]
 
 
 def history(report: TuneReport) -> Grid:

@@ -45,15 +45,15 @@ def _death_event(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
     return TimelineEvent(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")
 
 
-# Panels of samples: title, factor to the shown unit, hover text, colour of a single line. The first is a gauge of the
+# Panels of samples: title, unit, factor to the unit, hover text, colour of a single line. The first is a gauge of the
 # server, the others are of its GPUs.
-KV_CACHE = ("KV cache, %", 100.0, "%{y:.1f} % of the KV cache", "s4")
+KV_CACHE = ("KV cache", "%", 100.0, "%{y:.1f} % of the KV cache", "s4")
 PANELS = {
-    "busy": ("busy, %", 1.0, "%{y:.0f} % busy", "s7"),
-    "memory": ("memory, GiB", 2.0**-30, "%{y:,.1f} GiB", "s6"),
-    "power": ("power, W", 1.0, "%{y:,.0f} W", "s5"),
-    "temperature": ("°C", 1.0, "%{y:,.0f} °C", "s8"),
-    "clock": ("clock, MHz", 1.0, "%{y:,.0f} MHz", "s3"),
+    "busy": ("busy", "%", 1.0, "%{y:.0f} % busy", "s7"),
+    "memory": ("memory", "GiB", 2.0**-30, "%{y:,.1f} GiB", "s6"),
+    "power": ("power", "W", 1.0, "%{y:,.0f} W", "s5"),
+    "temperature": ("", "°C", 1.0, "%{y:,.0f} °C", "s8"),
+    "clock": ("clock", "MHz", 1.0, "%{y:,.0f} MHz", "s3"),
 }
 _GAP = 26  # pixels between panels
 _STRIP = 20  # height of the strip of events
@@ -70,7 +70,7 @@ def timeline_figure(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
         ("", _STRIP, [_event_strip(events, line)]), ("requests", 170, _request_traces(line)), ("tok/s", 130, [tok_s]),
     ]  # fmt: skip
     if (cache := line.server.values.get("kv_usage")) is not None:
-        panels.append((KV_CACHE[0], _LOW, [_panel_trace(KV_CACHE, line.server.at_s, cache)]))
+        panels.append((_panel_title(KV_CACHE), _LOW, [_panel_trace(KV_CACHE, line.server.at_s, cache)]))
     gpus = sorted({name for lines in line.machine.panels.values() for name in lines})
     in_legend: set[str] = set()
     for name, lines in line.machine.panels.items():
@@ -78,7 +78,7 @@ def timeline_figure(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
         if len(gpus) > 1:
             for gpu, trace in zip(lines, traces, strict=True):
                 _mark_gpu(trace, gpu, f"@{colour(gpus.index(gpu))}", in_legend)
-        panels.append((PANELS[name][0], _LOW, traces))
+        panels.append((_panel_title(PANELS[name]), _LOW, traces))
     start_s = min(0.0, line.warmup_until_s or 0.0)
     margin_s = 0.03 * (line.ends_s - start_s) or 0.1
     total = sum(height for _, height, _ in panels) + _GAP * (len(panels) - 2)
@@ -141,11 +141,18 @@ def _request_traces(line: Timeline) -> list[Figure]:
     return data
 
 
-def _panel_trace(panel: tuple[str, float, str, str], at_s: Sequence[float], values: Values) -> Figure:
-    title, factor, hover, hue = panel
+_Panel = tuple[str, str, float, str, str]
+
+
+def _panel_title(panel: _Panel) -> str:
+    return ", ".join(filter(None, panel[:2]))
+
+
+def _panel_trace(panel: _Panel, at_s: Sequence[float], values: Values) -> Figure:
+    title, unit, factor, hover, hue = panel
     y = [None if value is None else round(factor * value, 3) for value in values]
     line, marker = {"color": f"@{hue}", "width": 2}, {"size": 4, "color": f"@{hue}"}
-    name = title.partition(",")[0]
+    name = title or unit
     hover = f"{hover}<extra></extra>"
     return scatter(name, at_s, y, hover, _trace_mode(at_s), line=line, marker=marker, showlegend=False)
 

@@ -319,8 +319,8 @@ def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_b
 def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) -> None:
     folder = import_file(DATA / "vllm-plain.json", tmp_path)
     run, summary = read_run(folder), summarize(folder)
-    assert of_report.validity_sentence(summary, run).startswith("UNCHECKED: ")
-    assert (of_report.state_sentence(summary, run)[1], msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
+    assert of_report.validity(summary, run)[0] == "UNCHECKED"
+    assert (of_report.state(summary, run).style, msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
     case = xml.fromstring(junit_cases.render(summary, run)).find(".//testcase")
     assert case is not None and [part.tag for part in case] == ["skipped"]
     assert called("report", str(folder), cwd=tmp_path).code == 0

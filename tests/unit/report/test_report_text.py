@@ -227,10 +227,10 @@ def test_a_run_has_one_word_and_one_that_was_cut_is_not_red(
 ) -> None:
     results = [CheckResult(check=f"c{number}", status=each) for number, each in enumerate(checks)]
     of, made = replace(summary(), valid=valid, checks=results), replace(run(), status=status)
-    text, shown = sentences.state_sentence(of, made)
-    assert (text.partition(": ")[0], shown) == (word, style)
+    state = sentences.state(of, made)
+    assert (state.word, state.style) == (word, style)
     states = [each for each in lined_up(run_page(of, made)) if isinstance(each, Paragraph)]
-    assert [each.text for each in states if each.style in ("good", "unsure", "bad")] == [text]
+    assert [each for each in states if each.style in ("good", "unsure", "bad")] == [state]
 
 
 @pytest.mark.parametrize(
