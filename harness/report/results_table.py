@@ -468,12 +468,8 @@ def _latency_from_schedule(latency: str, percentile: str) -> Callable[[Row], str
         texts = (
             words.format_percentile(row, METRICS[f"{name}_{percentile}"]) for name in (latency, f"{latency}_sched")
         )
-        sent, scheduled = (missing() if as_cell_text(text).kind == "missing" else text for text in texts)
-        return (
-            missing()
-            if as_cell_text(sent).kind == as_cell_text(scheduled).kind == "missing"
-            else f"{sent} → {scheduled} ms"
-        )
+        sent, scheduled = (text if _has_value(text) else missing() for text in texts)
+        return f"{sent} → {scheduled} ms" if _has_value(sent) or _has_value(scheduled) else missing()
 
     return text
 
