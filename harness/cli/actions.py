@@ -80,9 +80,10 @@ def run(
     """
     from harness.base.units import read_duration
     from harness.questions.compare.decide import make_reference
-    from harness.questions.quick import search as running_scenarios
+    from harness.questions.quick.search import quick_scenario
     from harness.records.manifest import QUICK
     from harness.run import experiment as experiments
+    from harness.run import running_server
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
@@ -95,9 +96,9 @@ def run(
         report(_resume(cli.find_run(resume, runs), target, budget_s, against, xml))
         return
     say, duration_s = cli.make_progress().line, None if duration is None else read_duration("--duration", duration)
-    make = partial(running_scenarios.quick_scenario, model=model, key_name=api_key_env, say=say)
-    with running_scenarios.scenario_path(scenario, target, QUICK, make) as path:
-        experiment = running_scenarios.prepare_for(path, target, model, say, repeats, checks or [], duration_s)
+    make = partial(quick_scenario, model=model, key_name=api_key_env, say=say)
+    with running_server.scenario_path(scenario, target, QUICK, make) as path:
+        experiment = running_server.prepare_for(path, target, model, say, repeats, checks or [], duration_s)
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
         _print_notes(experiment.scenario, say)
@@ -246,13 +247,13 @@ def live(
     With --url and without a scenario: for a running server.
     """
     from harness.questions import live as living
-    from harness.questions.quick import search as running_scenarios
+    from harness.run import running_server
 
     target, name = cli.make_target(url, ca=ca), user or "chat"
     more: Any = {"model": model, "key_name": api_key_env, "say": cli.console().print}
-    make = partial(running_scenarios.user_scenario, name, **more)
-    with running_scenarios.scenario_path(scenario, target, f"live-{name}", make) as path:
-        experiment = running_scenarios.prepare_for(path, target, model, cli.console().print)
+    make = partial(running_server.user_scenario, name, **more)
+    with running_server.scenario_path(scenario, target, f"live-{name}", make) as path:
+        experiment = running_server.prepare_for(path, target, model, cli.console().print)
         living.live(experiment, server, load, port, runs, cli.make_progress())
 
 
@@ -277,17 +278,18 @@ def check(
     """
     from harness.base.units import read_duration
     from harness.questions.check import preview, show_plan
-    from harness.questions.quick import search as quickly
+    from harness.questions.quick.search import probe_server
     from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
+    from harness.run.running_server import prepare_for
     from harness.serve.lint import refuse_too_long
 
     target, say = cli.make_target(url, ca=ca), cli.console(stderr=as_json).print
     if time_request and target is None:
         raise HarnessError("--time-request: no --url is given", next_step="Give the address of the server: --url URL.")
     duration_s = None if duration is None else read_duration("--duration", duration)
-    experiment = quickly.prepare_for(scenario, target, model, say, repeats, checks or [], duration_s)
+    experiment = prepare_for(scenario, target, model, say, repeats, checks or [], duration_s)
     made = experiment.scenario
-    speed, startup = (None, None) if target is None else quickly.probe_server(target, made, say, timed=time_request)
+    speed, startup = (None, None) if target is None else probe_server(target, made, say, timed=time_request)
     shown = preview(experiment, speed, startup)
     of_machine = [] if target is not None else [*machine_notes(experiment), *predict_shares(experiment)]
     if as_json:

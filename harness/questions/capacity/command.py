@@ -64,16 +64,16 @@ def capacity(
     from harness.numbers.summarize import read_summary
     from harness.questions.capacity import search as searching
     from harness.questions.capacity.page import capacity_page
-    from harness.questions.quick import search as running_scenarios
     from harness.report.terminal import print_page
+    from harness.run import running_server
 
     budget_s = read_duration("--budget", budget)
     target, console = cli.make_target(url, ca=ca), cli.console(stderr=as_json)
     more: Any = {"model": model, "key_name": api_key_env, "say": console.print}
-    make = partial(running_scenarios.user_scenario, user or "chat", **more)
+    make = partial(running_server.user_scenario, user or "chat", **more)
     name = f"capacity-{user or 'chat'}"
-    with running_scenarios.scenario_path(scenario, target, name, make) as path:
-        experiment = running_scenarios.prepare_for(path, target, model, console.print)
+    with running_server.scenario_path(scenario, target, name, make) as path:
+        experiment = running_server.prepare_for(path, target, model, console.print)
         limits: dict[str, Any] = {"max_level": max_users, "budget_s": budget_s, "at_least": at_least}
         experiment, question, parsed = searching.define_search(
             experiment, load, checks or [], knee=knee, fix=fix or [], **limits

@@ -42,12 +42,13 @@ def quick(
     from harness.report.terminal import print_page
     from harness.run import experiment as experiments
     from harness.run.orchestrator import run as run_experiment
+    from harness.run.running_server import scenario_path
 
     progress = cli.make_progress(stderr=as_json)
     target = cli.make_target(address or found_server(model, api_key_env, progress.line, is_agreed=yes), ca=ca)
     assert target is not None
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
-    with quickly.scenario_path(None, target, QUICK, make) as path:
+    with scenario_path(None, target, QUICK, make) as path:
         folder = run_experiment(experiments.prepare(path, target), runs, progress)
     where = None if runs == cli.RUNS else runs
     options = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--runs": where}

@@ -3,51 +3,39 @@
 It is a run of a scenario that is made here: one load with stages, so that one load generator serves all levels.
 """
 
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import msgspec
 import requests
-import yaml
-from msgspec.structs import replace
 
 from harness.base.command_line import command_line, option_words, positional
 from harness.base.errors import HarnessError, ServerError
-from harness.base.files import SCENARIOS
 from harness.base.https import open_session
-from harness.base.process import pause
 from harness.base.summary import sentence
-from harness.engines import listed_names
-from harness.engines.loaded import chat_models
-from harness.failures.unexpected_response import decode_json, shown_names
+from harness.failures.unexpected_response import decode_json
 from harness.hardware.model import find_model, read_model
 from harness.numbers.summarize import summarize_with_counts
 from harness.questions.findings.decide import with_findings
 from harness.questions.quick.decide import QuickReport, counts_tokens, median_prompt, quick_levels, quick_notes
 from harness.records.manifest import Run, Startup
 from harness.report.sentences import death_answer, group_reasons
-from harness.run import experiment as experiments
-from harness.run.experiment import RUNNING_SERVER, Experiment, Target
+from harness.run.experiment import Target
 from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
-from harness.scenario import Line, Scenario, models_of_loads
+from harness.run.running_server import LIMITS, Say, key_by_option, running_scenario, when_ready
+from harness.scenario import Scenario, models_of_loads
 from harness.scenario.behaviour import max_length
 from harness.serve import probe
 from harness.serve.lifecycle import (
     attach_to_server,
     choose_model,
     inspect_server,
-    refuse_absent_models,
     reported,
 )
 from harness.workload import SALT_WORDS, text
 from harness.workload.job import read_api_key
-
-T = TypeVar("T")
-Say = Callable[[str], None]
 
 PORTS = (13305, 8000, 8080, 11434)  # where servers of this machine usually are
 LEVELS = (1, 4, 8)  # users
@@ -56,17 +44,7 @@ TEMPLATE_TOKENS = 60  # about
 FIRST_TOKENS = 12  # of the answer by which the speed is known
 SLOW_FIRST_S = 3.0  # a slower first token may include the load of the model; an answer of less time is cheap to repeat
 MAX_FIRST_S = 20.0  # for the tokens of that answer
-MAX_LOADING_S = 300.0  # for a server that still loads its model
 FIND_S = 1.0
-# Of a capacity search or a live load without a scenario; docs/capacity.md lists them.
-USER_LOADS: dict[str, dict[str, Any]] = {
-    "chat": {"user": "chat", "turns": 4, "think_s": [2, 8], "output_tokens": 256, "output": "natural"},
-    "batch": {"user": "batch", "output_tokens": 128},
-    "agent": {"user": "agent", "output_tokens": 256, "output": "natural"},
-    "rag": {"user": "rag", "output_tokens": 256, "output": "natural"},
-}
-USER_PROMPTS = {"chat": {"tokens": 120, "system_tokens": 200}}
-LIMITS = ["ttft_p95 <= 2s", "tpot_p95 <= 60ms"]
 
 
 class Effort(NamedTuple):
@@ -132,73 +110,6 @@ def model_of(url: str) -> str:
     return choose_model(probe.parse_base_url(url), None, None)
 
 
-@contextmanager
-def scenario_path(
-    given: Path | None, target: Target | None, name: str, make: Callable[[Target], dict[str, Any]]
-) -> Iterator[Path]:
-    """Yield the path of the given scenario, or of a temporary one that `make` returns for a running server.
-
-    Raises HarnessError without both.
-    """
-    if given is not None:
-        yield given
-        return
-    if target is None:
-        raise HarnessError(
-            "neither a scenario nor --url is given",
-            next_step="Name a scenario (`harness list scenarios`), or a running server: --url http://127.0.0.1:8000",
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(make(target), sort_keys=False), encoding="utf-8")
-        yield path
-
-
-def prepare_for(path: Path, target: Target | None, model: str | None, say: Say, *options: Any) -> Experiment:
-    """Prepare a scenario as `experiment.prepare` does. The models of scenarios that ship are examples: without `model`,
-    the only chat model of the running server takes the place of one that it lacks. Raises HarnessError.
-    """
-    experiment = experiments.prepare(path, target, model, *options)
-    if experiment.one_of:
-        say(
-            f"{experiment.path.stem} compares {len(experiment.one_of)} servers, and --url measures one of them. "
-            "Run it once for each, then: harness compare RUN RUN"
-        )
-    scenario, key_name = experiment.scenario, experiment.scenario.api_key_env
-    if target is None or model or path.resolve().parent != SCENARIOS or models_of_loads(scenario):
-        return experiment
-    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
-    with open_session(key) as session:
-        try:
-            _when_ready(lambda: refuse_absent_models(base, [scenario.model], key, key_name, say))
-        except ServerError:
-            loaded, listed = probe.find_loaded(base, session), chat_models(probe.list_models(base, session, key_name))
-            if len(loaded or listed) != 1:
-                raise
-            only = probe.find_model(base, None, session, key_name, say)
-            has = "has loaded" if loaded else "has only"
-            _refuse_odd_name(only)
-            say(f"The server {has} {only}: it is measured instead of the scenario's {scenario.model}.")
-            return replace(experiment, scenario=replace(scenario, model=only))
-        loaded = probe.find_loaded(base, session) or []
-        if loaded and not listed_names(scenario.model) & set(loaded):
-            say(
-                f"{base} has loaded {shown_names(loaded)}; the first request loads the scenario's '{scenario.model}', "
-                f"which may unload it. To measure it instead: {command_line('--model', loaded[0])}"
-            )
-    return experiment
-
-
-@contextmanager
-def _key_by_option() -> Iterator[None]:
-    """Without a scenario, an option names the variable that holds a key."""
-    try:
-        yield
-    except probe.KeyMissingError as error:
-        next_step = "Export the key, and name its environment variable: --api-key-env NAME."
-        raise ServerError(error.what, next_step=next_step) from None
-
-
 def quick_scenario(
     target: Target, model: str | None = None, key_name: str | None = None, say: Say = lambda line: None
 ) -> dict[str, Any]:
@@ -208,9 +119,9 @@ def quick_scenario(
     HarnessError if several are loaded.
     """
     base, key = probe.parse_base_url(target.url), read_api_key(key_name)
-    with reported(f"the first answer of {base}", say), _key_by_option():
-        chosen = _when_ready(lambda: choose_model(base, key, key_name, model, say))
-        speed = _when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
+    with reported(f"the first answer of {base}", say), key_by_option():
+        chosen = when_ready(lambda: choose_model(base, key, key_name, model, say))
+        speed = when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
     effort = choose_effort(speed)
     load = {
         "user": "batch",
@@ -222,43 +133,7 @@ def quick_scenario(
     question = "How fast is this server with one user, and with several at once?"
     more: dict[str, Any] = {"prompts": {"tokens": choose_words(speed.prompt_tokens)}, "warmup": {"requests": 0}}
     more["metrics_interval_s"] = 0.5  # a level of 2.5 s needs a few samples, to show a queue
-    return _scenario(question, chosen, {"users": load}, key_name, **more)
-
-
-def user_scenario(
-    user: str,
-    target: Target,
-    model: str | None = None,
-    key_name: str | None = None,
-    say: Say = lambda line: None,
-) -> dict[str, Any]:
-    """Return a scenario with one kind of users, for a capacity search or a live load. Raises as `quick_scenario`."""
-    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
-    with _key_by_option():
-        chosen = _when_ready(lambda: choose_model(base, key, key_name, model, say))
-    loads = {user: {**USER_LOADS[user], "users": 1, "duration_s": 60}}
-    more = {"prompts": USER_PROMPTS.get(user, {"tokens": 256}), "checks": LIMITS}
-    return _scenario(f"How many {user} users does this server hold?", chosen, loads, key_name, **more)
-
-
-def _scenario(question: str, model: str, loads: dict[str, Any], key_name: str | None, **more: Any) -> dict[str, Any]:
-    _refuse_odd_name(model)
-    servers = {RUNNING_SERVER: {"template": RUNNING_SERVER}}  # not started: --url replaces it
-    scenario = {"version": 1, "question": question, "model": model, "servers": servers, "loads": loads, "repeats": 1}
-    return scenario | more | ({} if key_name is None else {"api_key_env": key_name})
-
-
-def _refuse_odd_name(model: str) -> None:
-    """Raise ServerError for a model whose name a scenario cannot have: its error would name a file."""
-    try:
-        model.encode()
-        msgspec.convert(model, Line)
-    except (UnicodeEncodeError, msgspec.ValidationError):
-        raise ServerError(
-            f"the server's model has a name that cannot be recorded ({ascii(model[:100])}): one line without control "
-            "characters, of at most 1,000 characters, is expected",
-            next_step="Give it another name in the server's settings, or measure another of its models: --model NAME.",
-        ) from None
+    return running_scenario(question, chosen, {"users": load}, key_name, **more)
 
 
 def choose_effort(speed: RequestSpeed) -> Effort:
@@ -315,19 +190,7 @@ def probe_server(
         ).served_by
         return measure_speed(served.url, served.model or scenario.model, key, key_name), served.startup
 
-    return _when_ready(ask)
-
-
-def _when_ready(ask: Callable[[], T]) -> T:
-    """Return the answer of a server, after a wait while it is busy with the load of its model."""
-    deadline_s = time.monotonic() + MAX_LOADING_S
-    while True:
-        try:
-            return ask()
-        except probe.BusyError:
-            if time.monotonic() > deadline_s:
-                raise
-        pause(probe.RETRY_EVERY_S)
+    return when_ready(ask)
 
 
 def _ask(base: str, model: str, key: str | None, key_name: str | None, with_usage: bool) -> RequestSpeed:

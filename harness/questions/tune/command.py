@@ -61,10 +61,10 @@ def tune(
     from msgspec.structs import replace
 
     from harness.base.units import read_duration
-    from harness.questions.quick.search import prepare_for
     from harness.questions.tune import search as tuning
     from harness.questions.tune.page import tune_page
     from harness.report import terminal
+    from harness.run.running_server import prepare_for
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     progress, target = cli.make_progress(stderr=as_json), cli.make_target(url, ca=ca)

@@ -11,8 +11,9 @@ from harness.base.errors import HarnessError
 from harness.base.files import SCENARIOS
 from harness.load.client import ApiAddress
 from harness.load.load_process import first_model
-from harness.questions.quick.search import model_of, prepare_for, quick_scenario, user_scenario
+from harness.questions.quick.search import model_of, quick_scenario
 from harness.run.experiment import Target
+from harness.run.running_server import prepare_for, user_scenario
 from harness.scenario import Load
 from harness.serve import probe
 from tests.support.command import called

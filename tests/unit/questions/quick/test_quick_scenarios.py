@@ -3,8 +3,6 @@
 import io
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +18,15 @@ from harness.questions.quick.command import found_server
 from harness.questions.quick.search import (
     EFFORTS,
     LEVELS,
-    LIMITS,
     MAX_PROMPT_TOKENS,
-    USER_LOADS,
     Effort,
     choose_effort,
     choose_words,
     find_servers,
     model_of,
     next_commands,
-    prepare_for,
     probe_server,
     quick_scenario,
-    scenario_path,
-    user_scenario,
 )
 from harness.run.experiment import Target, prepare
 from harness.run.orchestrator import run
@@ -41,66 +34,11 @@ from harness.run.progress import Progress
 from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
 from harness.serve import probe
 from harness.workload import SALT_WORDS
+from tests.support.chat_double import KEY, LISTED, double
 from tests.support.command import called, write
 from tests.support.faults import fault
 from tests.support.http_double import Handler, listening
 from tests.support.made_runs import write_made_run
-
-KEY = "a-key-of-the-test"
-LISTED = ["bge-m3", "Qwen3-Embedding-0.6B", "Qwen3-8B", "gpt-oss-20b"]
-
-
-def event(**delta: str) -> str:
-    return f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n"
-
-
-def double(
-    models: Sequence[str] = LISTED,
-    *,
-    busy: int = 0,
-    key: str | None = None,
-    asked: list[str] | None = None,
-    per_word: Any = None,
-    context: int | None = None,
-) -> type[Handler]:
-    """A server that is busy for so many requests. `per_word`: tokens of a word, if it counts them."""
-    left = [busy]
-
-    class Double(Handler):
-        def refused(self) -> bool:
-            if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
-                self.answer(401, '{"error": "no key"}')
-                return True
-            if left[0]:
-                left[0] -= 1
-                self.answer(503, '{"error": {"message": "Loading model"}}')
-                return True
-            return False
-
-        def do_GET(self) -> None:
-            if self.path != "/v1/models":
-                self.answer(404)
-            elif not self.refused():
-                listed = [{"id": name, "max_model_len": context} for name in models]
-                self.answer(200, json.dumps({"data": listed}))
-
-        def do_POST(self) -> None:
-            body = json.loads(self.body())
-            if not self.refused():
-                if asked is not None:
-                    asked.append(body["model"])
-                events = [event(role="assistant"), event(reasoning_content="a"), event(content="b"), "data: [DONE]\n\n"]
-                if per_word is not None and body["stream_options"] == {"include_usage": True}:
-                    words = len(body["messages"][0]["content"].split())
-                    usage = {"choices": [], "usage": {"prompt_tokens": per_word * words}}
-                    events.insert(-1, f"data: {json.dumps(usage)}\n\n")
-                message = {"choices": [{"message": {"content": "b"}}]}
-                if body["stream"]:
-                    self.answer(200, "".join(events), "text/event-stream")
-                else:
-                    self.answer(200, json.dumps(message))
-
-    return Double
 
 
 def port_of(url: str) -> int:
@@ -254,18 +192,6 @@ def test_a_server_without_a_chat_model_is_refused() -> None:
         quick_scenario(Target(url))
 
 
-def test_the_scenarios_are_valid() -> None:
-    with ExitStack() as stack:
-        target = Target(stack.enter_context(listening(double())))
-        made = {"quick": lambda target: quick_scenario(target)}
-        made |= {user: lambda target, user=user: user_scenario(user, target) for user in USER_LOADS}  # type: ignore[misc]
-        for name, make in made.items():
-            path = stack.enter_context(scenario_path(None, target, name, make))
-            scenario = prepare(path, target).scenario
-            assert scenario.model == "Qwen3-8B"
-            assert scenario.checks == ([] if name == "quick" else LIMITS)
-
-
 def test_the_time_of_a_run_follows_from_one_request_to_the_server(tmp_path: Path) -> None:
     with listening(double()) as url:
         target = Target(url)
@@ -362,30 +288,6 @@ def test_loads_that_take_all_models_in_turns_take_as_many_as_are_given(tmp_path:
             prepare(write(tmp_path, name, loads=loads), model="one,two,three")
 
 
-def test_one_server_of_several_that_are_compared_is_not_their_answer(tmp_path: Path) -> None:
-    """The question of the report is about the server that is measured; who starts the run reads what is missing."""
-    said: list[str] = []
-    with listening(double(["Qwen3-8B-GGUF"])) as url:
-        experiment = prepare_for(SCENARIOS / "lemonade-context.yaml", Target(url), None, said.append)
-    assert experiment.one_of == ["ctx-8k", "ctx-32k"]
-    assert experiment.scenario.question == (
-        "How fast is this server under the loads of lemonade-context, which compares ctx-8k and ctx-32k?"
-    )
-    assert any("harness compare RUN RUN" in line for line in said)
-    for name in ("model-switching", "soak", "batching-vllm"):  # each server has an answer of its own
-        shipped = prepare(SCENARIOS / f"{name}.yaml")
-        attached = prepare(SCENARIOS / f"{name}.yaml", Target("http://127.0.0.1:9"))
-        assert (attached.one_of, attached.scenario.question) == ([], shipped.scenario.question), name
-
-
-def test_without_a_scenario_an_option_names_the_key() -> None:
-    with listening(double(key=KEY)) as url:
-        for make in (quick_scenario, lambda target: user_scenario("chat", target)):
-            with pytest.raises(ServerError, match="wants an API key") as caught:
-                make(Target(url))
-            assert "--api-key-env" in caught.value.next_step and "api_key_env" not in caught.value.next_step
-
-
 def test_a_model_that_the_server_does_not_have_is_answered_with_those_it_has(tmp_path: Path) -> None:
     class Strict(double()):  # type: ignore[misc]
         def do_POST(self) -> None:
@@ -403,42 +305,3 @@ def test_a_run_whose_server_lacks_a_model_leaves_nothing(tmp_path: Path, monkeyp
         with listening(double()) as url, pytest.raises(ServerError, match="does not serve 'absent'; it serves"):
             run(prepare(SCENARIOS / f"{scenario}.yaml", Target(url), given), tmp_path / "runs", Progress(said))
         assert said.file.getvalue() == "" and list(tmp_path.iterdir()) == []  # type: ignore[attr-defined]
-
-
-def test_a_shipped_scenario_is_measured_with_the_only_model_of_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
-    lines: list[str] = []
-    soak, own = SCENARIOS / "soak.yaml", write(tmp_path)
-    with listening(double(["bge-m3", "the-only"])) as url:
-        made = prepare_for(soak, Target(url), None, lines.append, 2)
-        assert (made.scenario.model, made.scenario.repeats) == ("the-only", 2)
-        assert lines == ["The server has only the-only: it is measured instead of the scenario's Qwen/Qwen3-4B."]
-        # A model that was asked for stays, and loads that name models, and scenarios of the user.
-        assert prepare_for(soak, Target(url), "mine", lines.append).scenario.model == "mine"
-        switching = prepare_for(SCENARIOS / "model-switching.yaml", Target(url), None, lines.append)
-        assert switching.scenario == prepare(SCENARIOS / "model-switching.yaml", Target(url)).scenario
-        assert prepare_for(own, Target(url), None, lines.append).scenario == prepare(own, Target(url)).scenario
-    with listening(double()) as url, pytest.raises(ServerError, match="does not serve") as caught:
-        prepare_for(soak, Target(url), None, lines.append)
-    assert "`--model Qwen3-8B`" in caught.value.next_step
-    with listening(double(["Qwen/Qwen3-4B", "b"])) as url:
-        assert prepare_for(soak, Target(url), None, lines.append).scenario.model == "Qwen/Qwen3-4B"
-    assert len(lines) == 1
-
-
-@pytest.mark.parametrize("make", [quick_scenario, lambda *given: user_scenario("chat", *given)])
-def test_a_given_model_that_the_server_lacks_is_refused_before_anything_is_sent(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
-    asked: list[str] = []
-    with listening(double(asked=asked)) as url, pytest.raises(ServerError, match="does not serve 'absent'") as caught:
-        make(Target(url), "absent")
-    assert caught.value.exit_code == 2 and asked == []
-
-
-def test_a_scenario_or_a_server_is_needed() -> None:
-    with pytest.raises(HarnessError, match="neither"), scenario_path(None, None, "x", lambda target: {}):
-        pass
