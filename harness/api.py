@@ -19,11 +19,16 @@ from harness.questions.plan.decide import Forecast, forecast
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_requests
 from harness.report.export import arrow_table
+from harness.report.prompt import notebook_html, prompt_text
 from harness.scenario.check_syntax import check_problem
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
+
+# The type of a summary knows no pages: it is one for those who use the API.
+Summary.__repr__ = prompt_text  # type: ignore[assignment, method-assign]
+Summary._repr_html_ = notebook_html  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

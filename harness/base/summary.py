@@ -1,13 +1,10 @@
 """The numbers of a run: a Summary derived from its records, cell by cell and row by row."""
 
-import html
 import statistics
 from collections.abc import Iterable
 from typing import Any, Literal
 
 from msgspec import Struct, to_builtins
-
-from harness.base.units import significant
 
 # Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test compares them.
 NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
@@ -24,7 +21,6 @@ MAX_FACTOR = 4.0  # by which a bound of an interval may be away from its ratio: 
 TOLERANCE = 0.10  # of a gate: how much longer the work may take; `--tolerance` replaces it
 LARGE = 0.25  # a difference that a provisional verdict, and an error of the load generator that a result, cannot carry
 ENOUGH = 20  # requests of a row, from which on its times show a cause
-SHOWN_ROWS = 7  # of a summary at a prompt
 MAX_REPEATS = 100  # beyond which no number of repeats is suggested
 
 
@@ -604,39 +600,6 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     hardware_shares: list[Reason] = []
     what_if: list[Reason] = []  # `report --check` of a search: the capacity for other SLOs; not stored
     findings: list[RunFinding] | None = None  # the worst first; [] none was found; None: not searched
-
-    def __repr__(self) -> str:
-        """A table of at most ten lines, for a prompt."""
-        head, *rows = self._table()
-        rows = rows[:SHOWN_ROWS] + ([[f"... {len(rows) - SHOWN_ROWS} more"]] if len(rows) > SHOWN_ROWS else [])
-        widths = [max(len(line[place]) for line in [head, *rows] if place < len(line)) for place in range(len(head))]
-        lines = (
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) for line in [head, *rows]
-        )
-        return "\n".join([self._title(), *(line.rstrip() for line in lines)])
-
-    def _repr_html_(self) -> str:
-        """The main table, for a notebook."""
-        head, *rows = self._table()
-        titles = "".join(f"<th>{html.escape(title)}</th>" for title in head)
-        body = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-        lines = "".join(f"<tr>{cells}</tr>" for cells in body)
-        return f"<p>{html.escape(self._title())}</p><table><tr>{titles}</tr>{lines}</table>"
-
-    def _title(self) -> str:
-        state = "not checked" if self.valid is None else "VALID" if self.valid else "INVALID"
-        return f"{self.run}: {state}{' (simulated)' if self.simulated else ''}"
-
-    def _table(self) -> list[list[str]]:
-        verdicts = {one.side: one.word for one in reversed(self.comparison.verdicts)} if self.comparison else {}
-        table = [["Row", "tok/s", "TTFT p50 ms", "TPOT p50 ms", "Errors", "Verdict"]]
-        for row in self.rows:
-            numbers, word = row.pooled, verdicts.get(row.name, "")
-            times = [
-                significant(None if each.p50 is None else 1000 * each.p50) for each in (numbers.ttft, numbers.tpot)
-            ]
-            table.append([row.name, significant(numbers.output_tok_s), *times, f"{numbers.failed:,}", word])
-        return table
 
 
 def known_bounds(ratio: float, low: float | None, high: float | None) -> tuple[float | None, float | None]:

@@ -277,8 +277,9 @@ def check(
     Exit code 2: the prompts of a load exceed the server's context; of a sweep, those of all rows.
     """
     from harness.base.units import read_duration
-    from harness.questions.check import preview, show_plan
+    from harness.questions.check import preview, preview_page
     from harness.questions.quick.search import probe_server
+    from harness.report.terminal import print_page
     from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
     from harness.run.running_server import prepare_for
     from harness.serve.lint import refuse_too_long
@@ -295,9 +296,7 @@ def check(
     if as_json:
         cli.print_json(replace(shown, notes=shown.notes + of_machine))
     else:
-        show_plan(experiment, shown, cli.console())
-        for note in of_machine:
-            cli.console().print(note)
+        print_page(preview_page(experiment, shown, of_machine), cli.console())
     if target is None:
         check_all_gpus(experiment)
     refuse_too_long(made, made.servers, made.loads, startup)

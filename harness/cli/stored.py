@@ -3,13 +3,15 @@
 import datetime
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
+
+if TYPE_CHECKING:
+    from harness.report.elements import Element
 
 MAX_CHARS = 100  # of the reason why a run cannot be read
 
@@ -99,23 +101,30 @@ def _list_runs(runs: Path) -> list[dict[str, Any]]:
     return listed
 
 
-def _runs_table(listed: list[dict[str, Any]]) -> Table:
+def _runs_page(listed: list[dict[str, Any]], runs: Path) -> "list[Element]":
+    """A table of the runs, or how to make one."""
     from harness.base.summary import sentence
+    from harness.report.elements import Paragraph, plain_grid
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("run", "started", "cells", "status"):  # the run's id has the scenario's name
-        table.add_column(column, no_wrap=column in ("started", "cells"), overflow="fold")
-    table.columns[0].min_width = min(26, max(len(run["run"]) for run in listed))
+    if not listed:
+        return [Paragraph(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")]
+    rows = []
     for run in listed:
         if "error" in run:
-            table.add_row(run["run"], "", "", f"unreadable: {run['error']}"[:MAX_CHARS])
+            rows.append([run["run"], "", "", f"unreadable: {run['error']}"[:MAX_CHARS]])
             continue
         limited, simulated = ", load generator at its limit" * run["client_limited"], " (simulated)" * run["simulated"]
         reason = "".join(f": {sentence(reason)}" for reason in run["reasons"][:1])
         status = f"{run['status']}{limited}{simulated}{reason}"
         started = datetime.datetime.fromtimestamp(run["started_wall_s"]).strftime("%Y-%m-%d %H:%M")
-        table.add_row(run["run"], started, f"{run['cells']}/{run['planned']}", status)
-    return table
+        rows.append([run["run"], started, f"{run['cells']}/{run['planned']}", status])
+    return [plain_grid(["Run", "Started", "Cells", "Status"], rows)]  # the run's id has the scenario's name
+
+
+def _scenarios_page(listed: list[dict[str, str]]) -> "list[Element]":
+    from harness.report.elements import Bullet, Bullets
+
+    return [Bullets([Bullet(row["question"], code=row["path"]) for row in listed])]
 
 
 @cli.command("list", short_help="List the scenarios that ship and the runs.")
@@ -127,6 +136,9 @@ def list_(
     as_json: cli.JsonOpt = False,
 ) -> None:
     """List the scenarios that ship, each with its question, and the runs with their verdict, the newest last."""
+    from harness.report.elements import Paragraph
+    from harness.report.terminal import print_page
+
     lists: dict[str, Any] = {}
     if what != "runs":
         lists["scenarios"] = _shipped_scenarios()
@@ -135,15 +147,12 @@ def list_(
     if as_json:
         cli.print_json(lists if what is None else lists[what])
         return
-    console = cli.console()
-    for row in lists.get("scenarios", ()):
-        console.print(f"{row['path']}\n  {row['question']}", soft_wrap=True)
-    if what is None:
-        console.print()
-    if lists.get("runs"):
-        console.print(_runs_table(lists["runs"]))
-    elif "runs" in lists:
-        console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
+    pages = []
+    if "scenarios" in lists:
+        pages.append((Paragraph("Scenarios", "heading"), _scenarios_page(lists["scenarios"])))
+    if "runs" in lists:
+        pages.append((Paragraph("Runs", "heading"), _runs_page(lists["runs"], runs)))
+    print_page([part for head, page in pages for part in ([head] * (what is None) + page)], cli.console())
 
 
 def _shipped_scenarios() -> list[dict[str, str]]:

@@ -1,15 +1,13 @@
 """The preview of `harness check`: the plan of a scenario and its estimated time. Nothing runs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-from rich.console import Console
-from rich.table import Table
 
 from harness.base import units
 from harness.base.units import count
@@ -17,8 +15,8 @@ from harness.numbers.checks import undecidable_checks
 from harness.numbers.verdicts import planned_comparisons
 from harness.records.manifest import Startup
 from harness.report import words
+from harness.report.elements import Element, Paragraph, plain_grid
 from harness.run.experiment import Experiment
-from harness.run.progress import wrapped
 from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
 from harness.scenario import Load, Scenario, Sweep, max_concurrency, prompts_of, requests_per_task, warmup_of
 from harness.scenario.behaviour import Agent, Rag, mean_pause_s, typical_length
@@ -110,22 +108,9 @@ def preview(experiment: Experiment, speed: RequestSpeed | None = None, startup: 
     )
 
 
-def show_plan(experiment: Experiment, shown: Preview, console: Console) -> None:
-    """Print a plan."""
-    scenario, base = experiment.scenario, baseline_of(experiment.scenario)
-    console.print(f"{shown.path}: valid\n{shown.question}\n")
-    table = Table(box=None, pad_edge=False, show_header=False)
-    if scenario.swept is None:
-        for row in shown.rows:
-            table.add_row(row.server, row.load, row.work, "baseline" if row.baseline else "")
-    else:  # each server of a sweep gets all loads
-        for line in sweep_lines(scenario.swept):
-            console.print(line)
-        console.print(f"servers: {', '.join(scenario.servers)}\nbaseline: {base.server} / {base.load}\n")
-        for name, load in scenario.loads.items():
-            table.add_row(name, words.describe_load(load))
-    console.print(table)
-    cells = plan(scenario)
+def preview_page(experiment: Experiment, shown: Preview, of_machine: Iterable[str] = ()) -> list[Element]:
+    """The plan as a page. `of_machine`: lines on what this machine makes of it."""
+    scenario, cells = experiment.scenario, plan(experiment.scenario)
     per_start = "a fresh server for each cell (cold)" if scenario.restart else "one per server and repeat (warm)"
     starts = f"{count(shown.server_starts, 'server start')}: {per_start}"
     if experiment.target is not None:
@@ -133,13 +118,33 @@ def show_plan(experiment: Experiment, shown: Preview, console: Console) -> None:
     shown_cells = shown.order[: min(SHOWN_CELLS, 2 * len(shown.rows))]
     again = sum(cell.again is not None for cell in cells)
     drift = f" ({again} of them repeat the first of a server start at its end, to show drift)" if again else ""
-    console.print(
-        f"\n{count(len(cells), 'cell')}{drift}: {count(scenario.repeats, 'repeat')}, interleaved; {starts}\n"
-        f"order: {' '.join(shown_cells)}{' ...' if len(shown_cells) < len(cells) else ''}"
-    )
-    estimate = f"estimated time: {units.duration(shown.estimated_s)} (assumed: {shown.assumed})"
-    for line in (estimate, *(f"note: {note}" for note in shown.notes)):
-        console.print(wrapped(line, console.width), soft_wrap=True)
+    lines = [
+        f"{count(len(cells), 'cell')}{drift}: {count(scenario.repeats, 'repeat')}, interleaved; {starts}",
+        f"order: {', '.join(shown_cells)}{', ...' if len(shown_cells) < len(cells) else ''}",
+        f"estimated time: {units.duration(shown.estimated_s)} (assumed: {shown.assumed})",
+        *(f"note: {note}" for note in shown.notes),
+        *of_machine,
+    ]
+    return [
+        Paragraph(f"{shown.path}: valid"),
+        Paragraph(shown.question),
+        *_planned_rows(scenario, shown),
+        *map(Paragraph, lines),
+    ]
+
+
+def _planned_rows(scenario: Scenario, shown: Preview) -> list[Element]:
+    """The servers with their loads; of a sweep, each server of which gets all loads, the loads and what varies."""
+    if scenario.swept is None:
+        rows = [[row.server, row.load, row.work, "baseline" if row.baseline else ""] for row in shown.rows]
+        return [plain_grid(["Server", "Load", "Work", ""], rows)]
+    base = baseline_of(scenario)
+    return [
+        plain_grid(["Load", "Work"], [[name, words.describe_load(load)] for name, load in scenario.loads.items()]),
+        *map(Paragraph, sweep_lines(scenario.swept)),
+        Paragraph(f"servers: {', '.join(scenario.servers)}"),
+        Paragraph(f"baseline: {base.server} / {base.load}"),
+    ]
 
 
 def _plan_notes(experiment: Experiment) -> Iterator[str]:

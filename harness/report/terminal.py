@@ -186,11 +186,15 @@ def _fitting_parts(grid: Grid, width: int) -> tuple[list[list[int]], bool]:
     return parts, all(map(fits, parts))
 
 
+_SHORT = 16  # columns of texts that stay whole, such as a date with its time
+
+
 def _folded_widths(grid: Grid, places: Sequence[int], width: int) -> dict[int, int]:
     """The widths of columns with long texts that break no word; empty where all texts fit, or where no widths do."""
     texts = {place: [grid.columns[place].title, *(row[place] for row in grid.rows)] for place in places}
     wanted = {place: max(map(len, texts[place])) for place in places}
     widths = {place: max(len(word) for text in texts[place] for word in text.split() or [""]) for place in places}
+    widths |= {place: width for place, width in wanted.items() if width <= _SHORT}
     left = width - 2 * (len(places) - 1) - sum(widths.values())
     if left < 0 or sum(wanted.values()) - sum(widths.values()) <= left:
         return {}

@@ -99,11 +99,12 @@ def test_check_shows_the_plan(tmp_path: Path) -> None:
         "small.yaml: valid",
         "Does the smallest run work?",
         "",
-        "one  one  batch user, bursts: requests 10, output_tokens 20",
-        "one  ten  chat user, closed loop: users 10, duration_s 30, output_tokens 128  baseline",
+        "Server  Load  Work",
+        "one     one   batch user, bursts: requests 10, output_tokens 20",
+        "one     ten   chat user, closed loop: users 10, duration_s 30, output_tokens 128  baseline",
         "",
         "4 cells: 2 repeats, interleaved; 4 server starts: a fresh server for each cell (cold)",
-        "order: r1-one-one r1-one-ten r2-one-ten r2-one-one",
+        "order: r1-one-one, r1-one-ten, r2-one-ten, r2-one-one",
         "estimated time: 1 min 41 s (assumed: no time for prompts and 30 ms per token, however many answers come at "
         "once, 1 s per start of the embedded engine)",
     ]
@@ -128,7 +129,7 @@ def test_runs(folder_with_run: Path, tmp_path: Path) -> None:
     by_variable = called("list", "runs", cwd=tmp_path, env={"HARNESS_RUNS": str(folder_with_run / "runs")})
     assert by_option == by_variable
     heading, line = by_option.out.splitlines()
-    assert heading.split() == ["run", "started", "cells", "status"]
+    assert heading.split() == ["Run", "Started", "Cells", "Status"]
     assert line.split()[0] == only_run(folder_with_run / "runs").name
     # Where other tests have the cores, it may have been limited.
     assert re.search(r" 1/1 +valid(, load generator at its limit)? \(simulated\)$", line)

@@ -104,12 +104,21 @@ class Source(NamedTuple):
     classes: list[str]
     texts: list[str]  # that the program uses: no docstrings, no names of modules
     long: list[str]  # functions
+    aligned: bool  # whether it pads a text to a width
+
+
+def is_padded(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("ljust", "rjust", "center")
+    spec = node.format_spec if isinstance(node, ast.FormattedValue) else None
+    first = spec.values[0] if isinstance(spec, ast.JoinedStr) and spec.values else None
+    return isinstance(first, ast.Constant) and str(first.value)[:1] in ("<", ">", "^")
 
 
 @cache
 def source(path: Path) -> Source:
     nodes = list(ast.walk(ast.parse(path.read_text())))
-    found = Source(set(), [], [], [])
+    found = Source(set(), [], [], [], any(map(is_padded, nodes)))
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -226,6 +235,29 @@ def test_each_template_belongs_to_one_server_type() -> None:
     owned = [template for engine in engines() for template in engine.templates]
     assert sorted(owned) == sorted([*templates(), *GATEWAYS])
     assert len({engine.name for engine in engines()}) == len({engine.place for engine in engines()}) == len(engines())
+
+
+# What lays out text for a terminal, and why. All else is a page: a list of elements that harness/report/ prints.
+LAYS_OUT = {
+    "report": "it prints elements",
+    "cli/common.py": "the console to which it prints them",
+    "run/progress.py": "what a run does at the moment, rewritten in place",
+    "questions/report/page.py": "the address of the page, which is never broken",
+    "load/live_outputs.py": "the table next to Locust's own in its log, in the process of Locust and in its format",
+    "load/sequencer.py": "lines of one length in a file of counters",
+}
+
+
+def test_a_page_is_a_list_of_elements() -> None:
+    """No other module has a layout of its own: rich's tables, panels and styles, or columns made of padded texts."""
+    found = {
+        str(path.relative_to(ROOT / "harness"))
+        for path in modules()
+        if source(path).aligned or any(name.split(".")[0] == "rich" for name in source(path).imports)
+    }
+    assert {next((at for at in LAYS_OUT if path == at or path.startswith(f"{at}/")), path) for path in found} == set(
+        LAYS_OUT
+    )
 
 
 def test_no_function_is_long() -> None:

@@ -4,7 +4,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from harness.base.summary import SHOWN_ROWS, Distribution, Numbers, Row, Summary
+from harness import Summary
+from harness.base.summary import Distribution, Numbers, Row
+from harness.report.prompt import SHOWN_ROWS, notebook_html
 
 
 def summary(rows: int, name: str = "a") -> Summary:
@@ -37,5 +39,7 @@ def test_a_notebook_shows_all_rows_and_no_markup_of_names() -> None:
         def handle_starttag(self, tag: str, attrs: object) -> None:
             found.append(tag)
 
-    Tags().feed(summary(12, "<script>")._repr_html_())
+    made = summary(12, "<script>")
+    Tags().feed(notebook_html(made))
     assert found.count("tr") == 13 and "script" not in found
+    assert made._repr_html_() == notebook_html(made)  # type: ignore[attr-defined]
