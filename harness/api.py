@@ -11,11 +11,12 @@ from harness.base.errors import RunError as RunError  # a public name
 from harness.base.summary import TOLERANCE, Comparison, Summary
 from harness.numbers.summarize import has_only_summary, read_summary, with_checks
 from harness.questions.capacity import what_if
-from harness.questions.capacity.decide import read_capacity
-from harness.questions.compare.decide import compare_runs, make_reference
+from harness.questions.capacity.record import read_capacity
+from harness.questions.compare.sides import compare_runs, make_reference
 from harness.questions.findings.decide import with_findings
 from harness.questions.joint import analyse
 from harness.questions.plan.decide import Forecast, forecast
+from harness.records import run_data
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_requests
 from harness.report.export import arrow_table
@@ -142,7 +143,7 @@ def plan(
 
     Raises HarnessError for a run that cannot be read, and RunError for one that allows no prediction.
     """
-    return forecast(_loaded(run).path, items, deadline_s=deadline_s, price_per_kwh=price_per_kwh)
+    return forecast(run_data.load(_loaded(run).path), items, deadline_s=deadline_s, price_per_kwh=price_per_kwh)
 
 
 def _refuse_wrong(checks: Sequence[str], manifest: Run) -> None:

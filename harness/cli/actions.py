@@ -79,7 +79,7 @@ def run(
     baseline's by that, 5 when that is not known. With --times the exit code is the worst one of all runs.
     """
     from harness.base.units import read_duration
-    from harness.questions.compare.decide import make_reference
+    from harness.questions.compare.sides import make_reference
     from harness.questions.quick.search import quick_scenario
     from harness.records.manifest import QUICK
     from harness.run import experiment as experiments

@@ -158,7 +158,7 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
 
 if TYPE_CHECKING:
     from harness.base.summary import CheckResult, Comparison, SameAnswers, Summary
-    from harness.questions.capacity.decide import CapacityReport
+    from harness.questions.capacity.record import CapacityReport
     from harness.report.elements import Element
     from harness.run.experiment import Target
     from harness.run.progress import Progress
@@ -540,7 +540,7 @@ def find_runs(given: Path, runs: Path) -> list[Path]:
 
 
 def find_baseline(given: Path, runs: Path) -> Path:
-    from harness.questions.compare.decide import read_baseline
+    from harness.questions.compare.sides import read_baseline
 
     folder = find_run(given, runs)
     read_baseline(folder)

@@ -24,7 +24,7 @@ from harness.numbers.summarize import read_summary
 from harness.numbers.verdicts import is_client_limited, is_paced, metric_values, work_metric
 from harness.questions.compare.decide import refuse_invalid
 from harness.questions.joint import analyse
-from harness.questions.quick.decide import read_levels
+from harness.questions.quick.record import read_levels
 from harness.questions.report.page import run_page
 from harness.records.directory import folder_name, list_runs
 from harness.records.manifest import Run, ServedBy, read_run

@@ -7,8 +7,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from harness.questions.compare.decide import compare_runs, group_by_machine
 from harness.questions.compare.page import comparison_page, differences
+from harness.questions.compare.sides import compare_runs, group_by_machine
 from harness.records.manifest import Machine
 from harness.report.html import render_page
 from tests.browser.test_report_page import OVERLAPS, STICKING_OUT, WIDER, complaints, keep, script, show

@@ -22,7 +22,7 @@ BEFORE, AFTER = ROOT / "examples" / "before", ROOT / "examples" / "after"
 
 
 API = "from harness import compare, load_run, summarize"
-MODULES = "import harness.numbers.summarize, harness.questions.compare.decide, harness.api"
+MODULES = "import harness.numbers.summarize, harness.questions.compare.sides, harness.api"
 
 
 @pytest.mark.parametrize("lines", [API, f"{MODULES}; {API}", f"{API}; {MODULES}; {API}"])

@@ -13,18 +13,10 @@ from harness.base.errors import HarnessError
 from harness.base.summary import sentence
 from harness.numbers.formulas import waited_in_listen_queue
 from harness.questions.capacity.blocks import FLUSH_S, BlockCutter, ProbeBlock, parse_slos, scenario_slos
-from harness.questions.capacity.decide import (
-    CapacityAnswer,
-    CapacityReport,
-    ServerCapacity,
-    find_crossovers,
-    find_drift,
-    level_step,
-    load_at,
-    read_capacity,
-)
+from harness.questions.capacity.decide import find_crossovers, find_drift, level_step, load_at
 from harness.questions.capacity.level import MeasuredProbe, Probe
 from harness.questions.capacity.page import answer_reasons, capacity_lines, crossover_reason, round_budget
+from harness.questions.capacity.record import CapacityAnswer, CapacityReport, ServerCapacity, read_capacity
 from harness.questions.capacity.search import (
     ServerSearch,
     define_search,

@@ -16,7 +16,7 @@ from harness.numbers.summarize import (
     write_reference,
     write_summary,
 )
-from harness.questions.compare.decide import compare_runs, make_reference, read_baseline
+from harness.questions.compare.sides import compare_runs, make_reference, read_baseline
 from harness.questions.report.store import write_results
 from harness.records.manifest import Run, read_run
 from harness.run.running import RunFile

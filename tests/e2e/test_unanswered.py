@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.questions.capacity.decide import CapacityAnswer, read_capacity
+from harness.questions.capacity.record import CapacityAnswer, read_capacity
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from tests.support.command import harness, only_run, write

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.questions.capacity.decide import CapacityReport, log_grid
+from harness.questions.capacity.decide import log_grid
+from harness.questions.capacity.record import CapacityReport
 from tests.real.conftest import Say
 from tests.real.parts import harness, llamacpp, run, vllm, write_scenario
 from tests.support.engines.paths import QWEN3_100M

@@ -15,7 +15,6 @@ import numpy as np
 from harness.base.files import ROOT
 from harness.numbers.stats import KNEE_SHARE
 from harness.questions.capacity.blocks import ProbeBlock
-from harness.questions.capacity.decide import CapacityAnswer
 from harness.questions.capacity.knee import (
     GRID_STEP,
     MIN_BLOCKS,
@@ -27,6 +26,7 @@ from harness.questions.capacity.knee import (
     next_knee_level,
 )
 from harness.questions.capacity.level import Probe
+from harness.questions.capacity.record import CapacityAnswer
 from harness.simulated.engine import EngineConfig
 from tests.support.virtual import VirtualRequest, VirtualWork, closed_loop
 

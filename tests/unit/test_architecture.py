@@ -78,6 +78,7 @@ SHARED_NAMES = {
     "command",
     "search",
     "decide",
+    "record",
     "page",
     "chart",
 }  # a part that every room may have
@@ -159,6 +160,41 @@ def test_arrows_between_questions_have_a_reason() -> None:
             found |= {(here, question(name)) for name in names if question(name) != here}
     assert found == set(BETWEEN)
     TopologicalSorter({here: {other for one, other in BETWEEN if one == here} for here, _ in BETWEEN}).prepare()
+
+
+# What reads or writes something outside the program: modules, and the beginnings of names of our own functions.
+DOES_IO = {"os", "io", "pathlib", "shutil", "subprocess", "tempfile", "requests", "socket", "rich"}
+FUNCTIONS_OF_IO = re.compile(r"(read|write|replace|list|open|store|append|fetch)(_|$)|(load|summary_of|find_model)$")
+PURE = {
+    "pathlib.PurePath": "it joins names",
+    "harness.engines.settings.read_setting": "of a server's variables",
+    "harness.base.files.DOCS": "an address",
+}
+
+
+def does_io(name: str) -> bool:
+    """Whether an imported name may touch files, processes or the network."""
+    first, *others = name.split(".")
+    if name in PURE or first != "harness":
+        return name not in PURE and first in DOES_IO
+    is_of_io = others[:2] in (["base", "files"], ["base", "process"], ["base", "https"], ["records", "directory"])
+    is_module = (ROOT.joinpath(*name.split("."))).with_suffix(".py").exists()
+    is_starting = others[0] in ("run", "serve", "load")
+    return is_of_io or is_starting or (not is_module and bool(FUNCTIONS_OF_IO.match(others[-1])))
+
+
+def test_what_decides_is_pure() -> None:
+    """A `decide.py` gets what was read: it can be run on made data, and read without a thought of files."""
+    found = {
+        str(path.relative_to(ROOT)): sorted(filter(does_io, source(path).imports))
+        for path in modules()
+        if path.stem == "decide"
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+    for path in found:
+        called = {node.func.attr for node in ast.walk(ast.parse((ROOT / path).read_text()))
+                  if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}  # fmt: skip
+        assert not called & {"open", "exists", "glob", "iterdir", "read_text", "read_bytes", "write_text"}, path
 
 
 def test_a_file_name_says_what_is_in_it() -> None:

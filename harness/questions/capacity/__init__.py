@@ -5,6 +5,7 @@ First an estimate: doubling levels in one running load, until one breaks. Then i
 command.py  the command
 search.py   starts the servers, runs the levels that are decided, and stores capacity.json as it goes
 decide.py   which level comes next, and what the levels say: pure functions of the probes so far
+record.py   capacity.json, which the search writes and everything else reads
 level.py    one level: its probes, and the rule that decides it
 blocks.py   the SLOs, and the blocks of a probe, which are cut from the records of its load
 knee.py     where more users stop paying (`--knee`)

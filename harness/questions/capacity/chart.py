@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from harness.questions.capacity.decide import CapacityReport, ServerCapacity
 from harness.questions.capacity.level import MeasuredProbe
 from harness.questions.capacity.page import probe_cells, probe_headings
+from harness.questions.capacity.record import CapacityReport, ServerCapacity
 from harness.report.charts import NAME, Chart, Figure, colour, escape_markup, scatter, symbol
 
 

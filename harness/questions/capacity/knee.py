@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from harness.base.summary import ALPHA
 from harness.numbers.stats import KNEE_SHARE, MIN_LEVELS, t_quantile
 from harness.questions.capacity.blocks import ProbeBlock
-from harness.questions.capacity.decide import AnswerKind, CapacityAnswer, KneePoint
 from harness.questions.capacity.level import Probe, ProbeState
+from harness.questions.capacity.record import AnswerKind, CapacityAnswer, KneePoint
 
 GRID_STEP = 2**0.25  # closer levels are not distinguished
 MAX_WIDTH = 1.5  # of the knee's interval at the end of the search, in steps of the grid

@@ -8,8 +8,8 @@ from harness.base.command_line import command_line
 from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
 from harness.numbers.stats import MIN_LEVELS
-from harness.questions.capacity.decide import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.questions.capacity.level import SLO_PURPOSES, UNHELD, MeasuredProbe
+from harness.questions.capacity.record import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
 from harness.report.sentences import group_reasons
 

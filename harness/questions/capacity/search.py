@@ -39,10 +39,6 @@ from harness.questions.capacity.blocks import (
     scenario_slos,
 )
 from harness.questions.capacity.decide import (
-    CapacityAnswer,
-    CapacityReport,
-    MixMember,
-    ServerCapacity,
     can_decide,
     find_crossovers,
     find_drift,
@@ -51,15 +47,21 @@ from harness.questions.capacity.decide import (
     load_at,
     load_unit,
     next_slo_step,
-    read_capacity,
     settle_seconds,
     slo_answer,
     with_broken,
-    write_capacity,
 )
 from harness.questions.capacity.knee import decide_throughput, knee_answer, make_knee_probe, next_knee_level
 from harness.questions.capacity.level import SLO_PURPOSES, UNHELD, MeasuredProbe, Probe, ProbeState, Purpose, Unheld
 from harness.questions.capacity.page import format_loads, slo_reason
+from harness.questions.capacity.record import (
+    CapacityAnswer,
+    CapacityReport,
+    MixMember,
+    ServerCapacity,
+    read_capacity,
+    write_capacity,
+)
 from harness.records.manifest import CellRun
 from harness.records.samples import fetch_metrics
 from harness.run.drive import POLL_S

@@ -17,17 +17,10 @@ from harness.base.summary import Reason, because
 from harness.base.units import count
 from harness.numbers.summarize import Summarized
 from harness.questions.capacity.blocks import RAMP_BLOCK_ANSWERS, BlockCutter, parse_slos
-from harness.questions.capacity.decide import (
-    CAPACITY_FILE,
-    CapacityAnswer,
-    CapacityReport,
-    ServerCapacity,
-    search_levels,
-    slo_answer,
-    with_broken,
-)
+from harness.questions.capacity.decide import search_levels, slo_answer, with_broken
 from harness.questions.capacity.level import SLO_PURPOSES, MeasuredProbe, Probe, blocks_needed
 from harness.questions.capacity.page import format_loads, slo_reason
+from harness.questions.capacity.record import CAPACITY_FILE, CapacityAnswer, CapacityReport, ServerCapacity
 from harness.records.records import Request
 from harness.records.run_data import RunData
 from harness.scenario.check_syntax import Check

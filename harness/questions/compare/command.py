@@ -59,7 +59,7 @@ def compare(
     """
     from harness.base.summary import TOLERANCE
     from harness.numbers.summarize import has_only_summary
-    from harness.questions.compare.decide import compare_runs, group_by_machine
+    from harness.questions.compare.sides import compare_runs, group_by_machine
     from harness.records.manifest import read_run
     from harness.run.experiment import validate_checks
 
@@ -143,7 +143,7 @@ def _print_all_differences(folders: list[Path], output: str) -> None:
 def _compare_with_history(run_folders: list[Path], output: str, runs: Path, results: Path, tolerance: float) -> None:
     from harness.numbers.gate import gate_code
     from harness.questions.history import page as pages
-    from harness.questions.history.decide import read_history
+    from harness.questions.history.earlier_runs import read_history
 
     if len(run_folders) != 1:
         raise HarnessError(

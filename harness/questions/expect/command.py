@@ -45,11 +45,11 @@ def expect(
 
     Nothing is started or downloaded. Exit code 4 when the model does not fit, or when no memory is left.
     """
-    from harness.questions.expect.decide import Question, answer, parse_tokens
+    from harness.questions.expect import decide, sources
     from harness.questions.expect.page import expect_page
     from harness.report.terminal import print_page
 
-    question = Question(
+    question = decide.Question(
         model=model,
         params=params,
         active_params=active_params,
@@ -57,13 +57,13 @@ def expect(
         gpu=gpu,
         bandwidth_gb_s=bandwidth,
         gpus=tensor_parallel,
-        context=None if context is None else parse_tokens("--context", context),
+        context=None if context is None else decide.parse_tokens("--context", context),
         users=users,
         measured_tok_s=measured,
         kv_cache_dtype=kv_cache_dtype,
         memory_gib=None if free is None or total is None else (free, total),
     )
-    found = answer(question, root, _measure_bandwidth(image) if measure else None)
+    found = sources.answer(question, root, _measure_bandwidth(image) if measure else None)
     if as_json:
         cli.print_json(found)
     else:

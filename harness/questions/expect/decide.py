@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.units import GIB, NOTHING, figures, gib
-from harness.hardware.bandwidth import read_measured
 from harness.hardware.bounds import (
     TYPICAL_DECODE,
     TYPICAL_PREFILL,
@@ -20,23 +18,17 @@ from harness.hardware.bounds import (
     in_weights,
     judge,
     kv_bytes,
-    slowest_gpu,
     ttft_floor,
     typical_decode,
 )
 from harness.hardware.fit import OTHER_BYTES, ModelFit, ServerSettings, estimate_fit
-from harness.hardware.gpu_table import GpuSpec, find_gpu, fitted_memory, identify_gpu
-from harness.hardware.model import ModelShape, find_model, read_model, require_known_dtype
+from harness.hardware.gpu_table import GpuSpec
+from harness.hardware.model import ModelShape
 from harness.hardware.weights import BYTES_PER_PARAM, NUMBER_BITS
-from harness.machine.gpus import list_gpus, select_serving_gpus
 from harness.machine.memory import (
     NO_GPU,
     Pool,
     SafeShare,
-    compute_given_share,
-    compute_pool_share,
-    compute_share,
-    list_pools,
 )
 from harness.records.manifest import ModelSize
 
@@ -159,16 +151,19 @@ class Expectation(Struct, frozen=True, kw_only=True):
         return max(0.0, self.model.weights_bytes / self.gpus - self.room_bytes)
 
 
-def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | None = None) -> Expectation:
-    """Return what the hardware allows. `measured_gb_s`: read bandwidth of this machine, measured just now.
+class Hardware(NamedTuple):
+    """What is known of the hardware. Without the GPU, `source` may name one that is not in the table."""
 
-    Raises HarnessError for an unknown GPU, for a model that cannot be read, and where neither is known.
-    """
-    require_known_dtype(question.kv_cache_dtype)
-    shape = _read_shape(question)
-    gpu, source, is_local = _choose_gpu(question, root, measured_gb_s)
-    pools = list_pools(root) if is_local and question.memory_gib is None else []
-    memory = _choose_memory(question, gpu, is_local, pools)
+    gpu: GpuSpec | None
+    source: str | None  # of its bandwidth
+    pools: list[Pool]  # of this machine's memory, if it is meant
+    memory: SafeShare | None
+    measured_gb_s: float | None  # read bandwidth of this machine
+
+
+def expectation(question: Question, shape: ModelShape | None, hardware: Hardware) -> Expectation:
+    """Return what the hardware allows. Raises HarnessError where neither it nor the model is known."""
+    gpu, source, pools, memory, measured_gb_s = hardware
     if shape is None and memory is None and gpu is None:
         raise HarnessError(NO_GPU, next_step="Give --gpu NAME or --bandwidth GB/S, and a model; or measure: --measure.")
     fit = None
@@ -199,8 +194,6 @@ def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | No
         what = f"{source} is not in the table" if source else "No GPU is known"
         speed = f"{what}: the speed is not known. Give --gpu or --bandwidth."
         return replace(known, sentence="" if shape is None else speed)
-    if measured_gb_s is None and is_local:
-        measured_gb_s = read_measured(root)
     known = replace(
         known,
         gpu=gpu.name,
@@ -223,38 +216,6 @@ def _sentence_without_size(question: Question, gpu: GpuSpec, shape: ModelShape |
         return f"{known} Give a model for its speed."
     by_hand = "Give its parameters by hand: --params 14B --bits 16."
     return f"{shape.name}: its speed is not known: {shape.unsized}. {by_hand} {known}"
-
-
-def _read_shape(question: Question) -> ModelShape | None:
-    if question.model is not None:
-        path = find_model(question.model)
-        return read_model(path, None if Path(question.model).expanduser().exists() else question.model)
-    if question.params is None:
-        return None
-    params = parse_params("--params", question.params)
-    active = params if question.active_params is None else parse_params("--active-params", question.active_params)
-    if active > params:
-        raise HarnessError(
-            f"--active-params: {question.active_params} are more than all parameters ({question.params})",
-            next_step="Give those of one token, as 3B of 30B.",
-        )
-    per_param, number_bits = parse_bits(question.bits)
-    name = f"{question.params} at {question.bits}{' bit' if question.bits.isdigit() else ''}"
-    size = ModelSize(
-        name=name,
-        weights_bytes=params * per_param,
-        read_bytes=active * per_param,
-        params=active,
-        routed_bytes=params * per_param if active < params else 0,
-        routed_params=params if active < params else 0,
-        routed_share=active / params,
-        number_bits=number_bits,
-        doubts=[
-            "without the model's files the KV cache is not counted, and the input embedding is",
-            *(["of a mixture of experts a token reads less: give --active-params"] if active == params else []),
-        ],
-    )
-    return ModelShape(name=name, weights_bytes=int(size.weights_bytes), size=size)
 
 
 def parse_params(option: str, text: str) -> float:
@@ -289,54 +250,6 @@ def parse_bits(text: str) -> tuple[float, Any]:
         f"--bits: '{text[:50]}' is no type of weights; {did_you_mean(wanted[:50], BYTES_PER_PARAM)}",
         next_step="Give 16, 8 or 4, or one of these names.",
     )
-
-
-def _choose_gpu(question: Question, root: Path, measured_gb_s: float | None) -> tuple[GpuSpec | None, str | None, bool]:
-    """Return the GPU, the source of its bandwidth, and whether it is that of this machine.
-
-    Without the GPU the source is the name of one that is not in the table, if there is one.
-    """
-    if question.bandwidth_gb_s is not None:
-        by_hand = f"{figures(question.bandwidth_gb_s)} GB/s"
-        gpu = GpuSpec(names=[by_hand], target="", bandwidth_gb_s=question.bandwidth_gb_s, fp16_tflops=None)
-        if question.gpu is not None:
-            gpu = replace(find_gpu(question.gpu), bandwidth_gb_s=question.bandwidth_gb_s)
-        return gpu, "--bandwidth", False
-    if question.gpu is not None:
-        gpu = find_gpu(question.gpu)
-        source = f"data sheet, for {gpu.memory}" if gpu.memory else "data sheet"
-        if question.gpu.lower().startswith("gfx"):
-            source += f"; {question.gpu.lower()} is taken for {gpu.name}"
-        return gpu, source, False
-    cards = select_serving_gpus(list(list_gpus(root)))
-    if cards:
-        names = [str(card.get("target")) if (one := identify_gpu(card)) is None else one.name for card in cards]
-        found = slowest_gpu(cards[: question.gpus])
-        if found is None:
-            return None, next(name for name in names if name.startswith("gfx")), True
-        fitted = fitted_memory(found, root)
-        source = f"data sheet, for {found.memory}" if found.memory else "data sheet"
-        found, source = fitted or (found, source)
-        if len(set(names)) > 1:
-            which = "first" if question.gpus == 1 else f"slowest of the first {question.gpus}"
-            source += f"; the {which} of this machine's {', '.join(names)}"
-        return found, source, True
-    gb_s = measured_gb_s or read_measured(root)
-    if gb_s is None:
-        return None, None, True
-    cpu = GpuSpec(names=["this machine's CPU"], target="", bandwidth_gb_s=gb_s, fp16_tflops=None)
-    return cpu, "measured", True
-
-
-def _choose_memory(question: Question, gpu: GpuSpec | None, is_local: bool, pools: list[Pool]) -> SafeShare | None:
-    if question.memory_gib is not None:
-        return compute_given_share(*question.memory_gib, question.gpus)
-    if pools:
-        return compute_share(pools, tensor_parallel=question.gpus)
-    if is_local or gpu is None or gpu.memory_gib is None:
-        return None
-    total = gpu.memory_gib * GIB
-    return compute_pool_share(total, total, source="given", gpus=question.gpus)
 
 
 def _with_speed(

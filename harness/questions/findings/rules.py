@@ -17,7 +17,7 @@ from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, S
 from harness.base.units import milliseconds
 from harness.engines import Engine, Spelling, engines, find_engine
 from harness.engines.settings import as_number, flag_names, flag_words, load_command, merge_words
-from harness.questions.capacity.decide import CAPACITY_FILE
+from harness.questions.capacity.record import CAPACITY_FILE
 from harness.records.columns import Floats, Rows
 from harness.records.directory import INPUTS
 from harness.records.manifest import QUICK, ServedBy

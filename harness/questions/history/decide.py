@@ -1,22 +1,19 @@
-"""A run and the earlier runs of its scenario on its machine: is it slower, and since when?"""
+"""Is a run slower than the earlier runs of its scenario on its machine, and since when?"""
 
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
 from harness.base.summary import TOLERANCE, Difference, Gate, Row, Summary, known_bounds
 from harness.numbers import stats
 from harness.numbers.comparable import SHOWN_ONLY, collect_facts, find_differences
 from harness.numbers.gate import decide_gate
-from harness.numbers.summarize import has_only_summary, summary_of
 from harness.numbers.verdicts import (
     Measured,
     comparison_metrics,
@@ -24,9 +21,7 @@ from harness.numbers.verdicts import (
     metric_values,
     to_speeds,
 )
-from harness.questions.compare.decide import refuse_invalid
-from harness.records.directory import list_runs
-from harness.records.manifest import Run, definition_conflict, read_run
+from harness.records.manifest import Run, definition_conflict
 
 # Why a run is left out of a history or series: the first reason that applies.
 LeftOut = Literal[
@@ -129,16 +124,15 @@ class History(Struct, frozen=True, kw_only=True):
     without_records: list[str] = []  # those of `runs` whose stored summary is used
 
 
-def read_history(folder: Path, runs: Path, results: Path, tolerance: float = TOLERANCE) -> History:
-    """The history of the run in `folder`, from the run directories below `runs` and the filed `results`.
-
-    `tolerance`: the slowdown that fails, 0.1 for 10 %.
-
-    Raises RunError unless the run is VALID.
-    """
-    run, newest = read_run(folder), summary_of(folder)
-    refuse_invalid(run, newest, "is compared with its history")
-    earlier, left_out, without_records = _collect_earlier(run, runs, results)
+def decide_history(
+    run: Run,
+    newest: Summary,
+    earlier: Sequence[Summarized],
+    left_out: dict[LeftOut, list[str]],
+    without_records: list[str],
+    tolerance: float,
+) -> History:
+    """The history of a run with the summary `newest`. `earlier`: the runs that did the same work, oldest first."""
     all_runs = [earlier_run for earlier_run, _ in earlier] + [run]
     undecided = _make_series([*earlier, (run, newest)])
     series = [_with_gate(_decide(one, run.id, len(undecided)), tolerance) for one in undecided]
@@ -160,45 +154,11 @@ def read_history(folder: Path, runs: Path, results: Path, tolerance: float = TOL
         change_points=_find_change_points(series, all_runs),
         sides=[side.id for side in sides],
         differences=find_differences(facts) if earlier else [],
-        without_records=without_records + ([run.id] if has_only_summary(folder) else []),
+        without_records=without_records,
     )
 
 
-def _collect_earlier(
-    current: Run, runs: Path, results: Path
-) -> tuple[list[Summarized], dict[LeftOut, list[str]], list[str]]:
-    """The earlier runs that did the same work as `current`, oldest first, each once; those that cannot be used; and
-    those of the first whose records are missing.
-    """
-    left_out = defaultdict[LeftOut, list[str]](list)
-    found: dict[tuple[str, float], Summarized] = {}
-    without_records = []
-    seen = {(current.id, current.started_wall_s)}
-    for folder, run in list_runs(runs, results):
-        try:
-            if isinstance(run, HarnessError):
-                raise run
-            key = (run.id, run.started_wall_s)
-            if run.scenario_name != current.scenario_name or key in seen:
-                continue
-            reason = _exclusion(run, current)
-            if reason is None:
-                summary = summary_of(folder)
-                reason = "not_valid" if summary.valid is False else None
-        except HarnessError:
-            left_out["unreadable"].append(folder.name)
-            continue
-        if reason is None:
-            seen.add(key)
-            found[key] = run, summary
-            without_records += [run.id] if has_only_summary(folder) else []
-        elif run.id not in left_out[reason]:
-            left_out[reason].append(run.id)
-    earlier = sorted(found.values(), key=lambda found: found[0].started_wall_s)
-    return earlier, dict(left_out), sorted(without_records)
-
-
-def _exclusion(run: Run, current: Run) -> LeftOut | None:
+def exclusion(run: Run, current: Run) -> LeftOut | None:
     """Why a run is not part of the history of `current`; None: it is, if its summary is valid."""
     differing: dict[LeftOut, bool] = {
         "not_valid": run.status not in ("valid", "unchecked"),

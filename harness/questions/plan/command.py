@@ -25,11 +25,13 @@ def plan(
     from harness.base.units import read_count, read_duration
     from harness.questions.plan.decide import forecast, read_price
     from harness.questions.plan.page import forecast_page
+    from harness.records import run_data
     from harness.report.terminal import print_page
 
+    folder, number = cli.find_run(run_folder, runs), read_count("--items", items)
     predicted = forecast(
-        cli.find_run(run_folder, runs),
-        read_count("--items", items),
+        run_data.load(folder),
+        number,
         deadline_s=None if deadline is None else read_duration("--deadline", deadline),
         price_per_kwh=None if price is None else read_price(price),
     )

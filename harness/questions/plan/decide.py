@@ -5,7 +5,7 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from pathlib import Path
+from pathlib import PurePath
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,8 +24,7 @@ from harness.numbers.summarize import summarize_data
 from harness.numbers.validity import DEATHS
 from harness.records.columns import Rows
 from harness.records.records import CUT
-from harness.records.run_data import CellData
-from harness.records.run_data import load as load_run_data
+from harness.records.run_data import CellData, RunData
 from harness.scenario import Load, max_concurrency
 
 COVERAGE = 0.90  # of the intervals
@@ -93,7 +92,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
 
 
 def forecast(
-    folder: Path, items: int, *, deadline_s: float | None = None, price_per_kwh: float | None = None
+    data: RunData, items: int, *, deadline_s: float | None = None, price_per_kwh: float | None = None
 ) -> Forecast:
     """Predict time, energy and cost of `items` for each row of a run.
 
@@ -104,7 +103,6 @@ def forecast(
     for name, number in (("deadline_s", deadline_s), ("price_per_kwh", price_per_kwh)):
         if number is not None and not 0 <= number < math.inf:
             raise HarnessError(f"{name}: a number of at least 0 is expected (got {number!r})")
-    data = load_run_data(folder)
     run, summary = data.run, summarize_data(data).summary
     reason = next((reason for reason in summary.reasons if reason.cell is None), None)  # about the whole run
     is_complete = run.origin is not None or run.status in ("valid", "invalid")
@@ -112,7 +110,7 @@ def forecast(
         why = f"its status is {run.status}" if reason is None else sentence(reason)
         raise RunError(
             f"{run.id}: no prediction from a run that is not complete: {why}",
-            next_step=f"`{command_line('harness', 'report', folder)}` shows all reasons. Run the scenario again.",
+            next_step=f"`{command_line('harness', 'report', data.folder)}` shows all reasons. Run the scenario again.",
         )
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], dict[str, Reason]()
@@ -129,7 +127,7 @@ def forecast(
         raise RunError(
             f"{run.id}: no row allows a prediction",
             detail="\n".join(f"{name}: {sentence(why)}" for name, why in refused.items()),
-            next_step=_what_to_measure(folder, refused.values()),
+            next_step=_what_to_measure(data.folder, refused.values()),
         )
     has_power = any(row.energy_kwh is not None for row in rows)
     package = any(row.machine_load is not None and row.machine_load.package for row in summary.rows)
@@ -146,7 +144,7 @@ def forecast(
     )
 
 
-def _what_to_measure(folder: Path, refused: Iterable[Reason]) -> str:
+def _what_to_measure(folder: PurePath, refused: Iterable[Reason]) -> str:
     """What makes a prediction possible: a server that lives, a run that counts, or another load."""
     invalid = [why for reason in refused if isinstance(why := reason.values.get("why"), dict)]
     for why in invalid:

@@ -1,7 +1,6 @@
 """The numbers of `harness quick`: what one, four and eight users at once get, from however few requests there are."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.latencies import latency_sample, token_shares_between
 from harness.numbers.prefill import prefill_tok_s
 from harness.numbers.share_test import percentiles
-from harness.records import run_data
 from harness.records.columns import Floats, Rows
-from harness.records.manifest import QUICK
 from harness.records.records import CUT, OBSERVED
 from harness.records.run_data import CellData, RunData
 from harness.scenario.plan import load_of_stage
@@ -64,14 +61,6 @@ class QuickReport(Struct, frozen=True, kw_only=True):
     finding: RunFinding | None  # the worst one
     notes: list[str] = []  # on numbers that are missing, or are not what they seem
     next: dict[str, str]  # commands, each with what it answers
-
-
-def read_levels(folder: Path, summary: Summary) -> list[QuickLevel]:
-    """Return the levels of a run of `harness quick`; none for another run, or without its records. Raises HarnessError
-    for damaged ones.
-    """
-    is_quick = summary.scenario == QUICK and (folder / "requests.jsonl").exists()
-    return quick_levels(run_data.load(folder), summary) if is_quick else []
 
 
 def quick_levels(data: RunData, summary: Summary) -> list[QuickLevel]:

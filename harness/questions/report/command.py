@@ -10,7 +10,7 @@ from harness.questions.tune.command import exit_after_tune
 if TYPE_CHECKING:
     from harness.base.summary import Summary
     from harness.numbers.summarize import Summarized
-    from harness.questions.capacity.decide import CapacityReport
+    from harness.questions.capacity.record import CapacityReport
     from harness.questions.tune.record import TuneReport
     from harness.records.manifest import Run
 
@@ -40,8 +40,8 @@ def report(
     from harness.numbers.gate import with_gates
     from harness.numbers.summarize import has_only_summary, read_summary, with_checks
     from harness.questions.capacity import what_if
-    from harness.questions.capacity.decide import read_capacity
-    from harness.questions.compare.decide import make_reference
+    from harness.questions.capacity.record import read_capacity
+    from harness.questions.compare.sides import make_reference
     from harness.questions.findings.decide import with_findings
     from harness.questions.joint import analyse
     from harness.questions.tune.proof import read_answered

@@ -14,7 +14,7 @@ from harness.base.summary import Distribution, Row, Summary, sentences
 from harness.numbers.comparable import server_differences
 from harness.questions.agents import turn_charts
 from harness.questions.capacity.chart import attainment_chart
-from harness.questions.capacity.decide import CapacityReport
+from harness.questions.capacity.record import CapacityReport
 from harness.questions.compare.page import differences
 from harness.questions.crossover.chart import crossover_charts
 from harness.questions.quick.decide import QuickLevel

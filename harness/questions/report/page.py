@@ -18,10 +18,11 @@ from harness.base.summary import (
 )
 from harness.numbers.summarize import Summarized
 from harness.questions.agents import turn_tables
-from harness.questions.capacity.decide import CapacityReport, read_capacity
 from harness.questions.capacity.page import capacity_lines
-from harness.questions.quick.decide import QuickLevel, quick_notes, read_levels
+from harness.questions.capacity.record import CapacityReport, read_capacity
+from harness.questions.quick.decide import QuickLevel, quick_notes
 from harness.questions.quick.page import LEGEND, lead, levels_grid
+from harness.questions.quick.record import read_levels
 from harness.questions.report import html_parts
 from harness.questions.report.headline import run_answer
 from harness.questions.same_answers.page import same_answers_page

@@ -4,11 +4,9 @@ The sample is the question. Each side is asked twice or more: what its own answe
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from harness.base.summary import SameAnswers
 from harness.numbers.known_answers import KnownAnswer, answers_by_question, compare_answers
-from harness.records import run_data
 from harness.records.columns import Rows
 from harness.records.run_data import RunData
 from harness.scenario import asks_known
@@ -26,13 +24,9 @@ def same_answers(data: RunData) -> list[SameAnswers]:
     return [one for one in found if one is not None]
 
 
-def same_answers_of_runs(sides: Sequence[tuple[str, Sequence[Path]]]) -> Iterator[SameAnswers]:
-    """The verdicts of groups of runs against the first, for each server and load that all have with records."""
-    loaded = [
-        (name, [run_data.load(folder) for folder in folders if (folder / "requests.jsonl").exists()])
-        for name, folders in sides
-    ]
-    (base_name, base), *others = loaded
+def same_answers_of_runs(sides: Sequence[tuple[str, Sequence[RunData]]]) -> Iterator[SameAnswers]:
+    """The verdicts of groups of runs against the first, for each server and load that all have."""
+    (base_name, base), *others = sides
     for name, runs in others:
         for load in dict.fromkeys(load for data in base for load in _loads(data)):
             own, other = _by_server(runs, load), _by_server(base, load)

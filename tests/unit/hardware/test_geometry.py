@@ -12,8 +12,9 @@ import pytest
 from harness.hardware.geometry import UnknownShapeError, parse_geometry
 from harness.hardware.gguf_geometry import parse_gguf_geometry
 from harness.hardware.model import read_model
-from harness.questions.expect.decide import Question, answer
+from harness.questions.expect.decide import Question
 from harness.questions.expect.page import expect_page
+from harness.questions.expect.sources import answer
 from tests.support.printed import printed_lines
 from tests.unit.hardware.test_model import QWEN3, model
 from tests.unit.hardware.test_weights import F16, gguf, safetensors

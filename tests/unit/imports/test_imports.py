@@ -15,7 +15,7 @@ from harness.base.summary import Numbers, Summary, evidence
 from harness.imports import Source, lemonade_bench, llama_bench, vllm
 from harness.imports.write import FORMATS, import_file, read_file
 from harness.numbers.summarize import summarize
-from harness.questions.compare.decide import compare_runs
+from harness.questions.compare.sides import compare_runs
 from harness.questions.report import junit_cases
 from harness.questions.report.headline import run_answer
 from harness.questions.report.page import run_page

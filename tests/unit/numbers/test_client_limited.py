@@ -14,7 +14,7 @@ from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.checks import is_changed_by
 from harness.numbers.load_generator import client_errors, client_limits, send_delay_s
 from harness.numbers.summarize import summarize, write_summary
-from harness.questions.compare.decide import compare_runs
+from harness.questions.compare.sides import compare_runs
 from harness.questions.report import junit_cases
 from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import RunKind, read_run, write_run

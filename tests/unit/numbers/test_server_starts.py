@@ -11,8 +11,8 @@ from harness.base.summary import sentences
 from harness.numbers import comparable
 from harness.numbers.comparable import run_differences
 from harness.numbers.summarize import summarize, write_summary
-from harness.questions.compare.decide import compare_runs
 from harness.questions.compare.page import comparison_page
+from harness.questions.compare.sides import compare_runs
 from harness.records.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
 from harness.report.charts.timeline import observed_starts
 from harness.report.markdown import render

@@ -30,6 +30,7 @@ from harness.questions.plan.decide import (
     rate_trend,
 )
 from harness.questions.plan.page import deadline_sentence, forecast_headline, forecast_page
+from harness.records import run_data
 from harness.records.manifest import Run
 from harness.records.records import Request
 from harness.records.run_data import cell_data
@@ -169,7 +170,7 @@ def test_the_interval_covers_the_time_of_a_job_of_another_day(tmp_path: Path) ->
         machine = MadeServer(random.Random(seed))
         repeats = (3, 5)[seed % 2]
         write_run_of(tmp_path / str(seed), machine, repeats=repeats)
-        row = only_row(forecast(tmp_path / str(seed), 20_000))
+        row = only_row(forecast(run_data.load(tmp_path / str(seed)), 20_000))
         if row.no_interval is not None:  # a chance trend above the bound: not covered
             continue
         truth = 3.5 + max(ended for _, ended, *_ in machine.run(20_000))
@@ -186,7 +187,7 @@ def test_a_trend_is_noticed(tmp_path: Path, trend: float, least: float, most: fl
     noticed, seeds = 0, draws(100)
     for seed in range(seeds):
         write_run_of(tmp_path / str(seed), server_of(seed, trend=trend))
-        row = only_row(forecast(tmp_path / str(seed), 20_000))
+        row = only_row(forecast(run_data.load(tmp_path / str(seed)), 20_000))
         codes = [note.code for note in [*row.notes, *([row.no_interval] if row.no_interval else [])]]
         noticed += "plan_widened" in codes or "plan_trend" in codes
     print(f"\ntrend {trend:+.0%}: noticed in {noticed} of {seeds}")
@@ -211,7 +212,7 @@ def test_items_that_become_longer_are_not_taken_for_a_trend(tmp_path: Path) -> N
     write_run_of(
         tmp_path / "run", machine, repeats=2, lengths=lambda: (200, 20 + next(numbers) % 600 // 30)
     )  # 600 requests a repeat
-    row = only_row(forecast(tmp_path / "run", 6000))
+    row = only_row(forecast(run_data.load(tmp_path / "run"), 6000))
     again = count()
     truth_s = max(ended for _, ended, *_ in machine.run(6000, lambda: (200, 20 + next(again) // 300)))
     assert row.time_s.value == pytest.approx(3.5 + truth_s, rel=0.03)
@@ -219,7 +220,7 @@ def test_items_that_become_longer_are_not_taken_for_a_trend(tmp_path: Path) -> N
 
 def test_one_repeat_assumes_the_variation_between_runs(tmp_path: Path) -> None:
     write_run_of(tmp_path / "run", server_of(), repeats=1)
-    row = only_row(forecast(tmp_path / "run", 20_000))
+    row = only_row(forecast(run_data.load(tmp_path / "run"), 20_000))
     assert "plan_runs_unknown" in [note.code for note in row.notes]
     assert row.time_s.high / row.time_s.value > 1.1
 
@@ -268,7 +269,7 @@ def test_the_command_answers_first_and_ends_by_the_deadline(tmp_path: Path) -> N
     write_run_of(tmp_path / "runs" / "one", server_of(), power_w=100.0)
     done = called("plan", "one", "--items", "500000", "--deadline", "7h", "--price", "0.30/kWh", cwd=tmp_path)
     first, second, third = done.out.splitlines()[:3]
-    expected = forecast(tmp_path / "runs" / "one", 500_000)
+    expected = forecast(run_data.load(tmp_path / "runs" / "one"), 500_000)
     assert first == forecast_headline(expected)
     assert first.startswith("500,000 items take ") and first.endswith(" with a / x.")
     assert (done.code, second.partition(";")[0]) == (4, "The deadline of 7.00 h is not met")
@@ -283,12 +284,12 @@ def test_the_command_answers_first_and_ends_by_the_deadline(tmp_path: Path) -> N
 def test_runs_that_show_no_rate_are_refused(tmp_path: Path) -> None:
     write_run_of(tmp_path / "run", server_of(), status="interrupted")
     with pytest.raises(RunError, match="its status is interrupted"):
-        forecast(tmp_path / "run", 100)
+        forecast(run_data.load(tmp_path / "run"), 100)
     done = called("plan", str(ROOT / "docs" / "example"), "--items", "5", cwd=tmp_path)
     assert (done.code, done.out) == (1, "") and "requests.jsonl is missing" in done.err
     with pytest.raises(RunError) as error:
         write_run_of(tmp_path / "few", server_of())
-        forecast(tmp_path / "few", IN_FLIGHT - 1)
+        forecast(run_data.load(tmp_path / "few"), IN_FLIGHT - 1)
     assert "its rate is that of 8 items at once, and 7 are fewer" in error.value.detail
 
 
@@ -300,7 +301,7 @@ def test_a_queue_at_the_server_is_no_progress(tmp_path: Path, requests: int, is_
     job = served(server, load, dice, requests=20_000).rows
     took_s = float((job.sent_s + job.ended_s).max())
     write_batched_run(tmp_path / "run", server, load, dice, warmup=32)
-    row = only_row(forecast(tmp_path / "run", 20_000, deadline_s=took_s - 30))
+    row = only_row(forecast(run_data.load(tmp_path / "run"), 20_000, deadline_s=took_s - 30))
     assert row.time_s.value == pytest.approx(row.start_s + took_s, rel=0.02)
     assert row.deadline == "inconclusive"
     assert (row.requests_needed, row.no_interval is None) == (None if is_known else 320, is_known)
@@ -329,13 +330,13 @@ def test_the_rate_agrees_with_the_report_but_for_start_and_end(tmp_path: Path) -
     """So many items as were measured take the measured wall time, and fewer take less."""
     write_run_of(tmp_path / "run", server_of())
     measured = summarize(tmp_path / "run").rows[0]
-    row = only_row(forecast(tmp_path / "run", 600))
+    row = only_row(forecast(run_data.load(tmp_path / "run"), 600))
     assert row.requests_per_s == measured.pooled.requests_per_s
     assert row.items_per_s != row.requests_per_s
     (note,) = [note for note in row.notes if note.code == "plan_full_load"]
     assert note.values == {"items_per_s": row.items_per_s, "requests_per_s": row.requests_per_s}
     assert row.time_s.value == pytest.approx(row.start_s + math.exp(mean_log(measured.wall)), rel=1e-3)
-    half = only_row(forecast(tmp_path / "run", 300))
+    half = only_row(forecast(run_data.load(tmp_path / "run"), 300))
     assert half.time_s.value == pytest.approx(row.time_s.value - 300 / row.items_per_s, rel=0.01)
 
 
@@ -344,7 +345,7 @@ def test_items_that_failed_are_sent_again(tmp_path: Path) -> None:
     dice, server = random.Random(2), BatchingServer(8, uniform(10, 100), failed=0.1)
     job = served(server, load, dice, requests=12_000).rows
     write_batched_run(tmp_path / "run", server, load, dice, max_error_rate=0.2)
-    row = only_row(forecast(tmp_path / "run", int(job.good.sum())))
+    row = only_row(forecast(run_data.load(tmp_path / "run"), int(job.good.sum())))
     took_s = float((job.sent_s + job.ended_s).max())
     assert row.time_s.low < row.start_s + took_s < row.time_s.high
     (note,) = [note for note in row.notes if note.code == "plan_failed"]
@@ -387,10 +388,10 @@ def test_a_slower_row_that_surely_meets_the_deadline_comes_first(tmp_path: Path)
     """The repeats of the faster server differ much."""
     servers = {"fast": server_of(5, runs_sd=0.15), "sure": server_of(20, runs_sd=0.0, wander=0.0, slower=1.3)}
     write_run_of(tmp_path / "run", servers["fast"], servers=servers)
-    fast, sure = forecast(tmp_path / "run", 20_000).rows
+    fast, sure = forecast(run_data.load(tmp_path / "run"), 20_000).rows
     assert (fast.server, sure.server) == ("fast", "sure")
     assert sure.time_s.high is not None
-    between = forecast(tmp_path / "run", 20_000, deadline_s=sure.time_s.high + 1)
+    between = forecast(run_data.load(tmp_path / "run"), 20_000, deadline_s=sure.time_s.high + 1)
     assert [(row.server, row.deadline) for row in between.rows] == [("sure", "met"), ("fast", "inconclusive")]
     assert "fastest" not in forecast_headline(between)
 

@@ -27,8 +27,8 @@ from harness.base.summary import (
     because,
 )
 from harness.numbers.summarize import summarize
-from harness.questions.capacity.decide import CapacityReport
 from harness.questions.capacity.page import capacity_page
+from harness.questions.capacity.record import CapacityReport
 from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, sentences, terminal

@@ -9,7 +9,7 @@ import typer
 
 from harness.base.errors import INTERRUPTED, ExitCode, HarnessError, ServerError
 from harness.cli.actions import _repeat
-from harness.questions.compare.decide import compare_runs
+from harness.questions.compare.sides import compare_runs
 from harness.records.manifest import Run, read_run
 from tests.support.command import called, going, harness, until, write
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.questions.capacity.decide import MAX_PROOFS, CapacityAnswer, slo_answer
+from harness.questions.capacity.decide import MAX_PROOFS, slo_answer
 from harness.questions.capacity.level import MAX_BLOCKS, Probe
+from harness.questions.capacity.record import CapacityAnswer
 from tests.support import level_servers
 from tests.support.level_servers import random_server
 from tests.support.nightly import NIGHTLY

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from harness.numbers.share_test import LatencySample, observed
 from harness.questions.capacity.blocks import FLUSH_S, BlockCutter, ProbeBlock, parse_slos
 from harness.questions.capacity.decide import (
-    CapacityAnswer,
     LevelPoint,
     SloStep,
     can_decide,
@@ -30,6 +29,7 @@ from harness.questions.capacity.decide import (
     slo_answer,
 )
 from harness.questions.capacity.level import Probe, Purpose
+from harness.questions.capacity.record import CapacityAnswer
 from harness.records.records import Request
 from harness.scenario import Arrivals, Load
 from harness.simulated.engine import EngineConfig

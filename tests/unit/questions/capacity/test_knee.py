@@ -11,7 +11,6 @@ import pytest
 
 from harness.base.units import significant
 from harness.questions.capacity.blocks import ProbeBlock
-from harness.questions.capacity.decide import CapacityAnswer
 from harness.questions.capacity.knee import (
     GRID_STEP,
     MAX_BLOCKS,
@@ -24,6 +23,7 @@ from harness.questions.capacity.knee import (
 )
 from harness.questions.capacity.level import Probe
 from harness.questions.capacity.page import knee_reason
+from harness.questions.capacity.record import CapacityAnswer
 from tests.support.knee_servers import SERVERS, Truth, knee_server, searched, truth, truths
 
 

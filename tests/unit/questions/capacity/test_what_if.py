@@ -10,14 +10,9 @@ from msgspec.structs import replace
 from harness.base.errors import HarnessError
 from harness.questions.capacity import what_if
 from harness.questions.capacity.blocks import RAMP_BLOCK_ANSWERS, BlockCutter
-from harness.questions.capacity.decide import (
-    CapacityReport,
-    ServerCapacity,
-    SloStep,
-    next_slo_step,
-    slo_answer,
-)
+from harness.questions.capacity.decide import SloStep, next_slo_step, slo_answer
 from harness.questions.capacity.level import MeasuredProbe, Probe
+from harness.questions.capacity.record import CapacityReport, ServerCapacity
 from harness.records.records import Request
 from harness.records.run_data import CellData, RunData, cell_data
 from harness.scenario import Load

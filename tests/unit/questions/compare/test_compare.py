@@ -25,8 +25,8 @@ from harness.base.summary import (
 from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.comparable import collect_facts, find_differences, refuse_unlike
 from harness.numbers.verdicts import ComparedSides, compare_rows, decide_verdicts, work_metric
-from harness.questions.compare.decide import compare_runs
 from harness.questions.compare.page import comparison_answer
+from harness.questions.compare.sides import compare_runs
 from harness.records.manifest import Machine, Origin, ServedBy, UnlikeError, write_run
 from harness.records.records import read_requests
 from harness.report.verdict_text import verdict_sentence

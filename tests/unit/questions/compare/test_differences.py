@@ -9,8 +9,8 @@ import pytest
 from harness.base.errors import HarnessError
 from harness.base.summary import Difference
 from harness.numbers.comparable import run_differences
-from harness.questions.compare.decide import compare_runs, group_by_machine
 from harness.questions.compare.page import comparison_page
+from harness.questions.compare.sides import compare_runs, group_by_machine
 from harness.questions.results import add_result
 from harness.records.manifest import Machine, ServedBy, read_run
 from harness.report.elements import Chart, Grid

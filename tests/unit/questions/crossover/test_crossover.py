@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from harness.base.summary import Summary
 from harness.engines import find_engine
 from harness.questions.capacity.decide import find_crossing
-from harness.questions.compare.decide import compare_runs
 from harness.questions.compare.page import comparison_answer
+from harness.questions.compare.sides import compare_runs
 from harness.questions.crossover.chart import crossover_charts
 from harness.questions.crossover.decide import DEPTH, FEW_CACHED, setting_answers
 from harness.questions.joint import analyse

@@ -11,8 +11,9 @@ from harness.base.errors import HarnessError
 from harness.hardware.bandwidth import cache_file, read_measured, store_measured
 from harness.hardware.gpu_table import find_gpu, fitted_memory
 from harness.hardware.model import read_model
-from harness.questions.expect.decide import Expectation, Question, answer, parse_bits, parse_params, parse_tokens
+from harness.questions.expect.decide import Expectation, Question, parse_bits, parse_params, parse_tokens
 from harness.questions.expect.page import expect_page
+from harness.questions.expect.sources import answer
 from tests.support.command import harness
 from tests.support.machines import gpu, radeon, strix_halo_carve_out, write
 from tests.support.printed import printed_lines

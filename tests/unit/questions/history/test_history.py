@@ -16,8 +16,9 @@ from harness.base.summary import TOLERANCE
 from harness.numbers.gate import gate_code
 from harness.numbers.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
 from harness.numbers.summarize import read_summary, summarize, write_summary
-from harness.questions.compare.decide import compare_runs
-from harness.questions.history.decide import History, Point, Series, _decide, _with_gate, read_history
+from harness.questions.compare.sides import compare_runs
+from harness.questions.history.decide import History, Point, Series, _decide, _with_gate
+from harness.questions.history.earlier_runs import read_history
 from harness.questions.history.page import _series_chart, history_html, left_out_sentences, series_cells
 from harness.questions.results import add_result, collect_board
 from harness.records.manifest import Machine, Run

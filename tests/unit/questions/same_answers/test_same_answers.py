@@ -20,8 +20,8 @@ from harness.numbers.known_answers import (
     paired_interval,
     tango_interval,
 )
-from harness.questions.compare.decide import compare_runs
 from harness.questions.compare.page import comparison_page, comparison_xml
+from harness.questions.compare.sides import compare_runs
 from harness.questions.joint import analyse
 from harness.questions.report.page import run_page
 from harness.records.manifest import read_run

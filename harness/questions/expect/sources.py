@@ -1,0 +1,122 @@
+"""Where the model and the hardware of the question are known from: options, the model's files, and this machine."""
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from harness.base.errors import HarnessError
+from harness.base.units import GIB, figures
+from harness.hardware.bandwidth import read_measured
+from harness.hardware.bounds import slowest_gpu
+from harness.hardware.gpu_table import GpuSpec, find_gpu, fitted_memory, identify_gpu
+from harness.hardware.model import ModelShape, find_model, read_model, require_known_dtype
+from harness.machine.gpus import list_gpus, select_serving_gpus
+from harness.machine.memory import (
+    Pool,
+    SafeShare,
+    compute_given_share,
+    compute_pool_share,
+    compute_share,
+    list_pools,
+)
+from harness.questions.expect.decide import Expectation, Hardware, Question, expectation, parse_bits, parse_params
+from harness.records.manifest import ModelSize
+
+
+def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | None = None) -> Expectation:
+    """Return what the hardware allows. `measured_gb_s`: read bandwidth of this machine, measured just now.
+
+    Raises HarnessError for an unknown GPU, for a model that cannot be read, and where neither is known.
+    """
+    require_known_dtype(question.kv_cache_dtype)
+    shape = _read_shape(question)
+    return expectation(question, shape, _read_hardware(question, root, measured_gb_s))
+
+
+def _read_hardware(question: Question, root: Path, measured_gb_s: float | None) -> Hardware:
+    gpu, source, is_local = _choose_gpu(question, root, measured_gb_s)
+    pools = list_pools(root) if is_local and question.memory_gib is None else []
+    memory = _choose_memory(question, gpu, is_local, pools)
+    if measured_gb_s is None and is_local and gpu is not None:
+        measured_gb_s = read_measured(root)
+    return Hardware(gpu, source, pools, memory, measured_gb_s)
+
+
+def _read_shape(question: Question) -> ModelShape | None:
+    if question.model is not None:
+        path = find_model(question.model)
+        return read_model(path, None if Path(question.model).expanduser().exists() else question.model)
+    if question.params is None:
+        return None
+    params = parse_params("--params", question.params)
+    active = params if question.active_params is None else parse_params("--active-params", question.active_params)
+    if active > params:
+        raise HarnessError(
+            f"--active-params: {question.active_params} are more than all parameters ({question.params})",
+            next_step="Give those of one token, as 3B of 30B.",
+        )
+    per_param, number_bits = parse_bits(question.bits)
+    name = f"{question.params} at {question.bits}{' bit' if question.bits.isdigit() else ''}"
+    size = ModelSize(
+        name=name,
+        weights_bytes=params * per_param,
+        read_bytes=active * per_param,
+        params=active,
+        routed_bytes=params * per_param if active < params else 0,
+        routed_params=params if active < params else 0,
+        routed_share=active / params,
+        number_bits=number_bits,
+        doubts=[
+            "without the model's files the KV cache is not counted, and the input embedding is",
+            *(["of a mixture of experts a token reads less: give --active-params"] if active == params else []),
+        ],
+    )
+    return ModelShape(name=name, weights_bytes=int(size.weights_bytes), size=size)
+
+
+def _choose_gpu(question: Question, root: Path, measured_gb_s: float | None) -> tuple[GpuSpec | None, str | None, bool]:
+    """Return the GPU, the source of its bandwidth, and whether it is that of this machine.
+
+    Without the GPU the source is the name of one that is not in the table, if there is one.
+    """
+    if question.bandwidth_gb_s is not None:
+        by_hand = f"{figures(question.bandwidth_gb_s)} GB/s"
+        gpu = GpuSpec(names=[by_hand], target="", bandwidth_gb_s=question.bandwidth_gb_s, fp16_tflops=None)
+        if question.gpu is not None:
+            gpu = replace(find_gpu(question.gpu), bandwidth_gb_s=question.bandwidth_gb_s)
+        return gpu, "--bandwidth", False
+    if question.gpu is not None:
+        gpu = find_gpu(question.gpu)
+        source = f"data sheet, for {gpu.memory}" if gpu.memory else "data sheet"
+        if question.gpu.lower().startswith("gfx"):
+            source += f"; {question.gpu.lower()} is taken for {gpu.name}"
+        return gpu, source, False
+    cards = select_serving_gpus(list(list_gpus(root)))
+    if cards:
+        names = [str(card.get("target")) if (one := identify_gpu(card)) is None else one.name for card in cards]
+        found = slowest_gpu(cards[: question.gpus])
+        if found is None:
+            return None, next(name for name in names if name.startswith("gfx")), True
+        fitted = fitted_memory(found, root)
+        source = f"data sheet, for {found.memory}" if found.memory else "data sheet"
+        found, source = fitted or (found, source)
+        if len(set(names)) > 1:
+            which = "first" if question.gpus == 1 else f"slowest of the first {question.gpus}"
+            source += f"; the {which} of this machine's {', '.join(names)}"
+        return found, source, True
+    gb_s = measured_gb_s or read_measured(root)
+    if gb_s is None:
+        return None, None, True
+    cpu = GpuSpec(names=["this machine's CPU"], target="", bandwidth_gb_s=gb_s, fp16_tflops=None)
+    return cpu, "measured", True
+
+
+def _choose_memory(question: Question, gpu: GpuSpec | None, is_local: bool, pools: list[Pool]) -> SafeShare | None:
+    if question.memory_gib is not None:
+        return compute_given_share(*question.memory_gib, question.gpus)
+    if pools:
+        return compute_share(pools, tensor_parallel=question.gpus)
+    if is_local or gpu is None or gpu.memory_gib is None:
+        return None
+    total = gpu.memory_gib * GIB
+    return compute_pool_share(total, total, source="given", gpus=question.gpus)
