@@ -15,7 +15,7 @@ from harness.serve.template import GATEWAYS, templates
 
 # Which other packages a package may import, besides base: the whole table, in the order of the arrows.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"api", "numbers", "questions"},
+    "__init__": {"api", "questions"},
     "__version__": set(),
     "base": set(),
     "simulated": set(),
@@ -26,17 +26,17 @@ ALLOWED: dict[str, set[str]] = {
     "workload": {"records", "scenario"},
     "numbers": {"engines", "failures", "records", "scenario"},
     "machine": {"engines", "records"},
-    "hardware": {"engines", "machine", "numbers", "records", "scenario"},
-    "report": {"engines", "failures", "numbers", "records", "scenario"},
+    "hardware": {"engines", "machine", "numbers", "records"},
+    "report": {"engines", "numbers", "records", "scenario"},
     "imports": {"__version__", "numbers", "records", "scenario"},
     "load": {
-        "__version__", "engines", "failures.diagnosis", "failures.unexpected_response", "numbers.formulas",
+        "__version__", "engines", "failures.unexpected_response", "numbers.formulas",
         "records.arrivals", "records.records", "records.columns", "scenario", "workload",
     },
     "serve": {"engines", "failures", "load.sse", "machine", "records", "scenario", "workload"},
     "run": {
         "__version__", "engines", "failures", "hardware", "load.live_metrics", "machine", "numbers", "records",
-        "scenario", "serve", "simulated", "workload",
+        "scenario", "serve", "workload",
     },
     "questions": {
         "engines", "failures", "hardware", "machine", "numbers", "records", "report", "run", "scenario",
