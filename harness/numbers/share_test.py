@@ -22,14 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.base.summary import ALPHA, POWER, LogSpread
+from harness.numbers.block_tests import DesignEffect, effect_of_dependence, values_in_block
 from harness.records.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
 
 SLO_ALPHA = 0.1  # of intervals and decisions of shares: 5 % on each side
 MIN_REQUESTS = 60  # fewer pass nothing
-BLOCK_ANSWER_TIMES = 5.0  # a block is at least this long, so that blocks hardly depend on each other
-MIN_BLOCKS = 8  # fewer blocks say nothing about the effect
-MAX_BLOCKS = 32
-TAILS = (0.9, 0.95)
 # "Far below the bound": of so many requests none is above the bound divided by the factor ...
 FAR_REQUESTS = ((100, 2.0), (60, 5.0))
 FAR_EFFECTIVE = 8.0  # ... so many independent requests would say as much ...
@@ -37,7 +34,6 @@ MAX_OPEN = 0.05  # ... no more of them were cut, or are unknown ...
 FAR_FACTOR = 1.5  # ... and the bound is so many times as far away as the tolerance limit of a normal distribution.
 DRAWS = 4000  # of a ratio
 MAX_REQUESTS = 100_000  # no larger number of requests is suggested
-_MAX_CORRELATION = 0.99  # of neighbouring requests: an effect of 199
 
 Floats = NDArray[np.float64]
 Decision = Literal["pass", "fail", "inconclusive"]
@@ -63,13 +59,6 @@ def observed(values_s: Floats, sent_s: Floats | None = None) -> LatencySample:
     n = len(values_s)
     order = np.arange(n, dtype=np.float64) if sent_s is None else sent_s
     return LatencySample(order, np.asarray(values_s, dtype=np.float64), np.full(n, OBSERVED, dtype=np.int8))
-
-
-class DesignEffect(NamedTuple):
-    """How many dependent requests count as one."""
-
-    effect: float  # at least 1
-    blocks: int  # of all repeats
 
 
 class KnownPercentile(NamedTuple):
@@ -111,41 +100,14 @@ def kaplan_meier(samples: Sequence[LatencySample]) -> tuple[Floats, Floats]:
 def design_effect(
     samples: Sequence[LatencySample], answer_s: float | None, in_flight: float | None = None
 ) -> DesignEffect:
-    """Estimate the design effect from the ranks of a latency in the order of sending, one sample a repeat.
+    """Estimate the design effect of a latency, one sample a repeat, by the ranks of the requests.
 
-    It is the largest of: what follows from the correlation of neighbours; the long-run variance of being among the
-    slowest (TAILS), because a queue makes the slow ones neighbours; the variance of the means of blocks, with at least
-    MIN_BLOCKS of them, and of repeats; and half the requests in flight, because a stall hits all of them at once.
-    `answer_s`: the mean time of an answer; a block is at least BLOCK_ANSWER_TIMES as long. `in_flight`: the mean number
-    of requests in flight; None: not known.
+    `answer_s`: the mean time of an answer, which the length of a block depends on. `in_flight`: the mean number of
+    requests in flight; None: not known.
     """
     repeats = _ranks_in_order(samples)
-    n = sum(map(len, repeats))
-    variance = float(np.concatenate(repeats).var()) if n else 0.0
-    sizes = [_block_requests(one.sent_s, len(ranks), answer_s) for one, ranks in zip(samples, repeats, strict=True)]
-    blocks = sum(len(ranks) // size for ranks, size in zip(repeats, sizes, strict=True))
-    effect = max(1.0, (in_flight or 0.0) / 2)
-    if variance <= 1e-12:
-        return DesignEffect(effect, blocks)
-    lags = math.ceil(2 * max(1.0, in_flight or 0.0))
-    slowest = [[(ranks > tail).astype(np.float64) for ranks in repeats] for tail in TAILS]
-    effects = [_correlation_effect(repeats), _between_effect(repeats) / variance]
-    effects += [_long_run_effect(values, lags) for values in slowest]
-    effects += [_block_effect(values, sizes) for values in (repeats, *slowest)] if blocks >= MIN_BLOCKS else []
-    return DesignEffect(max(effect, min(max(effects), float(n))), blocks)  # at most all of them count as one
-
-
-def _block_effect(repeats: Sequence[Floats], sizes: Sequence[int]) -> float:
-    """The variance of the means of blocks within repeats, relative to that of independent values."""
-    variance = float(np.concatenate(repeats).var())
-    squares, freedom = 0.0, 0
-    for values, size in zip(repeats, sizes, strict=True):
-        count = len(values) // size
-        if count >= 2:
-            means = values[: count * size].reshape(count, size).mean(axis=1)
-            squares += size * float(((means - means.mean()) ** 2).sum())
-            freedom += count - 1
-    return squares / freedom / variance if freedom and variance > 1e-12 else 1.0
+    sizes = [values_in_block(one.sent_s, len(ranks), answer_s) for one, ranks in zip(samples, repeats, strict=True)]
+    return effect_of_dependence(repeats, sizes, in_flight)
 
 
 def _ranks_in_order(samples: Sequence[LatencySample]) -> list[Floats]:
@@ -165,66 +127,6 @@ def _ranks_in_order(samples: Sequence[LatencySample]) -> list[Floats]:
     ranks = (np.cumsum(counts) - counts / 2)[place.ravel()] / counts.sum()
     ends = np.cumsum([len(values) for values in ordered])[:-1]
     return list(np.split(ranks, ends))
-
-
-def _block_requests(sent_s: Floats, n: int, answer_s: float | None) -> int:
-    """The number of requests in a block."""
-    size = max(math.ceil(BLOCK_ANSWER_TIMES), -(-n // MAX_BLOCKS))
-    span_s = float(sent_s.max() - sent_s.min()) if n else 0.0
-    if answer_s and n > 1:
-        answers = n if span_s <= 0 else min(n, math.ceil(BLOCK_ANSWER_TIMES * answer_s * (n - 1) / span_s))
-        size = max(size, answers)
-    return size
-
-
-def _correlation_effect(repeats: Sequence[Floats]) -> float:
-    """The effect of an autoregressive series with the correlation of neighbouring ranks.
-
-    That of every second one shows a slow wave under noise: its root counts where it is larger. Each is corrected for
-    its bias; one standard error more, because the effect of a correlation that is estimated too small is far too small.
-    """
-    centered = [ranks - ranks.mean() for ranks in repeats if len(ranks) > 2]
-    # Sums of products, because `@` would start threads.
-    squares = sum(float((ranks * ranks).sum()) for ranks in centered)
-    if squares <= 0:
-        return 1.0
-    n = sum(map(len, centered))
-
-    def correlation(lag: int) -> float:
-        raw = sum(float((ranks[lag:] * ranks[:-lag]).sum()) for ranks in centered) / squares
-        return min(max(raw + (1 + 3 * raw) / n, 0.0), 1.0)
-
-    largest = max(correlation(1), math.sqrt(correlation(2)))
-    largest = min(largest + math.sqrt((1 - largest * largest) / n), _MAX_CORRELATION)
-    return (1 + largest) / (1 - largest)
-
-
-def _long_run_effect(repeats: Sequence[Floats], lags: int) -> float:
-    """The long-run variance relative to that of independent values, by correlations up to so many lags (Bartlett).
-
-    With Bartlett's weights it is the mean square of the moving sums of `lags` + 1 values, divided by their number.
-    """
-    values = np.concatenate(repeats)
-    mean, squares = values.mean(), float(values.var()) * len(values)
-    width = min(lags + 1, max(1, len(values) // 4))
-    if squares <= 1e-12:
-        return 1.0
-    sums = 0.0
-    for part in repeats:
-        total = np.cumsum(part - mean)
-        padded = np.concatenate([np.zeros(width), total, np.full(width - 1, total[-1] if len(total) else 0.0)])
-        moving = padded[width:] - padded[:-width]
-        sums += float((moving * moving).sum())
-    return sums / (width * squares) / (1 - width / len(values))
-
-
-def _between_effect(repeats: Sequence[Floats]) -> float:
-    """The mean square between repeats; 0 for one repeat."""
-    parts = [ranks for ranks in repeats if len(ranks)]
-    if len(parts) < 2:
-        return 0.0
-    mean = np.concatenate(parts).mean()
-    return sum(len(ranks) * float(ranks.mean() - mean) ** 2 for ranks in parts) / (len(parts) - 1)
 
 
 def share_interval(met: float, n: int, effect: float, alpha: float = SLO_ALPHA) -> tuple[float, float]:

@@ -20,8 +20,6 @@ Array = NDArray[np.float64]
 
 ASSUMED_SD = 0.04  # of the logarithm of equal runs of a machine, until its runs show how far they differ;
 ASSUMED_FREEDOM = 4  # it counts as much as so many degrees of freedom
-BLOCK_ANSWERS = 5  # answer times of a block: neighbouring requests wait for each other, blocks hardly do
-MIN_BLOCKS, MAX_BLOCKS = 4, 40
 MIN_LEVEL = 3  # runs of a level; fewer are outliers, or too new to decide
 MIN_HISTORY = 5  # runs that the gate needs before the newest ones
 LEVEL_ALPHA = 0.01  # of change points: a false one would leave the gate a history of extreme runs
@@ -163,28 +161,6 @@ def runs_to_confirm(effect: Effect, side: int, base: int) -> int:
     A verdict on them is not provisional any more.
     """
     return max(math.ceil((2 * ASSUMED_FREEDOM - effect.freedom + side + base) / 2), side, base)
-
-
-def rate_error(sent_s: Array, ended_s: Array, work: Array) -> tuple[float, int] | None:
-    """The standard error of the logarithm of a rate within one run, and the number of blocks that it is from.
-
-    `sent_s`, `ended_s` and `work` (such as tokens) have a value for each request. A block lasts BLOCK_ANSWERS times the
-    mean answer; the work of a request is spread evenly over its time. None: fewer than MIN_BLOCKS.
-    """
-    if not len(sent_s):
-        return None
-    start, end, took = float(sent_s.min()), float(ended_s.max()), np.maximum(ended_s - sent_s, 1e-9)
-    blocks = min(MAX_BLOCKS, int((end - start) / (BLOCK_ANSWERS * float(took.mean()))))
-    if blocks < MIN_BLOCKS:
-        return None
-    done = []
-    for edge in np.linspace(start, end, blocks + 1):
-        going = (sent_s < edge) & (edge < ended_s)
-        done.append(work[ended_s <= edge].sum() + (work[going] * (edge - sent_s[going]) / took[going]).sum())
-    rates = np.diff(done)
-    if rates.mean() <= 0:
-        return None
-    return float(rates.std(ddof=1) / rates.mean()) / math.sqrt(blocks), blocks
 
 
 def difference_of(log_ratio: float, errors: Sequence[tuple[float, float]]) -> Effect:

@@ -37,13 +37,13 @@ from harness.base.summary import (
 )
 from harness.failures.diagnosis import group_failures
 from harness.numbers import checks, comparable, formulas, validity, warnings
+from harness.numbers.block_tests import rate_error
 from harness.numbers.cell_numbers import RATES, SloSets, compute_numbers, pool_numbers
 from harness.numbers.latencies import latency_sample
 from harness.numbers.load_generator import client_errors, client_limits, limited_fields, with_client_errors
 from harness.numbers.other_clients import find_other_clients
 from harness.numbers.prefill import prefill_tok_s
 from harness.numbers.schedule import load_kind, schedule_kept, summarize_warmup
-from harness.numbers.stats import rate_error
 from harness.numbers.time_split import common_limit, limited_by, mean_split, time_split, timed_others
 from harness.numbers.turns import turn_numbers
 from harness.numbers.verdicts import compare_rows, drift_notes, is_paced
@@ -496,7 +496,7 @@ def _summarize_cell(cell: Cell, evidence: validity.Evidence, session: int | None
 
 
 def _rate_error(cell: CellData) -> tuple[float, int] | None:
-    """The standard error of the rate of a closed loop, see stats.rate_error. A failed request did no work."""
+    """The standard error of the rate of a closed loop, see block_tests.rate_error. A failed request did no work."""
     if cell.open_loop:
         return None
     rows = cell.counted

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from harness.base import units
 from harness.base.summary import (
-    ALPHA,
     MARGIN,
     KernelEvent,
     Reason,
@@ -23,10 +22,10 @@ from harness.base.summary import (
 )
 from harness.base.units import count, duration, gib, percent, short_percent
 from harness.failures.diagnosis import scan_text
-from harness.numbers.stats import t_quantile
+from harness.numbers.block_tests import fit_trend
 from harness.numbers.validity import MIN_HANG_S
 from harness.numbers.warnings import HOST_CPU_FULL
-from harness.records.columns import Bools, Floats, Rows
+from harness.records.columns import Bools, Rows
 from harness.records.run_data import CellData, RunData
 from harness.records.samples import TelemetrySample, machine_load
 from harness.report.charts import Chart, Figure, escape_markup, scatter
@@ -35,7 +34,8 @@ from harness.report.elements import Grid, plain_grid
 _SHOWN_EVENTS = 20
 _EVENTS = ("After", "Event", "In flight", "Failed", "Kernel log")
 
-BLOCKS, MIN_BLOCKS = 20, 8
+SOAK_BLOCKS = 20  # of the time of a soak: half a minute each in the shortest one that shows a drift
+MIN_SOAK_BLOCKS = 8  # of these, with answers or samples: they leave a line 6 degrees of freedom
 MIN_S = 600.0  # of a trend: a shorter time says nothing about an hour
 MILD = ("kernel.throttled",)  # slower, but no failure
 _OF_A_PROCESS = ("kernel.segfault", "host.oom_kill", "kernel.page_fault")  # that the line names: no failure of others
@@ -187,26 +187,18 @@ def _speed(cell: CellData, begin: float, end: float) -> Trend | None:
     rows = cell.rows.where(cell.rows.good)
     at = rows.sent_s + rows.ended_s
     inside = (at > begin) & (at <= end) & ~np.isnan(rows.output_tokens)
-    edges = np.linspace(begin, end, BLOCKS + 1)
+    edges = np.linspace(begin, end, SOAK_BLOCKS + 1)
     tokens, _ = np.histogram(at[inside], edges, weights=rows.output_tokens[inside])
-    seconds = (end - begin) / BLOCKS
-    if end - begin < MIN_S or (tokens > 0).sum() < MIN_BLOCKS:
+    seconds = (end - begin) / SOAK_BLOCKS
+    if end - begin < MIN_S or (tokens > 0).sum() < MIN_SOAK_BLOCKS:
         return None
     hours = (edges[:-1] + seconds / 2 - begin)[tokens > 0] / 3600
-    slope, error = _slope(hours, np.log(tokens[tokens > 0]))
+    fit = fit_trend(hours, np.log(tokens[tokens > 0]))
+    slope, error = fit.value, fit.half_width()
     level = float(tokens.mean() / seconds)
     ends = [math.expm1(max(-50.0, min(50.0, each))) for each in (slope, slope - error, slope + error)]
     rates = [round(float(each) / seconds, 3) for each in tokens]
     return Trend(name="tok/s", level=level, per_hour=ends[0], low=ends[1], high=ends[2], grows=False, values=rates)
-
-
-def _slope(x: Floats, y: Floats) -> tuple[float, float]:
-    """The slope of a straight line by least squares, and half of its 95 % interval (Student's t)."""
-    n, centred = len(x), x - x.mean()
-    squares = float((centred**2).sum())
-    slope = float((centred * y).sum() / squares)
-    rest = y - y.mean() - slope * centred
-    return slope, t_quantile(1 - ALPHA / 2, n - 2) * math.sqrt(float((rest**2).sum()) / (n - 2) / squares)
 
 
 def _memory(data: RunData, name: str, start_wall_s: float, seconds: float) -> list[Trend]:
@@ -232,13 +224,14 @@ def _growth(
     known = [(at - start_wall_s, value) for at, value in points if value is not None]
     kept = [(at, value) for at, value in known if 0.1 * seconds <= at <= seconds]
     blocks: list[tuple[float, float]] = []
-    for _, group in itertools.groupby(kept, key=lambda point: int(point[0] / max(seconds, 1e-9) * BLOCKS)):
+    for _, group in itertools.groupby(kept, key=lambda point: int(point[0] / max(seconds, 1e-9) * SOAK_BLOCKS)):
         found = list(group)
         blocks.append((sum(at for at, _ in found) / len(found), sum(value for _, value in found) / len(found)))
-    if len(blocks) < MIN_BLOCKS or seconds < MIN_S:
+    if len(blocks) < MIN_SOAK_BLOCKS or seconds < MIN_S:
         return None
     at, values = (np.array(column, dtype=np.float64) for column in zip(*blocks, strict=True))
-    slope, error = _slope(at / 3600, values)
+    fit = fit_trend(at / 3600, values)
+    slope, error = fit.value, fit.half_width()
     level = float(values.mean())
     least = 0.05 if what == "KV cache" else _GROWTH * level
     grows = slope - error > 0 and slope * seconds / 3600 > least
@@ -261,7 +254,8 @@ def soak_answer(found: Soak) -> Reason:
     if found.word == "unknown" and found.speed is not None:
         text += "; whether the speed drifts is inconclusive, and more hours would tell"
     elif found.word == "unknown":
-        text += f"; a drift shows over {MIN_S / 60:.0f} min or more with answers in {MIN_BLOCKS} of {BLOCKS} blocks"
+        shown = f"{MIN_S / 60:.0f} min or more with answers in {MIN_SOAK_BLOCKS} of {SOAK_BLOCKS} blocks"
+        text += f"; a drift shows over {shown}"
     if found.speed is not None:
         low, high = (f"{100 * end:+.1f}" for end in (found.speed.low, found.speed.high))
         text += f"; speed {100 * found.speed.per_hour:+.1f}\u00a0% per hour ({low} to {high})"

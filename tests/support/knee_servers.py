@@ -17,7 +17,7 @@ from harness.numbers.stats import KNEE_SHARE
 from harness.questions.capacity.blocks import ProbeBlock
 from harness.questions.capacity.knee import (
     GRID_STEP,
-    MIN_BLOCKS,
+    MIN_KNEE_BLOCKS,
     decide_throughput,
     estimate_throughput,
     fit_unimodal,
@@ -158,7 +158,7 @@ def truth(server: KneeServer, precision: float = 0.005, max_blocks: int = 60) ->
     def rate(level: int) -> float:
         if level not in streams:
             streams[level] = measure(server, level, -1)
-            blocks[level] = [next(streams[level]) for _ in range(MIN_BLOCKS)]
+            blocks[level] = [next(streams[level]) for _ in range(MIN_KNEE_BLOCKS)]
         return estimate_throughput(blocks[level]).tok_s
 
     def long(level: int, finer: int = 1) -> float:

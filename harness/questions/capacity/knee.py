@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from harness.base.summary import ALPHA
+from harness.numbers.block_tests import MIN_BATCHES, batched_rate, fit_trend
 from harness.numbers.stats import KNEE_SHARE, MIN_LEVELS, t_quantile
 from harness.questions.capacity.blocks import ProbeBlock
 from harness.questions.capacity.level import Probe, ProbeState
@@ -26,8 +27,10 @@ MAX_GAIN = 0.05  # two doublings with smaller gains end the ladder
 LADDER_PRECISION = 0.03  # half the relative width of the 95 % interval that ends a probe of the ladder
 FINE_PRECISION = 0.015  # the same for a level between two rungs
 MIN_PRECISION = 0.004  # the narrowest one of any probe
-MIN_BLOCKS, MAX_BLOCKS = 8, 60  # of a probe
-CONFIRM_BLOCKS = 3 * MIN_BLOCKS  # of a peak right before a fall
+MIN_KNEE_BLOCKS = MIN_BATCHES  # of a probe: its error is from so many batches
+MAX_KNEE_BLOCKS = 60  # of a probe: a server that is not steady after so many is measured as it is
+CONFIRM_BLOCKS = 3 * MIN_KNEE_BLOCKS  # of a peak right before a fall: what makes the throughput fall is rare there
+UNSTEADY_ALPHA = 0.002  # of the test for a trend, which comes again with each block
 MAX_PROBES = 24
 _MIN_ERROR = 0.001  # relative: the effect of one engine step on a block
 _SEARCH_DRAWS, _DRAWS = 200, 1000
@@ -38,29 +41,20 @@ Blocks = dict[int, list[ProbeBlock]]  # by level
 
 
 def estimate_throughput(blocks: Sequence[ProbeBlock], level: int = 0, *, steady: bool = True) -> KneePoint:
-    """Return the throughput over all blocks, at least two, with its batch-means error: 8 to 15 batches of neighbouring
-    blocks, because neighbouring blocks depend on each other.
-    """
-    batches = len(blocks) // max(1, len(blocks) // MIN_BLOCKS)
-    starts = [len(blocks) * i // batches for i in range(batches)]
-    seconds = np.add.reduceat([block.seconds for block in blocks], starts)
-    tokens = np.add.reduceat([block.output_tokens for block in blocks], starts)
-    rate = float(tokens.sum() / seconds.sum())
-    error = 0.0
-    if rate:
-        spread = float(np.sum((tokens - rate * seconds) ** 2)) * batches / (batches - 1)
-        error = max(math.sqrt(spread) / float(tokens.sum()), _MIN_ERROR)
-    half_width = t_quantile(1 - ALPHA / 2, batches - 1) * error
+    """Return the throughput over all blocks, at least two, with its error by batch means."""
+    found = batched_rate([block.output_tokens for block in blocks], [block.seconds for block in blocks])
+    rate, error = found.rate, max(found.error, _MIN_ERROR) if found.rate else 0.0
+    half_width = t_quantile(1 - ALPHA / 2, found.freedom) * error
     return KneePoint(
         level=level,
-        seconds=float(seconds.sum()),
+        seconds=sum(block.seconds for block in blocks),
         blocks=len(blocks),
         tok_s=rate,
         low=rate * (1 - half_width),
         high=rate * (1 + half_width),
         steady=steady,
         error=error,
-        freedom=batches - 1,
+        freedom=found.freedom,
     )
 
 
@@ -73,7 +67,7 @@ def decide_throughput(
     so far; a level that is clearly below it needs no precision.
     """
     blocks, measured = probe.steady_blocks, len(probe.blocks)
-    if len(blocks) < MIN_BLOCKS:
+    if len(blocks) < MIN_KNEE_BLOCKS:
         return "open"
     probe.steady = not _has_trend(blocks, precision)
     if probe.steady:
@@ -81,20 +75,16 @@ def decide_throughput(
         is_clearly_low = throughput.tok_s * (1 + 2 * throughput.half_width) < KNEE_SHARE * best
         if throughput.half_width <= precision or is_clearly_low:
             return "done"
-    elif measured < MAX_BLOCKS:
+    elif measured < MAX_KNEE_BLOCKS:
         probe.settled += len(blocks) // 2  # the throughput was not yet steady
-    return "done" if measured >= MAX_BLOCKS else "open"
+    return "done" if measured >= MAX_KNEE_BLOCKS else "open"
 
 
 def _has_trend(blocks: Sequence[ProbeBlock], precision: float) -> bool:
     """Whether the throughput has a trend that is significant and larger than the precision."""
     rates = np.array([block.output_tokens / block.seconds for block in blocks])
-    count, mean = len(rates), float(rates.mean())
-    times = np.arange(count) - (count - 1) / 2
-    slope = float(times @ rates / (times @ times))
-    error = math.sqrt(float(np.sum((rates - mean - slope * times) ** 2)) / (count - 2) / float(times @ times))
-    is_significant = abs(slope) > t_quantile(0.999, count - 2) * error
-    return is_significant and abs(slope) * count > precision * mean
+    fit = fit_trend(np.arange(len(rates), dtype=np.float64), rates)
+    return fit.is_significant(UNSTEADY_ALPHA) and abs(fit.value) * len(rates) > precision * float(rates.mean())
 
 
 # A curve that rises and then falls is fitted to the measured points. All values are logarithms: x of levels, y of

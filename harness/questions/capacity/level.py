@@ -21,6 +21,7 @@ import numpy as np
 from msgspec import Struct
 
 from harness.numbers.answered import Answered, answered, join
+from harness.numbers.block_tests import cluster_effect
 from harness.numbers.formulas import MISSED, meets_slos, waited_in_listen_queue
 from harness.numbers.share_test import LatencySample, ShareDecision, decide_share
 from harness.questions.capacity.blocks import BlockCutter, ProbeBlock, count_met
@@ -40,9 +41,9 @@ UNHELD: dict[Unheld, str] = {
 }  # fmt: skip
 
 LOOK_ERROR = 0.025  # one-sided, of each examination of a probe
-MAX_BLOCKS = 40  # for shares up to ...
+MAX_SLO_BLOCKS = 40  # with misses a level that is undecided after so many is close to a bound; for shares up to ...
 _SHARE = 0.95  # ... this one; higher shares need more blocks, in proportion to 1 / (1 - share)
-_LOOKS = (3, 8, 12, 20, 30, 40)  # of MAX_BLOCKS; two blocks can still be affected by the start
+_LOOKS = (3, 8, 12, 20, 30, 40)  # of MAX_SLO_BLOCKS; two blocks can still be affected by the start
 MIN_PASS_BLOCKS = 8  # fewer answer times show no stalls
 _PATIENCE = 4  # times the limit, for a level without a request that missed an SLO
 # A probe is hopeless after HOPE of the limit if even PACE times its remaining blocks decide nothing.
@@ -245,7 +246,7 @@ def are_missed(rows: Rows, slos: Sequence[Check]) -> Bools:
 
 def block_limit(shares: Sequence[float]) -> int:
     """The largest number of blocks of a probe with these shares."""
-    return round(MAX_BLOCKS * max(1.0, (1 - _SHARE) / (1 - max(shares))))
+    return round(MAX_SLO_BLOCKS * max(1.0, (1 - _SHARE) / (1 - max(shares))))
 
 
 def decide_slos(probe: Probe) -> ProbeState:
@@ -291,21 +292,9 @@ def _decide_each(shares: Sequence[float], blocks: Sequence[ProbeBlock], answer_s
         samples = _samples(blocks, slo)
         together = [LatencySample(*map(np.concatenate, zip(*samples, strict=True)))] if samples else []
         # Half of what is in flight is the least effect of the rule; the misses may come in larger clusters.
-        clusters = max(flight or 0.0, 2 * _cluster_effect(samples))
+        clusters = max(flight or 0.0, 2 * cluster_effect([count_met(sample) for sample in samples]))
         decided.append(decide_share(together, share, answer_s=answer_s, in_flight=clusters, alpha=2 * LOOK_ERROR))
     return decided
-
-
-def _cluster_effect(samples: Sequence[LatencySample]) -> float:
-    """The design effect by the misses of the blocks: a stall misses all requests in flight at once."""
-    if len(samples) < 2:
-        return 1.0
-    met, known = np.array([count_met(sample) for sample in samples]).T
-    share = met.sum() / max(1, known.sum())
-    if not 0 < share < 1:
-        return 1.0
-    squares = float(((met - share * known) ** 2).sum()) * len(met) / (len(met) - 1)
-    return squares / float(known.sum() * share * (1 - share))
 
 
 def _in_flight(blocks: Sequence[ProbeBlock]) -> float | None:
@@ -337,7 +326,7 @@ def blocks_needed(shares: Sequence[float], blocks: int) -> int:
 
 
 def _looks(limit: int) -> set[int]:
-    return {max(_LOOKS[0], round(look * limit / MAX_BLOCKS)) for look in _LOOKS}
+    return {max(_LOOKS[0], round(look * limit / MAX_SLO_BLOCKS)) for look in _LOOKS}
 
 
 def _has_misses(blocks: Sequence[ProbeBlock]) -> bool:

@@ -18,6 +18,7 @@ from harness.base.files import DOCS
 from harness.base.summary import CellSummary, Reason, Row, because, sentence
 from harness.base.units import figures, percent
 from harness.numbers import stats
+from harness.numbers.block_tests import fit_trend, work_between
 from harness.numbers.schedule import load_kind
 from harness.numbers.stats import Array
 from harness.numbers.summarize import summarize_data
@@ -33,8 +34,9 @@ MAX_TREND = 0.10  # change of the rate over the measured time; with a larger one
 MIN_WAVES = 10  # a wave is one request per concurrency slot; with fewer in a repeat there is no interval
 MIN_COUNTED_WAVES = 4  # that the rate counts: failed requests may leave few
 END_WAVES = 0.25  # bias of the rate: a part of a wave may be counted at one end and not at the other
-MIN_BLOCKS, MAX_BLOCKS = 10, 20  # of a repeat, for the test for a trend
-BLOCK_WAVES = 2  # at least, in a block
+MIN_TREND_BLOCKS = 10  # of a repeat: next to a trend and two lengths they leave a line 6 degrees of freedom
+MAX_TREND_BLOCKS = 20  # of a repeat: a trend shows as well in longer blocks, and those scatter less
+TREND_BLOCK_WAVES = 2  # at least, in a block: one wave may end just in it or just after it
 MAX_FACTOR = 4.0  # an interval that is wider either way is not known
 NOTED_DIFFERENCE = 0.01  # between the plan's rate and the report's
 ASSUMED_RUN_SD = 0.05  # of the logarithm of the rate between runs, where it is unknown
@@ -228,7 +230,7 @@ def cell_work(cell: CellData, slots: int) -> CellWork | None:
     waves, counted_waves = len(measured) / slots, counted / slots
     if counted < slots or last_s <= first_s:  # nearly all of it is start and end: the best known rate is the report's
         return CellWork(done / wall_s, done, wall_s, waves, 0.0, np.empty((3, 0)))
-    count = max(1, min(MAX_BLOCKS, int(counted_waves / BLOCK_WAVES)))
+    count = max(1, min(MAX_TREND_BLOCKS, int(counted_waves / TREND_BLOCK_WAVES)))
     blocks = _divide(good, np.linspace(first_s, last_s, count + 1))
     return CellWork(counted / (last_s - first_s), done, wall_s, waves, counted_waves, blocks)
 
@@ -242,10 +244,8 @@ def _ends(ended_s: Array, slots: int) -> tuple[int, float, float]:
 
 def _divide(good: Rows, edges_s: Array) -> Array:
     """The blocks of `CellWork`. A request counts in each block by the share of its time in it."""
-    took_s = np.maximum(good.ended_s, 1e-6)
-    weights = np.array([np.ones(len(good)), good.prompt_tokens, good.output_tokens])
-    done = np.array([weights @ np.clip((edge - good.sent_s) / took_s, 0, 1) for edge in edges_s])
-    sums = np.diff(done, axis=0).T
+    work = np.array([np.ones(len(good)), good.prompt_tokens, good.output_tokens])
+    sums = work_between(edges_s, good.sent_s, good.sent_s + good.ended_s, work)
     items = np.where(sums[0] > 0, sums[0], np.nan)
     blocks: Array = np.vstack([np.diff(edges_s) / items, sums[1:] / items])
     return blocks
@@ -257,24 +257,19 @@ def rate_trend(work: Sequence[CellWork]) -> float | None:
     The mean lengths of each block are also in the regression, so that different lengths do not look like a trend, or
     hide one. None: too few blocks.
     """
-    if any(of_cell.blocks.shape[1] < MIN_BLOCKS or np.isnan(of_cell.blocks[0]).any() for of_cell in work):
+    if any(of_cell.blocks.shape[1] < MIN_TREND_BLOCKS or np.isnan(of_cell.blocks[0]).any() for of_cell in work):
         return None
-    times, columns = [], []
+    places, times, lengths = [], [], []
     for of_cell in work:
-        seconds, lengths = of_cell.blocks[0], of_cell.blocks[1:]
-        places = (np.arange(len(seconds)) + 0.5) / len(seconds) - 0.5
+        seconds, of_blocks = of_cell.blocks[0], of_cell.blocks[1:]
+        places.append((np.arange(len(seconds)) + 0.5) / len(seconds) - 0.5)
         times.append(seconds / seconds.mean() - 1)
-        columns.append(np.vstack([places, lengths - lengths.mean(axis=1, keepdims=True)]))
-    relative_times, regressors = np.concatenate(times), np.concatenate(columns, axis=1).T
-    varies = [bool(abs(column).max() > 1e-6) for column in regressors.T]  # False for NaN
-    regressors = regressors[:, varies]
-    coefficients = np.linalg.lstsq(regressors, relative_times, rcond=None)[0]
-    freedom = len(relative_times) - len(work) - len(coefficients)
-    variance = float(((relative_times - regressors @ coefficients) ** 2).sum()) / freedom
-    error = math.sqrt(variance * float(np.linalg.pinv(regressors.T @ regressors)[0, 0]))
-    slope = float(coefficients[0])
+        lengths.append(of_blocks - of_blocks.mean(axis=1, keepdims=True))
+    columns = np.concatenate(lengths, axis=1)
+    others = columns[[bool(abs(column).max() > 1e-6) for column in columns]].T  # False for NaN
+    fit = fit_trend(np.concatenate(places), np.concatenate(times), others, series=len(work))
     # The rate is the inverse of the time per item.
-    return math.expm1(-slope) if abs(slope) > stats.t_quantile(1 - TREND_ALPHA / 2, freedom) * error else 0.0
+    return math.expm1(-fit.value) if fit.is_significant(TREND_ALPHA) else 0.0
 
 
 def half_interval(values: Sequence[float], work: Sequence[CellWork]) -> float:

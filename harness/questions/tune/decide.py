@@ -39,8 +39,10 @@ REFERENCE_EVERY = 4  # starts, of which one is of the reference: the machine may
 MAX_FAILED = 6  # starts; when none succeeds, something else is wrong
 TOGETHER = 0.15  # standard deviation of what settings do only together, as a share of what they do alone
 EXPECTED_SD, EXPECTED_FREEDOM = 0.015, 4  # of the logarithm of equal starts, until the reference shows more
-MIN_BLOCKS, MAX_BLOCKS = 3, 10
-LEAST_BLOCKS = 2  # of a proof that the budget cuts
+# Blocks of a proof, each with a start of every side.
+MIN_PROOF_BLOCKS = 3  # with two values a side an interval is 4.3 errors wide either way, with three 2.8
+MAX_PROOF_BLOCKS = 10  # 30 starts with two settings, where the search takes 10 to 20
+CUT_PROOF_BLOCKS = 2  # of a proof that the budget cuts: one block has no scatter, and so no interval
 SLACK = 0.25  # of a block, by which those may end after the budget: a start takes now more, now less
 
 
@@ -382,7 +384,7 @@ def next_start(
         shares = [trial if trial.met is None else replace(trial, value=1 + trial.met) for trial in trials]
         return next_start(search, shares, suggestions, budget_s=budget_s)
     if base is None:
-        return _budget_end(trials, 1 + MIN_BLOCKS, budget_s) or _first_start(search, trials)
+        return _budget_end(trials, 1 + MIN_PROOF_BLOCKS, budget_s) or _first_start(search, trials)
     ends = _why_end(search, trials, budget_s)
     if ends is not None:
         return ends
@@ -408,12 +410,12 @@ def _first_start(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
 
 def _why_end(search: Search, trials: Sequence[Trial], budget_s: float) -> Reason | None:
     best, spent_s = best_settings(search, trials), sum(trial.took_s for trial in trials)
-    proof = 2.0 * LEAST_BLOCKS
+    proof = 2.0 * CUT_PROOF_BLOCKS
     if best:  # noise does not give it more than half of the budget
         half = (budget_s + spent_s) / 2 / max(_start_s(trials), 1e-9)
-        proof = min(3 * block_count(search, trials, best[0]), max(3.0 * MIN_BLOCKS, half))
+        proof = min(3 * block_count(search, trials, best[0]), max(3.0 * MIN_PROOF_BLOCKS, half))
     spent = _budget_end(trials, 1 + proof, budget_s)
-    least = (2 * LEAST_BLOCKS - 2 * SLACK) * _start_s(trials)
+    least = (2 * CUT_PROOF_BLOCKS - 2 * SLACK) * _start_s(trials)
     if spent is not None and (budget_s < _start_s(trials) or (_by_gain(search, trials) and least <= budget_s)):
         return spent  # else no proof fits, and what other settings bring is worth the time
     base, highest, since = reference(trials), 0.0, 0
@@ -542,15 +544,15 @@ class TuneAnswer(Struct, frozen=True, kw_only=True):
 
 
 def block_count(search: Search, trials: Sequence[Trial], best: Mapping[str, Any]) -> int:
-    """How many blocks of the proof find the expected gain with a power of 80 %: MIN_BLOCKS to MAX_BLOCKS."""
+    """How many blocks of the proof find the expected gain with a power of 80 %, within MIN_ and MAX_PROOF_BLOCKS."""
     mean, _ = predict(search, trials, search.array([Trial(settings=dict(best))]))
     return blocks_needed(float(mean[0]), start_noise(trials))
 
 
 def blocks_needed(gain: float, noise: float) -> int:
     """How many blocks find a gain with a power of 80 %, of two comparisons. `noise`: of the logarithm of a result."""
-    found = sample_size_to_settle(gain, (noise**2, noise**2), MIN_BLOCKS - 1, comparisons=2)
-    return MAX_BLOCKS if found is None else min(MAX_BLOCKS, found)
+    found = sample_size_to_settle(gain, (noise**2, noise**2), MIN_PROOF_BLOCKS - 1, comparisons=2)
+    return MAX_PROOF_BLOCKS if found is None else min(MAX_PROOF_BLOCKS, found)
 
 
 def sides_to_prove(search: Search, trials: Sequence[Trial]) -> list[dict[str, Any]]:
@@ -591,7 +593,7 @@ def plan_proof(search: Search, trials: Sequence[Trial], left_s: float) -> ProofP
     if base is None or not (sides := sides_to_prove(search, trials)) and not base:
         return None
     is_better = bool(best_settings(search, trials))
-    blocks = block_count(search, trials, sides[0]) if is_better else MIN_BLOCKS
+    blocks = block_count(search, trials, sides[0]) if is_better else MIN_PROOF_BLOCKS
 
     def block_s() -> float:
         took = [[one.took_s for one in trials if one.value and one.settings == side] for side in (base, *sides)]
@@ -599,7 +601,7 @@ def plan_proof(search: Search, trials: Sequence[Trial], left_s: float) -> ProofP
 
     if blocks * block_s() > left_s:
         sides = sides[:1]
-    missing_s = LEAST_BLOCKS * block_s() - left_s
+    missing_s = CUT_PROOF_BLOCKS * block_s() - left_s
     if missing_s <= SLACK * block_s():  # the search left room for it, by what its starts took
         missing_s = 0.0
     return ProofPlan(sides=sides, blocks=blocks, block_s=block_s(), missing_s=missing_s)

@@ -27,7 +27,7 @@ from harness.questions.findings.decide import find_of_server
 from harness.questions.same_answers.decide import same_answers
 from harness.questions.same_answers.page import points_text
 from harness.questions.tune.decide import (
-    LEAST_BLOCKS,
+    CUT_PROOF_BLOCKS,
     Proposal,
     Search,
     Suggestion,
@@ -401,7 +401,7 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
         base = reference(trials) or {}
         text = ", or ".join(format_settings(report.spell(one)) for one in proof.sides or [base])
         progress.line(f"Proof on fresh requests, at most {count(blocks, 'block')} with a start of each: {text}")
-        within_budget, searched = budget_steps(max(0.0, left_s), blocks, LEAST_BLOCKS), report
+        within_budget, searched = budget_steps(max(0.0, left_s), blocks, CUT_PROOF_BLOCKS), report
 
         def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
             write_tune(folder, replace(searched, proof=running.id))

@@ -13,9 +13,9 @@ import pytest
 from scipy.special import ndtri
 
 from harness.base.summary import POWER, LogSpread
+from harness.numbers.block_tests import MIN_EFFECT_BLOCKS
 from harness.numbers.share_test import (
     FAR_REQUESTS,
-    MIN_BLOCKS,
     MIN_REQUESTS,
     Floats,
     KnownPercentile,
@@ -362,8 +362,8 @@ def test_the_effect_is_at_least_half_the_requests_in_flight_and_needs_eight_bloc
     assert design_effect([sample(np.arange(4.0))], 1.0).effect == 4.0, "all of them count as one"
     # One request a second: answers of 15 s make blocks of 75 requests, those of 14 s blocks of 70. Their means differ.
     wave = values + np.repeat([0.0, 0.15] * 4, 75)
-    assert design_effect([sample(wave)], 15.1).blocks == MIN_BLOCKS - 1
-    assert design_effect([sample(wave)], 14.9).blocks == MIN_BLOCKS
+    assert design_effect([sample(wave)], 15.1).blocks == MIN_EFFECT_BLOCKS - 1
+    assert design_effect([sample(wave)], 14.9).blocks == MIN_EFFECT_BLOCKS
     assert design_effect([sample(wave)], 14.9).effect > 2 * design_effect([sample(wave)], 15.1).effect
 
 

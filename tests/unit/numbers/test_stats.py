@@ -65,19 +65,6 @@ def test_the_variation_between_runs_pools_an_assumption_and_what_is_known() -> N
     assert [stats.is_mostly_assumed(stats.pooled_effect([1.0], [1.0], 0.0, known)) for known in (3, 4)] == [True, False]
 
 
-def test_a_rate_within_a_run_is_known_from_blocks_of_five_answers() -> None:
-    sent = np.arange(100, dtype=np.float64)
-    even = stats.rate_error(sent, sent + 1, np.full(100, 10.0))
-    assert even is not None and even == pytest.approx((0, 20), abs=1e-12)
-    assert stats.rate_error(sent[:19], sent[:19] + 1, np.full(19, 10.0)) is None, "fewer than four blocks"
-    assert stats.rate_error(np.empty(0), np.empty(0), np.empty(0)) is None
-    work = np.repeat([8.0, 12.0], 50)  # the second half is faster
-    found = stats.rate_error(sent, sent + 1, work)
-    assert found is not None
-    rates = np.repeat([8.0, 12.0], 10)
-    assert found == pytest.approx((rates.std(ddof=1) / 10 / math.sqrt(20), 20), rel=1e-6)
-
-
 def test_the_p_value_beyond_the_margin_agrees_with_the_interval() -> None:
     margin = math.log(1.02)
     for log_ratio in (0.01, 0.05, -0.08):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from harness.questions.capacity.decide import MAX_PROOFS, slo_answer
-from harness.questions.capacity.level import MAX_BLOCKS, Probe
+from harness.questions.capacity.level import MAX_SLO_BLOCKS, Probe
 from harness.questions.capacity.record import CapacityAnswer
 from tests.support import level_servers
 from tests.support.level_servers import random_server
@@ -123,7 +123,7 @@ def test_error_rates_and_power_of_a_probe() -> None:
     states: dict[float, Counter[str]] = {share: Counter() for share in (0.9, 0.94, 0.99, 0.999)}
     for seed in range(60 if NIGHTLY else 5):
         server, level = seeded_server(seed), round(2 ** random.Random(f"level {seed}").uniform(0, 5))
-        streams = [islice(blocks(server, level, 9000 + run), MAX_BLOCKS) for run in range(6)]
+        streams = [islice(blocks(server, level, 9000 + run), MAX_SLO_BLOCKS) for run in range(6)]
         runs = [list(stream) for stream in streams]
         values = sorted(request.ttft_s for run in runs for _, block in run for request in block)
         for share, found in states.items():

@@ -13,7 +13,7 @@ from harness.base.units import significant
 from harness.questions.capacity.blocks import ProbeBlock
 from harness.questions.capacity.knee import (
     GRID_STEP,
-    MAX_BLOCKS,
+    MAX_KNEE_BLOCKS,
     decide_throughput,
     estimate_throughput,
     fit_unimodal,
@@ -93,7 +93,7 @@ def test_a_probe_drops_what_it_measured_while_the_server_still_settled() -> None
 
 def test_a_probe_ends_at_its_limit_or_clearly_below_the_peak() -> None:
     probe = probe_of(4, 0.001)
-    for number in range(MAX_BLOCKS):
+    for number in range(MAX_KNEE_BLOCKS):
         probe.add(block(100 + 5 * number))
     assert probe.state == "done" and not probe.steady
     for best, state in ((100.0, "open"), (1000.0, "done")):
