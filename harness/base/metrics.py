@@ -11,9 +11,9 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.base.summary import NEEDED, Distribution, Numbers, Reason, because
+from harness.base.summary import PERCENTILES, Distribution, Numbers, Reason, because
 
-STATISTICS = (*NEEDED, "mean")  # of a latency in checks and verdicts; a percentile needs so many requests
+STATISTICS = (*PERCENTILES, "mean")  # of a latency in checks and verdicts
 
 
 class Metric(Struct, frozen=True, kw_only=True):
@@ -49,8 +49,13 @@ class Metric(Struct, frozen=True, kw_only=True):
     @property
     def defined_fields(self) -> list[str]:
         """The keys of its definitions; empty without one."""
-        of_percentile = ["percentiles"] if self.statistic in NEEDED else []
+        of_percentile = ["percentiles"] if self.statistic in PERCENTILES else []
         return [self.field, *of_percentile] if self.definition else []
+
+    @property
+    def share(self) -> float | None:
+        """The share of the requests (0 to 1) that its percentile is of; None: it is no percentile."""
+        return PERCENTILES[self.statistic].share if self.statistic in PERCENTILES else None
 
     def of(self, numbers: Numbers) -> Any:
         """The number, None where it is not known; of a latency without a statistic the Distribution."""

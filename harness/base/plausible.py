@@ -2,7 +2,7 @@
 
 import math
 
-from harness.base.summary import Distribution
+from harness.base.summary import PERCENTILES, Distribution
 from harness.base.units import count
 
 MAX_USER_TOK_S = 20_000.0  # of one user: a token in 50 µs, several times what any GPU decodes
@@ -49,7 +49,7 @@ def why_no_latency(seconds: float, run_s: float | None = None) -> str | None:
 
 def why_not_within(ttft: Distribution, e2e: Distribution) -> str | None:
     """Return which statistic of TTFT is above that of E2E, of the same requests; None: none is."""
-    for name in ("mean", "min", "p50", "p90", "p95", "p99", "max"):
+    for name in ("mean", "min", *PERCENTILES, "max"):
         first, whole = getattr(ttft, name), getattr(e2e, name)
         if first is not None and whole is not None and first > whole * _SLACK + _SLACK_S:
             return f"{name} of TTFT ({first:,.7g} s) is above that of E2E ({whole:,.7g} s): one of them is wrong"

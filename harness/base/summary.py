@@ -2,12 +2,31 @@
 
 import statistics
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct, to_builtins
 
-# Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test compares them.
-NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
+class Percentile(NamedTuple):
+    """A percentile of a latency."""
+
+    permille: int
+    needed: int  # requests, for 99 % confidence; the rule is stats.samples_needed, and a test compares them
+
+    @property
+    def percent(self) -> int:
+        return self.permille // 10
+
+    @property
+    def share(self) -> float:
+        return self.permille / 1000
+
+
+# The percentiles of a latency, the lowest first. Each list of statistics follows from this one.
+PERCENTILES = {
+    "p50": Percentile(500, 11), "p90": Percentile(900, 64), "p95": Percentile(950, 130), "p99": Percentile(990, 662),
+}  # fmt: skip
+NEEDED = {name: percentile.needed for name, percentile in PERCENTILES.items()}
+TAIL_PERCENTILES = tuple(name for name in reversed(PERCENTILES) if name != "p50")  # the highest first
 
 FORMAT_VERSION = 1  # of run.json, summary.json and baseline.json
 DEFINITIONS = 2  # version of the formulas of docs/method.md

@@ -18,7 +18,7 @@ from harness.base.errors import HarnessError, reason_of
 from harness.base.files import DOCS, UNDECODABLE, read_bytes
 from harness.base.plausible import why_no_latency
 from harness.base.redact import printable
-from harness.base.summary import NEEDED, Distribution, Numbers, Reason, because
+from harness.base.summary import NEEDED, PERCENTILES, Distribution, Numbers, Reason, because
 from harness.base.units import count
 from harness.imports.documents import decode, read_documents, to_utf8
 from harness.records.records import Request
@@ -191,9 +191,7 @@ class LatencyStats(Struct, frozen=True, kw_only=True):
 
     def falling(self) -> tuple[str, str] | None:
         """Return the names of two statistics of which the smaller one by definition is the larger one; else None."""
-        known = [
-            (name, ms) for name in ("min", "p50", "p90", "p95", "p99", "max") if (ms := getattr(self, name)) is not None
-        ]
+        known = [(name, ms) for name in ("min", *PERCENTILES, "max") if (ms := getattr(self, name)) is not None]
         return next(((low, high) for (low, a), (high, b) in pairwise(known) if a > b), None)
 
     def absent(self, n: int) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.base.files import UNDECODABLE
 from harness.base.metrics import LIVE
-from harness.base.summary import NEEDED
+from harness.base.summary import NEEDED, PERCENTILES
 from harness.numbers import formulas
 from harness.numbers.formulas import MET, OPEN
 from harness.records.columns import Floats, rows_of
@@ -30,7 +30,7 @@ WINDOW_S = 10
 STEP_S = 2
 MAX_POINTS = 1200  # with more, every second point is dropped and the step doubles: 40 minutes, 80, 160 ...
 ALL = "all"
-SHARES = (0.5, 0.9, 0.95, 0.99)
+_SHARES = tuple(percentile.share for percentile in PERCENTILES.values())
 CENSORED = ("ttft", "e2e")  # latencies of which a request in flight shows a value or a lower bound
 SERVER = ("running", "waiting", "kv_usage", "preemptions")
 GPU = ("busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w")
@@ -241,10 +241,10 @@ class Accumulator(msgspec.Struct, array_like=True):
         every = _sum(observed, censored)
         n = sum(every.values())
         numbers: Numbers = {f"{name}_n": n}
-        found = zip(SHARES, percentiles(observed, SHARES, censored), percentiles(every, SHARES), strict=True)
-        for share, value, above in found:
-            key = f"{name}_p{share * 100:g}"
-            is_carried = successful_only or share == SHARES[0] or n >= NEEDED[f"p{share * 100:g}"]
+        found = zip(PERCENTILES, percentiles(observed, _SHARES, censored), percentiles(every, _SHARES), strict=True)
+        for percentile, value, above in found:
+            key = f"{name}_{percentile}"
+            is_carried = successful_only or percentile == "p50" or n >= NEEDED[percentile]
             numbers[key] = _rounded(value) if is_carried else None
             if is_carried and value is None and above is not None:
                 numbers[f"{key}_above"] = _rounded(above)

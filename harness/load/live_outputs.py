@@ -20,9 +20,10 @@ from prometheus_client.registry import Collector
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_output, read_text
 from harness.base.metrics import LIVE
+from harness.base.summary import PERCENTILES
 from harness.base.units import percent
 from harness.load import live_metrics
-from harness.load.live_metrics import ALL, CENSORED, SHARES, TOKEN_TYPES, Accumulator, LiveNumbers, Numbers
+from harness.load.live_metrics import ALL, CENSORED, TOKEN_TYPES, Accumulator, LiveNumbers, Numbers
 
 WARMUP = "(warm-up)"
 COLUMNS = (  # of the tab: key (Locust's page changes keys with an underscore), title, name of the number, factor
@@ -80,8 +81,8 @@ def _cell(numbers: Numbers, column: str, factor: float) -> float | str:
 
 _CLASS_KEYS = (
     *("ended", "failed", "tokens", "requests_per_s", "failed_per_s", "output_tok_s", "goodput", "attainment"),
-    *(f"{latency.name}_{of}" for latency in LIVE for of in ("n", *(f"p{share * 100:g}" for share in SHARES), "max")),
-    *(f"{name}_{of}_above" for name in CENSORED for of in (*(f"p{share * 100:g}" for share in SHARES), "max")),
+    *(f"{latency.name}_{of}" for latency in LIVE for of in ("n", *PERCENTILES, "max")),
+    *(f"{name}_{of}_above" for name in CENSORED for of in (*PERCENTILES, "max")),
 )
 _HISTORY_HEADER = ("wall_s", "t_s", "user_class", *_CLASS_KEYS, "users", "in_flight", "waiting", "oldest_waiting_s")
 

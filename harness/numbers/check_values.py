@@ -8,6 +8,7 @@ from msgspec import Struct
 from harness.base.metrics import METRICS, WORK, Metric
 from harness.base.summary import (
     NEEDED,
+    PERCENTILES,
     Comparison,
     Distribution,
     LogSpread,
@@ -123,7 +124,7 @@ def _latency_value(row: Row, metric: Metric) -> CheckValue:
         counts["interval"] = counts["interval"] or (None, None)
     if failed:
         requests, low = sample.known + sample.at_most + sample.unknown + failed, (counts["interval"] or (None, None))[0]
-        all_miss = share_test.failures_decide(failed, requests, int(statistic[1:]) / 100, effect)
+        all_miss = share_test.failures_decide(failed, requests, PERCENTILES[statistic].share, effect)
         high = (counts["interval"] or (None, None))[1]
         if all_miss or (high is None and low is not None and value is not None and value < low):
             value, above = None, low  # the percentile of the successful requests says nothing about all

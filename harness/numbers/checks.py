@@ -18,6 +18,7 @@ from harness.base.metrics import METRICS, WORK
 from harness.base.summary import (
     LARGE,
     NEEDED,
+    PERCENTILES,
     CellSummary,
     CheckResult,
     Comparison,
@@ -164,7 +165,7 @@ def _planned_requests_needed(check: Check, load: Load) -> tuple[int, int, int]:
     flight far below the bound, and near it.
     """
     statistic, is_share = METRICS[check.metric].statistic, check.metric == "attainment"
-    share = check.bound if is_share else int(statistic[1:]) / 100 if statistic in NEEDED else 0.0
+    share = check.bound if is_share else METRICS[check.metric].share or 0.0
     is_upper = check.operator in ((">", ">=") if is_share else ("<", "<="))
     if check.relative or METRICS[check.metric].latency == "gap":
         return (NEEDED.get(statistic, 1),) * 3
@@ -296,8 +297,7 @@ def _required_share(check: Check, value: CheckValue) -> float | None:
         return None
     if check.metric == "attainment":
         return check.bound if 0 < check.bound < 1 else None
-    metric = METRICS[check.metric]
-    return int(metric.statistic[1:]) / 100 if metric.latency and metric.statistic in NEEDED else None
+    return METRICS[check.metric].share
 
 
 def _far_evidence(check: Check, spread: LogSpread, far: share_test.Decision) -> Reason:
@@ -443,12 +443,12 @@ def _draws(check: Check, row: Row, value: CheckValue, samples: Samples | None) -
     if check.metric == "attainment":
         return share_test.share_draws(value.met or 0, value.unknown, value.requests, value.effect)
     metric = METRICS[check.metric]
-    if metric.statistic not in NEEDED or samples is None:
+    if metric.statistic not in PERCENTILES or samples is None:
         return None
     effect = metric.sample(row.pooled).effect
     if effect is None or not (found := [one for one in samples(row, metric.latency) if len(one.state)]):
         return None
-    return share_test.percentile_draws(found, int(metric.statistic[1:]) * 10, effect)
+    return share_test.percentile_draws(found, PERCENTILES[metric.statistic].permille, effect)
 
 
 def _widest_ratio(value: CheckValue, base: CheckValue) -> Interval:
@@ -468,8 +468,7 @@ def _requests_to_decide(check: Check, value: CheckValue, bound: float) -> tuple[
     """How many more requests decide a check whose interval contains the bound, if value and spread stay the same."""
     if value.unit is not None:
         return None, _MORE_REPEATS if value.unit == "repeats" else _MORE_RUNS
-    statistic = METRICS[check.metric].statistic
-    share = bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else None
+    share = bound if check.metric == "attainment" else METRICS[check.metric].share
     if share is None or value.interval is None:
         return None, REQUESTS_UNKNOWN
     requests = value.requests

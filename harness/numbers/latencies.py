@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.summary import NEEDED, NO_SAMPLE, Distribution, median_of_known
+from harness.base.summary import NEEDED, NO_SAMPLE, PERCENTILES, Distribution, median_of_known
 from harness.numbers import formulas, share_test
 from harness.numbers.share_test import LatencySample
 from harness.records.columns import Floats, Gaps, Rows, join_gaps
@@ -14,7 +14,7 @@ from harness.records.records import AT_LEAST, AT_MOST, CUT, FAILED, OBSERVED, UN
 from harness.records.run_data import CellData
 from harness.scenario.check_syntax import Slo
 
-PERMILLES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
+PERMILLES = {name: percentile.permille for name, percentile in PERCENTILES.items()}
 _COUNTED = (OBSERVED, AT_LEAST, UNKNOWN)
 
 

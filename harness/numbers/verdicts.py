@@ -15,6 +15,7 @@ from harness.base.summary import (
     ALPHA,
     MARGIN,
     NEEDED,
+    TAIL_PERCENTILES,
     Basis,
     CellSummary,
     Comparison,
@@ -38,7 +39,6 @@ from harness.scenario.check_syntax import parse_check
 from harness.scenario.plan import load_of_part, mix_of
 
 _OTHER_WORK = because("other_work", "one makes text and the other embeddings, which have no output tokens")
-_TAILS = ("p99", "p95", "p90")
 _NO_REQUESTS = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
 CONFIRMING_REPEATS = 5  # where nothing shows how far repeats differ: so many find 15 % at 4 % noise, and 10 % at 2 %
 PRIOR_SD = 0.015  # expected standard deviation of the logarithm of a cell's speed, for the test of drift;
@@ -160,7 +160,7 @@ def comparison_metrics(side: Measured, base: Measured) -> list[str]:
     metrics = []
     for latency in latencies:
         found = samples(latency)
-        tails = [tail for tail in _TAILS if found and all(getattr(sample, tail) is not None for sample in found)]
+        tails = [at for at in TAIL_PERCENTILES if found and all(getattr(sample, at) is not None for sample in found)]
         metrics += [f"{latency}_{statistic}" for statistic in ("p50", *tails[:1])]
     return metrics
 

@@ -7,7 +7,18 @@ from msgspec import Struct
 
 from harness.base import units
 from harness.base.metrics import LATENCIES, METRICS, VALUES, Metric
-from harness.base.summary import LimitedBy, MachineLoad, Numbers, Row, SameAnswers, Summary, Verdict, median_of_known
+from harness.base.summary import (
+    PERCENTILES,
+    TAIL_PERCENTILES,
+    LimitedBy,
+    MachineLoad,
+    Numbers,
+    Row,
+    SameAnswers,
+    Summary,
+    Verdict,
+    median_of_known,
+)
 from harness.records.manifest import OTHERWISE, QUICK, Run
 from harness.report import words
 from harness.report.elements import CellText, Grid, TableColumn, as_cell_text, missing
@@ -154,9 +165,6 @@ def _value_column(metric: Metric) -> TableColumn:
     )
 
 
-_SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
-
-
 def _format_latency(row: Row, latency: Metric, at: str) -> str:
     """A statistic in milliseconds; a mean with its number of requests, a dash where the row has no such latency."""
     sample = latency.sample(row.pooled)
@@ -178,7 +186,8 @@ def _shown_statistic(rows: Sequence[Row], latency: Metric, at: str, *, quick: bo
 
     None: no row has the latency.
     """
-    percentiles = [name for name in reversed(_SHARES) if at in _SHARES and int(name[1:]) <= int(at[1:])]
+    names = list(PERCENTILES)
+    percentiles = names[names.index(at) :: -1] if at in PERCENTILES else []
     known = [row for row in rows if latency.sample(row.pooled).n]
     enough = all if quick else any
     for name in percentiles or [at]:
@@ -188,14 +197,18 @@ def _shown_statistic(rows: Sequence[Row], latency: Metric, at: str, *, quick: bo
 
 
 def _latency_column(latency: Metric, at: str) -> TableColumn:
-    share = f"{_SHARES.get(at)} requests {latency.outcome}"
-    meaning = {"max": "the longest of all", "mean": "the mean, of few requests; cut ones are not in it"}.get(at, share)
-    condition = "; printed only when there are enough of them" if at in _SHARES else ""
+    meanings = {"max": "the longest of all", "mean": "the mean, of few requests; cut ones are not in it"}
+    statistic, condition = {"max": "maximum"}.get(at, at), ""
+    if at in PERCENTILES:
+        percent = PERCENTILES[at].percent
+        share = "half of the" if at == "p50" else f"{percent} of 100"
+        meanings[at] = f"{share} requests {latency.outcome}"
+        statistic, condition = f"{percent}th percentile", "; printed only when there are enough of them"
     return TableColumn(
         f"{latency.name}_{at}",
         f"{latency.title} {at}",
-        f"{latency.about}: {meaning}. Over the successful requests of all repeats{condition}.",
-        f"{latency.formula}; {f'{at[1:]}th percentile' if at in _SHARES else {'max': 'maximum'}.get(at, at)}",
+        f"{latency.about}: {meanings[at]}. Over the successful requests of all repeats{condition}.",
+        f"{latency.formula}; {statistic}",
         lambda line: _format_latency(line.row, latency, at),
         "latency",
         latency.name,
@@ -317,7 +330,7 @@ def table_columns(summary: Summary, lines: Sequence[TableLine]) -> tuple[TableCo
     """
     numbers = [row.pooled for row in summary.rows]
     samples = [row.ttft for row in numbers if row.ttft.n]
-    tails = [at for at in ("p99", "p95", "p90") if samples and all(getattr(s, at) is not None for s in samples)]
+    tails = [at for at in TAIL_PERCENTILES if samples and all(getattr(s, at) is not None for s in samples)]
     tail = tails[0] if tails else "p95"
     vectors = any(row.vectors is not None for row in numbers)
     answers = [row.answers for row in numbers if row.answers is not None]

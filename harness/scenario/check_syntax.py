@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from harness.base.errors import did_you_mean, suggest_row
 from harness.base.metrics import LATENCIES, METRICS, STATISTICS
-from harness.base.summary import NEEDED
+from harness.base.summary import PERCENTILES
 from harness.scenario import LOAD_NAME, NAME
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -87,7 +87,7 @@ class Check(Struct, frozen=True, kw_only=True):
         is_upper = self.operator in ("<=", "<") and not self.relative
         if self.slos or metric is None or not is_upper:
             return self.slos
-        if metric.latency not in SLO_LATENCIES or metric.statistic not in NEEDED:
+        if metric.latency not in SLO_LATENCIES or metric.statistic not in PERCENTILES:
             return ()
         return (_parse_slo(f"{metric.latency}{self.operator}{self.text.rpartition(self.operator)[2]}"),)
 
@@ -101,7 +101,7 @@ class Check(Struct, frozen=True, kw_only=True):
     @property
     def share(self) -> float:
         """The share of the requests (0 to 1) that must meet all bounds; only of an SLO."""
-        return self.bound if self.slos else int(METRICS[self.metric].statistic[1:]) / 100
+        return self.bound if self.slos else PERCENTILES[METRICS[self.metric].statistic].share
 
     def concerns(self, server: str, load: str) -> bool:
         """Whether it holds for this row."""

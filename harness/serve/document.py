@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from harness.base.errors import HarnessError
 from harness.base.files import COMPOSE, own_yaml, read_text
 from harness.base.redact import printable
+from harness.base.summary import PERCENTILES
 from harness.engines import engines
 from harness.scenario import Scenario
 from harness.serve.compose_file import SERVER, make_url, parse_compose, parse_port
@@ -87,8 +88,8 @@ def list_panels() -> list[tuple[str, str, dict[str, str]]]:
 
 def _make_queries(panel: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if buckets := panel.get("quantiles"):
-        for legend, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
-            yield legend, f"histogram_quantile({share}, sum by (le) (rate({buckets}[1m])))"
+        for legend in ("p50", "p95", "p99"):
+            yield legend, f"histogram_quantile({PERCENTILES[legend].share}, sum by (le) (rate({buckets}[1m])))"
     yield from panel.get("queries", {}).items()
     for legend, name in panel.get("server", {}).items():
         yield legend, f"sum({_match_metric(name)})"
