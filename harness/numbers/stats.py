@@ -449,9 +449,3 @@ def _detectable_shift(deviation: float, runs: int, level: float) -> float:
     freedom = runs + longest - 2
     error = deviation * math.sqrt(1 / longest + 1 / runs)
     return max(MARGIN, math.expm1((t_quantile(1 - level / 2, freedom) + t_quantile(POWER, freedom)) * error))
-
-
-MIN_LEVELS = 3  # that show a knee: of two it is only known which one is better
-
-
-KNEE_SHARE = 0.9  # the knee is the smallest level with this share of the peak; less than it beyond the peak hurts

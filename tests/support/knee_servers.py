@@ -13,14 +13,13 @@ import msgspec
 import numpy as np
 
 from harness.base.files import ROOT
-from harness.numbers.stats import KNEE_SHARE
+from harness.numbers.peak_curve import KNEE_SHARE, fit_unimodal
 from harness.questions.capacity.blocks import ProbeBlock
 from harness.questions.capacity.knee import (
     GRID_STEP,
     MIN_KNEE_BLOCKS,
     decide_throughput,
     estimate_throughput,
-    fit_unimodal,
     knee_answer,
     make_knee_probe,
     next_knee_level,

@@ -8,7 +8,7 @@ decide.py   which level comes next, and what the levels say: pure functions of t
 record.py   capacity.json, which the search writes and everything else reads
 level.py    one level: its probes, and the rule that decides it
 blocks.py   the SLOs, and the blocks of a probe, which are cut from the records of its load
-knee.py     where more users stop paying (`--knee`)
+knee.py     where more users stop paying (`--knee`); the fit of its curve is `harness/numbers/peak_curve.py`
 what_if.py  what a stored search says about other SLOs (`harness report SEARCH --check`)
 page.py, chart.py  how the answer is shown
 

@@ -7,7 +7,7 @@ from typing import Any
 from harness.base.command_line import command_line
 from harness.base.summary import Reason, Summary, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
-from harness.numbers.stats import MIN_LEVELS
+from harness.numbers.peak_curve import MIN_KNEE_LEVELS
 from harness.questions.capacity.level import SLO_PURPOSES, UNHELD, MeasuredProbe
 from harness.questions.capacity.record import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
@@ -187,11 +187,11 @@ def round_budget(seconds: float) -> str:
 
 def knee_reason(knee: CapacityAnswer, max_level: int, probes: Sequence[MeasuredProbe] = ()) -> Reason:
     """The number of users from which on more of them stop paying."""
-    if (measured := len(knee.points)) < MIN_LEVELS:
+    if (measured := len(knee.points)) < MIN_KNEE_LEVELS:
         were = "was" if measured == 1 else "were"
-        text = f"knee: not known: {count(measured, 'level')} {were} measured, {MIN_LEVELS} are needed "
+        text = f"knee: not known: {count(measured, 'level')} {were} measured, {MIN_KNEE_LEVELS} are needed "
         text += "(--max-users)" if knee.complete else "(--budget)"
-        return because("capacity_knee_levels", text, levels=measured, needed=MIN_LEVELS, complete=knee.complete)
+        return because("capacity_knee_levels", text, levels=measured, needed=MIN_KNEE_LEVELS, complete=knee.complete)
     names = ("level", "low", "high", "peak_level", "hurts_from", "complete")
     # The throughput is that of the table of probes, not that of the fitted curve, which may be higher between levels.
     peak = next((point for point in knee.points if point.level == knee.peak_level), None)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from harness.base import units
 from harness.base.metrics import METRICS, Metric
 from harness.base.summary import NEEDED, Row, Summary
-from harness.numbers.stats import KNEE_SHARE, MIN_LEVELS
+from harness.numbers.peak_curve import KNEE_SHARE, MIN_KNEE_LEVELS
 from harness.numbers.verdicts import metric_values, without_concurrency
 from harness.records.manifest import QUICK, Run
 from harness.report import words
@@ -59,9 +59,9 @@ def describe_knee(points: Sequence[tuple[int, float]]) -> str:
     if len(rates) < 2 or rates[best] <= 0:
         return ""
     least, most = min(rates), max(rates)
-    if len(rates) < MIN_LEVELS:
+    if len(rates) < MIN_KNEE_LEVELS:
         gain = f"{units.factor(rates[most] / rates[least])}x the tok/s of {least}" if rates[least] > 0 else "the best"
-        return f"{most} at once give {gain}; a knee needs {MIN_LEVELS} levels or more"
+        return f"{most} at once give {gain}; a knee needs {MIN_KNEE_LEVELS} levels or more"
     enough = KNEE_SHARE * rates[best]
     knee = min(level for level in rates if rates[level] >= enough)
     if knee == most:

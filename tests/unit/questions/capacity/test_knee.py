@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from harness.base.units import significant
+from harness.numbers.peak_curve import fit_unimodal
 from harness.questions.capacity.blocks import ProbeBlock
 from harness.questions.capacity.knee import (
     GRID_STEP,
     MAX_KNEE_BLOCKS,
     decide_throughput,
     estimate_throughput,
-    fit_unimodal,
     knee_answer,
     make_knee_probe,
     next_knee_level,
