@@ -33,6 +33,8 @@ def by_hand(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
         yield opened
 
 
+OPEN = ("--web-host", "0.0.0.0")
+ENDS = ("--autostart", "--autoquit", "0", "--run-time", "1")  # where it starts all the same, it ends by itself
 EVIL = "http://evil.example"
 FORGED: dict[str, dict[str, str]] = {
     "DNS rebinding": {"Host": "evil.example"},
@@ -173,8 +175,8 @@ def test_the_class_picker_works_and_many_starts_at_once_are_one_load(engine: str
     ("options", "env", "sentence"),
     [
         (["--headless", "--users", "99999999"], {}, USERS),
-        (["--web-host", "0.0.0.0"], {"AMD_LLM_LOAD_UI_TOKEN": "short"}, "AMD_LLM_LOAD_UI_TOKEN: cannot be a token"),
-        (["--web-host", "0.0.0.0"], {"AMD_LLM_LOAD_UI_ADDRESS": "http://x"}, "AMD_LLM_LOAD_UI_ADDRESS: must be HOST"),
+        ([*OPEN, *ENDS], {"AMD_LLM_LOAD_UI_TOKEN": "short"}, "AMD_LLM_LOAD_UI_TOKEN: cannot be a token"),
+        ([*OPEN, *ENDS], {"AMD_LLM_LOAD_UI_ADDRESS": "http://x"}, "AMD_LLM_LOAD_UI_ADDRESS: must be HOST"),
     ],
 )
 def test_the_command_line_has_the_same_bounds(
