@@ -1,4 +1,4 @@
-"""Seeded defects: 60 one-line mutations of the product, each with the test files that must catch it.
+"""Seeded defects: one-line mutations of the product, each with the test files that must catch it.
 
     python benchmarks/mutations.py            all of them; about half an hour on two cores
     python benchmarks/mutations.py 7 23       only these
