@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct, to_builtins
 
+
 class Percentile(NamedTuple):
     """A percentile of a latency."""
 

@@ -14,6 +14,8 @@ from harness.base.command_line import quote
 from harness.base.files import read_table
 from harness.base.redact import masked
 from harness.engines import engines, safe_utilization_from_log
+from harness.engines.flags import flag_name, flags_in_text
+from harness.engines.settings import protected_flags
 
 _FOLDER = Path(__file__).parent
 # Files in the order of preference for one line; within a file the first row that matches decides.
@@ -174,12 +176,6 @@ def removed_flags() -> dict[str, RemovedFlag]:
     return {row.flag: row for row in read_table(_FOLDER / "removed_flags.yaml", list[RemovedFlag])}
 
 
-def protected_flags(variable: str) -> dict[str, str]:
-    """Return the flags that a server sets itself in the arguments of a variable, each with what to do instead."""
-    rows = [row for engine in engines() for row in engine.command.protected if row.variable == variable]
-    return {flag: row.advice for row in rows for flag in row.flags}
-
-
 MAX_VALUE_CHARS = 300
 MAX_NUMBER = 1e15  # a log can print anything
 
@@ -218,12 +214,12 @@ def _find_replacements(groups: Mapping[str, str]) -> dict[str, str]:
     removed = removed_flags()
     values: dict[str, str] = {}
     if "args" in groups:
-        flags = dict.fromkeys(re.findall(r"--?[A-Za-z][\w-]*", groups["args"].replace("_", "-")))
-        values["gone"] = "".join(f"{flag}: {removed[flag].advice}; " for flag in flags if flag in removed)
+        flags = [flag for flag in flags_in_text(groups["args"]) if flag in removed]
+        values["gone"] = "".join(f"{flag}: {removed[flag].advice}; " for flag in flags)
     place = groups.get("place") or "llamacpp_args"  # Lemonade names no place where it checks those
     for group, table in (("variable", removed_variables()), ("flag", protected_flags(place))):
         if group in groups:
-            instead = table.get(groups[group].partition("=")[0])
+            instead = table.get(flag_name(groups[group]) or groups[group].partition("=")[0])
             values["instead"] = f"; {instead}" if instead else ""
     return values
 

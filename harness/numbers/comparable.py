@@ -14,6 +14,7 @@ import msgspec
 
 from harness.base.command_line import command_line
 from harness.base.summary import Difference, Reason, because
+from harness.engines.flags import group_words, without_options
 from harness.records.manifest import CellRun, Run, ServedBy, UnlikeError
 
 # Keys that differ as a consequence of another one: two images also have two versions.
@@ -241,12 +242,8 @@ def _without_run_names(value: Any, run: str, cell: str) -> Any:
         return {key: _without_run_names(item, run, cell) for key, item in value.items()}
     if not isinstance(value, list):
         return value
-    ports = {index for index, item in enumerate(value, 1) if item == "--port"}
-    return [
-        _without_run_names(item, run, cell)
-        for index, item in enumerate(value)
-        if index not in ports and item != "--port" and not str(item).startswith("--port=")
-    ]
+    is_command = all(isinstance(item, str) for item in value)
+    return [_without_run_names(item, run, cell) for item in (without_options(value, "--port") if is_command else value)]
 
 
 def flatten(name: str, value: Any, into: dict[str, Any], *, lists: bool = False) -> None:
@@ -263,25 +260,11 @@ def flatten(name: str, value: Any, into: dict[str, Any], *, lists: bool = False)
 def format_values(values: Sequence[Any]) -> list[str]:
     """The values of one key as text, one for each side. Of lists, such as command lines, only the items that differ."""
     if all(isinstance(value, list) for value in values):
-        sides = [_group_options(value) for value in values]
+        sides = [[" ".join(group) for group in group_words(list(map(_format_value, value)))] for value in values]
         differing = [" ".join(item for item in side if not all(item in other for other in sides)) for side in sides]
         if any(differing):
             return [text or ABSENT for text in differing]
     return [_format_value(value) for value in values]
-
-
-def _group_options(items: Sequence[Any]) -> list[str]:
-    """The options of a command line, each with its value."""
-    options: list[str] = []
-    expects_value = False
-    for item in map(_format_value, items):
-        if expects_value and not item.startswith("-"):
-            options[-1] += f" {item}"
-            expects_value = False
-        else:
-            options.append(item)
-            expects_value = item.startswith("--") and "=" not in item
-    return options
 
 
 def _format_value(value: Any) -> str:

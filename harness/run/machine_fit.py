@@ -4,7 +4,6 @@ Servers on another machine, and a server that already runs, are not checked.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -17,6 +16,8 @@ from harness.base.files import DOCS
 from harness.base.summary import Reason, sentence
 from harness.base.units import GIB, count, gib
 from harness.engines import find_template, vllm_accepts
+from harness.engines.flags import get_option, set_option, text_of, words_of
+from harness.engines.settings import count_gpus
 from harness.hardware.fit import ServerSettings, estimate_fit, format_fit
 from harness.hardware.model import find_model, read_model
 from harness.machine.findings import Finding
@@ -36,11 +37,10 @@ from harness.run.experiment import Experiment
 from harness.scenario import Scenario, Server
 from harness.serve.compose_file import Service, parse_device
 from harness.serve.docker_engine import get_engine_facts, get_local_digests
-from harness.serve.lint import get_gpu_count, get_option
 from harness.serve.template import AUTO, PreparedServer, get_variable, prepare_server
 
 SWITCH = "HARNESS_DOCTOR"  # "off" skips all checks of this machine
-UTILIZATION = "gpu_memory_utilization"
+UTILIZATION, UTILIZATION_FLAG = "gpu_memory_utilization", "--gpu-memory-utilization"
 
 
 def check_all_gpus(experiment: Experiment, root: Path = Path("/")) -> None:
@@ -52,7 +52,7 @@ def check_all_gpus(experiment: Experiment, root: Path = Path("/")) -> None:
         except HarnessError as error:
             raise HarnessError(f"server '{server.name}': {error.what}", next_step=error.next_step) from None
         targets = [str(card["target"]) for card in visible]
-        ranks = get_gpu_count(server.engine_arguments)
+        ranks = count_gpus(server.engine_arguments)
         if targets and ranks > len(targets):
             given = f"{count(len(targets), 'AMD GPU')} ({', '.join(sorted(set(targets)))})"
             what = f"server '{server.name}': tensor_parallel_size is {ranks}, and it gets {given}"
@@ -84,9 +84,9 @@ def memory_errors(experiment: Experiment, root: Path = Path("/")) -> Iterator[Se
     """
     cards = list(list_gpus(root))
     for server in _vllm_servers(experiment):
-        ranks = get_gpu_count(server.engine_arguments)
+        ranks = count_gpus(server.engine_arguments)
         try:
-            utilization = Decimal(get_option(server.engine_arguments, f"--{UTILIZATION.replace('_', '-')}") or "")
+            utilization = Decimal(get_option(server.engine_arguments, UTILIZATION_FLAG) or "")
             pools = list_pools(root, visible_gpus(server.service, cards))
             share = compute_share(pools, tensor_parallel=ranks)
         except (HarnessError, InvalidOperation):  # unknown memory; no number, such as auto
@@ -119,9 +119,6 @@ def local_servers(experiment: Experiment) -> Iterator[PreparedServer]:
             yield prepare_server(experiment.scenario, name)
 
 
-_ARGUMENT = re.compile(r"(--gpu[-_]memory[-_]utilization[= ])\s*auto(?=\s|$)")
-
-
 def resolve_auto(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
     """Return the experiment with numbers in place of `auto`, and their formulas in `computed`.
 
@@ -137,7 +134,7 @@ def resolve_auto(experiment: Experiment, say: Callable[[str], None], root: Path 
             servers[name] = server
             continue
         ready = prepare_server(experiment.scenario, name)
-        service, ranks = ready.service, get_gpu_count(ready.engine_arguments)
+        service, ranks = ready.service, count_gpus(ready.engine_arguments)
         # Compared servers get equal numbers, although free memory changes from one reading to the next.
         basis = repr([ranks, service.devices, *map(service.environment.get, VISIBLE_DEVICES)])
         share = shares[basis] = shares.get(basis) or _compute_share(name, service, ranks, root)
@@ -146,11 +143,11 @@ def resolve_auto(experiment: Experiment, say: Callable[[str], None], root: Path 
                 f"server '{name}': {UTILIZATION} is auto, and no memory is left for vLLM ({sentence(share.formula)})",
                 next_step="Stop what holds it: `harness doctor` names it.",
             )
-        text = server.variables[variable]
-        number = (
-            float(share.utilization) if variable == UTILIZATION else _ARGUMENT.sub(rf"\g<1>{share.utilization}", text)
-        )
-        servers[name] = structs.replace(server, variables={**server.variables, variable: number})
+        filled: float | str = float(share.utilization)
+        if variable != UTILIZATION:
+            words = words_of(server.variables[variable])
+            filled = text_of(set_option(words, UTILIZATION_FLAG, share.utilization))
+        servers[name] = structs.replace(server, variables={**server.variables, variable: filled})
         computed[f"servers.{name}.{variable}"] = share.formula
         say(f"server '{name}': {UTILIZATION} {share.utilization} = {sentence(share.formula)}")
         doubts = [f"doubt: {doubt}" for doubt in share.doubts]
@@ -168,8 +165,8 @@ def _auto_variable(server: Server) -> str | None:
         return UTILIZATION
     template = find_template(server.template)
     name = None if template is None else template.arguments
-    text = server.variables.get(name) if name is not None else None
-    return name if isinstance(text, str) and _ARGUMENT.search(text) else None
+    words = words_of(None if name is None else server.variables.get(name))
+    return name if get_option(words, UTILIZATION_FLAG) == AUTO else None
 
 
 def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
@@ -186,7 +183,7 @@ def safe_share(scenario: Scenario, name: str, root: Path = Path("/")) -> float |
     """Return the largest share of the free GPU memory that is safe for a server now; None: it is not known."""
     ready = prepare_server(scenario, name)
     try:
-        share = _compute_share(name, ready.service, get_gpu_count(ready.engine_arguments), root)
+        share = _compute_share(name, ready.service, count_gpus(ready.engine_arguments), root)
     except HarnessError:
         return None
     return None if share.utilization is None else float(share.utilization)

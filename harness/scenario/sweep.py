@@ -15,6 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.base.errors import Problem, did_you_mean
+from harness.engines.flags import flag_words, merge_words, opposite, plain_name, words_of
+from harness.engines.settings import EXTRA_ARGUMENTS
 from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, SweepRow, prompts_of
 from harness.scenario.shape import decode
 
@@ -132,7 +134,7 @@ def _grid(name: str, part: Server | Load, place: str, wrong: list[Problem]) -> l
     rows: list[tuple[str, dict[str, Any]]] = []
     for combination in itertools.product(*values.values()):
         settings = dict(zip(values, combination, strict=True))
-        known = fixed | {key.removeprefix(FLAG).replace("-", "_"): value for key, value in settings.items()}
+        known = fixed | {plain_name(key): value for key, value in settings.items()}
         try:
             if not all(_meets(condition, known) for condition in part.where):
                 continue
@@ -180,10 +182,10 @@ def _server_with(server: Server, settings: Mapping[str, Any]) -> Server:
     for key, value in settings.items():
         if not key.startswith(FLAG):
             variables[key] = value
-        elif value is not False and value is not None:
-            extra_args = variables.get("extra_args") or []
-            if isinstance(extra_args, list):  # else the template refuses it
-                variables["extra_args"] = [*extra_args, key, *([] if value is True else [str(value)])]
+        elif isinstance(given := variables.get(EXTRA_ARGUMENTS) or [], list):  # else the template refuses it
+            words = merge_words(words_of(given), flag_words(key, value), drop=[key, opposite(key)])
+            if words or EXTRA_ARGUMENTS in variables:
+                variables[EXTRA_ARGUMENTS] = words
     return replace(server, variables=variables, vary={}, where=[])
 
 

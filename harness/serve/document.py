@@ -1,18 +1,23 @@
-"""The Compose file for `docker compose up`: a server and its load generator, with Prometheus and Grafana on request."""
+"""The Compose file for `docker compose up`: a server and its load generator, with Prometheus and Grafana on request.
+
+Also `docker run` for a service of it.
+"""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
+from harness.base.command_line import quote
 from harness.base.errors import HarnessError
 from harness.base.files import COMPOSE, own_yaml, read_text
 from harness.base.redact import printable
 from harness.base.summary import PERCENTILES
 from harness.engines import engines
 from harness.scenario import Scenario
-from harness.serve.compose_file import SERVER, make_url, parse_compose, parse_port
+from harness.serve.compose_file import SERVER, Service, make_url, parse_compose, parse_port
 from harness.serve.docker_engine import get_local_digests
 from harness.serve.template import (
     PreparedServer,
@@ -145,3 +150,45 @@ def make_monitoring(server_url: str | None) -> dict[str, Any]:
         "services": _read_monitoring()["services"],
         "configs": {name: {"content": content} for name, content in contents.items()},
     }
+
+
+_REFERENCE = re.compile(r"(\$\$|\$\{[A-Za-z_][A-Za-z0-9_]*\})")  # a literal $, or a variable
+
+
+def docker_run(service: Service) -> str:
+    """Return the `docker run` command of a service. Secrets stay `${NAME}`."""
+    words = ["docker", "run", "--rm", *(["--init"] if service.init else [])]
+    for flag, values in (
+        ("--device", service.devices), ("--group-add", service.group_add), ("--volume", service.volumes),
+        ("--publish", service.ports), ("--security-opt", service.security_opt), ("--cap-add", service.cap_add),
+        ("--ulimit", [f"{name}={one.soft}:{one.hard}" for name, one in service.ulimits.items()]),
+        ("--env", [f"{name}={value}" for name, value in service.environment.items()]),
+    ):  # fmt: skip
+        words += [word for value in values for word in (flag, value)]
+    for flag, value in (
+        ("--ipc", service.ipc), ("--shm-size", service.shm_size), ("--memory", service.mem_limit),
+        ("--memory-swap", service.memswap_limit), ("--cpus", service.cpus), ("--cpuset-cpus", service.cpuset),
+        ("--user", service.user), ("--workdir", service.working_dir),
+    ):  # fmt: skip
+        words += [] if value is None else [flag, str(value)]
+    entrypoint, *first = service.entrypoint or [""]
+    words += ["--entrypoint", entrypoint] if entrypoint else []
+    words += [service.image, *first, *(service.command or [])]
+    return shell_text(words)
+
+
+def shell_text(words: Sequence[str]) -> str:
+    """Return words of a Compose file as a command for a shell, which fills in `${NAME}` and nothing else."""
+    return " ".join(map(_quote, words))
+
+
+def _quote(word: str) -> str:
+    """A word for a shell; Compose writes a literal $ as $$."""
+    quoted, literal = "", ""
+    for part in _REFERENCE.split(word):
+        if part.startswith("${") and _REFERENCE.fullmatch(part):
+            quoted += f'{quote(literal) if literal else ""}"{part}"'
+            literal = ""
+        else:
+            literal += "$" if part == "$$" else part
+    return quoted + quote(literal) if literal or not quoted else quoted

@@ -27,6 +27,7 @@ from harness.base.https import open_session
 from harness.base.redact import masked
 from harness.base.summary import Reason, because
 from harness.engines import FactSource, Start, engines, find_engine
+from harness.engines.flags import plain_name, without_negation
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Contents, Phase, ServedBy, Startup
 from harness.serve.containers import TIME_STAMP, unpack_file
@@ -120,7 +121,9 @@ def find_ignored_settings(served: ServedBy, settings: Mapping[str, Any]) -> list
     """
     ignored = []
     for key, asked in settings.items():
-        ran = served.effective.get(key.removeprefix("--").replace("-", "_"))
+        ran = served.effective.get(plain_name(without_negation(key)))
+        if key.startswith("--no-"):
+            ran = not ran if isinstance(ran, bool) else None
         if key == "attention_backend" and served.startup is not None:
             ran = served.startup.attention_backend
         if asked != "auto" and not _is_alike(asked, ran):

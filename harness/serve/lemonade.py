@@ -24,6 +24,7 @@ from harness.base.process import is_loopback
 from harness.base.summary import Reason, because
 from harness.base.units import count
 from harness.engines import engines
+from harness.engines.flags import get_option
 from harness.failures.diagnosis import explain_api_error
 from harness.failures.unexpected_response import decode_json, error_message, parse_model_ids
 from harness.records.manifest import ServedBy
@@ -129,8 +130,7 @@ class RunningModel(Struct, frozen=True):
 
     def get_option(self, flag: str) -> str | None:
         """Return the value of a flag on the backend's command line; None if it is unknown."""
-        words = iter(self.command)
-        return next((next(words, None) for word in words if word == flag), None)
+        return get_option(self.command, flag) or None
 
 
 class LemonadeHealth(Struct, frozen=True):

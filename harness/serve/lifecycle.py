@@ -26,6 +26,7 @@ from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.https import MAX_ANSWER_S, open_session
 from harness.base.process import is_loopback, is_port_free, pause, signals_interrupt
 from harness.base.summary import Reason, sentence
+from harness.engines.flags import set_option, without_options
 from harness.failures.diagnosis import ExitState, explain
 from harness.failures.unexpected_response import error_message
 from harness.machine.gpus import find_engine_processes
@@ -250,12 +251,9 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
             f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
         )
     service = compose_file.fill_variables(start.compose, os.environ).server
-    command = [sys.executable, *(service.command or [])[1:]]
-    command[command.index("--host") + 1] = "127.0.0.1"
-    arguments = list(start.compose.server.command or [])  # for the manifest, without the address
-    for flag in ("--host", "--port"):
-        at = arguments.index(flag)
-        del arguments[at : at + 2]
+    command = [sys.executable, *set_option((service.command or [])[1:], "--host", "127.0.0.1")]
+    # For the manifest, without the address.
+    arguments = without_options(start.compose.server.command or [], "--host", "--port")
     log = start.log
     environment = {**os.environ, **service.environment}
     try:

@@ -1,7 +1,4 @@
-"""The problems of a scenario's servers that can be found before anything starts, and notes for `harness check`.
-
-Names of flags are read as vLLM's parser reads them: `_` means `-` in a name, `--flag=value`, `--config.key value`.
-"""
+"""The problems of a scenario's servers that can be found before anything starts, and notes for `harness check`."""
 
 import itertools
 import os
@@ -9,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +17,16 @@ from harness.base.files import DOCS
 from harness.base.summary import sentence
 from harness.base.units import count
 from harness.engines import Context, engines, find_engine, find_template
-from harness.failures.table import protected_flags, removed_flags, removed_variables
+from harness.engines.flags import SEPARATOR, flag_names, words_of
+from harness.engines.settings import (
+    ENVIRONMENT,
+    EXTRA_ARGUMENTS,
+    as_count,
+    long_flag,
+    protected_flags,
+    read_slots,
+)
+from harness.failures.table import removed_flags, removed_variables
 from harness.records.manifest import Startup
 from harness.scenario import Gateway, Load, Scenario, Server, max_concurrency, prompts_of, request_tokens
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, find_variable_names, interpolate
@@ -35,36 +40,6 @@ LEMONADE_OPTIONS = {
     "vllm_args": "vllm", "vllm_backend": "vllm", "llamacpp_args": "llamacpp", "llamacpp_backend": "llamacpp",
     "hrx_args": "llamacpp-hrx", "flm_args": "flm",
 }  # fmt: skip
-_NEGATIVE_NUMBER = re.compile(r"-[\d.]")
-
-
-def parse_flag_names(words: Sequence[str]) -> list[str]:
-    """Return the option names in a command line, as the parser reads them: `--max_num_seqs=4` is `--max-num-seqs`."""
-    names = []
-    for word in takewhile(lambda word: word != "--", words):
-        if word.startswith("--"):
-            name = word.partition("=")[0].partition(".")[0]
-            names.append("--" + name[2:].replace("_", "-"))
-        elif word.startswith("-") and len(word) > 1 and not _NEGATIVE_NUMBER.match(word):
-            names.append(word.partition("=")[0].partition(".")[0])
-    return names
-
-
-def get_option(words: Sequence[str], *names: str) -> str | None:
-    """Return the last value of an option in a command line, given as `--name value` or `--name=value`."""
-    value = None
-    for word, next_word in zip(words, [*words, ""][1:], strict=True):
-        name, equals, text = word.partition("=")
-        if name.replace("_", "-") in names:
-            value = text if equals else next_word
-    return value
-
-
-def get_gpu_count(words: Sequence[str]) -> int:
-    """Return the number of GPUs that a command line of vLLM uses."""
-    value = get_option(words, "--tensor-parallel-size", "-tp")
-    return int(value) if value and value.isdigit() else 1
-
 
 # Keys of a load that an offline job supports; all others must have their default.
 _OFFLINE_FIELDS = {
@@ -115,7 +90,7 @@ def _check_prepared(scenario: Scenario, name: str) -> Iterator[Problem]:
 
 def _check_extra_arguments(server: Server | Gateway, compose: ComposeFile, name: str, path: str) -> Iterator[Problem]:
     """Yield a problem for each argument of the scenario, at the end of the command, that the template itself sets."""
-    extra = [str(word) for word in server.variables.get("extra_args") or []]
+    extra = words_of(server.variables.get(EXTRA_ARGUMENTS))
     if extra:
         template_words = (compose.services[name].command or [])[: -len(extra)]
         for text in find_template_flags(server.template, extra, template_words):
@@ -207,7 +182,7 @@ def find_protected_flags(variable: str, text: str) -> list[str]:
             "leave it out, or measure it with the template vllm-rocm"
         ]
     advice = protected_flags(variable)
-    flags = dict.fromkeys(parse_flag_names(text.split()))
+    flags = dict.fromkeys(flag_names(words_of(text)))
     return [f"{flag}: Lemonade sets it itself and refuses it; {advice[flag]}" for flag in flags if flag in advice]
 
 
@@ -218,23 +193,17 @@ def find_template_flags(template: str, extra: Sequence[str], template_words: Seq
     """
     variables = {f"--{name.replace('_', '-')}": name for name in read_variables(template) if name != "model"}
     engine = find_engine(template)
-    long_names = {} if engine is None else engine.command.short
     # The own options of an offline job end with `--`; those after it are the engine's.
-    start = template_words.index("--") + 1 if "--" in template_words else 0
-    template_flags = set(map(_without_negation, parse_flag_names(template_words[start:])))
+    start = template_words.index(SEPARATOR) + 1 if SEPARATOR in template_words else 0
+    template_flags = {long_flag(engine, flag) for flag in flag_names(template_words[start:])}
     problems = []
-    for given in dict.fromkeys(parse_flag_names(extra)):
-        flag = _without_negation(long_names.get(given, given))
+    for given in dict.fromkeys(flag_names(extra)):
+        flag = long_flag(engine, given)
         if flag in template_flags or flag in variables or flag == "--model":
             variable = variables.get(flag)
             advice = f"set the variable '{variable}'" if variable else "remove it"
             problems.append(f"{given}: the template sets it already; {advice}")
     return problems
-
-
-def _without_negation(flag: str) -> str:
-    """Return a flag without the `no-` that turns it off."""
-    return f"--{flag[5:]}" if flag.startswith("--no-") else flag
 
 
 _OVERRIDE_NOTE = (
@@ -265,15 +234,15 @@ def removed_notes(scenario: Scenario) -> list[str]:
         if not is_vllm and (template is None or template.arguments != "vllm_args"):
             continue
         version = find_vllm_version(str(get_variable(server, "image") or "")) if is_vllm else None
-        words = get_variable(server, "extra_args") if is_vllm else str(get_variable(server, "vllm_args") or "").split()
-        for flag in dict.fromkeys(parse_flag_names([str(word) for word in words or []])):
+        words = words_of(get_variable(server, EXTRA_ARGUMENTS if is_vllm else "vllm_args"))
+        for flag in dict.fromkeys(flag_names(words)):
             removed = removed_flags().get(flag)
             if removed is None or (version and removed.gone_in and version < parse_version(removed.gone_in)):
                 continue
             known = f"vLLM {'.'.join(map(str, version))}" if version else "a current vLLM"
             since = f" (removed in {removed.gone_in})" if removed.gone_in else ""
             notes.append(f"server '{name}': {known} does not start with {flag}{since}: {removed.instead}")
-        environment = server.variables.get("environment") or {}
+        environment = server.variables.get(ENVIRONMENT) or {}
         for variable, instead in removed_variables().items():
             if variable in environment:
                 notes.append(f"server '{name}': vLLM ignores {variable} in environment: {instead}")
@@ -307,7 +276,7 @@ def list_notes(scenario: Scenario, threads: int | None = None) -> list[str]:
     """Return the notes for `harness check`. `threads`: of the servers' processor; None if unknown."""
     notes = [*removed_notes(scenario), *length_notes(scenario)]
     for name, server in scenario.servers.items():
-        if "HSA_OVERRIDE_GFX_VERSION" in (server.variables.get("environment") or {}):
+        if "HSA_OVERRIDE_GFX_VERSION" in (server.variables.get(ENVIRONMENT) or {}):
             notes.append(f"server '{name}': {_OVERRIDE_NOTE}")
         for load_name, load in scenario.loads.items():
             load_notes = (_note_queue(server, load, threads), _note_slots(server, load, scenario.model))
@@ -333,12 +302,11 @@ def count_lemonade_slots(server: Server, model: str) -> int | None:
 
     Lemonade starts it with one slot since version 2026 (lemonade-sdk/lemonade, pull request 3277).
     """
-    words = str(get_variable(server, "llamacpp_args") or "").split()
-    recipe = get_variable(server, "recipe") or ("llamacpp" if words or "gguf" in model.lower() else None)
+    arguments = get_variable(server, "llamacpp_args")
+    recipe = get_variable(server, "recipe") or ("llamacpp" if arguments or "gguf" in model.lower() else None)
     if server.template != "lemonade" or recipe != "llamacpp":
         return None
-    value = get_option(words, "--parallel", "-np") or "1"
-    return int(value) if value.isdecimal() else None
+    return as_count(read_slots(arguments)[0] or "1")
 
 
 def _note_slots(server: Server, load: Load, model: str) -> str | None:
@@ -362,10 +330,8 @@ def context_limit(server: Server) -> tuple[int, Context] | None:
     slots = get_variable(server, context.slots or "")
     unified = get_variable(server, "kv_unified")
     if context.slots_in is not None:  # one slot is the default of Lemonade since 2026; before, slots shared the context
-        arguments = get_variable(server, context.slots_in)
-        words = arguments.split() if isinstance(arguments, str) else []
-        given = get_option(words, "--parallel", "-np") or ""
-        slots, unified = (int(given) if given.isdigit() else None), "--kv-unified" in words or "-kvu" in words
+        given, unified = read_slots(get_variable(server, context.slots_in))
+        slots = as_count(given)
     return size // max(1, slots) if slots and not unified else size, context
 
 

@@ -24,6 +24,7 @@ from harness.base.errors import HarnessError, Problem, ScenarioError, did_you_me
 from harness.base.files import COMPOSE, dump_yaml, inline_yaml, own_yaml, read_text
 from harness.base.process import free_port
 from harness.engines import engines, find_template
+from harness.engines.flags import words_of
 from harness.machine.gpus import choose_cpu_dtype, find_device_groups
 from harness.scenario import Gateway, Scenario, Server
 from harness.serve import compose_file
@@ -125,6 +126,12 @@ def get_variable(server: Server | Gateway, name: str) -> Any:
     """Return the value of a server's variable: as given, else its template's default, else None."""
     declared = read_variables(server.template).get(name)
     return server.variables.get(name, None if declared is None else declared.default)
+
+
+def all_variables(server: Server) -> dict[str, Any]:
+    """Return the variables of a server with the defaults of its template; of an unknown template, those given."""
+    declared = {} if find_template(server.template) is None else read_variables(server.template)
+    return {name: one.default for name, one in declared.items() if not one.required} | server.variables
 
 
 def find_variable_problems(server: Server) -> Iterator[Problem]:
@@ -299,7 +306,7 @@ class PreparedServer(Struct, frozen=True, kw_only=True):
         """The command line of the engine; for Lemonade, the words of a variable."""
         template = find_template(self.server.template)
         if template is not None and template.arguments is not None:
-            return str(self.server.variables.get(template.arguments) or "").split()
+            return words_of(self.server.variables.get(template.arguments))
         return list(self.service.command or [])
 
     @property

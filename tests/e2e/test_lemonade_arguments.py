@@ -11,7 +11,7 @@ import yaml
 from msgspec.structs import replace
 
 from harness.base.errors import StartError
-from harness.failures.table import protected_flags
+from harness.engines.settings import protected_flags
 from harness.records.manifest import Startup
 from harness.scenario import Load, Prompts, Scenario, Server, Sweep, SweepRow
 from harness.scenario.behaviour import Lengths, Rag
@@ -54,7 +54,7 @@ def test_the_protected_flags_are_those_of_lemonade() -> None:
             {"vllm_args": "-tp 2 --max_model_len=4096"},
             "--max-model-len: Lemonade sets it itself and refuses it; set the",
         ),
-        ({"llamacpp_args": "-np 8 -c 4096"}, "-c: Lemonade sets it itself and refuses it; set ctx_size"),
+        ({"llamacpp_args": "-np 8 '-c' 4096"}, "-c: Lemonade sets it itself and refuses it; set ctx_size"),
         ({"checkpoint": "org/m"}, "recipe: belongs to 'checkpoint'"),
         ({"recipe": "vllm"}, "recipe: belongs to 'checkpoint'"),
         ({"checkpoint": "o/m", "recipe": "llamacpp", "vllm_args": "-tp 2"}, "has no effect with the recipe llamacpp"),
@@ -212,6 +212,8 @@ def notes(template: str, load: Load, prompts: Prompts = Prompts(tokens=10), **va
         ("lemonade", {"ctx_size": 20000, "llamacpp_args": "--threads 1 --parallel 4"}, "ctx_size leaves it 5,000"),
         ("lemonade", {"ctx_size": 20000, "llamacpp_args": "-np 4"}, "ctx_size leaves it 5,000"),
         ("lemonade", {"ctx_size": 5000, "llamacpp_args": "-np 4 -kvu"}, "ctx_size leaves it 5,000"),
+        ("lemonade", {"ctx_size": 20000, "llamacpp_args": "-np 4 -kvu --no-kv-unified"}, "ctx_size leaves it 5,000"),
+        ("lemonade", {"ctx_size": 5000, "llamacpp_args": "--parallel ²"}, "ctx_size leaves it 5,000"),
     ],
 )
 def test_a_note_on_a_load_longer_than_the_context(template: str, variables: dict[str, Any], limit: str) -> None:
@@ -297,6 +299,7 @@ def test_notes_on_lemonades_queue_and_on_an_override_of_the_gpu() -> None:
         ("m", {"llamacpp_args": "--threads 8"}, 1),
         ("m", {"llamacpp_args": "-np 4 --threads 8"}, 4),
         ("m", {"llamacpp_args": "--parallel=6"}, 6),
+        ("m", {"llamacpp_args": "--alias 'a -np 4' --parallel \"6\""}, 6),
         ("m", {"llamacpp_args": "--parallel -1"}, None),  # llama-server chooses
         ("m", {}, None),  # the engine is not known
         ("Qwen3.5-0.8B-FP16-vLLM", {"vllm_args": "--max-num-seqs 8"}, None),

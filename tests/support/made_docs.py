@@ -15,7 +15,8 @@ from harness.base.metrics import LATENCIES, VALUES
 from harness.cli import app
 from harness.cli.common import COMMANDS
 from harness.engines import engines, find_template
-from harness.failures.table import Rule, protected_flags, removed_flags, removed_variables, rules
+from harness.engines.settings import protected_flags
+from harness.failures.table import Rule, removed_flags, removed_variables, rules
 from harness.machine.findings import TOPICS, finding_kinds
 from harness.machine.gpus import STANDING_LABELS, read_gfx_table, support_columns
 from harness.numbers.summarize import read_summary

@@ -511,6 +511,31 @@ def test_settings_replace_what_the_arguments_have_of_them(tmp_path: Path, given:
     assert pasted == {"parallel": 4} | ({} if given == ["-n", "-1"] else {"extra_args": kept})
 
 
+@pytest.mark.parametrize(
+    ("template", "engine", "changes", "place", "text"),
+    [
+        ("vllm-cpu", "vllm", {"kv_type": None}, "servers.a.variables", 'extra_args: ["--kv-cache-dtype", "fp8"]'),
+        ("openai", "vllm", {"sequences": 5}, "arguments of vLLM", "--max-num-seqs 5"),
+        ("ollama", "ollama", {"sequences": 5}, "servers.a.variables", "num_parallel: 5"),
+        (None, "vllm", {"sequences": 5, "aiter": None}, "arguments of vLLM", "--max-num-seqs 5"),
+        (
+            "llamacpp", "llama.cpp", {"kv_type": None}, "servers.a.variables",
+            'cache_type_k: q8_0\ncache_type_v: q8_0\nflash_attn: "on"',
+        ),
+    ],
+)  # fmt: skip
+def test_settings_are_what_the_template_has(
+    tmp_path: Path, template: str | None, engine: str, changes: dict[str, Any], place: str, text: str
+) -> None:
+    """A setting without a variable is an argument; what belongs to it is set, too."""
+    data = made(tmp_path, "m", template=template, effective={}, startup=Startup(engine=engine))
+    server = Server(template=template or "running")
+    data = replace(data, run=replace(data.run, scenario=replace(data.run.scenario, servers={"a": server})))
+    settings = row_of(data).action("", changes).settings
+    assert list(settings) == [place]
+    assert settings[place] == text or yaml.safe_load(settings[place]) == yaml.safe_load(text)
+
+
 def test_lemonade_gets_no_argument_that_it_refuses(tmp_path: Path) -> None:
     """It switches the cache on itself, unless its user has switched it off."""
     options = {"recipe_options": {"vllm_args": "--no-enable-prefix-caching --max-num-seqs=2"}}

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
@@ -15,8 +16,16 @@ from harness.base.files import SCENARIOS, inline_yaml, open_file, read_json
 from harness.base.redact import HIDDEN
 from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
 from harness.base.units import milliseconds
-from harness.engines import Engine, Spelling, engines, find_engine
-from harness.engines.settings import as_number, flag_names, flag_words, load_command, merge_words
+from harness.engines import Engine, engines, find_engine
+from harness.engines.settings import (
+    ENVIRONMENT,
+    EXTRA_ARGUMENTS,
+    changed_variables,
+    known_options,
+    load_command,
+    running_setting,
+    with_linked,
+)
 from harness.questions.capacity.record import CAPACITY_FILE
 from harness.records.columns import Floats, Rows
 from harness.records.directory import INPUTS
@@ -233,15 +242,9 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     def setting(self, name: str) -> Any:
         """A setting of the engine, by its name in the engine's file; None: not known."""
-        spelled = None if self.engine is None else self.engine.settings.get(name)
-        if spelled is None:
+        if self.engine is None:
             return None
-        key = spelled.effective or (spelled.flag or spelled.variable or "").removeprefix("--").replace("-", "_")
-        if (value := self.served.effective.get(key)) is not None:
-            return value
-        words = self.served.arguments
-        at = next((place for place, word in enumerate(words[:-1]) if word == spelled.flag), None)
-        return None if at is None else as_number(words[at + 1])
+        return running_setting(self.engine, name, self.served.effective, self.served.arguments)
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -285,12 +288,16 @@ class RowFacts(Struct, frozen=True, dict=True):
         `settings`. `about`: the key in which the next run will differ.
         """
         known = {} if self.engine is None else self.engine.settings
-        has = {name: value for name, value in (changes or {}).items() if name in known}
+        has = {
+            name: known[name].value if value is None else value
+            for name, value in (changes or {}).items()
+            if name in known
+        }
         about = about or ("" if changes is None else "effective" if self.served.template is None else "variables")
         return Action(
             do=do,
-            settings=(settings or {}) | self._spell({name: (known[name], value) for name, value in has.items()}),
-            changes={name: known[name].value if value is None else value for name, value in has.items()},
+            settings=(settings or {}) | self._spell(has),
+            changes=has,
             gain=gain,
             risk="; ".join(filter(None, [risk, *(known[name].risk for name in has)])),
             verify=verify or (self.verify(about) if about else self.run_again),
@@ -339,63 +346,45 @@ class RowFacts(Struct, frozen=True, dict=True):
         here = Path.cwd()
         return path.relative_to(here) if path.is_relative_to(here) else path
 
-    def _spell(self, changes: dict[str, tuple[Spelling, Any]]) -> dict[str, str]:
+    def _spell(self, changes: dict[str, Any]) -> dict[str, str]:
         """By place the text that makes these changes, as this server is configured."""
         if self.engine is None or self.front is None or not changes:
             return {}
-        values = {name: one.value if value is None else value for name, (one, value) in changes.items()}
-        spelled = {name: one for name, (one, _) in changes.items()}
+        wanted = with_linked(self.front, self.engine, changes)
         if self.front.options is not None:
-            return self._spell_options(spelled, values)
+            return self._spell_options(wanted)
+        known = self._known_variables
+        changed = changed_variables(self.front, self.engine, known, wanted)
+        words = [] if EXTRA_ARGUMENTS in known else changed.pop(EXTRA_ARGUMENTS, [])
+        lines = self._lines({name: value for name, value in changed.items() if name in known})
+        return lines | ({f"arguments of {self.title}": command_line(*words)} if words else {})
+
+    @cached_property
+    def _known_variables(self) -> dict[str, Any]:
+        """The variables that the template of the server has, with their values."""
         if self.served.template is None:
-            words = [word for name, one in spelled.items() for word in flag_words(one, values[name])]
-            return {f"arguments of {self.title}": command_line(*words)} if words else {}
-        lines = [f"{one.variable}: {inline_yaml(values[name])}" for name, one in spelled.items() if one.variable]
-        chosen = {one.environment: values[name] for name, one in spelled.items() if one.environment}
-        if chosen:
-            lines.append(f"environment: {inline_yaml(self.environment | chosen)}")
-        more = [
-            word
-            for name, one in spelled.items()
-            if one.flag and not one.variable
-            for word in flag_words(one, values[name])
-        ]
-        variables = self.data.run.scenario.servers[self.row.server].variables.get("extra_args")
-        given = [str(word) for word in variables] if isinstance(variables, list) else []
-        if (extra := merge_words(given, more, self._flags(spelled))) != given:  # what it had would overrule the rest
-            lines.append(f"extra_args: {inline_yaml(extra)}")
-        return {self._variables: "\n".join(lines)} if lines else {}
+            return {}
+        from harness.serve.template import all_variables  # imports Docker's client, which most reports do not need
 
-    def _flags(self, spelled: dict[str, Spelling]) -> list[str]:
-        """All flags that give these settings."""
-        return [flag for one in spelled.values() if self.engine is not None for flag in flag_names(self.engine, one)]
+        server = self.data.run.scenario.servers[self.row.server]
+        return all_variables(replace(server, template=self.served.template))
 
-    @property
-    def _variables(self) -> str:
-        return f"servers.{self.row.server}.variables"
+    def _lines(self, variables: dict[str, Any]) -> dict[str, str]:
+        """By place the lines of a scenario that give these variables of the server."""
+        lines = [f"{name}: {inline_yaml(value)}" for name, value in variables.items()]
+        return {f"servers.{self.row.server}.variables": "\n".join(lines)} if lines else {}
 
-    def _spell_options(self, spelled: dict[str, Spelling], values: dict[str, Any]) -> dict[str, str]:
+    def _spell_options(self, wanted: dict[str, Any]) -> dict[str, str]:
         """The options of a load: those in use, with these changes."""
         assert self.front is not None and self.front.options is not None and self.engine is not None
-        options = self.front.options
-        used = self.served.effective.get(options.known_by)
-        own = {name: one.variable for name, one in self.front.settings.items() if one.variable}
-        keys = [*own.values(), *options.arguments.values()]
-        known = {key: used[key] for key in keys if used.get(key)} if isinstance(used, dict) else {}
-        entry = known | {own[name]: value for name, value in values.items() if name in own}
-        others = {name: one for name, one in spelled.items() if name not in own}
-        key = options.arguments.get(self.engine.name)
-        if others and key is not None:
-            refused = {flag for row in self.front.command.protected if row.variable == key for flag in row.flags}
-            changed = {name: one for name, one in others.items() if one.flag not in refused}
-            words = [word for name, one in changed.items() for word in flag_words(one, values[name])]
-            entry[key] = " ".join(merge_words(str(entry.get(key) or "").split(), words, self._flags(others)))
-        if {name: value for name, value in entry.items() if value or name in known} == known or HIDDEN in str(
-            entry
-        ):  # a secret argument, which is in no file
+        used = self.served.effective.get(self.front.options.known_by)
+        known = known_options(self.front, used if isinstance(used, dict) else {})
+        changed = changed_variables(self.front, self.engine, known, wanted)
+        changed = {name: "" if value is None else value for name, value in changed.items() if name != ENVIRONMENT}
+        entry = known | changed
+        if entry == known or HIDDEN in str(entry):  # a secret argument, which is in no file
             return {}
         scenario, is_ours = self.data.run.scenario, self.served.template is not None
         url, key_env = (None, None) if is_ours else (self.served.url, scenario.api_key_env)
         load = load_command(self.front, url, key_env, self.served.model or scenario.model, entry)
-        lines = "\n".join(f"{name}: {inline_yaml(value)}" for name, value in entry.items())
-        return ({self._variables: lines} if is_ours else {}) | load
+        return (self._lines(entry) if is_ours else {}) | load

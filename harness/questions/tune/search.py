@@ -53,10 +53,10 @@ from harness.questions.tune.record import TUNE_FILE, Goal, TuneReport, read_tune
 from harness.questions.tune.spelling import (
     FREE_MEMORY,
     failure_of,
+    names_of,
     safe_share_in_log,
     settings_search,
     shared_slots,
-    spelled_names,
     to_paste,
     with_settings,
 )
@@ -158,7 +158,7 @@ def define_tune(
         slos=[slo.text for slo in given],
         levels=levels,
         budget_s=budget_s,
-        names=spelled_names(chosen, scenario.model),
+        names=names_of(chosen, scenario.model),
     )
     return replace(experiment, scenario=scenario), report
 

@@ -1,33 +1,32 @@
-"""Settings of an engine, by their names in its file, as a scenario and as its users write them."""
+"""What `harness tune` may set on a server, how it sets it, and what is pasted where the server is used."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from harness.base.command_line import quote
 from harness.base.errors import HarnessError
 from harness.base.files import DOCS, open_file
 from harness.base.summary import Reason
 from harness.engines import (
     Context,
     Engine,
-    Spelling,
     engines,
-    find_engine,
     find_template,
     safe_utilization_from_log,
 )
+from harness.engines.flags import set_option
 from harness.engines.settings import (
-    CONTEXT,
     MEMORY,
     SEQUENCES,
     change_settings,
-    find_spelling,
+    find_engines,
+    known_options,
     load_command,
+    named_settings,
     read_setting,
+    spelled_names,
 )
 from harness.failures.table import patterns
 from harness.machine.gpus import list_gpus
@@ -35,43 +34,23 @@ from harness.questions.tune.decide import Bounds, Search, declared_search, failu
 from harness.records.manifest import Run
 from harness.run.machine_fit import safe_share
 from harness.scenario import Scenario, Server, max_concurrency, request_tokens
-from harness.serve.compose_file import Service, parse_compose
-from harness.serve.document import server_document
+from harness.serve.compose_file import parse_compose
+from harness.serve.document import docker_run, server_document, shell_text
 from harness.serve.lemonade import MODEL_PREFIXES
-from harness.serve.template import prepare_server, read_variables
+from harness.serve.template import all_variables, prepare_server
 
 MAX_LOG_BYTES = 1_000_000
-_REFERENCE = re.compile(r"(\$\$|\$\{[A-Za-z_][A-Za-z0-9_]*\})")  # in Compose: a literal $, or a variable
 FREE_MEMORY = "mem.free_lt_util"  # of the table of failures: a share of the memory that is not free
 
 
 def engines_of(server: Server, model: str) -> tuple[Engine, Engine]:
-    """Return the server type that is configured, and the engine that computes.
-
-    Of a running server the type is the one that takes options. The engine behind another server: by the recipe, the
-    arguments, or the model's name.
-    """
-    front = find_engine(server.template) or next(one for one in engines() if one.options is not None)
-    if front.options is None:
-        return front, front
-    arguments, recipe = front.options.arguments, server.variables.get("recipe")
-    by_recipe = [name for name, key in arguments.items() if key == f"{recipe}_args"]
-    given = [name for name, key in arguments.items() if key in server.variables]
-    by_name = [name for name in arguments if name in model.lower()]
-    name = next(iter([*by_recipe, *given, *by_name, *reversed(arguments)]))
-    return front, next(one for one in engines() if one.name == name)
+    """Return the server type that is configured, and the engine that computes."""
+    return find_engines(server.template, server.variables, model)
 
 
-def spelled_names(server: Server, model: str) -> dict[str, str]:
-    """Return each setting of the engine as its users write it: a variable of the template, or a flag."""
-    front, engine = engines_of(server, model)
-    spelled = {name: find_spelling(front, engine, name) or Spelling() for name in engine.settings}
-    names = {
-        name: one.variable or one.environment or (one.flag or name).removeprefix("--").replace("-", "_")
-        for name, one in spelled.items()
-    }
-    context = _context_of(server)
-    return names | ({CONTEXT: "context_per_slot"} if context is not None and context.is_shared else {})
+def names_of(server: Server, model: str) -> dict[str, str]:
+    """Return each setting of a server as its users write it."""
+    return spelled_names(*engines_of(server, model), _context_of(server))
 
 
 def with_settings(
@@ -80,17 +59,10 @@ def with_settings(
     """Return a server with these settings, by their names in the engine's file. `effective`: what it reports."""
     if not settings:
         return server
-    (front, engine), known = engines_of(server, model), _all_variables(server)
+    (front, engine), known = engines_of(server, model), all_variables(server)
     new = change_settings(front, engine, known, settings, _context_of(server), effective)
     changed = {name: value for name, value in new.items() if name not in known or known[name] != value}
     return replace(server, variables=server.variables | changed)
-
-
-def _all_variables(server: Server) -> dict[str, Any]:
-    """The variables of a server, with the defaults of its template."""
-    declared = {} if find_template(server.template) is None else read_variables(server.template)
-    defaults = {name: one.default for name, one in declared.items() if not one.required}
-    return defaults | server.variables
 
 
 def _context_of(server: Server) -> Context | None:
@@ -107,7 +79,7 @@ def shared_slots(run: Run, name: str) -> int | None:
     if context is None or not context.is_shared or not has_slots:
         return None
     ran = [cell.served_by.effective for cell in run.cells if cell.server == name and cell.failed is None]
-    return read_setting(front, engine, _all_variables(server), SEQUENCES, ran[-1] if ran else None) or 1
+    return read_setting(front, engine, all_variables(server), SEQUENCES, ran[-1] if ran else None) or 1
 
 
 def settings_search(
@@ -134,7 +106,7 @@ def settings_search(
             f"server '{server.template}': its settings are not declared, so that there is nothing to tune",
             next_step=f"Tune another server ({DOCS}/tune.md), or vary its settings in a sweep.",
         )
-    variables, slots = _all_variables(server), shared_slots(run, "default")
+    variables, slots = all_variables(server), shared_slots(run, "default")
     if slots is not None and (context := _context_of(server)) is not None and variables.get(context.size):
         variables[context.size] //= slots  # the setting is that of a slot
     bounds = _bounds(scenario, server)
@@ -169,10 +141,7 @@ def failure_of(reason: Reason, spelled_as: Mapping[str, str]) -> dict[str, Any]:
     """Return how settings failed: the cause, by the failure table, and the settings that the failure names."""
     known, text = reason.values.get("failure"), f"{reason.values.get('error')} {reason.values.get('cause')}"
     cause = failure_cause(known)
-    words = {name: spelled.removeprefix("--") for name, spelled in spelled_as.items()}
-    named = [
-        name for name, word in words.items() if re.search(rf"(?<![\w-])(?:--)?{word.replace('_', '[_-]')}\b", text)
-    ]
+    named = named_settings(text, spelled_as)
     blamed = [name for name in named if cause == "flag" or reason.values.get("key") == spelled_as[name]]
     if known == FREE_MEMORY:  # whatever else needs memory
         blamed = [MEMORY]
@@ -197,15 +166,12 @@ def safe_share_in_log(path: Path) -> float | None:
 def to_paste(scenario: Scenario, name: str, url: str | None = None) -> dict[str, str]:
     """Return by place the text that brings a server's settings to where they are used. `url`: of a running server."""
     server, pasted = scenario.servers[name], dict[str, str]()
-    (front, engine), template = engines_of(server, scenario.model), find_template(server.template)
+    (front, _), template = engines_of(server, scenario.model), find_template(server.template)
     if front.options is not None:
-        options, own = front.options, [one.variable for one in front.settings.values() if one.variable]
-        keys = [*own, options.arguments[engine.name]]
-        entry = {key: server.variables[key] for key in keys if server.variables.get(key)}
         is_own = server.variables.get("checkpoint") and not scenario.model.startswith(MODEL_PREFIXES)
-        model = options.own_prefix + scenario.model if is_own else scenario.model
+        model = front.options.own_prefix + scenario.model if is_own else scenario.model
         key_env = scenario.api_key_env if template is None else None
-        pasted |= load_command(front, url, key_env, model, entry)
+        pasted |= load_command(front, url, key_env, model, known_options(front, server.variables))
     if template is None:  # a running server
         return pasted
     text = server_document(scenario, name)
@@ -217,48 +183,13 @@ def to_paste(scenario: Scenario, name: str, url: str | None = None) -> dict[str,
     if front.options is None and is_whole:
         program = (template.program or "").strip("[]").replace(",", " ")
         words = [*(service.entrypoint or program.split()), *(service.command or [])]
-        if "--host" in words:  # in a container it is all addresses, of which the host publishes one
-            words[words.index("--host") + 1] = "127.0.0.1"
+        words = set_option(words, "--host", "127.0.0.1")  # in a container it is all addresses; the host publishes one
         given = [  # without paths of the container, and what the shell has already
             f"{name}={value}"
             for name, value in service.environment.items()
             if not value.startswith(("/", f"${{{name}"))
         ]
-        pasted[f"command of {front.title}"] = " ".join(map(_quote, ["env", *given, *words] if given else words))
+        pasted[f"command of {front.title}"] = shell_text(["env", *given, *words] if given else words)
     if server.container:
         pasted["compose.yaml"] = text.rstrip()
     return pasted
-
-
-def docker_run(service: Service) -> str:
-    """Return the `docker run` command of a service. Secrets stay `${NAME}`."""
-    words = ["docker", "run", "--rm", *(["--init"] if service.init else [])]
-    for flag, values in (
-        ("--device", service.devices), ("--group-add", service.group_add), ("--volume", service.volumes),
-        ("--publish", service.ports), ("--security-opt", service.security_opt), ("--cap-add", service.cap_add),
-        ("--ulimit", [f"{name}={one.soft}:{one.hard}" for name, one in service.ulimits.items()]),
-        ("--env", [f"{name}={value}" for name, value in service.environment.items()]),
-    ):  # fmt: skip
-        words += [word for value in values for word in (flag, value)]
-    for flag, value in (
-        ("--ipc", service.ipc), ("--shm-size", service.shm_size), ("--memory", service.mem_limit),
-        ("--memory-swap", service.memswap_limit), ("--cpus", service.cpus), ("--cpuset-cpus", service.cpuset),
-        ("--user", service.user), ("--workdir", service.working_dir),
-    ):  # fmt: skip
-        words += [] if value is None else [flag, str(value)]
-    entrypoint, *first = service.entrypoint or [""]
-    words += ["--entrypoint", entrypoint] if entrypoint else []
-    words += [service.image, *first, *(service.command or [])]
-    return " ".join(map(_quote, words))
-
-
-def _quote(word: str) -> str:
-    """A word for a shell that fills in `${NAME}` and nothing else; Compose writes a literal $ as $$."""
-    quoted, literal = "", ""
-    for part in _REFERENCE.split(word):
-        if part.startswith("${") and _REFERENCE.fullmatch(part):
-            quoted += f'{quote(literal) if literal else ""}"{part}"'
-            literal = ""
-        else:
-            literal += "$" if part == "$$" else part
-    return quoted + quote(literal) if literal or not quoted else quoted

@@ -8,10 +8,21 @@ from harness.engines import Engine, engines
 from harness.engines.settings import (
     ENVIRONMENT,
     EXTRA_ARGUMENTS,
+    as_count,
     change_settings,
+    changed_variables,
+    count_gpus,
+    find_engines,
     find_spelling,
-    flag_words,
+    known_options,
+    long_flag,
+    named_settings,
+    protected_flags,
     read_setting,
+    read_slots,
+    running_setting,
+    setting_words,
+    spelled_names,
 )
 from harness.serve.template import read_variables
 
@@ -71,6 +82,13 @@ def test_the_files_declare_what_is_tuned() -> None:
         (LLAMACPP, LLAMACPP, SLOTS, "batched_tokens", 512),
         (LEMONADE, VLLM, ARGUMENTS, "sequences", 4),
         (LEMONADE, VLLM, ARGUMENTS, "compiled", True),
+        # of two the last counts, also under another name
+        (LEMONADE, VLLM, {"vllm_args": "--max-num-seqs 4 --max_num_seqs=8"}, "sequences", 8),
+        (LEMONADE, VLLM, {"vllm_args": "--enforce-eager --no-enforce-eager"}, "compiled", False),
+        (LEMONADE, LLAMACPP, {"llamacpp_args": "--parallel 4 -np 8"}, "sequences", 8),
+        (LEMONADE, LLAMACPP, {"llamacpp_args": "--alias '-np 2' -np \"6\""}, "sequences", 6),
+        (LEMONADE, LLAMACPP, {"llamacpp_args": "-np -1"}, "sequences", -1),
+        (LEMONADE, LEMONADE, {"vllm_args": "--max-num-seqs 4"}, "kv_bytes", "4G"),  # its engine is not known
         (LEMONADE, VLLM, ARGUMENTS, "kv_bytes", "4G"),
         (LEMONADE, VLLM, ARGUMENTS, "speculation", None),
         (LEMONADE, LLAMACPP, ARGUMENTS, "backend", None),
@@ -97,6 +115,19 @@ def test_a_setting_is_read(front: Engine, engine: Engine, variables: dict[str, A
         (LLAMACPP, LLAMACPP, SLOTS | {"image": "server-rocm-1"}, {"backend": "vulkan"}, {"image": "server-vulkan-1"}),
         (LEMONADE, VLLM, ARGUMENTS, {"sequences": 32}, {"vllm_args": "--enforce-eager --max-num-seqs 32"}),
         (LEMONADE, VLLM, ARGUMENTS, {"compiled": False}, {"vllm_args": "--max-num-seqs 4 --no-enforce-eager"}),
+        # it switches the cache on itself, and refuses the flag
+        (LEMONADE, VLLM, {"vllm_args": "--no-enable-prefix-caching"}, {"prefix_cache": True}, {"vllm_args": None}),
+        (LEMONADE, VLLM, {"vllm_args": None}, {"prefix_cache": False}, {"vllm_args": "--no-enable-prefix-caching"}),
+        (
+            LEMONADE, LLAMACPP, {"llamacpp_args": """--kwargs '{"a": 1}' -b 8"""}, {"batch": 512},
+            {"llamacpp_args": """--kwargs '{"a": 1}' --batch-size 512"""},
+        ),
+        # an option that the server does not report is one all the same
+        (LEMONADE, LLAMACPP, {"llamacpp_args": None}, {"backend": "vulkan"}, {"llamacpp_backend": "vulkan"}),
+        (
+            VLLM, VLLM, ROCM | {EXTRA_ARGUMENTS: ["--speculative-config.method", "ngram", "--x"]},
+            {"speculation": "{}"}, {"speculative_config": "{}", EXTRA_ARGUMENTS: ["--x"]},
+        ),
         (
             LEMONADE, LLAMACPP, ARGUMENTS, {"sequences": 4, "kv_type": "q8_0"},
             {
@@ -126,5 +157,101 @@ def test_an_unknown_setting_is_refused() -> None:
 def test_switches_have_an_opposite() -> None:
     compiled, cached = find_spelling(VLLM, VLLM, "compiled"), find_spelling(VLLM, VLLM, "prefix_cache")
     assert compiled is not None and cached is not None
-    assert [flag_words(compiled, value) for value in (False, True)] == [["--no-enforce-eager"], ["--enforce-eager"]]
-    assert flag_words(cached, False) == ["--no-enable-prefix-caching"]
+    assert [setting_words(compiled, value) for value in (False, True)] == [["--no-enforce-eager"], ["--enforce-eager"]]
+    assert setting_words(cached, False) == ["--no-enable-prefix-caching"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "effective", "arguments", "name", "value"),
+    [
+        (VLLM, {"max_num_seqs": 8}, ["--max-num-seqs", "4"], "sequences", 8),  # what it reports is what runs
+        (VLLM, {}, ["--max-num-seqs", "4", "--max-num-seqs=8"], "sequences", 8),
+        (VLLM, {}, ["--max_num_seqs", "8"], "sequences", 8),
+        (VLLM, {}, ["--no-enforce-eager", "--max-num-seqs", "8"], "compiled", False),
+        (VLLM, {}, ["--enforce-eager"], "compiled", True),
+        (VLLM, {}, ["--no-enable-prefix-caching"], "prefix_cache", False),
+        (VLLM, {}, ["--kv-cache-memory-bytes"], "kv_bytes", None),
+        (LLAMACPP, {}, ["-np", "4", "-ctk", "q8_0"], "kv_type", "q8_0"),
+        (LLAMACPP, {"ctx_per_slot": 512}, ["-c", "4096"], "context", 512),
+        (ENGINES["ollama"], {"context_length": 4096}, [], "context", 4096),  # it has no flags
+        (VLLM, {"unknown": 1}, [], "unknown", None),
+    ],
+)
+def test_what_a_server_runs_with(
+    engine: Engine, effective: dict[str, Any], arguments: list[str], name: str, value: Any
+) -> None:
+    assert running_setting(engine, name, effective, arguments) == value
+
+
+def test_what_must_be_written_comes_with_the_environment_and_the_arguments_last() -> None:
+    changes = {"api_processes": 2, "aiter": "1", "sequences": 5}
+    given = ROCM | {EXTRA_ARGUMENTS: ["--max-num-seqs", "4"], ENVIRONMENT: {"A": "1"}}
+    written = changed_variables(VLLM, VLLM, given, changes)
+    assert list(written.items()) == [
+        ("max_num_seqs", 5),
+        (ENVIRONMENT, {"A": "1", "VLLM_ROCM_USE_AITER": "1"}),
+        (EXTRA_ARGUMENTS, ["--api-server-count", "2"]),
+    ]
+    without = {name: value for name, value in ROCM.items() if name != "max_num_seqs"}
+    assert changed_variables(VLLM, VLLM, without, {"sequences": 5}) == {EXTRA_ARGUMENTS: ["--max-num-seqs", "5"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("unrecognized arguments: --max-num-seqs", ["sequences"]),
+        ("max_num_seqs must be positive", ["sequences"]),
+        ("unrecognized arguments: --no-enforce-eager", ["compiled"]),
+        ("unrecognized arguments: --enforce-eager=1", ["compiled"]),
+        ("--max-num-seqs-per-gpu, x-max-num-seqs, --batch-size-limit", []),
+        ("--ubatch-size 128", []),
+    ],
+)
+def test_a_text_names_settings(text: str, named: list[str]) -> None:
+    names = {"sequences": "max_num_seqs", "compiled": "enforce_eager", "batch": "batch_size"}
+    assert named_settings(text, names) == named
+
+
+def test_settings_as_their_users_write_them() -> None:
+    context = LLAMACPP.templates["llamacpp"].context
+    vllm, llama = spelled_names(VLLM, VLLM), spelled_names(LLAMACPP, LLAMACPP, context)
+    assert (vllm["sequences"], vllm["aiter"], vllm["api_processes"]) == (
+        "max_num_seqs", "VLLM_ROCM_USE_AITER", "api_server_count",
+    )  # fmt: skip
+    assert (llama["sequences"], llama["context"]) == ("parallel", "context_per_slot")
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "model", "expected"),
+    [
+        ("vllm-rocm", {}, "m", (VLLM, VLLM)),
+        ("lemonade", {"recipe": "vllm"}, "m", (LEMONADE, VLLM)),
+        ("lemonade", {"recipe": "llamacpp", "vllm_args": ""}, "m-vLLM", (LEMONADE, LLAMACPP)),
+        ("running", {"vllm_args": ""}, "m", (LEMONADE, VLLM)),
+        ("lemonade", {}, "Qwen-vLLM", (LEMONADE, VLLM)),
+        ("lemonade", {}, "m", (LEMONADE, LLAMACPP)),
+    ],
+)
+def test_the_engine_that_computes(
+    template: str, variables: dict[str, Any], model: str, expected: tuple[Engine, Engine]
+) -> None:
+    assert find_engines(template, variables, model) == expected
+
+
+def test_flags_with_other_names() -> None:
+    assert long_flag(VLLM, "-tp") == "--tensor-parallel-size" and long_flag(None, "-tp") == "-tp"
+    assert long_flag(LLAMACPP, "-nocb") == long_flag(LLAMACPP, "--no-cont-batching") == "--cont-batching"
+    assert protected_flags("llamacpp_args")["-c"] == "set ctx_size" and protected_flags("none") == {}
+
+
+def test_numbers_of_a_command_line() -> None:
+    assert [count_gpus(words) for words in ([], ["-tp", "2"], ["-tp=2", "--tensor_parallel_size", "4"])] == [1, 2, 4]
+    assert [as_count(text) for text in ("4", "-1", "auto", "²", "", None)] == [4, None, None, None, None, None]
+    assert read_slots("-np 4 --kv-unified") == ("4", True)
+    assert read_slots("-np 4 -kvu --parallel=6 --no-kv-unified") == ("6", False)
+    assert read_slots(None) == (None, False)
+
+
+def test_the_options_of_a_load_are_those_that_are_given() -> None:
+    given = {"ctx_size": 4096, "llamacpp_args": "-np 2", "vllm_args": "", "llamacpp_backend": None, "recipe": "x"}
+    assert known_options(LEMONADE, given) == {"ctx_size": 4096, "llamacpp_args": "-np 2"}

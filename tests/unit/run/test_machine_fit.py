@@ -7,13 +7,13 @@ import pytest
 
 from harness.base.errors import HarnessError, ServerError
 from harness.base.units import GIB
+from harness.engines.flags import get_option
 from harness.machine.gpus import has_fp8, list_gpus, select_container_gpus, select_serving_gpus
 from harness.machine.memory import list_pools
 from harness.run.experiment import Experiment, Target, prepare
 from harness.run.machine_fit import check_all_gpus, machine_notes, memory_errors, preflight, resolve_auto
 from harness.scenario import Server
 from harness.serve.compose_file import parse_compose
-from harness.serve.lint import get_option
 from harness.serve.template import render_server
 from tests.support.command import write
 from tests.support.machines import gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
@@ -72,6 +72,7 @@ def test_a_share_that_vllm_will_refuse_is_refused_before_the_pull(
         ("vllm-rocm", {"gpu_memory_utilization": None}, False),
         ("vllm-offline", {"gpu_memory_utilization": 0.85}, True),
         ("lemonade", {"vllm_args": "--gpu-memory-utilization 0.9"}, True),
+        ("lemonade", {"vllm_args": "--gpu-memory-utilization=0.9 --gpu_memory_utilization 0.1"}, False),
         ("lemonade", {}, False),
         ("llamacpp", {"model_path": "/m.gguf"}, False),
         ("vllm-cpu", {}, False),

@@ -71,6 +71,25 @@ def test_engine_flags_and_several_settings(tmp_path: Path) -> None:
     assert list(lists) == ["s-extra-args-1", "s-extra-args-2"]
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("--jitter", {"0.5": ["--enable-prefix-caching", "--jitter", "0.5"]}),
+        ("--enable-prefix-caching", {"true": ["--jitter=0.1", "--enable-prefix-caching"], "false": ["--jitter=0.1"]}),
+        ("--no-enable-prefix-caching", {"true": ["--jitter=0.1", "--no-enable-prefix-caching"]}),
+        ("--other", {"null": ["--jitter=0.1", "--enable-prefix-caching"]}),
+    ],
+)
+def test_a_flag_takes_the_place_of_the_one_that_the_server_has(
+    tmp_path: Path, key: str, values: dict[str, list[str]]
+) -> None:
+    """A row that is named "off" runs without it."""
+    given = text(f"vary: {{{key}: [{', '.join(values)}]}}")
+    given = given.replace("port: 8000", "extra_args: [--jitter=0.1, --enable-prefix-caching]")
+    servers = read(tmp_path, given).servers
+    assert [one.variables["extra_args"] for one in servers.values()] == list(values.values())
+
+
 def test_nested_keys_of_a_load(tmp_path: Path) -> None:
     loads = read(tmp_path, text(load="vary: {arrivals.rate: {from: 0.05, to: 0.15, step: 0.05}}")).loads
     rates = [(name, one.arrivals and one.arrivals.rate) for name, one in loads.items()]

@@ -13,6 +13,7 @@ from jinja2 import Environment, meta
 
 from harness.base.errors import HarnessError, Problem, ServerError
 from harness.base.files import COMPOSE
+from harness.engines.flags import get_option
 from harness.scenario import Gateway, Load, Scenario, Server
 from harness.scenario.shape import load_yaml
 from harness.serve import template as template_module
@@ -28,7 +29,7 @@ from harness.serve.compose_file import (
     parse_volume,
 )
 from harness.serve.document import server_document
-from harness.serve.lint import get_option, list_notes
+from harness.serve.lint import list_notes
 from harness.serve.security import collect_secrets, find_exposures, require_consent
 from harness.serve.template import add_gateway, read_variables, render, templates
 from tests.support.load_runs import composed

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from harness.questions.live import compose_file
 from harness.run.experiment import Experiment, prepare
 from harness.scenario import Gateway, Load, Scenario, Server, Warmup
 from harness.serve import template
+from harness.serve.compose_file import Service
+from harness.serve.document import docker_run
 from harness.workload.job import Job, decode_job
 from tests.support.command import write
 from tests.support.faults import fault
@@ -227,3 +230,28 @@ def test_the_document_tells_that_no_group_was_found(monkeypatch: pytest.MonkeyPa
     ):
         monkeypatch.setattr(template, "find_device_groups", lambda groups=groups: groups)
         assert (note in composed(scenario(Server(template=template_name)))) is expected
+
+
+def test_docker_run_has_what_the_service_has() -> None:
+    service = Service(image="i", command=["--a", "b c"], environment={"K": "${K}"}, entrypoint=["x", "y"], ipc="host")
+    assert docker_run(service) == "docker run --rm --env K=\"${K}\" --ipc host --entrypoint x i y --a 'b c'"
+    odd = Service(image="i", command=['a "${B}` $$c', "$$d"])
+    assert docker_run(odd) == "docker run --rm i 'a \"'\"${B}\"$'\\x60 $c' '$d'"
+
+
+HOSTILE = [
+    "m$(touch PWNED)", "a'b", 'a"b', "a`touch PWNED`", "$HOME/x", "a;touch PWNED", "a&&touch PWNED", "a|touch PWNED",
+    "$$x$(touch PWNED)", "${Y:-$(touch PWNED)}", "a\\", "a\\$(touch PWNED)", "!x", "~root", "*", "a b", "a#b", "{a,b}",
+    "<x>", "$'x'", "${KEY}`touch PWNED`", "${KEY}$(touch PWNED)", '${KEY}"; touch PWNED; "', '${KEY}\\"; touch PWNED #',
+    "${KEY", "$$${KEY}", "$${KEY}", "$$$${KEY}", "${KEY}${KEY}", "${${KEY}}", "${KEY:?x}", "${!KEY}", "a\nb", "",
+    "${1}", "$$",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_a_pasted_word_is_itself_with_its_variables_and_runs_nothing(tmp_path: Path, word: str) -> None:
+    command = docker_run(Service(image="i", command=[word])).replace("docker run --rm i ", "printf '%s\\0' ", 1)
+    environment = {"PATH": "/usr/bin:/bin", "KEY": "$(touch PWNED) *", "HOME": "/h"}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    literal = word.replace("$$", "\0").replace("${KEY}", environment["KEY"]).replace("\0", "$")
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (0, f"{literal}\0", [])

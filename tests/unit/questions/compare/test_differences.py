@@ -8,7 +8,7 @@ import pytest
 
 from harness.base.errors import HarnessError
 from harness.base.summary import Difference
-from harness.numbers.comparable import run_differences
+from harness.numbers.comparable import format_values, run_differences
 from harness.questions.compare.page import comparison_page
 from harness.questions.compare.sides import compare_runs, group_by_machine
 from harness.questions.results import add_result
@@ -105,6 +105,13 @@ def test_published_runs_are_compared_without_their_records(two: tuple[Path, Path
     filed = [add_result(folder, tmp_path / "results")[0] for folder in two]
     raw = compare_runs(group_by_machine(two), about="machine")
     assert compare_runs(group_by_machine(filed), about="machine") == raw
+
+
+def test_a_value_is_shown_with_its_flag() -> None:
+    one = ["-np", "4", "--seed", "-1", "--lora-modules", "a=b", "c=d"]
+    other = ["-np", "8", "--seed", "-2", "--lora-modules", "a=b", "c=e"]
+    assert format_values([one, other]) == [" ".join(one), " ".join(other)]
+    assert format_values([[*one, "--x"], one]) == ["--x", "nothing"]
 
 
 def test_arguments_show_what_the_other_side_does_not_have(tmp_path: Path) -> None:
