@@ -121,8 +121,8 @@ def find_ignored_settings(served: ServedBy, settings: Mapping[str, Any]) -> list
     """
     ignored = []
     for key, asked in settings.items():
-        ran = served.effective.get(plain_name(without_negation(key)))
-        if key.startswith("--no-"):
+        ran = served.effective.get(plain_name(positive := without_negation(key)))
+        if key != positive:
             ran = not ran if isinstance(ran, bool) else None
         if key == "attention_backend" and served.startup is not None:
             ran = served.startup.attention_backend
