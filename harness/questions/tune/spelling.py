@@ -166,12 +166,15 @@ def safe_share_in_log(path: Path) -> float | None:
 def to_paste(scenario: Scenario, name: str, url: str | None = None) -> dict[str, str]:
     """Return by place the text that brings a server's settings to where they are used. `url`: of a running server."""
     server, pasted = scenario.servers[name], dict[str, str]()
-    (front, _), template = engines_of(server, scenario.model), find_template(server.template)
+    (front, engine), template = engines_of(server, scenario.model), find_template(server.template)
     if front.options is not None:
         is_own = server.variables.get("checkpoint") and not scenario.model.startswith(MODEL_PREFIXES)
         model = front.options.own_prefix + scenario.model if is_own else scenario.model
         key_env = scenario.api_key_env if template is None else None
-        pasted |= load_command(front, url, key_env, model, known_options(front, server.variables))
+        options, arguments = known_options(front, server.variables), front.options.arguments[engine.name]
+        if arguments in server.variables:  # without any, those that the server keeps must go
+            options.setdefault(arguments, "")
+        pasted |= load_command(front, url, key_env, model, options)
     if template is None:  # a running server
         return pasted
     text = server_document(scenario, name)

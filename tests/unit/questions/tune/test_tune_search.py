@@ -232,6 +232,9 @@ def test_what_is_pasted_is_that_of_the_server(tmp_path: Path) -> None:
     command = """curl http://h:1/api/v1/load --header 'Authorization: Bearer'" ${KEY}" --header """
     assert list(ours) == [load] and ours[load].startswith(command)
     assert json.loads(shlex.split(ours[load])[-1])["model_name"] == "M"
+    cleared = replace(running, variables={"ctx_size": 4096, "vllm_args": None})
+    (without,) = to_paste(scenario(servers={"s": cleared}, model="M"), "s").values()
+    assert json.loads(shlex.split(without)[-1])["vllm_args"] == "", "else the server keeps those that it has saved"
     llama = Server(template="llamacpp", variables={"model_path": "/m.gguf", "parallel": 4})
     pasted = to_paste(scenario(servers={"s": llama}, model="M"), "s")
     own = shlex.split(pasted["command of llama.cpp"])
