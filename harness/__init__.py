@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.api import LoadedRun, compare, load_run, plan, summarize
     from harness.base.errors import HarnessError, RunError
-    from harness.base.summary import Comparison, Summary
+    from harness.numbers.comparison import Comparison
+    from harness.numbers.summary import Summary
     from harness.questions.plan.decide import Forecast
 
 __version__ = "0.1.0"  # as the top entry of CHANGELOG.md; without .dev0 once that is released

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from harness.base.errors import HarnessError
 from harness.base.errors import RunError as RunError  # a public name
-from harness.base.summary import TOLERANCE, Comparison, Summary
+from harness.numbers.comparison import TOLERANCE, Comparison
 from harness.numbers.summarize import has_only_summary, read_summary, with_checks
+from harness.numbers.summary import Summary
 from harness.questions.capacity import what_if
 from harness.questions.capacity.record import read_capacity
 from harness.questions.compare.sides import compare_runs, make_reference

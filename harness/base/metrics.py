@@ -11,7 +11,8 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.base.summary import PERCENTILES, Distribution, Numbers, Reason, because
+from harness.base.measured import PERCENTILES, Distribution, Numbers
+from harness.base.reason import Reason, because
 
 STATISTICS = (*PERCENTILES, "mean")  # of a latency in checks and verdicts
 

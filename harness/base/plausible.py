@@ -2,7 +2,7 @@
 
 import math
 
-from harness.base.summary import PERCENTILES, Distribution
+from harness.base.measured import PERCENTILES, Distribution
 from harness.base.units import count
 
 MAX_USER_TOK_S = 20_000.0  # of one user: a token in 50 µs, several times what any GPU decodes

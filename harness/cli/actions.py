@@ -16,7 +16,7 @@ from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
 if TYPE_CHECKING:
-    from harness.base.summary import Reference
+    from harness.numbers.summary import Reference
     from harness.run.experiment import Experiment, Target
     from harness.scenario import Scenario
 

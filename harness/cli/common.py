@@ -157,7 +157,8 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
 
 
 if TYPE_CHECKING:
-    from harness.base.summary import CheckResult, Comparison, SameAnswers, Summary
+    from harness.numbers.comparison import CheckResult, Comparison, SameAnswers
+    from harness.numbers.summary import Summary
     from harness.questions.capacity.record import CapacityReport
     from harness.report.elements import Element
     from harness.run.experiment import Target
@@ -503,7 +504,7 @@ def _runs_of(name: str, runs: Path) -> list[Path]:
 
 def read_tolerance(given: str | None) -> float | None:
     """A percentage, such as 5 or 5%, as a share. Raises HarnessError below the margin of verdicts."""
-    from harness.base.summary import MARGIN
+    from harness.numbers.comparison import MARGIN
 
     if given is None:
         return None

@@ -103,7 +103,7 @@ def _list_runs(runs: Path) -> list[dict[str, Any]]:
 
 def _runs_page(listed: list[dict[str, Any]], runs: Path) -> "list[Element]":
     """A table of the runs, or how to make one."""
-    from harness.base.summary import sentence
+    from harness.base.reason import sentence
     from harness.report.elements import Paragraph, plain_grid
 
     if not listed:

@@ -19,10 +19,23 @@ from msgspec import Struct, structs
 
 from harness.base.files import open_file
 from harness.base.redact import masked, printable
-from harness.base.summary import FailedRequests
 from harness.engines import engines
 from harness.failures import table
 from harness.failures.table import RANKS, Pattern, Phase, Severity, is_server_name
+
+
+class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Measured requests of a row that failed for the same cause, explained if the table of failures has it."""
+
+    server: str
+    load: str
+    kind: str  # of the error
+    count: int
+    message: str  # of the first of them
+    id: str | None = None  # of the entry in the table
+    cause: str | None = None
+    fix: str | None = None
+
 
 BLOCK_BYTES = 1 << 18
 MAX_LINE_CHARS = 20_000  # the rest of a longer line is ignored

@@ -16,9 +16,10 @@ from msgspec import Meta, Struct
 
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import DOCS, UNDECODABLE, read_bytes
+from harness.base.measured import NEEDED, PERCENTILES, Distribution, Numbers
 from harness.base.plausible import why_no_latency
+from harness.base.reason import Reason, because
 from harness.base.redact import printable
-from harness.base.summary import NEEDED, PERCENTILES, Distribution, Numbers, Reason, because
 from harness.base.units import count
 from harness.imports.documents import decode, read_documents, to_utf8
 from harness.records.records import Request

@@ -5,8 +5,9 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
+from harness.base.measured import NO_SAMPLE, Distribution, Numbers
 from harness.base.plausible import why_no_speed, why_not_within
-from harness.base.summary import NO_SAMPLE, Distribution, Numbers, Reason
+from harness.base.reason import Reason
 from harness.imports import (
     FILE_TIME,
     ONE_USER,

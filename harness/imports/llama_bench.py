@@ -14,9 +14,10 @@ from typing import Any
 from msgspec import Struct
 
 from harness.base.errors import HarnessError
+from harness.base.measured import Distribution, Numbers
 from harness.base.plausible import why_no_speed
+from harness.base.reason import because
 from harness.base.redact import printable
-from harness.base.summary import Distribution, Numbers, because
 from harness.base.units import significant
 from harness.imports import FILE_TIME, ONE_USER, Count, Format, Imported, ImportedPart, Source, unix_time
 

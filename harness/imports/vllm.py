@@ -13,8 +13,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
+from harness.base.measured import NO_SAMPLE, Distribution, Numbers
 from harness.base.plausible import why_no_duration, why_no_latency, why_no_speed, why_not_within
-from harness.base.summary import NO_SAMPLE, Distribution, Numbers, because
+from harness.base.reason import because
 from harness.imports import (
     FILE_TIME,
     Count,

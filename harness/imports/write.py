@@ -14,7 +14,7 @@ from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.files import DOCS, UNDECODABLE, pretty_json
 from harness.base.redact import printable
-from harness.base.summary import DEFINITIONS
+from harness.base.versions import DEFINITIONS
 from harness.imports import Format, Imported, ImportedPart, Source, lemonade_bench, llama_bench, read_source, vllm
 from harness.numbers.summarize import summarize, write_summary
 from harness.records.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowOrigin, Run, ServedBy, Status, write_run

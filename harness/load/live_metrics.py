@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from harness.base.files import UNDECODABLE
+from harness.base.measured import NEEDED, PERCENTILES
 from harness.base.metrics import LIVE
-from harness.base.summary import NEEDED, PERCENTILES
 from harness.numbers import formulas
 from harness.numbers.formulas import MET, OPEN
 from harness.records.columns import Floats, rows_of

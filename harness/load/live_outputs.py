@@ -19,8 +19,8 @@ from prometheus_client.registry import Collector
 
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_output, read_text
+from harness.base.measured import PERCENTILES
 from harness.base.metrics import LIVE
-from harness.base.summary import PERCENTILES
 from harness.base.units import percent
 from harness.load import live_metrics
 from harness.load.live_metrics import ALL, CENSORED, TOKEN_TYPES, Accumulator, LiveNumbers, Numbers

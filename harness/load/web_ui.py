@@ -21,8 +21,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from harness.base.errors import HarnessError, sentence
+from harness.base.measured import NEEDED
 from harness.base.metrics import LIVE
-from harness.base.summary import NEEDED
 from harness.load import live_outputs
 from harness.load.live_metrics import (
     ALL,

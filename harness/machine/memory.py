@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from harness.base.errors import HarnessError
-from harness.base.summary import Reason, because, sentence
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import GIB, gib
 from harness.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
 from harness.machine.gpus import Gpu, list_gpus, read_meminfo, read_number, select_serving_gpus

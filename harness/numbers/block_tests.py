@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.base.summary import ALPHA
+from harness.numbers.comparison import ALPHA
 from harness.numbers.stats import t_quantile
 
 Floats = NDArray[np.float64]

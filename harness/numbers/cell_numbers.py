@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.summary import Answers, Bundle, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
+from harness.base.measured import Answers, Bundle, Distribution, Numbers, PromptLengths, SloAttainment, median_of_known
 from harness.numbers import formulas, share_test
 from harness.numbers.formulas import MET, OPEN
 from harness.numbers.known_answers import answers_by_question, answers_doubt, changed_share, cut_share

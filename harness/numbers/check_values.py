@@ -5,24 +5,14 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from harness.base.measured import NEEDED, PERCENTILES, Distribution, LogSpread, Numbers
 from harness.base.metrics import METRICS, WORK, Metric
-from harness.base.summary import (
-    NEEDED,
-    PERCENTILES,
-    Comparison,
-    Distribution,
-    LogSpread,
-    Numbers,
-    Reason,
-    Row,
-    Verdict,
-    because,
-    known_bounds,
-    sentence,
-)
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, figures, percent, ratio_text
 from harness.numbers import share_test
+from harness.numbers.comparison import Comparison, Verdict, known_bounds
 from harness.numbers.stats import Estimate
+from harness.numbers.summary import Row
 from harness.scenario.check_syntax import ANSWER_SHARES, SLO_METRICS, Check, slos_key
 
 REQUESTS_UNKNOWN = because("requests_unknown", "it is unknown whether enough requests are within the bound")

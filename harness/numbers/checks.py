@@ -14,23 +14,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
+from harness.base.measured import NEEDED, PERCENTILES, LogSpread
 from harness.base.metrics import METRICS, WORK
-from harness.base.summary import (
-    LARGE,
-    NEEDED,
-    PERCENTILES,
-    CellSummary,
-    CheckResult,
-    Comparison,
-    LogSpread,
-    Reason,
-    Reference,
-    Row,
-    Verdict,
-    because,
-    known_bounds,
-    sentence,
-)
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, figures
 from harness.numbers import share_test, stats
 from harness.numbers.check_values import (
@@ -45,9 +31,11 @@ from harness.numbers.check_values import (
     value_text,
     verdict_by_row,
 )
+from harness.numbers.comparable import definition_conflict
+from harness.numbers.comparison import LARGE, CheckResult, Comparison, Verdict, known_bounds
 from harness.numbers.share_test import Draws, LatencySample
+from harness.numbers.summary import CellSummary, Reference, Row
 from harness.numbers.verdicts import invalid_row_reason, is_paced, row_rooms, work_metric
-from harness.records.manifest import definition_conflict
 from harness.scenario import Load, Scenario, is_open_loop, max_concurrency
 from harness.scenario.check_syntax import (
     OPERATORS,

@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 
 from harness.base.command_line import command_line
-from harness.base.summary import Difference, Reason, because
+from harness.base.reason import Reason, because
 from harness.engines.flags import group_words, without_options
-from harness.records.manifest import CellRun, Run, ServedBy, UnlikeError
+from harness.numbers.comparison import Difference
+from harness.numbers.summary import Row
+from harness.records.manifest import DEFINITIONS, CellRun, Run, ServedBy, UnlikeError
 
 # Keys that differ as a consequence of another one: two images also have two versions.
 IMPLIED_DIFFERENCES = {
@@ -427,3 +429,15 @@ def _fold_servers(differing: Mapping[str, list[str]], servers: Sequence[str]) ->
         else:
             folded[key] = values
     return folded
+
+
+def definition_conflict(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
+    """Why two rows have no ratio by these fields: one is defined differently. None: all definitions are equal."""
+    for field in fields:
+        meaning, other_meaning = (side.definitions.get(field, DEFINITIONS[field]) for side in (row, other))
+        if meaning != other_meaning:
+            text = f"the definitions of '{field}' differ, so no ratio is given. {row.name}: {meaning}. "
+            text += f"{other.name}: {other_meaning}"
+            values = {"row": row.name, "meaning": meaning, "other": other.name, "other_meaning": other_meaning}
+            return because("definitions_differ", text, field=field, **values)
+    return None

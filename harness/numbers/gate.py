@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from harness.base.errors import ExitCode
-from harness.base.summary import LARGE, MARGIN, MAX_REPEATS, Gate, Summary, Verdict
+from harness.numbers.comparison import LARGE, MARGIN, MAX_REPEATS, Gate, Verdict
+from harness.numbers.summary import Summary
 
 ENOUGH_RUNS = 5  # a side, which the advice asks for: equal sides pass in 99 % at a noise of 3 %
 

@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from harness.base.summary import ANSWER_MARGIN, POWER, Reason, SameAnswers, because
+from harness.base.reason import Reason, because
 from harness.base.units import percent
+from harness.numbers.comparison import ANSWER_MARGIN, POWER, SameAnswers
 from harness.records.columns import Floats, Rows
 
 _Z = 1.959964  # of 95 % intervals

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.summary import NEEDED, NO_SAMPLE, PERCENTILES, Distribution, median_of_known
+from harness.base.measured import NEEDED, NO_SAMPLE, PERCENTILES, Distribution, median_of_known
 from harness.numbers import formulas, share_test
 from harness.numbers.share_test import LatencySample
 from harness.records.columns import Floats, Gaps, Rows, join_gaps

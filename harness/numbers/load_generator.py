@@ -8,13 +8,16 @@ from typing import Literal
 import numpy as np
 from msgspec.structs import replace
 
+from harness.base.measured import Numbers
 from harness.base.metrics import LATENCIES, METRICS, number_names
-from harness.base.summary import LARGE, CellSummary, ClientLimit, Numbers, Reason, because
+from harness.base.reason import Reason, because
 from harness.base.units import percent
 from harness.numbers.cell_numbers import carried_per_answer
+from harness.numbers.comparison import LARGE
 from harness.numbers.formulas import FROM_SCHEDULE
 from harness.numbers.latencies import PERMILLES, latency_sample
 from harness.numbers.stats import Array, percentile
+from harness.numbers.summary import CellSummary, ClientLimit
 from harness.records.columns import Bools, Rows
 from harness.records.records import MAX_CPU, SLACK_S, ProcessMark
 from harness.records.run_data import CellData

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
-from harness.base.summary import Reason, because
+from harness.base.reason import Reason, because
 from harness.numbers import formulas
 from harness.numbers.load_generator import killed_processes
 from harness.records.columns import Floats

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.base.summary import ALPHA
+from harness.numbers.comparison import ALPHA
 
 MIN_KNEE_LEVELS = 3  # that show a knee: of two it is only known which one is better
 KNEE_SHARE = 0.9  # the knee is the smallest level with this share of the peak; less than it beyond the peak hurts

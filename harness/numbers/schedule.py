@@ -11,13 +11,23 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
-from harness.base.summary import ScheduleKept, WarmupResult, median_of_known
+from harness.base.measured import ScheduleKept, median_of_known
 from harness.records.columns import Floats, Rows
 from harness.records.records import ProcessMark
 from harness.records.run_data import CellData
 from harness.scenario import Arrivals, Load, requests_per_task
 from harness.scenario.plan import arrival_times
+
+
+class WarmupResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The warm-up of a cell."""
+
+    requests: int
+    seconds: float | None = None  # from its first request to the start of the measurement
+    steady: bool | None = None  # whether it found the server steady; None: it did not check that
+
 
 _BUNDLED_USERS = ("batch", "chat", "agent", "rag")  # it is known how many of their requests start with an arrival
 

@@ -21,8 +21,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.base.summary import ALPHA, POWER, LogSpread
+from harness.base.measured import LogSpread
 from harness.numbers.block_tests import DesignEffect, effect_of_dependence, values_in_block
+from harness.numbers.comparison import ALPHA, POWER
 from harness.records.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
 
 SLO_ALPHA = 0.1  # of intervals and decisions of shares: 5 % on each side

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.base.summary import ALPHA, MARGIN, MAX_REPEATS, POWER
+from harness.numbers.comparison import ALPHA, MARGIN, MAX_REPEATS, POWER
 
 Array = NDArray[np.float64]
 

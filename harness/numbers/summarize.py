@@ -16,26 +16,12 @@ from msgspec.structs import asdict, replace
 from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
+from harness.base.measured import NO_SAMPLE, Numbers, median_of_known
 from harness.base.metrics import METRICS, NUMBER_WORDS, WORK
 from harness.base.plausible import MAX_USER_TOK_S
-from harness.base.summary import (
-    DEFINITIONS,
-    FORMAT_VERSION,
-    NO_SAMPLE,
-    REDEFINED,
-    BadFields,
-    CellSummary,
-    FailedRequests,
-    Numbers,
-    Reason,
-    Reference,
-    Row,
-    ServerLoad,
-    Summary,
-    because,
-    median_of_known,
-)
-from harness.failures.diagnosis import group_failures
+from harness.base.reason import Reason, because
+from harness.base.versions import DEFINITIONS, FORMAT_VERSION, REDEFINED
+from harness.failures.diagnosis import FailedRequests, group_failures
 from harness.numbers import checks, comparable, formulas, validity, warnings
 from harness.numbers.block_tests import rate_error
 from harness.numbers.cell_numbers import RATES, SloSets, compute_numbers, pool_numbers
@@ -44,6 +30,7 @@ from harness.numbers.load_generator import client_errors, client_limits, limited
 from harness.numbers.other_clients import find_other_clients
 from harness.numbers.prefill import prefill_tok_s
 from harness.numbers.schedule import load_kind, schedule_kept, summarize_warmup
+from harness.numbers.summary import BadFields, CellSummary, Reference, Row, Summary
 from harness.numbers.time_split import common_limit, limited_by, mean_split, time_split, timed_others
 from harness.numbers.turns import turn_numbers
 from harness.numbers.verdicts import compare_rows, drift_notes, is_paced
@@ -51,7 +38,7 @@ from harness.records import run_data
 from harness.records.columns import Rows
 from harness.records.manifest import Run, origin_notes, read_numbers, read_run, without_unknown_numbers
 from harness.records.run_data import CellData, RunData, effective_load, first_arrival_s
-from harness.records.samples import MetricsSample, machine_load, median_load, server_load
+from harness.records.samples import MetricsSample, ServerLoad, machine_load, median_load, server_load
 from harness.scenario import asks_known, prompts_of, request_tokens
 from harness.scenario.check_syntax import slo_sets
 from harness.scenario.plan import Cell, baseline_of

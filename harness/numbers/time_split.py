@@ -7,9 +7,28 @@ that they took. The difference was spent around the engine: in the API process, 
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from harness.base.summary import LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
+from msgspec import Struct
+
+from harness.base.measured import Numbers
+from harness.base.reason import Reason, because
 from harness.base.units import count
+from harness.records.samples import ServerLoad
+
+LimitedBy = Literal["client", "kv_cache", "queue", "api", "prefill", "decode"]
+
+
+class TimeSplit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the time of a request went, in seconds on average. None: the server does not report it."""
+
+    connect_s: float | None = None  # by the client; before `e2e_s` starts
+    api_s: float | None = None  # e2e_s - queue_s - prefill_s - decode_s: the API process, the network, the client
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    e2e_s: float  # by the client
+
 
 MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; outside, they are not the same
 MAX_SUM = 1.1  # of E2E: times of the server beyond it are of other requests, such as a warm-up's long prompts

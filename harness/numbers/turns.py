@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from harness.base.summary import TurnNumbers
 from harness.numbers import formulas
+from harness.numbers.summary import TurnNumbers
 from harness.records.columns import Floats
 from harness.records.run_data import CellData
 

@@ -9,8 +9,9 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from harness.base.measured import Numbers
 from harness.base.plausible import MAX_USER_TOK_S
-from harness.base.summary import MachineLoad, Numbers, Reason, ServerLoad, WarmupResult, because
+from harness.base.reason import Reason, because
 from harness.base.units import GIB, count, gib, percent
 from harness.numbers import formulas
 from harness.numbers.cell_numbers import generated_tokens, prompt_lengths
@@ -18,12 +19,12 @@ from harness.numbers.formulas import MIN_PROMPT_SHARE
 from harness.numbers.hang import Hang, find_hang
 from harness.numbers.latencies import latency_sample
 from harness.numbers.load_generator import killed_processes, process_name, users_remedy
-from harness.numbers.schedule import counts_arrivals
+from harness.numbers.schedule import WarmupResult, counts_arrivals
 from harness.records.columns import Rows, Words
 from harness.records.manifest import CellRun, Run
 from harness.records.records import CLOSING_S, OBSERVED, SLACK_S, ProcessMark
 from harness.records.run_data import CellData
-from harness.records.samples import MetricsSample
+from harness.records.samples import MachineLoad, MetricsSample, ServerLoad
 from harness.scenario import Load, RequestTokens, model_at
 from harness.scenario.workers import Workers
 

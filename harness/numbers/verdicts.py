@@ -10,30 +10,16 @@ import msgspec
 from msgspec import Struct
 
 from harness.base.errors import HarnessError
+from harness.base.measured import NEEDED, TAIL_PERCENTILES, Distribution, Numbers
 from harness.base.metrics import METRICS, WORK
-from harness.base.summary import (
-    ALPHA,
-    MARGIN,
-    NEEDED,
-    TAIL_PERCENTILES,
-    Basis,
-    CellSummary,
-    Comparison,
-    Distribution,
-    Inconclusive,
-    Numbers,
-    Reason,
-    Row,
-    Verdict,
-    because,
-    known_bounds,
-    sentence,
-)
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, ratio_text, short_percent
 from harness.numbers import stats
+from harness.numbers.comparable import definition_conflict
+from harness.numbers.comparison import ALPHA, MARGIN, Basis, Comparison, Inconclusive, Verdict, known_bounds
 from harness.numbers.share_test import SLO_ALPHA
 from harness.numbers.stats import Effect
-from harness.records.manifest import definition_conflict
+from harness.numbers.summary import CellSummary, Row
 from harness.scenario import Load, Scenario, asks_known, is_open_loop, prompts_of
 from harness.scenario.check_syntax import parse_check
 from harness.scenario.plan import load_of_part, mix_of

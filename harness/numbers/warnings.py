@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from harness.base.summary import CellSummary, ClientLimit, MachineLoad, Reason, Row, because, sentence
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, date_time, duration, figures, milliseconds, percent
 from harness.numbers import formulas
 from harness.numbers.load_generator import Limited, read_clock_answers
 from harness.numbers.prefill import blank_starts, is_first_token_blank
+from harness.numbers.summary import CellSummary, ClientLimit, Row
 from harness.numbers.validity import (
     MAX_RESENT,
     Evidence,
@@ -26,7 +27,7 @@ from harness.numbers.validity import (
 )
 from harness.records.manifest import Run, ServedBy
 from harness.records.records import AT_MOST, KNOWN_FINISHES, MAX_CPU, BadField, ProcessMark
-from harness.records.samples import MAX_GAP_S
+from harness.records.samples import MAX_GAP_S, MachineLoad
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 
 MAX_COALESCED = 0.01

@@ -3,14 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from harness.base import units
-from harness.base.summary import (
-    Reason,
-    Row,
-    Summary,
-    TurnNumbers,
-    because,
-)
+from harness.base.reason import Reason, because
 from harness.base.units import count, milliseconds, percent
+from harness.numbers.summary import Row, Summary, TurnNumbers
 from harness.numbers.turns import recomputed_by_turn
 from harness.report.charts import Chart, Figure
 from harness.report.elements import Grid, plain_grid

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from harness.base.summary import Summary
 from harness.numbers import validity
 from harness.numbers.summarize import Summarized, has_only_summary, read_summary, summarize_with_counts
+from harness.numbers.summary import Summary
 from harness.questions import soak, switching
 from harness.questions.agents import turn_answers
 from harness.questions.crossover.decide import setting_answers

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError, ServerError
 from harness.base.process import is_port_free, pause
-from harness.base.summary import because, sentence
+from harness.base.reason import because, sentence
 from harness.records.directory import disk_is_full
 from harness.records.manifest import ServedBy
 from harness.report.words import SIMULATED

@@ -18,9 +18,9 @@ from harness.base import units
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_file, pretty_json, read_text, replace_file
 from harness.base.metrics import METRICS
-from harness.base.summary import Row, Summary
 from harness.base.units import format_date
 from harness.numbers.summarize import read_summary
+from harness.numbers.summary import Row, Summary
 from harness.numbers.verdicts import is_client_limited, is_paced, metric_values, work_metric
 from harness.questions.compare.decide import refuse_invalid
 from harness.questions.joint import analyse

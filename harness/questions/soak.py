@@ -11,18 +11,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from harness.base import units
-from harness.base.summary import (
-    MARGIN,
-    KernelEvent,
-    Reason,
-    Soak,
-    Summary,
-    Trend,
-    because,
-)
+from harness.base.reason import Reason, because
 from harness.base.units import count, duration, gib, percent, short_percent
 from harness.failures.diagnosis import scan_text
 from harness.numbers.block_tests import fit_trend
+from harness.numbers.comparison import MARGIN
+from harness.numbers.summary import KernelEvent, Soak, Summary, Trend
 from harness.numbers.validity import MIN_HANG_S
 from harness.numbers.warnings import HOST_CPU_FULL
 from harness.records.columns import Bools, Rows

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.base.files import open_file
-from harness.base.summary import ALPHA, CellSummary, Reason, because
+from harness.base.reason import Reason, because
 from harness.base.units import count, figures
 from harness.engines import find_engine
 from harness.numbers import formulas
+from harness.numbers.comparison import ALPHA
 from harness.numbers.stats import t_quantile
+from harness.numbers.summary import CellSummary
 from harness.records.run_data import RunData
 from harness.scenario import model_at
 

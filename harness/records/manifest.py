@@ -1,7 +1,6 @@
 """The manifest of a run, run.json: written first as `running`, after each cell, and last with the verdict."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,8 +10,10 @@ from msgspec.structs import replace
 from harness.base import metrics
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json, read_json, replace_file
+from harness.base.measured import NO_SAMPLE, Distribution, Numbers
+from harness.base.reason import Reason, because, sentence
 from harness.base.redact import masked
-from harness.base.summary import FORMAT_VERSION, NO_SAMPLE, Distribution, Numbers, Reason, Row, because, sentence
+from harness.base.versions import FORMAT_VERSION
 from harness.records.records import Seconds, Whole
 from harness.scenario import Scenario, size_problem
 from harness.scenario.plan import Cell
@@ -361,18 +362,6 @@ class UnlikeError(HarnessError):
     def __init__(self, reason: Reason, *, next_step: str = "", detail: str = "") -> None:
         super().__init__(sentence(reason), next_step=next_step, detail=detail)
         self.reason = reason
-
-
-def definition_conflict(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
-    """Why two rows have no ratio by these fields: one is defined differently. None: all definitions are equal."""
-    for field in fields:
-        meaning, other_meaning = (side.definitions.get(field, DEFINITIONS[field]) for side in (row, other))
-        if meaning != other_meaning:
-            text = f"the definitions of '{field}' differ, so no ratio is given. {row.name}: {meaning}. "
-            text += f"{other.name}: {other_meaning}"
-            values = {"row": row.name, "meaning": meaning, "other": other.name, "other_meaning": other_meaning}
-            return because("definitions_differ", text, field=field, **values)
-    return None
 
 
 def read_numbers(folder: Path, run: Run) -> dict[str, Numbers]:

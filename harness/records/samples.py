@@ -17,13 +17,83 @@ from typing import Any, TypeVar
 
 import msgspec
 import requests
+from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.base.files import read_lines
 from harness.base.https import open_session
-from harness.base.summary import GpuLoad, MachineLoad, ServerLoad, median_of_known
+from harness.base.measured import median_of_known
 from harness.engines import engines
 from harness.records.records import Number, ProcessMark, Seconds, Whole
+
+
+class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The server's own metrics during a cell. None: it has no such metric, or it was not read in time."""
+
+    running_max: float | None = None
+    running_mean: float | None = None
+    waiting_max: float | None = None
+    kv_usage_max: float | None = None  # 0 to 1
+    preemptions: float | None = None
+    generated_tokens: float | None = None  # by the server's counter, warm-up included
+    restarted: bool = False  # a counter decreased, or the process has another start time
+    prefix_hit_ratio: float | None = None
+    drafts: float | None = None  # steps of a request for which speculation proposed tokens; warm-up included
+    drafted_tokens: float | None = None
+    accepted_tokens: float | None = None
+    # Total seconds of all requests that ended in the measured time, and the number of these requests.
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    timed_requests: float | None = None
+
+
+class GpuLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The samples of one GPU in the measured window. None: it does not report the value."""
+
+    used: bool  # whether it worked for the server; totals are over these GPUs
+    busy_mean_percent: float | None = None
+    busy_max_percent: float | None = None
+    memory_busy_mean_percent: float | None = None
+    vram_max_bytes: int | None = None
+    gtt_max_bytes: int | None = None
+    power_mean_w: float | None = None
+    power_max_w: float | None = None
+    package: bool = False  # power is that of an APU's package, its CPU included
+    energy_j: float | None = None  # integral of the power over the window
+    counted_energy_j: float | None = None  # the same by the GPU's own counter
+    temperatures_max_c: dict[str, float] = {}
+    clock_mean_mhz: float | None = None
+    clock_min_mhz: float | None = None
+    heat_s: float | None = None  # for how long heat or an external signal throttled it
+    limited_s: float | None = None  # for how long a limit of power or current did, which is normal at full load
+
+
+class MachineLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The samples of the server's machine in the measured window. Totals are over the GPUs that the server used."""
+
+    samples: int
+    gap_max_s: float  # the longest time without a sample
+    took_max_s: float | None = None  # the longest time to read a sample
+    gpus: dict[str, GpuLoad] = {}  # all of them, by render node
+    busy_mean_percent: float | None = None  # over GPUs and time
+    busy_max_percent: float | None = None  # of any GPU
+    memory_max_bytes: int | None = None  # VRAM and GTT of all together
+    power_mean_w: float | None = None  # of all together
+    power_max_w: float | None = None  # likewise, at one moment
+    package: bool = False
+    energy_j: float | None = None
+    energy_per_token_j: float | None = None  # energy / output tokens generated inside the window
+    counted_energy_j: float | None = None
+    temperature_max_c: float | None = None  # of any sensor
+    heat_s: float | None = None  # of the GPU that was throttled longest
+    limited_s: float | None = None  # likewise
+    host_cpu_mean: float | None = None  # 0 to 1 of all cores
+    host_memory_min_bytes: int | None = None  # available
+    container_cpu_mean_cores: float | None = None
+    container_memory_max_bytes: int | None = None
+    listen_overflows: int | None = None  # connections refused by a full listen queue in the server's container
+
 
 # The values of a metrics sample, under the same names for all servers:
 #

@@ -8,13 +8,9 @@ from typing import Literal
 
 from harness.base import units
 from harness.base.metrics import METRICS
-from harness.base.summary import (
-    Comparison,
-    Gate,
-    Row,
-    Verdict,
-)
 from harness.base.units import count
+from harness.numbers.comparison import Comparison, Gate, Verdict
+from harness.numbers.summary import Row
 from harness.numbers.verdicts import without_concurrency
 from harness.records.manifest import Run
 from harness.report import sentences, words

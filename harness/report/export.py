@@ -17,8 +17,8 @@ from harness.base.errors import HarnessError
 from harness.base.files import open_output, refuse_named_pipe
 from harness.base.metrics import LATENCIES, STATISTICS, VALUES
 from harness.base.redact import csv_field
-from harness.base.summary import Summary
 from harness.numbers import formulas
+from harness.numbers.summary import Summary
 from harness.records.clock import Clock
 from harness.records.columns import rows_of
 from harness.records.directory import no_records_error

@@ -18,7 +18,8 @@ from msgspec import Struct
 from harness.base.errors import HarnessError
 from harness.base.files import open_output
 from harness.base.metrics import METRICS
-from harness.base.summary import CheckResult, Comparison, Difference, Verdict, evidence
+from harness.base.reason import evidence
+from harness.numbers.comparison import CheckResult, Comparison, Difference, Verdict
 from harness.report import sentences, words
 from harness.report.verdict_text import verdict_sentence
 

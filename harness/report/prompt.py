@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from harness.base.summary import Row, Summary
 from harness.base.units import significant
+from harness.numbers.summary import Row, Summary
 from harness.report import html
 from harness.report.elements import Grid, TableColumn
 from harness.report.terminal import print_page

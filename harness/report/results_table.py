@@ -6,20 +6,13 @@ from typing import Any
 from msgspec import Struct
 
 from harness.base import units
+from harness.base.measured import PERCENTILES, TAIL_PERCENTILES, Numbers, median_of_known
 from harness.base.metrics import LATENCIES, METRICS, VALUES, Metric
-from harness.base.summary import (
-    PERCENTILES,
-    TAIL_PERCENTILES,
-    LimitedBy,
-    MachineLoad,
-    Numbers,
-    Row,
-    SameAnswers,
-    Summary,
-    Verdict,
-    median_of_known,
-)
+from harness.numbers.comparison import SameAnswers, Verdict
+from harness.numbers.summary import Row, Summary
+from harness.numbers.time_split import LimitedBy
 from harness.records.manifest import OTHERWISE, QUICK, Run
+from harness.records.samples import MachineLoad
 from harness.report import words
 from harness.report.elements import CellText, Grid, TableColumn, as_cell_text, missing
 from harness.report.verdict_text import format_bounds, shown_bounds, verdict_word

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-from harness.base.summary import (
-    CheckResult,
-    evidence,
-)
+from harness.base.reason import evidence
+from harness.numbers.comparison import CheckResult
 from harness.report import words
 from harness.report.elements import (
     Bullet,

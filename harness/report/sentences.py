@@ -8,19 +8,11 @@ from typing import Any
 
 from harness.base import units
 from harness.base.metrics import METRICS, number_names
-from harness.base.summary import (
-    ENOUGH,
-    Comparison,
-    FailedRequests,
-    Reason,
-    Row,
-    RunFinding,
-    Summary,
-    Verdict,
-    evidence,
-    sentence,
-)
+from harness.base.reason import Reason, evidence, sentence
 from harness.base.units import count
+from harness.failures.diagnosis import FailedRequests
+from harness.numbers.comparison import Comparison, Verdict
+from harness.numbers.summary import ENOUGH, Row, RunFinding, Summary
 from harness.numbers.validity import DEATHS, RESTARTS
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words

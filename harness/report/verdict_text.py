@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable
 
 from harness.base.metrics import METRICS
-from harness.base.summary import MARGIN, MAX_FACTOR, MAX_REPEATS, OPEN, POWER, Gate, Verdict, known_bounds, sentence
+from harness.base.reason import sentence
 from harness.base.units import count, figures, ratio_text, short_percent
+from harness.numbers.comparison import MARGIN, MAX_FACTOR, MAX_REPEATS, OPEN, POWER, Gate, Verdict, known_bounds
 
 
 def verdict_word(verdict: Verdict) -> str:

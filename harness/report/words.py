@@ -8,16 +8,13 @@ from typing import Any
 import msgspec
 
 from harness.base import units
+from harness.base.measured import NEEDED, Distribution
 from harness.base.metrics import METRICS, Metric
-from harness.base.summary import (
-    NEEDED,
-    Distribution,
-    Reason,
-    Row,
-    SameAnswers,
-)
+from harness.base.reason import Reason
 from harness.base.units import milliseconds
+from harness.numbers.comparison import SameAnswers
 from harness.numbers.schedule import load_kind
+from harness.numbers.summary import Row
 from harness.records.manifest import Run
 from harness.report.elements import missing
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency

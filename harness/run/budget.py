@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from harness.base.summary import MAX_REPEATS
 from harness.base.units import duration
+from harness.numbers.comparison import MAX_REPEATS
 from harness.records.manifest import CellRun
 from harness.run.orchestrator import Steps, run_cells
 from harness.run.running import Running

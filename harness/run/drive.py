@@ -18,8 +18,8 @@ from harness.base import process
 from harness.base.errors import RunError
 from harness.base.files import UNDECODABLE, read_text
 from harness.base.process import free_port, pause
+from harness.base.reason import Reason, because
 from harness.base.redact import registered_secrets
-from harness.base.summary import Reason, because
 from harness.failures.diagnosis import FIRST_REQUESTS, find_scenario_mistake
 from harness.load.live_metrics import Accumulator, Numbers, Observed
 from harness.records.directory import disk_is_full, release_space

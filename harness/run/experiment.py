@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, Problem, ScenarioError, suggest_row
 from harness.base.files import DOCS, LOCUSTFILES, read_bytes, read_text
+from harness.base.reason import Reason
 from harness.base.redact import register_secrets
-from harness.base.summary import Reason
 from harness.scenario import (
     SERVER_TOKENIZER,
     USERS,

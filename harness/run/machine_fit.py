@@ -13,7 +13,7 @@ from msgspec import structs
 
 from harness.base.errors import HarnessError, ServerError
 from harness.base.files import DOCS
-from harness.base.summary import Reason, sentence
+from harness.base.reason import Reason, sentence
 from harness.base.units import GIB, count, gib
 from harness.engines import find_template, vllm_accepts
 from harness.engines.flags import get_option, set_option, text_of, words_of

@@ -15,7 +15,7 @@ from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError, ServerError, StartError, reason_of
 from harness.base.files import open_file
 from harness.base.process import refuse_too_few_files
-from harness.base.summary import Reason, because, sentence
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import count
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler

@@ -14,9 +14,9 @@ from harness.base.errors import HarnessError
 from harness.base.files import read_json
 from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
-from harness.base.summary import MAX_REPEATS
 from harness.base.units import count
 from harness.numbers.comparable import ABSENT, flatten, format_values
+from harness.numbers.comparison import MAX_REPEATS
 from harness.numbers.summarize import summarize
 from harness.records.directory import INPUTS, drop_cells, lock_folder, prepare_folder
 from harness.records.manifest import Resumption, Run, read_run, write_run

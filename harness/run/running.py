@@ -23,9 +23,11 @@ from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, StartError
 from harness.base.files import pretty_json, read_bytes, replace_file
 from harness.base.process import owner_labels
-from harness.base.summary import DEFINITIONS, Reason, Reference, Summary, because, sentence
+from harness.base.reason import Reason, because, sentence
+from harness.base.versions import DEFINITIONS
 from harness.machine.gpus import read_machine
 from harness.numbers.summarize import summarize_with_counts, with_checks, write_reference
+from harness.numbers.summary import Reference, Summary
 from harness.records.directory import INPUTS, prepare_folder, release_space
 from harness.records.manifest import CellRun, Run, RunKind, ServedBy, Status, write_run
 from harness.run.experiment import Experiment, input_files, locustfile_sources

@@ -13,8 +13,8 @@ from contextlib import suppress
 from msgspec import Struct
 
 from harness.base.errors import did_you_mean, suggest_row
+from harness.base.measured import PERCENTILES
 from harness.base.metrics import LATENCIES, METRICS, STATISTICS
-from harness.base.summary import PERCENTILES
 from harness.scenario import LOAD_NAME, NAME
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {

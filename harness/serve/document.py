@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from harness.base.command_line import quote
 from harness.base.errors import HarnessError
 from harness.base.files import COMPOSE, own_yaml, read_text
+from harness.base.measured import PERCENTILES
 from harness.base.redact import printable
-from harness.base.summary import PERCENTILES
 from harness.engines import engines
 from harness.scenario import Scenario
 from harness.serve.compose_file import SERVER, Service, make_url, parse_compose, parse_port

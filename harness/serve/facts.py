@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.base.files import open_file
 from harness.base.https import open_session
+from harness.base.reason import Reason, because
 from harness.base.redact import masked
-from harness.base.summary import Reason, because
 from harness.engines import FactSource, Start, engines, find_engine
 from harness.engines.flags import plain_name, without_negation
 from harness.failures.unexpected_response import decode_json

@@ -21,7 +21,7 @@ from harness.base.errors import ServerError, StartError, closest_name
 from harness.base.files import UNDECODABLE
 from harness.base.https import open_session
 from harness.base.process import is_loopback
-from harness.base.summary import Reason, because
+from harness.base.reason import Reason, because
 from harness.base.units import count
 from harness.engines import engines
 from harness.engines.flags import get_option

@@ -25,7 +25,7 @@ from harness.base import process, redact
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.https import MAX_ANSWER_S, open_session
 from harness.base.process import is_loopback, is_port_free, pause, signals_interrupt
-from harness.base.summary import Reason, sentence
+from harness.base.reason import Reason, sentence
 from harness.engines.flags import set_option, without_options
 from harness.failures.diagnosis import ExitState, explain
 from harness.failures.unexpected_response import error_message

@@ -14,7 +14,7 @@ import msgspec
 from harness.base.command_line import command_line
 from harness.base.errors import Problem, StartError
 from harness.base.files import DOCS
-from harness.base.summary import sentence
+from harness.base.reason import sentence
 from harness.base.units import count
 from harness.engines import Context, engines, find_engine, find_template
 from harness.engines.flags import SEPARATOR, flag_names, words_of

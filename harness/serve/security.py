@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from harness.base.errors import Problem, ServerError
+from harness.base.reason import Reason, because
 from harness.base.redact import MIN_SECRET_CHARS, find_secret_form, is_secret, masked
-from harness.base.summary import Reason, because
 from harness.engines import find_template
 from harness.scenario import Consent, Server
 from harness.serve import compose_file

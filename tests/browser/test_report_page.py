@@ -13,7 +13,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from harness.base.summary import FailedRequests, because
+from harness.base.reason import because
+from harness.failures.diagnosis import FailedRequests
 from harness.numbers.summarize import read_summary
 from harness.questions.report.page import render_html as render
 from harness.report.charts.data import read_chart_data

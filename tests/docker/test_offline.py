@@ -11,7 +11,7 @@ import pytest
 
 from harness.base.errors import ExitCode, HarnessError, ServerError
 from harness.base.files import ROOT
-from harness.base.summary import Summary
+from harness.numbers.summary import Summary
 from harness.records.manifest import read_run
 from harness.records.records import read_marks, read_requests
 from harness.run.experiment import prepare

@@ -18,7 +18,7 @@ from docker.models.containers import Container
 from docker.models.networks import Network
 
 from harness.base.process import free_port
-from harness.base.summary import sentences
+from harness.base.reason import sentences
 from harness.records.manifest import read_run
 from harness.records.records import read_marks, read_requests
 from tests.docker.conftest import checked_each_second

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.base.summary import MARGIN
+from harness.numbers.comparison import MARGIN
 from tests.support.command import harness, only_run, write
 
 pytestmark = [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness.base.process import free_port
-from harness.base.summary import sentences
+from harness.base.reason import sentences
 from harness.records.manifest import read_run
 from tests.support.command import Done, harness, only_run, server, write
 from tests.support.faults import fault

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from harness import summarize
 from harness.base.errors import HarnessError
-from harness.base.summary import sentence
+from harness.base.reason import sentence
 from harness.numbers.formulas import waited_in_listen_queue
 from harness.questions.capacity.blocks import FLUSH_S, BlockCutter, ProbeBlock, parse_slos, scenario_slos
 from harness.questions.capacity.decide import find_crossovers, find_drift, level_step, load_at

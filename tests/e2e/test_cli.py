@@ -14,7 +14,7 @@ import yaml
 
 from harness import __version__
 from harness.base.process import free_port
-from harness.base.summary import sentences
+from harness.base.reason import sentences
 from harness.records.manifest import read_run
 from tests.support import prefork
 from tests.support.command import HARNESS, PATIENCE_S, called, going, harness, only_run, until, write

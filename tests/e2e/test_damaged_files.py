@@ -12,8 +12,9 @@ import pytest
 
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT, open_file
+from harness.base.reason import sentences
 from harness.base.redact import csv_field
-from harness.base.summary import FORMAT_VERSION, sentences
+from harness.base.versions import FORMAT_VERSION
 from harness.failures.diagnosis import scan_text
 from harness.failures.table import patterns
 from harness.imports.write import read_file

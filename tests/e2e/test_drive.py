@@ -11,7 +11,7 @@ import pytest
 
 from harness.base.errors import HarnessError, RunError
 from harness.base.files import LOCUSTFILES
-from harness.base.summary import because, sentences
+from harness.base.reason import because, sentences
 from harness.records.records import ErrorKind, ProcessMark, Request
 from harness.run import drive as driving
 from harness.run import experiment as preparing

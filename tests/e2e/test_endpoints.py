@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from harness.base.files import ROOT
-from harness.base.summary import Answers, PromptLengths, Row, Summary, evidence, sentence, sentences
+from harness.base.measured import Answers, PromptLengths
+from harness.base.reason import evidence, sentence, sentences
 from harness.numbers.summarize import read_summary
+from harness.numbers.summary import Row, Summary
 from harness.questions.compare.decide import answer_difference as difference
 from harness.records.records import Request, read_requests
 from harness.scenario import Prompts

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.base.summary import sentence
+from harness.base.reason import sentence
 from harness.failures.diagnosis import FIRST_REQUESTS, scan_text
 from harness.questions.explain import explanation_data, explanation_page
 from harness.records.manifest import read_run

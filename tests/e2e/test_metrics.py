@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.base.summary import ServerLoad
-from harness.records.samples import MetricsSample, Scraper, parse_metrics, read_metrics, server_load
+from harness.records.samples import MetricsSample, Scraper, ServerLoad, parse_metrics, read_metrics, server_load
 from tests.support.command import until
 from tests.support.http_double import Handler, listening
 

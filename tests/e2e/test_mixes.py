@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from harness.base.errors import ScenarioError
-from harness.base.summary import Summary
-from harness.base.summary import sentences as texts
+from harness.base.reason import sentences as texts
 from harness.numbers.summarize import summarize
+from harness.numbers.summary import Summary
 from harness.numbers.verdicts import compare_rows
 from harness.questions.report.headline import run_answer
 from harness.questions.report.page import print_report

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from harness.base.summary import sentences
+from harness.base.reason import sentences
 from harness.load.sequencer import Quota, Sequencer, Shard
 from harness.records.records import Request
 from harness.run import drive as driving

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from harness.base.errors import ExitCode, RunError
-from harness.base.summary import CheckResult, Reference, Summary, because, evidence
+from harness.base.reason import because, evidence
+from harness.numbers.comparison import CheckResult
 from harness.numbers.summarize import (
     read_summary,
     summarize,
@@ -16,6 +17,7 @@ from harness.numbers.summarize import (
     write_reference,
     write_summary,
 )
+from harness.numbers.summary import Reference, Summary
 from harness.questions.compare.sides import compare_runs, make_reference, read_baseline
 from harness.questions.report.store import write_results
 from harness.records.manifest import Run, read_run

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from harness.base.errors import INTERRUPTED
-from harness.base.summary import sentences
+from harness.base.reason import sentences
 from harness.numbers.summarize import read_summary
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_marks, read_requests

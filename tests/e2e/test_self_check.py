@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.base.summary import ClientLimit, sentence
+from harness.base.reason import sentence
 from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.load_generator import Limited, client_limits, limited_fields
+from harness.numbers.summary import ClientLimit
 from harness.records.clock import Clock
 from harness.records.records import ProcessMark, Request, read_marks
 from harness.records.run_data import cell_data

@@ -16,8 +16,8 @@ import requests
 
 from harness.base.errors import ServerError
 from harness.base.files import ROOT
+from harness.base.reason import sentence
 from harness.base.redact import register_secrets
-from harness.base.summary import sentence
 from harness.scenario import Load, Scenario, Server
 from harness.serve.containers import LogFile
 from harness.serve.lifecycle import Endpoint, serve

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness.base.summary import Summary, sentence
+from harness.base.reason import sentence
 from harness.failures.table import rules_by_id
 from harness.machine.gpus import wait_until_free
 from harness.numbers.summarize import summarize
+from harness.numbers.summary import Summary
 from harness.numbers.verdicts import estimate_drift, is_drift
 from harness.records.manifest import CellRun, GpuMemory, Run, read_run
 from harness.run.running import FailedSettings

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.base.summary import MARGIN, because
+from harness.base.reason import because
+from harness.numbers.comparison import MARGIN
 from harness.questions.tune.decide import Trial
 from harness.questions.tune.record import TuneReport, read_tune, write_tune
 from harness.questions.tune.search import TuneSearch

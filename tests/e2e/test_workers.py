@@ -20,7 +20,7 @@ from harness import __version__
 from harness.base.errors import RunError
 from harness.base.files import ROOT
 from harness.base.process import free_port, is_port_free
-from harness.base.summary import sentences
+from harness.base.reason import sentences
 from harness.numbers.summarize import summarize
 from harness.records.manifest import read_run
 from harness.records.records import ProcessMark, read_marks, read_requests

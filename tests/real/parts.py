@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from harness.base.summary import Summary
 from harness.base.units import GIB
 from harness.hardware.model import compute_capacity, make_layout, read_model
 from harness.machine.gpus import choose_cpu_dtype
+from harness.numbers.summary import Summary
 from harness.records.manifest import Run, read_run
 from harness.records.records import Request, read_requests
 from tests.support import prefork

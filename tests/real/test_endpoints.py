@@ -4,7 +4,7 @@ from pathlib import Path
 
 import tokenizers
 
-from harness.base.summary import Row
+from harness.numbers.summary import Row
 from harness.workload import text, words_of_tokenizer
 from tests.real.conftest import CHOICES, WORK, Say, Timed
 from tests.real.parts import Ran, llamacpp, run, write_scenario

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from harness.base.errors import ExitCode
-from harness.base.summary import sentences
+from harness.base.reason import sentences
 from harness.failures.diagnosis import scan_text
 from tests.real.conftest import Say
 from tests.real.parts import (

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from harness.base.summary import Summary
+from harness.numbers.summary import Summary
 from tests.real.conftest import Say
 from tests.real.parts import harness, llamacpp, run, run_folder, vllm, write_scenario
 from tests.real.test_settings import served

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from harness.base.summary import CellSummary
+from harness.numbers.summary import CellSummary
 from harness.records.records import Request, read_marks
 from harness.records.samples import MetricsSample, read_metrics
 from tests.real.conftest import BATCHES, LIMIT_GIB, SEQUENCES, SHARE, TOKENS, Say, Timed

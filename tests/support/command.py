@@ -17,7 +17,7 @@ import yaml
 
 from harness import cli
 from harness.base.process import free_port
-from harness.base.summary import Reason
+from harness.base.reason import Reason
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests
 from tests.support import prefork

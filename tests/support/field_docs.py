@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
-from harness.base import summary
+from harness.base import measured, reason
+from harness.failures import diagnosis
+from harness.numbers import comparison, schedule, summary, time_split
 from harness.records import manifest, records, samples
 
 # Of each file: its types, the first one with a heading of its own.
@@ -23,13 +25,14 @@ FILES: dict[str, tuple[Any, ...]] = {
     "run.json": (
         manifest.Run, manifest.CellRun, manifest.ServedBy, manifest.Startup, manifest.Phase, manifest.Contents,
         manifest.ServerDeath, manifest.GpuMemory, manifest.Machine, manifest.Resumption, manifest.Origin,
-        manifest.RowOrigin, summary.Reason,
+        manifest.RowOrigin, reason.Reason,
     ),
     "summary.json": (
-        summary.Summary, summary.Row, summary.CellSummary, summary.Numbers, summary.Distribution, summary.LogSpread,
-        summary.SloAttainment, summary.ScheduleKept, summary.Answers, summary.PromptLengths, summary.ServerLoad,
-        summary.MachineLoad, summary.TimeSplit, summary.ClientLimit, summary.WarmupResult, summary.BadFields,
-        summary.FailedRequests, summary.CheckResult, summary.Comparison, summary.Verdict, summary.Difference,
+        summary.Summary, summary.Row, summary.CellSummary, measured.Numbers, measured.Distribution, measured.LogSpread,
+        measured.SloAttainment, measured.ScheduleKept, measured.Answers, measured.PromptLengths, samples.ServerLoad,
+        samples.MachineLoad, time_split.TimeSplit, summary.ClientLimit, schedule.WarmupResult, summary.BadFields,
+        diagnosis.FailedRequests, comparison.CheckResult, comparison.Comparison, comparison.Verdict,
+        comparison.Difference,
         summary.RunFinding, summary.Action,
     ),
     "baseline.json": (summary.Reference,),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from harness.base.files import ROOT
-from harness.base.summary import Reason
+from harness.base.reason import Reason
 from harness.questions.tune.decide import (
     Cause,
     Proposal,

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from harness.base.errors import HarnessError
 from harness.base.files import inline_yaml
 from harness.base.process import free_port
-from harness.base.summary import because
+from harness.base.reason import because
 from harness.cli import common
 from harness.cli.actions import _print_next
 from harness.failures.diagnosis import scan_text

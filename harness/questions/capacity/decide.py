@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.base.summary import Reason, because, known_bounds
+from harness.base.reason import Reason, because
 from harness.base.units import short_percent
+from harness.numbers.comparison import known_bounds
 from harness.numbers.stats import ASSUMED_FREEDOM, ASSUMED_SD, welch_effect
 from harness.questions.capacity.blocks import ProbeBlock
 from harness.questions.capacity.level import SLO_PURPOSES, MeasuredProbe, Probe

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from harness.base.command_line import command_line
-from harness.base.summary import Reason, Summary, because, sentence
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
 from harness.numbers.peak_curve import MIN_KNEE_LEVELS
+from harness.numbers.summary import Summary
 from harness.questions.capacity.level import SLO_PURPOSES, UNHELD, MeasuredProbe
 from harness.questions.capacity.record import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from harness.base.files import pretty_json, read_json, replace_file
-from harness.base.summary import Reason
+from harness.base.reason import Reason
 from harness.questions.capacity.level import MeasuredProbe, Unheld
 
 CAPACITY_FILE = "capacity.json"

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.process import pause, refuse_too_few_files
-from harness.base.summary import Reason, because
+from harness.base.reason import Reason, because
 from harness.base.units import count, duration, duration_up, figures, short_percent
 from harness.numbers.answered import (
     MIN_UNSERVED,

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
-from harness.base.summary import Reason, because
+from harness.base.reason import Reason, because
 from harness.base.units import count
 from harness.numbers.summarize import Summarized
 from harness.questions.capacity.blocks import RAMP_BLOCK_ANSWERS, BlockCutter, parse_slos

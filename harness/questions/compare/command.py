@@ -12,7 +12,7 @@ from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
 if TYPE_CHECKING:
-    from harness.base.summary import Comparison
+    from harness.numbers.comparison import Comparison
 
 AgainstOpt = Annotated[
     list[Path] | None, cli.option("RUN", "Runs of the other side; may be repeated. RUN... are then one side.")
@@ -57,7 +57,7 @@ def compare(
     the answers are worse, or a check failed; 5 when it cannot tell, as with one run a side: measure each side with
     `harness run --times 2`. A provisional "slower" fails with --provisional, or when its whole interval is beyond 25 %.
     """
-    from harness.base.summary import TOLERANCE
+    from harness.numbers.comparison import TOLERANCE
     from harness.numbers.summarize import has_only_summary
     from harness.questions.compare.sides import compare_runs, group_by_machine
     from harness.records.manifest import read_run

@@ -9,24 +9,16 @@ import msgspec
 
 from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError
-from harness.base.summary import (
-    DEFINITIONS,
-    Answers,
-    CheckResult,
-    Comparison,
-    Reason,
-    Reference,
-    Row,
-    Summary,
-    Verdict,
-    because,
-    sentences,
-)
+from harness.base.measured import Answers
+from harness.base.reason import Reason, because, sentences
 from harness.base.units import percent
+from harness.base.versions import DEFINITIONS
 from harness.numbers import comparable
 from harness.numbers.checks import compared_metrics, evaluate
 from harness.numbers.comparable import collect_facts, find_differences, refuse_unlike
+from harness.numbers.comparison import CheckResult, Comparison, Verdict
 from harness.numbers.gate import with_gate
+from harness.numbers.summary import Reference, Row, Summary
 from harness.numbers.verdicts import (
     ComparedSides,
     Measured,

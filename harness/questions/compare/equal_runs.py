@@ -9,14 +9,15 @@ from msgspec import Struct
 
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
-from harness.base.summary import Reason, Summary, because
+from harness.base.reason import Reason, because
 from harness.base.units import count, percent
 from harness.numbers import stats
-from harness.numbers.comparable import collect_facts, differing_keys, is_address
+from harness.numbers.comparable import collect_facts, definition_conflict, differing_keys, is_address
 from harness.numbers.summarize import summary_of
+from harness.numbers.summary import Summary
 from harness.numbers.verdicts import ComparedSides, Measured, metric_values, to_speeds
 from harness.records.directory import list_runs
-from harness.records.manifest import Run, definition_conflict
+from harness.records.manifest import Run
 
 MAX_EQUAL_RUNS = 20  # of each side, the newest
 CHANGED = 1.5  # a ratio of sides that is no variation between equal runs: 7 standard deviations of the assumption

@@ -3,12 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from harness.base.summary import (
-    Comparison,
-    Difference,
-    sentence,
-)
+from harness.base.reason import sentence
 from harness.base.units import count
+from harness.numbers.comparison import Comparison, Difference
 from harness.questions.same_answers.page import answers_case, answers_sentence, same_answers_page
 from harness.report import sentences, words
 from harness.report.charts.compared import format_side, row_name, side_charts, side_titles

@@ -6,9 +6,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
-from harness.base.summary import DEFINITIONS, TOLERANCE, Comparison, Reference, Summary
+from harness.base.versions import DEFINITIONS
 from harness.numbers.checks import compared_metrics
+from harness.numbers.comparison import TOLERANCE, Comparison
 from harness.numbers.summarize import summary_of
+from harness.numbers.summary import Reference, Summary
 from harness.questions.compare.decide import (
     RunGroup,
     check_ratios,

@@ -3,9 +3,9 @@
 import statistics
 from collections.abc import Sequence
 
-from harness.base.summary import CellSummary, Summary
 from harness.base.units import significant
 from harness.hardware.bounds import decode_bound, run_gpu, run_model
+from harness.numbers.summary import CellSummary, Summary
 from harness.questions.crossover.decide import AXES, DECODE, FIRST, RATE, Speed, SweepQuestion, varied_numbers
 from harness.records.manifest import Run
 from harness.report.charts import NAME, Chart, Figure, axis, colour, escape_markup, scatter, symbol, whiskers

@@ -7,10 +7,13 @@ from functools import partial
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from harness.base.summary import MARGIN, CellSummary, Numbers, Reason, Row, Summary, because, known_bounds
+from harness.base.measured import Numbers
+from harness.base.reason import Reason, because
 from harness.base.units import count, factor, figures, short_percent
 from harness.engines import engines, find_engine
+from harness.numbers.comparison import MARGIN, known_bounds
 from harness.numbers.stats import geometric_ratio, welch_effect
+from harness.numbers.summary import CellSummary, Row, Summary
 from harness.numbers.verdicts import is_client_limited
 from harness.questions.capacity.decide import find_crossing
 from harness.records.manifest import Run

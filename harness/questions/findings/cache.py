@@ -1,8 +1,8 @@
 """Findings about the KV cache and the context."""
 
-from harness.base.summary import ENOUGH, Action
 from harness.base.units import count, short_percent
 from harness.engines import default_reserve, safe_utilization
+from harness.numbers.summary import ENOUGH, Action
 from harness.numbers.time_split import KV_FULL, KV_SHARE, kv_cache_share
 from harness.numbers.turns import recomputed_by_turn, turn_numbers
 from harness.questions.findings.queue import faster_with_fewer, slot_context, slower_action

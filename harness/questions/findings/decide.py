@@ -4,10 +4,11 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from harness.base.summary import Reason, Row, RunFinding, Summary, because
+from harness.base.reason import Reason, because
 from harness.base.units import figures
 from harness.hardware.bounds import Share, Word, prefill_bound, share
 from harness.numbers.summarize import Summarized, summarize_data
+from harness.numbers.summary import Row, RunFinding, Summary
 from harness.numbers.validity import DEATHS, RESTARTS
 from harness.questions.findings import bad_answers, cache, limits, queue, setup, speed, stream
 from harness.questions.findings.rules import AdviceRule, RowFacts

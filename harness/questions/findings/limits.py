@@ -1,8 +1,8 @@
 """The finding about a limit that the server's own metrics show, and whose reason no other finding has."""
 
-from harness.base.summary import ENOUGH, LimitedBy
 from harness.base.units import count, short_percent
-from harness.numbers.time_split import kv_cache_share
+from harness.numbers.summary import ENOUGH
+from harness.numbers.time_split import LimitedBy, kv_cache_share
 from harness.questions.findings import cache, queue, setup
 from harness.questions.findings.rules import AdviceRule, Found, RowFacts, rule
 

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from harness.base.summary import ENOUGH, Action, Reason
+from harness.base.reason import Reason
 from harness.base.units import GIB, count, figures, gib, milliseconds, short_percent
 from harness.numbers.cell_numbers import generated_tokens
+from harness.numbers.summary import ENOUGH, Action
 from harness.numbers.time_split import SHARE
 from harness.questions.findings.rules import Found, RowFacts, gain, rule, shorter
 from harness.records.columns import Floats, Gaps, join_gaps

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
 from harness.base.files import SCENARIOS, inline_yaml, open_file, read_json
+from harness.base.reason import Reason, because
 from harness.base.redact import HIDDEN
-from harness.base.summary import Action, CellSummary, Reason, Row, RunFinding, ServerLoad, Summary, because
 from harness.base.units import milliseconds
 from harness.engines import Engine, engines, find_engine
 from harness.engines.settings import (
@@ -26,12 +26,13 @@ from harness.engines.settings import (
     running_setting,
     with_linked,
 )
+from harness.numbers.summary import Action, CellSummary, Row, RunFinding, Summary
 from harness.questions.capacity.record import CAPACITY_FILE
 from harness.records.columns import Floats, Rows
 from harness.records.directory import INPUTS
 from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
-from harness.records.samples import MetricsSample
+from harness.records.samples import MetricsSample, ServerLoad
 from harness.scenario import Load, max_concurrency
 
 MAX_LOG_BYTES = 1_000_000

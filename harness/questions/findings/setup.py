@@ -6,9 +6,9 @@ import numpy as np
 
 from harness.base.command_line import command_line, positional
 from harness.base.metrics import METRICS
-from harness.base.summary import ENOUGH
 from harness.base.units import count, figures, milliseconds, short_percent
 from harness.hardware.bounds import decode_bound, run_gpu, run_model, ttft_floor
+from harness.numbers.summary import ENOUGH
 from harness.questions.findings.rules import Found, RowFacts, gain, rule, shorter
 from harness.scenario.check_syntax import parse_check
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.summary import Action
 from harness.base.units import GIB, figures, milliseconds, short_percent
 from harness.hardware.bounds import (
     TYPICAL_PREFILL,
@@ -17,6 +16,7 @@ from harness.hardware.bounds import (
     used_cards,
 )
 from harness.numbers.formulas import MAX_BLANK_GAPS, hides_reasoning, latency_s
+from harness.numbers.summary import Action
 from harness.questions.findings.rules import Found, RowFacts, rule
 from harness.records.columns import Floats
 from harness.records.manifest import CellRun

@@ -1,8 +1,9 @@
 """Findings about how the text reaches the client, which change what its times mean."""
 
-from harness.base.summary import Action, Bundle
+from harness.base.measured import Bundle
 from harness.base.units import count, figures
 from harness.engines import engines
+from harness.numbers.summary import Action
 from harness.questions.findings.rules import Found, RowFacts, rule
 
 _PROXIES = {  # by a word of the headers `server` and `via`: what switches its buffering off, and where

@@ -10,10 +10,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.base.metrics import METRICS
-from harness.base.summary import TOLERANCE, Difference, Gate, Row, Summary, known_bounds
 from harness.numbers import stats
-from harness.numbers.comparable import SHOWN_ONLY, collect_facts, find_differences
+from harness.numbers.comparable import SHOWN_ONLY, collect_facts, definition_conflict, find_differences
+from harness.numbers.comparison import TOLERANCE, Difference, Gate, known_bounds
 from harness.numbers.gate import decide_gate
+from harness.numbers.summary import Row, Summary
 from harness.numbers.verdicts import (
     Measured,
     comparison_metrics,
@@ -21,7 +22,7 @@ from harness.numbers.verdicts import (
     metric_values,
     to_speeds,
 )
-from harness.records.manifest import Run, definition_conflict
+from harness.records.manifest import Run
 
 # Why a run is left out of a history or series: the first reason that applies.
 LeftOut = Literal[

@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from harness.base.errors import HarnessError
-from harness.base.summary import TOLERANCE
+from harness.numbers.comparison import TOLERANCE
 from harness.numbers.summarize import has_only_summary, summary_of
 from harness.questions.compare.decide import refuse_invalid
 from harness.questions.history.decide import History, LeftOut, Summarized, decide_history, exclusion

@@ -4,12 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from harness.base import units
 from harness.base.metrics import METRICS
-from harness.base.summary import (
-    MARGIN,
-    Gate,
-    known_bounds,
-)
 from harness.base.units import format_date
+from harness.numbers.comparison import MARGIN, Gate, known_bounds
 from harness.numbers.stats import MIN_HISTORY
 from harness.questions.compare.page import differences
 from harness.questions.history.decide import ChangePoint, History, LeftOut, Moved, Series

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
-from harness.base.summary import CellSummary, Reason, Row, because, sentence
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import figures, percent
 from harness.numbers import stats
 from harness.numbers.block_tests import fit_trend, work_between
 from harness.numbers.schedule import load_kind
 from harness.numbers.stats import Array
 from harness.numbers.summarize import summarize_data
+from harness.numbers.summary import CellSummary, Row
 from harness.numbers.validity import DEATHS
 from harness.records.columns import Rows
 from harness.records.records import CUT

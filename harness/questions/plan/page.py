@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from harness.base.summary import sentence
+from harness.base.reason import sentence
 from harness.base.units import NOTHING, count, factor
 from harness.questions.plan.decide import Forecast, Prediction, RowForecast
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn

@@ -7,12 +7,14 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.base.summary import RunFinding, Summary, median_of_known, sentence
+from harness.base.measured import median_of_known
+from harness.base.reason import sentence
 from harness.numbers import formulas
 from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.latencies import latency_sample, token_shares_between
 from harness.numbers.prefill import prefill_tok_s
 from harness.numbers.share_test import percentiles
+from harness.numbers.summary import RunFinding, Summary
 from harness.records.columns import Floats, Rows
 from harness.records.records import CUT, OBSERVED
 from harness.records.run_data import CellData, RunData

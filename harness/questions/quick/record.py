@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.base.summary import Summary
+from harness.numbers.summary import Summary
 from harness.questions.quick.decide import QuickLevel, quick_levels
 from harness.records import run_data
 from harness.records.manifest import QUICK

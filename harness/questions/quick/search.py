@@ -14,7 +14,7 @@ import requests
 from harness.base.command_line import command_line, option_words, positional
 from harness.base.errors import HarnessError, ServerError
 from harness.base.https import open_session
-from harness.base.summary import sentence
+from harness.base.reason import sentence
 from harness.failures.unexpected_response import decode_json
 from harness.hardware.model import find_model, read_model
 from harness.numbers.summarize import summarize_with_counts

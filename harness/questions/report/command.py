@@ -8,8 +8,8 @@ from harness.cli import common as cli
 from harness.questions.tune.command import exit_after_tune
 
 if TYPE_CHECKING:
-    from harness.base.summary import Summary
     from harness.numbers.summarize import Summarized
+    from harness.numbers.summary import Summary
     from harness.questions.capacity.record import CapacityReport
     from harness.questions.tune.record import TuneReport
     from harness.records.manifest import Run

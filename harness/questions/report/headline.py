@@ -10,17 +10,12 @@ from collections.abc import Mapping, Sequence
 from harness.base import units
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
-from harness.base.summary import (
-    CheckResult,
-    Row,
-    Summary,
-    Verdict,
-    evidence,
-    sentence,
-)
+from harness.base.reason import evidence, sentence
 from harness.base.units import count
 from harness.numbers.checks import evaluate
 from harness.numbers.comparable import engine_versions
+from harness.numbers.comparison import CheckResult, Verdict
+from harness.numbers.summary import Row, Summary
 from harness.questions.capacity.decide import LevelPoint, crossing_level, levels_answer
 from harness.questions.same_answers.page import answers_sentence, row_sentence
 from harness.questions.soak import soak_answer

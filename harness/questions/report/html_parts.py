@@ -9,9 +9,11 @@ import yaml
 from msgspec.structs import replace
 
 from harness.base import units
+from harness.base.measured import Distribution
 from harness.base.metrics import LIVE
-from harness.base.summary import Distribution, Row, Summary, sentences
+from harness.base.reason import sentences
 from harness.numbers.comparable import server_differences
+from harness.numbers.summary import Row, Summary
 from harness.questions.agents import turn_charts
 from harness.questions.capacity.chart import attainment_chart
 from harness.questions.capacity.record import CapacityReport

@@ -2,7 +2,8 @@
 
 from msgspec.structs import replace
 
-from harness.base.summary import Summary, sentence
+from harness.base.reason import sentence
+from harness.numbers.summary import Summary
 from harness.questions.same_answers.page import answers_case
 from harness.records.manifest import Run
 from harness.report import sentences, words

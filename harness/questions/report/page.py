@@ -11,12 +11,9 @@ from rich.text import Text
 
 from harness.base import units
 from harness.base.command_line import command_line
-from harness.base.summary import (
-    Reason,
-    Summary,
-    sentence,
-)
+from harness.base.reason import Reason, sentence
 from harness.numbers.summarize import Summarized
+from harness.numbers.summary import Summary
 from harness.questions.agents import turn_tables
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.capacity.record import CapacityReport, read_capacity

@@ -5,7 +5,7 @@ The sample is the question. Each side is asked twice or more: what its own answe
 
 from collections.abc import Iterator, Sequence
 
-from harness.base.summary import SameAnswers
+from harness.numbers.comparison import SameAnswers
 from harness.numbers.known_answers import KnownAnswer, answers_by_question, compare_answers
 from harness.records.columns import Rows
 from harness.records.run_data import RunData

@@ -3,13 +3,9 @@
 from collections.abc import Sequence
 
 from harness.base import units
-from harness.base.summary import (
-    ANSWER_MARGIN,
-    Row,
-    SameAnswers,
-    Summary,
-    sentence,
-)
+from harness.base.reason import sentence
+from harness.numbers.comparison import ANSWER_MARGIN, SameAnswers
+from harness.numbers.summary import Row, Summary
 from harness.report.charts import Chart, Figure, colour, escape_markup
 from harness.report.elements import Bullet, Bullets, Element, Paragraph, plain_grid
 from harness.report.junit import Case, Outcome

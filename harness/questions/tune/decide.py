@@ -17,11 +17,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from harness.base.summary import MARGIN, Reason, RunFinding, Verdict, because
+from harness.base.reason import Reason, because
 from harness.base.units import count, duration, short_percent
 from harness.engines import Engine, Tuning
 from harness.engines.settings import CONTEXT, MEMORY, SEQUENCES, find_spelling, read_setting
+from harness.numbers.comparison import MARGIN, Verdict
 from harness.numbers.stats import sample_size_to_settle
+from harness.numbers.summary import RunFinding
 from harness.numbers.verdicts import ComparedSides, decide_verdicts
 
 Floats = NDArray[np.float64]

@@ -9,8 +9,9 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.base.command_line import command_line
-from harness.base.summary import MARGIN, SameAnswers, known_bounds, sentence
+from harness.base.reason import sentence
 from harness.base.units import NOTHING, count, duration, factor, figures, short_percent
+from harness.numbers.comparison import MARGIN, SameAnswers, known_bounds
 from harness.questions.same_answers.page import answers_sentence, points_text
 from harness.questions.tune.decide import Trial
 from harness.questions.tune.record import Goal, TuneReport, resume_command

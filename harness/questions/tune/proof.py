@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict, replace
 
-from harness.base.summary import CellSummary, Reason, SameAnswers, Summary, because, sentence
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, duration, percent
+from harness.numbers.comparison import SameAnswers
 from harness.numbers.summarize import summarize_with_counts
+from harness.numbers.summary import CellSummary, Summary
 from harness.numbers.verdicts import row_rooms
 from harness.questions.capacity.blocks import parse_slos
 from harness.questions.capacity.decide import LevelPoint, crossing_level

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from harness.base.command_line import command_line
 from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.process import owner_is_gone
-from harness.base.summary import Reason, SameAnswers, Verdict
+from harness.base.reason import Reason
+from harness.numbers.comparison import SameAnswers, Verdict
 from harness.questions.tune.decide import Trial
 from harness.records.changed_server import ChangedServer, read_changed
 

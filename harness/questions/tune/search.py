@@ -16,10 +16,11 @@ from msgspec.structs import replace
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.https import open_session
 from harness.base.process import owner_is_gone, owner_labels
-from harness.base.summary import MARGIN, Reason, because, sentence
+from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, duration
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import reports_power
+from harness.numbers.comparison import MARGIN
 from harness.numbers.summarize import Summarized, summarize_with_counts
 from harness.questions.capacity.blocks import parse_slos, scenario_slos
 from harness.questions.capacity.decide import load_at

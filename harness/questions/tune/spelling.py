@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
 from harness.base.files import DOCS, open_file
-from harness.base.summary import Reason
+from harness.base.reason import Reason
 from harness.engines import (
     Context,
     Engine,

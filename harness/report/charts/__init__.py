@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from harness.base.summary import Row, Summary
+from harness.numbers.summary import Row, Summary
 from harness.report.elements import Chart as Chart
 from harness.report.elements import Key
 

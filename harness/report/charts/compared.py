@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from harness.base import units
 from harness.base.metrics import METRICS, Metric
-from harness.base.summary import Comparison, Verdict
+from harness.numbers.comparison import Comparison, Verdict
 from harness.report import words
 from harness.report.charts import Chart, Figure, colour, escape_markup, whiskers
 

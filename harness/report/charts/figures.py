@@ -7,9 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness.base import units
+from harness.base.measured import NEEDED
 from harness.base.metrics import METRICS, Metric
-from harness.base.summary import NEEDED, Row, Summary
 from harness.numbers.peak_curve import KNEE_SHARE, MIN_KNEE_LEVELS
+from harness.numbers.summary import Row, Summary
 from harness.numbers.verdicts import metric_values, without_concurrency
 from harness.records.manifest import QUICK, Run
 from harness.report import words

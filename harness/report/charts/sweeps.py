@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from harness.base import units
-from harness.base.summary import Row, Summary
+from harness.numbers.summary import Row, Summary
 from harness.records.manifest import Run
 from harness.report import words
 from harness.report.charts import NAME, Chart, Figure, axis, colour, escape_markup, scatter, symbol, whiskers

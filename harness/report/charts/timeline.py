@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from harness.base import units
-from harness.base.summary import CellSummary
 from harness.engines import engines
+from harness.numbers.summary import CellSummary
 from harness.numbers.validity import BROKEN
 from harness.records.manifest import CellRun, Run, ServedBy
 from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter

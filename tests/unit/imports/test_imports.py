@@ -11,10 +11,12 @@ import pytest
 
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT
-from harness.base.summary import Numbers, Summary, evidence
+from harness.base.measured import Numbers
+from harness.base.reason import evidence
 from harness.imports import Source, lemonade_bench, llama_bench, vllm
 from harness.imports.write import FORMATS, import_file, read_file
 from harness.numbers.summarize import summarize
+from harness.numbers.summary import Summary
 from harness.questions.compare.sides import compare_runs
 from harness.questions.report import junit_cases
 from harness.questions.report.headline import run_answer

@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.base.summary import WarmupResult
 from harness.load.load_process import quota_of
 from harness.load.sequencer import Quota, Sequencer, Shard, Work
-from harness.numbers.schedule import summarize_warmup
+from harness.numbers.schedule import WarmupResult, summarize_warmup
 from harness.numbers.summarize import read_summary
 from harness.records.records import ProcessMark
 from harness.records.run_data import cell_data

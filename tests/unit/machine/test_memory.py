@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.base.errors import HarnessError
-from harness.base.summary import sentence
+from harness.base.reason import sentence
 from harness.base.units import GIB
 from harness.machine.memory import Pool, compute_pool_share, compute_share, format_share, list_pools
 from tests.support.machines import gpu, radeon, strix_halo_carve_out, strix_halo_gtt, ttm, write

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from scipy.special import ndtri
 
-from harness.base.summary import CheckResult, Comparison, Distribution, Numbers, Row, SloAttainment, Verdict
+from harness.base.measured import Distribution, Numbers, SloAttainment
 from harness.numbers.checks import evaluate
+from harness.numbers.comparison import CheckResult, Comparison, Verdict
 from harness.numbers.latencies import distribution
 from harness.numbers.share_test import (
     DRAWS,
@@ -29,6 +30,7 @@ from harness.numbers.share_test import (
     share_interval,
 )
 from harness.numbers.stats import Estimate, growth_to_decide
+from harness.numbers.summary import Row
 from harness.records.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
 from tests.support.nightly import NIGHTLY, draws, room, scatter
 

@@ -11,24 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.base.files import SCENARIOS
+from harness.base.measured import Distribution, LogSpread, Numbers, SloAttainment
 from harness.base.metrics import LATENCIES
-from harness.base.summary import (
-    CheckResult,
-    Comparison,
-    Distribution,
-    LogSpread,
-    Numbers,
-    Reference,
-    Row,
-    SloAttainment,
-    Verdict,
-    because,
-    evidence,
-)
+from harness.base.reason import because, evidence
 from harness.numbers import share_test
 from harness.numbers.checks import evaluate, undecidable_checks
+from harness.numbers.comparison import CheckResult, Comparison, Verdict
 from harness.numbers.latencies import distribution
 from harness.numbers.share_test import LatencySample, observed
+from harness.numbers.summary import Reference, Row
 from harness.records.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import (

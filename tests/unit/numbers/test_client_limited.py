@@ -9,17 +9,20 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.base.summary import CellSummary, Distribution, Numbers, ServerLoad, evidence
+from harness.base.measured import Distribution, Numbers
+from harness.base.reason import evidence
 from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.checks import is_changed_by
 from harness.numbers.load_generator import client_errors, client_limits, send_delay_s
 from harness.numbers.summarize import summarize, write_summary
+from harness.numbers.summary import CellSummary
 from harness.questions.compare.sides import compare_runs
 from harness.questions.report import junit_cases
 from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import RunKind, read_run, write_run
 from harness.records.records import Request, read_marks
 from harness.records.run_data import cell_data
+from harness.records.samples import ServerLoad
 from harness.report import export, markdown
 from harness.scenario import Arrivals, Load
 from harness.scenario.plan import Cell

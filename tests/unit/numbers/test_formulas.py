@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.base.measured import Distribution, Numbers
 from harness.base.metrics import DEFINITIONS, LATENCIES, VALUES
-from harness.base.summary import Distribution, Numbers
 from harness.numbers import formulas
 from harness.numbers.latencies import token_shares_between
 from harness.records.clock import Clock

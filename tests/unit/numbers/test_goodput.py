@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.base.summary import evidence
+from harness.base.reason import evidence
 from harness.numbers.cell_numbers import compute_numbers, slo_attainment
 from harness.numbers.summarize import summarize
 from harness.records.records import Request

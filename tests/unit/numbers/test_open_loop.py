@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.base.summary import ScheduleKept
+from harness.base.measured import ScheduleKept
 from harness.numbers import formulas
 from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.latencies import latency_sample

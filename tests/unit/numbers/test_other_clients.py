@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.base.summary import Reason
+from harness.base.reason import Reason
 from harness.numbers.formulas import foreign_tokens, max_generated
 from harness.numbers.other_clients import find_other_clients
 from harness.numbers.summarize import summarize

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from harness.base.files import ROOT
-from harness.base.summary import ALPHA
 from harness.numbers import stats, verdicts
+from harness.numbers.comparison import ALPHA
 from harness.numbers.verdicts import ComparedSides
 
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")

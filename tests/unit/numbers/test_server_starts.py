@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.base.summary import sentences
+from harness.base.reason import sentences
 from harness.numbers import comparable
 from harness.numbers.comparable import run_differences
 from harness.numbers.summarize import summarize, write_summary

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from scipy.special import ndtri
 
-from harness.base.summary import POWER, LogSpread
+from harness.base.measured import LogSpread
 from harness.numbers.block_tests import MIN_EFFECT_BLOCKS
+from harness.numbers.comparison import POWER
 from harness.numbers.share_test import (
     FAR_REQUESTS,
     MIN_REQUESTS,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import bdtr, stdtrit
 
-from harness.base.summary import NEEDED
+from harness.base.measured import NEEDED
 from harness.numbers import stats
 from harness.numbers.share_test import observed, percentiles
 

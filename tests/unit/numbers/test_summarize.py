@@ -11,20 +11,12 @@ import pytest
 
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json
-from harness.base.summary import (
-    NO_SAMPLE,
-    Distribution,
-    Numbers,
-    Reason,
-    Summary,
-    because,
-    evidence,
-    sentence,
-    sentences,
-)
+from harness.base.measured import NO_SAMPLE, Distribution, Numbers
+from harness.base.reason import Reason, because, evidence, sentence, sentences
 from harness.numbers.latencies import distribution
 from harness.numbers.share_test import observed
 from harness.numbers.summarize import summarize, write_summary
+from harness.numbers.summary import Summary
 from harness.records.manifest import write_run
 from harness.records.records import Request, read_requests
 from harness.records.samples import MetricsSample

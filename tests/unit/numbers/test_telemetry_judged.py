@@ -2,8 +2,15 @@
 
 import pytest
 
-from harness.base.summary import MachineLoad
-from harness.records.samples import GpuSample, TelemetrySample, held_back_s, integral, machine_load, median_load
+from harness.records.samples import (
+    GpuSample,
+    MachineLoad,
+    TelemetrySample,
+    held_back_s,
+    integral,
+    machine_load,
+    median_load,
+)
 from tests.support.made_runs import telemetry_of
 
 

@@ -3,11 +3,13 @@
 import msgspec
 import pytest
 
-from harness.base.summary import CellSummary, Distribution, MachineLoad, Numbers, ServerLoad, TimeSplit, sentence
-from harness.numbers.time_split import limited_by, time_split, timed_others
+from harness.base.measured import Distribution, Numbers
+from harness.base.reason import sentence
+from harness.numbers.summary import CellSummary
+from harness.numbers.time_split import TimeSplit, limited_by, time_split, timed_others
 from harness.numbers.warnings import host_cpu_notes
 from harness.records.records import ProcessMark
-from harness.records.samples import MetricsSample, parse_metrics, server_load
+from harness.records.samples import MachineLoad, MetricsSample, ServerLoad, parse_metrics, server_load
 
 VLLM = """
 vllm:request_queue_time_seconds_bucket{le="0.3"} 1

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.base.summary import Summary, Verdict, known_bounds
+from harness.numbers.comparison import Verdict, known_bounds
 from harness.numbers.stats import Effect, welch_effect
 from harness.numbers.summarize import summarize
+from harness.numbers.summary import Summary
 from harness.questions.report.page import run_page
 from harness.questions.tune.decide import decide
 from harness.report.markdown import render

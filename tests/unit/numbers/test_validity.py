@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from harness.base.summary import GpuLoad, MachineLoad, Reason, ScheduleKept, ServerLoad, because, sentences
+from harness.base.measured import ScheduleKept
+from harness.base.reason import Reason, because, sentences
 from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.load_generator import client_limits
 from harness.numbers.validity import Evidence, check_cell, missing_cells, run_reasons
@@ -17,7 +18,7 @@ from harness.records.clock import Clock
 from harness.records.manifest import CellRun, GpuMemory
 from harness.records.records import BadField, ProcessMark, Request
 from harness.records.run_data import cell_data
-from harness.records.samples import MetricsSample
+from harness.records.samples import GpuLoad, MachineLoad, MetricsSample, ServerLoad
 from harness.scenario import Arrivals, Load
 from tests.support.made_runs import WALL_S, both_marks, request, scenario, served_by, write_made_run
 

@@ -12,10 +12,11 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from harness.base.summary import TOLERANCE, Row, Verdict
 from harness.numbers import stats, verdicts
 from harness.numbers.cell_numbers import compute_numbers
+from harness.numbers.comparison import TOLERANCE, Verdict
 from harness.numbers.gate import gate_code, with_gate
+from harness.numbers.summary import Row
 from harness.numbers.verdicts import Measured, pair_by_metric
 from harness.questions.compare.equal_runs import Value, variation_within
 from harness.scenario import Load

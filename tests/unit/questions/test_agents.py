@@ -1,6 +1,7 @@
 """What each turn of an agent costs."""
 
-from harness.base.summary import Numbers, Row, TurnNumbers
+from harness.base.measured import Numbers
+from harness.numbers.summary import Row, TurnNumbers
 from harness.numbers.turns import turn_numbers
 from harness.questions.agents import turn_answers
 from harness.records.run_data import cell_data

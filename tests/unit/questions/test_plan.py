@@ -17,7 +17,7 @@ from rich.console import Console
 from harness import plan
 from harness.base.errors import RunError
 from harness.base.files import ROOT
-from harness.base.summary import because
+from harness.base.reason import because
 from harness.numbers.stats import mean_log
 from harness.numbers.summarize import summarize
 from harness.questions.plan.decide import (

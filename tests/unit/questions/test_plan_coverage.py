@@ -5,9 +5,11 @@ import random
 import statistics
 from typing import Any, NamedTuple
 
-from harness.base.summary import CellSummary, Numbers, Row, ServerLoad
+from harness.base.measured import Numbers
+from harness.numbers.summary import CellSummary, Row
 from harness.questions.plan.decide import RowForecast, forecast_row
 from harness.records.run_data import CellData
+from harness.records.samples import ServerLoad
 from harness.scenario import Load, max_concurrency
 from tests.support.batching_server import (
     BatchingServer,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from harness.base.errors import ExitCode, HarnessError, RunError
 from harness.base.files import RESULTS
-from harness.base.summary import because
+from harness.base.reason import because
 from harness.numbers.summarize import read_summary, summarize, write_summary
 from harness.questions import results as boards
 from harness.questions.results import Figure, add_result, collect_board, read_figures

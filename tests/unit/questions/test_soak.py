@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.base.summary import Soak
 from harness.machine.telemetry import MAX_KERNEL_LINES, KernelLog
+from harness.numbers.summary import Soak
 from harness.questions.joint import analyse
 from harness.questions.report.headline import run_answer
 from harness.questions.report.page import run_page

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.base.summary import Summary
+from harness.numbers.summary import Summary
 from harness.questions.crossover.chart import crossover_charts
 from harness.questions.joint import analyse
 from harness.questions.report.headline import run_answer

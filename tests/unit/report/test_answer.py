@@ -9,9 +9,12 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.base.summary import Comparison, Difference, Distribution, Row, Summary, Verdict, because
+from harness.base.measured import Distribution
+from harness.base.reason import because
 from harness.numbers.checks import evaluate
+from harness.numbers.comparison import Comparison, Difference, Verdict
 from harness.numbers.gate import with_gate
+from harness.numbers.summary import Row, Summary
 from harness.questions.compare.page import comparison_answer
 from harness.questions.report.headline import run_answer
 from harness.questions.report.page import print_report, run_page

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.base.summary import Reason, Summary, because
+from harness.base.reason import Reason, because
+from harness.numbers.summary import Summary
 from harness.questions.findings.decide import with_findings
 from harness.questions.joint import analyse
 from harness.questions.report.headline import run_answer

@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
-from harness.base.summary import TimeSplit
 from harness.numbers import formulas
 from harness.numbers.summarize import summarize
+from harness.numbers.time_split import TimeSplit
 from harness.questions.results import add_result
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests

@@ -10,8 +10,10 @@ from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
 from msgspec.structs import replace
 
 from harness.base.errors import ServerError
-from harness.base.summary import Comparison, Gate, Summary, Verdict, because
+from harness.base.reason import because
+from harness.numbers.comparison import Comparison, Gate, Verdict
 from harness.numbers.summarize import summarize
+from harness.numbers.summary import Summary
 from harness.questions.compare.page import comparison_xml
 from harness.questions.report import junit_cases
 from harness.records.manifest import read_run

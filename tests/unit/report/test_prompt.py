@@ -5,7 +5,8 @@ from html.parser import HTMLParser
 import pytest
 
 from harness import Summary
-from harness.base.summary import Distribution, Numbers, Row
+from harness.base.measured import Distribution, Numbers
+from harness.numbers.summary import Row
 from harness.report.prompt import SHOWN_ROWS, notebook_html
 
 

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from harness.base.summary import CheckResult, ScheduleKept
+from harness.base.measured import ScheduleKept
+from harness.numbers.comparison import CheckResult
 from harness.numbers.summarize import read_summary
 from harness.questions.report.page import render_html as render
 from harness.records.clock import Clock

@@ -14,7 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from harness.base.files import ROOT
-from harness.base.summary import NO_SAMPLE, because
+from harness.base.measured import NO_SAMPLE
+from harness.base.reason import because
 from harness.numbers.share_test import observed
 from harness.numbers.summarize import read_summary
 from harness.questions.report.html_parts import fold_long, tiles

@@ -10,27 +10,18 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.base.summary import (
-    NO_SAMPLE,
-    CellSummary,
-    CheckResult,
-    Comparison,
-    Distribution,
-    FailedRequests,
-    Numbers,
-    Reason,
-    Row,
-    ServerLoad,
-    Summary,
-    TimeSplit,
-    Verdict,
-    because,
-)
+from harness.base.measured import NO_SAMPLE, Distribution, Numbers
+from harness.base.reason import Reason, because
+from harness.failures.diagnosis import FailedRequests
+from harness.numbers.comparison import CheckResult, Comparison, Verdict
 from harness.numbers.summarize import summarize
+from harness.numbers.summary import CellSummary, Row, Summary
+from harness.numbers.time_split import TimeSplit
 from harness.questions.capacity.page import capacity_page
 from harness.questions.capacity.record import CapacityReport
 from harness.questions.report.page import print_report, run_page
 from harness.records.manifest import CellRun, Machine, Run, ServedBy
+from harness.records.samples import ServerLoad
 from harness.report import markdown, sentences, terminal
 from harness.report.elements import (
     LIMITED,

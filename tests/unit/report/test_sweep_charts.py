@@ -5,8 +5,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from harness.base.summary import Summary, because
+from harness.base.reason import because
 from harness.numbers.summarize import summarize, write_summary
+from harness.numbers.summary import Summary
 from harness.records.manifest import Run
 from harness.report.charts import figures
 from harness.report.charts.sweeps import pareto_front, sweep_charts

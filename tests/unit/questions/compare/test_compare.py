@@ -12,23 +12,17 @@ import numpy as np
 import pytest
 
 from harness.base.errors import ExitCode, HarnessError, RunError
-from harness.base.summary import (
-    CellSummary,
-    Comparison,
-    Difference,
-    Distribution,
-    Numbers,
-    Row,
-    ServerLoad,
-    Verdict,
-)
+from harness.base.measured import Distribution, Numbers
 from harness.numbers.cell_numbers import compute_numbers
 from harness.numbers.comparable import collect_facts, find_differences, refuse_unlike
+from harness.numbers.comparison import Comparison, Difference, Verdict
+from harness.numbers.summary import CellSummary, Row
 from harness.numbers.verdicts import ComparedSides, compare_rows, decide_verdicts, work_metric
 from harness.questions.compare.page import comparison_answer
 from harness.questions.compare.sides import compare_runs
 from harness.records.manifest import Machine, Origin, ServedBy, UnlikeError, write_run
 from harness.records.records import read_requests
+from harness.records.samples import ServerLoad
 from harness.report.verdict_text import verdict_sentence
 from harness.scenario import Arrivals, Load, Scenario, Server
 from harness.scenario import Pair as Wanted

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
-from harness.base.summary import Verdict
 from harness.base.units import read_count
+from harness.numbers.comparison import Verdict
 from harness.numbers.gate import with_gate
 from harness.questions.history.decide import Point, Series
 from harness.questions.history.page import outcome_sentence

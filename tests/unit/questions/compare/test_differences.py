@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.base.errors import HarnessError
-from harness.base.summary import Difference
 from harness.numbers.comparable import format_values, run_differences
+from harness.numbers.comparison import Difference
 from harness.questions.compare.page import comparison_page
 from harness.questions.compare.sides import compare_runs, group_by_machine
 from harness.questions.results import add_result

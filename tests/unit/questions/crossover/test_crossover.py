@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from harness.base.summary import Summary
 from harness.engines import find_engine
+from harness.numbers.summary import Summary
 from harness.questions.capacity.decide import find_crossing
 from harness.questions.compare.page import comparison_answer
 from harness.questions.compare.sides import compare_runs

@@ -21,12 +21,12 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from harness.base.files import pretty_json
-from harness.base.summary import Row, RunFinding, Summary
 from harness.base.units import GIB
 from harness.hardware.bounds import share
 from harness.machine.gpus import read_gpu_memory, read_machine
 from harness.machine.telemetry import Meter, find_files, read_files
 from harness.numbers.summarize import Summarized, summarize, summarize_with_counts
+from harness.numbers.summary import Row, RunFinding, Summary
 from harness.questions.findings.decide import RULES, _row_facts, with_findings
 from harness.questions.findings.rules import RowFacts
 from harness.questions.report.page import print_report, run_html, run_page

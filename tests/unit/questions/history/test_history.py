@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.base.errors import ExitCode, HarnessError, RunError
-from harness.base.summary import TOLERANCE
+from harness.numbers.comparison import TOLERANCE
 from harness.numbers.gate import gate_code
 from harness.numbers.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
 from harness.numbers.summarize import read_summary, summarize, write_summary

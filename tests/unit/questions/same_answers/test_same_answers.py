@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 from typer import Exit
 
-from harness.base.summary import Comparison, SameAnswers
 from harness.cli.common import exit_after_answers
+from harness.numbers.comparison import Comparison, SameAnswers
 from harness.numbers.known_answers import (
     KnownAnswer,
     answers_doubt,

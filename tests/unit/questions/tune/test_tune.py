@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.base.summary import Action, Reason, RunFinding, because
+from harness.base.reason import Reason, because
 from harness.engines import engines
 from harness.failures.table import rules
+from harness.numbers.summary import Action, RunFinding
 from harness.questions.tune.decide import (
     MAX_FAILED,
     PATIENCE,

@@ -14,22 +14,11 @@ from rich.console import Console
 from typer import Exit
 
 from harness.base.errors import HarnessError, StartError
-from harness.base.summary import (
-    CellSummary,
-    Distribution,
-    MachineLoad,
-    Numbers,
-    Reason,
-    Row,
-    RunFinding,
-    SameAnswers,
-    ServerLoad,
-    SloAttainment,
-    Summary,
-    Verdict,
-    because,
-)
+from harness.base.measured import Distribution, Numbers, SloAttainment
+from harness.base.reason import Reason, because
 from harness.failures.table import rules
+from harness.numbers.comparison import SameAnswers, Verdict
+from harness.numbers.summary import CellSummary, Row, RunFinding, Summary
 from harness.questions.report.page import shown_summary
 from harness.questions.tune.command import exit_after_tune
 from harness.questions.tune.decide import Trial, TuneAnswer, decide
@@ -56,6 +45,7 @@ from harness.questions.tune.search import (
 )
 from harness.questions.tune.spelling import failure_of, to_paste
 from harness.records.manifest import read_run, write_run
+from harness.records.samples import MachineLoad, ServerLoad
 from harness.report import html, markdown, terminal
 from harness.report.elements import Chart, Grid, Paragraph
 from harness.run.experiment import Experiment, Target
