@@ -15,7 +15,7 @@ from harness.numbers.stats import Estimate
 from harness.numbers.summary import Row
 from harness.scenario.check_syntax import ANSWER_SHARES, SLO_METRICS, Check, slos_key
 
-REQUESTS_UNKNOWN = because("requests_unknown", "it is unknown whether enough requests are within the bound")
+REQUESTS_UNKNOWN = because("requests_unknown", "whether enough requests are within the bound is not known")
 
 
 class CheckValue(Struct, frozen=True, kw_only=True):
@@ -244,12 +244,12 @@ def value_text(
     shown = above if value is None else value
     if shown is not None:
         text = ("above " if value is None else "") + format_check_value(shown, unit)
-        text += " (client-limited)" if limited else ""
+        text += " (the load generator was too slow)" if limited else ""
         if against is not None:
             base = against["value"]
             multiple = bool(base) and value is not None
-            factor = f", {ratio_text(shown / base)} times as much" if multiple else ""
-            text += f" against {format_check_value(base, unit)} of {against['name']}{factor}"
+            factor = f"{ratio_text(shown / base)} times the" if multiple else "against"
+            text += f", {factor} {format_check_value(base, unit)} of {against['name']}"
         parts.append(text)
     if interval is not None and multiple and against is not None and shown is not None:
         base = against["value"]
@@ -257,12 +257,15 @@ def value_text(
         parts.append(_format_interval(ratios, ratio_text, confidence) + (" times" if ratios != (None, None) else ""))
     elif interval is not None:
         parts.append(_format_interval(interval, lambda bound: format_check_value(bound, unit), confidence))
-    known = [f"{censored:,} cut before it ended"] if censored else []
-    known += [f"{at_most:,} with an upper bound only"] if at_most else []
-    known += [f"{unknown:,} unknown"] if unknown else []
-    known += [f"{failed:,} failed (within no bound)"] if failed else []
+    limits = {
+        "cut before it ended": censored, "with an upper bound only": at_most, "not known": unknown,
+        "failed, which misses every bound": failed,
+    }  # fmt: skip
+    known = [(number, text) for text, number in limits.items() if number]
     if known:
-        parts.append(f"{' and '.join(known)} of {count(requests, 'request')}")
+        (number, what), *others = known
+        more = "".join(f" and {other:,} {whatever}" for other, whatever in others)
+        parts.append(f"{number:,} of {count(requests, 'request')} {what}{more}")
     parts = [text for text in (", ".join(parts), "" if decision is None else sentence(decision)) if text]
     return f"{row}: {'; '.join(parts)}"
 

@@ -460,7 +460,7 @@ def _requests_to_decide(check: Check, value: CheckValue, bound: float) -> tuple[
     if share is None or value.interval is None:
         return None, REQUESTS_UNKNOWN
     requests = value.requests
-    dependent = "" if value.effect < _SHOWN_EFFECT else f"; {figures(value.effect)} dependent requests count as one"
+    kind = "requests" if value.effect < _SHOWN_EFFECT else "independent requests"
     if check.relative:
         if value.known is None or value.unknown >= (1 - share) * requests > 0:
             return None, REQUESTS_UNKNOWN
@@ -478,11 +478,11 @@ def _requests_to_decide(check: Check, value: CheckValue, bound: float) -> tuple[
         more = None if needed is None else max(1, needed - requests)
     if more is None:
         text = f"too close to the bound: more than {share_test.MAX_REQUESTS:,} requests would be needed to decide"
-        return None, because("too_close", text + dependent)
-    text = f"needs about {count(more, 'more request')} to decide"
+        return None, because("too_close", text, effect=value.effect)
+    text = f"too few {kind}: send about {more:,} more"
     if check.relative:
-        text += f"; of the baseline {figures(1 + more / requests)} times as many as now"
-    return more, because("more_requests", text + dependent, more=more)
+        text += f", and of the baseline {figures(1 + more / requests)} times as many as now"
+    return more, because("more_requests", text, more=more, effect=value.effect)
 
 
 def _shares_at(check: Check, value: CheckValue, bound: float, share: float) -> tuple[float, float]:

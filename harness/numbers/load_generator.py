@@ -90,8 +90,8 @@ def _limit(
     return ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=fields)
 
 
-def _of_numbers(limit: ClientLimit) -> str:
-    return f" ({number_names(limit.numbers)})" if limit.numbers else ""
+def _too_slow(limit: ClientLimit) -> str:
+    return "the load generator was too slow" + (f" for {number_names(limit.numbers)}" if limit.numbers else "")
 
 
 def _cpu_limits(
@@ -109,7 +109,7 @@ def _cpu_limits(
         if share > MAX_CPU:
             limit, remedy = _limit("cpu", share, MAX_CPU, numbers, affected), _remedy(load, [mark])
             name = process_name(mark.process, marks, workers)
-            text = f"client-limited{_of_numbers(limit)}: load process {name} used {percent(share, 0)} of a core, "
+            text = f"{_too_slow(limit)}: load process {name} used {percent(share, 0)} of a core, "
             text += f"more than {percent(MAX_CPU, 0)}; {remedy.text}"
             values = {"numbers": limit.numbers, "process": name, "share": share, "max_share": MAX_CPU, "remedy": remedy}
             yield limit, because("client_cpu", text, **values)
@@ -121,7 +121,7 @@ def _send_lag_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequenc
     if lag_s <= MAX_SEND_LAG_S:
         return None
     limit, remedy = _limit("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _FROM_SCHEDULE), users_remedy(load, marks)
-    text = f"client-limited{_of_numbers(limit)}: half of the requests were sent {_ms(lag_s)} or more behind schedule; "
+    text = f"{_too_slow(limit)}: half of the requests were sent {_ms(lag_s)} or more behind schedule; "
     text += f"at most {MAX_SEND_LAG_S * 1000:.0f} ms is allowed; {remedy.text}"
     values = {"numbers": limit.numbers, "lag_s": lag_s, "max_s": MAX_SEND_LAG_S, "remedy": remedy}
     return limit, because("client_send_lag", text, **values)
@@ -147,7 +147,7 @@ def _shared_read_limit(load: Load, cell: CellData, numbers: Numbers, marks: Sequ
         return None
     limit = _limit("shared_reads", max(share, first_share), MAX_SHARED, numbers, affected)
     remedy = _remedy(load, marks)
-    text = f"client-limited{_of_numbers(limit)}: {percent(share, 1)} of the chunks and {percent(first_share, 1)} of "
+    text = f"{_too_slow(limit)}: {percent(share, 1)} of the chunks and {percent(first_share, 1)} of "
     text += "the first chunks were fetched late, together with a later one: their times are upper bounds; at most "
     text += f"{percent(MAX_SHARED, 0)} is "
     text += "allowed; "
@@ -164,7 +164,7 @@ def _read_clock_limit(load: Load, cell: CellData, numbers: Numbers, marks: Seque
     if not read_clock_answers(cell) or lag_s is None or lag_s <= MAX_LOOP_LAG_S:
         return None
     limit, remedy = _limit("read_clock", lag_s, MAX_LOOP_LAG_S, numbers, _TIMES), _remedy(load, marks)
-    text = f"client-limited{_of_numbers(limit)}: chunk times are those of the read, and "
+    text = f"{_too_slow(limit)}: chunk times are those of the read, and "
     text += f"{'half' if share == 0.5 else percent(share, 0)} of the timers of a load process fired {_ms(lag_s)} or "
     text += f"more late; at most {MAX_LOOP_LAG_S * 1000:.0f} ms is allowed; {remedy.text}"
     values = {"numbers": limit.numbers, "share": share, "lag_s": lag_s, "max_s": MAX_LOOP_LAG_S, "remedy": remedy}
@@ -180,7 +180,7 @@ def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) 
     if lag_s <= allowed_s:
         return None
     limit, remedy = _limit("loop_lag", lag_s, allowed_s, numbers, _RATES), _remedy(load, marks)
-    text = f"client-limited{_of_numbers(limit)}: timers of a load process fired {_ms(lag_s)} late on average, "
+    text = f"{_too_slow(limit)}: timers of a load process fired {_ms(lag_s)} late on average, "
     text += f"{percent(lag_s / e2e_s, 1)} of the time of a request; at most {_ms(allowed_s)} is allowed; {remedy.text}"
     times = {"lag_s": lag_s, "share": lag_s / e2e_s, "max_s": allowed_s}
     return limit, because("client_loop_lag", text, numbers=limit.numbers, **times, remedy=remedy)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from harness.base import units
 from harness.base.metrics import METRICS
+from harness.base.reason import sentence
 from harness.base.units import count
 from harness.numbers.comparison import Comparison, Gate, Verdict
 from harness.numbers.summary import Row
@@ -32,8 +33,8 @@ from harness.report.verdict_text import (
     gate_word,
     is_better_within_margin,
     shown_bounds,
+    undecided_text,
     verdict_style,
-    verdict_word,
 )
 from harness.scenario.plan import mix_of
 
@@ -168,12 +169,15 @@ def _answer_against_one(comparison: Comparison, rows: Sequence[Row]) -> str:
     largest, still_open = largest_effect(verdicts), [verdict for verdict in verdicts if verdict.word == "inconclusive"]
     if largest is not None and largest.word == "inconclusive":
         name = short.get(largest.side, largest.side)
-        likewise = f"; so are {len(still_open)} of {count(len(verdicts), 'comparison')}" if len(still_open) > 1 else ""
-        shown = f"{name} is {describe_ratio(largest, against)}: {verdict_word(largest)}"
-        return f"{shown}{likewise}.{_remedy(still_open)}"
+        likewise = (
+            f" {len(still_open)} of {count(len(verdicts), 'comparison')} are open." if len(still_open) > 1 else ""
+        )
+        shown = undecided_text(largest, against)
+        return f"Cannot tell which is faster: {name} is {shown}.{likewise}{_remedy(still_open)}"
     if undecided := [verdict for verdict in verdicts if verdict.ratio is None]:
-        total = count(len(verdicts), "comparison")
-        return f"Inconclusive: {len(undecided)} of {total} with {against} have no ratio."
+        first = undecided[0]
+        why = "they have no ratio" if first.refused is None else sentence(first.refused)
+        return f"{short.get(first.side, first.side)} is not compared with {against}: {why}."
     if largest is not None and is_better_within_margin(largest):
         name, floor = short.get(largest.side, largest.side), units.short_percent(comparison.noise_floor)
         return f"{name} is {describe_ratio(largest, against)}: within the ±{floor} that count as the same."
@@ -188,8 +192,8 @@ def _remedy(verdicts: Sequence[Verdict]) -> str:
     if len(needed) < len(verdicts):
         return ""
     if any(verdict.basis == "one_run" for verdict in verdicts):
-        return f" Use --repeats {max(needed)}."
-    return f" About {max(needed)} {verdicts[0].unit} a side would decide."
+        return f" `--repeats {max(needed)}` should settle it."
+    return f" About {max(needed)} {verdicts[0].unit} a side should settle it."
 
 
 def largest_effect(verdicts: Sequence[Verdict], word: str | None = None) -> Verdict | None:

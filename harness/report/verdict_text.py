@@ -6,7 +6,7 @@ from collections.abc import Callable
 from harness.base.metrics import METRICS
 from harness.base.reason import sentence
 from harness.base.units import count, figures, ratio_text, short_percent
-from harness.numbers.comparison import MARGIN, MAX_FACTOR, MAX_REPEATS, OPEN, POWER, Gate, Verdict, known_bounds
+from harness.numbers.comparison import MARGIN, MAX_REPEATS, OPEN, POWER, Gate, Verdict, known_bounds
 
 
 def verdict_word(verdict: Verdict) -> str:
@@ -27,28 +27,62 @@ def is_better_within_margin(verdict: Verdict) -> bool:
 
 
 def verdict_sentence(verdict: Verdict, *, side: str | None = None) -> str:
-    """A verdict as a sentence: its side, ratio with interval, word, and what would settle or confirm it.
+    """A verdict as sentences: its side, ratio with interval, and what would settle or confirm it.
 
     `side` replaces the side, where several verdicts become one sentence.
     """
-    return f"{verdict.side if side is None else side}: {_describe_verdict(verdict)}."
+    return " ".join(f"{text}." for text in _verdict_texts(verdict, verdict.side if side is None else side))
 
 
-def _describe_verdict(verdict: Verdict) -> str:
-    """A verdict without its side."""
+def _verdict_texts(verdict: Verdict, side: str) -> list[str]:
     if verdict.refused is not None:
-        return f"inconclusive: {sentence(verdict.refused)}"
+        return [f"{side}: inconclusive: {sentence(verdict.refused)}"]
     if verdict.gate is not None:
         low, high = shown_bounds(verdict)
         parts = [describe_change(verdict, interval=False), gate_text(verdict.gate, low, high, verdict.tolerance or 0.0)]
-        return "; ".join([*parts, *([_settles_gate(verdict)] if verdict.gate not in DECIDED else [])])
-    is_decided = verdict.word in ("faster", "slower") and verdict.p is not None and not verdict.provisional
-    parts = [describe_ratio(verdict, with_p=is_decided)]
+        return [f"{side}: {'; '.join(parts)}", *([_settles_gate(verdict, "R")] if verdict.gate not in DECIDED else [])]
     if verdict.word == "same":
-        parts.append(f"the same within ±{short_percent(MARGIN)}")
-    elif verdict.word == "inconclusive":
-        parts.append(f"inconclusive: {_why_inconclusive(verdict)}")
-    return "; ".join([*parts, *_what_confirms(verdict)])
+        text = f"the same as {verdict.baseline} by {METRICS[verdict.metric].title} within ±{short_percent(MARGIN)}"
+        return [f"{side}: {text} ({_interval_text(verdict)})", *_what_confirms(verdict)]
+    if verdict.word == "inconclusive":
+        return [f"{side}: cannot tell: {undecided_text(verdict)}", *_why_undecided(verdict), *_what_confirms(verdict)]
+    is_sure = verdict.p is not None and not verdict.provisional
+    return [f"{side}: {describe_ratio(verdict, with_p=is_sure)}", *_what_confirms(verdict)]
+
+
+def undecided_text(verdict: Verdict, baseline: str | None = None) -> str:
+    """What is known of an open verdict: "between 29 % slower and 6 % faster than a by wall time".
+
+    `baseline` replaces the name of the baseline.
+    """
+    known = shown_bounds(verdict)
+    seen = format_range(*known)
+    if None in known:
+        seen = f"about {format_change(verdict.ratio or 1.0)}"
+    text = f"{seen} than {baseline or verdict.baseline} by {METRICS[verdict.metric].title}"
+    notes = [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
+    if None in known:
+        notes.insert(0, f"interval not known from {count(min(verdict.n), *_UNIT_NAMES[verdict.unit])}")
+    return f"{text} ({', '.join(notes)})" if notes else text
+
+
+_UNIT_NAMES = {"repeats": ("repeat", "repeats"), "runs": ("run", "runs")}
+
+
+def _interval_text(verdict: Verdict) -> str:
+    low, high = shown_bounds(verdict)
+    notes = [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
+    return ", ".join([format_range(low, high), *notes])
+
+
+def _why_undecided(verdict: Verdict) -> list[str]:
+    """Why the interval of an open verdict does not decide it, where the interval itself does not show that."""
+    if verdict.reason == "corrected":
+        p = _format_p(verdict.p or 0.0)
+        return [f"With {verdict.comparisons} comparisons the corrected p-value is {p}"]
+    if verdict.reason == "client":
+        return ["The load generator was late, and the interval allows for that; without it there would be a verdict"]
+    return []
 
 
 SEEN = 0.005  # a difference within the margin that is worth a word
@@ -219,33 +253,20 @@ def format_bounds(low: float | None, high: float | None, show: Callable[[float],
 _RUNS_OF_BASIS = {"one_run": "one run, not repeated", "apart": "not interleaved"}
 
 
-def _why_inconclusive(verdict: Verdict) -> str:
-    alike, p = f"±{short_percent(MARGIN)}", _format_p(verdict.p or 0.0)
-    why = {
-        "in_margin": f"the difference is within {alike}, its interval is not",
-        "includes_one": "the interval includes 1",
-        "not_beyond": f"the interval is not beyond {alike}",
-        "corrected": f"with {verdict.comparisons} comparisons the corrected p-value is {p}",
-        "interval_unknown": f"the interval is wider than a factor of {MAX_FACTOR:g} either way",
-        "client": "the load generator was late, and the interval allows for that; without it there would be a verdict",
-    }
-    return why.get(verdict.reason or "", "too few repeats")
-
-
 def _what_confirms(verdict: Verdict) -> list[str]:
     """What would settle an inconclusive verdict, or confirm a provisional one; and what a provisional one does."""
     texts = []
     if verdict.widened is not None and verdict.reason != "client":
         share = max(verdict.widened) - 1
-        texts.append(f"the interval allows for {short_percent(share)} of delay in the load generator")
+        texts.append(f"The interval allows for {short_percent(share)} of delay in the load generator")
     if verdict.reason == "client":
-        texts.append("free a core for the load generator, or use more processes")
+        texts.append("Free a core for the load generator, or use more processes")
     elif verdict.reason == "interval_unknown" and verdict.needed is not None:
         texts.append(f"{verdict.needed} {verdict.unit} a side would show how far they differ")
     elif verdict.basis in ("runs", "repeats") and verdict.reason in OPEN:
         texts.append(_describe_needed(verdict))
     if verdict.provisional:
-        texts.append(f"provisional: {_confirmation(verdict)}")
+        texts.append(_confirmation(verdict))
     return texts
 
 
@@ -253,14 +274,15 @@ _MEASURE = "harness run SCENARIO --times 5"
 
 
 def _confirmation(verdict: Verdict) -> str:
-    """What confirms a provisional verdict."""
+    """What confirms a provisional verdict, or settles an open one."""
+    verb = "should settle it" if verdict.word == "inconclusive" else "confirms it"
     if verdict.basis == "one_run":
-        return f"confirm it with --repeats {verdict.needed}"
+        return f"Provisional: `--repeats {verdict.needed}` {verb}"
     if verdict.basis == "apart":
-        return f"confirm it in one run that is not interrupted, with --repeats {verdict.needed}"
+        return f"Provisional: `--repeats {verdict.needed}` in one run that is not interrupted {verb}"
     if verdict.word in ("faster", "slower", "same"):
-        return f"confirm it with {verdict.needed} runs a side, or with `{_MEASURE}`"
-    return f"the variation between runs is assumed; `{_MEASURE}` measures it"
+        return f"Provisional: {verdict.needed} runs a side confirm it, or `{_MEASURE}`"
+    return f"Provisional: the variation between runs is assumed; `{_MEASURE}` measures it"
 
 
 def _describe_needed(verdict: Verdict) -> str:
@@ -272,7 +294,7 @@ def _describe_needed(verdict: Verdict) -> str:
     ratio, low, high = verdict.ratio or 1.0, verdict.low or 0.0, verdict.high or math.inf
     beyond_margin = abs(math.log(ratio)) > math.log1p(MARGIN)
     same = f"that the sides are the same within ±{short_percent(MARGIN)}"
-    text = f"at this spread, {format_needed(verdict.needed)} a side show "
+    text = f"At this spread, {format_needed(verdict.needed)} a side show "
     text += "a difference of this size" if beyond_margin else same
     if beyond_margin and low <= 1 <= high:  # there may be no difference at all
         text += f", {format_needed(verdict.needed_for_same)} that there is none"

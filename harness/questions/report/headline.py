@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from harness.base import units
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
-from harness.base.reason import evidence, sentence
+from harness.base.reason import sentence
 from harness.base.units import count
+from harness.numbers.check_values import format_check_value
 from harness.numbers.checks import evaluate
 from harness.numbers.comparable import engine_versions
 from harness.numbers.comparison import CheckResult, Verdict
@@ -53,7 +54,10 @@ def _why_unanswered(summary: Summary, run: Run) -> str:
         return ""
     if run.status in _CUT:
         return "No answer: the run did not come to its end."
-    return "No answer: the run is INVALID." if summary.valid is False and run.status != "live" else ""
+    if summary.valid is not False or run.status == "live":
+        return ""
+    why = next((reason.text for reason in summary.reasons), "")
+    return f"No answer: the run is INVALID{why and f', because {why}'}."
 
 
 def _run_answer(summary: Summary, run: Run) -> str:
@@ -99,14 +103,14 @@ def _is_slo(check: Check) -> bool:
 
 def _regression_answer(checks: Sequence[CheckResult]) -> str:
     total = count(len(checks), "check")
-    failed = [check for check in checks if check.status == "failed"]
-    if failed:
-        first = f"{failed[0].check} ({evidence(failed[0].evidence)})"
-        return f"Regression against the baseline: {len(failed)} of {total} failed: {first}."
-    undecided = sum(check.status == "inconclusive" for check in checks)
-    if undecided:
-        return f"Inconclusive: {undecided} of {total} against the baseline cannot be decided, and none failed."
-    return f"No regression against the baseline: {total} passed."
+    if failed := [check for check in checks if check.status == "failed"]:
+        others = f" {len(failed)} of {total} against the baseline failed." if len(failed) > 1 else ""
+        return f"Worse than the baseline allows: `{failed[0].check}` is not met. {_so_far(failed[0])}.{others}"
+    if undecided := [check for check in checks if check.status == "inconclusive"]:
+        first = undecided[0]
+        text = f"Cannot tell yet whether it is worse than the baseline allows: `{first.check}` is not decided. "
+        return f"{text}{_so_far(first)}.{_settled_by(first)}"
+    return f"Not worse than the baseline allows: {total} passed."
 
 
 def _slo_answer(checks: Sequence[tuple[Check, CheckResult]], summary: Summary, run: Run) -> str:
@@ -115,15 +119,50 @@ def _slo_answer(checks: Sequence[tuple[Check, CheckResult]], summary: Summary, r
         slos = [check.text for check, _ in checks]
         return " ".join(_capacity_answer(server, levels, slos, summary) for server, levels in curves.items())
     results = [result for _, result in checks]
-    total = count(len(results), "SLO check")
+    total = count(len(results), "SLO")
     if failed := [result for result in results if result.status == "failed"]:
-        return f"No: {len(failed)} of {total} failed. {failed[0].check}: {evidence(failed[0].evidence)}."
+        others = f" {len(failed)} of {total} are missed." if len(failed) > 1 else ""
+        return f"No: `{failed[0].check}` is missed. {_so_far(failed[0])}.{others}"
     if undecided := [result for result in results if result.status == "inconclusive"]:
-        first = f"{undecided[0].check}: {evidence(undecided[0].evidence)}"
-        return f"Inconclusive: {len(undecided)} of {total} cannot be decided. {first}."
+        first, met = undecided[0], len(results) - len(undecided)
+        rest = f" {count(met, 'other SLO is', 'other SLOs are')} met." if met else ""
+        return f"Cannot tell yet whether `{first.check}` is met. {_so_far(first)}.{_settled_by(first)}{rest}"
     if len(results) == 1:
-        return f"Yes: {results[0].check} is met. {evidence(results[0].evidence)}."
-    return f"Yes: {total} passed: {', '.join(result.check for result in results[:3])}{', ...' * (len(results) > 3)}."
+        return f"Yes: `{results[0].check}` is met. {_so_far(results[0])}."
+    return (
+        f"Yes: all {total} are met: {', '.join(result.check for result in results[:3])}{', ...' * (len(results) > 3)}."
+    )
+
+
+def _so_far(result: CheckResult) -> str:
+    """The value of a check, with its interval: "one / job has 14.5 ms so far (12.9 ms to 20.1 ms)"."""
+    evidence_of_row = next(iter(result.evidence), None)
+    values = {} if evidence_of_row is None else evidence_of_row.values
+    unit, against = values.get("unit"), values.get("against")
+    if unit is None or (result.value is None and values.get("above") is None):
+        return "" if evidence_of_row is None else sentence(evidence_of_row)
+    shown: float = values["above"] if result.value is None else result.value
+    text = f"{result.row} has {'more than ' if result.value is None else ''}{format_check_value(shown, unit)}"
+    text += " so far" if result.status == "inconclusive" else ""
+    if against and against["value"]:
+        base = f"{format_check_value(against['value'], unit)} of {against['name']}"
+        return f"{text}, {units.ratio_text(shown / against['value'])} times the {base}"
+    if result.low is not None and result.high is not None and result.low < result.high:
+        text += f" ({format_check_value(result.low, unit)} to {format_check_value(result.high, unit)})"
+    return text
+
+
+def _settled_by(result: CheckResult) -> str:
+    """What decides a check, as a sentence with a space before it; empty where that is not known."""
+    if result.more_requests is not None:
+        return f" About {count(result.more_requests, 'more request')} should settle it."
+    if result.code == "too_close":
+        return " The value is too close to the bound to decide."
+    if result.code == "unknown_requests":
+        values = result.evidence[0].values if result.evidence else {}
+        unknown, requests = (values.get("unknown") or 0) + (values.get("censored") or 0), values.get("requests") or 0
+        return f" {unknown:,} of {count(requests, 'request')} were cut or have no such latency, which leaves it open."
+    return ""
 
 
 def _capacity_answer(server: str, levels: list[tuple[float, str, Row]], slos: Sequence[str], summary: Summary) -> str:
