@@ -180,8 +180,8 @@ def _connection_notes(evidence: Evidence) -> Iterator[Reason]:
     if opened.n > max(2 * max_concurrency(load) + 2 * load.processes, MAX_OPENED * succeeded):
         mean_s, max_s = opened.mean or 0.0, opened.max or 0.0
         text = f"{opened.n:,} of {count(succeeded, 'request')} opened a connection of their own, which took "
-        text += f"{figures(1000 * mean_s)} ms on average and {figures(1000 * max_s)} ms at most: no latency has it, "
-        text += "wall time and rates do"
+        text += f"{figures(1000 * mean_s)} ms on average and {figures(1000 * max_s)} ms at most. "
+        text += "Latencies exclude it; wall time and rates include it"
         yield because("connections_opened", text, opened=opened.n, requests=succeeded, mean_s=mean_s, max_s=max_s)
     retried, overflows = numbers.connect_retried, (machine.listen_overflows if machine is not None else None) or 0
     if retried or overflows:
@@ -201,7 +201,7 @@ def _connection_notes(evidence: Evidence) -> Iterator[Reason]:
         if is_open_loop(load):
             waited = "only continued conversations waited, the schedule did not"
         text = f"after {count(numbers.retry_after, 'request')} the server asked for a wait (Retry-After), "
-        text += f"{total_s:,.1f} s in total: {waited}; no latency has it, wall time and rates do"
+        text += f"{total_s:,.1f} s in total: {waited}. Latencies exclude it; wall time and rates include it"
         values = {"requests": numbers.retry_after, "total_s": total_s, "open_loop": is_open_loop(load)}
         yield because("retry_after", text, **values)
 

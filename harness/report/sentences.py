@@ -166,7 +166,7 @@ def client_limit_sentence(summary: Summary, sign: str = "") -> str:
     if not rows:
         return ""
     parts = "; ".join(f"{numbers} of {', '.join(names)}" for numbers, names in rows.items())
-    rest = "verdicts allow for it" if summary.valid else "the run is not compared with other runs"
+    rest = "intervals are wider by that" if summary.valid else "the run is not compared with other runs"
     return f"the load generator{sign and f' ({sign})'} was late, which affects {parts}; {rest}"
 
 
@@ -223,7 +223,7 @@ def _failure_sentence(rows: list[FailedRequests]) -> str:
     first = rows[0]
     counts = ", ".join(f"{row.server} / {row.load}: {count(row.count, 'request')}" for row in rows)
     repeated = not first.message or first.message[-20:] in (first.cause or "")
-    message = "" if repeated else f'; said was "{first.message}"'
+    message = "" if repeated else f'. Message: "{first.message}"'
     cause = "nothing known of it" if first.cause is None else f"{first.cause}; to solve it: {first.fix}"
     return f"{counts} ({first.kind}): {cause}{message}"
 

@@ -207,7 +207,7 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
                         continue
                     show(group[0])
                 if why := next((too_long[cell.load] for cell in group if cell.load in too_long), None):
-                    progress.line(f"{group[0].id} is a result: {why}")
+                    progress.line(f"{group[0].id} failed: {why}")
                     now_s, reason = time.time(), because("setting_too_long", why)
                     results = [cell_run_of(cell, endpoint.served_by, now_s, now_s) for cell in group]
                     yield from (replace(cell_run, failed=reason) for cell_run in results)

@@ -338,7 +338,7 @@ class FailedSettings:
 
     def _add(self, server: str, load: str | None, reason: Reason) -> None:
         self.failed[server, load] = reason
-        self.say(f"{server}{f' / {load}' if load else ''} is a result: {sentence(reason)}")
+        self.say(f"{server}{f' / {load}' if load else ''} failed: {sentence(reason)}")
 
     def _check_settings(self, cell_run: CellRun) -> CellRun:
         """Add a problem for each varied number that the server reports with another value, and the server's death."""

@@ -412,7 +412,7 @@ def find_drift(level: int, before: Sequence[ProbeBlock], after: Sequence[ProbeBl
     if low is not None and high is not None:
         interval = f"95 % interval of the ratio {low:.2f} to {high:.2f}"
     text = f"answers of the first level took {took} at the end than at the start ({interval})"
-    text += ": the machine drifted, so the answer mixes both states" if drifted else ""
+    text += ". The machine changed its speed: do not trust this answer" if drifted else ""
     return because("capacity_drift", text, level=level, ratio=change.ratio, low=low, high=high, drifted=drifted)
 
 

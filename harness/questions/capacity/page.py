@@ -209,7 +209,7 @@ def knee_reason(knee: CapacityAnswer, max_level: int, probes: Sequence[MeasuredP
     if knee.kind == "none":
         text = f"no knee in range: throughput still rises at {users(max_level)}, the maximum asked for"
         return because("capacity_knee_none", text, **values)
-    text = "where more concurrency stops paying is unresolved: "
+    text = "where more concurrency stops paying is not known yet: "
     text += f"not below {users(knee.low)}, and " if knee.low else ""
     text += f"{best}; "
     text += "all probes were made" if knee.complete else "the search was stopped early"

@@ -372,7 +372,7 @@ class ServerSearch:
         loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
-        death = because("capacity_died", f"the server died at {at}, which counts as not held", loads=loads)
+        death = because("capacity_died", f"the server died at {at}, so this level fails", loads=loads)
         is_short = probe.state == "open" and time.monotonic() > self.deadline_s
         can_go_on = not problems and not is_short
         is_stopped = is_short or bool(problems) or probe.purpose == "drift"
@@ -429,12 +429,12 @@ class ServerSearch:
         requests, at_once = probe.answered(self._key(part)), max_concurrency(load)
         loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
         if (share := poor_share(requests)) > MAX_REFUSED:
-            text = f"at {at} {short_percent(share)} of the answers were refused or empty, which counts as not held"
+            text = f"at {at} {short_percent(share)} of the answers were refused or empty, so this level fails"
             return because("capacity_refused", text, loads=loads, share=share)
         waiting = 0 if is_open_loop(load) else unserved(requests, at_once)
         if waiting and waiting >= MIN_UNSERVED * at_once:
             text = f"at {at} {waiting:,} of {at_once:,} requests at once were left waiting while later ones were "
-            text += "served, which counts as not held"
+            text += "served, so this level fails"
             return because("capacity_unserved", text, loads=loads, unserved=waiting, in_flight=at_once)
         if not self._compares_lengths(load):
             return None
@@ -455,7 +455,7 @@ class ServerSearch:
             more = median_length(before.answered(key))
             text += f", and {'more' if more is None else figures(more)} at {format_loads(self.report, before.level)}"
             values |= {"lower": before.level, "lower_tokens": more}
-        text += ": the server cuts its answers short, which counts as not held"
+        text += ": the server cuts its answers short, so this level fails"
         return because("capacity_short_answers", text, **values)
 
     def _withdraw_passes(self, probe: Probe) -> None:
@@ -656,8 +656,8 @@ class ServerSearch:
             self.reasons.append(because("capacity_failures", text, **values))
         elif not any(reason.code == "capacity_failures_always" for reason in self.reasons):
             message = last_line(probe.failure) if probe.failure else None
-            text += f" at {at}, the lowest load: these failures do not depend on the load, so the answer is no limit "
-            text += "of users" + (f". The first: {message}" if message else "")
+            text += f" at {at}, the lowest load. Requests fail even there: fix that first"
+            text += f". The first: {message}" if message else ""
             self.reasons.append(because("capacity_failures_always", text, **values, message=message))
 
 

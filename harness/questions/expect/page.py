@@ -80,7 +80,9 @@ def _speed_tables(found: Expectation) -> list[Element]:
         known = (True, True, True, first.spread_max_tok_s, first.typical_tok_s, first.fits)
         tables += _table([row for row, value in zip(rows, known, strict=True) if value is not None])
         tables.append(
-            Paragraph("The bound moves with fewer bytes a token, and with speculation (x accepted tokens a step).")
+            Paragraph(
+                "To go faster: weights of fewer bytes, or speculative decoding (times the accepted tokens a step)."
+            )
         )
     return tables
 

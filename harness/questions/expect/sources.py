@@ -68,7 +68,11 @@ def _read_shape(question: Question) -> ModelShape | None:
         number_bits=number_bits,
         doubts=[
             "without the model's files the KV cache is not counted, and the input embedding is",
-            *(["of a mixture of experts a token reads less: give --active-params"] if active == params else []),
+            *(
+                ["is it a mixture of experts? Then a token reads less: add --active-params, such as 3B"]
+                if active == params
+                else []
+            ),
         ],
     )
     return ModelShape(name=name, weights_bytes=int(size.weights_bytes), size=size)

@@ -35,7 +35,7 @@ def answers_sentence(found: SameAnswers) -> str:
     """The word with the rule, or with why it is not known; the flips above the noise; the right answers of both."""
     flips = f"{_percent(found.differ)} of the answers differ, and the noise is not known (ask each question twice)"
     if found.flips is not None and found.flips_low is not None and found.flips_high is not None:
-        flips = f"{_percent(found.flips)} of the answers flip above the noise "
+        flips = f"{_percent(found.flips)} of the answers change beyond normal variation "
         flips += f"({_percent(found.flips_low)} to {_percent(found.flips_high)})"
     own, base = map(_percent, found.right)
     why = RULE if found.reason is None else sentence(found.reason)
