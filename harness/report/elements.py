@@ -143,7 +143,6 @@ class Fold(Struct, frozen=True):
     title: str
     elements: "Sequence[Element]"
     hint: str = ""
-    is_open: bool = False  # on an HTML page at first
     is_printed: bool = True  # on paper
 
 

@@ -351,15 +351,15 @@ def table_columns(summary: Summary, lines: Sequence[TableLine]) -> tuple[TableCo
 
 
 def results_table(summary: Summary, run: Run, below: Mapping[str, str] | None = None) -> Grid:
-    """The main table. `below`: by load the line below its rows."""
-    lines = table_lines(summary, run)
+    """The main table. `below`: by load the line below the first of its rows."""
+    lines, texts = table_lines(summary, run), dict(below or {})
     columns = table_columns(summary, lines)
     return Grid(
         id="results",
         columns=columns,
         rows=[[column.show(line) for column in columns] for line in lines],
         styles=["failed" if line.row.failed else "baseline" if line.baseline else line.word for line in lines],
-        below=[(below or {}).get(line.row.load, "") for line in lines],
+        below=[texts.pop(line.row.load, "") for line in lines],
     )
 
 

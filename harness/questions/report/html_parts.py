@@ -52,7 +52,6 @@ from harness.report.elements import (
 )
 
 FEW = 8  # rows: the main table describes the load of each, and longer tables of details are folded
-_FEW_CELLS = 12
 _SHOWN_TILES = 3
 
 
@@ -189,7 +188,7 @@ def _timelines(summary: Summary, run: Run, data: ChartData) -> list[Element]:
 def cells_section(summary: Summary, table: Grid) -> Section:
     """Each cell with its problems and notes."""
     what = "A cell is one server under one load, measured once. Verdicts compare these."
-    fold = Fold(units.count(len(summary.cells), "cell"), [table], is_open=len(summary.cells) <= _FEW_CELLS)
+    fold = Fold(units.count(len(summary.cells), "cell"), [table])
     return Section("cells", "Every cell", [Paragraph(what, "fine"), fold])
 
 
