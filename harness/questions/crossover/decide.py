@@ -48,17 +48,18 @@ RATE = Speed("rate", "output_tok_s", "has more throughput", "have equal throughp
 
 
 class Axis(NamedTuple):
-    """A varied setting: its speeds, the words for a value, and for all measured values."""
+    """A varied setting: its speeds, the words for a value, for all measured values, and for a value of 1."""
 
     speeds: tuple[Speed, ...]
     at: str
     everywhere: str
+    at_one: str = ""
 
 
 AXES = {
     DEPTH: Axis((DECODE, FIRST), "a depth of {} tokens", "at every depth measured"),
     LENGTH: Axis((FIRST,), "prompts of {} tokens", "at every prompt length measured"),
-    "users": Axis((RATE,), "{} users", "with every number of users measured"),
+    "users": Axis((RATE,), "{} users", "with every number of users measured", "{} user"),
     "batch_size": Axis((RATE,), "{} at once", "at every level measured"),
     "in_flight": Axis((RATE,), "{} in flight", "at every level measured"),
 }
@@ -251,8 +252,8 @@ def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: b
 
 
 def _level_text(axis: Axis, level: float) -> str:
-    text = axis.at.format(_number_text(axis, level))
-    return text.removesuffix("s") if level == 1 else text
+    form = axis.at_one if level == 1 and axis.at_one else axis.at
+    return form.format(_number_text(axis, level))
 
 
 def _number_text(axis: Axis, value: float) -> str:
