@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "numbers": {"engines", "failures", "records", "scenario"},
     "machine": {"engines", "records"},
     "hardware": {"engines", "machine", "numbers", "records"},
-    "report": {"engines", "numbers", "records", "scenario"},
+    "report": {"engines", "failures.diagnosis", "numbers", "records", "scenario"},
     "imports": {"__version__", "numbers", "records", "scenario"},
     "load": {
         "__version__", "engines", "failures.unexpected_response", "numbers.formulas",
