@@ -46,8 +46,12 @@ def flag_name(word: str) -> str | None:
 
 def flag_names(words: Sequence[str]) -> list[str]:
     """Return the flags of words up to `--`; `--flag.key` is `--flag`."""
-    names = map(flag_name, takewhile(lambda word: word != SEPARATOR, words))
-    return [name.partition(".")[0] for name in names if name is not None]
+    return [name.partition(".")[0] for name in map(flag_name, _own(words)) if name is not None]
+
+
+def _own(words: Sequence[str]) -> list[str]:
+    """Return the words up to `--`."""
+    return list(takewhile(lambda word: word != SEPARATOR, words))
 
 
 def flags_in_text(text: str) -> list[str]:
@@ -72,7 +76,7 @@ def group_words(words: Sequence[str]) -> list[list[str]]:
 def get_option(words: Sequence[str], *names: str) -> str | None:
     """Return the value of an option, whose names these are; "" for a flag without one, None if it is not given."""
     value = None
-    for first, *values in group_words(words):
+    for first, *values in group_words(_own(words)):
         if flag_name(first) in names:
             _, equals, text = first.partition("=")
             value = text if equals else values[0] if values else ""
@@ -81,7 +85,7 @@ def get_option(words: Sequence[str], *names: str) -> str | None:
 
 def get_switch(words: Sequence[str], on: Collection[str], off: Collection[str]) -> bool | None:
     """Return whether the last of these flags is one of those that switch on; None if none of them is given."""
-    given = [name in on for name in map(flag_name, words) if name in on or name in off]
+    given = [name in on for name in map(flag_name, _own(words)) if name in on or name in off]
     return given[-1] if given else None
 
 
@@ -90,32 +94,32 @@ def flag_words(flag: str, value: object) -> list[str]:
     return [] if value is False or value is None else [flag] if value is True else [flag, str(value)]
 
 
-def set_option(words: Sequence[str], name: str, value: object) -> list[str]:
-    """Return the words with this value of an option wherever they give it."""
-    changed: list[str] = []
-    for first, *values in group_words(words):
+def replace_value(words: Sequence[str], name: str, value: object) -> list[str]:
+    """Return the words with this value of an option wherever they give it; the same words where they do not."""
+    own, changed = _own(words), list[str]()
+    for first, *values in group_words(own):
         if flag_name(first) != name:
             changed += [first, *values]
         elif "=" in first:
             changed.append(f"{first.partition('=')[0]}={value}")
         else:
             changed += [first, str(value), *values[1:]]
-    return changed
+    return [*changed, *words[len(own) :]]
 
 
 def without_options(words: Sequence[str], *names: str) -> list[str]:
     """Return the words without these options, which have one value each."""
-    kept: list[str] = []
-    for first, *values in group_words(words):
+    own, kept = _own(words), list[str]()
+    for first, *values in group_words(own):
         kept += values[1:] if flag_name(first) in names else [first, *values]
-    return kept
+    return [*kept, *words[len(own) :]]
 
 
 def merge_words(given: Sequence[str], words: Sequence[str], drop: Collection[str] = ()) -> list[str]:
     """Return the given words with these in place of the same flags, and without the flags `drop`."""
-    replaced = {*map(flag_name, words), *drop} - {None}
-    kept = [group for group in group_words(given) if not replaced & {flag_name(group[0]), *flag_names(group[:1])}]
-    return [*(word for group in kept for word in group), *words]
+    replaced, own = {*map(flag_name, words), *drop} - {None}, _own(given)
+    kept = [group for group in group_words(own) if not replaced & {flag_name(group[0]), *flag_names(group[:1])}]
+    return [*(word for group in kept for word in group), *words, *given[len(own) :]]
 
 
 def opposite(flag: str) -> str:

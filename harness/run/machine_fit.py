@@ -16,7 +16,7 @@ from harness.base.files import DOCS
 from harness.base.reason import Reason, sentence
 from harness.base.units import GIB, count, gib
 from harness.engines import find_template, vllm_accepts
-from harness.engines.flags import get_option, set_option, text_of, words_of
+from harness.engines.flags import get_option, replace_value, text_of, words_of
 from harness.engines.settings import count_gpus
 from harness.hardware.fit import ServerSettings, estimate_fit, format_fit
 from harness.hardware.model import find_model, read_model
@@ -146,7 +146,7 @@ def resolve_auto(experiment: Experiment, say: Callable[[str], None], root: Path 
         filled: float | str = float(share.utilization)
         if variable != UTILIZATION:
             words = words_of(server.variables[variable])
-            filled = text_of(set_option(words, UTILIZATION_FLAG, share.utilization))
+            filled = text_of(replace_value(words, UTILIZATION_FLAG, share.utilization))
         servers[name] = structs.replace(server, variables={**server.variables, variable: filled})
         computed[f"servers.{name}.{variable}"] = share.formula
         say(f"server '{name}': {UTILIZATION} {share.utilization} = {sentence(share.formula)}")

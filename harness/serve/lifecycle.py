@@ -26,7 +26,7 @@ from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.https import MAX_ANSWER_S, open_session
 from harness.base.process import is_loopback, is_port_free, pause, signals_interrupt
 from harness.base.reason import Reason, sentence
-from harness.engines.flags import set_option, without_options
+from harness.engines.flags import replace_value, without_options
 from harness.failures.diagnosis import ExitState, explain
 from harness.failures.unexpected_response import error_message
 from harness.machine.gpus import find_engine_processes
@@ -251,7 +251,7 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
             f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
         )
     service = compose_file.fill_variables(start.compose, os.environ).server
-    command = [sys.executable, *set_option((service.command or [])[1:], "--host", "127.0.0.1")]
+    command = [sys.executable, *replace_value((service.command or [])[1:], "--host", "127.0.0.1")]
     # For the manifest, without the address.
     arguments = without_options(start.compose.server.command or [], "--host", "--port")
     log = start.log

@@ -16,7 +16,7 @@ from harness.engines import (
     find_template,
     safe_utilization_from_log,
 )
-from harness.engines.flags import set_option
+from harness.engines.flags import replace_value
 from harness.engines.settings import (
     MEMORY,
     SEQUENCES,
@@ -186,7 +186,9 @@ def to_paste(scenario: Scenario, name: str, url: str | None = None) -> dict[str,
     if front.options is None and is_whole:
         program = (template.program or "").strip("[]").replace(",", " ")
         words = [*(service.entrypoint or program.split()), *(service.command or [])]
-        words = set_option(words, "--host", "127.0.0.1")  # in a container it is all addresses; the host publishes one
+        words = replace_value(
+            words, "--host", "127.0.0.1"
+        )  # in a container it is all addresses; the host publishes one
         given = [  # without paths of the container, and what the shell has already
             f"{name}={value}"
             for name, value in service.environment.items()

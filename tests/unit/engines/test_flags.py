@@ -13,7 +13,7 @@ from harness.engines.flags import (
     merge_words,
     opposite,
     plain_name,
-    set_option,
+    replace_value,
     text_of,
     without_negation,
     without_options,
@@ -114,9 +114,9 @@ def test_a_flag_is_written_with_its_value_or_alone() -> None:
 
 def test_options_are_set_and_left_out_wherever_they_are() -> None:
     words = ["-m", "x", "--host", "0.0.0.0", "pos", "--port=1", "--host=0.0.0.0", "end"]
-    assert set_option(words, "--host", "h") == ["-m", "x", "--host", "h", "pos", "--port=1", "--host=h", "end"]
+    assert replace_value(words, "--host", "h") == ["-m", "x", "--host", "h", "pos", "--port=1", "--host=h", "end"]
     assert without_options(words, "--host", "--port") == ["-m", "x", "pos", "end"]
-    assert set_option(["--host"], "--host", "h") == ["--host", "h"]
+    assert replace_value(["--host"], "--host", "h") == ["--host", "h"]
     assert without_options(["--port"], "--port") == []
 
 
@@ -143,3 +143,12 @@ def test_the_names_of_switches() -> None:
     assert [opposite(flag) for flag in ("--mmap", "--no-mmap")] == ["--no-mmap", "--mmap"]
     assert [without_negation(flag) for flag in ("--mmap", "--no-mmap", "-np")] == ["--mmap", "--mmap", "-np"]
     assert plain_name("--max-num-seqs") == plain_name("max_num_seqs") == "max_num_seqs"
+
+
+def test_what_follows_a_separator_is_of_another_program() -> None:
+    words = ["serve", "--", "--slots", "4", "--fast"]
+    assert flag_names(words) == []
+    assert get_option(words, "--slots") is None
+    assert get_switch(words, ["--fast"], ["--no-fast"]) is None
+    assert replace_value(words, "--slots", 8) == without_options(words, "--slots") == words
+    assert merge_words(words, ["--slots", "8"], drop=["--fast"]) == ["serve", "--slots", "8", *words[1:]]
