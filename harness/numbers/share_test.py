@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.base.measured import LogSpread
-from harness.numbers.block_tests import DesignEffect, effect_of_dependence, values_in_block
+from harness.numbers.block_statistics import DesignEffect, effect_of_dependence, values_in_block
 from harness.numbers.comparison import ALPHA, POWER
 from harness.records.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
 

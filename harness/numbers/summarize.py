@@ -23,7 +23,7 @@ from harness.base.reason import Reason, because
 from harness.base.versions import DEFINITIONS, FORMAT_VERSION, REDEFINED
 from harness.failures.diagnosis import FailedRequests, group_failures
 from harness.numbers import checks, comparable, formulas, validity, warnings
-from harness.numbers.block_tests import rate_error
+from harness.numbers.block_statistics import rate_error
 from harness.numbers.cell_numbers import RATES, SloSets, compute_numbers, pool_numbers
 from harness.numbers.latencies import latency_sample
 from harness.numbers.load_generator import client_errors, client_limits, limited_fields, with_client_errors
@@ -483,7 +483,7 @@ def _summarize_cell(cell: Cell, evidence: validity.Evidence, session: int | None
 
 
 def _rate_error(cell: CellData) -> tuple[float, int] | None:
-    """The standard error of the rate of a closed loop, see block_tests.rate_error. A failed request did no work."""
+    """The standard error of the rate of a closed loop (`rate_error`). A failed request did no work."""
     if cell.open_loop:
         return None
     rows = cell.counted

@@ -24,8 +24,7 @@ from harness.numbers.summary import Row, Summary
 from harness.numbers.verdicts import is_client_limited, is_paced, metric_values, work_metric
 from harness.questions.compare.decide import refuse_invalid
 from harness.questions.joint import analyse
-from harness.questions.quick.record import read_levels
-from harness.questions.report.page import run_page
+from harness.questions.report.page import read_searched, run_page
 from harness.records.directory import folder_name, list_runs
 from harness.records.manifest import Run, ServedBy, read_run
 from harness.report import words
@@ -334,7 +333,7 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
     files = {
         "run.json": pretty_json(run),
         "summary.json": pretty_json(summary),
-        "report.md": render(run_page(summary, run, levels=read_levels(folder, summary))).encode(),
+        "report.md": render(run_page(summary, run, read_searched(folder, summary))).encode(),
     }
     target.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -14,7 +14,7 @@ from harness.base import units
 from harness.base.reason import Reason, because
 from harness.base.units import count, duration, gib, percent, short_percent
 from harness.failures.diagnosis import scan_text
-from harness.numbers.block_tests import fit_trend
+from harness.numbers.block_statistics import fit_trend
 from harness.numbers.comparison import MARGIN
 from harness.numbers.summary import KernelEvent, Soak, Summary, Trend
 from harness.numbers.validity import MIN_HANG_S

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from harness.numbers.block_tests import MIN_BATCHES, batched_rate, fit_trend
+from harness.numbers.block_statistics import MIN_BATCHES, batched_rate, fit_trend
 from harness.numbers.comparison import ALPHA
 from harness.numbers.peak_curve import (
     KNEE_SHARE,

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Struct
 
 from harness.numbers.answered import Answered, answered, join
-from harness.numbers.block_tests import cluster_effect
+from harness.numbers.block_statistics import cluster_effect
 from harness.numbers.formulas import MISSED, meets_slos, waited_in_listen_queue
 from harness.numbers.share_test import LatencySample, ShareDecision, decide_share
 from harness.questions.capacity.blocks import BlockCutter, ProbeBlock, count_met

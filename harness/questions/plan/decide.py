@@ -18,7 +18,7 @@ from harness.base.files import DOCS
 from harness.base.reason import Reason, because, sentence
 from harness.base.units import figures, percent
 from harness.numbers import stats
-from harness.numbers.block_tests import fit_trend, work_between
+from harness.numbers.block_statistics import fit_trend, work_between
 from harness.numbers.schedule import load_kind
 from harness.numbers.stats import Array
 from harness.numbers.summarize import summarize_data

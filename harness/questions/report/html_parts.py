@@ -8,10 +8,9 @@ import msgspec
 import yaml
 from msgspec.structs import replace
 
-from harness.base import units
+from harness.base import reason, units
 from harness.base.measured import Distribution
 from harness.base.metrics import LIVE
-from harness.base.reason import sentences
 from harness.numbers.comparable import server_differences
 from harness.numbers.summary import Row, Summary
 from harness.questions.agents import turn_charts
@@ -25,8 +24,7 @@ from harness.questions.soak import soak_charts
 from harness.questions.tune.page import tune_chart
 from harness.questions.tune.record import TuneReport
 from harness.records.manifest import Run, ServedBy
-from harness.report import results_table
-from harness.report import sentences as said
+from harness.report import results_table, sentences
 from harness.report.charts import figures, row_keys
 from harness.report.charts.data import ChartData
 from harness.report.charts.sweeps import sweep_charts
@@ -46,7 +44,6 @@ from harness.report.elements import (
     Section,
     TableColumn,
     Tile,
-    Tiles,
     Timelines,
     Verbatim,
 )
@@ -62,7 +59,7 @@ def tiles(summary: Summary, run: Run) -> list[Tile]:
     is of the row that has the most.
     """
     rows = [row for row in summary.rows if row.failed is None and row.invalid is None]
-    levels = {row.name: said.in_flight(row, run) for row in rows}
+    levels = {row.name: sentences.in_flight(row, run) for row in rows}
     fewest = min((level for level in levels.values() if level is not None), default=None)
     lowest = [row for row in rows if levels[row.name] == fewest]
     one, names, found = min(lowest, key=_time_s, default=None), short_row_names(rows), []
@@ -96,10 +93,6 @@ def quick_tiles(levels: Sequence[QuickLevel]) -> list[Tile]:
     ]
 
 
-def shown_tiles(found: Sequence[Tile]) -> list[Element]:
-    return [Tiles(found)] if found else []
-
-
 def _time_s(row: Row) -> float:
     """What a user waits for: the time of a token, else of an answer."""
     return _middle(row.pooled.tpot) or _middle(row.pooled.e2e) or math.inf
@@ -119,13 +112,13 @@ def fold_long(tables: Sequence[Grid]) -> list[Element]:
     return [Fold(one.title, [replace(one, title="")]) if len(one.rows) > FEW else one for one in tables]
 
 
-def machine_details(tables: Sequence[Grid]) -> list[Element]:
-    """The host metrics, with how they were sampled."""
+def folded_details(tables: Sequence[Grid], machine: Sequence[Grid]) -> list[Element]:
+    """The tables of details, and the host metrics with how they were sampled."""
     how = (
         "Sampled each second while the work was measured; medians over the cells of a row. Of several GPUs those count "
         "that worked for the server."
     )
-    return [*fold_long(tables), *(Paragraph(f"{how} {table.note}.", "fine") for table in tables)]
+    return [*fold_long([*tables, *machine]), *(Paragraph(f"{how} {table.note}.", "fine") for table in machine)]
 
 
 def answer_charts(summary: Summary, run: Run, capacity: CapacityReport | None, tune: TuneReport | None) -> list[Chart]:
@@ -200,7 +193,7 @@ def cells_table(summary: Summary, results: Grid) -> Grid:
         if column.key in explained else column
         for column in _CELL_COLUMNS
     ]  # fmt: skip
-    below = [" ".join(sentences([*cell.problems, *cell.notes])) for cell in summary.cells]
+    below = [" ".join(reason.sentences([*cell.problems, *cell.notes])) for cell in summary.cells]
     return Grid(
         id=results.id,
         columns=columns,

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 from rich.console import Console
@@ -43,6 +43,7 @@ from harness.report.elements import (
     Section,
     Sides,
     Tile,
+    Tiles,
     with_names,
 )
 from harness.report.html import render_page
@@ -56,77 +57,87 @@ _REASONS = 4  # why a run is INVALID: so many are not folded
 _SHOWN = ("setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong")
 
 
+class Searched(NamedTuple):
+    """What a run directory has of a search or of `harness quick`."""
+
+    capacity: CapacityReport | None = None
+    tune: TuneReport | None = None
+    levels: Sequence[QuickLevel] = ()
+
+
+def read_searched(folder: Path, summary: Summary) -> Searched:
+    return Searched(read_capacity(folder), read_answered(folder), read_levels(folder, summary))
+
+
 def run_page(
     summary: Summary,
     run: Run,
-    capacity: CapacityReport | None = None,
-    tune: TuneReport | None = None,
-    levels: Sequence[QuickLevel] = (),
+    searched: Searched = Searched(),  # noqa: B008  an immutable value
     *,
     data: ChartData | None = None,
     explain: bool = False,
 ) -> list[Element]:
     """The page of a run: the answer, the findings, the main table, the verdicts, and what else is known.
 
-    `capacity`: the result of a capacity search. `tune`: of a search of settings. `levels`: of a quick run. `data`: for
-    the HTML page, which has charts, every cell, and what ran. `explain`: with the host metrics.
+    `data`: for the HTML page, which also has charts, every cell, and what ran. `explain`: with the host metrics.
     """
-    summary = shown_summary(summary, tune)
-    charted, few = data is not None, len(summary.rows) <= html_parts.FEW
-    described = sentences.load_descriptions(run) if charted and few else {}
-    results = levels_grid(levels) if levels else results_table(summary, run, described)
+    summary = shown_summary(summary, searched.tune)
+    charts = [] if data is None else html_parts.answer_charts(summary, run, searched.capacity, searched.tune)
+    beside, others = (charts[:1], charts[1:]) if _is_sure(summary, run) else ([], charts)
+    is_described = data is not None and len(summary.rows) <= html_parts.FEW
+    described = sentences.load_descriptions(run) if is_described else {}
+    results = levels_grid(searched.levels) if searched.levels else results_table(summary, run, described)
     details = [*turn_tables(summary), *soak_tables(summary), *schedule_table(summary, run), *time_table(summary)]
-    machine = machine_table(summary) if explain or charted else []
-    charts = html_parts.answer_charts(summary, run, capacity, tune) if charted else []
-    is_sure = summary.valid is not False and run.status not in ("running", "interrupted", "failed")
-    beside = charts[:1] if is_sure else []
-    tiles = _tiles(summary, run, levels) if charted and is_sure and tune is None else []
-    numbers = [*itertools.chain(*results.rows), *(tile.value for tile in tiles)]
-    first = [
-        *_what_if(summary.what_if),
-        *answer(summary, run, capacity, tune, levels),
-        *html_parts.shown_tiles(tiles),
-        *state(summary, run, numbers),
-        *([] if tune is None else tune_elements(tune)),
-        Sides(findings(summary), beside),
-    ]
+    machine = machine_table(summary) if explain or data is not None else []
     page: list[Element] = [
-        Section("answer", "", first),
+        _answer_section(summary, run, searched, results, beside, charted=data is not None),
         Section("results", "Results", [
             results,
-            *([Paragraph(LEGEND, "fine")] if levels else []),
+            *([Paragraph(LEGEND, "fine")] if searched.levels else []),
             design(summary, run),
-            *(html_parts.servers_differ(run) if charted else []),
+            *([] if data is None else html_parts.servers_differ(run)),
         ]),
-        _verdicts(summary, run, charted=charted),
-        Section("details", "Details", [*html_parts.fold_long(details), *html_parts.machine_details(machine)])
-        if charted else Section("details", "Details", [*details, *machine]),
-        Section("errors", "Errors", failures(summary) or ([_NO_ERRORS] if charted else [])),
+        _verdicts(summary, run, charted=data is not None),
+        Section("details", "Details", html_parts.folded_details(details, machine) if data else [*details, *machine]),
+        Section("errors", "Errors", failures(summary) or ([_NO_ERRORS] if data is not None else [])),
         Section("checks", "Checks", checks(summary.checks), is_titled=True),
         Section("loads", "Loads", [] if described else loads(run)),
-        *(_charted(summary, run, data, results, [*details, *machine], charts[len(beside):]) if data else []),
     ]  # fmt: skip
-    return with_names(page, load_names(run, tune))
+    if data is not None:
+        cells = html_parts.cells_table(summary, results)
+        page += [
+            html_parts.charts_section(summary, run, data, others),
+            html_parts.cells_section(summary, cells),
+            html_parts.method_section([results, cells, *details, *machine]),
+            *html_parts.what_ran(run),
+        ]
+    return with_names(page, load_names(run, searched.tune))
 
 
 _NO_ERRORS = Paragraph("None: no measured request failed.", "fine")
 
 
-def _charted(
-    summary: Summary, run: Run, data: ChartData, results: Grid, details: Sequence[Grid], others: Sequence[Chart]
-) -> list[Section]:
-    """What only the HTML page has room for."""
-    cells = html_parts.cells_table(summary, results)
-    return [
-        html_parts.charts_section(summary, run, data, others),
-        html_parts.cells_section(summary, cells),
-        html_parts.method_section([results, cells, *details]),
-        *html_parts.what_ran(run),
-    ]
+def _is_sure(summary: Summary, run: Run) -> bool:
+    """Whether the numbers can be believed at first sight, as tiles and as the first chart."""
+    return summary.valid is not False and run.status not in ("running", "interrupted", "failed")
 
 
-def _tiles(summary: Summary, run: Run, levels: Sequence[QuickLevel]) -> list[Tile]:
-    return html_parts.quick_tiles(levels) if levels else html_parts.tiles(summary, run)
+def _answer_section(
+    summary: Summary, run: Run, searched: Searched, results: Grid, beside: Sequence[Chart], *, charted: bool
+) -> Section:
+    """The answer, whether it counts, and the findings; with the chart that shows it."""
+    tiles: list[Tile] = []
+    if charted and _is_sure(summary, run) and searched.tune is None:
+        tiles = html_parts.quick_tiles(searched.levels) if searched.levels else html_parts.tiles(summary, run)
+    numbers = [*itertools.chain(*results.rows), *(tile.value for tile in tiles)]
+    return Section("answer", "", [
+        *_what_if(summary.what_if),
+        *answer(summary, run, searched),
+        *([Tiles(tiles)] if tiles else []),
+        *state(summary, run, numbers),
+        *([] if searched.tune is None else tune_elements(searched.tune)),
+        Sides(findings(summary), beside),
+    ])  # fmt: skip
 
 
 def _verdicts(summary: Summary, run: Run, *, charted: bool) -> Section:
@@ -160,23 +171,23 @@ def shown_summary(summary: Summary, tune: TuneReport | None) -> Summary:
     return replace(shown, reasons=reasons, valid=not reasons)
 
 
-def answer(
-    summary: Summary,
-    run: Run,
-    capacity: CapacityReport | None = None,
-    tune: TuneReport | None = None,
-    levels: Sequence[QuickLevel] = (),
-) -> list[Element]:
+def answer(summary: Summary, run: Run, searched: Searched) -> list[Element]:
     """The question and its answer."""
-    answers = [run_answer(summary, run)] if capacity is None else capacity_lines(capacity)
-    answers = answers if tune is None else [answer_line(tune)]
-    if levels and summary.valid and run.status == "valid":
-        answers = [lead(levels, is_known=not quick_notes(summary))]
+    question = summary.question if searched.tune is None else tune_question(searched.tune)
     return [
-        Paragraph(summary.question if tune is None else tune_question(tune), "title"),
-        *(Paragraph(line, "lead") for line in answers),
+        Paragraph(question, "title"),
+        *(Paragraph(line, "lead") for line in _answer_lines(summary, run, searched)),
         *simulated_note(summary.simulated),
     ]
+
+
+def _answer_lines(summary: Summary, run: Run, searched: Searched) -> list[str]:
+    """The answer of `harness quick`, of a search, or of the run."""
+    if searched.levels and summary.valid and run.status == "valid":
+        return [lead(searched.levels, is_known=not quick_notes(summary))]
+    if searched.tune is not None:
+        return [answer_line(searched.tune)]
+    return [run_answer(summary, run)] if searched.capacity is None else capacity_lines(searched.capacity)
 
 
 def state(summary: Summary, run: Run, shown_numbers: Iterable[str]) -> list[Element]:
@@ -264,20 +275,12 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
 
 def report_page(summary: Summary, run: Run, folder: Path, *, explain: bool = False) -> list[Element]:
     """Return the page of a run, with what its folder has of a search or a quick run."""
-    levels = read_levels(folder, summary)
-    return run_page(summary, run, read_capacity(folder), read_answered(folder), levels, explain=explain)
+    return run_page(summary, run, read_searched(folder, summary), explain=explain)
 
 
-def render_html(
-    summary: Summary,
-    run: Run,
-    data: ChartData,
-    capacity: CapacityReport | None = None,
-    tune: TuneReport | None = None,
-    levels: Sequence[QuickLevel] = (),
-) -> str:
+def render_html(summary: Summary, run: Run, data: ChartData, searched: Searched = Searched()) -> str:  # noqa: B008
     """Return the HTML page of a run."""
-    page = run_page(summary, run, capacity, tune, levels, data=data)
+    page = run_page(summary, run, searched, data=data)
     return render_page(page, f"{summary.question} · {run.id}", [run.scenario_name, run.id])
 
 
@@ -286,4 +289,4 @@ def run_html(folder: Path, run: Run, summary: Summary, summarized: Summarized | 
     records are read for them. Raises HarnessError.
     """
     data = read_chart_data(folder) if summarized is None else chart_data(summarized.data)
-    return render_html(summary, run, data, read_capacity(folder), read_answered(folder), read_levels(folder, summary))
+    return render_html(summary, run, data, read_searched(folder, summary))

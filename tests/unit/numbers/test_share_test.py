@@ -13,7 +13,7 @@ import pytest
 from scipy.special import ndtri
 
 from harness.base.measured import LogSpread
-from harness.numbers.block_tests import MIN_EFFECT_BLOCKS
+from harness.numbers.block_statistics import MIN_EFFECT_BLOCKS
 from harness.numbers.comparison import POWER
 from harness.numbers.share_test import (
     FAR_REQUESTS,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import linregress
 
-from harness.numbers import block_tests
-from harness.numbers.block_tests import MIN_BATCHES, batched_rate, cluster_effect, fit_trend, work_between
+from harness.numbers import block_statistics
+from harness.numbers.block_statistics import MIN_BATCHES, batched_rate, cluster_effect, fit_trend, work_between
 
 
 def test_a_request_works_evenly_between_its_ends() -> None:
@@ -21,12 +21,12 @@ def test_a_request_works_evenly_between_its_ends() -> None:
 
 def test_a_rate_within_a_run_is_known_from_blocks_of_five_answers() -> None:
     sent = np.arange(100, dtype=np.float64)
-    even = block_tests.rate_error(sent, sent + 1, np.full(100, 10.0))
+    even = block_statistics.rate_error(sent, sent + 1, np.full(100, 10.0))
     assert even is not None and even == pytest.approx((0, 20), abs=1e-12)
-    assert block_tests.rate_error(sent[:19], sent[:19] + 1, np.full(19, 10.0)) is None, "fewer than four blocks"
-    assert block_tests.rate_error(np.empty(0), np.empty(0), np.empty(0)) is None
+    assert block_statistics.rate_error(sent[:19], sent[:19] + 1, np.full(19, 10.0)) is None, "fewer than four blocks"
+    assert block_statistics.rate_error(np.empty(0), np.empty(0), np.empty(0)) is None
     work = np.repeat([8.0, 12.0], 50)  # the second half is faster
-    found = block_tests.rate_error(sent, sent + 1, work)
+    found = block_statistics.rate_error(sent, sent + 1, work)
     assert found is not None
     rates = np.repeat([8.0, 12.0], 10)
     assert found == pytest.approx((rates.std(ddof=1) / 10 / math.sqrt(20), 20), rel=1e-6)
