@@ -248,8 +248,8 @@ def value_text(
         if against is not None:
             base = against["value"]
             multiple = bool(base) and value is not None
-            factor = f"{ratio_text(shown / base)} times the" if multiple else "against"
-            text += f", {factor} {format_check_value(base, unit)} of {against['name']}"
+            factor = f", {ratio_text(shown / base)} times the" if multiple else " against"
+            text += f"{factor} {format_check_value(base, unit)} of {against['name']}"
         parts.append(text)
     if interval is not None and multiple and against is not None and shown is not None:
         base = against["value"]

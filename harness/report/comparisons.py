@@ -32,9 +32,11 @@ from harness.report.verdict_text import (
     gate_answer,
     gate_word,
     is_better_within_margin,
+    is_one_sided,
     shown_bounds,
     undecided_text,
     verdict_style,
+    why_undecided,
 )
 from harness.scenario.plan import mix_of
 
@@ -173,7 +175,9 @@ def _answer_against_one(comparison: Comparison, rows: Sequence[Row]) -> str:
             f" {len(still_open)} of {count(len(verdicts), 'comparison')} are open." if len(still_open) > 1 else ""
         )
         shown = undecided_text(largest, against)
-        return f"Cannot tell which is faster: {name} is {shown}.{likewise}{_remedy(still_open)}"
+        known = "Not decided" if is_one_sided(largest) else "Cannot tell which is faster"
+        why = "".join(f" {text}." for text in why_undecided(largest))
+        return f"{known}: {name} is {shown}.{why}{likewise}{_remedy(still_open)}"
     if undecided := [verdict for verdict in verdicts if verdict.ratio is None]:
         first = undecided[0]
         why = "they have no ratio" if first.refused is None else sentence(first.refused)

@@ -42,10 +42,11 @@ def _verdict_texts(verdict: Verdict, side: str) -> list[str]:
         parts = [describe_change(verdict, interval=False), gate_text(verdict.gate, low, high, verdict.tolerance or 0.0)]
         return [f"{side}: {'; '.join(parts)}", *([_settles_gate(verdict, "R")] if verdict.gate not in DECIDED else [])]
     if verdict.word == "same":
-        text = f"the same as {verdict.baseline} by {METRICS[verdict.metric].title} within ±{short_percent(MARGIN)}"
-        return [f"{side}: {text} ({_interval_text(verdict)})", *_what_confirms(verdict)]
+        text = f"the same as {verdict.baseline} by {METRICS[verdict.metric].title}"
+        return [f"{side}: {text} ({_same_text(verdict)})", *_what_confirms(verdict)]
     if verdict.word == "inconclusive":
-        return [f"{side}: cannot tell: {undecided_text(verdict)}", *_why_undecided(verdict), *_what_confirms(verdict)]
+        known = "not decided" if is_one_sided(verdict) else "cannot tell"
+        return [f"{side}: {known}: {undecided_text(verdict)}", *why_undecided(verdict), *_what_confirms(verdict)]
     is_sure = verdict.p is not None and not verdict.provisional
     return [f"{side}: {describe_ratio(verdict, with_p=is_sure)}", *_what_confirms(verdict)]
 
@@ -69,14 +70,28 @@ def undecided_text(verdict: Verdict, baseline: str | None = None) -> str:
 _UNIT_NAMES = {"repeats": ("repeat", "repeats"), "runs": ("run", "runs")}
 
 
-def _interval_text(verdict: Verdict) -> str:
+def _same_text(verdict: Verdict) -> str:
+    """How near two equal sides are: "within 0.76 %", or "0.54 to 1.5 % faster" where one is surely the better one."""
     low, high = shown_bounds(verdict)
     notes = [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
-    return ", ".join([format_range(low, high), *notes])
+    if low is None or high is None:
+        return ", ".join([f"within ±{short_percent(MARGIN)}", *notes])
+    if is_better_within_margin(verdict):
+        return ", ".join([format_range(low, high), *notes])
+    largest = max(_invert(low), high, 1.0) - 1
+    return ", ".join([f"within {_short_share(largest)} %" if largest >= 5e-5 else "no difference seen", *notes])
 
 
-def _why_undecided(verdict: Verdict) -> list[str]:
+def is_one_sided(verdict: Verdict) -> bool:
+    """Whether the interval of a verdict excludes that both sides are equally fast."""
+    low, high = shown_bounds(verdict)
+    return (low is not None and low > 1) or (high is not None and high < 1)
+
+
+def why_undecided(verdict: Verdict) -> list[str]:
     """Why the interval of an open verdict does not decide it, where the interval itself does not show that."""
+    if verdict.reason in ("in_margin", "not_beyond") and is_one_sided(verdict):
+        return [f"A difference of less than {short_percent(MARGIN)} counts as the same"]
     if verdict.reason == "corrected":
         p = _format_p(verdict.p or 0.0)
         return [f"With {verdict.comparisons} comparisons the corrected p-value is {p}"]

@@ -184,7 +184,7 @@ def test_a_percentile_is_decided_by_its_whole_interval() -> None:
     assert (undecided.status, undecided.code, undecided.bound) == ("inconclusive", "too_close", 2.0)
     assert (undecided.value, undecided.low, undecided.high) == (1.5, 1.2, 2.0)
     assert undecided.more_requests == 60  # 2 s is the 196th of 200 values, so 98 % are within it
-    assert evidence(undecided.evidence).endswith("1.2 s to 2 s; needs about 60 more requests to decide")
+    assert evidence(undecided.evidence).endswith("1.2 s to 2 s; too few requests: send about 60 more")
     assert outcome("ttft_p95 <= 1.19s", known)[:2] == ("failed", "broken")
     assert outcome("ttft_p95 > 1.19s", known)[:2] == ("passed", "met")
     assert outcome("ttft_p95 >= 2.01s", known)[:2] == ("failed", "broken")
@@ -348,7 +348,7 @@ def test_attainment_and_goodput() -> None:
     assert outcome(check, row_meeting(60, sent=60))[:2] == ("passed", "met")
     few = result_of(check, row_meeting(59, sent=59))
     assert (few.status, few.code, few.more_requests) == ("inconclusive", "too_few_requests", 1)
-    assert evidence(few.evidence) == "a / x: 100 %, 90 % interval 95 % to 100 %; needs about 1 more request to decide"
+    assert evidence(few.evidence) == "a / x: 100 %, 90 % interval 95 % to 100 %; too few requests: send about 1 more"
     assert outcome(check, row_meeting(10, sent=20)) == (
         "failed", "broken", "a / x: 50 %, 90 % interval 30.2 % to 69.8 %",
     )  # fmt: skip
@@ -356,8 +356,8 @@ def test_attainment_and_goodput() -> None:
     assert outcome(check, row_meeting(199, unknown=1))[:2] == ("passed", "met")
     assert outcome(check, row_meeting(150, unknown=50)) == (
         "inconclusive", "unknown_requests",
-        "a / x: 100 %, 90 % interval 69.5 % to 100 %, 50 unknown of 200 requests; "
-        "it is unknown whether enough requests are within the bound",
+        "a / x: 100 %, 90 % interval 69.5 % to 100 %, 50 of 200 requests not known; "
+        "whether enough requests are within the bound is not known",
     )  # fmt: skip
     assert outcome(check, row_meeting(198, effect=3.0))[:2] == ("inconclusive", "too_close")
     assert outcome(f"attainment({SLOS}) == 1", row_meeting(199, unknown=1))[:2] == ("inconclusive", "no_value")
@@ -591,7 +591,7 @@ def test_a_tpot_of_which_an_upper_bound_is_known_decides_a_percentile() -> None:
     assert (bundled.pooled.tpot.n, bundled.pooled.tpot.at_most, bundled.pooled.tpot.p95) == (0, 200, None)
     found = result_of("tpot_p95 <= 60ms", bundled)
     assert (found.status, found.code, found.value, found.low) == ("passed", "met", None, None)
-    assert evidence(found.evidence).endswith("200 with an upper bound only of 200 requests")
+    assert evidence(found.evidence).endswith("200 of 200 requests with an upper bound only")
     open_one = result_of("tpot_p95 <= 20ms", bundled)
     assert (open_one.status, open_one.code, open_one.more_requests) == ("inconclusive", "unknown_requests", None)
     some = LatencySample(sample.sent_s, values_s, np.where(np.arange(200) % 2, OBSERVED, AT_MOST).astype(np.int8))

@@ -32,7 +32,7 @@ from tests.support.made_runs import request as made_request
 
 RATES = "wall time, tok/s, prompt tok/s and requests/s of b / x"
 LIMITED = ["wall", "output_tok_s", "input_tok_s", "requests_per_s"]
-SAID = f"the load generator (‡) was late, which affects {RATES} (by {{}}\u00a0% at most); verdicts allow for it"
+SAID = f"the load generator (‡) was late, which affects {RATES} (by {{}}\u00a0% at most); intervals are wider by that"
 
 
 def limited_run(
@@ -235,7 +235,7 @@ def test_every_report_says_it(run: Path) -> None:
     assert "| b | x | 10.03 s‡ | 44 | 4.39‡ |" in text and "0.399‡ | 7.98 | 15.98 | 1,254 | " in text
     assert "| a | x | 15.03 s | 44 | 2.93 |" in text
     (check,) = summary.checks
-    assert evidence(check.evidence) == "b / x: 10.03 s (client-limited)"
+    assert evidence(check.evidence) == "b / x: 10.03 s (the load generator was too slow)"
     console = Console(record=True, width=300)
     print_report(summary, manifest, run, console, explain=True)
     assert said.replace("\u00a0", " ") in console.export_text()

@@ -76,7 +76,10 @@ def test_a_run(tmp_path: Path) -> None:
         "comparison | b / x against a / x: wall time": "passed",
     }
     assert outcomes["checks | wall <= 9 s"][1] == "a / x: 10.03 s; b / x: 12.03 s"
-    assert "b / x: above 1.505 s; needs about 273 more requests" in outcomes["checks | ttft_p95 <= 2s"][1]
+    assert (
+        "b / x: above 1.505 s; too few independent requests: send about 273 more"
+        in outcomes["checks | ttft_p95 <= 2s"][1]
+    )
     assert summary.comparison is not None
     (verdict,) = summary.comparison.verdicts
     evidence = outcomes["comparison | b / x against a / x: wall time"][1]
@@ -130,12 +133,12 @@ def test_a_comparison_of_runs(tmp_path: Path) -> None:
         "comparison | a / x against old: wall time": "passed",
         "comparison | b / x against old: wall time": "passed",
     }
-    assert named["checks | wall <= 1.2 * baseline"][1].startswith("a / x: 9.03 s against 10.03 s of old, 0.9 times")
+    assert named["checks | wall <= 1.2 * baseline"][1].startswith("a / x: 9.03 s, 0.9 times the 10.03 s of old")
     properties = properties_of(done.out)
     assert properties["differs.servers.*.version"] == f"old: {served_by().version}; new: 0.30"
     assert (properties["baseline"], properties["side.1"], "method" in properties) == ("old", "new", True)
     for form, check, code, shown in (
-        ("terminal", "wall <= 0.5 * baseline", 4, "- FAILED wall <= 0.5 * baseline: a / x: 9.03 s against 10.03 s of"),
+        ("terminal", "wall <= 0.5 * baseline", 4, "- FAILED wall <= 0.5 * baseline: a / x: 9.03 s, 0.9 times the "),
         ("markdown", "ttft_p95 <= baseline", 5, "- **inconclusive**: `ttft_p95 <= baseline`: a / x: needs 130 "),
         ("json", "wall <= 0.5 * baseline", 4, '"code": "broken"'),
     ):

@@ -311,9 +311,9 @@ def test_a_cause_that_several_rows_have_is_reported_once() -> None:
         failed("ten", 1, "timeout", "no first byte"),
     ]
     assert sentences.failure_sentences(replace(summary(), failures=failures)) == [
-        "vllm / one: 3 requests, vllm / ten: 1 request (http): too long (9000 tokens); to solve it: ask for less; "
-        'said was "status 400: 9000 tokens"',
-        'vllm / ten: 1 request (timeout): nothing known of it; said was "no first byte"',
+        "vllm / one: 3 requests, vllm / ten: 1 request (http): too long (9000 tokens); to solve it: ask for less. "
+        'Message: "status 400: 9000 tokens"',
+        'vllm / ten: 1 request (timeout): nothing known of it. Message: "no first byte"',
     ]
 
 
@@ -408,7 +408,7 @@ def test_verdicts_that_differ_only_in_their_side_are_one_sentence() -> None:
     assert texts == [
         (
             "inconclusive",
-            "b / x, c / x: 1.50x faster than a / x by wall time (no interval); inconclusive: too few repeats.",
+            "b / x, c / x: cannot tell: about 50 % faster than a / x by wall time (interval not known from 1 run).",
         ),
         ("faster", "b / z: 2.00x faster than a / x by wall time (95 % interval 1.90x to 2.10x, p = 0.010)."),
         ("inconclusive", "c / y against a / x: inconclusive: this run is INVALID."),

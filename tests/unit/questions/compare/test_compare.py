@@ -60,7 +60,7 @@ ONE = {"basis": "one_run", "provisional": True}
          "1.25x slower than a / x by wall time (95 % interval 1.24x to 1.26x, p < 0.001)."),
         # "Same" where the interval is inside the margin, also where the difference is sure.
         (scaled(1.003), TIGHT, 0, {"word": "same"},
-         "(95 % interval 1.0016x slower to 1.008x faster); the same within ±2 %"),
+         "the same as a / x by wall time (within 0.76 %)."),
         (scaled(1.01), TIGHT, 0, {"word": "same"}, ""),
         (scaled(1.018), TIGHT, 0, {"word": "inconclusive", "reason": "in_margin", "needed": 42}, ""),
         (scaled(1.025), scaled(1.0, [0.99, 0.995, 1.0, 1.005, 1.01]), 0, {"reason": "not_beyond"}, ""),
@@ -70,25 +70,25 @@ ONE = {"basis": "one_run", "provisional": True}
         (scaled(23 / 68, [1.0, 1.02, 0.99]), [1.0, 1.01, 0.985], 1, {"word": "slower"}, "2.94x slower than"),
         (scaled(7 / 68, [1.0, 1.02, 0.99]), [1.0, 1.01, 0.985], 1, {"word": "slower"}, "9.67x slower than"),
         (scaled(1.1, WIDE), WIDE, 0, {"reason": "includes_one", "needed": None, "needed_for_same": None},
-         "(95 % interval 1.36x slower to 1.64x faster); inconclusive: the interval includes 1; "
-         "at this spread, more than 100 repeats a side show a difference of this size"),
+         "cannot tell: between 36 % slower and 64 % faster than a / x by wall time. At this spread, more than 100 "
+         "repeats a side show a difference of this size"),
         # The correction for several comparisons takes a verdict away.
         ([1.05, 1.06, 1.04], [1.0, 1.01, 0.99], 0, {"word": "faster"}, ""),
         ([1.05, 1.06, 1.04], [1.0, 1.01, 0.99], 6, {"word": "inconclusive", "reason": "corrected", "comparisons": 7},
-         "with 7 comparisons the corrected p-value is "),
+         "With 7 comparisons the corrected p-value is "),
         # One repeat.
         ([1.5], [1.0], 0, ONE | {"word": "faster", "ratio": 1.5, "needed": 5},
-         "about 1.5x faster (one run, not repeated) than a / x by wall time (95 % interval 1.28x to 1.76x); "
-         "provisional: confirm it with --repeats 5"),
+         "about 1.5x faster (one run, not repeated) than a / x by wall time (95 % interval 1.28x to 1.76x). "
+         "Provisional: `--repeats 5` confirms it."),
         ([1.05], [1.0], 0, ONE | {"word": "inconclusive", "reason": "includes_one", "needed": 5},
-         "inconclusive: the interval includes 1; provisional: "),
+         "(one run, not repeated). Provisional: `--repeats 5` should settle it."),
         ([1.18], [1.0], 1, ONE | {"word": "inconclusive", "needed": 5},
-         "±2 %; provisional: confirm it with --repeats 5."),
+         "not decided: 0.85 to 38 % faster than a / x by wall time (one run, not repeated)."),
         ([1.5], TIGHT, 4, ONE | {"word": "faster"}, ""),
         ([], TIGHT, 1, {"ratio": None, "p": None, "n": (0, 5), "reason": "refused"}, ""),
         # Servers without any spread.
         ([2.0] * 5, [1.0] * 5, 0, {"word": "faster"}, ""),
-        ([0.1] * 5, [0.3 - 0.2] * 5, 0, {"word": "same"}, ""),
+        ([0.1] * 5, [0.3 - 0.2] * 5, 0, {"word": "same"}, "(no difference seen)"),
     ],
 )  # fmt: skip
 def test_a_verdict(side: list[float], base: list[float], others: int, expected: dict[str, Any], part: str) -> None:
@@ -98,7 +98,6 @@ def test_a_verdict(side: list[float], base: list[float], others: int, expected: 
     if verdict.ratio is not None:
         assert verdict.low is not None and verdict.high is not None, "a ratio has an interval"
         assert verdict.low <= verdict.ratio <= verdict.high
-        assert "95 % interval" in verdict_sentence(verdict)
 
 
 def test_one_repeat_has_the_interval_of_its_blocks() -> None:
