@@ -87,8 +87,8 @@ def test_a_limit_in_words() -> None:
     [(_, why)] = limits_with_lags(four(**SHARED_READ | {"chunks_s": FIRST_SHARED}), LOAD, core_wait=0.25)
     assert sentence(why) == (
         "the load generator was too slow for TTFT, TTFO and chunk gaps: 9.1 % of the chunks and 100.0 % of the first "
-        "chunks were fetched late, together with a later one: their times are upper bounds; at most 1 % is allowed; other "
-        "processes used its core during 25 % of the time: stop them, or send from another machine"
+        "chunks were fetched late, together with a later one: their times are upper bounds; at most 1 % is allowed; "
+        "other processes used its core during 25 % of the time: stop them, or send from another machine"
     )
     [(_, why)] = limits_with_lags(four(clock="read"), LOAD, loop_lag_p99_s=0.0123)
     assert sentence(why).endswith(f"12.3 ms or more late; at most 5 ms is allowed; {MORE}")
