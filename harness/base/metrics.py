@@ -33,6 +33,7 @@ class Metric(Struct, frozen=True, kw_only=True):
     latency: str = ""  # the name without the statistic
     statistic: str = ""  # one of STATISTICS; empty: of a single request
     slo: bool = True  # whether an SLO may bound it
+    chunk: Literal["first", "last", ""] = ""  # at whose arrival it ends: late reads of it are in the latency
     live: tuple[str, ...] = ()  # in the tab of the live page; then its page and the charts of requests have it, too
     csv: bool = True  # the send lag is there with the schedule
     only: str = ""  # which requests have it; others never do
@@ -82,14 +83,14 @@ _STREAMED = "streamed answers"
 _OPEN = "requests of an open loop"
 LATENCIES = (
     _latency(
-        "ttft", "TTFT", words="TTFT", about="Time to first token",
+        "ttft", "TTFT", words="TTFT", chunk="first", about="Time to first token",
         definition="first chunk with a generated token of any channel - sent, the connection already open",
         live=("p50", "p95", "p99"), only=_STREAMED, table=("p50", "tail"), vectors=("p50", "tail"),
         formula="TTFT = first token received − request sent",
         outcome="got their first token within this time",
     ),
     _latency(
-        "ttfo", "TTFO", words="TTFO", about="Time to first visible output",
+        "ttfo", "TTFO", words="TTFO", chunk="first", about="Time to first visible output",
         definition="first chunk with visible content - sent, the connection already open", only=_STREAMED,
     ),
     _latency(
@@ -101,7 +102,7 @@ LATENCIES = (
         formula="TPOT = (last arrival − first arrival) ÷ output tokens that came after the first arrival",
     ),
     _latency(
-        "e2e", "E2E", words="E2E latency", about="End-to-end latency",
+        "e2e", "E2E", words="E2E latency", chunk="last", about="End-to-end latency",
         definition="last chunk with a generated token - sent, the connection already open",
         live=("p50", "p95"), table=("p95", "max"), vectors=("p50", "p95", "max"),
         outcome="were answered within this time",
@@ -113,13 +114,13 @@ LATENCIES = (
         slo=False, only="streamed answers of several chunks",
     ),
     _latency(
-        "ttft_sched", "TTFT from schedule", words="TTFT from schedule",
+        "ttft_sched", "TTFT from schedule", words="TTFT from schedule", chunk="first",
         about="Time to first token from schedule",
         definition="first chunk with a generated token of any channel - scheduled",
         only="streamed answers of an open loop",
     ),
     _latency(
-        "e2e_sched", "E2E from schedule", words="E2E latency from schedule",
+        "e2e_sched", "E2E from schedule", words="E2E latency from schedule", chunk="last",
         about="End-to-end latency from schedule", definition="last chunk with a generated token - scheduled",
         only=_OPEN,
     ),

@@ -32,8 +32,8 @@ MAX_CORE_WAIT = 0.05  # of the time, waiting for a free core
 
 _CHUNKS = ["gap"]
 _REQUEST_TIMES = [latency.name for latency in LATENCIES if latency.words and latency.slo]
-_LAST_CHUNK = ["e2e", "e2e_sched"]  # times that no first chunk changes
-_FIRST_CHUNK = [name for name in _REQUEST_TIMES if name not in (*_LAST_CHUNK, "tpot")]  # TPOT is between arrivals
+_FIRST_CHUNK = [latency.name for latency in LATENCIES if latency.chunk == "first"]
+_LAST_CHUNK = [latency.name for latency in LATENCIES if latency.chunk == "last"]
 _RATES = ["wall", "output_tok_s", "input_tok_s", "requests_per_s"]
 _TIMES = [*_REQUEST_TIMES, *_CHUNKS]
 _FROM_SCHEDULE = list(FROM_SCHEDULE)
