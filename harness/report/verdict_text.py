@@ -38,9 +38,8 @@ def _verdict_texts(verdict: Verdict, side: str) -> list[str]:
     if verdict.refused is not None:
         return [f"{side}: inconclusive: {sentence(verdict.refused)}"]
     if verdict.gate is not None:
-        low, high = shown_bounds(verdict)
-        parts = [describe_change(verdict, interval=False), gate_text(verdict.gate, low, high, verdict.tolerance or 0.0)]
-        return [f"{side}: {'; '.join(parts)}", *([_settles_gate(verdict, "R")] if verdict.gate not in DECIDED else [])]
+        settles = [] if verdict.gate in DECIDED else [_settles_gate(verdict, "R")]
+        return [f"{side}: {_gate_result(verdict)}", *settles]
     if verdict.word == "same":
         text = f"the same as {verdict.baseline} by {METRICS[verdict.metric].title}"
         return [f"{side}: {text} ({_same_text(verdict)})", *_what_confirms(verdict)]
@@ -65,6 +64,20 @@ def undecided_text(verdict: Verdict, baseline: str | None = None) -> str:
     if None in known:
         notes.insert(0, f"interval not known from {count(min(verdict.n), *_UNIT_NAMES[verdict.unit])}")
     return f"{text} ({', '.join(notes)})" if notes else text
+
+
+def _gate_result(verdict: Verdict) -> str:
+    """What a verdict with a gate shows: "18 % slower than a by wall time (7.6 to 29 %); whether 10 % or more ..."."""
+    assert verdict.gate is not None
+    low, high = shown_bounds(verdict)
+    if verdict.gate in ("no_slowdown", "cannot_tell") or low is None or high is None:
+        text = gate_text(verdict.gate, low, high, verdict.tolerance or 0.0)
+        return f"{describe_change(verdict, interval=False)}; {text}"
+    more = {
+        "provisional": "; provisional, would fail with --provisional",
+        "size_unknown": f"; whether {limit_text(verdict.tolerance or 0.0)} or more is not known",
+    }
+    return describe_change(verdict) + more.get(verdict.gate, "")
 
 
 _UNIT_NAMES = {"repeats": ("repeat", "repeats"), "runs": ("run", "runs")}
@@ -206,7 +219,7 @@ def gate_word(verdict: Verdict) -> str:
     limit = limit_text(verdict.tolerance or 0.0)
     if verdict.gate == "no_slowdown" and verdict.word not in ("faster", "same"):
         return f"slower by under {limit}" if verdict.word == "slower" else f"no slowdown of {limit}"
-    known = {"provisional": "slower (provisional)", "size_unknown": "slower; size not known",
+    known = {"provisional": "slower (provisional)", "size_unknown": "slower (size not known)",
              "cannot_tell": "cannot tell"}  # fmt: skip
     return known.get(verdict.gate or "", verdict_word(verdict))
 

@@ -31,7 +31,7 @@ LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
     "definition": "with another definition of this number",
 }
 _WORDS: dict[Gate, str] = {
-    "no_slowdown": "no slowdown", "slower": "slower", "size_unknown": "slower; size not known",
+    "no_slowdown": "no slowdown", "slower": "slower", "size_unknown": "slower (size not known)",
     "cannot_tell": "cannot tell", "provisional": "slower (provisional)",
 }  # fmt: skip
 _STYLES: dict[Gate, str] = {
