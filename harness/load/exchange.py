@@ -22,7 +22,6 @@ from harness.load.odd_text import classify_text
 from harness.load.openai_api import Answer
 from harness.load.reader import AnyInbox, ReadTimes
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong, Parser
-from harness.records.arrivals import split_arrivals
 from harness.records.records import LATE_READ_S, MAX_PIECES, ErrorKind
 from harness.scenario.behaviour import max_body_s
 
@@ -336,10 +335,8 @@ class Exchange:
     def _note_first_arrival(self, chars: Sequence[int]) -> None:
         """Note how much of the text came first, by the characters of each chunk, and what passed a bundle on."""
         answer = self.answer
-        starts = split_arrivals(answer.chunks_s)
-        first = starts[1] if len(starts) > 1 else len(chars)
-        answer.text_chars, answer.first_arrival_chars = sum(chars), sum(chars[:first])
-        if first > 1 or len(starts) <= MAX_PIECES or (answer.output_tokens or 0) >= 2 * len(starts):
+        first, arrivals = answer.note_first_arrival(chars)
+        if first > 1 or arrivals <= MAX_PIECES or (answer.output_tokens or 0) >= 2 * arrivals:
             gateways = [one.title for one in engines() if one.gateway and one.version_header in self.headers]
             passed = filter(None, (*gateways, self.headers.get("server"), self.headers.get("via")))
             answer.via = openai_api.header_text(", via ".join(passed)) or None

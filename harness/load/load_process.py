@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Fields that a record copies.
 _WORK_FIELDS = [name for name in Request.__struct_fields__ if name in Work.__struct_fields__]
-_ANSWER_FIELDS = [name for name in Request.__struct_fields__ if name in Answer.__slots__ and name != "status"]
 
 
 class Listeners:
@@ -333,7 +332,7 @@ class LoadProcess:
             bad_fields=list(answer.bad.values()),
             status=exchange.status,
             **{name: getattr(work, name) for name in _WORK_FIELDS},
-            **{name: getattr(answer, name) for name in _ANSWER_FIELDS},
+            **answer.recorded(),
         )
 
 

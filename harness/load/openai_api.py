@@ -31,12 +31,14 @@ from harness.failures.unexpected_response import (
 from harness.load.anthropic_api import encode_messages
 from harness.load.channels import CHANNELS, GeneratedOutput, is_blank, read_output
 from harness.load.sse import CLASSIFIED_CHARS, Event
+from harness.records.arrivals import split_arrivals
 from harness.records.records import (
     KNOWN_FINISHES,
     TEMPLATE_TOKENS,
     BadField,
     ErrorKind,
     OddText,
+    Request,
     find_impossible_counts,
 )
 from harness.scenario import Load
@@ -290,6 +292,19 @@ class Answer:
             if path in self.bad:  # also if another event had a number
                 setattr(self, name, None)
 
+    def note_first_arrival(self, chars: Sequence[int]) -> tuple[int, int]:
+        """Note how much of the text came first, by the characters of each chunk. Return the chunks of the first
+        arrival, and the number of arrivals.
+        """
+        starts = split_arrivals(self.chunks_s)
+        first = starts[1] if len(starts) > 1 else len(chars)
+        self.text_chars, self.first_arrival_chars = sum(chars), sum(chars[:first])
+        return first, len(starts)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the fields that a record has of it."""
+        return {name: getattr(self, name) for name in _RECORDED}
+
     def get_field(self, source: dict[str, Any], key: str, kind: type[T], name: str | None = None) -> T | None:
         """Return the value of a field. A value of another JSON type is noted under `name` and counts as missing."""
         value = source.get(key)
@@ -312,6 +327,9 @@ class Answer:
             self.error = kind
             message = masked(message[:_MASKED_CHARS])  # before shortening, which could leave half of a secret
             self.message = message if len(message) <= _MESSAGE_CHARS else message[: _MESSAGE_CHARS - 3] + "..."
+
+
+_RECORDED = [name for name in Request.__struct_fields__ if name in Answer.__slots__ and name != "status"]
 
 
 def note_stray_text(raw: bytes, answer: Answer) -> None:

@@ -213,7 +213,7 @@ def _rates(cell: CellData, good: Rows) -> dict[str, Any]:
     else:
         window_s = cell.window_s[1] - cell.window_s[0]
         ended, window = len(prompts), {"window": "timed"}
-        tokens, cut_chunks = _tokens_inside(cell, cell.window_s)
+        tokens, cut_chunks = tokens_inside(cell, cell.window_s)
     if window_s <= 0:
         return {}
     chunks, carried = _carried([good])
@@ -229,8 +229,8 @@ def _rates(cell: CellData, good: Rows) -> dict[str, Any]:
     }
 
 
-def _tokens_inside(cell: CellData, window_s: tuple[float, float]) -> tuple[float, float]:
-    """The tokens that the server generated inside the window, and the chunks of cut requests without known tokens.
+def tokens_inside(cell: CellData, window_s: tuple[float, float]) -> tuple[float, float]:
+    """The tokens that the server generated inside the window, and the chunks of requests without known tokens.
 
     Tokens of failed requests do not count: they are of no use.
     """
@@ -240,8 +240,7 @@ def _tokens_inside(cell: CellData, window_s: tuple[float, float]) -> tuple[float
         rows = rows.where(rows.error.is_in(None, *CUT))
         shares, known = token_shares_between(rows, *window_s, one.fetch), ~np.isnan(rows.output_tokens)
         tokens.append((rows.output_tokens * shares)[known])
-        cut = ~known & ~rows.good
-        chunks += float(np.round(rows.chunks[cut] * shares[cut]).sum())
+        chunks += float(np.round(rows.chunks[~known] * shares[~known]).sum())
     return math.fsum(np.concatenate(tokens).tolist()), chunks
 
 

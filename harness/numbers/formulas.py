@@ -147,6 +147,12 @@ def is_empty(rows: Rows) -> Bools:
     return found
 
 
+def prompt_length(rows: Rows) -> Floats:
+    """Tokens of the prompt as the server counts them, else as planned."""
+    found: Floats = np.where(np.isnan(rows.prompt_tokens), rows.asked_prompt_tokens, rows.prompt_tokens)
+    return found
+
+
 def has_short_prompt(rows: Rows) -> Bools:
     """Whether the server counted far fewer tokens than the prompt has words, each of which has at least one token."""
     found: Bools = rows.prompt_tokens < MIN_PROMPT_SHARE * rows.asked_prompt_tokens

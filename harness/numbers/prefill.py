@@ -40,7 +40,7 @@ def timed_prompts(cell: CellData, *, planned: bool = False) -> TimedPrompts | No
     rows = cell.counted
     if find_bundle([rows.where(rows.good)]) is not None:
         return None
-    prompts = np.where(np.isnan(rows.prompt_tokens) & planned, rows.asked_prompt_tokens, rows.prompt_tokens)
+    prompts = formulas.prompt_length(rows) if planned else rows.prompt_tokens
     started = rows.error.is_in(None, *CUT) & ~np.isnan(formulas.ttft(rows))
     # A blank may be sent before the prompt is computed, and reasoning that is not sent comes before what is.
     seen = ~(rows.blank_gaps > formulas.MAX_BLANK_GAPS) & ~formulas.hides_reasoning(rows)

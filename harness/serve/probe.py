@@ -24,8 +24,11 @@ from harness.engines import engines, listed_names
 from harness.engines.loaded import chat_models, loaded_models
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json, shown_names
+from harness.load.anthropic_api import as_chat_event, started_message
+from harness.load.openai_api import Answer, note_event
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTooLong, Parser
 from harness.records.manifest import Phase, ServedBy
+from harness.records.records import Request
 from harness.serve.containers import LogFile
 
 PROBE_TIMEOUT_S = 5.0
@@ -44,7 +47,6 @@ BUSY = (429, 503)  # of a server that loads its model, or has too much to do
 _LOADING_ADVICE = "The server may still load its model: wait until it is ready, and run it again."
 
 _COUNT_TRIES = 3
-_PROMPT_COUNTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")  # of Anthropic's API
 
 T = TypeVar("T")
 Post = Callable[[str, dict[str, Any]], requests.Response]  # of an address and a body
@@ -334,7 +336,7 @@ def streams_prompt_counts(base: str, model: str, api_key: str | None) -> bool | 
     """
     message = {"role": "user", "content": "Say yes."}
     body = {"model": model, "max_tokens": 1, "stream": True, "messages": [message]}
-    started = False
+    started, answer = False, Answer()
     with open_session(api_key) as session, suppress(ServerError, requests.RequestException):
         session.headers["anthropic-version"] = "2023-06-01"
         for _ in range(_COUNT_TRIES):
@@ -342,20 +344,39 @@ def streams_prompt_counts(base: str, model: str, api_key: str | None) -> bool | 
                 if response.status_code != 200:
                     break
                 for event in read_events(response):
-                    with suppress(ValueError):
-                        part = decode_json(event.data)
-                        started = started or (isinstance(part, dict) and part.get("type") == "message_start")
-                        if _counts_prompt(part):
-                            return True
+                    started = started or started_message(event) != {}
+                    note_event(as_chat_event(event), 1, answer)
+                    if started and answer.prompt_tokens:
+                        return True
     return False if started else None
 
 
-def _counts_prompt(part: Any) -> bool:
-    """Return whether an event of Anthropic's API has the tokens of the prompt: at its start or at its end."""
-    message = part.get("message") if isinstance(part, dict) else None
-    usages = [one.get("usage") for one in (part, message) if isinstance(one, dict)]
-    counts = [one.get(name) for one in usages if isinstance(one, dict) for name in _PROMPT_COUNTS]
-    return any(type(count) is int and count > 0 for count in counts)
+def time_request(base: str, body: dict[str, Any], api_key: str | None, key_name: str | None, max_s: float) -> Request:
+    """Send a streamed chat request, and return what the load client would record of it. Raises ServerError.
+
+    Its times are those of this thread's reads. It reads at most `max_s` after the first text.
+    """
+    answer, url = Answer(None, None), f"{base}/v1/chat/completions"
+    with open_session(api_key) as session:
+        sent_s = time.monotonic()
+        with post(session, url, body, stream=True) as response:
+            if response.status_code != 200:
+                require_chat_completion(response, base, key_name)
+            try:
+                for number, event in enumerate(read_events(response), start=1):
+                    answer.ended_s = time.monotonic() - sent_s
+                    if event.data.strip() != b"[DONE]" and note_event(event, number, answer) in ("text", "blank"):
+                        answer.chunks_s.append(answer.ended_s)
+                    if answer.chunks_s and answer.ended_s - answer.chunks_s[0] > max_s:
+                        break
+            except requests.RequestException as error:
+                what = f"{url}: the answer broke off ({explain_connection_error(error)})"
+                raise ServerError(what, next_step="Look at the server's log.") from None
+    answer.ended_s = time.monotonic() - sent_s
+    answer.note_first_arrival(answer.chunk_chars)
+    no_cell: dict[str, Any] = {"cell": "", "load": "", "user_class": "", "index": 0, "user": 0, "process": 0}
+    fields = answer.recorded() | {"id": "probe", "phase": "measured", "asked_tokens": body["max_tokens"]}
+    return Request(sent_s=sent_s, **fields, **no_cell)
 
 
 def read_events(response: requests.Response) -> Iterator[Event]:

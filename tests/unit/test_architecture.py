@@ -33,7 +33,10 @@ ALLOWED: dict[str, set[str]] = {
         "__version__", "engines", "failures.unexpected_response", "numbers.formulas",
         "records.arrivals", "records.records", "records.columns", "scenario", "workload",
     },
-    "serve": {"engines", "failures", "load.sse", "machine", "records", "scenario", "workload"},
+    "serve": {
+        "engines", "failures", "load.anthropic_api", "load.openai_api", "load.sse", "machine", "records", "scenario",
+        "workload",
+    },
     "run": {
         "__version__", "engines", "failures", "hardware", "load.live_metrics", "machine", "numbers", "records",
         "scenario", "serve", "workload",
@@ -143,6 +146,19 @@ def test_imports_follow_the_table() -> None:
         own = {tuple(name.split(".")[1:3]) for name in names if name.startswith("harness.")}
         allowed = ALLOWED[here] | {"base", here}
         assert {".".join(name) for name in own if not {name[0], ".".join(name)} & allowed} == set(), path
+
+
+def test_what_reads_the_answers_of_a_probe_needs_no_gevent() -> None:
+    """A probe's answer is read as the load generator reads it, but without its event loop."""
+    found = {name.partition(".")[2] for name in ALLOWED["serve"] if name.startswith("load.")}
+    todo = sorted(found)
+    while todo:
+        names = source(ROOT / "harness" / "load" / f"{todo.pop()}.py").imports
+        assert not {name for name in names if name.split(".")[0] in ("locust", "gevent")}
+        new = {name.split(".")[2] for name in names if name.startswith("harness.load.")} - found
+        found |= new
+        todo += sorted(new)
+    assert "sse" in found
 
 
 def question(name: str) -> str:

@@ -1,7 +1,6 @@
 """The numbers of `harness quick`: what one, four and eight users at once get, from however few requests there are."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -10,8 +9,8 @@ from msgspec.structs import replace
 from harness.base.measured import median_of_known
 from harness.base.reason import sentence
 from harness.numbers import formulas
-from harness.numbers.cell_numbers import compute_numbers
-from harness.numbers.latencies import latency_sample, token_shares_between
+from harness.numbers.cell_numbers import compute_numbers, tokens_inside
+from harness.numbers.latencies import latency_sample
 from harness.numbers.prefill import prefill_tok_s
 from harness.numbers.share_test import percentiles
 from harness.numbers.summary import RunFinding, Summary
@@ -95,13 +94,13 @@ def level_of(users: int, cell: CellData) -> QuickLevel:
         answers=len(good),
         cut=cut,
         failed=len(rows) - len(good) - cut,
-        tok_s=_all_tok_s(cell),
+        tok_s=_all_tok_s(cell) if numbers.output_tok_s is None else numbers.output_tok_s,
         user_tok_s=_user_tok_s(cell, good) or _user_tok_s(cell, started),
         answer_tok_s=numbers.answer_tok_s,
         prefill_tok_s=prefill_tok_s([cell], planned=True) if ttft_s else None,
         ttft_ms=None if is_whole else _milliseconds(ttft_s),
         reasons=bool((started.reasoning_chunks > 0).any()),
-        visible_ms=_milliseconds(_median(ttfo_s[late])) if late.any() else None,
+        visible_ms=_milliseconds(median_of_known(ttfo_s[late].tolist())),
     )
 
 
@@ -137,7 +136,8 @@ def counts_tokens(cells: Sequence[CellData]) -> bool:
 
 def median_prompt(cells: Sequence[CellData]) -> int | None:
     """Return the median length of the prompts in tokens, as the server counts them, else as planned."""
-    median = median_of_known(value for cell in cells for value in _known(_prompt_tokens(cell.counted)))
+    lengths = np.concatenate([formulas.prompt_length(cell.counted) for cell in cells] or [np.empty(0)])
+    median = median_of_known(lengths[~np.isnan(lengths)].tolist())
     return None if median is None else round(median)
 
 
@@ -150,32 +150,11 @@ def _seconds_per_token(rows: Rows) -> Floats:
     return np.where(found > 0, found, np.nan)
 
 
-def _prompt_tokens(rows: Rows) -> Floats:
-    return np.where(np.isnan(rows.prompt_tokens), rows.asked_prompt_tokens, rows.prompt_tokens)
-
-
 def _all_tok_s(cell: CellData) -> float | None:
-    """Output tokens that all users got inside the window / window. A chunk of an unknown number of tokens is one."""
+    """Output tokens a second where the server did not count those of each answer: a chunk is taken for a token."""
     if cell.window_s is None or cell.window_s[1] <= cell.window_s[0]:
         return None
-    total = 0.0
-    for one in (cell, *cell.neighbours):
-        rows = one.rows.where(one.rows.error.is_in(None, *CUT))
-        tokens = np.where(np.isnan(rows.output_tokens), rows.chunks, rows.output_tokens)
-        total += float((tokens * token_shares_between(rows, *cell.window_s, one.fetch)).sum())
-    return total / (cell.window_s[1] - cell.window_s[0]) or None
-
-
-def _known(values: Floats) -> list[float]:
-    known: list[float] = values[~np.isnan(values)].tolist()
-    return known
-
-
-def _median(values: Any) -> float | None:
-    """Return the median of the known values; None without any, or if it is infinite."""
-    known = values[~np.isnan(values)]
-    median = float(np.median(known)) if len(known) else np.inf
-    return median if np.isfinite(median) else None
+    return sum(tokens_inside(cell, cell.window_s)) / (cell.window_s[1] - cell.window_s[0]) or None
 
 
 def _milliseconds(seconds: float | None) -> float | None:

@@ -9,18 +9,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import requests
+from msgspec.structs import replace
 
 from harness.base.command_line import command_line, option_words, positional
 from harness.base.errors import HarnessError, ServerError
 from harness.base.https import open_session
 from harness.base.reason import sentence
-from harness.failures.unexpected_response import decode_json
 from harness.hardware.model import find_model, read_model
+from harness.numbers import formulas
 from harness.numbers.summarize import summarize_with_counts
 from harness.questions.findings.decide import with_findings
 from harness.questions.quick.decide import QuickReport, counts_tokens, median_prompt, quick_levels, quick_notes
+from harness.records.columns import rows_of
 from harness.records.manifest import Run, Startup
+from harness.records.records import Request
 from harness.report.sentences import death_answer, group_reasons
 from harness.run.experiment import Target
 from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
@@ -199,52 +203,21 @@ def _ask(base: str, model: str, key: str | None, key_name: str | None, with_usag
     body: dict[str, Any] = {"model": model, "messages": [message], "max_tokens": FIRST_TOKENS, "stream": True}
     if with_usage:
         body["stream_options"] = {"include_usage": True}
-    with open_session(key) as session:
-        sent_s = time.monotonic()
-        with probe.post(session, f"{base}/v1/chat/completions", body, stream=True) as response:
-            if response.status_code != 200:
-                probe.require_chat_completion(response, base, key_name)
-            tokens_s, prompt_tokens = _read_answer(response, sent_s)
-    took_s = time.monotonic() - sent_s
-    if len(tokens_s) < 2:  # it is not streamed, or came all at once
-        return RequestSpeed(took_s / 2, took_s / 2 / FIRST_TOKENS, prompt_tokens)
-    return RequestSpeed(tokens_s[0], (tokens_s[-1] - tokens_s[0]) / (len(tokens_s) - 1), prompt_tokens)
+    return speed_of(probe.time_request(base, body, key, key_name, MAX_FIRST_S))
 
 
-def _read_answer(response: requests.Response, sent_s: float) -> tuple[list[float], int | None]:
-    """Return the seconds from sending to each event with text, and the tokens of the prompt if the server gives them.
+def speed_of(request: Request) -> RequestSpeed:
+    """Return the TTFT and TPOT of a request. A chunk of an unknown number of tokens is one.
 
-    It reads at most MAX_FIRST_S after the first event with text.
+    Without TPOT, of an answer in too few pieces, half of its time is taken for that of the prompt.
     """
-    tokens_s, prompt_tokens = list[float](), None
-    try:
-        for event in probe.read_events(response):
-            now_s = time.monotonic() - sent_s
-            if _has_text(event.data):
-                tokens_s.append(now_s)
-            prompt_tokens = _prompt_tokens(event.data) or prompt_tokens
-            if tokens_s and now_s - tokens_s[0] > MAX_FIRST_S:
-                break
-    except requests.RequestException as error:
-        what = f"{response.url}: the answer broke off ({probe.explain_connection_error(error)})"
-        raise ServerError(what, next_step="Look at the server's log.") from None
-    return tokens_s, prompt_tokens
-
-
-def _has_text(data: bytes) -> bool:
-    try:
-        delta = decode_json(data)["choices"][0]["delta"]
-        return any(value for key, value in delta.items() if key != "role")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return False
-
-
-def _prompt_tokens(data: bytes) -> int | None:
-    try:
-        tokens = decode_json(data)["usage"]["prompt_tokens"]
-    except (ValueError, KeyError, TypeError, IndexError):
-        return None
-    return min(tokens, 1 << 20) if type(tokens) is int and tokens > 0 else None
+    tokens = request.output_tokens or len(request.chunks_s)
+    rows = rows_of([replace(request, output_tokens=tokens)])
+    (ttft_s,), (tpot_s,), (prompt,) = formulas.ttft(rows), formulas.tpot(rows), rows.prompt_tokens
+    if not tpot_s > 0:
+        half_s = request.ended_s / 2
+        ttft_s, tpot_s = half_s, half_s / (tokens if tokens > 1 else FIRST_TOKENS)
+    return RequestSpeed(float(ttft_s), float(tpot_s), None if np.isnan(prompt) else int(prompt))
 
 
 def quick_report(folder: Path, target: Target, options: Mapping[str, object]) -> QuickReport:

@@ -10,6 +10,7 @@ import pytest
 from harness.serve.probe import streams_prompt_counts
 
 START = b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"input_tokens":0}}}\n\n'
+CACHED = b'data: {"type":"message_start","message":{"usage":{"cache_read_input_tokens":9}}}\n\n'
 COUNT = b'event: message_delta\ndata: {"type":"message_delta","usage":{"input_tokens":9,"output_tokens":1}}\n\n'
 
 
@@ -46,7 +47,9 @@ def answering(*answers: tuple[int, bytes]) -> Iterator[tuple[str, list[str]]]:
     ("answers", "counts", "requests"),
     [
         ([(200, START + COUNT)], True, 1),
+        ([(200, CACHED)], True, 1),
         ([(200, START)], False, 3),
+        ([(200, b'data: {"choices":[],"usage":{"prompt_tokens":9}}\n\n')], None, 3),  # not of this API
         ([(404, b"")], None, 1),
         ([(200, b""), (200, START + COUNT)], True, 2),  # the model ended its first answer at once
         ([(200, START), (200, START + COUNT)], True, 2),

@@ -73,6 +73,13 @@ def test_only_cut_requests_have_their_speed() -> None:
     assert found.user_tok_s == pytest.approx(10) and found.tok_s == pytest.approx(1.1)
 
 
+def test_a_chunk_of_a_cut_request_has_as_many_tokens_as_the_others() -> None:
+    cut = answer(2.0, error="unfinished", output_tokens=None, finish=None)
+    assert level(cell(answer(output_tokens=22, asked_tokens=22), cut)).tok_s == pytest.approx(4.4)
+    uncounted = answer(output_tokens=None)
+    assert level(cell(uncounted, cut)).tok_s == level(cell(uncounted, answer(2.0))).tok_s == pytest.approx(2.2)
+
+
 def test_a_request_that_was_cut_before_its_first_token_waited_longer() -> None:
     waiting = answer(error="unfinished", output_tokens=None, finish=None, chunks_s=[], first_visible_s=None)
     assert level(cell(answer(), waiting, waiting)).ttft_ms is None

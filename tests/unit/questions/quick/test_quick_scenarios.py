@@ -17,6 +17,7 @@ from harness.questions.quick import search as quick
 from harness.questions.quick.command import found_server
 from harness.questions.quick.search import (
     EFFORTS,
+    FIRST_TOKENS,
     LEVELS,
     MAX_PROMPT_TOKENS,
     Effort,
@@ -27,6 +28,7 @@ from harness.questions.quick.search import (
     next_commands,
     probe_server,
     quick_scenario,
+    speed_of,
 )
 from harness.run.experiment import Target, prepare
 from harness.run.orchestrator import run
@@ -38,7 +40,7 @@ from tests.support.chat_double import KEY, LISTED, double
 from tests.support.command import called, write
 from tests.support.faults import fault
 from tests.support.http_double import Handler, listening
-from tests.support.made_runs import write_made_run
+from tests.support.made_runs import request, write_made_run
 
 
 def port_of(url: str) -> int:
@@ -77,6 +79,36 @@ def test_the_work_fits_the_speed(speed: RequestSpeed, effort: Effort) -> None:
     assert choose_effort(speed) == effort
 
 
+@pytest.mark.parametrize(
+    ("changes", "ttft_s", "tpot_s"),
+    [
+        ({}, 0.5, 0.1),
+        ({"output_tokens": None}, 0.5, 0.1),  # a chunk is taken for a token
+        ({"output_tokens": 12, "finish": "stop"}, 0.5, 0.1),  # the last one has no text
+        ({"output_tokens": 31, "asked_tokens": 31, "text_chars": 124, "first_arrival_chars": 4, "first_words": 1},
+         0.5, 1 / 30),  # three tokens in each chunk but the first
+        # Their speed is not in the stream: half of the time is taken for the prompt.
+        ({"chunks_s": [1.0 + 1e-6 * i for i in range(11)]}, 0.75, 0.75 / 11),
+        ({"chunks_s": [0.5, 1.0, 1.5]}, 0.75, 0.75 / 11),
+        ({"chunks_s": [], "output_tokens": None}, 0.75, 0.75 / FIRST_TOKENS),
+        ({"chunks_s": [1.0], "output_tokens": None}, 0.75, 0.75 / FIRST_TOKENS),
+    ],
+)  # fmt: skip
+def test_the_speed_is_that_of_tokens(changes: dict[str, Any], ttft_s: float, tpot_s: float) -> None:
+    values = {"asked_tokens": 12, "fixed_length": False} | changes
+    assert speed_of(request(**values)) == pytest.approx((ttft_s, tpot_s, 20))
+
+
+def test_a_probe_has_the_fields_of_a_record() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 12, "stream": True,
+            "stream_options": {"include_usage": True}}  # fmt: skip
+    with listening(double(per_word=5)) as url:
+        made = probe.time_request(url, body, None, None, 1.0)
+    assert (made.prompt_tokens, made.reasoning_chunks, len(made.chunks_s), made.error) == (10, 1, 2, None)
+    assert 0 < made.chunks_s[0] <= made.chunks_s[1] <= made.ended_s
+    assert (made.text_chars, made.first_arrival_chars, made.asked_tokens) == (2, 2, 12)
+
+
 def test_a_slow_server_takes_a_minute_at_most() -> None:
     assert (
         max(len(LEVELS) * one.level_s + one.drain_s for one in EFFORTS) <= 46
@@ -84,7 +116,7 @@ def test_a_slow_server_takes_a_minute_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_word", "words"), [(None, 100), (1, 100), (2, 35), (9, 15), (-1, 100), ("many", 100), (10**320, 15)]
+    ("per_word", "words"), [(None, 100), (1, 100), (2, 35), (9, 15), (-1, 100), ("many", 100), (10**320, 100)]
 )
 def test_a_prompt_has_fewer_words_where_each_has_more_tokens(per_word: Any, words: int) -> None:
     with listening(double(per_word=per_word)) as url:
