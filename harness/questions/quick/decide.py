@@ -94,7 +94,7 @@ def level_of(users: int, cell: CellData) -> QuickLevel:
         answers=len(good),
         cut=cut,
         failed=len(rows) - len(good) - cut,
-        tok_s=_all_tok_s(cell) if numbers.output_tok_s is None else numbers.output_tok_s,
+        tok_s=_all_tok_s(cell, numbers.output_tok_s),
         user_tok_s=_user_tok_s(cell, good) or _user_tok_s(cell, started),
         answer_tok_s=numbers.answer_tok_s,
         prefill_tok_s=prefill_tok_s([cell], planned=True) if ttft_s else None,
@@ -150,11 +150,13 @@ def _seconds_per_token(rows: Rows) -> Floats:
     return np.where(found > 0, found, np.nan)
 
 
-def _all_tok_s(cell: CellData) -> float | None:
-    """Output tokens a second where the server did not count those of each answer: a chunk is taken for a token."""
+def _all_tok_s(cell: CellData, counted_tok_s: float | None) -> float | None:
+    """Output tokens a second inside the window. None counted: a chunk of an unknown number of tokens is one."""
     if cell.window_s is None or cell.window_s[1] <= cell.window_s[0]:
         return None
-    return sum(tokens_inside(cell, cell.window_s)) / (cell.window_s[1] - cell.window_s[0]) or None
+    if counted_tok_s is None:
+        return sum(tokens_inside(cell, cell.window_s)) / (cell.window_s[1] - cell.window_s[0]) or None
+    return counted_tok_s
 
 
 def _milliseconds(seconds: float | None) -> float | None:
