@@ -374,6 +374,7 @@ def time_request(base: str, body: dict[str, Any], api_key: str | None, key_name:
                 raise ServerError(what, next_step="Look at the server's log.") from None
     answer.ended_s = time.monotonic() - sent_s
     answer.note_first_arrival(answer.chunk_chars)
+    answer.drop_impossible_counts(body["max_tokens"], len(msgspec.json.encode(body)))
     no_cell: dict[str, Any] = {"cell": "", "load": "", "user_class": "", "index": 0, "user": 0, "process": 0}
     fields = answer.recorded() | {"id": "probe", "phase": "measured", "asked_tokens": body["max_tokens"]}
     return Request(sent_s=sent_s, **fields, **no_cell)

@@ -99,6 +99,20 @@ def test_the_speed_is_that_of_tokens(changes: dict[str, Any], ttft_s: float, tpo
     assert speed_of(request(**values)) == pytest.approx((ttft_s, tpot_s, 20))
 
 
+def test_impossible_counts_of_a_probe_are_missing() -> None:
+    class Wrong(Handler):
+        def do_POST(self) -> None:
+            self.body()
+            counts = {"prompt_tokens": 10**400, "completion_tokens": 10**400}
+            told = json.dumps({"choices": [{"delta": {"content": "a"}}], "usage": counts})
+            self.answer(200, f"data: {told}\n\n", "text/event-stream")
+
+    with listening(Wrong) as url:
+        made = probe.time_request(url, {"model": "m", "messages": [], "max_tokens": 12}, None, None, 1.0)
+    assert (made.prompt_tokens, made.output_tokens, len(made.chunks_s)) == (None, None, 1)
+    assert speed_of(made).prompt_tokens is None and speed_of(made).tpot_s == pytest.approx(made.ended_s / 24)
+
+
 def test_a_probe_has_the_fields_of_a_record() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 12, "stream": True,
             "stream_options": {"include_usage": True}}  # fmt: skip
