@@ -131,7 +131,18 @@ def read_json(
     newest: the newest format version that can be read. contradiction: returns a problem of a decoded value, and its
     path.
     """
-    raw = read_bytes(path)
+    return decode_json(path, read_bytes(path), kind, newest, advice, contradiction)
+
+
+def decode_json(
+    path: Path,
+    raw: bytes,
+    kind: type[T],
+    newest: int | None = None,
+    advice: str = "",
+    contradiction: Callable[[T], tuple[str, str] | None] = lambda _: None,
+) -> T:
+    """Return the value in the bytes of a JSON file; see `read_json`. `path`: for the message."""
     try:
         head = None if newest is None else msgspec.json.decode(raw)
         version = head.get("format_version") if isinstance(head, dict) else None

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from harness.base.errors import ServerError, StartError
 from harness.base.process import PID_START, owner_labels
-from harness.questions.tune.record import TuneReport, read_tune, write_tune
+from harness.questions.tune.record import TuneQuestion, TuneTrials, read_tune, write_tune
 from harness.questions.tune.search import OUTCOMES, put_back
 from harness.records.changed_server import ChangedServer, read_changed, write_changed
 from harness.records.manifest import ServedBy
@@ -251,7 +251,7 @@ def killed_search(folder: Path, url: str, owner: dict[str, str]) -> None:
         name: Server(template="running", variables=options) for name, options in (("default", OWN), ("try-2", TRIED))
     }
     write_made_run(folder, made_of=replace(scenario(), servers=servers), status="running", owner=owner)
-    write_tune(folder, TuneReport(run=folder.name, budget_s=60))
+    write_tune(folder, TuneQuestion(run=folder.name, budget_s=60), TuneTrials())
     write_changed(folder, ChangedServer(url=url, model="user.Tiny", options=OWN, owner=owner))
 
 
@@ -277,7 +277,8 @@ def test_what_a_killed_search_left_is_put_back_with_one_command(
         again = called("clean", "--runs", str(runs), cwd=tmp_path, env=nothing)
     assert done.code == 0 and f"{server.url}: user.Tiny: {OUTCOMES[code]} (search)" in done.out
     assert again.code == 2 and server.url not in again.out, "the second search lives"
-    assert (read_tune(runs / "search") or TuneReport(budget_s=0)).changed is None
+    search = read_tune(runs / "search")
+    assert search is not None and search.changed is None
 
 
 def test_a_server_that_does_not_answer_keeps_its_entry(tmp_path: Path) -> None:

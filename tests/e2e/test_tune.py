@@ -13,12 +13,13 @@ from rich.console import Console
 from harness.base.reason import because
 from harness.numbers.comparison import MARGIN
 from harness.questions.tune.decide import Trial
-from harness.questions.tune.record import TuneReport, read_tune, write_tune
+from harness.questions.tune.record import TuneReport, read_tune
 from harness.questions.tune.search import TuneSearch
 from harness.records.manifest import read_run, write_run
 from harness.run.progress import Progress
 from harness.run.resume import reopened
 from tests.support.command import Done, going, harness, only_run, server, until, write
+from tests.support.tune_reports import changed_report, store
 
 QUICK: dict[str, Any] = {
     "servers": {"one": server("--step-base-s", "0.02")},
@@ -55,7 +56,8 @@ def report_of(folder: Path) -> TuneReport:
 
 
 def tried(folder: Path) -> list[Trial]:
-    return [start for path in folder.glob("runs/*") for start in (read_tune(path) or TuneReport(budget_s=0)).trials]
+    reports = [report for path in folder.glob("runs/*") if (report := read_tune(path)) is not None]
+    return [trial for report in reports for trial in report.trials.starts]
 
 
 def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Pa
         os.kill(command.process.pid, signal.SIGKILL)
         command.end()
     folder = only_run(tmp_path / "runs")
-    assert report_of(tmp_path).trials == []
+    assert report_of(tmp_path).trials.starts == []
     run = read_run(folder)
     write_run(folder, replace(run, versions=run.versions | {"locust": "0.1"}))
     refused = harness("tune", "--resume", folder.name, "--runs", "runs", cwd=tmp_path)
@@ -77,9 +79,9 @@ def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Pa
     assert [answer[key] for key in ("verdict", "settings", "ratio", "low", "high", "starts")] == [
         "inconclusive", {}, None, None, None, 1
     ]  # fmt: skip
-    (start,) = report_of(tmp_path).trials
+    (start,) = report_of(tmp_path).trials.starts
     assert [reason["code"] for reason in answer["reasons"]] == ["tune_over_budget"] and answer["spent_s"] > 1
-    assert start.value and start.cells == ["r1-default-ten"] and report_of(tmp_path).ended is not None
+    assert start.value and start.cells == ["r1-default-ten"] and report_of(tmp_path).trials.ended is not None
     run = read_run(folder)
     assert (run.status, [cell.id for cell in run.cells], len(run.resumed)) == ("valid", start.cells, 1)
     shown = harness("report", folder.name, "--runs", "runs", cwd=tmp_path)
@@ -87,7 +89,8 @@ def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Pa
     assert "What was tried" in shown.out
     assert "What was tried" in (folder / "report.html").read_text()
     with reopened(folder, start.cells, Progress(Console(quiet=True))) as running:  # what is known of the starts stays
-        search = TuneSearch(running, report_of(tmp_path), 0.0)
+        report = report_of(tmp_path)
+        search = TuneSearch(running, report.question, report.trials, 0.0)
     assert search.reference == run.ran["r1-default-ten"].served_by and search.advice.keys() == {"default"}
     assert "harness tune --resume" in harness("run", "--resume", folder.name, "--runs", "runs", cwd=tmp_path).err
 
@@ -133,7 +136,7 @@ def test_a_server_that_never_starts_exits_with_its_code(tmp_path: Path) -> None:
     done = tune(tmp_path, servers={"one": server("--fail-start", "no kernel for this GPU")})
     assert done.code == 2 and "no kernel for this GPU" in done.out, done.out + done.err
     report = report_of(tmp_path)
-    assert [reason.code for reason in report.reasons] == ["nothing_started"]
+    assert [reason.code for reason in report.proof.reasons] == ["nothing_started"]
 
 
 def test_bad_options_are_explained_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,23 +162,23 @@ def test_settings_are_proven_where_the_default_does_not_start_and_nothing_is_bet
         os.kill(command.process.pid, signal.SIGKILL)
         command.end()
     report = report_of(tmp_path)  # as if the search had ended, and with it the budget
-    ended = replace(report, ended=because("tune_patience", "x"), budget_s=report.spent_s)
-    write_tune(tmp_path / "runs" / report.run, ended)
-    resume = ["tune", "--resume", report.run, "--runs", "runs"]
+    folder = tmp_path / "runs" / report.question.run
+    store(folder, changed_report(report, ended=because("tune_patience", "x"), budget_s=report.spent_s))
+    resume = ["tune", "--resume", folder.name, "--runs", "runs"]
     done, report = harness(*resume, cwd=tmp_path), report_of(tmp_path)
-    assert (done.code, report.verdict, report.proof) == (5, "inconclusive", None), done.out + done.err
-    assert report.settings == {"gpu_memory_utilization": 0.78} and (report.more_s or 0) > 0
+    assert (done.code, report.proof.verdict, report.proof.run) == (5, "inconclusive", None), done.out + done.err
+    assert report.proof.settings == {"gpu_memory_utilization": 0.78} and (report.proof.more_s or 0) > 0
     assert harness(*resume, "--budget", "1ms", cwd=tmp_path).code == 1
     done, report = harness(*resume, "--budget", "1h", cwd=tmp_path), report_of(tmp_path)
-    assert (done.code, report.sides, report.blocks) == (0, [], 3), done.out + done.err
-    assert report.proof is not None and read_run(tmp_path / "runs" / report.proof).status == "valid"
-    assert (report.verdict, report.settings, report.ratio) == ("set", {"gpu_memory_utilization": 0.78}, None)
-    folder = tmp_path / "runs" / report.run
-    write_tune(folder, replace(report, settings={"max_num_seqs": 5}, ratio=9.0, low=8.9, high=9.1))
-    told = harness("report", report.run, "--runs", "runs", cwd=tmp_path)
+    proof = report.proof
+    assert (done.code, proof.sides, proof.blocks) == (0, [], 3), done.out + done.err
+    assert proof.run is not None and read_run(folder.parent / proof.run).status == "valid"
+    assert (proof.verdict, proof.settings, proof.ratio) == ("set", {"gpu_memory_utilization": 0.78}, None)
+    store(folder, changed_report(report, settings={"max_num_seqs": 5}, ratio=9.0, low=8.9, high=9.1))
+    told = harness("report", folder.name, "--runs", "runs", cwd=tmp_path)
     assert told.code == 0 and "Set gpu_memory_utilization to 0.78 (was 0.92)" in told.out, told.out + told.err
-    (folder.parent / report.proof / "requests.jsonl").unlink()
-    told = harness("report", report.run, "--runs", "runs", cwd=tmp_path)
+    (folder.parent / proof.run / "requests.jsonl").unlink()
+    told = harness("report", folder.name, "--runs", "runs", cwd=tmp_path)
     assert told.code == 5 and "Set " not in told.out and "9.00" not in told.out, told.out + told.err
 
 
@@ -184,15 +187,16 @@ def test_the_evening_of_the_seed_ends_with_its_two_settings(tmp_path: Path) -> N
     done = tune(tmp_path, "--budget", "40min", "--json", **STORY)
     assert done.code == 0, done.out + done.err
     report = report_of(tmp_path)
-    first, base, *_ = report.trials
+    first, base, *_ = report.trials.starts
     assert (first.cause, first.reason and first.reason.values["failure"]) == ("memory", "mem.free_lt_util")
-    assert report.reference == {"gpu_memory_utilization": 0.78} == report.spell(base.settings)
+    assert report.proof.reference == {"gpu_memory_utilization": 0.78} == report.question.spell(base.settings)
     answer = json.loads(done.out)
     assert answer["verdict"] == "set" and answer["settings"]["gpu_memory_utilization"] <= 0.78
     assert 4 <= answer["settings"]["max_num_seqs"] <= 10
     assert answer["ratio"] > 2.5 and 1 + MARGIN < answer["low"] < answer["ratio"] < answer["high"]
-    assert report.proof is not None and read_run(tmp_path / "runs" / report.proof).status == "valid"
-    assert "--max-num-seqs" in report.paste["command of the embedded engine"]
+    proof = report.proof
+    assert proof.run is not None and read_run(tmp_path / "runs" / proof.run).status == "valid"
+    assert "--max-num-seqs" in proof.paste["command of the embedded engine"]
 
 
 @pytest.mark.nightly  # a minute
@@ -200,8 +204,8 @@ def test_the_default_is_kept_where_nothing_is_better(tmp_path: Path) -> None:
     alone = {"one": {"user": "batch", "batch_size": 1, "requests": 10, "output_tokens": 20}}
     done = tune(tmp_path, "--budget", "40min", loads=alone)
     assert done.code == 0 and "Keep the default" in done.out, done.out + done.err
-    report = report_of(tmp_path)
-    assert (report.settings, report.proof is not None, report.blocks >= 2) == ({}, True, True)
+    proof = report_of(tmp_path).proof
+    assert (proof.settings, proof.run is not None, proof.blocks >= 2) == ({}, True, True)
 
 
 @pytest.mark.nightly  # two minutes: a start of each setting
@@ -215,7 +219,7 @@ def test_settings_that_answer_worse_are_left_out(tmp_path: Path) -> None:
     done = tune(tmp_path, "--budget", "40min", "--same-answers", "--json", **made_of)
     assert done.code in (0, 5), done.out + done.err
     report = report_of(tmp_path)
-    (left_out,) = [start for start in report.trials if start.reason and start.reason.code == "answers_worse"]
+    (left_out,) = [start for start in report.trials.starts if start.reason and start.reason.code == "answers_worse"]
     assert left_out.settings["kv_type"] == "fp8" and left_out.blamed == ["kv_type"]
-    assert not any("kv_cache_dtype" in settings for settings in [report.settings, *report.sides])
-    assert all(one is not None and one.word == "same" for one in report.answers)
+    assert not any("kv_cache_dtype" in settings for settings in [report.proof.settings, *report.proof.sides])
+    assert all(one is not None and one.word == "same" for one in report.proof.answers)

@@ -42,7 +42,7 @@ from harness.questions.quick import search
 from harness.questions.quick.command import found_server
 from harness.questions.quick.search import next_commands
 from harness.questions.tune.page import changed_elements, tune_elements
-from harness.questions.tune.record import TuneReport, resume_command
+from harness.questions.tune.record import resume_command
 from harness.questions.tune.spelling import to_paste
 from harness.records.changed_server import ChangedServer
 from harness.records.directory import no_records_error
@@ -61,6 +61,7 @@ from tests.support import machines
 from tests.support.command import called, write
 from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by, write_made_run
+from tests.support.tune_reports import changed_report
 
 SOURCE = Path(__file__).parents[2] / "harness"
 HOSTILE = [
@@ -314,13 +315,13 @@ def run_of_several(folder: Path, word: str) -> Printed:
 
 def clean_after_a_search(folder: Path, word: str) -> Printed:
     changed = ChangedServer(url="http://h", model="m", options={}, owner={})
-    (found,) = changed_elements(TuneReport(budget_s=1, folder=str(folder / word / "run"), changed=changed))
+    (found,) = changed_elements(changed_report(folder=str(folder / word / "run"), changed=changed))
     assert isinstance(found, Bullets)
     return found.items[0].parts[0].code, [["harness", "clean", "--runs", str(folder / word)]]
 
 
 def tune_with_a_proof(folder: Path, word: str) -> Printed:
-    found = tune_elements(TuneReport(budget_s=1, folder=str(folder / "run"), proof=word))[0]
+    found = tune_elements(changed_report(folder=str(folder / "run"), proof=word))[0]
     assert isinstance(found, Paragraph)
     return found.text, [["harness", "report", str(folder / word)]]
 

@@ -63,6 +63,7 @@ def tune(
     from harness.base.units import read_duration
     from harness.questions.tune import search as tuning
     from harness.questions.tune.page import tune_page
+    from harness.questions.tune.record import flat_keys
     from harness.report import terminal
     from harness.run.running_server import prepare_for
 
@@ -80,7 +81,7 @@ def tune(
         )
         folder, report = tuning.tune(experiment, replace(question, same_answers=same_answers), runs, progress)
     if as_json:
-        cli.print_json(report)
+        cli.print_json(flat_keys(report))
     else:
         terminal.print_page(tune_page(report), cli.console())
         cli.console().print(f"{folder / 'report.html'}")
@@ -88,8 +89,9 @@ def tune(
 
 
 def exit_after_tune(report: "TuneReport") -> None:
-    codes = {reason.code for reason in report.reasons}
-    never = (start.reason is not None and start.reason.code == "setting_not_started" for start in report.trials)
+    codes = {reason.code for reason in report.proof.reasons}
+    reasons = [trial.reason for trial in report.trials.starts]
+    never = (reason is not None and reason.code == "setting_not_started" for reason in reasons)
     if "nothing_started" in codes and all(never):
         raise typer.Exit(ExitCode.SERVER)
     if codes & {"nothing_started", "proof_invalid"}:

@@ -14,7 +14,7 @@ from harness.base.units import NOTHING, count, duration, factor, figures, short_
 from harness.numbers.comparison import MARGIN, SameAnswers, known_bounds
 from harness.questions.same_answers.page import answers_sentence, points_text
 from harness.questions.tune.decide import Trial
-from harness.questions.tune.record import Goal, TuneReport, resume_command
+from harness.questions.tune.record import Goal, TuneProof, TuneReport, resume_command
 from harness.report import words
 from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
@@ -45,68 +45,74 @@ def format_settings(settings: Mapping[str, Any]) -> str:
 
 
 def tune_question(report: TuneReport) -> str:
-    return f"Which settings of {report.server} give {GOALS[report.goal]}?"
+    return f"Which settings of {report.question.server} give {GOALS[report.question.goal]}?"
 
 
 def answer_line(report: TuneReport) -> str:
     """The answer in one line."""
-    gain = gain_text(report, report.ratio, report.low, report.high)
-    proven = list(zip(report.sides, report.verdicts, report.answers, strict=False))  # with --same-answers
-    faster = [one for one in proven if one[1].word == "faster"]
-    worse = [one for one in faster if one[2] is not None and one[2].word == "worse"]
-    if report.verdict == "set":
-        answers = [f"; {answers_text(one)}" for side, _, one in proven if side == report.settings]
+    proof, trials = report.proof, report.trials.starts
+    gain = gain_text(report, proof.ratio, proof.low, proof.high)
+    proven = list(zip(proof.sides, proof.verdicts, proof.answers, strict=False))  # with --same-answers
+    faster = [side for side in proven if side[1].word == "faster"]
+    worse = [side for side in faster if side[2] is not None and side[2].word == "worse"]
+    if proof.verdict == "set":
+        same = [f"; {answers_text(answers)}" for settings, _, answers in proven if settings == proof.settings]
         why = f"{gain}, proven on new prompts" if gain else "the default gave no result"
-        return f"Set {settings_to_set(report)}: {why}{''.join(answers)}"
-    if report.verdict == "keep" and worse:
-        side, verdict, found = max(worse, key=lambda one: one[1].ratio or 0.0)
+        return f"Set {settings_to_set(proof)}: {why}{''.join(same)}"
+    if proof.verdict == "keep" and worse:
+        settings, verdict, answers = max(worse, key=lambda side: side[1].ratio or 0.0)
         gain = gain_text(report, verdict.ratio, verdict.low, verdict.high)
-        return f"Keep the default: {format_settings(side)} brings {gain}, but {answers_text(found)}"
-    if report.verdict == "keep":
-        tried = len({msgspec.json.encode(start.settings) for start in report.trials}) - 1
+        return f"Keep the default: {format_settings(settings)} brings {gain}, but {answers_text(answers)}"
+    if proof.verdict == "keep":
+        tried = len({msgspec.json.encode(trial.settings) for trial in trials}) - 1
         best, margin = f"; the best of them: {gain}" if gain else "", short_percent(MARGIN).replace(" ", "\u00a0")
-        others = count(max(0, tried), "other setting")
-        return f"Keep the default: {others} tried, none brings {margin} {' '.join(CHANGES[report.goal][1::-1])}{best}"
-    if any(reason.code == "nothing_started" for reason in report.reasons):
+        others, change = count(max(0, tried), "other setting"), " ".join(CHANGES[report.question.goal][1::-1])
+        return f"Keep the default: {others} tried, none brings {margin} {change}{best}"
+    if any(reason.code == "nothing_started" for reason in proof.reasons):
         return "No answer: no settings gave a result"
-    if report.verdict == "inconclusive" and not report.sides and not report.settings:
-        more = f"; {duration(report.more_s)} more would try some" if report.more_s else ""
+    if proof.verdict == "inconclusive" and not proof.sides and not proof.settings:
+        more = f"; {duration(proof.more_s)} more would try some" if proof.more_s else ""
         return f"No answer: no other settings gave a result{more}"
-    if report.verdict == "inconclusive":
-        settings = f"set {settings_to_set(report)}" if report.settings else "the default"
-        seen = [start.ratio for start in report.trials if report.spell(start.settings) == report.settings]
-        known = max((one for one in seen if one is not None), default=None)
-        if not gain and known is not None:
-            gain = f"{gain_text(report, known)} in the search"
-        if undecided := [one for side, _, one in faster if side == report.settings]:
-            return f"Not proven: {settings}: {gain}; {answers_text(undecided[0])}"
-        repeats = "" if report.needed is None else count(report.needed, "repeat")
-        minutes = "" if report.more_s is None else f"{duration(report.more_s)} more"
-        settle = f"{', '.join(filter(None, [repeats, minutes])) or 'a longer proof'} would settle it"
-        if any(reason.code == "proof_invalid" for reason in report.reasons):
-            settle = "the proof is INVALID"
-        if any(reason.code == "proof_missing" for reason in report.reasons):
-            settle = "the records of the proof are missing"
-        return f"Not proven: {settings}: {'; '.join(filter(None, [gain, settle]))}"
-    part = "search" if report.ended is None else "proof"
+    if proof.verdict == "inconclusive":
+        named = f"set {settings_to_set(proof)}" if proof.settings else "the default"
+        seen = [trial.ratio for trial in trials if report.question.spell(trial.settings) == proof.settings]
+        ratio = max((ratio for ratio in seen if ratio is not None), default=None)
+        if not gain and ratio is not None:
+            gain = f"{gain_text(report, ratio)} in the search"
+        if undecided := [answers for settings, _, answers in faster if settings == proof.settings]:
+            return f"Not proven: {named}: {gain}; {answers_text(undecided[0])}"
+        return f"Not proven: {named}: {'; '.join(filter(None, [gain, _what_settles(proof)]))}"
+    part = "search" if report.trials.ended is None else "proof"
     return f"No answer yet: the {part} has not ended; `{resume_command(Path(report.folder))}` goes on"
 
 
-def answers_text(found: SameAnswers | None) -> str:
+def _what_settles(proof: TuneProof) -> str:
+    """What an inconclusive proof lacks."""
+    codes = {reason.code for reason in proof.reasons}
+    if "proof_missing" in codes:
+        return "the records of the proof are missing"
+    if "proof_invalid" in codes:
+        return "the proof is INVALID"
+    repeats = "" if proof.needed is None else count(proof.needed, "repeat")
+    minutes = "" if proof.more_s is None else f"{duration(proof.more_s)} more"
+    return f"{', '.join(filter(None, [repeats, minutes])) or 'a longer proof'} would settle it"
+
+
+def answers_text(answers: SameAnswers | None) -> str:
     """Whether a side of the proof answers as the reference does."""
-    if found is None:
+    if answers is None:
         return "whether it answers the same is not known"
     words = {"same": "it answers the same", "worse": "it answers worse"}
-    why = "" if found.reason is None else f" ({sentence(found.reason)})"
-    return f"{words.get(found.word, 'whether it answers the same is inconclusive')}: {points_text(found)}{why}"
+    why = "" if answers.reason is None else f" ({sentence(answers.reason)})"
+    return f"{words.get(answers.word, 'whether it answers the same is inconclusive')}: {points_text(answers)}{why}"
 
 
-def settings_to_set(report: TuneReport) -> str:
+def settings_to_set(proof: TuneProof) -> str:
     """The settings of the answer with their old values: "max_num_seqs to 18 (was 4) and block_size to 32"."""
     parts = [
         f"{name} to {words.format_setting(value)}"
-        + (f" (was {words.format_setting(report.defaults[name])})" if name in report.defaults else "")
-        for name, value in report.settings.items()
+        + (f" (was {words.format_setting(proof.defaults[name])})" if name in proof.defaults else "")
+        for name, value in proof.settings.items()
     ]
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
@@ -115,18 +121,19 @@ def gain_text(report: TuneReport, ratio: float | None, low: float | None = None,
     """A ratio to the reference as a change of the metric: "41 % more output tokens a second (38 to 44 %)"."""
     if ratio is None:
         return ""
+    goal, reference = report.question.goal, report.proof.reference
     bounds = [bound for bound in known_bounds(ratio, low, high) if bound is not None]
-    digits = 3 if len({_change(report.goal, bound, 2) for bound in bounds}) < len(bounds) else 2
-    change = _change(report.goal, ratio, digits)
-    ends = [_change(report.goal, bound, digits) for bound in bounds]
+    digits = 3 if len({_change(goal, bound, 2) for bound in bounds}) < len(bounds) else 2
+    change = _change(goal, ratio, digits)
+    ends = [_change(goal, bound, digits) for bound in bounds]
     if len(ends) == 2 and ends[0][1:] == ends[1][1:]:  # 38 to 44 %
         interval = f" ({ends[0].number} to {ends[1].number} {ends[1].unit})"
     else:
         side = "" if len(ends) == 2 else "at least " if bounds == [low] else "at most "
         texts = [f"{end.number} {end.unit}" + (f" {end.word}" if end.word else "") for end in ends]
         interval = f" ({side}{' to '.join(texts)})" if ends else ""
-    against = f", compared with {format_settings(report.reference)}" if report.reference else ""
-    return f"{change.number} {change.unit} {change.word or 'the'} {CHANGES[report.goal][0]}{interval}{against}"
+    against = f", compared with {format_settings(reference)}" if reference else ""
+    return f"{change.number} {change.unit} {change.word or 'the'} {CHANGES[goal][0]}{interval}{against}"
 
 
 class _Change(NamedTuple):
@@ -156,30 +163,21 @@ def _ratio(ratio: float | None, low: float | None, high: float | None) -> str:
 
 def tune_elements(report: TuneReport) -> list[Element]:
     """What follows the answer: how it was found, what to paste, the history."""
-    slos = f" ({', '.join(report.slos)})" if report.slos else ""
-    about = f"For {GOALS[report.goal]}{slos}: "
-    about += f"{count(report.starts, 'start')} in {duration(report.spent_s)}"
-    about += f", {count(report.blocks, 'block')} of them for the proof on fresh requests" if report.blocks else ""
-    if report.proof is not None:
-        about += f": `{command_line('harness', 'report', Path(report.folder).parent / report.proof)}`"
-    notes = [Bullet(sentence(reason), "fine") for reason in report.reasons]
-    if report.ended is not None:
-        notes.append(Bullet(f"the search ended: {sentence(report.ended)}", "fine"))
-    for settings, found in zip(report.sides, report.answers, strict=False):
-        if found is not None:
-            named = replace(found, side=format_settings(settings), baseline=format_settings(report.reference))
-            notes.append(Bullet(answers_sentence(named), "fine"))
-    for start in report.trials:
-        if start.reason is not None and start.reason.code == "answers_worse":
-            left_out = format_settings(report.spell(start.settings))
-            notes.append(Bullet(f"left out: {left_out}: {sentence(start.reason)}", "fine"))
-    pasted = [Bullet("", mark=place, code=text) for place, text in report.paste.items()]
-    title = "To keep the default, change nothing." if report.verdict == "keep" else "To paste"
-    if report.more_s and report.run:
-        minutes = math.ceil((max(report.budget_s, report.spent_s) + 1.2 * report.more_s) / 60)
+    question, proof = report.question, report.proof
+    slos = f" ({', '.join(question.slos)})" if question.slos else ""
+    about = f"For {GOALS[question.goal]}{slos}: "
+    about += f"{count(report.start_count, 'start')} in {duration(report.spent_s)}"
+    about += f", {count(proof.blocks, 'block')} of them for the proof on fresh requests" if proof.blocks else ""
+    if proof.run is not None:
+        about += f": `{command_line('harness', 'report', Path(report.folder).parent / proof.run)}`"
+    pasted = [Bullet("", mark=place, code=text) for place, text in proof.paste.items()]
+    title = "To keep the default, change nothing." if proof.verdict == "keep" else "To paste"
+    if proof.more_s and question.run:
+        minutes = math.ceil((max(question.budget_s, report.spent_s) + 1.2 * proof.more_s) / 60)
         command = f"{resume_command(Path(report.folder))} --budget {minutes}min"
         title, pasted = "To go on", [Bullet("", mark="command", code=command)]
-    tried: list[Element] = [Paragraph("What was tried", "heading"), history(report)] if report.trials else []
+    tried: list[Element] = [Paragraph("What was tried", "heading"), history(report)] if report.trials.starts else []
+    notes = _notes(report)
     return [
         *changed_elements(report),
         Paragraph(about, "fine"),
@@ -187,6 +185,23 @@ def tune_elements(report: TuneReport) -> list[Element]:
         *([Bullets([Bullet(title, parts=pasted)], "findings")] if pasted else []),
         *tried,
     ]
+
+
+def _notes(report: TuneReport) -> list[Bullet]:
+    """What limits the answer, why the search ended, what the sides of the proof answer, what was left out for that."""
+    proof, trials = report.proof, report.trials
+    notes = [Bullet(sentence(reason), "fine") for reason in proof.reasons]
+    if trials.ended is not None:
+        notes.append(Bullet(f"the search ended: {sentence(trials.ended)}", "fine"))
+    for settings, answers in zip(proof.sides, proof.answers, strict=False):
+        if answers is not None:
+            named = replace(answers, side=format_settings(settings), baseline=format_settings(proof.reference))
+            notes.append(Bullet(answers_sentence(named), "fine"))
+    for trial in trials.starts:
+        if trial.reason is not None and trial.reason.code == "answers_worse":
+            left_out = format_settings(report.question.spell(trial.settings))
+            notes.append(Bullet(f"left out: {left_out}: {sentence(trial.reason)}", "fine"))
+    return notes
 
 
 def changed_elements(report: TuneReport) -> list[Element]:
@@ -202,26 +217,27 @@ def changed_elements(report: TuneReport) -> list[Element]:
 
 def tune_page(report: TuneReport) -> list[Element]:
     """The page of `harness tune`."""
-    shown = simulated_note(report.simulated)
-    return [Paragraph(answer_line(report), "lead"), *shown, *tune_elements(report), tune_chart(report)]
+    note = simulated_note(report.trials.simulated)
+    return [Paragraph(answer_line(report), "lead"), *note, *tune_elements(report), tune_chart(report)]
 
 
 def history(report: TuneReport) -> Grid:
     """The starts of the search, and the sides of the proof."""
+    proof = report.proof
     rows = [
         [
             str(number),
-            format_settings(report.spell(start.settings)),
-            why_text(start.why, start.finding),
-            result_text(start),
-            "yes" if start.kept else "",
+            format_settings(report.question.spell(trial.settings)),
+            why_text(trial.why, trial.finding),
+            result_text(trial),
+            "yes" if trial.kept else "",
         ]
-        for number, start in enumerate(report.trials, 1)
+        for number, trial in enumerate(report.trials.starts, 1)
     ]
-    for place, (settings, verdict) in enumerate(zip(report.sides, report.verdicts, strict=False)):
-        won = report.verdict == "set" and settings == report.settings
+    for place, (settings, verdict) in enumerate(zip(proof.sides, proof.verdicts, strict=False)):
+        won = proof.verdict == "set" and settings == proof.settings
         result = _ratio(verdict.ratio, verdict.low, verdict.high) or NOTHING
-        result += f"; {answers_text(report.answers[place])}" if report.answers else ""
+        result += f"; {answers_text(proof.answers[place])}" if proof.answers else ""
         rows.append(["proof", format_settings(settings), "fresh requests", result, "yes" if won else ""])
     head = ("Start", "Tried", "Why", "Result", "Kept")
     columns = [TableColumn(title.lower(), title, group="name") for title in head]  # one table: long settings are folded
@@ -232,16 +248,16 @@ def why_text(why: str, finding: str | None) -> str:
     return WHY.get(why, why) + (f" {finding}" if finding else "")
 
 
-def result_text(start: Trial) -> str:
+def result_text(trial: Trial) -> str:
     """The result of a start: its ratio to the reference, or the reason why it is missing."""
-    if start.ratio is not None:
-        return f"{factor(start.ratio)}x"
-    if start.reason is None:
-        return NOTHING if start.value is None else "1 (reference)"
-    if start.met is not None:
-        return f"{short_percent(start.met)} met the SLOs"
-    code = start.reason.values.get("failure") or start.reason.code  # tune.json has the text
-    return f"{start.cause}: {code}" if start.cause else code
+    if trial.ratio is not None:
+        return f"{factor(trial.ratio)}x"
+    if trial.reason is None:
+        return NOTHING if trial.value is None else "1 (reference)"
+    if trial.met is not None:
+        return f"{short_percent(trial.met)} met the SLOs"
+    code = trial.reason.values.get("failure") or trial.reason.code  # tune.json has the text
+    return f"{trial.cause}: {code}" if trial.cause else code
 
 
 def tune_chart(report: TuneReport) -> Chart:
@@ -250,22 +266,23 @@ def tune_chart(report: TuneReport) -> Chart:
     def shown(settings: Mapping[str, Any]) -> str:
         return escape_markup(format_settings(settings))
 
-    known = [
-        (number, start, 1.0 if start.ratio is None else start.ratio)  # of the reference it is not recorded
-        for number, start in enumerate(report.trials, 1)
-        if start.value is not None
+    trials, proof, spell = report.trials.starts, report.proof, report.question.spell
+    measured = [
+        (number, trial, 1.0 if trial.ratio is None else trial.ratio)  # of the reference it is not recorded
+        for number, trial in enumerate(trials, 1)
+        if trial.value is not None
     ]
     hover = f"%{{text}}: <b>%{{y:.2f}}x</b>{NAME}"
     data: list[Figure] = []
-    if known:
-        x, text = [number for number, *_ in known], [shown(report.spell(start.settings)) for _, start, _ in known]
+    if measured:
+        x, text = [number for number, *_ in measured], [shown(spell(trial.settings)) for _, trial, _ in measured]
         line, marker = {"color": "@s1", "width": 1}, {"color": "@s1", "size": 9}
-        ratios = [ratio for *_, ratio in known]
+        ratios = [ratio for *_, ratio in measured]
         data.append(scatter("start", x, ratios, hover, "lines+markers", text=text, line=line, marker=marker))
     proven = [
-        (settings, one.ratio, *shown_bounds(one))
-        for settings, one in zip(report.sides, report.verdicts, strict=False)
-        if one.ratio is not None
+        (settings, verdict.ratio, *shown_bounds(verdict))
+        for settings, verdict in zip(proof.sides, proof.verdicts, strict=False)
+        if verdict.ratio is not None
     ]
     if proven:
         bars = {
@@ -273,14 +290,14 @@ def tune_chart(report: TuneReport) -> Chart:
             "array": [0.0 if high is None else high - ratio for _, ratio, _, high in proven],
             "arrayminus": [0.0 if low is None else ratio - low for _, ratio, low, _ in proven],
         }  # fmt: skip
-        x = [len(report.trials) + 1 + place for place in range(len(proven))]
+        x = [len(trials) + 1 + place for place in range(len(proven))]
         marker = {"color": "@s3", "symbol": "diamond", "size": 11}
         text, ratios = [shown(settings) for settings, *_ in proven], [ratio for _, ratio, *_ in proven]
         data.append(scatter("proof", x, ratios, hover, "markers", text=text, error_y=bars, marker=marker))
     rule = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1,
             "line": {"color": "@muted", "width": 1.5, "dash": "dot"}}  # fmt: skip
-    starts = range(1, len(report.trials) + 1, 1 if len(report.trials) < 20 else 5)
-    ticks = [*starts, *(len(report.trials) + 1 + place for place in range(len(proven)))]
+    starts = range(1, len(trials) + 1, 1 if len(trials) < 20 else 5)
+    ticks = [*starts, *(len(trials) + 1 + place for place in range(len(proven)))]
     named = [*map(str, starts), *("proof" for _ in proven)]
     layout: Figure = {
         "xaxis": {"title": {"text": "start"}, "tickvals": ticks, "ticktext": named},
@@ -293,7 +310,7 @@ def tune_chart(report: TuneReport) -> Chart:
         id="tune",
         title="Each start against the reference",
         caption="Starts in their order; then the proof, with its 95 % intervals. Higher is better.",
-        formula=f"result of the start ÷ that of the reference near it in time, for {GOALS[report.goal]}",
+        formula=f"result of the start ÷ that of the reference near it in time, for {GOALS[report.question.goal]}",
         figure={"data": data, "layout": layout},
         head=[column.title for column in grid.columns],
         body=[list(row) for row in grid.rows],

@@ -1,7 +1,6 @@
-"""`harness tune`: search the settings of a server start by start, and prove the best on requests that it never saw.
+"""`harness tune`: search the settings of a server start by start, and go on after any end.
 
-The search is one run, to which servers are added as `decide.py` proposes them. The proof is another run: the
-reference and the best settings, repeated in blocks.
+The search is one run, to which servers are added as `decide.py` proposes them. `proof_run.py` proves what is best.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.https import open_session
 from harness.base.process import owner_is_gone, owner_labels
 from harness.base.reason import Reason, because, sentence
-from harness.base.units import count, duration
+from harness.base.units import duration
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import reports_power
 from harness.numbers.comparison import MARGIN
@@ -28,9 +27,7 @@ from harness.questions.findings.decide import find_of_server
 from harness.questions.same_answers.decide import same_answers
 from harness.questions.same_answers.page import points_text
 from harness.questions.tune.decide import (
-    CUT_PROOF_BLOCKS,
     Proposal,
-    Search,
     Suggestion,
     Trial,
     best_settings,
@@ -40,39 +37,39 @@ from harness.questions.tune.decide import (
     reference,
     suggestions,
 )
-from harness.questions.tune.page import GOALS, format_settings, result_text, why_text
-from harness.questions.tune.proof import (
-    DEFAULT,
-    QUESTIONS,
-    SIDES,
-    read_answered,
-    slo_checks,
-    value_of,
-    with_answer,
+from harness.questions.tune.page import format_settings, result_text, why_text
+from harness.questions.tune.proof import DEFAULT, QUESTIONS, read_answered, slo_checks, value_of
+from harness.questions.tune.proof_run import proof_scenario, prove, questions_like
+from harness.questions.tune.record import (
+    TUNE_FILE,
+    Goal,
+    TuneProof,
+    TuneQuestion,
+    TuneReport,
+    TuneTrials,
+    read_tune,
+    resume_command,
+    write_tune,
 )
-from harness.questions.tune.record import TUNE_FILE, Goal, TuneReport, read_tune, resume_command, write_tune
 from harness.questions.tune.spelling import (
     FREE_MEMORY,
     failure_of,
     names_of,
     safe_share_in_log,
-    settings_search,
+    search_of,
     shared_slots,
-    to_paste,
     with_settings,
 )
 from harness.records.changed_server import CHANGED_FILE, ChangedServer, forget_changed, read_changed, write_changed
-from harness.records.manifest import CellRun, Run, ServedBy, read_run
+from harness.records.manifest import CellRun, ServedBy, read_run
 from harness.records.records import Request
-from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment, Target, load_name, server_name
 from harness.run.machine_fit import check_all_gpus, resolve_auto
-from harness.run.orchestrator import cell_run_of, endpoint_of, run, run_group, run_steps, start_run
-from harness.run.progress import OnEnd, Progress
-from harness.run.resume import recorded_experiment, reopened, resume
+from harness.run.orchestrator import cell_run_of, endpoint_of, run_group, run_steps, start_run
+from harness.run.progress import Progress
+from harness.run.resume import recorded_experiment, reopened
 from harness.run.running import Running, death_of_setting, failed_cell, start_failure
-from harness.scenario import Baseline, Load, Scenario, Sweep, SweepRow, asks_known, is_open_loop, wave_size
-from harness.scenario.behaviour import Structured
+from harness.scenario import Load, Scenario, Sweep, SweepRow, wave_size
 from harness.scenario.plan import Cell, cell_of, grouped
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import load_with_options, put_options_back, running_options
@@ -83,7 +80,6 @@ from harness.workload.job import read_api_key
 NEED_SLOS = ("goodput", "users")
 USERS_LADDER = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the scenario's users
 MIN_ANSWERS, MIN_WAVES, MIN_LOAD_S, MAX_LOAD_S = 20, 3, 10.0, 300.0  # of a load in the search; shorter ones end earlier
-PROOF_SEED = 1_000_003  # added to the scenario's seed: the proof has other prompts, lengths and arrivals
 
 
 class LoadWatch:
@@ -113,13 +109,13 @@ class LoadWatch:
 
 def define_tune(
     experiment: Experiment, goal: Goal, load: str | None, server: str | None, slos: Sequence[str], budget_s: float
-) -> tuple[Experiment, TuneReport]:
-    """Return the experiment with only the server and the loads of the search, and the report without answers.
+) -> tuple[Experiment, TuneQuestion]:
+    """Return the experiment with only the server and the loads of the search, and what is asked.
 
     Raises HarnessError for a goal that needs SLOs and has none, and for a running server that is not Lemonade.
     """
     scenario, name = experiment.scenario, server_name(experiment, server)
-    first = load_name(experiment, load or next(one for one in scenario.loads if "." not in one))
+    first = load_name(experiment, load or next(key for key in scenario.loads if "." not in key))
     loads = scenario.loads if load is None else {first: scenario.loads[first]}
     given = parse_slos(list(slos)) if slos else scenario_slos(scenario, name, first) if goal in NEED_SLOS else []
     if goal in NEED_SLOS and not given:
@@ -139,7 +135,7 @@ def define_tune(
     if experiment.target is not None:
         chosen = replace(chosen, variables=_options_of(experiment.target, scenario))
     swept_loads = {} if scenario.swept is None or levels else scenario.swept.loads
-    swept_loads = {one: row for one, row in swept_loads.items() if one in loads}
+    swept_loads = {key: row for key, row in swept_loads.items() if key in loads}
     scenario = replace(
         scenario,
         servers={DEFAULT: chosen},
@@ -152,7 +148,7 @@ def define_tune(
         restart=False,
         repeats=1,
     )
-    report = TuneReport(
+    question = TuneQuestion(
         scenario=experiment.path.stem,
         server=name,
         goal=goal,
@@ -161,7 +157,7 @@ def define_tune(
         budget_s=budget_s,
         names=names_of(chosen, scenario.model),
     )
-    return replace(experiment, scenario=scenario), report
+    return replace(experiment, scenario=scenario), question
 
 
 def users_ladder(name: str, load: Load) -> tuple[dict[str, float], dict[str, Load]]:
@@ -169,7 +165,7 @@ def users_ladder(name: str, load: Load) -> tuple[dict[str, float], dict[str, Loa
     own = load.users if load.arrivals is None else load.arrivals.rate or 1.0
     amounts = dict.fromkeys(own * share if load.arrivals else max(1, round(own * share)) for share in USERS_LADDER)
     levels = {f"{name}-{number}": float(amount) for number, amount in enumerate(amounts, 1)}
-    return levels, {one: load_at(load, amount, MAX_LOAD_S) for one, amount in levels.items()}
+    return levels, {level: load_at(load, amount, MAX_LOAD_S) for level, amount in levels.items()}
 
 
 def _options_of(target: Target, scenario: Scenario) -> dict[str, Any]:
@@ -185,17 +181,17 @@ def _options_of(target: Target, scenario: Scenario) -> dict[str, Any]:
     return options
 
 
-def tune(experiment: Experiment, report: TuneReport, runs: Path, progress: Progress) -> tuple[Path, TuneReport]:
+def tune(experiment: Experiment, question: TuneQuestion, runs: Path, progress: Progress) -> tuple[Path, TuneReport]:
     """Search and prove; return the run directory and the report. Raises as `run` does."""
     check_all_gpus(experiment)
     experiment = resolve_auto(experiment, progress.line)
-    progress.line(f"At most {duration(report.budget_s)} (--budget), the proof included.")
+    progress.line(f"At most {duration(question.budget_s)} (--budget), the proof included.")
     began_s, folder = time.monotonic(), None
 
     def steps(running: Running, _: list[Cell]) -> Iterator[CellRun]:
         nonlocal folder
         folder = running.folder
-        yield from TuneSearch(running, replace(report, run=running.id), began_s).cells()
+        yield from TuneSearch(running, replace(question, run=running.id), TuneTrials(), began_s).cells()
 
     with restored(experiment, progress, lambda: folder), _with_resume_advice(lambda: folder, progress):
         folder = start_run(experiment, [], runs, progress, steps, kind="search")
@@ -205,57 +201,59 @@ def tune(experiment: Experiment, report: TuneReport, runs: Path, progress: Progr
 class TuneSearch:
     """The starts of the search. Each one answers all loads of the scenario."""
 
-    def __init__(self, running: Running, report: TuneReport, began_s: float) -> None:
-        self.running, self.report, self.began_s = running, report, began_s
+    def __init__(self, running: Running, question: TuneQuestion, trials: TuneTrials, began_s: float) -> None:
+        self.running, self.question, self.trials, self.began_s = running, question, trials, began_s
         note_change(running.folder, running.experiment)
-        self.search = search_of(running.file.manifest, report)
+        self.search = search_of(running.file.manifest, question, trials)
         self._idle_memory = [] if running.experiment.target else read_gpu_memory()
         self.advice: dict[str, Sequence[Suggestion]] = {}  # by server: what the findings about it advise
         ran = (cell.served_by for cell in running.file.manifest.cells if cell.failed is None)
         self.reference: ServedBy | None = next(ran, None)
-        if report.trials:  # resumed
-            made = summarize_with_counts(running.folder, slo_checks(report))
-            for name in dict.fromkeys(start.server for start in report.trials if start.cause is None):
-                self._advise(made, name)
+        if trials.starts:  # resumed
+            summarized = summarize_with_counts(running.folder, slo_checks(question))
+            for name in dict.fromkeys(trial.server for trial in trials.starts if trial.cause is None):
+                self._advise(summarized, name)
 
     def cells(self) -> Iterator[CellRun]:
         """Start servers until the search ends, and yield the results of their cells."""
         self.write()
         while isinstance(step := self._next(), Proposal):
             yield from self._start(step)
-        self.report = replace(self.report, ended=step)
+        self.trials = replace(self.trials, ended=step)
         self.write()
         self.running.progress.line(f"The search ends: {sentence(step)}.")
 
     @property
     def left_s(self) -> float:
-        return self.report.budget_s - (time.monotonic() - self.began_s)
+        return self.question.budget_s - (time.monotonic() - self.began_s)
 
     def write(self) -> None:
-        write_tune(self.running.folder, self.report)
+        """Write what was asked and tried; there is no proof before the search has ended."""
+        write_tune(self.running.folder, self.question, self.trials)
 
     def _next(self) -> Proposal | Reason:
-        trials = self.report.trials
-        base = reference(trials)
-        unknown = (one.reason for one in self.report.trials if one.reason and one.reason.code == "no_goal_value")
+        starts = self.trials.starts
+        base = reference(starts)
+        unknown = (trial.reason for trial in starts if trial.reason and trial.reason.code == "no_goal_value")
         if base is None and (reason := next(unknown, None)) is not None:  # no setting changes that
             return reason
-        best = base if base is None else (best_settings(self.search, trials) or [base])[0]
-        server = next((one.server for one in self.report.trials if one.settings == best), DEFAULT)
-        return next_start(self.search, trials, self.advice.get(server, []), budget_s=max(0.0, self.left_s))
+        best = base if base is None else (best_settings(self.search, starts) or [base])[0]
+        server = next((trial.server for trial in starts if trial.settings == best), DEFAULT)
+        return next_start(self.search, starts, self.advice.get(server, []), budget_s=max(0.0, self.left_s))
 
     def _start(self, step: Proposal) -> Iterator[CellRun]:
         """Start the server with the proposed settings, and measure its loads."""
-        report, known = self.report, self.running.file.manifest.scenario
-        number, same = len(report.trials) + 1, [one for one in report.trials if one.settings == step.settings]
+        question, given = self.question, self.running.file.manifest.scenario
+        number = len(self.trials.starts) + 1
+        same = [trial for trial in self.trials.starts if trial.settings == step.settings]
         name = same[0].server if same else DEFAULT if not step.settings else f"try-{number}"
         reported = None if self.reference is None else self.reference.effective
-        chosen = with_settings(known.servers[DEFAULT], known.model, step.settings, reported)
-        spelled = report.spell(step.settings)
-        row = SweepRow(of=report.server, settings=spelled)
-        swept = Sweep(servers={**(known.swept or Sweep()).servers, name: row}, loads=(known.swept or Sweep()).loads)
-        scenario = replace(known, servers={**known.servers, name: chosen}, swept=swept)
-        start = Trial(server=name, settings=step.settings, why=step.why, finding=step.finding)
+        chosen = with_settings(given.servers[DEFAULT], given.model, step.settings, reported)
+        spelled = question.spell(step.settings)
+        row = SweepRow(of=question.server, settings=spelled)
+        swept = Sweep(servers={**(given.swept or Sweep()).servers, name: row}, loads=(given.swept or Sweep()).loads)
+        scenario = replace(given, servers={**given.servers, name: chosen}, swept=swept)
+        trial = Trial(server=name, settings=step.settings, why=step.why, finding=step.finding)
         progress, text = self.running.progress, format_settings(spelled)
         progress.line(
             f"Start {number}, {duration(max(0.0, self.left_s))} left: {text} ({why_text(step.why, step.finding)})"
@@ -263,8 +261,8 @@ class TuneSearch:
         progress.head = f"start {number}"
         loads = [load for load in scenario.loads if load != QUESTIONS]
         if self._asks(step.settings):
-            asked = questions_like(scenario.loads[loads[0]])
-            scenario, loads = replace(scenario, loads=scenario.loads | {QUESTIONS: asked}), [*loads, QUESTIONS]
+            questions = questions_like(scenario.loads[loads[0]])
+            scenario, loads = replace(scenario, loads=scenario.loads | {QUESTIONS: questions}), [*loads, QUESTIONS]
         cells = [cell_of(name, load, 1 + len(same)) for load in loads]
         began_s, failed = time.monotonic(), None
         self.running.file.update(scenario=scenario)
@@ -276,21 +274,23 @@ class TuneSearch:
             failed = start_failure(error)
             ran = self.running.file.manifest.ran
             yield from (failed_cell(cell, chosen.template, failed) for cell in cells if cell.id not in ran)
-        start = replace(start, cells=[cell.id for cell in cells], took_s=time.monotonic() - began_s)
+        trial = replace(trial, cells=[cell.id for cell in cells], took_s=time.monotonic() - began_s)
         if failed is not None and failed.values.get("failure") == FREE_MEMORY:
             safe = safe_share_in_log(self.running.folder / "logs" / f"{cells[0].id}.server.log")
-            self.report = replace(self.report, safe_memory=safe or self.report.safe_memory)
-            self.search = search_of(self.running.file.manifest, self.report)
-        failure = {} if failed is None else failure_of(failed, report.names)
-        self._record(replace(start, **failure) if failure else self._with_value(start))
+            self.trials = replace(self.trials, safe_memory=safe or self.trials.safe_memory)
+            self.search = search_of(self.running.file.manifest, question, self.trials)
+        failure = {} if failed is None else failure_of(failed, question.names)
+        self._record(replace(trial, **failure) if failure else self._with_value(trial))
 
     def _asks(self, settings: Mapping[str, Any]) -> bool:
         """Whether a start asks the questions: the first one, and those with a new value that may change answers."""
-        changing = {one.name for one in self.search.settings if one.answers}
-        ran = [one for one in self.report.trials if one.value and any(QUESTIONS in cell for cell in one.cells)]
-        known = [pair for start in ran for pair in start.settings.items()]
-        is_new = not ran or any(pair[0] in changing and pair not in known for pair in settings.items())
-        return self.report.same_answers and bool(changing) and is_new
+        changing = {setting.name for setting in self.search.settings if setting.answers}
+        asked = [
+            trial for trial in self.trials.starts if trial.value and any(QUESTIONS in cell for cell in trial.cells)
+        ]
+        values = [pair for trial in asked for pair in trial.settings.items()]
+        is_new = not asked or any(pair[0] in changing and pair not in values for pair in settings.items())
+        return self.question.same_answers and bool(changing) and is_new
 
     def _measure(self, scenario: Scenario, cells: list[Cell]) -> Iterator[CellRun]:
         """Start the server, and run its cells until it dies. Raises StartError."""
@@ -305,7 +305,7 @@ class TuneSearch:
                 if endpoint.check_alive() is not None:
                     return
                 begun = [cell_run_of(cell, endpoint.served_by, time.time()) for cell in group]
-                own.file.update(*(replace(one, seed=scenario.seed) for one in begun))  # no cell of a plan
+                own.file.update(*(replace(cell_run, seed=scenario.seed) for cell_run in begun))  # no cell of a plan
                 watch = LoadWatch(scenario.loads[group[0].load])
                 is_whole = group[0].stage or group[0].load == QUESTIONS
                 for cell_run in run_group(own, group, endpoint, None if is_whole else watch):
@@ -320,191 +320,47 @@ class TuneSearch:
         failed = failed or find_fallback(served, self.reference)
         return cell_run if failed is None else replace(cell_run, failed=failed)
 
-    def _with_value(self, start: Trial) -> Trial:
+    def _with_value(self, trial: Trial) -> Trial:
         """Add the result of a start, or why it has none; and keep what the findings advise."""
-        extra = slo_checks(self.report)
-        made = summarize_with_counts(self.running.folder, extra)
-        cells = [cell for cell in made.summary.cells if cell.id in start.cells]
-        self._advise(made, start.server)
-        self.report = replace(self.report, simulated=made.summary.simulated)
-        advised = [settings for found in self.advice.values() for _, settings in found]
+        summarized = summarize_with_counts(self.running.folder, slo_checks(self.question))
+        cells = [cell for cell in summarized.summary.cells if cell.id in trial.cells]
+        self._advise(summarized, trial.server)
+        self.trials = replace(self.trials, simulated=summarized.summary.simulated)
+        advised = [settings for advice in self.advice.values() for _, settings in advice]
         # The server reports more than the scenario.
-        self.search = search_of(self.running.file.manifest, self.report, advised)
-        worse = [one for one in same_answers(made.data) if one.side == start.server and one.word == "worse"]
-        if worse and self.report.same_answers:
-            blamed = [one.name for one in self.search.settings if one.answers and one.name in start.settings]
+        self.search = search_of(self.running.file.manifest, self.question, self.trials, advised)
+        compared = same_answers(summarized.data)
+        worse = [answers for answers in compared if answers.side == trial.server and answers.word == "worse"]
+        if worse and self.question.same_answers:
+            changing = [setting.name for setting in self.search.settings if setting.answers]
+            blamed = [name for name in changing if name in trial.settings]
             why = f"its answers are worse: {points_text(worse[0])}"
             reason = because("answers_worse", why, difference=worse[0].difference)
-            return replace(start, cause="other", blamed=blamed, reason=reason)
-        result = value_of([cell for cell in cells if cell.load != QUESTIONS], self.report)
+            return replace(trial, cause="other", blamed=blamed, reason=reason)
+        result = value_of([cell for cell in cells if cell.load != QUESTIONS], self.question)
         if isinstance(result, Reason):
-            return replace(start, reason=result, met=result.values.get("attainment"))
-        return replace(start, value=result)
+            return replace(trial, reason=result, met=result.values.get("attainment"))
+        return replace(trial, value=result)
 
-    def _advise(self, made: Summarized, server: str) -> None:
-        found = find_of_server(made.data, made.summary, server)
-        self.advice[server] = suggestions(found, shared_slots(self.running.file.manifest, server))
+    def _advise(self, summarized: Summarized, server: str) -> None:
+        findings = find_of_server(summarized.data, summarized.summary, server)
+        self.advice[server] = suggestions(findings, shared_slots(self.running.file.manifest, server))
 
-    def _record(self, start: Trial) -> None:
+    def _record(self, trial: Trial) -> None:
         """Keep a start with its ratio, and print it."""
-        trials = [*self.report.trials, start]
-        base = reference(trials)
-        known = [gain for gain, trial in zip(gains(trials), trials, strict=True) if trial.settings != base]
-        if base is not None and start.settings != base and start.value is not None:
-            gain = gains(trials)[-1] or 0.0
-            best = max([math.log1p(MARGIN), *(one or 0.0 for one in known)])
-            start = replace(start, ratio=math.exp(gain), kept=gain >= best)
-        kept = [replace(one, kept=one.kept and not start.kept) for one in self.report.trials]
-        self.report = replace(
-            self.report, trials=[*kept, start], starts=len(kept) + 1, spent_s=time.monotonic() - self.began_s
-        )
+        starts = [*self.trials.starts, trial]
+        base = reference(starts)
+        of_others = [gain for gain, start in zip(gains(starts), starts, strict=True) if start.settings != base]
+        if base is not None and trial.settings != base and trial.value is not None:
+            gain = gains(starts)[-1] or 0.0
+            best = max([math.log1p(MARGIN), *(other or 0.0 for other in of_others)])
+            trial = replace(trial, ratio=math.exp(gain), kept=gain >= best)
+        before = [replace(start, kept=start.kept and not trial.kept) for start in self.trials.starts]
+        self.trials = replace(self.trials, starts=[*before, trial], spent_s=time.monotonic() - self.began_s)
         self.write()
-        of_reference = "" if start.ratio is None else " the reference"
-        of_reference += "" if start.reason is None else f": {sentence(start.reason)}"
-        self.running.progress.line(f"  {result_text(start)}{of_reference}{', the best so far' if start.kept else ''}")
-
-
-def search_of(manifest: Run, report: TuneReport, advised: Sequence[Mapping[str, Any]] = ()) -> Search:
-    """Return the search, with the values that were tried and those that are advised next to the declared ones."""
-    more = [*(start.settings for start in report.trials), *advised]
-    return settings_search(manifest, report.safe_memory, report.same_answers, more)
-
-
-def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
-    """Verify the best settings of a search on fresh requests, and write the answer. Goes on with a proof that began.
-
-    The blocks that would settle an inconclusive answer follow, once, where the budget has the time.
-    """
-    report = _prove(folder, experiment, runs, progress, began_s)
-    if report.more_s is None and (report.needed or 0) > report.blocks:
-        progress.line(f"Inconclusive after {count(report.blocks, 'block')}: {report.needed} would settle it.")
-        write_tune(folder, replace(report, verdict=None))
-        report = _prove(folder, experiment, runs, progress, began_s)
-    return report
-
-
-def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
-    """Run the blocks of the proof that fit into the budget.
-
-    Where nothing beats a reference that is not the default, the proof shows that the reference works.
-    """
-    report, manifest = read_tune(folder), read_run(folder)
-    assert report is not None
-    search, trials = search_of(manifest, report), report.trials
-    left_s = report.budget_s - (time.monotonic() - began_s)
-    proof = plan_proof(search, trials, left_s)
-    if proof is not None and report.proof is not None:  # it has as many sides as it began with
-        begun = len(read_run(runs / report.proof).scenario.servers) - 1
-        proof = replace(plan_proof(search, trials, math.inf if begun > 1 else 0.0) or proof, missing_s=0.0)
-    sides = {} if proof is None else dict(zip(SIDES, proof.sides, strict=False))
-    blocks = 0 if proof is None else max(proof.blocks, report.needed or 0)
-    if proof is not None and not proof.missing_s:
-        base = reference(trials) or {}
-        text = ", or ".join(format_settings(report.spell(one)) for one in proof.sides or [base])
-        progress.line(f"Proof on fresh requests, at most {count(blocks, 'block')} with a start of each: {text}")
-        within_budget, searched = budget_steps(max(0.0, left_s), blocks, CUT_PROOF_BLOCKS), report
-
-        def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
-            write_tune(folder, replace(searched, proof=running.id))
-            yield from within_budget(running, cells)
-
-        if report.proof is None:
-            answered = {cell.id: cell.numbers.succeeded for cell in summarize_with_counts(folder).summary.cells}
-            scenario = proof_scenario(manifest, report, {DEFAULT: base, **sides}, blocks, answered)
-            run(replace(experiment, scenario=scenario), runs, progress, steps)
-        else:
-            resume(runs / report.proof, progress, experiment.target, max(0.0, left_s), max_repeats=blocks)
-        report = read_tune(folder) or report
-    block_s = 0.0 if proof is None else proof.block_s
-    defaults = report.spell({setting.name: setting.default for setting in search.settings})
-    return finish(folder, replace(report, defaults=defaults), sides, runs, progress.on_end, began_s, blocks, block_s)
-
-
-def proof_scenario(
-    manifest: Run,
-    report: TuneReport,
-    sides: Mapping[str, Mapping[str, Any]],
-    blocks: int,
-    answered: Mapping[str, int],
-) -> Scenario:
-    """Return the scenario of the proof. A load that the search ended early is about as long as it was there.
-
-    `answered`: successful requests by cell of the search. An amount of work stays one, in whole waves: in a fixed time,
-    a wave that is cut would count.
-    """
-    base = next(start for start in report.trials if start.value is not None)
-    known, ran = manifest.scenario, manifest.ran
-    loads = dict(known.loads)
-    for name in base.cells:
-        stopped_s, load = ran[name].stopped_after_s, loads[ran[name].load]
-        if stopped_s is not None and load.requests is not None and not is_open_loop(load):
-            wave = wave_size(load)
-            work = min(load.requests, max(1, math.ceil(answered.get(name, 0) / wave)) * wave)
-            loads[ran[name].load] = replace(load, requests=work)
-        elif stopped_s is not None:
-            # A float: a whole number would be another workload once it is read from run.json.
-            loads[ran[name].load] = replace(load, requests=None, duration_s=float(max(1, math.ceil(stopped_s))))
-    if report.same_answers and not any(map(asks_known, loads.values())):
-        loads[QUESTIONS] = questions_like(next(iter(loads.values())))
-    rows = {name: SweepRow(of=report.server, settings=report.spell(one)) for name, one in sides.items()}
-    default = known.servers[DEFAULT]
-    return replace(
-        known,
-        question=f"Do the settings that `harness tune` found give {GOALS[report.goal]}?",
-        servers={name: with_settings(default, known.model, one) for name, one in sides.items()},
-        swept=Sweep(servers=rows, loads=(known.swept or Sweep()).loads),
-        drift_cells=False,
-        loads=loads,
-        repeats=blocks,
-        restart=len(loads) == 1 and default.template != "running",
-        seed=known.seed + PROOF_SEED,
-        baseline=Baseline(server=DEFAULT, load=next(iter(loads))),
-    )
-
-
-def questions_like(load: Load) -> Load:
-    """Return a load that asks the 1,000 questions that ship once, with the fields of another load's requests."""
-    form: Any = {"user": "batch", "in_flight": 16, "requests": 1000, "output": "natural", "output_tokens": 96}
-    return Load(**form, answer=Structured(known="computed"), omit=load.omit, model=load.model)
-
-
-def finish(
-    folder: Path,
-    report: TuneReport,
-    sides: Mapping[str, Mapping[str, Any]],
-    runs: Path,
-    on_end: OnEnd,
-    began_s: float,
-    planned: int,
-    block_s: float,
-) -> TuneReport:
-    """Decide by the proof, and write tune.json and the pages of the search.
-
-    `sides`: to be proven. `planned`: blocks of the proof. `block_s`: about what one takes.
-    """
-    report = replace(report, spent_s=time.monotonic() - began_s)
-    report = with_answer(report, runs, next(iter(sides.values()), None))
-    more_s = 0.0
-    if report.verdict == "inconclusive":
-        missing_s = block_s * (max(planned, report.needed or 0) - report.blocks)
-        if not report.proof and not sides and report.ended is not None and report.ended.code == "tune_budget":
-            missing_s = report.ended.values["needed_s"]
-        more_s = max(0.0, missing_s - max(0.0, report.budget_s - report.spent_s))
-    paste = {}
-    if report.verdict == "set":
-        chosen = next(one.settings for one in report.trials if report.spell(one.settings) == report.settings)
-        paste = pasted(read_run(folder), report.server, chosen)
-    report = replace(report, more_s=more_s or None, paste=paste)
-    write_tune(folder, report)
-    on_end(folder, read_run(folder), None)
-    return report
-
-
-def pasted(run: Run, name: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return by place the text that brings these settings to a server."""
-    known, urls = run.scenario, [cell.served_by.url for cell in run.cells if cell.served_by.template is None]
-    server = with_settings(known.servers[DEFAULT], known.model, settings)
-    return to_paste(replace(known, servers={name: server}), name, next(filter(None, urls), None))
+        of_reference = "" if trial.ratio is None else " the reference"
+        of_reference += "" if trial.reason is None else f": {sentence(trial.reason)}"
+        self.running.progress.line(f"  {result_text(trial)}{of_reference}{', the best so far' if trial.kept else ''}")
 
 
 def resume_tune(
@@ -518,20 +374,20 @@ def resume_tune(
     began_s = time.monotonic() - report.spent_s
     if budget_s is not None:
         report = with_budget(report, budget_s)
-    if report.ended is None:
-        kept = {cell for start in report.trials for cell in start.cells}
+    if report.trials.ended is None:
+        kept = {cell for trial in report.trials.starts for cell in trial.cells}
         with (
             reopened(folder, kept, progress, target) as running,
             restored(running.experiment, progress, lambda: folder),
         ):
-            search = TuneSearch(running, report, began_s)
+            search = TuneSearch(running, report.question, report.trials, began_s)
             with _with_resume_advice(lambda: folder, progress):
                 run_steps(running, [], lambda *_: search.cells())
         report = read_tune(folder) or report
-    if report.verdict is not None:
+    if report.proof.verdict is not None:
         return report
     experiment = recorded_experiment(folder, target)
-    write_tune(folder, report)
+    write_tune(folder, report.question, report.trials, report.proof)
     note_change(folder, experiment)
     with restored(experiment, progress, lambda: folder), _with_resume_advice(lambda: folder, progress):
         return prove(folder, experiment, runs, progress, began_s)
@@ -543,27 +399,33 @@ def _read_to_resume(folder: Path) -> TuneReport:
     if stored is None or report is None:
         raise HarnessError(f"{folder}: not a run of `harness tune`", next_step="`harness run --resume` is for others.")
     _refuse_damaged(folder, stored)
-    if any(reason.code == "proof_missing" for reason in report.reasons):
-        return replace(report, proof=None, verdict=None)
-    return replace(report, verdict=None) if report.verdict == "inconclusive" != stored.verdict else report
+    if any(reason.code == "proof_missing" for reason in report.proof.reasons):
+        return replace(report, proof=TuneProof())
+    return _unanswered(report) if report.proof.verdict == "inconclusive" != stored.proof.verdict else report
+
+
+def _unanswered(report: TuneReport) -> TuneReport:
+    """A report whose proof goes on: with what it has, but for the answer."""
+    return replace(report, proof=replace(report.proof, verdict=None))
 
 
 def _refuse_damaged(folder: Path, report: TuneReport) -> None:
     """Raise HarnessError where tune.json does not fit the run: it would fail after minutes, or measure nonsense."""
     path, manifest = folder / TUNE_FILE, read_run(folder)
+    question, starts = report.question, report.trials.starts
     try:
-        for trial in report.trials:
+        for trial in starts:
             with_settings(manifest.scenario.servers[DEFAULT], manifest.scenario.model, trial.settings)
-            format_settings(report.spell(trial.settings))
-        slo_checks(report)
+            format_settings(question.spell(trial.settings))
+        slo_checks(question)
         loads = [load for load in manifest.scenario.loads if load != QUESTIONS]
-        if (report.goal == "users" or report.levels) and set(loads) != set(report.levels):
-            raise ValueError(f"levels are those of {', '.join(report.levels) or 'no load'}")
-        search = search_of(manifest, report)
-        next_start(search, report.trials, [])
-        plan_proof(search, report.trials, report.budget_s)
-        if reference(report.trials) is not None:
-            proof_scenario(manifest, report, {DEFAULT: {}}, 1, {})
+        if (question.goal == "users" or question.levels) and set(loads) != set(question.levels):
+            raise ValueError(f"levels are those of {', '.join(question.levels) or 'no load'}")
+        search = search_of(manifest, question, report.trials)
+        next_start(search, starts, [])
+        plan_proof(search, starts, question.budget_s)
+        if reference(starts) is not None:
+            proof_scenario(manifest, question, starts, {DEFAULT: {}}, 1, {})
     except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration) as error:
         raise HarnessError(
             f"{path}: cannot be used ({type(error).__name__}: {error})",
@@ -578,10 +440,10 @@ def with_budget(report: TuneReport, budget_s: float) -> TuneReport:
             f"--budget: {duration(budget_s)}, of which {duration(report.spent_s)} are spent",
             next_step="Give more: it is the time of all parts together.",
         )
-    report = replace(report, budget_s=budget_s)
-    if report.proof is None and report.ended is not None and report.ended.code == "tune_budget":
-        return replace(report, ended=None, verdict=None)
-    return replace(report, verdict=None) if report.verdict == "inconclusive" else report
+    report, ended = replace(report, question=replace(report.question, budget_s=budget_s)), report.trials.ended
+    if report.proof.run is None and ended is not None and ended.code == "tune_budget":
+        return replace(report, trials=replace(report.trials, ended=None), proof=TuneProof())
+    return _unanswered(report) if report.proof.verdict == "inconclusive" else report
 
 
 @contextlib.contextmanager

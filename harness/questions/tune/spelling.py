@@ -31,6 +31,7 @@ from harness.engines.settings import (
 from harness.failures.table import patterns
 from harness.machine.gpus import list_gpus
 from harness.questions.tune.decide import Bounds, Search, declared_search, failure_cause
+from harness.questions.tune.record import TuneQuestion, TuneTrials
 from harness.records.manifest import Run
 from harness.run.machine_fit import safe_share
 from harness.scenario import Scenario, Server, max_concurrency, request_tokens
@@ -118,6 +119,14 @@ def settings_search(
         effective,
         more=more,
     )
+
+
+def search_of(
+    run: Run, question: TuneQuestion, trials: TuneTrials, advised: Sequence[Mapping[str, Any]] = ()
+) -> Search:
+    """Return the search, with the values that were tried and those that are advised next to the declared ones."""
+    more = [*(trial.settings for trial in trials.starts), *advised]
+    return settings_search(run, trials.safe_memory, question.same_answers, more)
 
 
 def _bounds(scenario: Scenario, server: Server) -> Bounds:

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer import Exit
 
 from harness.base.errors import HarnessError, StartError
+from harness.base.files import ROOT, pretty_json
 from harness.base.measured import Distribution, Numbers, SloAttainment
 from harness.base.reason import Reason, because
 from harness.failures.table import rules
@@ -33,12 +34,12 @@ from harness.questions.tune.proof import (
     users_value,
     value_of,
 )
-from harness.questions.tune.record import Goal, TuneReport, read_tune, write_tune
+from harness.questions.tune.proof_run import proof_scenario
+from harness.questions.tune.record import Goal, TuneQuestion, TuneReport, flat_keys, read_tune, write_tune
 from harness.questions.tune.search import (
     LoadWatch,
     _read_to_resume,
     define_tune,
-    proof_scenario,
     restored,
     users_ladder,
     with_budget,
@@ -58,8 +59,10 @@ from harness.serve.lemonade import RunningModel, find_other_load
 from harness.workload import workload_sha256
 from tests.support.http_double import Handler, listening
 from tests.support.made_runs import request, scenario, served_by, write_made_run
+from tests.support.tune_reports import changed_report, store
 
-REPORT = TuneReport(budget_s=3600, names={"sequences": "max_num_seqs", "memory": "gpu_memory_utilization"})
+QUESTION = TuneQuestion(budget_s=3600, names={"sequences": "max_num_seqs", "memory": "gpu_memory_utilization"})
+REPORT = TuneReport(question=QUESTION)
 SLO = "ttft_p95<=2s"
 
 
@@ -77,30 +80,30 @@ def met(attainment: float, goodput: float) -> dict[str, SloAttainment]:
 
 def test_a_result_is_more_where_the_goal_is_met_better() -> None:
     two = [cell("a", output_tok_s=20.0), cell("b", output_tok_s=80.0)]
-    assert value_of(two, REPORT) == pytest.approx(40.0), "the geometric mean of the loads"
+    assert value_of(two, QUESTION) == pytest.approx(40.0), "the geometric mean of the loads"
     latency = cell(e2e=Distribution(n=10, mean=0.5))
-    assert value_of([latency], replace(REPORT, goal="latency")) == 2.0
+    assert value_of([latency], replace(QUESTION, goal="latency")) == 2.0
     power = cell(machine_load=MachineLoad(samples=3, gap_max_s=1, energy_per_token_j=0.25))
-    assert value_of([power], replace(REPORT, goal="energy")) == 4.0
-    goodput = replace(REPORT, goal="goodput", slos=[SLO])
+    assert value_of([power], replace(QUESTION, goal="energy")) == 4.0
+    goodput = replace(QUESTION, goal="goodput", slos=[SLO])
     assert value_of([cell(slos=met(0.8, 1.6))], goodput) == 1.6
 
 
 def test_no_result_has_a_reason() -> None:
-    limited = replace(REPORT, slos=[SLO])
+    limited = replace(QUESTION, slos=[SLO])
     broken = because("error_rate", "too many failed")
-    cases: list[tuple[CellSummary, TuneReport, str]] = [
-        (cell(problems=[broken]), REPORT, "error_rate"),
-        (cell(output_tok_s=None), REPORT, "no_goal_value"),
-        (cell(), replace(REPORT, goal="energy"), "no_goal_value"),
+    cases: list[tuple[CellSummary, TuneQuestion, str]] = [
+        (cell(problems=[broken]), QUESTION, "error_rate"),
+        (cell(output_tok_s=None), QUESTION, "no_goal_value"),
+        (cell(), replace(QUESTION, goal="energy"), "no_goal_value"),
         (cell(slos=met(0.94, 1.0)), limited, "slo_broken"),
         (cell(slos=met(0.0, 0.0)), replace(limited, goal="goodput"), "slo_broken"),
     ]
-    for one, report, code in cases:
-        result = value_of([one], report)
+    for summary, question, code in cases:
+        result = value_of([summary], question)
         assert isinstance(result, Reason) and result.code == code
     assert value_of([cell(slos=met(0.96, 1.0))], limited) == pytest.approx(50.0)
-    assert slo_checks(limited) == ["attainment(ttft<=2s) >= 0"] and slo_checks(REPORT) == []
+    assert slo_checks(limited) == ["attainment(ttft<=2s) >= 0"] and slo_checks(QUESTION) == []
 
 
 def test_users_are_read_between_the_levels_around_the_slo() -> None:
@@ -108,11 +111,11 @@ def test_users_are_read_between_the_levels_around_the_slo() -> None:
     assert list(levels.values()) == [2, 4, 8, 16, 32] == [load.users for load in loads.values()]
     open_levels, open_loads = users_ladder("o", Load(user="chat", users=8, duration_s=60, arrivals=Arrivals(rate=0.5)))
     assert [load.arrivals.rate for load in open_loads.values() if load.arrivals] == list(open_levels.values())
-    report = replace(REPORT, goal="users", slos=[SLO], levels=levels)
+    question = replace(QUESTION, goal="users", slos=[SLO], levels=levels)
 
     def users(*shares: float) -> float | Reason:
         cells = [cell(name, load=name, slos=met(share, 1.0)) for name, share in zip(levels, shares, strict=True)]
-        return users_value(cells, report)
+        return users_value(cells, question)
 
     assert users(1, 1, 0.97, 0.93, 0.5) == pytest.approx(8 * math.sqrt(2))
     assert users(1, 1, 1, 1, 1) == 32
@@ -140,7 +143,7 @@ def test_a_load_of_the_search_ends_once_enough_is_measured(monkeypatch: pytest.M
 
 def test_a_failure_of_the_table_has_the_cause_that_excludes() -> None:
     causes = {
-        rule.id: failure_of(because("setting_not_started", "", failure=rule.id), REPORT.names)["cause"]
+        rule.id: failure_of(because("setting_not_started", "", failure=rule.id), QUESTION.names)["cause"]
         for rule in rules()
     }
     assert causes["mem.free_lt_util"] == causes["mem.hip_oom"] == causes["host.oom_kill"] == "memory"
@@ -148,11 +151,11 @@ def test_a_failure_of_the_table_has_the_cause_that_excludes() -> None:
     assert causes["cli.unknown_flag"] == "flag" and causes["engine.start_timeout"] == "timeout"
     assert causes["gpu.fault"] == "other"
     error = StartError("it ended: unrecognized arguments: --max-num-seqs", failure="cli.unknown_flag")
-    assert failure_of(start_failure(error), REPORT.names)["blamed"] == ["sequences"]
-    image = replace(REPORT, names={"backend": "image"})
+    assert failure_of(start_failure(error), QUESTION.names)["blamed"] == ["sequences"]
+    image = replace(QUESTION, names={"backend": "image"})
     advised = StartError("unknown", failure="cli.unknown_flag", cause="unknown", fix="see --help of the image")
     assert failure_of(start_failure(advised), image.names)["blamed"] == [], "advice blames no setting"
-    batches = replace(REPORT, names={"batched_tokens": "ubatch_size", "batch": "batch_size"})
+    batches = replace(QUESTION, names={"batched_tokens": "ubatch_size", "batch": "batch_size"})
     unknown = StartError("it does not know --ubatch-size 128", failure="cli.unknown_flag")
     assert failure_of(start_failure(unknown), batches.names)["blamed"] == ["batched_tokens"], "not a part of its name"
     eager = StartError("unrecognized arguments: --no-enforce-eager", failure="cli.unknown_flag")
@@ -203,7 +206,7 @@ def test_the_results_of_the_proof_are_those_of_complete_blocks() -> None:
     cells[5] = replace(cells[5], problems=[because("x", "x")])
     cells.append(cell("s", "second", failed=because("setting_not_started", "x")))
     summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=cells)
-    values = proof_values(summary, REPORT, ["default", "first", "second"])
+    values = proof_values(summary, QUESTION, ["default", "first", "second"])
     assert values == {"default": pytest.approx([10.0, 20.0]), "first": pytest.approx([11.0, 21.0])}
 
 
@@ -241,8 +244,14 @@ def verdict(ratio: float, low: float, high: float) -> Verdict:
     return Verdict(side="s", baseline="b", metric="m", ratio=ratio, low=low, high=high, p=0.01, n=(3, 3), word="faster")
 
 
-FOUND = replace(
+TRIALS = [
+    Trial(server="default", value=1.0),
+    Trial(server="try-2", settings={"memory": 0.9}, cause="memory", reason=because("x", "no <memory>")),
+    Trial(server="try-3", settings={"sequences": 5}, value=1.4, ratio=1.4, kept=True, why="finding", finding="f"),
+]
+FOUND = changed_report(
     REPORT,
+    spent_s=0.0,
     run="r",
     folder="my runs/r",
     proof="p",
@@ -253,11 +262,7 @@ FOUND = replace(
     high=1.49,
     starts=10,
     blocks=3,
-    trials=[
-        Trial(server="default", value=1.0),
-        Trial(server="try-2", settings={"memory": 0.9}, cause="memory", reason=because("x", "no <memory>")),
-        Trial(server="try-3", settings={"sequences": 5}, value=1.4, ratio=1.4, kept=True, why="finding", finding="f"),
-    ],
+    trials=TRIALS,
     verdicts=[verdict(1.42, 1.35, 1.49)],
     sides=[{"max_num_seqs": 5}],
     paste={"a shell": "{}"},
@@ -267,22 +272,24 @@ FOUND = replace(
 def test_the_first_line_is_the_answer() -> None:
     gain = "42 % more output tokens a second (35 to 49 %)"
     assert answer_line(FOUND) == f"Set max_num_seqs to 5: {gain}, proven on new prompts"
-    two = replace(FOUND, settings={"max_num_seqs": 5, "enforce_eager": True, "x": 1}, defaults={"max_num_seqs": 4})
+    two = changed_report(
+        FOUND, settings={"max_num_seqs": 5, "enforce_eager": True, "x": 1}, defaults={"max_num_seqs": 4}
+    )
     assert answer_line(two).startswith("Set max_num_seqs to 5 (was 4), enforce_eager to true and x to 1: 42 %")
-    kept = replace(FOUND, verdict="keep", settings={}, ratio=1.004, low=0.99, high=1.018)
+    kept = changed_report(FOUND, verdict="keep", settings={}, ratio=1.004, low=0.99, high=1.018)
     assert answer_line(kept).startswith("Keep the default: 2 other settings tried, none brings 2\u00a0% more output")
     assert answer_line(kept).endswith("0.4 % more output tokens a second (1 % fewer to 1.8 % more)")
-    unsure = replace(FOUND, verdict="inconclusive", needed=8)
+    unsure = changed_report(FOUND, verdict="inconclusive", needed=8)
     assert answer_line(unsure) == f"Not proven: set max_num_seqs to 5: {gain}; 8 repeats would settle it"
-    invalid = replace(unsure, needed=None, reasons=[because("proof_invalid", "x")])
+    invalid = changed_report(unsure, needed=None, reasons=[because("proof_invalid", "x")])
     assert answer_line(invalid) == f"Not proven: set max_num_seqs to 5: {gain}; the proof is INVALID"
-    missing = replace(unsure, ratio=None, needed=None, reasons=[because("proof_missing", "x")])
+    missing = changed_report(unsure, ratio=None, needed=None, reasons=[because("proof_missing", "x")])
     assert answer_line(missing).endswith(
         "40 % more output tokens a second in the search; the records of the proof are missing"
     )
-    only = replace(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
+    only = changed_report(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
     assert answer_line(only) == "Set gpu_memory_utilization to 0.75: the default gave no result"
-    none = TuneReport(budget_s=1, verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
+    none = changed_report(verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
     assert answer_line(none) == "No answer: no settings gave a result"
 
 
@@ -299,14 +306,14 @@ def test_the_first_line_is_the_answer() -> None:
     ],
 )
 def test_a_gain_is_a_change_of_the_metric(goal: Goal, ratio: float, low: float, high: float, text: str) -> None:
-    assert gain_text(replace(REPORT, goal=goal), ratio, low, high) == text
+    assert gain_text(changed_report(REPORT, goal=goal), ratio, low, high) == text
 
 
 def test_a_search_without_an_answer_says_what_has_not_ended() -> None:
-    begun = replace(FOUND, verdict=None)
+    begun = changed_report(FOUND, verdict=None)
     command = "`harness tune --resume 'my runs/r'` goes on"
     assert answer_line(begun) == f"No answer yet: the search has not ended; {command}"
-    ended = replace(begun, ended=because("tune_patience", "x"))
+    ended = changed_report(begun, ended=because("tune_patience", "x"))
     assert answer_line(ended) == f"No answer yet: the proof has not ended; {command}"
 
 
@@ -314,7 +321,7 @@ def test_the_exit_code_says_how_the_settings_failed() -> None:
     def code(*codes: str, **changes: Any) -> int:
         trials = [Trial(cause="other", reason=because(one, "x")) for one in codes]
         with pytest.raises(Exit) as ended:
-            exit_after_tune(replace(REPORT, trials=trials, verdict="inconclusive", **changes))
+            exit_after_tune(changed_report(REPORT, trials=trials, verdict="inconclusive", **changes))
         return ended.value.exit_code
 
     none = [because("nothing_started", "x")]
@@ -374,36 +381,36 @@ def compared(word: Literal["same", "worse", "inconclusive"], difference: float) 
 def test_the_answer_says_whether_settings_answer_the_same() -> None:
     same, worse = compared("same", 0.001), compared("worse", -0.08)
     faster = replace(verdict(1.42, 1.35, 1.49), word="faster")
-    found = replace(FOUND, same_answers=True, answers=[same], verdicts=[faster])
+    found = changed_report(FOUND, same_answers=True, answers=[same], verdicts=[faster])
     points, gain = "+0.1 points (-0.9 to +1.1)", "42 % more output tokens a second (35 to 49 %)"
     assert answer_line(found) == f"Set max_num_seqs to 5: {gain}, proven on new prompts; it answers the same: {points}"
-    kept = replace(found, verdict="keep", settings={}, ratio=None, low=None, high=None, answers=[worse])
+    kept = changed_report(found, verdict="keep", settings={}, ratio=None, low=None, high=None, answers=[worse])
     assert answer_line(kept).endswith(f"brings {gain}, but it answers worse: -8.0 points (-9.0 to -7.0)")
-    unsure = replace(found, verdict="inconclusive", answers=[compared("inconclusive", -0.03)])
+    unsure = changed_report(found, verdict="inconclusive", answers=[compared("inconclusive", -0.03)])
     assert "whether it answers the same is inconclusive: -3.0 points" in answer_line(unsure)
-    assert answer_line(replace(unsure, answers=[None])).endswith("whether it answers the same is not known")
+    assert answer_line(changed_report(unsure, answers=[None])).endswith("whether it answers the same is not known")
     reason = because("answers_worse", "worse")
     left_out = Trial(server="try-4", settings={"memory": 0.8}, cause="other", reason=reason)
-    text = markdown.render(tune_page(replace(found, trials=[*found.trials, left_out])))
+    text = markdown.render(tune_page(changed_report(found, trials=[*found.trials.starts, left_out])))
     assert "left out: gpu_memory_utilization 0.8: worse" in text.replace("\\", "")
     assert "Answers of max_num_seqs 5 to 1,000 questions: SAME" in text.replace("\\", "")
 
 
 def test_the_proof_asks_the_questions_and_does_not_count_their_speed(tmp_path: Path) -> None:
-    report = replace(REPORT, same_answers=True, trials=[Trial(server="default", value=1.0)])
+    question, trials = replace(QUESTION, same_answers=True), [Trial(server="default", value=1.0)]
     made = scenario(servers={"default": Server(template="simulated")}, repeats=1)
     run = write_made_run(tmp_path / "run", made_of=made)
-    proof = proof_scenario(run, report, {"default": {}, "first": {}}, 3, {})
+    proof = proof_scenario(run, question, trials, {"default": {}, "first": {}}, 3, {})
     assert [name for name, load in proof.loads.items() if asks_known(load)] == [QUESTIONS]
     assert (proof.repeats, proof.loads[QUESTIONS].requests) == (3, 1000)
-    assert proof_scenario(run, replace(report, same_answers=False), {"default": {}}, 3, {}).loads == made.loads
+    assert proof_scenario(run, QUESTION, trials, {"default": {}}, 3, {}).loads == made.loads
     cells = [
         cell(f"r{repeat}-{load}", repeat=repeat, load=load, output_tok_s=speed)
         for repeat in (1, 2)
         for load, speed in (("l", 10.0), (QUESTIONS, 1.0))
     ]
     summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=cells)
-    assert proof_values(summary, report, ["default"]) == {"default": pytest.approx([10.0, 10.0])}
+    assert proof_values(summary, question, ["default"]) == {"default": pytest.approx([10.0, 10.0])}
 
 
 @pytest.mark.parametrize(
@@ -422,8 +429,9 @@ def test_a_proof_is_as_long_as_the_search_and_can_be_resumed(
     run = write_made_run(tmp_path / "run", made_of=made)
     ended = [replace(one, stopped_after_s=12.5) for one in run.cells]
     trial = Trial(server="default", value=1.0, cells=[one.id for one in ended])
-    report, answered = replace(REPORT, trials=[trial]), {one.id: 34 for one in ended}
-    proof = proof_scenario(replace(run, cells=ended), report, {"default": {}, "first": {}}, 3, answered)
+    sides: dict[str, dict[str, Any]] = {"default": {}, "first": {}}
+    succeeded = {cell.id: 34 for cell in ended}
+    proof = proof_scenario(replace(run, cells=ended), QUESTION, [trial], sides, 3, succeeded)
     assert {(load.requests, load.duration_s) for load in proof.loads.values()} == {amount}
     again = msgspec.json.decode(msgspec.json.encode(proof), type=Scenario)
     assert workload_sha256(again, tmp_path) == workload_sha256(proof, tmp_path)
@@ -450,16 +458,18 @@ def test_delays_of_the_load_generator_widen_the_answer_in_their_direction() -> N
 
 
 def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that_is_missing() -> None:
-    cut = replace(FOUND, verdict="inconclusive", ratio=None, low=None, high=None, sides=[], verdicts=[], more_s=1140.0)
+    cut = changed_report(
+        FOUND, verdict="inconclusive", ratio=None, low=None, high=None, sides=[], verdicts=[], more_s=1140.0
+    )
     assert answer_line(cut) == (
         "Not proven: set max_num_seqs to 5: 40 % more output tokens a second in the search; "
         "19 min 0 s more would settle it"
     )
     assert "command: `harness tune --resume 'my runs/r' --budget 83min`" in markdown.render(tune_page(cut))
-    assert "--budget 83min" in markdown.render(tune_page(replace(cut, spent_s=3600.0)))
-    short = replace(cut, budget_s=90.0, spent_s=60.0, more_s=47.0)
+    assert "--budget 83min" in markdown.render(tune_page(changed_report(cut, spent_s=3600.0)))
+    short = changed_report(cut, budget_s=90.0, spent_s=60.0, more_s=47.0)
     assert "--budget 3min" in markdown.render(tune_page(short)), "more than was given"
-    assert "--resume" not in markdown.render(tune_page(replace(cut, more_s=None))), "more time changes nothing"
+    assert "--resume" not in markdown.render(tune_page(changed_report(cut, more_s=None))), "more time changes nothing"
 
 
 def searched_and_proven(runs: Path, speeds: dict[str, float], **changes: Any) -> Path:
@@ -473,7 +483,7 @@ def searched_and_proven(runs: Path, speeds: dict[str, float], **changes: Any) ->
     write_made_run(runs / "p", lambda cell: (44 + cell.repeat / 100) / speeds[cell.server], made_of=made)
     folder.mkdir()
     told: dict[str, Any] = {"ratio": 9.0, "low": 8.9, "high": 9.1, "sides": [], "verdicts": [verdict(9.0, 8.9, 9.1)]}
-    write_tune(folder, replace(FOUND, **told | {"spent_s": 60.0} | changes))
+    store(folder, changed_report(FOUND, **told | {"spent_s": 60.0} | changes))
     return folder
 
 
@@ -481,10 +491,12 @@ def test_a_stored_answer_is_that_of_the_proofs_records(tmp_path: Path) -> None:
     for name, speed, word, ratio in (("a", 44.0, "keep", 1.0), ("b", 66.0, "set", 1.5)):
         (runs := tmp_path / name).mkdir()
         report = read_answered(searched_and_proven(runs, {"default": 44.0, "first": speed}))
-        assert report is not None and (report.verdict, report.blocks, report.starts) == (word, 3, 9)
-        assert report.ratio == pytest.approx(ratio) and "9.0" not in answer_line(report)
-        assert bool(report.paste) == (word == "set"), "what is stored to paste belongs to what is stored"
-        assert [one.ratio for one in report.verdicts] == [report.ratio]
+        assert report is not None and "9.0" not in answer_line(report)
+        proof = report.proof
+        assert (proof.verdict, proof.blocks, report.start_count) == (word, 3, 9)
+        assert proof.ratio == pytest.approx(ratio)
+        assert bool(proof.paste) == (word == "set"), "what is stored to paste belongs to what is stored"
+        assert [verdict.ratio for verdict in proof.verdicts] == [proof.ratio]
 
 
 @pytest.mark.parametrize(
@@ -492,7 +504,7 @@ def test_a_stored_answer_is_that_of_the_proofs_records(tmp_path: Path) -> None:
     [
         ({"proof": None}, []),
         ({"proof": "gone"}, ["proof_missing"]),
-        ({"trials": [FOUND.trials[0], replace(FOUND.trials[2], settings={"sequences": 6})]}, ["proof_missing"]),
+        ({"trials": [TRIALS[0], replace(TRIALS[2], settings={"sequences": 6})]}, ["proof_missing"]),
         ({"proof": None, "verdict": "keep", "settings": {}}, []),
     ],
 )
@@ -501,8 +513,9 @@ def test_a_stored_answer_without_the_records_of_its_proof_is_not_printed(
 ) -> None:
     folder = searched_and_proven(tmp_path, {"default": 44.0, "first": 66.0}, **changes)
     report = read_answered(folder)
-    assert report is not None and (report.verdict, report.ratio, report.paste) == ("inconclusive", None, {})
-    assert [reason.code for reason in report.reasons] == codes
+    assert report is not None
+    assert (report.proof.verdict, report.proof.ratio, report.proof.paste) == ("inconclusive", None, {})
+    assert [reason.code for reason in report.proof.reasons] == codes
     assert answer_line(report).startswith("Not proven: set max_num_seqs to ") and "9.0" not in answer_line(report)
     assert "40 % more output tokens a second in the search" in answer_line(report), "what it saw"
     with pytest.raises(Exit) as ended:
@@ -510,38 +523,55 @@ def test_a_stored_answer_without_the_records_of_its_proof_is_not_printed(
     assert ended.value.exit_code == 5
 
 
+def test_the_three_records_are_one_file_with_the_keys_of_before(tmp_path: Path) -> None:
+    """Scripts read the keys of tune.json; each record is written by its part and takes its own keys again."""
+    raw = (ROOT / "tests" / "runs" / "tune" / "tune.json").read_bytes()
+    (tmp_path / "tune.json").write_bytes(raw)
+    stored = read_tune(tmp_path)
+    assert stored is not None
+    keys = flat_keys(replace(stored, folder="runs/tune"))
+    assert json.loads(pretty_json(keys)) == json.loads(raw)
+    store(tmp_path, stored)
+    assert read_tune(tmp_path) == stored
+    write_tune(tmp_path, stored.question, stored.trials)
+    begun = json.loads((tmp_path / "tune.json").read_text())
+    known = (begun["starts"], begun["spent_s"], begun["verdict"], begun["proof"], begun["settings"])
+    assert known == (3, stored.trials.spent_s, None, None, {}), "a search that goes on has no proof"
+
+
 def test_an_answer_that_its_proof_does_not_give_is_searched_on(tmp_path: Path) -> None:
     folder = searched_and_proven(tmp_path, {"default": 44.0, "first": 66.0}, proof="gone")
     write_run(folder, read_run(tmp_path / "p"))
     again = _read_to_resume(folder)
-    assert (again.verdict, again.proof) == (None, None)
-    write_tune(folder, replace(FOUND, proof=None, verdict="keep"))
+    assert (again.proof.verdict, again.proof.run) == (None, None)
+    store(folder, changed_report(FOUND, proof=None, verdict="keep"))
     assert _read_to_resume(folder).verdict is None
-    write_tune(folder, replace(FOUND, verdict="keep"))
+    store(folder, changed_report(FOUND, verdict="keep"))
     assert _read_to_resume(folder).verdict == "set", "as its records say"
 
 
 def test_a_larger_budget_goes_on_with_what_the_smaller_one_ended() -> None:
-    spent = replace(FOUND, verdict="inconclusive", spent_s=3500.0, ended=because("tune_budget", "x"))
+    spent = changed_report(FOUND, verdict="inconclusive", spent_s=3500.0, ended=because("tune_budget", "x"))
     more = with_budget(spent, 7200)
-    assert (more.budget_s, more.verdict) == (7200, None) and more.ended is not None, "the proof has begun"
-    assert with_budget(replace(spent, proof=None), 7200).ended is None
-    assert with_budget(replace(FOUND, ended=spent.ended), 7200).verdict == "set"
+    assert (more.question.budget_s, more.proof.verdict) == (7200, None)
+    assert more.trials.ended is not None, "the proof has begun"
+    assert with_budget(changed_report(spent, proof=None), 7200).trials.ended is None
+    assert with_budget(changed_report(FOUND, ended=spent.trials.ended), 7200).verdict == "set"
     with pytest.raises(HarnessError, match="--budget"):
         with_budget(spent, 3000)
 
 
 def test_a_broken_limit_says_how_many_requests_met_it() -> None:
-    broken = value_of([cell(slos=met(0.3, 1.0))], replace(REPORT, slos=[SLO]))
+    broken = value_of([cell(slos=met(0.3, 1.0))], replace(QUESTION, slos=[SLO]))
     assert isinstance(broken, Reason)
     start = Trial(server="default", reason=broken, met=0.3)
     assert result_text(start) == "30 % met the SLOs"
     best = replace(start, reason=because("slo_broken", "l: 80% of the requests met the SLOs", attainment=0.8))
-    (reason,) = search_reasons(replace(REPORT, trials=[start, best]), None, 1.0)
+    (reason,) = search_reasons(QUESTION, [start, best], None, 1.0)
     assert reason.code == "nothing_started" and "80%" in reason.text
     late = Trial(settings={"sequences": 5}, reason=because("client_error", "delays"))
-    codes = [one.code for one in search_reasons(replace(REPORT, trials=[Trial(value=1.0), late]), {}, 7200.0)]
-    assert codes == ["tune_disturbed", "tune_over_budget"], "REPORT has a budget of an hour"
+    codes = [reason.code for reason in search_reasons(QUESTION, [Trial(value=1.0), late], {}, 7200.0)]
+    assert codes == ["tune_disturbed", "tune_over_budget"], "the budget is an hour"
 
 
 def test_options_that_were_not_given_back_are_named(tmp_path: Path) -> None:
@@ -573,15 +603,17 @@ def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
     assert "memory: x" in shown and "Set max_num_seqs to 5" in markdown.render(page).replace("\\", "")
     assert isinstance(page[0], Paragraph) and page[0].style == "lead"
     printed, command = io.StringIO(), "llama-server " + "--flag 1 " * 20 + "--last"
-    terminal.print_page(tune_page(replace(FOUND, paste={"command": command})), Console(file=printed, width=80))
+    terminal.print_page(tune_page(changed_report(FOUND, paste={"command": command})), Console(file=printed, width=80))
     pasted = " ".join(printed.getvalue().replace("\\\n", " ").split())
     assert command in pasted, "a shell takes it as one command"
     many = {f"a_setting_of_this_engine_{number}": 100_000 for number in range(5)}
-    terminal.print_page([history(replace(FOUND, sides=[many]))], Console(file=(narrow := io.StringIO()), width=80))
+    terminal.print_page(
+        [history(changed_report(FOUND, sides=[many]))], Console(file=(narrow := io.StringIO()), width=80)
+    )
     lines = narrow.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and sum("Kept" in line for line in lines) == 1, "one table"
-    write_tune(tmp_path, FOUND)
-    assert read_tune(tmp_path) == replace(FOUND, folder=str(tmp_path)) and read_tune(tmp_path / "other") is None
+    store(tmp_path, FOUND)
+    assert read_tune(tmp_path) == changed_report(FOUND, folder=str(tmp_path)) and read_tune(tmp_path / "other") is None
     (tmp_path / "tune.json").write_text("{}")
     with pytest.raises(HarnessError):
         read_tune(tmp_path)
