@@ -64,7 +64,7 @@ class Setting(Struct, frozen=True, kw_only=True):
         """The place of a value, or of the nearest number. Raises ValueError if no value fits."""
         if value in self.values:
             return self.values.index(value)
-        numbers = [(abs(each - value), place) for place, each in enumerate(self.values) if _is_number(each, value)]
+        numbers = [(abs(own - value), place) for place, own in enumerate(self.values) if _is_number(own, value)]
         if not self.ordered or not numbers:
             raise ValueError(f"{self.name}: no value is {value!r}")
         return min(numbers)[1]
@@ -126,7 +126,8 @@ class Search(Struct, frozen=True, kw_only=True):
     def settings_at(self, at: Sequence[int]) -> dict[str, Any]:
         """The settings of a candidate that differ from the default."""
         pairs = zip(self.settings, at, strict=True)
-        return {one.name: one.values[index] for one, index in pairs if one.values[index] != one.default}
+        chosen = {setting.name: (setting.values[index], setting.default) for setting, index in pairs}
+        return {name: value for name, (value, default) in chosen.items() if value != default}
 
     def needs(self, cause: Cause) -> Candidates:
         """Of each setting, whether later values fail rather for lack of "memory", or of "cache"."""
@@ -153,14 +154,14 @@ def _combinations(search: Search) -> list[tuple[int, ...]]:
     sizes, default = [len(setting.values) for setting in search.settings], search.default
     if math.prod(sizes) <= MAX_CANDIDATES:
         return list(itertools.product(*(range(size) for size in sizes)))
-    found = [default]
+    candidates = [default]
     for changed in range(1, len(sizes) + 1):
         for chosen in itertools.combinations(range(len(sizes)), changed):
-            others = [[index for index in range(sizes[each]) if index != default[each]] for each in chosen]
-            for indexes in itertools.islice(itertools.product(*others), MAX_CANDIDATES - len(found)):
+            others = [[index for index in range(sizes[place]) if index != default[place]] for place in chosen]
+            for indexes in itertools.islice(itertools.product(*others), MAX_CANDIDATES - len(candidates)):
                 new = dict(zip(chosen, indexes, strict=True))
-                found.append(tuple(new.get(place, index) for place, index in enumerate(default)))
-    return found
+                candidates.append(tuple(new.get(place, index) for place, index in enumerate(default)))
+    return candidates
 
 
 def declared_search(
@@ -183,7 +184,7 @@ def declared_search(
         if spelled is None or spelled.tune is None:
             continue
         now[name] = read_setting(front, engine, variables, name, effective)
-        between = [one[name] for one in more if name in one and spelled.tune.ordered]
+        between = [changed[name] for changed in more if name in changed and spelled.tune.ordered]
         tune = replace(spelled.tune, values=with_numbers(spelled.tune.values, between))
         setting = _declared(name, tune, now[name], bounds)
         if setting is not None:
@@ -203,26 +204,27 @@ def declared_search(
 
 def with_numbers(values: Sequence[Any], more: Sequence[Any]) -> list[Any]:
     """Values in the order of size, and those numbers that lie between them."""
-    new = [one for one in more if one not in values and _is_number(one, *values) and values[0] < one < values[-1]]
+    new = [value for value in more if value not in values and _is_number(value, *values)]
+    new = [value for value in new if values[0] < value < values[-1]]
     return sorted([*values, *dict.fromkeys(new)]) if new else list(values)
 
 
 def _declared(name: str, tune: Tuning, value: Any, bounds: Bounds) -> Setting | None:
     """A setting as declared, with the values that make a difference here. None: only its own value makes sense."""
-    values = [each for each in tune.values if _has_target(tune.targets.get(str(each)), bounds.target)]
+    values = [item for item in tune.values if _has_target(tune.targets.get(str(item)), bounds.target)]
     if name == SEQUENCES and bounds.at_once is not None:
-        enough = next((each for each in values if each >= bounds.at_once), None)
-        values = [each for each in values if enough is None or each <= enough]
+        enough = next((item for item in values if item >= bounds.at_once), None)
+        values = [item for item in values if enough is None or item <= enough]
     if name == CONTEXT:
-        values = [each for each in values if bounds.tokens is not None and each >= bounds.tokens]
+        values = [item for item in values if bounds.tokens is not None and item >= bounds.tokens]
         enough = (value or 0) >= (bounds.tokens or 0)  # more takes memory, and brings nothing
-        values = [each for each in values if each <= value] if enough else values[:1]
+        values = [item for item in values if item <= value] if enough else values[:1]
     if name == MEMORY and bounds.safe_memory is not None:
-        values = sorted({*(each for each in values if each < bounds.safe_memory), bounds.safe_memory})
+        values = sorted({*(item for item in values if item < bounds.safe_memory), bounds.safe_memory})
     if value not in values:
         if value is None:
             return None
-        at = next((place for place, each in enumerate(values) if _is_number(each, value) and each > value), None)
+        at = next((place for place, item in enumerate(values) if _is_number(item, value) and item > value), None)
         values.insert(len(values) if at is None else at, value)
     is_for_others = (tune.answers and not bounds.change_answers) or (tune.model or "") not in str(value)
     if len(values) < 2 or is_for_others:
@@ -234,7 +236,7 @@ def _declared(name: str, tune: Tuning, value: Any, bounds: Bounds) -> Setting | 
 
 
 def _has_target(patterns: Sequence[str] | None, target: str | None) -> bool:
-    return patterns is None or (target is not None and any(fnmatchcase(target, each) for each in patterns))
+    return patterns is None or (target is not None and any(fnmatchcase(target, pattern) for pattern in patterns))
 
 
 def reference(trials: Sequence[Trial]) -> dict[str, Any] | None:
@@ -253,8 +255,8 @@ def gains(trials: Sequence[Trial]) -> list[float | None]:
     None: the trial has no result.
     """
     base = reference(trials)
-    known = [(place, trial.value) for place, trial in enumerate(trials) if trial.value and trial.settings == base]
-    places, logs = [place for place, _ in known], [math.log(value) for _, value in known]
+    measured = [(place, trial.value) for place, trial in enumerate(trials) if trial.value and trial.settings == base]
+    places, logs = [place for place, _ in measured], [math.log(value) for _, value in measured]
     return [
         None if not trial.value else math.log(trial.value) - float(np.interp(place, places, logs))
         for place, trial in enumerate(trials)
@@ -281,7 +283,7 @@ def excluded(search: Search, at: Candidates, trials: Sequence[Trial]) -> NDArray
     failed with the same words these are the values that all of them have, if none that started has them, too.
     """
     out, default = np.zeros(len(at), np.bool_), np.array(search.default)
-    points, started = search.array(trials), search.array([one for one in trials if one.cause is None])
+    points, started = search.array(trials), search.array([trial for trial in trials if trial.cause is None])
     for trial, point in zip(trials, points, strict=True):
         named = [place for place, setting in enumerate(search.settings) if setting.name in trial.blamed]
         if trial.cause is None:
@@ -293,7 +295,7 @@ def excluded(search: Search, at: Candidates, trials: Sequence[Trial]) -> NDArray
         if trial.cause == "flag" and named:  # the server does not know it, with whatever value
             out |= np.any(at[:, named] != default[named], axis=1)
             continue
-        alike = points[[one is trial or _failed_alike(one, trial) for one in trials]]
+        alike = points[[other is trial or _failed_alike(other, trial) for other in trials]]
         common = np.flatnonzero(np.all(alike == point, axis=0) & (point != default))
         is_known_good = not len(common) or np.any(np.all(started[:, common] == point[common], axis=1))
         shared = named or (np.flatnonzero(point != default) if is_known_good else common)
@@ -301,20 +303,20 @@ def excluded(search: Search, at: Candidates, trials: Sequence[Trial]) -> NDArray
     return out
 
 
-def _failed_alike(one: Trial, other: Trial) -> bool:
+def _failed_alike(trial: Trial, other: Trial) -> bool:
     """Whether two starts failed with the same words, whatever the numbers in them."""
-    if one.reason is None or other.reason is None or one.cause != other.cause:
+    if trial.reason is None or other.reason is None or trial.cause != other.cause:
         return False
-    return re.sub(r"\d+", "", one.reason.text) == re.sub(r"\d+", "", other.reason.text)
+    return re.sub(r"\d+", "", trial.reason.text) == re.sub(r"\d+", "", other.reason.text)
 
 
 def start_chance(search: Search, at: Candidates, started: Sequence[Trial]) -> Floats:
     """The chance that candidates start: 1 where one that needs as much memory or more has started."""
     memory, cache = search.needs("memory"), search.needs("cache")
-    known = np.zeros(len(at), np.bool_)
+    has_started = np.zeros(len(at), np.bool_)
     for point in search.array(started):
-        known |= np.all(((at - point) * memory <= 0) & ((at - point) * cache <= 0), axis=1)
-    return np.where(known, 1.0, 1 - FAILING)
+        has_started |= np.all(((at - point) * memory <= 0) & ((at - point) * cache <= 0), axis=1)
+    return np.where(has_started, 1.0, 1 - FAILING)
 
 
 def _alike(settings: Sequence[Setting], some: Candidates, others: Candidates) -> Floats:
@@ -340,16 +342,16 @@ def predict(search: Search, trials: Sequence[Trial], at: Candidates) -> tuple[Fl
     if base is None:
         raise ValueError("no trial started")
     broken = [None if trial.met is None else math.log((1 + trial.met) / 2) for trial in trials]  # as if it were less
-    known_gains = [one if one is not None else other for one, other in zip(gains(trials), broken, strict=True)]
-    seen = [(trial, gain) for trial, gain in zip(trials, known_gains, strict=True) if gain is not None]
+    all_gains = [other if gain is None else gain for gain, other in zip(gains(trials), broken, strict=True)]
+    seen = [(trial, gain) for trial, gain in zip(trials, all_gains, strict=True) if gain is not None]
     seen = [(trial, gain) for trial, gain in seen if trial.settings != base]
     points = np.vstack([search.array([Trial(settings=base)]), search.array([trial for trial, _ in seen])])
     noise = 1.75 * start_noise(trials) ** 2  # of a trial and, interpolated or not, of its reference
     errors = np.array([1e-9, *[noise] * len(seen)]) + 1e-9
-    known = _alike(search.settings, points, points) + np.diag(errors)
+    among = _alike(search.settings, points, points) + np.diag(errors)
     against = _alike(search.settings, points, at)
     values = np.array([0.0, *(gain for _, gain in seen)])
-    solved = np.linalg.solve(known, np.column_stack([values, against]))
+    solved = np.linalg.solve(among, np.column_stack([values, against]))
     prior = (1 + TOGETHER**2) * sum(setting.gain**2 for setting in search.settings)
     variance = prior - np.sum(against * solved[:, 1:], axis=0)
     return against.T @ solved[:, 0], np.sqrt(np.maximum(variance, 1e-12))
@@ -369,7 +371,7 @@ def _by_gain(search: Search, trials: Sequence[Trial]) -> list[tuple[dict[str, An
             tried.append(trial.settings)
     if not tried:
         return []
-    mean, _ = predict(search, trials, search.array([Trial(settings=one) for one in tried]))
+    mean, _ = predict(search, trials, search.array([Trial(settings=settings) for settings in tried]))
     return [(tried[place], float(mean[place])) for place in np.argsort(-mean, kind="stable")]
 
 
@@ -400,7 +402,7 @@ def next_start(
 def _first_start(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
     """The default, or the candidate nearest to it that may start."""
     left = search.candidates[~excluded(search, search.candidates, trials)]
-    started = [tuple(at) for at in search.array([one for one in trials if one.cause is None]).tolist()]
+    started = [tuple(at) for at in search.array([trial for trial in trials if trial.cause is None]).tolist()]
     left = left[[started.count(tuple(at)) < 2 for at in left.tolist()]]  # what disturbed one start may be gone
     if not len(left) or len(trials) >= MAX_FAILED:
         text = f"no settings gave a result in {count(len(trials), 'start')}"
@@ -467,15 +469,15 @@ def _suggested(search: Search, trials: Sequence[Trial], suggestions: Sequence[Su
 
 def suggestions(findings: Sequence[RunFinding], slots: int | None = None) -> list[Suggestion]:
     """What findings advise, the worst first. `slots`: that share the context, which is advised for all together."""
-    found: list[Suggestion] = []
+    advised: list[Suggestion] = []
     for finding in findings:
         for action in finding.actions:
             changes = dict(action.changes)
             if slots is not None and CONTEXT in changes:
                 changes[CONTEXT] //= changes.get(SEQUENCES, slots)
             if changes:
-                found.append((finding.code, changes))
-    return found
+                advised.append((finding.code, changes))
+    return advised
 
 
 _CACHE_ROWS = re.compile(r"mem\.(no_cache_blocks|autofit|kv_lt_one_request|mamba_blocks)")
@@ -495,8 +497,9 @@ def failure_cause(row: str | None) -> Cause:
 
 
 def _untried(search: Search, trials: Sequence[Trial]) -> Candidates:
-    again = [one for one in trials if is_disturbed(one) and [each.settings for each in trials].count(one.settings) < 2]
-    tried = {tuple(at) for at in search.array([one for one in trials if one not in again]).tolist()}
+    started = [trial.settings for trial in trials]
+    repeated = [trial for trial in trials if is_disturbed(trial) and started.count(trial.settings) < 2]
+    tried = {tuple(at) for at in search.array([trial for trial in trials if trial not in repeated]).tolist()}
     is_open = ~excluded(search, search.candidates, trials)
     is_open &= np.array([tuple(at) not in tried for at in search.candidates.tolist()], np.bool_)
     return search.candidates[is_open]
@@ -553,8 +556,8 @@ def block_count(search: Search, trials: Sequence[Trial], best: Mapping[str, Any]
 
 def blocks_needed(gain: float, noise: float) -> int:
     """How many blocks find a gain with a power of 80 %, of two comparisons. `noise`: of the logarithm of a result."""
-    found = sample_size_to_settle(gain, (noise**2, noise**2), MIN_PROOF_BLOCKS - 1, comparisons=2)
-    return MAX_PROOF_BLOCKS if found is None else min(MAX_PROOF_BLOCKS, found)
+    blocks = sample_size_to_settle(gain, (noise**2, noise**2), MIN_PROOF_BLOCKS - 1, comparisons=2)
+    return MAX_PROOF_BLOCKS if blocks is None else min(MAX_PROOF_BLOCKS, blocks)
 
 
 def sides_to_prove(search: Search, trials: Sequence[Trial]) -> list[dict[str, Any]]:
@@ -568,12 +571,12 @@ def sides_to_prove(search: Search, trials: Sequence[Trial]) -> list[dict[str, An
         return [settings for settings, _ in _by_gain(search, trials)][:1]
     if len(best) < 2:
         return best
-    mean, _ = predict(search, trials, search.array([Trial(settings=one) for one in best]))
+    mean, _ = predict(search, trials, search.array([Trial(settings=settings) for settings in best]))
     close = mean[0] - math.log1p(MARGIN) - start_noise(trials)
-    simple = min((one for one, gain in zip(best, mean, strict=True) if gain >= close), key=len)
+    simple = min((settings for settings, gain in zip(best, mean, strict=True) if gain >= close), key=len)
     sides = [simple, best[0]] if simple != best[0] else best[:2]
-    changing = {one.name for one in search.settings if one.answers}
-    safe = [one for one in best if not changing & one.keys()]
+    changing = {setting.name for setting in search.settings if setting.answers}
+    safe = [settings for settings in best if not changing & settings.keys()]
     return sides if not safe or any(side in safe for side in sides) else [sides[0], safe[0]]
 
 
@@ -598,7 +601,7 @@ def plan_proof(search: Search, trials: Sequence[Trial], left_s: float) -> ProofP
     blocks = block_count(search, trials, sides[0]) if is_better else MIN_PROOF_BLOCKS
 
     def block_s() -> float:
-        took = [[one.took_s for one in trials if one.value and one.settings == side] for side in (base, *sides)]
+        took = [[trial.took_s for trial in trials if trial.value and trial.settings == side] for side in (base, *sides)]
         return sum(map(statistics.fmean, took))
 
     if blocks * block_s() > left_s:
@@ -639,7 +642,7 @@ def decide(
         for number, ((_, values), room) in enumerate(zip(sides, rooms or [(0.0, 0.0)] * len(sides), strict=True), 1)
     ]
     verdicts = decide_verdicts(pairs).verdicts
-    ratios = [one.ratio or 0.0 for one in verdicts]
+    ratios = [verdict.ratio or 0.0 for verdict in verdicts]
     words = answers or ["same"] * len(sides)
     right = [place for place, word in enumerate(words) if word != "worse"]
     if not right:

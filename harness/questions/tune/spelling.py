@@ -60,9 +60,9 @@ def with_settings(
     """Return a server with these settings, by their names in the engine's file. `effective`: what it reports."""
     if not settings:
         return server
-    (front, engine), known = engines_of(server, model), all_variables(server)
-    new = change_settings(front, engine, known, settings, _context_of(server), effective)
-    changed = {name: value for name, value in new.items() if name not in known or known[name] != value}
+    (front, engine), before = engines_of(server, model), all_variables(server)
+    after = change_settings(front, engine, before, settings, _context_of(server), effective)
+    changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     return replace(server, variables=server.variables | changed)
 
 
@@ -76,7 +76,7 @@ def shared_slots(run: Run, name: str) -> int | None:
     """Return the slots of a server that share its context; None: each request has its own."""
     server, model = run.scenario.servers[name], run.scenario.model
     (front, engine), context = engines_of(server, model), _context_of(server)
-    has_slots = any(one.context and one.context.slots for one in engine.templates.values())
+    has_slots = any(template.context and template.context.slots for template in engine.templates.values())
     if context is None or not context.is_shared or not has_slots:
         return None
     ran = [cell.served_by.effective for cell in run.cells if cell.server == name and cell.failed is None]
@@ -100,9 +100,9 @@ def settings_search(
     front, engine = engines_of(server, scenario.model)
     started = next((cell.served_by for cell in run.cells if cell.failed is None), None)
     if started is not None and started.startup is not None and front.options is not None:
-        engine = next((one for one in engines() if one.name == started.startup.engine), engine)
+        engine = next((declared for declared in engines() if declared.name == started.startup.engine), engine)
     effective = None if started is None else started.effective
-    if all(one.tune is None for one in engine.settings.values()):
+    if all(setting.tune is None for setting in engine.settings.values()):
         raise HarnessError(
             f"server '{server.template}': its settings are not declared, so that there is nothing to tune",
             next_step=f"Tune another server ({DOCS}/tune.md), or vary its settings in a sweep.",
@@ -132,7 +132,7 @@ def search_of(
 def _bounds(scenario: Scenario, server: Server) -> Bounds:
     """Return what the machine and the loads allow."""
     asked = [request_tokens(load, scenario.prompts) for load in scenario.loads.values()]
-    longest = [one.prompt_max + one.output_max for one in asked if one is not None]
+    longest = [tokens.prompt_max + tokens.output_max for tokens in asked if tokens is not None]
     is_known = len(longest) == len(asked) and all(load.user == "batch" for load in scenario.loads.values())
     running = find_template(server.template) is None
     service = None if running else prepare_server(scenario, "default").service
@@ -148,11 +148,11 @@ def _bounds(scenario: Scenario, server: Server) -> Bounds:
 
 def failure_of(reason: Reason, spelled_as: Mapping[str, str]) -> dict[str, Any]:
     """Return how settings failed: the cause, by the failure table, and the settings that the failure names."""
-    known, text = reason.values.get("failure"), f"{reason.values.get('error')} {reason.values.get('cause')}"
-    cause = failure_cause(known)
+    failure, text = reason.values.get("failure"), f"{reason.values.get('error')} {reason.values.get('cause')}"
+    cause = failure_cause(failure)
     named = named_settings(text, spelled_as)
     blamed = [name for name in named if cause == "flag" or reason.values.get("key") == spelled_as[name]]
-    if known == FREE_MEMORY:  # whatever else needs memory
+    if failure == FREE_MEMORY:  # whatever else needs memory
         blamed = [MEMORY]
     return {"cause": cause, "blamed": blamed, "reason": reason}
 
@@ -161,13 +161,13 @@ def safe_share_in_log(path: Path) -> float | None:
     """Return the share of the memory that is safe, by the sizes with which a server refused to start."""
     with open_file(path) as file:
         text = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
-    known = (
+    matches = (
         pattern.regex.search(line)
         for pattern in patterns()
         if pattern.rule.id == FREE_MEMORY
         for line in text.splitlines()
     )
-    match = next(filter(None, known), None)
+    match = next(filter(None, matches), None)
     safe = None if match is None else safe_utilization_from_log(match["free"], match["total"])
     return None if safe is None else float(safe)
 
