@@ -14,7 +14,7 @@ _FLAG = re.compile("--?[A-Za-z]")
 _WORD = re.compile(r"""(?:"[^"]*(?:"|$)|'[^']*(?:'|$)|[^\s"'])+""")
 _QUOTED = re.compile(r""""([^"]*)(?:"|$)|'([^']*)(?:'|$)""")
 _NEEDS_QUOTES = re.compile(r"[\s\"']")
-SEPARATOR = "--"  # what follows are no flags of the same program
+SEPARATOR = "--"  # what follows are the words of another program
 
 
 def words_of(arguments: object) -> list[str]:
@@ -52,6 +52,12 @@ def flag_names(words: Sequence[str]) -> list[str]:
 def _own(words: Sequence[str]) -> list[str]:
     """Return the words up to `--`."""
     return list(takewhile(lambda word: word != SEPARATOR, words))
+
+
+def engine_words(command: Sequence[str]) -> list[str]:
+    """Return the words of the engine in a container's command: of a program that starts it, those after `--`."""
+    own = _own(command)
+    return list(command[len(own) + 1 :]) if len(own) < len(command) else own
 
 
 def flags_in_text(text: str) -> list[str]:

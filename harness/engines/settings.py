@@ -12,6 +12,7 @@ from typing import Any
 from harness.base.command_line import command_line, with_variable
 from harness.engines import Context, Engine, Spelling, engines, find_engine
 from harness.engines.flags import (
+    engine_words,
     flag_words,
     get_option,
     get_switch,
@@ -141,7 +142,7 @@ def running_setting(engine: Engine, name: str, effective: Mapping[str, Any], arg
     if spelled is None:
         return None
     value = effective.get(reported_name(spelled))
-    return _read_words(engine, spelled, arguments) if value is None else value
+    return _read_words(engine, spelled, engine_words(arguments)) if value is None else value
 
 
 def count_gpus(words: Sequence[str]) -> int:

@@ -24,7 +24,7 @@ from harness.base.errors import HarnessError, Problem, ScenarioError, did_you_me
 from harness.base.files import COMPOSE, dump_yaml, inline_yaml, own_yaml, read_text
 from harness.base.process import free_port
 from harness.engines import engines, find_template
-from harness.engines.flags import words_of
+from harness.engines.flags import engine_words, words_of
 from harness.machine.gpus import choose_cpu_dtype, find_device_groups
 from harness.scenario import Gateway, Scenario, Server
 from harness.serve import compose_file
@@ -307,7 +307,7 @@ class PreparedServer(Struct, frozen=True, kw_only=True):
         template = find_template(self.server.template)
         if template is not None and template.arguments is not None:
             return words_of(self.server.variables.get(template.arguments))
-        return list(self.service.command or [])
+        return engine_words(self.service.command or [])
 
     @property
     def front(self) -> str:

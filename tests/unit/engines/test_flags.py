@@ -3,6 +3,7 @@
 import pytest
 
 from harness.engines.flags import (
+    engine_words,
     flag_name,
     flag_names,
     flag_words,
@@ -152,3 +153,8 @@ def test_what_follows_a_separator_is_of_another_program() -> None:
     assert get_switch(words, ["--fast"], ["--no-fast"]) is None
     assert replace_value(words, "--slots", 8) == without_options(words, "--slots") == words
     assert merge_words(words, ["--slots", "8"], drop=["--fast"]) == ["serve", "--slots", "8", *words[1:]]
+
+
+def test_the_words_of_an_engine_that_another_program_starts() -> None:
+    assert engine_words(["job.py", "--requests", "r", "--", "--model", "m"]) == ["--model", "m"]
+    assert engine_words(["serve", "--model", "m"]) == ["serve", "--model", "m"]
