@@ -17,7 +17,7 @@ from harness.base.files import DOCS
 from harness.base.reason import sentence
 from harness.base.units import count
 from harness.engines import Context, engines, find_engine, find_template
-from harness.engines.flags import SEPARATOR, engine_words, flag_names, words_of
+from harness.engines.flags import engine_words, flag_names, words_of
 from harness.engines.settings import (
     ENVIRONMENT,
     EXTRA_ARGUMENTS,
@@ -92,7 +92,7 @@ def _check_extra_arguments(server: Server | Gateway, compose: ComposeFile, name:
     """Yield a problem for each argument of the scenario, at the end of the command, that the template itself sets."""
     extra = words_of(server.variables.get(EXTRA_ARGUMENTS))
     if extra:
-        template_words = engine_words((compose.services[name].command or [])[: -len(extra)])
+        template_words = (compose.services[name].command or [])[: -len(extra)]
         for text in find_template_flags(server.template, extra, template_words):
             yield Problem(f"{path}.extra_args", text)
 
@@ -193,9 +193,7 @@ def find_template_flags(template: str, extra: Sequence[str], template_words: Seq
     """
     variables = {f"--{name.replace('_', '-')}": name for name in read_variables(template) if name != "model"}
     engine = find_engine(template)
-    # The own options of an offline job end with `--`; those after it are the engine's.
-    start = template_words.index(SEPARATOR) + 1 if SEPARATOR in template_words else 0
-    template_flags = {long_flag(engine, flag) for flag in flag_names(template_words[start:])}
+    template_flags = {long_flag(engine, flag) for flag in flag_names(engine_words(template_words))}
     problems = []
     for given in dict.fromkeys(flag_names(extra)):
         flag = long_flag(engine, given)
