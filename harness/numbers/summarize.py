@@ -458,6 +458,8 @@ def _summarize_cell(cell: Cell, evidence: validity.Evidence, session: int | None
     others = timed_others(numbers, server) if cell.mix is None else None
     error = _rate_error(of_cell)
     failed = None if ran is None else ran.failed
+    problems = validity.check_cell(evidence) if failed is None else [replace(failed, cell=cell.id)]
+    has_died = any(problem.code in validity.DEATHS for problem in problems)
     return CellSummary(
         **asdict(cell),
         session=session,
@@ -471,11 +473,11 @@ def _summarize_cell(cell: Cell, evidence: validity.Evidence, session: int | None
             for requests, bad in of_cell.bad.values()
         ],
         failed=failed,
-        problems=validity.check_cell(evidence) if failed is None else [replace(failed, cell=cell.id)],
+        problems=problems,
         notes=[*warnings.cell_notes(evidence, limited), *([] if others is None else [others])],
         limits=limits,
         time=split,
-        limited_by=limited_by(split, server, errors, numbers.sent),
+        limited_by=None if has_died else limited_by(split, server, errors, numbers.sent),
         rate_error=None if error is None else error[0],
         rate_blocks=None if error is None else error[1],
         client_error=errors,

@@ -58,11 +58,13 @@ def death_answer(summary: Summary, run: Run) -> str:
     why = values.get("cause") or values.get("detail")
     why = f"nothing listens at {why} any more" if values.get("how") == "closed" else why
     facts += [str(why)] if why and "out of memory" not in facts else []
+    others = any(row.invalid is None and row.failed is None for row in summary.rows)
+    whose = f"The numbers of {cell.server} / {cell.load}" if others else "Its numbers"
     ran = run.ran.get(cell.id)
     log = f"Its log: logs/{cell.id}.server.log in the folder of the run (`harness explain LOG` reads it)."
     if ran is not None and ran.served_by.template is None:
         log = "Read its own log (`harness explain LOG`)."
-    return f"{what}{name} {ended} {when}{': ' * bool(facts)}{', '.join(facts)}. Its numbers cannot be used. {log}"
+    return f"{what}{name} {ended} {when}{': ' * bool(facts)}{', '.join(facts)}. {whose} cannot be used. {log}"
 
 
 def in_flight(row: Row, run: Run) -> int | None:
@@ -99,6 +101,9 @@ def validity(summary: Summary, run: Run) -> tuple[str, str]:
             "an imported file does not show whether the load generator kept up, the server stayed up and the tokens "
             "were counted right"
         )
+    invalid = [row.name for row in summary.rows if row.invalid is not None]
+    if 0 < len(invalid) < min(len(summary.rows), 4):
+        return "INVALID", f"do not trust {' and '.join(invalid)}; the run is not compared with other runs"
     if any(verdict.ratio is not None for verdict in (summary.comparison.verdicts if summary.comparison else [])):
         return "INVALID", "rows with a cell that is not valid have no verdict, and the run is not compared with others"
     return "INVALID", "do not trust the rows concerned; the run is not compared with other runs"
@@ -135,12 +140,13 @@ def notes_sentence(summary: Summary, number: int, sign: str) -> str:
     else:
         why = "The load generator was late" if limited else ""
     if limited and not sign:
-        return f"{why}; no number shown is affected"
+        return why if summary.valid is False else f"{why}; no number shown is affected"
     if limited:
         error = max(map(_largest_error, limited))
         most = f"{units.figures(100 * error, 2)}\u00a0%"
-        how = "were read late" if error < _SHOWN_ERROR else "are exact to" if error < 0.1 else "may be wrong by"
-        return f"{why}: numbers with {sign} {how}" + f" {most}" * (error >= _SHOWN_ERROR)
+        if error < _SHOWN_ERROR:
+            return f"{why}: numbers with {sign} were read late"
+        return f"{why}: numbers with {sign} may be wrong by up to {most}"
     if any(note.code == "import_defined" and note.values["other"] for note in summary.notes):
         return f"Numbers with {OTHERWISE} are defined otherwise"
     return f"{why}, but the load generator kept up" if why else f"{count(number, 'note')} on these numbers"

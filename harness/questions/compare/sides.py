@@ -6,6 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
+from harness.base.units import count
 from harness.base.versions import DEFINITIONS
 from harness.numbers.checks import compared_metrics
 from harness.numbers.comparison import TOLERANCE, Comparison
@@ -79,7 +80,7 @@ def _read_side(folders: Sequence[Path], checks: Sequence[str]) -> RunGroup:
         refuse_invalid(run, summary, "is compared")
         runs.append(run)
         summaries.append(summary)
-    name = runs[0].id if len(runs) == 1 else f"{runs[0].id} and {len(runs) - 1} more"
+    name = runs[0].id if len(runs) == 1 else f"{runs[0].id} and {count(len(runs) - 1, 'more run')}"
     return RunGroup(name, runs, summaries)
 
 

@@ -24,13 +24,13 @@ from harness.records.manifest import QUICK, Run
 from harness.report import words
 from harness.report.comparisons import gates_answer, largest_effect, levels_by_server, short_row_names, speedup_answer
 from harness.report.sentences import death_answer
-from harness.report.verdict_text import format_speedup
+from harness.report.verdict_text import format_speedup, undecided_text
 from harness.scenario import asks_known
-from harness.scenario.check_syntax import SLO_METRICS, Check, parse_check
+from harness.scenario.check_syntax import ANSWER_SHARES, SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
 
 _CUT = ("running", "interrupted", "failed")
-_BOUNDED = (*SLO_METRICS, "output_tok_s", "input_tok_s", "requests_per_s", "wall")
+_BOUNDED = (*SLO_METRICS, *ANSWER_SHARES, "output_tok_s", "input_tok_s", "requests_per_s", "wall")
 
 
 def run_answer(summary: Summary, run: Run) -> str:
@@ -71,9 +71,12 @@ def _run_answer(summary: Summary, run: Run) -> str:
     checks = [(check, result) for result in summary.checks if (check := _parse_or_none(result.check)) is not None]
     if relative := [result for check, result in checks if check.relative]:
         return _regression_answer(relative)
-    if slos := [(check, result) for check, result in checks if _is_slo(check)]:
-        return _slo_answer(slos, summary, run)
-    if interference := _interference_answer(summary):
+    interference, slos = _interference_answer(summary), [each for each in checks if _is_slo(each[0])]
+    if slos:  # what is known of the mix comes before an SLO that is not decided
+        are_open = not any(result.status == "failed" for _, result in slos)
+        answers = [_slo_answer(slos, summary, run), interference]
+        return " ".join(filter(None, reversed(answers) if are_open and interference else answers[:1]))
+    if interference:
         return interference
     if summary.scenario == QUICK:
         return _measurements_answer(summary.rows)
@@ -155,7 +158,8 @@ def _so_far(result: CheckResult) -> str:
 def _settled_by(result: CheckResult) -> str:
     """What decides a check, as a sentence with a space before it; empty where that is not known."""
     if result.more_requests is not None:
-        return f" About {count(result.more_requests, 'more request')} should settle it."
+        few = "It has too few requests: about" if result.code == "too_few_requests" else "About"
+        return f" {few} {count(result.more_requests, 'more request')} should settle it."
     if result.code == "too_close":
         return " The value is too close to the bound to decide."
     if result.code == "unknown_requests":
@@ -213,7 +217,9 @@ def _interference_answer(summary: Summary) -> str:
         return ""
     worst = largest_effect(effects, "slower")
     if worst is None:
-        return "No part of the mix is shown to be slower together than alone."
+        unknown = largest_effect(effects)
+        seen = "" if unknown is None else f": {unknown.side} is {undecided_text(unknown)}"
+        return f"No part of the mix is shown to be slower together than alone{seen}."
     alone, together = (_format_pooled_metric(rows[name], worst.metric) for name in (worst.baseline, worst.side))
     slower = ("higher", "lower") if METRICS[worst.metric].more_is_better else ("shorter", "longer")
     factor = format_speedup(worst.ratio or 0.0, *slower)

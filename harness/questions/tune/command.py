@@ -1,4 +1,4 @@
-"""`harness tune`: the settings found, tested, and verified on fresh requests."""
+"""`harness tune`: the settings found, tested, and verified on new prompts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -52,7 +52,7 @@ def tune(
     as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
-    """Find settings of a server that are better than its own, start by start, and verify the best on fresh requests.
+    """Find settings of a server that are better than its own, start by start, and verify the best on new prompts.
 
     With --url those of a running Lemonade, by its API; its files stay as they are. Exit code 0: set these, or keep the
     default. 2: no settings start. 3: none gave a result (a server that starts may die under the load), or the proof is

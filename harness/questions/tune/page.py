@@ -165,9 +165,9 @@ def tune_elements(report: TuneReport) -> list[Element]:
     """What follows the answer: how it was found, what to paste, the history."""
     question, proof = report.question, report.proof
     slos = f" ({', '.join(question.slos)})" if question.slos else ""
-    about = f"For {GOALS[question.goal]}{slos}: "
+    about = f"Searched for {GOALS[question.goal]}{slos}: "
     about += f"{count(report.start_count, 'start')} in {duration(report.spent_s)}"
-    about += f", {count(proof.blocks, 'block')} of them for the proof on fresh requests" if proof.blocks else ""
+    about += f", {count(proof.blocks, 'block')} of them for the proof on new prompts" if proof.blocks else ""
     if proof.run is not None:
         about += f": `{command_line('harness', 'report', Path(report.folder).parent / proof.run)}`"
     pasted = [Bullet("", mark=place, code=text) for place, text in proof.paste.items()]
@@ -238,7 +238,7 @@ def history(report: TuneReport) -> Grid:
         won = proof.verdict == "set" and settings == proof.settings
         result = _ratio(verdict.ratio, verdict.low, verdict.high) or NOTHING
         result += f"; {answers_text(proof.answers[place])}" if proof.answers else ""
-        rows.append(["proof", format_settings(settings), "fresh requests", result, "yes" if won else ""])
+        rows.append(["proof", format_settings(settings), "new prompts", result, "yes" if won else ""])
     head = ("Start", "Tried", "Why", "Result", "Kept")
     columns = [TableColumn(title.lower(), title, group="name") for title in head]  # one table: long settings are folded
     return Grid(id="tune-history", columns=columns, rows=rows, styles=["best" if row[-1] else "" for row in rows])

@@ -33,7 +33,7 @@ PROOF_SEED = 1_000_003  # added to the scenario's seed: the proof has other prom
 
 
 def prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress, began_s: float) -> TuneReport:
-    """Verify the best settings of a search on fresh requests, and write the answer. Goes on with a proof that began.
+    """Verify the best settings of a search on new prompts, and write the answer. Goes on with a proof that began.
 
     The blocks that would settle an inconclusive answer follow, once, where the budget has the time.
     """
@@ -65,7 +65,7 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
     if plan is not None and not plan.missing_s:
         base = reference(trials.starts) or {}
         text = ", or ".join(format_settings(question.spell(settings)) for settings in plan.sides or [base])
-        progress.line(f"Proof on fresh requests, at most {count(plan.blocks, 'block')} with a start of each: {text}")
+        progress.line(f"Proof on new prompts, at most {count(plan.blocks, 'block')} with a start of each: {text}")
         within_budget = budget_steps(max(0.0, left_s), plan.blocks, CUT_PROOF_BLOCKS)
 
         def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:

@@ -230,7 +230,7 @@ def test_every_report_says_it(run: Path) -> None:
     summary, manifest = summarize(run), read_run(run)
     said = SAID.format("0.758")
     text = markdown.render(run_page(summary, manifest))
-    folded = text.index("numbers with ‡ are exact to 0.76\u00a0%")
+    folded = text.index("numbers with ‡ may be wrong by up to 0.76\u00a0%")
     assert "**PASSED: 1 check passed" in text[:folded] and said in text[folded : text.index("| b | x |")]
     assert "| b | x | 10.03 s‡ | 44 | 4.39‡ |" in text and "0.399‡ | 7.98 | 15.98 | 1,254 | " in text
     assert "| a | x | 15.03 s | 44 | 2.93 |" in text

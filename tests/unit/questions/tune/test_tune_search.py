@@ -590,7 +590,7 @@ def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
         ["the default", "reference", "1 (reference)", ""],
         ["gpu_memory_utilization 0.9", "reference", "memory: x", ""],
         ["max_num_seqs 5", "finding f", "1.40x", "yes"],
-        ["max_num_seqs 5", "fresh requests", "1.42x (1.35 to 1.49)", "yes"],
+        ["max_num_seqs 5", "new prompts", "1.42x (1.35 to 1.49)", "yes"],
     ]
     (chart,) = (element for element in page if isinstance(element, Chart))
     starts, proof = chart.figure["data"]
@@ -599,7 +599,7 @@ def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
     axis = chart.figure["layout"]["xaxis"]
     assert (axis["tickvals"], axis["ticktext"]) == ([1, 2, 3, 4], ["1", "2", "3", "proof"])
     shown = html.render_page(page, "Tune", ["tune"])
-    assert "on fresh requests: `harness report 'my runs/p'`" in markdown.render(page), "with its folder, and the space"
+    assert "on new prompts: `harness report 'my runs/p'`" in markdown.render(page), "with its folder, and the space"
     assert "memory: x" in shown and "Set max_num_seqs to 5" in markdown.render(page).replace("\\", "")
     assert isinstance(page[0], Paragraph) and page[0].style == "lead"
     printed, command = io.StringIO(), "llama-server " + "--flag 1 " * 20 + "--last"
