@@ -331,7 +331,7 @@ def test_runs_of_the_same_configuration_and_a_slower_one(tmp_path: Path) -> None
     ]  # fmt: skip
     slow = compare_runs([made["base"], made["slow"]])
     assert [(v.word, v.n, v.baseline) for v in slow.verdicts] == [
-        ("slower", (5, 5), "base-0 and 4 more runs"), ("slower", (5, 5), "base-0 and 4 more"),
+        ("slower", (5, 5), "base-0 and 4 more runs"), ("slower", (5, 5), "base-0 and 4 more runs"),
     ]  # fmt: skip
     assert slow.verdicts[0].ratio == pytest.approx(1 / 1.1, rel=0.01)
 
