@@ -246,6 +246,7 @@ def _measurements_answer(rows: Sequence[Row]) -> str:
     """The numbers of the first rows, for a run that compares nothing."""
     if not rows:
         return "Nothing was measured."
+    rows = [row for row in rows if row.failed is None] or rows  # notes say why a setting failed
     short = short_row_names(rows)
     if len(rows) == 1:
         return f"{rows[0].name}: {_describe_numbers(rows[0])}."
