@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ class Paragraph(Struct, frozen=True):
     "unsure", "bad", "simulated". `word`: of a state, such as VALID; text has it before the sentence.
     """
 
+    NAMED: ClassVar = ("text",)
     text: str
     style: str = ""
     word: str = ""
@@ -31,6 +32,7 @@ class Paragraph(Struct, frozen=True):
 class Bullet(Struct, frozen=True):
     """An item of a list. `style`: the word of a verdict, the status of a check, "fine" or "bad"."""
 
+    NAMED: ClassVar = ("text", "mark", "parts")
     text: str
     style: str = ""
     mark: str = ""  # a word before it
@@ -41,6 +43,7 @@ class Bullet(Struct, frozen=True):
 class Bullets(Struct, frozen=True):
     """A list. `kind`: of verdicts a page shows their words, of findings their parts."""
 
+    NAMED: ClassVar = ("items",)
     items: Sequence[Bullet]
     kind: Literal["verdicts", "checks", "findings", ""] = ""
 
@@ -48,6 +51,7 @@ class Bullets(Struct, frozen=True):
 class Fact(Struct, frozen=True):
     """A text with a word before it. `style`: as of a bullet or a paragraph."""
 
+    NAMED: ClassVar = ("label", "text")
     label: str
     text: str
     style: str = ""
@@ -56,6 +60,7 @@ class Fact(Struct, frozen=True):
 class Facts(Struct, frozen=True):
     """Texts with a word before each, one below the other."""
 
+    NAMED: ClassVar = ("items",)
     items: Sequence[Fact]
 
 
@@ -123,6 +128,7 @@ class TableColumn(Struct, frozen=True):
 class Grid(Struct, frozen=True, kw_only=True):
     """A table of texts."""
 
+    NAMED: ClassVar = ("title", "rows", "below", "note")
     id: str = ""  # on a page
     title: str = ""
     columns: Sequence[TableColumn]
@@ -140,6 +146,7 @@ class Grid(Struct, frozen=True, kw_only=True):
 class Fold(Struct, frozen=True):
     """Elements that a page shows on demand. `hint`: how to see them in a terminal; empty: nothing is said there."""
 
+    NAMED: ClassVar = ("title", "elements")
     title: str
     elements: "Sequence[Element]"
     hint: str = ""
@@ -152,6 +159,7 @@ class Section(Struct, frozen=True):
     `is_titled`: the terminal and Markdown show the title as well. The first section is the answer, and has no title.
     """
 
+    NAMED: ClassVar = ("elements",)
     id: str
     title: str
     elements: "Sequence[Element]"
@@ -161,6 +169,7 @@ class Section(Struct, frozen=True):
 class Sides(Struct, frozen=True):
     """Two lists of elements, next to each other where the page is wide enough."""
 
+    NAMED: ClassVar = ("left", "right")
     left: "Sequence[Element]"
     right: "Sequence[Element]"
 
@@ -171,6 +180,7 @@ class Sides(Struct, frozen=True):
 class Chart(Struct, frozen=True, kw_only=True):
     """A chart with its texts and its numbers as a table."""
 
+    NAMED: ClassVar = ("title", "caption", "figure", "head", "body", "findings", "empty")
     id: str
     title: str
     caption: str
@@ -185,6 +195,7 @@ class Chart(Struct, frozen=True, kw_only=True):
 class Key(Struct, frozen=True, kw_only=True):
     """An entry of a legend that several charts share."""
 
+    NAMED: ClassVar = ("name",)
     name: str
     colour: str  # CSS variable
     stroke: str = ""  # SVG dash pattern
@@ -194,6 +205,7 @@ class Key(Struct, frozen=True, kw_only=True):
 class Charts(Struct, frozen=True, kw_only=True):
     """Charts next to each other, with the legend that they share. `shape`: how many fit into the width of a page."""
 
+    NAMED: ClassVar = ("title", "text", "charts", "keys")
     title: str = ""
     text: str = ""
     charts: Sequence[Chart]
@@ -221,12 +233,14 @@ class Timelines(Struct, frozen=True, kw_only=True):
 class Tile(Struct, frozen=True):
     """A number that a reader looks for first, with its name and the row that has it."""
 
+    NAMED: ClassVar = ("label", "value", "where")
     label: str
     value: str
     where: str
 
 
 class Tiles(Struct, frozen=True):
+    NAMED: ClassVar = ("items",)
     items: Sequence[Tile]
 
 
@@ -281,32 +295,32 @@ def plain_grid(head: Sequence[str], rows: Sequence[Sequence[str]], styles: Seque
 
 
 _T = TypeVar("_T")
-_VERBATIM = ("id", "style", "code", "columns", "styles", "kind", "formula", "figures", "events", "first")
 
 
 def with_names(value: _T, names: Mapping[str, str]) -> _T:
     """The same elements, or other texts, with the loads of these names called otherwise.
 
-    What a user types keeps the names: `code`, checks (SERVER/LOAD), keys of a scenario (loads.LOAD).
+    Each class of elements lists the fields that may name a load. What a user types keeps the names: `code`, checks
+    (SERVER/LOAD), keys of a scenario (loads.LOAD).
     """
     if not names:
         return value
     known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.@/-])(?:{known})(?![\w@/-])")
 
-    def renamed(each: Any) -> Any:
-        if isinstance(each, CellText):
-            return CellText(renamed(each.value), renamed(each.more), each.kind)
-        if isinstance(each, str):
-            return pattern.sub(lambda found: names[found[0]], each)
-        if isinstance(each, list | tuple):
-            return each if each and isinstance(each[0], float) else type(each)(map(renamed, each))
-        if isinstance(each, dict):
-            return {key: renamed(one) for key, one in each.items()}
-        if isinstance(each, Struct):
-            kept = (field for field in each.__struct_fields__ if field not in _VERBATIM)
-            return replace(each, **{field: renamed(getattr(each, field)) for field in kept})
-        return each
+    def renamed(part: Any) -> Any:
+        if isinstance(part, CellText):
+            return CellText(renamed(part.value), renamed(part.more), part.kind)
+        if isinstance(part, str):
+            return pattern.sub(lambda found: names[found[0]], part)
+        if isinstance(part, list | tuple):
+            are_numbers = bool(part) and isinstance(part[0], float)  # of a chart, which may have thousands
+            return part if are_numbers else type(part)(map(renamed, part))
+        if isinstance(part, dict):
+            return {key: renamed(inner) for key, inner in part.items()}
+        if isinstance(part, Struct):
+            return replace(part, **{field: renamed(getattr(part, field)) for field in getattr(part, "NAMED", ())})
+        return part
 
     changed: _T = renamed(value)
     return changed
