@@ -60,11 +60,22 @@ def speedup_answer(comparison: Comparison, rows: Sequence[Row], run: Run) -> str
             return _values_answer(comparison, rows, run)
         return _answer_against_one(comparison, rows)
     loads = _load_texts(rows, run)
-    clauses = [_group_clause(keys[base], shared, group, keys, loads) for (base, shared), group in groups.items()]
-    more = f"; {count(len(clauses) - _CLAUSES, 'more')} below" if len(clauses) > _CLAUSES else ""
+    same = [key for key, group in groups.items() if key[1] == "load" and all(map(_is_same, group))]
+    same = same if len(same) > 1 else []  # one is a sentence of its own
+    answers = [
+        f"{_group_clause(keys[base], shared, group, keys, loads)}."
+        for (base, shared), group in groups.items() if (base, shared) not in same
+    ]  # fmt: skip
+    if same:
+        answers.append(f"The same within ±2 %: {', '.join(loads[keys[base][1]] for base, _ in same)}.")
+    more = [f"{count(len(answers) - _CLAUSES, 'more')} below."] if len(answers) > _CLAUSES else []
     metrics = {verdict.metric for verdict in comparison.verdicts}
     by = f"By {METRICS[metrics.pop()].title}, with 95 % intervals." if len(metrics) == 1 else "With 95 % intervals."
-    return " ".join([f"{'; '.join(clauses[:_CLAUSES])}{more}.", by, *_what_next(comparison.verdicts)])
+    return " ".join([*answers[:_CLAUSES], *more, by, *_what_next(comparison.verdicts)])
+
+
+def _is_same(verdict: Verdict) -> bool:
+    return verdict.word == "same" and not is_better_within_margin(verdict)
 
 
 def _shared(side: tuple[str, str], base: tuple[str, str]) -> _Shared:
@@ -113,7 +124,7 @@ def _clause(verdict: Verdict, side: str, base: str, *, of: int, shared: _Shared)
     than = f" than {base}" if of > 1 or shared != "load" else ""
     if verdict.word == "inconclusive":
         return f"not decided, {side} is {format_range(low, high)} than {base}"
-    if verdict.word == "same" and not is_better_within_margin(verdict):
+    if _is_same(verdict):
         return f"{side} and {base} are the same within ±2 %"
     if ratio < 1 and not than:
         side, ratio, low, high = base, 1 / ratio, high and 1 / high, low and 1 / low

@@ -55,12 +55,15 @@ def test_servers_are_compared_under_the_same_load() -> None:
         "1 chat user: llamacpp 1.040x faster (1.030x to 1.05x)", "16 chat users: vllm 1.45x faster (1.44x to 1.46x)"
     ]  # fmt: skip
     answer = run_answer(replace(compared(*verdicts), rows=rows), made)
-    assert answer == f"{'; '.join(by_load)}. By wall time, with 95 % intervals."
+    assert answer == f"{'. '.join(by_load)}. By wall time, with 95 % intervals."
     named = verdict("vllm / ten", "faster", 3.0, baseline="vllm / one")
     answer = run_answer(replace(compared(named, *verdicts), rows=rows), made)
     assert answer.startswith(
-        "vllm: 16 chat users 3.00x faster than 1 chat user (2.97x to 3.03x); 1 chat user: llamacpp"
+        "vllm: 16 chat users 3.00x faster than 1 chat user (2.97x to 3.03x). 1 chat user: llamacpp"
     )
+    equal = [verdict(f"vllm / {load}", "same", 1.0, baseline=f"llamacpp / {load}") for load in ("one", "ten")]
+    answer = run_answer(replace(compared(named, *equal), rows=rows), made)
+    assert "(2.97x to 3.03x). The same within ±2 %: 1 chat user, 16 chat users. " in answer
 
 
 def test_what_is_better_within_the_margin_is_named() -> None:
