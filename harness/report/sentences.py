@@ -102,7 +102,8 @@ def validity(summary: Summary, run: Run) -> tuple[str, str]:
             "were counted right"
         )
     invalid = [row.name for row in summary.rows if row.invalid is not None]
-    if 0 < len(invalid) < min(len(summary.rows), 4):
+    are_of_rows = all(reason.cell is not None for reason in summary.reasons)  # else no row can be trusted
+    if are_of_rows and 0 < len(invalid) < min(len(summary.rows), 4):
         return "INVALID", f"do not trust {' and '.join(invalid)}; the run is not compared with other runs"
     if any(verdict.ratio is not None for verdict in (summary.comparison.verdicts if summary.comparison else [])):
         return "INVALID", "rows with a cell that is not valid have no verdict, and the run is not compared with others"

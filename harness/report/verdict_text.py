@@ -59,7 +59,10 @@ def undecided_text(verdict: Verdict, baseline: str | None = None) -> str:
     seen = format_range(*known)
     if None in known:
         seen = f"about {format_change(verdict.ratio or 1.0)}"
-    text = f"{seen} than {baseline or verdict.baseline} by {METRICS[verdict.metric].title}"
+    than = "than"
+    if None in known and ratio_text(verdict.ratio or 1.0) == ratio_text(1.0):
+        seen, than = "about as fast", "as"
+    text = f"{seen} {than} {baseline or verdict.baseline} by {METRICS[verdict.metric].title}"
     notes = [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
     if None in known:
         notes.insert(0, f"interval not known from {count(min(verdict.n), *_UNIT_NAMES[verdict.unit])}")

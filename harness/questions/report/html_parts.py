@@ -69,9 +69,9 @@ def tiles(summary: Summary, run: Run) -> list[Tile]:
             continue
         value, row = max(known, key=lambda each: each[0])
         number, level = len(lowest if is_of_one else known), levels[row.name]
-        if title == "One user gets" and fewest != 1:
+        if field == "tpot" and fewest != 1:
             title = "Each user gets" if fewest is None else f"Each of {fewest:,} gets"
-        if title == "All together" and level is not None and level > 1 and len(rows) > 1:
+        if field == "output_tok_s" and level is not None and level > 1 and len(rows) > 1:
             title = f"{level:,} together"
         limited, best = LIMITED if field in row.client_limited else "", f", the best of {number}" if number > 1 else ""
         found.append(Tile(title, f"{units.figures(value)}{limited} {unit}", f"{names.get(row.name, row.name)}{best}"))

@@ -65,6 +65,9 @@ class Searched(NamedTuple):
     levels: Sequence[QuickLevel] = ()
 
 
+NO_SEARCH = Searched()
+
+
 def read_searched(folder: Path, summary: Summary) -> Searched:
     return Searched(read_capacity(folder), read_answered(folder), read_levels(folder, summary))
 
@@ -72,7 +75,7 @@ def read_searched(folder: Path, summary: Summary) -> Searched:
 def run_page(
     summary: Summary,
     run: Run,
-    searched: Searched = Searched(),  # noqa: B008  an immutable value
+    searched: Searched = NO_SEARCH,
     *,
     data: ChartData | None = None,
     explain: bool = False,
@@ -83,14 +86,14 @@ def run_page(
     """
     summary = shown_summary(summary, searched.tune)
     charts = [] if data is None else html_parts.answer_charts(summary, run, searched.capacity, searched.tune)
-    beside, others = (charts[:1], charts[1:]) if _is_sure(summary, run) else ([], charts)
+    first_charts, others = (charts[:1], charts[1:]) if _is_sure(summary, run) else ([], charts)
     is_described = data is not None and len(summary.rows) <= html_parts.FEW
     described = sentences.load_descriptions(run) if is_described else {}
     results = levels_grid(searched.levels) if searched.levels else results_table(summary, run, described)
     details = [*turn_tables(summary), *soak_tables(summary), *schedule_table(summary, run), *time_table(summary)]
     machine = machine_table(summary) if explain or data is not None else []
     page: list[Element] = [
-        _answer_section(summary, run, searched, results, beside, charted=data is not None),
+        _answer_section(summary, run, searched, results, first_charts, charted=data is not None),
         Section("results", "Results", [
             results,
             *([Paragraph(LEGEND, "fine")] if searched.levels else []),
@@ -123,7 +126,7 @@ def _is_sure(summary: Summary, run: Run) -> bool:
 
 
 def _answer_section(
-    summary: Summary, run: Run, searched: Searched, results: Grid, beside: Sequence[Chart], *, charted: bool
+    summary: Summary, run: Run, searched: Searched, results: Grid, first_charts: Sequence[Chart], *, charted: bool
 ) -> Section:
     """The answer, whether it counts, and the findings; with the chart that shows it."""
     tiles: list[Tile] = []
@@ -136,7 +139,7 @@ def _answer_section(
         *([Tiles(tiles)] if tiles else []),
         *state(summary, run, numbers),
         *([] if searched.tune is None else tune_elements(searched.tune)),
-        Sides(findings(summary), beside),
+        Sides(findings(summary), first_charts),
     ])  # fmt: skip
 
 
@@ -278,7 +281,7 @@ def report_page(summary: Summary, run: Run, folder: Path, *, explain: bool = Fal
     return run_page(summary, run, read_searched(folder, summary), explain=explain)
 
 
-def render_html(summary: Summary, run: Run, data: ChartData, searched: Searched = Searched()) -> str:  # noqa: B008
+def render_html(summary: Summary, run: Run, data: ChartData, searched: Searched = NO_SEARCH) -> str:
     """Return the HTML page of a run."""
     page = run_page(summary, run, searched, data=data)
     return render_page(page, f"{summary.question} · {run.id}", [run.scenario_name, run.id])

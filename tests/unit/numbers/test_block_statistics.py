@@ -52,7 +52,7 @@ def test_the_error_of_a_rate_by_batches_of_neighbouring_blocks() -> None:
 
 def test_misses_in_clusters_count_as_few() -> None:
     even = [(9, 10), (9, 10), (9, 10), (9, 10)]
-    assert cluster_effect(even) == 0.0, "more evenly spread than by chance"
+    assert cluster_effect(even) == 0.0, "more evenly spread than random numbers"
     stalls = [(10, 10), (10, 10), (0, 10), (10, 10)]
     # Independent requests have a variance of 40 * 0.75 * 0.25 = 7.5; the blocks have (3 * 2.5^2 + 7.5^2) * 4 / 3 = 100.
     assert cluster_effect(stalls) == pytest.approx(100 / 7.5)

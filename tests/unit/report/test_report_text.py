@@ -224,6 +224,19 @@ def test_a_run_has_one_word_and_one_that_was_cut_is_not_red(
     assert [each for each in states if each.style in ("good", "unsure", "bad")] == [state]
 
 
+def test_rows_are_named_as_the_bad_ones_only_where_all_reasons_are_of_cells() -> None:
+    """A reason of the whole run, such as another client, leaves no row to trust."""
+    one, ten = summary().rows
+    of_cell, of_run = replace(because("run_error", "late"), cell="r1-vllm-ten"), because("run_error", "another client")
+    bad = replace(ten, invalid=of_cell)
+    for reasons, text in (
+        ([of_cell], "do not trust vllm / ten; the run is not compared with other runs"),
+        ([of_cell, of_run], "do not trust the rows concerned; the run is not compared with other runs"),
+    ):
+        of = replace(summary(), rows=[one, bad], valid=False, reasons=reasons, comparison=None)
+        assert sentences.validity(of, run()) == ("INVALID", text)
+
+
 @pytest.mark.parametrize(
     ("codes", "limited", "line"),
     [
