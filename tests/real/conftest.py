@@ -75,7 +75,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Timed:
                      "output_tokens": 32, "output": "natural"},
             "agent": {"user": "agent", "endpoint": "messages", "requests": 6, "output": "natural", "output_tokens": 16,
                       "agent": {"steps": 3, "tools": 2, "result_tokens": 30, "tool_time": {"mean_s": 0}}},
-            "bursts": {"user": "batch", "batch_size": 5, "requests": 60, "output_tokens": 32, "stream": False},
+            "bursts": {"user": "batch", "batch_size": 5, "requests": 60, "output_tokens": 256, "stream": False},
         },
         prompts={"tokens": 40, "system_tokens": 20},
     )  # fmt: skip

@@ -69,7 +69,7 @@ def test_an_agent_by_anthropics_api_reuses_its_context(chatting: Timed, say: Say
 
 def test_bursts_have_the_length_that_was_asked_for(chatting: Timed) -> None:
     records = [record for record in of_load(chatting, "bursts") if record.phase == "measured"]
-    assert sorted((r.index, r.error, r.output_tokens) for r in records) == [(i, None, 32) for i in range(60)]
+    assert sorted((r.index, r.error, r.output_tokens) for r in records) == [(i, None, 256) for i in range(60)]
     assert [record.chunks_s for record in records] == [[]] * 60  # not streamed: there is no TTFT
     sizes = Counter(record.batch for record in records)
     assert None not in sizes and max(sizes.values()) == 5
