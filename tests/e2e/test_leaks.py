@@ -90,7 +90,7 @@ KEYS = {
     "dot": ".Zq7Lw2Xn9Rb4Tv6Yk1Hd3Pm8",
     "tilde": "~Zq7Lw2Xn9Rb4Tv6Yk1Hd3Pm8",
     "blanks": "a key of 5 words",
-    "words": "correct horse battery staple",
+    "words": "walrus juggles plums deftly",  # not words of prompts: a salt would have one of them by accident
     "one word": "supercalifragilistic",
     "letters": "QwErTyUiOpAsDfGhJkLz",
     "digits": "31415926535",
