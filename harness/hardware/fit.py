@@ -147,12 +147,9 @@ def _list_advice(fit: ModelFit, longest: int) -> list[str]:
     return []
 
 
-def format_fit(fit: ModelFit) -> list[str]:
-    """Return how the model fits, in lines."""
-    lines = [
-        f"{fit.model}{', on each GPU' if fit.gpus > 1 else ''}:",
-        f"  weights: {known_gib(fit.weights_bytes)}",
-    ]
+def format_fit(fit: ModelFit) -> tuple[str, list[str]]:
+    """Return the model, and the lines on how it fits."""
+    lines = [f"weights: {known_gib(fit.weights_bytes)}"]
     if fit.request_bytes is not None:
         parts = [f"{fit.token_bytes:,} bytes a token"]
         if fit.window_bytes:
@@ -160,24 +157,25 @@ def format_fit(fit: ModelFit) -> list[str]:
         if fit.state_bytes:
             parts.append(f"{_mib(fit.state_bytes)} of recurrent state a request")
         parts.append(f"{known_gib(fit.request_bytes)} for a request of {fit.max_model_len:,} tokens")
-        lines.append(f"  KV cache: {', '.join(parts)}")
+        lines.append(f"KV cache: {', '.join(parts)}")
     if fit.kv_bytes is not None:
         lines.append(
-            f"  left for the KV cache: {_format_range(known_gib(max(0, size)) for size in fit.kv_bytes)} "
+            f"left for the KV cache: {_format_range(known_gib(max(0, size)) for size in fit.kv_bytes)} "
             f"(an estimate: activations and graphs take {OTHER_BYTES[0] / GIB:.1f} to {OTHER_BYTES[1] / GIB:.1f} GiB, "
             f"which {'llama.cpp' if fit.is_gguf else 'vLLM'} finds out at start)"
         )
     if fit.capacity is not None:
         tokens = _format_range(f"{capacity.tokens:,}" for capacity in fit.capacity)
         concurrency = _format_range(f"{capacity.concurrency:.2f}x" for capacity in fit.capacity)
-        lines.append(f"  KV cache size: {tokens} tokens")
-        lines.append(f"  concurrency for {fit.max_model_len:,} tokens per request: {concurrency}")
+        lines.append(f"KV cache size: {tokens} tokens")
+        lines.append(f"concurrency for {fit.max_model_len:,} tokens per request: {concurrency}")
     if fit.fits is not None:
-        lines.append(f"  {'it fits' if fit.fits else 'it does NOT fit'}")
+        lines.append("it fits" if fit.fits else "it does NOT fit")
     elif fit.capacity is not None:
-        lines.append(f"  borderline: it depends on what {'llama.cpp' if fit.is_gguf else 'vLLM'} itself needs")
-    lines += [f"  unknown: {text}" for text in fit.unknown]
-    return lines + [f"  to do: {text}" for text in fit.advice]
+        lines.append(f"borderline: it depends on what {'llama.cpp' if fit.is_gguf else 'vLLM'} itself needs")
+    lines += [f"unknown: {text}" for text in fit.unknown]
+    lines += [f"to do: {text}" for text in fit.advice]
+    return f"{fit.model}{', on each GPU' if fit.gpus > 1 else ''}:", lines
 
 
 def _mib(size: int) -> str:

@@ -203,8 +203,8 @@ def format_pool(pool: Pool) -> str:
     return text + (f"; {known_gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
 
 
-def format_share(share: SafeShare, *, is_gguf: bool = False) -> list[str]:
-    """Return the share and its formula, in lines. `is_gguf`: of llama.cpp, which has no option for it."""
+def format_share(share: SafeShare, *, is_gguf: bool = False) -> tuple[str, list[str]]:
+    """Return the share, and its formula with its doubts. `is_gguf`: of llama.cpp, which has no option for it."""
     node = f": {share.node}" if share.node is not None else ""
     several = f" of each of {share.gpus} GPUs, by the one that has least{node}" if share.gpus > 1 else ""
     if share.utilization is None:
@@ -214,8 +214,7 @@ def format_share(share: SafeShare, *, is_gguf: bool = False) -> list[str]:
         head = f"memory for the model: {known_gib(share.budget_bytes)}{several}, a share of {share.utilization}"
     else:
         head = f"--gpu-memory-utilization {share.utilization} ({known_gib(share.budget_bytes)}{several})"
-    doubts = [f"  doubt: {text}" for text in share.doubts]
-    return [head, f"  {sentence(share.formula)}", *doubts]
+    return head, [sentence(share.formula), *(f"doubt: {text}" for text in share.doubts)]
 
 
 def known_gib(size: int | None) -> str:

@@ -18,7 +18,7 @@ from harness.base.units import GIB, count, gib
 from harness.engines import find_template, vllm_accepts
 from harness.engines.flags import get_option, replace_value, text_of, words_of
 from harness.engines.settings import count_gpus
-from harness.hardware.fit import ServerSettings, estimate_fit, format_fit
+from harness.hardware.fit import ModelFit, ServerSettings, estimate_fit, format_fit
 from harness.hardware.model import find_model, read_model
 from harness.machine.findings import Finding
 from harness.machine.gpus import (
@@ -150,9 +150,14 @@ def resolve_auto(experiment: Experiment, say: Callable[[str], None], root: Path 
         servers[name] = structs.replace(server, variables={**server.variables, variable: filled})
         computed[f"servers.{name}.{variable}"] = share.formula
         say(f"server '{name}': {UTILIZATION} {share.utilization} = {sentence(share.formula)}")
-        doubts = [f"doubt: {doubt}" for doubt in share.doubts]
-        for line in [*doubts, *_model_room(server, experiment.scenario.model, share)]:
-            say(f"  {line}")
+        for doubt in share.doubts:
+            say(f"  doubt: {doubt}")
+        fit = _fit_of_model(server, experiment.scenario.model, share)
+        if fit is not None:
+            head, details = format_fit(fit)
+            say(f"  {head}")
+            for line in details:
+                say(f"    {line}")
     if not computed:
         return experiment
     scenario = structs.replace(experiment.scenario, servers=servers)
@@ -204,8 +209,8 @@ def _known_number(value: Any) -> int | None:
     return value if isinstance(value, int) else None  # `auto` is known to the server only
 
 
-def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
-    """Return lines on the memory that is left for the model, where this machine has its files."""
+def _fit_of_model(server: Server, model: str, share: SafeShare) -> ModelFit | None:
+    """Return how the model fits into the share; None where this machine does not have its files."""
     try:
         cache = str(get_variable(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
@@ -218,9 +223,9 @@ def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
             tensor_parallel=share.gpus,
             kv_cache_dtype=get_variable(server, "kv_cache_dtype") or ServerSettings().kv_cache_dtype,
         )
-        return format_fit(estimate_fit(read_model(find_model(name, environment)), share, settings))
+        return estimate_fit(read_model(find_model(name, environment)), share, settings)
     except HarnessError:
-        return []  # its files are elsewhere, such as in a volume
+        return None  # its files are elsewhere, such as in a volume
 
 
 def blockers(

@@ -1,6 +1,5 @@
 """What `harness expect` says: the answer first, then the bounds by context, users and prompt, and the memory."""
 
-import itertools
 from collections.abc import Sequence
 
 from harness.base.units import NOTHING, figures, gib
@@ -106,19 +105,22 @@ def _table(rows: Sequence[Sequence[str]]) -> list[Element]:
 
 
 def _memory_elements(found: Expectation) -> list[Element]:
-    """The memory of the GPUs, and how the model fits: what is indented belongs to the line above it."""
-    lines = [format_pool(pool) for pool in found.pools]
+    """The memory of the GPUs, and how the model fits."""
+    elements: list[Element] = [Paragraph(format_pool(pool)) for pool in found.pools]
     if found.memory is not None:
-        lines += format_share(found.memory, is_gguf=found.fit is not None and found.fit.is_gguf)
+        elements += _described(format_share(found.memory, is_gguf=found.fit is not None and found.fit.is_gguf))
     if found.fit is not None:
-        lines += format_fit(found.fit)
+        elements += _described(format_fit(found.fit))
     if found.excess_bytes > 0 and (found.fit is None or found.fit.fits is not False):
-        lines.append(f"does not fit: the weights need {gib(found.excess_bytes)} more on each GPU")
+        elements.append(Paragraph(f"does not fit: the weights need {gib(found.excess_bytes)} more on each GPU"))
     elif found.model is not None and found.memory is None and found.measured_tok_s is None:
         weights = gib(found.model.weights_bytes)
-        lines.append(f"whether weights of {weights} fit is not known: --free and --total give the memory in GiB")
-    elements: list[Element] = []
-    for is_part, group in itertools.groupby(lines, lambda line: line.startswith("  ")):
-        texts = [line.strip() for line in group]
-        elements += [Bullets(list(map(Bullet, texts)))] if is_part else map(Paragraph, texts)
+        text = f"whether weights of {weights} fit is not known: --free and --total give the memory in GiB"
+        elements.append(Paragraph(text))
     return elements
+
+
+def _described(lines: tuple[str, list[str]]) -> list[Element]:
+    """A line, and a list of what belongs to it."""
+    head, details = lines
+    return [Paragraph(head), Bullets(list(map(Bullet, details)))]

@@ -35,9 +35,9 @@ def test_what_is_left_for_a_model(tmp_path: Path) -> None:
     assert careful.tokens == fit.kv_bytes[0] // (16 * 114688) * 16
     assert hopeful.concurrency == pytest.approx(hopeful.tokens / 8192)
     assert (fit.fits, fit.unknown, fit.advice) == (True, [], [])
-    assert format_fit(fit)[-3:-1] == [
-        "  KV cache size: 662,656 to 676,704 tokens",
-        "  concurrency for 8,192 tokens per request: 80.89x to 82.61x",
+    assert format_fit(fit)[1][-3:-1] == [
+        "KV cache size: 662,656 to 676,704 tokens",
+        "concurrency for 8,192 tokens per request: 80.89x to 82.61x",
     ]
     two = estimate_fit(shape, SEED, ServerSettings(max_model_len=8192, tensor_parallel=2))
     assert (two.weights_bytes, two.token_bytes) == (fit.weights_bytes // 2, 57344), "GPUs share weights and heads"
