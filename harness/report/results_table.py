@@ -32,7 +32,7 @@ class TableLine(Struct, frozen=True, kw_only=True):
     tokens: float | None  # completion tokens of a cell, median over its cells
     verdicts: list[Verdict] = []  # against the baseline, or of a part of a mix against the same load alone
     baseline: bool
-    against: str = ""  # the other side of the verdicts, if it is not the run's baseline
+    against: str = ""  # the other side of the verdicts, where it is not the baseline of all rows
     answers: SameAnswers | None = None  # of the row's server
     rate_mark: str = ""  # set if the rate is defined otherwise than in the first row
 
@@ -75,7 +75,7 @@ def table_lines(summary: Summary, run: Run) -> list[TableLine]:
     against = {verdict.side: verdict.baseline for verdict in reversed(verdicts)}
     tokens = {cell.id: cell.numbers.output_tokens for cell in summary.cells}
     rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
-    lines = []
+    lines, several = [], len(set(against.values())) > 1
     for row, rate in zip(summary.rows, rates, strict=True):
         other = against.get(row.name)
         own = {v.metric: v for v in verdicts if (v.side, v.baseline) == (row.name, other)}
@@ -86,7 +86,7 @@ def table_lines(summary: Summary, run: Run) -> list[TableLine]:
                 tokens=median_of_known(map(tokens.get, row.cells)),
                 verdicts=list(own.values()),
                 baseline=row.name in baselines and not own,
-                against=other if own and other is not None and other != f"{base.server} / {of_base}" else "",
+                against=other if own and other and (several or other != f"{base.server} / {of_base}") else "",
                 answers=next((one for one in summary.same_answers if one.side == row.server), None),
                 rate_mark="" if rate == rates[0] else OTHERWISE,
             )
@@ -136,7 +136,8 @@ def _format_speedup(line: TableLine) -> str:
         return CellText("1", "baseline")
     if line.verdict is None or line.verdict.ratio is None:
         return units.NOTHING
-    against = f" of {line.against.removeprefix(f'{line.row.server} / ')}" if line.against else ""
+    against = line.against.removeprefix(f"{line.row.server} / ").removesuffix(f" / {line.row.load}")
+    against = f" of {against}" if against else ""
     return CellText(f"{line.metric}{units.factor(line.verdict.ratio)}×{against}", format_interval(line.verdict))
 
 
