@@ -33,7 +33,7 @@ COMMANDS = {  # in the order of use
 NEEDS = {
     "metrics_url": "url", "ca": "url", "api_key_env": "url", "bind": "workers", "about": "baseline",
     "every": "times",
-    "free": "total", "total": "free", "active_params": "params", "bits": "params", "image": "measure",
+    "free": "total", "total": "free", "image": "measure",
 }  # fmt: skip
 EXCLUDES = {
     "resume": ("scenario", "model", "repeats", "checks", "workers", "bind", "times", "goal", "load", "server"),

@@ -77,7 +77,7 @@ def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
             return folder
     raise HarnessError(
         f"there is no config.json of '{name[:100]}', neither as a folder nor in {cache}",
-        next_step="Give the model's folder, a GGUF file, or `--params 14B --bits 16`; nothing is downloaded here.",
+        next_step="Give the model's folder, a GGUF file, or a size such as 14B; nothing is downloaded here.",
     )
 
 

@@ -13,11 +13,17 @@ from harness.cli import common as cli
 def expect(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="A model's folder, a hub id in this machine's cache, or a GGUF file."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A size (14B, 30B-A3B), a model's folder, a hub id in this machine's cache, or a GGUF file.",
+        ),
     ] = None,
-    params: Annotated[str | None, cli.option("N", "Instead of a model: its parameters, such as 14B.")] = None,
-    bits: Annotated[str, cli.option("TYPE", "With --params: 16, 8 or 4 bit, or FP8, AWQ, Q4_K_M, Q8_0, MXFP4.")] = "16",
-    active_params: Annotated[str | None, cli.option("N", "With --params: those of one token, such as 3B.")] = None,
+    params: Annotated[str | None, cli.option("N", "As a size for MODEL: its parameters, such as 14B.")] = None,
+    bits: Annotated[
+        str | None,
+        cli.option("TYPE", "With a size: 16 (the default), 8 or 4 bit, or FP8, AWQ, Q4_K_M, Q8_0, MXFP4."),
+    ] = None,
+    active_params: Annotated[str | None, cli.option("N", "With a size: those of one token, such as 3B.")] = None,
     gpu: Annotated[str | None, cli.option("NAME", "Another GPU: 7900 XTX, Strix Halo, MI300X, gfx1151.")] = None,
     bandwidth: Annotated[
         float | None, cli.option("GB/S", "Another memory bandwidth.", min=0.1, max=1e6, callback=cli.check_finite)

@@ -53,7 +53,7 @@ class Question(Struct, frozen=True, kw_only=True):
     model: str | None = None
     params: str | None = None  # such as 14B, as of `active_params`
     active_params: str | None = None
-    bits: str = "16"  # or the name of a type of weights
+    bits: str | None = None  # of a size: 16, or the name of a type of weights
     gpu: str | None = None
     bandwidth_gb_s: float | None = None
     gpus: int = 1
@@ -214,7 +214,7 @@ def _sentence_without_size(question: Question, gpu: GpuSpec, shape: ModelShape |
     known = f"{reads}{figures(gpu.bandwidth_gb_s)} GB/s."
     if shape is None:
         return f"{known} Give a model for its speed."
-    by_hand = "Give its parameters by hand: --params 14B --bits 16."
+    by_hand = "Give its size instead: `harness expect 14B --bits 16`."
     return f"{shape.name}: its speed is not known: {shape.unsized}. {by_hand} {known}"
 
 

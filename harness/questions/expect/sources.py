@@ -1,9 +1,11 @@
 """Where the model and the hardware of the question are known from: options, the model's files, and this machine."""
 
+import re
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
 from harness.base.units import GIB, figures
 from harness.hardware.bandwidth import read_measured
@@ -29,6 +31,7 @@ def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | No
     Raises HarnessError for an unknown GPU, for a model that cannot be read, and where neither is known.
     """
     require_known_dtype(question.kv_cache_dtype)
+    question = _with_size(question)
     shape = _read_shape(question)
     return expectation(question, shape, _read_hardware(question, root, measured_gb_s))
 
@@ -42,9 +45,46 @@ def _read_hardware(question: Question, root: Path, measured_gb_s: float | None) 
     return Hardware(gpu, source, pools, memory, measured_gb_s)
 
 
+_SIZE = r"(\d{1,5}(?:\.\d{1,3})?[bmt])(?:-a(\d{1,5}(?:\.\d{1,3})?[bmt]))?"  # 14B, or 30B-A3B of a mixture of experts
+
+
+def _with_size(question: Question) -> Question:
+    """Return the question with `params` where a size is given as the model. A folder of that name is a model."""
+    name = question.model or ""
+    size = re.fullmatch(_SIZE, name, re.IGNORECASE)
+    if size is None or Path(name).exists():
+        return question
+    return replace(question, model=None, params=size[1], active_params=question.active_params or size[2])
+
+
+def _find_model(name: str) -> Path:
+    """Return a model's folder or file; one that is not here, whose name has its size, can be asked for by that."""
+    try:
+        return find_model(name)
+    except HarnessError as error:
+        size = re.search(rf"(?<![0-9a-z.]){_SIZE}(?![0-9a-z])", name[:200], re.IGNORECASE)
+        if size is None:
+            raise
+        by_size = command_line("harness", "expect", size[0], "--bits", 4)
+        raise HarnessError(
+            error.what,
+            next_step=f"Give its folder or a GGUF file (nothing is downloaded here), or ask by its size: {by_size}",
+        ) from None
+
+
+def _refuse_without_size(question: Question) -> None:
+    for option, value in (("--bits", question.bits), ("--active-params", question.active_params)):
+        if value is not None and question.params is None:
+            why = "no model is given" if question.model is None else f"{question.model[:100]} is a model with files"
+            raise HarnessError(
+                f"{option} goes with a size, and {why}", next_step="Leave it out, or give a size: harness expect 14B"
+            )
+
+
 def _read_shape(question: Question) -> ModelShape | None:
+    _refuse_without_size(question)
     if question.model is not None:
-        path = find_model(question.model)
+        path = _find_model(question.model)
         return read_model(path, None if Path(question.model).expanduser().exists() else question.model)
     if question.params is None:
         return None
@@ -55,8 +95,10 @@ def _read_shape(question: Question) -> ModelShape | None:
             f"--active-params: {question.active_params} are more than all parameters ({question.params})",
             next_step="Give those of one token, as 3B of 30B.",
         )
-    per_param, number_bits = parse_bits(question.bits)
-    name = f"{question.params} at {question.bits}{' bit' if question.bits.isdigit() else ''}"
+    bits = question.bits or "16"
+    per_param, number_bits = parse_bits(bits)
+    size_name = question.params if question.active_params is None else f"{question.params}-A{question.active_params}"
+    name = f"{size_name.upper()} at {bits}{' bit' if bits.isdigit() else ''}"
     size = ModelSize(
         name=name,
         weights_bytes=params * per_param,

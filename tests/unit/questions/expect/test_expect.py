@@ -72,6 +72,22 @@ def test_a_model_by_hand(tmp_path: Path, bits: str, tok_s: float, word: str | No
     assert "gfx1151 is taken for Radeon 8060S" in (found.bandwidth_source or "")
 
 
+@pytest.mark.parametrize(
+    ("given", "params", "active"),
+    [("14B", "14B", None), ("0.6b", "0.6b", None), ("30B-A3B", "30B", "3B"), ("500m", "500m", None)],
+)
+def test_a_size_is_enough_for_a_model(tmp_path: Path, given: str, params: str, active: str | None) -> None:
+    by_hand = answer(Question(params=params, active_params=active, gpu="gfx1151"), tmp_path)
+    assert answer(Question(model=given, gpu="gfx1151"), tmp_path) == by_hand
+    assert by_hand.sentence.startswith(f"{given.upper()} at 16 bit on ")
+
+
+def test_a_folder_whose_name_is_a_size_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model(tmp_path / "14B", {"model_type": "new"})
+    monkeypatch.chdir(tmp_path)
+    assert answer(Question(model="14B", gpu="gfx1151"), tmp_path).one_user_max_tok_s is None
+
+
 def test_a_slow_speed_says_what_may_be_wrong(tmp_path: Path) -> None:
     found = answer(Question(params="14B", bits="4", gpu="gfx1151", measured_tok_s=5.6), tmp_path)
     assert found.sentence.startswith("5.6 tok/s is slow for 14B at 4 bit on Radeon 8060S: 17 % of at most 33.2 tok/s (")
@@ -83,7 +99,7 @@ def test_a_model_whose_size_is_not_known(tmp_path: Path) -> None:
     folder = model(tmp_path / "m", {"model_type": "new"})
     found = answer(Question(model=str(folder), gpu="gfx1151"), tmp_path)
     assert found.one_user_max_tok_s is None
-    assert found.sentence.startswith("m: its speed is not known: ") and "--params" in found.sentence
+    assert found.sentence.startswith("m: its speed is not known: ") and "harness expect 14B" in found.sentence
 
 
 def test_experts_of_many_users(tmp_path: Path) -> None:
@@ -328,7 +344,10 @@ FREE, TOTAL = ["--free", "76.45"], ["--total", "96"]
         ([*FREE, *TOTAL, "--kv-cache-dtype", "fp9"], "--kv-cache-dtype: 'fp9' is not known here; did you mean 'fp8'?"),
         (FREE, "--free needs --total"),
         (["m", "--params", "1B"], "--params does not go with"),
-        (["--bits", "4"], "--bits needs --params"),
+        (["--bits", "4"], "--bits goes with a size"),
+        (["m", "--active-params", "1B"], "--active-params goes with a size"),
+        (["14B", "--params", "1B"], "--params does not go with"),
+        (["acme/Big-30B-A3B"], "there is no config.json of 'acme/Big-30B-A3B'"),
         (["--params", "1B", "--bits", "5"], "--bits: '5' is no type of weights"),
         (["--params", "1B", "--active-params", "2B"], "--active-params: "),
         (["--params", "1B", "--gpu", "RTX 4090"], "--gpu: 'RTX 4090' is not in the table"),
@@ -343,6 +362,16 @@ def test_questions_that_cannot_be_meant(tmp_path: Path, given: list[str], what: 
     done = harness("expect", *given, cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert what in done.err.splitlines()[0]
+
+
+def test_a_model_that_is_not_here_can_be_asked_for_by_its_size(tmp_path: Path) -> None:
+    for name, size in (("acme/Big-30B-A3B-Instruct", "30B-A3B"), ("Qwen3-0.6B", "0.6B"), ("a/v2.5-14b-gguf", "14b")):
+        with pytest.raises(HarnessError) as caught:
+            answer(Question(model=name, gpu="gfx1151"), tmp_path)
+        assert f"harness expect {size} --bits 4" in caught.value.next_step
+    with pytest.raises(HarnessError) as caught:
+        answer(Question(model="gpt-oss", gpu="gfx1151"), tmp_path)
+    assert "--bits" not in caught.value.next_step
 
 
 MIXTURE = QWEN25_14B | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
