@@ -6,8 +6,14 @@ It imports the rest after it has set the signal handlers: the imports take up to
 import os
 import sys
 
-from harness.base.errors import INTERRUPTED, ExitCode, HarnessError
-from harness.base.process import end_when_deaf, open_closed_streams, refuse_too_little_memory, signals_interrupt
+from harness.base.errors import ExitCode, HarnessError
+from harness.base.process import (
+    end_when_deaf,
+    open_closed_streams,
+    refuse_too_little_memory,
+    say_interrupted,
+    signals_interrupt,
+)
 
 
 def main() -> None:
@@ -26,7 +32,7 @@ def main() -> None:
 
             run_command()
     except KeyboardInterrupt:
-        print(INTERRUPTED, file=sys.stderr)
+        say_interrupted()
         sys.exit(ExitCode.INTERRUPTED)
 
 

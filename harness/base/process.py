@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import psutil
 
-from harness.base.errors import HarnessError
+from harness.base.errors import INTERRUPTED, HarnessError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ORPHAN_GRACE_S = 10  # for a child to end by itself when this process has died
@@ -256,9 +256,18 @@ def signals_interrupt() -> Iterator[None]:
         yield
     finally:
         for number in replaced:
-            signal.signal(number, before[number])
+            if signal.getsignal(number) is interrupt:  # else the end is said already
+                signal.signal(number, before[number])
         if replaced:
             sys.unraisablehook = report
+
+
+def say_interrupted() -> None:
+    """Say once that all is torn down: what is pressed from now on has nothing left to stop."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, *STOP_SIGNALS):
+            signal.signal(number, signal.SIG_IGN)
+    print(INTERRUPTED, file=sys.stderr)
 
 
 def pause(seconds: float) -> None:

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from harness import __version__
-from harness.base.errors import INTERRUPTED, ExitCode, HarnessError, reason_of
+from harness.base.errors import ExitCode, HarnessError, reason_of
+from harness.base.process import say_interrupted
 from harness.base.redact import masked
 from harness.cli import actions, stored, tools
 from harness.cli.common import (
@@ -83,7 +84,7 @@ def main() -> None:
             print_error(usage_error(error, getattr(error, "ctx", None)))
         code = ExitCode.USAGE
     except (KeyboardInterrupt, typer.Abort):
-        print(INTERRUPTED, file=sys.stderr)
+        say_interrupted()
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
         mute_stdout()

@@ -41,7 +41,6 @@ EXCLUDES = {
     "user": ("scenario",),
     "across": ("against", "about"),
     "history": ("against", "about", "across", "checks"),
-    "params": ("model",),
     "measure": ("gpu", "bandwidth", "root"),
 }  # fmt: skip
 _JUNIT_CASES = {  # group and name of the case in the JUnit output of a command that failed

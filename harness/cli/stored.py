@@ -121,12 +121,6 @@ def _runs_page(listed: list[dict[str, Any]], runs: Path) -> "list[Element]":
     return [plain_grid(["Run", "Started", "Cells", "Status"], rows)]  # the run's id has the scenario's name
 
 
-def _scenarios_page(listed: list[dict[str, str]]) -> "list[Element]":
-    from harness.report.elements import Bullet, Bullets
-
-    return [Bullets([Bullet(row["question"], code=row["path"]) for row in listed])]
-
-
 @cli.command("list", short_help="List the scenarios that ship and the runs.")
 def list_(
     what: Annotated[
@@ -135,32 +129,25 @@ def list_(
     runs: cli.RunsDir = cli.RUNS,
     as_json: cli.JsonOpt = False,
 ) -> None:
-    """List the scenarios that ship, each with its question, and the runs with their verdict, the newest last."""
+    """List the scenarios that ship by question, with what each needs and how long it takes (without downloads), and the
+    runs with their verdict, the newest last.
+    """
+    from harness.questions.shipped import scenarios_page, shipped_scenarios
     from harness.report.elements import Paragraph
     from harness.report.terminal import print_page
 
     lists: dict[str, Any] = {}
     if what != "runs":
-        lists["scenarios"] = _shipped_scenarios()
+        lists["scenarios"] = shipped_scenarios()
     if what != "scenarios":
         lists["runs"] = _list_runs(runs)
     if as_json:
         cli.print_json(lists if what is None else lists[what])
         return
-    pages = []
-    if "scenarios" in lists:
-        pages.append((Paragraph("Scenarios", "heading"), _scenarios_page(lists["scenarios"])))
+    page: list[Element] = scenarios_page(lists["scenarios"]) if "scenarios" in lists else []
     if "runs" in lists:
-        pages.append((Paragraph("Runs", "heading"), _runs_page(lists["runs"], runs)))
-    print_page([part for head, page in pages for part in ([head] * (what is None) + page)], cli.console())
-
-
-def _shipped_scenarios() -> list[dict[str, str]]:
-    from harness.base.files import ROOT, SCENARIOS
-    from harness.scenario.file import load_scenario
-
-    shipped = [(path, " ".join(load_scenario(path).question.split())) for path in sorted(SCENARIOS.glob("*.yaml"))]
-    return [{"name": path.stem, "path": str(path.relative_to(ROOT)), "question": text} for path, text in shipped]
+        page += [*([Paragraph("Runs", "heading")] if page else []), *_runs_page(lists["runs"], runs)]
+    print_page(page, cli.console())
 
 
 @cli.command(short_help="Rank the results of machines, or file runs as results.")

@@ -107,5 +107,5 @@ def test_the_check_of_an_answer_ends(name: str) -> None:
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_options_take_finite_numbers(tmp_path: Path, value: str) -> None:
-    done = called("expect", "--params", "8B", "--free", value, "--total", "4", cwd=tmp_path)
+    done = called("expect", "8B", "--free", value, "--total", "4", cwd=tmp_path)
     assert done.code == 1 and "--free" in done.err

@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any
 
+import msgspec
 import typer
 
 from harness.base.files import ROOT
@@ -21,6 +22,7 @@ from harness.machine.findings import TOPICS, finding_kinds
 from harness.machine.gpus import STANDING_LABELS, read_gfx_table, support_columns
 from harness.numbers.summarize import read_summary
 from harness.questions.findings.decide import RULES
+from harness.questions.shipped import FACTS, look_at_scenarios
 from harness.records.manifest import read_run
 from harness.report import markdown
 from harness.report.elements import Grid
@@ -238,6 +240,13 @@ def made(page: str) -> str:
     return text
 
 
+def scenario_facts() -> str:
+    """The file with the facts of the scenarios that ship."""
+    listed = msgspec.json.format(msgspec.json.encode(list(look_at_scenarios())), indent=1)
+    return f"{listed.decode()}\n"
+
+
 if __name__ == "__main__":
+    FACTS.write_text(scenario_facts(), encoding="utf-8")
     for path in MADE:
         (ROOT / path).write_text(made(path), encoding="utf-8")

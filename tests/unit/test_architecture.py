@@ -63,6 +63,7 @@ BETWEEN: dict[tuple[str, str], str] = {
     ("history", "compare"): "each run is compared with the earlier ones",
     ("quick", "findings"): "its page says why it is slow",
     ("results", "compare"): "runs are ranked by their verdicts",
+    ("shipped", "check"): "how long a scenario takes",
     ("tune", "capacity"): "the goal may be the users that are held",
     ("tune", "findings"): "a finding says what to try next",
     ("tune", "same_answers"): "settings may change the answers",

@@ -216,7 +216,7 @@ def test_a_value_is_one_argument(
             count += 1
             called = pasted(command)
             given = {decoded(argument) for words in called for argument in words}
-            assert any(expected in one for one in given) or "--params" in given, (command, called)
+            assert any(expected in one for one in given) or "SIZE" in given, (command, called)
             for row in fold_command(command, 20):  # as a narrow terminal shows it
                 assert row.isprintable()
             assert pasted("\n".join(fold_command(command, 20))) == called
@@ -375,7 +375,7 @@ def quick_at_its_end(folder: Path, word: str) -> Printed:
     given = ["--model", word, "--api-key-env", "KEY", "--ca", path, "--runs", path]
     return text, [
         ["harness", "capacity", "--url", url, *given],
-        ["harness", "expect", "--params", "SIZE", "--gpu", "NAME", "--measured", "5"],
+        ["harness", "expect", "SIZE", "--gpu", "NAME", "--measured", "5"],
         ["harness", "live", "--url", url, *given],
         ["harness", "quick", url, *given],
         ["harness", "compare", word, "last", "--runs", path],

@@ -18,11 +18,7 @@ def expect(
             help="A size (14B, 30B-A3B), a model's folder, a hub id in this machine's cache, or a GGUF file.",
         ),
     ] = None,
-    params: Annotated[str | None, cli.option("N", "As a size for MODEL: its parameters, such as 14B.")] = None,
-    bits: Annotated[
-        str | None,
-        cli.option("TYPE", "With a size: 16 (the default), 8 or 4 bit, or FP8, AWQ, Q4_K_M, Q8_0, MXFP4."),
-    ] = None,
+    bits: Annotated[str | None, cli.option("TYPE", "With a size: 16 (default), 8, 4, FP8, AWQ, Q4_K_M, Q8_0.")] = None,
     active_params: Annotated[str | None, cli.option("N", "With a size: those of one token, such as 3B.")] = None,
     gpu: Annotated[str | None, cli.option("NAME", "Another GPU: 7900 XTX, Strix Halo, MI300X, gfx1151.")] = None,
     bandwidth: Annotated[
@@ -57,7 +53,6 @@ def expect(
 
     question = decide.Question(
         model=model,
-        params=params,
         active_params=active_params,
         bits=bits,
         gpu=gpu,
@@ -70,10 +65,7 @@ def expect(
         memory_gib=None if free is None or total is None else (free, total),
     )
     found = sources.answer(question, root, _measure_bandwidth(image) if measure else None)
-    if as_json:
-        cli.print_json(found)
-    else:
-        print_page(expect_page(found), cli.console())
+    cli.print_json(found) if as_json else print_page(expect_page(found), cli.console())
     if found.fits is False:
         raise typer.Exit(ExitCode.FAILED)
 

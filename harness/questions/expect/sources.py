@@ -88,7 +88,7 @@ def _read_shape(question: Question) -> ModelShape | None:
         return read_model(path, None if Path(question.model).expanduser().exists() else question.model)
     if question.params is None:
         return None
-    params = parse_params("--params", question.params)
+    params = parse_params("MODEL", question.params)
     active = params if question.active_params is None else parse_params("--active-params", question.active_params)
     if active > params:
         raise HarnessError(

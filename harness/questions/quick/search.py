@@ -269,7 +269,7 @@ def next_commands(
         command_line("harness", "live", "--url", url, *given): "its numbers under a load that you set in the browser"
     }
     if measured:
-        normal = command_line("harness", "expect", "--params", "SIZE", "--gpu", "NAME", *measured)
+        normal = command_line("harness", "expect", "SIZE", "--gpu", "NAME", *measured)
         more = {normal: "whether that is normal, by the model's size (14B) and its GPU (7900 XTX)"} | more
     with suppress(HarnessError):
         read_model(find_model(run.scenario.model))  # the name that a server gives its model is often no model here

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from harness.base import process
+from harness.base.errors import INTERRUPTED
 from tests.support import prefork
 from tests.support.command import PATIENCE_S
 from tests.support.faults import fault
@@ -270,3 +271,28 @@ def test_a_process_that_hears_its_signals_is_not_killed() -> None:
         time.sleep(process.UNHEARD_S + 1.0)
         assert hears.poll() is None
         hears.kill()
+
+
+SAYS_IT = """
+import os, signal, sys
+from harness.base.process import say_interrupted, signals_interrupt
+try:
+    with signals_interrupt():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+        except KeyboardInterrupt:
+            say_interrupted()
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    say_interrupted()
+sys.exit(130)
+"""
+
+
+def test_the_end_of_an_interrupt_is_said_once() -> None:
+    """Also where Ctrl-C is pressed again after it."""
+    done = subprocess.run([sys.executable, "-c", SAYS_IT], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (130, f"{INTERRUPTED}\n")

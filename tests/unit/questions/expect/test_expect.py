@@ -132,7 +132,7 @@ def test_the_share_in_the_sentence_is_the_one_of_its_word(
 
 
 def test_what_fits_without_a_cache_is_the_weights(tmp_path: Path) -> None:
-    """The size of the cache is not known from --params: nothing is said of its fit, and the context is not dropped."""
+    """The size of the cache is not known from a size: nothing is said of its fit, and the context is not dropped."""
     by_hand = answer(Question(params="14B", bits="8", gpu="7900 XTX", users=8, context=32768), tmp_path)
     assert "without the KV cache of 32,768 tokens, which is not known" in by_hand.sentence
     assert any(line.startswith("weights fit") for line in printed_lines(expect_page(by_hand)))
@@ -272,13 +272,13 @@ def test_the_share_of_the_measured_bandwidth(tmp_path: Path) -> None:
 
 
 def test_the_cpu_is_measured_where_there_is_no_gpu(tmp_path: Path) -> None:
-    done = harness("expect", "--params", "1B", "--bits", "8", "--measure", "--json", cwd=tmp_path)
+    done = harness("expect", "1B", "--bits", "8", "--measure", "--json", cwd=tmp_path)
     page = json.loads(done.out)
     gb_s = page["measured_bandwidth_gb_s"]
     assert 0.5 < gb_s < 5000
     assert (page["one_user_max_tok_s"], page["bandwidth_source"]) == (pytest.approx(gb_s), "measured")
     assert read_measured() == gb_s
-    kept = json.loads(harness("expect", "--params", "1B", "--bits", "8", "--json", cwd=tmp_path).out)
+    kept = json.loads(harness("expect", "1B", "--bits", "8", "--json", cwd=tmp_path).out)
     assert kept["one_user_max_tok_s"] == page["one_user_max_tok_s"]
 
 
@@ -286,7 +286,7 @@ def test_the_cpu_is_measured_where_there_is_no_gpu(tmp_path: Path) -> None:
     ("given", "params"), [("14B", 14e9), ("0.6b", 0.6e9), ("500M", 5e8), ("1e9", 1e9), ("1T", 1e12)]
 )
 def test_parameters(given: str, params: float) -> None:
-    assert parse_params("--params", given) == params
+    assert parse_params("MODEL", given) == params
 
 
 def test_tokens_have_a_suffix() -> None:
@@ -298,8 +298,8 @@ def test_tokens_have_a_suffix() -> None:
 
 @pytest.mark.parametrize("given", ["", "B", "-1B", "14G", "nan", "infB", "1e99", "0", "x" * 9999, "1_0B", "١B"])
 def test_no_parameters(given: str) -> None:
-    with pytest.raises(HarnessError, match="--params: "):
-        parse_params("--params", given)
+    with pytest.raises(HarnessError, match="MODEL: "):
+        parse_params("MODEL", given)
 
 
 @pytest.mark.parametrize(
@@ -343,19 +343,17 @@ FREE, TOTAL = ["--free", "76.45"], ["--total", "96"]
         (["--free", "1", "--total", "inf"], "--total': a finite number is expected, got inf"),
         ([*FREE, *TOTAL, "--kv-cache-dtype", "fp9"], "--kv-cache-dtype: 'fp9' is not known here; did you mean 'fp8'?"),
         (FREE, "--free needs --total"),
-        (["m", "--params", "1B"], "--params does not go with"),
         (["--bits", "4"], "--bits goes with a size"),
         (["m", "--active-params", "1B"], "--active-params goes with a size"),
-        (["14B", "--params", "1B"], "--params does not go with"),
         (["acme/Big-30B-A3B"], "there is no config.json of 'acme/Big-30B-A3B'"),
-        (["--params", "1B", "--bits", "5"], "--bits: '5' is no type of weights"),
-        (["--params", "1B", "--active-params", "2B"], "--active-params: "),
-        (["--params", "1B", "--gpu", "RTX 4090"], "--gpu: 'RTX 4090' is not in the table"),
-        (["--params", "1B", "--gpu", "MI300X", "--measure"], "--measure does not go with"),
+        (["1B", "--bits", "5"], "--bits: '5' is no type of weights"),
+        (["1B", "--active-params", "2B"], "--active-params: "),
+        (["1B", "--gpu", "RTX 4090"], "--gpu: 'RTX 4090' is not in the table"),
+        (["1B", "--gpu", "MI300X", "--measure"], "--measure does not go with"),
         (["absent.gguf"], "absent.gguf: there is no such file"),
         (["absent/model"], "there is no config.json of 'absent/model'"),
-        (["--params", "1B", "--gpu", "MI300X", "--measured", "nan"], "--measured"),
-        (["--params", "1B", "--bandwidth", "0"], "--bandwidth"),
+        (["1B", "--gpu", "MI300X", "--measured", "nan"], "--measured"),
+        (["1B", "--bandwidth", "0"], "--bandwidth"),
     ],
 )
 def test_questions_that_cannot_be_meant(tmp_path: Path, given: list[str], what: str) -> None:

@@ -150,7 +150,7 @@ def test_the_next_commands_work_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = next_commands(run, "http://127.0.0.1:8000", 8.0, {"--model": "two", "--api-key-env": None})
     assert [one.split()[1] for one in made] == ["capacity", "expect", "live", "quick"]
     expect = next(one for one in made if " expect " in one)
-    assert expect == "harness expect --params SIZE --gpu NAME --measured 8"
+    assert expect == "harness expect SIZE --gpu NAME --measured 8"
     others = made.keys() - {expect}
     assert all("http://127.0.0.1:8000 --model two" in one and "--api-key-env" not in one for one in others)
     folder = tmp_path / f"models--{run.scenario.model.replace('/', '--')}" / "snapshots" / "a"
