@@ -36,7 +36,8 @@ NEEDS = {
     "free": "total", "total": "free", "image": "measure",
 }  # fmt: skip
 EXCLUDES = {
-    "resume": ("scenario", "model", "repeats", "checks", "workers", "bind", "times", "goal", "load", "server"),
+    "resume": ("scenario", "model", "repeats", "checks", "workers", "bind", "times", "goal", "load", "server",
+        "finding", "keep"),
     "api_key_env": ("scenario",),
     "user": ("scenario",),
     "across": ("against", "about"),

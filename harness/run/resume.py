@@ -108,6 +108,14 @@ def recorded_experiment(folder: Path, target: Target | None = None) -> Experimen
     return replace(experiment, path=path) if path.is_file() else experiment
 
 
+def experiment_again(folder: Path, target: Target | None = None) -> Experiment:
+    """Return the experiment of a run as it was prepared, to measure it anew. Raises HarnessError."""
+    inputs = _read_inputs(folder)
+    experiment = _recorded_experiment(read_run(folder), folder, inputs, target)
+    path = Path(inputs.scenario)  # names the runs that follow
+    return replace(experiment, path=path) if path.is_file() else experiment
+
+
 def _refuse_changes(
     folder: Path, run: Run, experiment: Experiment, inputs: Inputs, anew: str = "harness run SCENARIO"
 ) -> None:

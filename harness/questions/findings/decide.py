@@ -1,9 +1,10 @@
 """Finds why a run is slower than it could be: the rules of the topics, ranked by what they cost."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
+from harness.base.command_line import command_line
 from harness.base.reason import Reason, because
 from harness.base.units import figures
 from harness.hardware.bounds import Share, Word, prefill_bound, share
@@ -36,7 +37,27 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
     for one in [*filter(None, map(bad_answers.users_unserved.finding, silent)), *_of_rows(rows)]:
         found.setdefault(one.code, []).append(one)
     ranked = [replace(alike[0], rows=[one.rows[0] for one in alike]) for alike in found.values()]
-    return _with_same_costs(ranked[:MAX_FINDINGS])
+    return _with_trials(_with_same_costs(ranked[:MAX_FINDINGS]), {row.name: row for row in rows})
+
+
+def _with_trials(findings: list[RunFinding], rows: Mapping[str, RowFacts]) -> list[RunFinding]:
+    """Return the findings, where the first settings that each advises are verified by `harness tune RUN`.
+
+    It tries the worst finding's, another one's by its code.
+    """
+    tried = list[RunFinding]()
+    for finding in findings:
+        row = rows.get(finding.rows[0])
+        place = next((place for place, action in enumerate(finding.actions) if action.changes), None)
+        if row is not None and place is not None and row.can_try(finding.actions[place].changes):
+            is_worst = not any(action.changes for earlier in tried for action in earlier.actions)
+            code = [] if is_worst else ["--finding", finding.code]
+            command = command_line("harness", "tune", row.data.run.id, *code)
+            actions = [*finding.actions]
+            actions[place] = replace(actions[place], verify=command)
+            finding = replace(finding, actions=actions)
+        tried.append(finding)
+    return tried
 
 
 def _row_facts(data: RunData, summary: Summary) -> list[RowFacts]:

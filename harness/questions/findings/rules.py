@@ -309,6 +309,14 @@ class RowFacts(Struct, frozen=True, dict=True):
         settings = {"the scenario": "warmup: {until: steady}"}
         return self.action(do, settings=settings, gain=gain, risk="the run takes longer")
 
+    def can_try(self, changes: dict[str, Any]) -> bool:
+        """Whether `harness tune RUN` can try these settings: it can start the server again, or set the running one."""
+        if self.engine is None or self.front is None or not (self.data.folder / INPUTS).exists():
+            return False
+        tuned = [spelled.tune for name in changes if (spelled := self.engine.settings.get(name)) is not None]
+        is_settable = self.served.template is not None or self.front.options is not None
+        return is_settable and any(tune is not None and not tune.answers for tune in tuned)
+
     def verify(self, about: str) -> str:
         """The commands that measure the same again and compare. `about`: the key in which the runs will differ."""
         run = self.data.run

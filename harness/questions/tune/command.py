@@ -1,5 +1,6 @@
 """`harness tune`: the settings found, tested, and verified on new prompts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,10 +10,21 @@ from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
 if TYPE_CHECKING:
-    from harness.questions.tune.record import TuneReport
+    from harness.questions.tune.record import Goal, TuneQuestion, TuneReport
+    from harness.run.experiment import Experiment, Target
 
+ScenarioOrRun = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="SCENARIO|RUN",
+        help="A scenario, whose server's settings are searched; or a run or `last`: what its worst finding advises is "
+        "tried against what was.",
+        autocompletion=cli.complete_scenario,
+    ),
+]
 GoalOpt = Annotated[
-    Literal["throughput", "latency", "goodput", "users", "energy"], cli.option(None, "What to improve.", "--for")
+    Literal["throughput", "latency", "goodput", "users", "energy"] | None,
+    cli.option(None, "What to improve (default: throughput).", "--for"),
 ]
 SlosOpt = Annotated[
     list[str] | None,
@@ -30,8 +42,8 @@ ResumeOpt = Annotated[Path | None, cli.option("RUN", "Go on with a search or its
 
 @cli.command(short_help="Find better settings of a server, and verify them.")
 def tune(
-    scenario: cli.OptionalScenario = None,
-    goal: GoalOpt = "throughput",
+    scenario: ScenarioOrRun = None,
+    goal: GoalOpt = None,
     load: Annotated[str | None, cli.option("NAME", "Tune for this load (default: all loads together).")] = None,
     server: cli.ServerOpt = None,
     checks: SlosOpt = None,
@@ -48,15 +60,20 @@ def tune(
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
+    finding: Annotated[str | None, cli.option("CODE", "With RUN: another finding than the worst one.")] = None,
+    keep: Annotated[
+        bool, cli.flag("--keep", "Leave a running server with the settings that are proven to be better.")
+    ] = False,
     resume: ResumeOpt = None,
     as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Find settings of a server that are better than its own, start by start, and verify the best on new prompts.
 
-    With --url those of a running Lemonade, by its API; its files stay as they are. Exit code 0: set these, or keep the
-    default. 2: no settings start. 3: none gave a result (a server that starts may die under the load), or the proof is
-    INVALID. 5: inconclusive.
+    `harness tune last` does not search: it tries what the last run's worst finding advises, in minutes. A running
+    Lemonade is set by its API, and has its own settings back at the end. Exit code 0: set these, or keep the default.
+    2: no settings start. 3: none gave a result (a server that starts may die under the load), or the proof is INVALID.
+    5: inconclusive.
     """
     from msgspec.structs import replace
 
@@ -65,7 +82,6 @@ def tune(
     from harness.questions.tune.page import tune_page
     from harness.questions.tune.record import flat_keys
     from harness.report import terminal
-    from harness.run.running_server import prepare_for
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     progress, target = cli.make_progress(stderr=as_json), cli.make_target(url, ca=ca)
@@ -73,19 +89,64 @@ def tune(
         folder = cli.find_run(resume, runs)
         report = tuning.resume_tune(folder, folder.resolve().parent, progress, target, budget_s)  # where its proof is
     elif scenario is None:
-        raise HarnessError("no scenario", next_step="Give a scenario, or --resume RUN.")
+        raise HarnessError("no scenario", next_step="Give a scenario, a run, or --resume RUN.")
     else:
-        experiment = prepare_for(scenario, target, model, progress.line)
-        experiment, question = tuning.define_tune(
-            experiment, goal, load, server, checks or [], budget_s or DEFAULT_BUDGET_S
-        )
-        folder, report = tuning.tune(experiment, replace(question, same_answers=same_answers), runs, progress)
+        asked = (goal, checks or [], budget_s or DEFAULT_BUDGET_S)
+        if (of_run := _run_folder(scenario, runs)) is not None:
+            _refuse({"--load": load, "--server": server, "--model": model}, f"{scenario} is a run, which has it")
+            experiment, question = _try_advice(of_run, target, finding, *asked)
+        else:
+            _refuse({"--finding": finding}, f"{scenario} is a scenario, and has no findings")
+            experiment, question = _search(scenario, target, model, load, server, *asked, say=progress.line)
+        if keep and experiment.target is None:
+            raise HarnessError(
+                "--keep: the server is started for this, and removed at the end", next_step="Leave it out."
+            )
+        question = replace(question, same_answers=same_answers)
+        folder, report = tuning.tune(experiment, question, runs, progress, keep=keep)
     if as_json:
         cli.print_json(flat_keys(report))
     else:
         terminal.print_page(tune_page(report), cli.console())
         cli.console().print(f"{folder / 'report.html'}")
     exit_after_tune(report)
+
+
+def _run_folder(given: Path, runs: Path) -> Path | None:
+    """The run that is meant; None: a scenario is."""
+    is_run = str(given) == cli.LAST or any((folder / "run.json").exists() for folder in (given, runs / given))
+    return cli.find_run(given, runs) if is_run else None
+
+
+def _refuse(options: dict[str, str | None], why: str) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise HarnessError(f"{option}: {why}", next_step="Leave it out.")
+
+
+def _try_advice(
+    folder: Path, target: "Target | None", finding: str | None, goal: "Goal | None", slos: list[str], budget_s: float
+) -> "tuple[Experiment, TuneQuestion]":
+    from harness.questions.joint import analyse_with_findings
+    from harness.questions.tune import search as tuning
+    from harness.questions.tune.advised import read_advice
+    from harness.records.manifest import read_run
+    from harness.run.resume import experiment_again
+
+    run = read_run(folder)
+    advice = read_advice(folder, run, analyse_with_findings(folder), finding)
+    return tuning.define_trial(experiment_again(folder, target), run, advice, goal, slos, budget_s)
+
+
+def _search(
+    scenario: Path, target: "Target | None", model: str | None, load: str | None, server: str | None,
+    goal: "Goal | None", slos: list[str], budget_s: float, *, say: Callable[[str], None],
+) -> "tuple[Experiment, TuneQuestion]":  # fmt: skip
+    from harness.questions.tune import search as tuning
+    from harness.run.running_server import prepare_for
+
+    experiment = prepare_for(cli.find_scenario(scenario) or scenario, target, model, say)
+    return tuning.define_tune(experiment, goal or "throughput", load, server, slos, budget_s)
 
 
 def exit_after_tune(report: "TuneReport") -> None:

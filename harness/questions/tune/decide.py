@@ -467,6 +467,18 @@ def _suggested(search: Search, trials: Sequence[Trial], suggestions: Sequence[Su
     return None
 
 
+def next_advised(search: Search, trials: Sequence[Trial], advised: Suggestion) -> Proposal | Reason:
+    """The next start where only what a finding advises is tried: the server as it is, then with that."""
+    if not trials:
+        return Proposal(settings={}, why="first")
+    if reference(trials) is None:
+        return because("tune_nothing_starts", "the server as it is gave no result", starts=len(trials))
+    if any(trial.settings for trial in trials):
+        return because("tune_tried", "what the finding advises was tried")
+    text = "what the finding advises cannot be tried here: tune does not know these settings, or memory forbids them"
+    return _suggested(search, trials, [advised]) or because("tune_not_allowed", text)
+
+
 def suggestions(findings: Sequence[RunFinding], slots: int | None = None) -> list[Suggestion]:
     """What findings advise, the worst first. `slots`: that share the context, which is advised for all together."""
     advised: list[Suggestion] = []

@@ -1,6 +1,7 @@
 """The page of `harness tune`: the answer, what to paste, the history, the picture."""
 
 import math
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,12 +58,16 @@ def answer_line(report: TuneReport) -> str:
     worse = [side for side in faster if side[2] is not None and side[2].word == "worse"]
     if proof.verdict == "set":
         same = [f"; {answers_text(answers)}" for settings, _, answers in proven if settings == proof.settings]
+        gain = ", ".join(filter(None, [gain, _values_text(report)]))
         why = f"{gain}, proven on new prompts" if gain else "the default gave no result"
         return f"Set {settings_to_set(proof)}: {why}{''.join(same)}"
     if proof.verdict == "keep" and worse:
         settings, verdict, answers = max(worse, key=lambda side: side[1].ratio or 0.0)
         gain = gain_text(report, verdict.ratio, verdict.low, verdict.high)
         return f"Keep the default: {format_settings(settings)} brings {gain}, but {answers_text(answers)}"
+    if proof.verdict == "keep" and report.question.advised:
+        advised = format_settings(report.question.spell(report.question.advised))
+        return f"Keep what is set: {advised} brings {gain or 'nothing'}, tried on new prompts"
     if proof.verdict == "keep":
         tried = len({msgspec.json.encode(trial.settings) for trial in trials}) - 1
         best, margin = f"; the best of them: {gain}" if gain else "", short_percent(MARGIN).replace(" ", "\u00a0")
@@ -105,6 +110,22 @@ def answers_text(answers: SameAnswers | None) -> str:
     words = {"same": "it answers the same", "worse": "it answers worse"}
     why = "" if answers.reason is None else f" ({sentence(answers.reason)})"
     return f"{words.get(answers.word, 'whether it answers the same is inconclusive')}: {points_text(answers)}{why}"
+
+
+def _values_text(report: TuneReport) -> str:
+    """The result with the settings of the answer and without: "435 instead of 167". Of several loads it is a mean, and
+    left out.
+    """
+    proof, units = report.proof, {"throughput": "tok/s", "latency": "s"}
+    sides = zip(proof.sides, proof.verdicts, strict=False)
+    values = next((verdict.values for settings, verdict in sides if settings == proof.settings), ([], []))
+    cells = next((start.cells for start in report.trials.starts if start.value is not None), [])
+    if report.question.goal not in units or len(cells) != 1 or not all(values):
+        return ""
+    side, base = (statistics.median(of_side) for of_side in values)
+    if report.question.goal == "latency":
+        side, base = 1 / side, 1 / base
+    return f"{figures(side)} instead of {figures(base)} {units[report.question.goal]}"
 
 
 def settings_to_set(proof: TuneProof) -> str:
@@ -166,6 +187,8 @@ def tune_elements(report: TuneReport) -> list[Element]:
     question, proof = report.question, report.proof
     slos = f" ({', '.join(question.slos)})" if question.slos else ""
     about = f"Searched for {GOALS[question.goal]}{slos}: "
+    if question.advised:
+        about = f"Tried what {question.finding} of {question.of_run} advises, for {GOALS[question.goal]}{slos}: "
     about += f"{count(report.start_count, 'start')} in {duration(report.spent_s)}"
     about += f", {count(proof.blocks, 'block')} of them for the proof on new prompts" if proof.blocks else ""
     if proof.run is not None:

@@ -61,7 +61,8 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
         begun = len(read_run(runs / stored.run).scenario.servers) - 1
         plan = replace(plan_proof(search, trials.starts, math.inf if begun > 1 else 0.0) or plan, missing_s=0.0)
     if plan is not None:
-        plan = replace(plan, blocks=max(plan.blocks, stored.needed or 0))
+        first = CUT_PROOF_BLOCKS if question.advised else plan.blocks  # a finding's gain is large; else more follow
+        plan = replace(plan, blocks=max(first, stored.needed or 0))
     if plan is not None and not plan.missing_s:
         base = reference(trials.starts) or {}
         text = ", or ".join(format_settings(question.spell(settings)) for settings in plan.sides or [base])

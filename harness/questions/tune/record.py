@@ -37,6 +37,9 @@ class TuneQuestion(Struct, frozen=True, kw_only=True):
     budget_s: float  # of the search and the proof
     same_answers: bool = False  # whether only settings are recommended that answer the same
     names: dict[str, str] = {}  # by name in the engine's file: as the server's user writes it
+    of_run: str = ""  # of `harness tune RUN`: the run whose finding advises settings
+    finding: str = ""  # its code
+    advised: dict[str, Any] = {}  # the only settings that are tried; {}: they are searched
 
     def spell(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Settings as the server's user writes them."""

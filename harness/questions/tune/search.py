@@ -26,12 +26,14 @@ from harness.questions.capacity.decide import load_at
 from harness.questions.findings.decide import find_of_server
 from harness.questions.same_answers.decide import same_answers
 from harness.questions.same_answers.page import points_text
+from harness.questions.tune.advised import Advice
 from harness.questions.tune.decide import (
     Proposal,
     Suggestion,
     Trial,
     best_settings,
     gains,
+    next_advised,
     next_start,
     plan_proof,
     reference,
@@ -61,7 +63,7 @@ from harness.questions.tune.spelling import (
     with_settings,
 )
 from harness.records.changed_server import CHANGED_FILE, ChangedServer, forget_changed, read_changed, write_changed
-from harness.records.manifest import CellRun, ServedBy, read_run
+from harness.records.manifest import CellRun, Run, ServedBy, read_run
 from harness.records.records import Request
 from harness.run.experiment import Experiment, Target, load_name, server_name
 from harness.run.machine_fit import check_all_gpus, resolve_auto
@@ -69,7 +71,7 @@ from harness.run.orchestrator import cell_run_of, endpoint_of, run_group, run_st
 from harness.run.progress import Progress
 from harness.run.resume import recorded_experiment, reopened
 from harness.run.running import Running, death_of_setting, failed_cell, start_failure
-from harness.scenario import Load, Scenario, Sweep, SweepRow, wave_size
+from harness.scenario import Load, Scenario, Sweep, SweepRow, is_open_loop, wave_size
 from harness.scenario.plan import Cell, cell_of, grouped
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import load_with_options, put_options_back, running_options
@@ -160,6 +162,21 @@ def define_tune(
     return replace(experiment, scenario=scenario), question
 
 
+def define_trial(
+    experiment: Experiment, run: Run, advice: Advice, goal: Goal | None, slos: Sequence[str], budget_s: float
+) -> tuple[Experiment, TuneQuestion]:
+    """Return the experiment and what is asked where a finding's advice is tried. Raises HarnessError as `define_tune`.
+
+    `goal`: None: a throughput, or where requests arrive at times of their own, which fixes it, a latency.
+    """
+    loads = experiment.scenario.loads
+    paced = is_open_loop(loads[advice.load or next(iter(loads))])
+    experiment, question = define_tune(
+        experiment, goal or ("latency" if paced else "throughput"), advice.load, advice.server, slos, budget_s
+    )
+    return experiment, replace(question, of_run=run.id, finding=advice.finding, advised=dict(advice.settings))
+
+
 def users_ladder(name: str, load: Load) -> tuple[dict[str, float], dict[str, Load]]:
     """Return the amounts of a load at which a start is measured for `--for users`, and these loads, by name."""
     own = load.users if load.arrivals is None else load.arrivals.rate or 1.0
@@ -181,8 +198,13 @@ def _options_of(target: Target, scenario: Scenario) -> dict[str, Any]:
     return options
 
 
-def tune(experiment: Experiment, question: TuneQuestion, runs: Path, progress: Progress) -> tuple[Path, TuneReport]:
-    """Search and prove; return the run directory and the report. Raises as `run` does."""
+def tune(
+    experiment: Experiment, question: TuneQuestion, runs: Path, progress: Progress, *, keep: bool = False
+) -> tuple[Path, TuneReport]:
+    """Search and prove; return the run directory and the report. Raises as `run` does.
+
+    `keep`: a running server keeps settings that are proven to be better.
+    """
     check_all_gpus(experiment)
     experiment = resolve_auto(experiment, progress.line)
     progress.line(f"At most {duration(question.budget_s)} (--budget), the proof included.")
@@ -193,7 +215,7 @@ def tune(experiment: Experiment, question: TuneQuestion, runs: Path, progress: P
         folder = running.folder
         yield from TuneSearch(running, replace(question, run=running.id), TuneTrials(), began_s).cells()
 
-    with restored(experiment, progress, lambda: folder), _with_resume_advice(lambda: folder, progress):
+    with restored(experiment, progress, lambda: folder, keep=keep), _with_resume_advice(lambda: folder, progress):
         folder = start_run(experiment, [], runs, progress, steps, kind="search")
         return folder, prove(folder, experiment, runs, progress, began_s)
 
@@ -232,7 +254,9 @@ class TuneSearch:
         write_tune(self.running.folder, self.question, self.trials)
 
     def _next(self) -> Proposal | Reason:
-        starts = self.trials.starts
+        starts, question = self.trials.starts, self.question
+        if question.advised:
+            return next_advised(self.search, starts, (question.finding, question.advised))
         base = reference(starts)
         unknown = (trial.reason for trial in starts if trial.reason and trial.reason.code == "no_goal_value")
         if base is None and (reason := next(unknown, None)) is not None:  # no setting changes that
@@ -479,21 +503,46 @@ def note_change(folder: Path, experiment: Experiment) -> None:
 
 @contextlib.contextmanager
 def restored(
-    experiment: Experiment, progress: Progress, folder: Callable[[], Path | None] = lambda: None
+    experiment: Experiment,
+    progress: Progress,
+    folder: Callable[[], Path | None] = lambda: None,
+    *,
+    keep: bool = False,
 ) -> Iterator[None]:
-    """Give a running server its own options back at the end. `folder`: of the search, once there is one."""
+    """Give a running server its own options back at the end. `folder`: of the search, once there is one.
+
+    `keep`: give it the settings of the answer instead, once they are proven to be better.
+    """
     try:
         yield
     finally:
         scenario, target = experiment.scenario, experiment.target
-        options = scenario.servers[DEFAULT].variables
-        if target is not None and options:
+        own, place = scenario.servers[DEFAULT].variables, folder()
+        better = _proven_options(experiment, place) if keep and place is not None else None
+        if target is not None and own:
+            options = better or own
             try:
                 load_with_options(target.url, scenario.model, options, read_api_key(scenario.api_key_env))
-                if (place := folder()) is not None:
+                if place is not None:
                     forget_changed(place)
+                if better is not None:
+                    progress.line(f"{target.url} keeps the new settings until it loads the model again.")
             except ServerError as error:
-                progress.line(f"{target.url} did not take its own options back ({options}): {error.what}")
+                progress.line(
+                    f"{target.url} did not take its {'new' if better else 'own'} options ({options}): {error.what}"
+                )
+
+
+def _proven_options(experiment: Experiment, folder: Path) -> dict[str, Any] | None:
+    """The options of a running server with the settings that are proven to be better; None: none are."""
+    report, scenario = read_tune(folder), experiment.scenario
+    if report is None or report.proof.verdict != "set":
+        return None
+    starts = report.trials.starts
+    settings = next(
+        start.settings for start in starts if report.question.spell(start.settings) == report.proof.settings
+    )
+    return with_settings(scenario.servers[DEFAULT], scenario.model, settings).variables
 
 
 class PutBack(NamedTuple):

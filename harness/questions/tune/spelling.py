@@ -125,7 +125,7 @@ def search_of(
     run: Run, question: TuneQuestion, trials: TuneTrials, advised: Sequence[Mapping[str, Any]] = ()
 ) -> Search:
     """Return the search, with the values that were tried and those that are advised next to the declared ones."""
-    more = [*(trial.settings for trial in trials.starts), *advised]
+    more = [*(trial.settings for trial in trials.starts), *advised, *([question.advised] if question.advised else [])]
     return settings_search(run, trials.safe_memory, question.same_answers, more)
 
 
