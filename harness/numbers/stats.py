@@ -124,6 +124,15 @@ class Effect(NamedTuple):
         return min(1.0, 2 * float(stdtr(self.freedom, -distance / self.error)))
 
 
+def mean_of_repeats(values: Sequence[float]) -> Estimate:
+    """Return the geometric mean of positive values, with the 95 % interval of Student's t; of one value without it."""
+    mean = mean_log(values)
+    if len(values) < 2:
+        return Estimate(math.exp(mean), None, None)
+    error = math.sqrt(var_log(values) / len(values))
+    return Estimate(math.exp(mean), *Effect(mean, error, len(values) - 1).interval())
+
+
 def geometric_ratio(side: Sequence[float], base: Sequence[float]) -> float:
     """Geometric mean of `side` over that of `base`. All values must be positive."""
     return math.exp(mean_log(side) - mean_log(base))

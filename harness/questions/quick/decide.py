@@ -1,6 +1,9 @@
-"""The numbers of `harness quick`: what one, four and eight users at once get, from however few requests there are."""
+"""The numbers of `harness quick`: what so many users at once get, from however few requests there are.
 
-from collections.abc import Sequence
+Of the 15 s without options each number is that of a level. Of combinations it is the mean of the repeats.
+"""
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -13,12 +16,16 @@ from harness.numbers.cell_numbers import compute_numbers, tokens_inside
 from harness.numbers.latencies import latency_sample
 from harness.numbers.prefill import prefill_tok_s
 from harness.numbers.share_test import percentiles
+from harness.numbers.stats import mean_of_repeats
 from harness.numbers.summary import RunFinding, Summary
 from harness.records.columns import Floats, Rows
 from harness.records.records import CUT, OBSERVED
 from harness.records.run_data import CellData, RunData
+from harness.scenario import Load, prompts_of
+from harness.scenario.behaviour import max_length
 from harness.scenario.plan import load_of_stage
 
+MIN_CACHED = 0.9  # share of a context; with less of it in the cache, the server computed it again
 NOTES = ("text_unread", "first_token_blank", "reasoning_hidden", "prefill_above_hardware")
 
 
@@ -64,6 +71,120 @@ class QuickReport(Struct, frozen=True, kw_only=True):
     next: dict[str, str]  # commands, each with what it answers
 
 
+class Repeated(Struct, frozen=True, kw_only=True):
+    """A number of a combination: the mean of its repeats."""
+
+    value: float
+    plus_minus: float | None  # half of the 95 % interval, of its wider side; None: of one repeat
+    repeats: list[float]
+
+
+class CombinationNumbers(Struct, frozen=True, kw_only=True):
+    """What was measured of a prompt and a context with so many users, or at a rate. None: not known."""
+
+    load: str  # its name in the run
+    prompt: int  # tokens asked for, as the following
+    output: int
+    depth: int
+    users: int | None  # of a closed loop ...
+    rate: float | None  # ... or requests a second of an open one
+    repeats: int  # that count
+    answers: int
+    failed: int
+    prompt_tokens: int | None  # as the server counts them, the context included; the median, as of the following
+    answer_tokens: int | None
+    cached_share: float | None  # of the context; None: there is none, or the server does not report it
+    pp: Repeated | None  # uncached prompt tokens / TTFT, of one user; None where the context was not in the cache
+    tg: Repeated | None  # output tokens a second of one user after the first token
+    tok_s: Repeated | None  # of all together
+    ttft_ms: Repeated | None  # of medians, as the following
+    tpot_ms: Repeated | None
+
+
+class CombinationsReport(Struct, frozen=True, kw_only=True):
+    """The output of `harness quick --json` with prompts, contexts, users or rates. Missing is null."""
+
+    run: str  # its directory
+    url: str
+    model: str
+    simulated: bool
+    valid: bool
+    reasons: list[str]
+    combinations: list[CombinationNumbers]
+    notes: list[str]  # on numbers that are missing, or are not what they seem
+    facts: dict[str, str | None]  # what ran, and on which machine
+    next: dict[str, str]  # commands, each with what it answers
+
+
+def combination_numbers(data: RunData, summary: Summary) -> list[CombinationNumbers]:
+    """Return the numbers of a run whose loads are combinations, in their order; of its valid repeats, if it has any."""
+    valid = {cell.id for cell in summary.cells if not cell.problems}
+    names = [name for name in data.planned if name in data.cells]
+    shown = [name for name in names if name in valid] or names
+    is_above = any(note.code == "prefill_above_hardware" for note in summary.notes)  # then prefill is not given
+    scenario, found = data.run.scenario, list[CombinationNumbers]()
+    for name, load in scenario.loads.items():
+        cells = [data.cells[cell] for cell in shown if data.planned[cell].load == name]
+        if cells:
+            prompts = prompts_of(scenario, load)
+            lengths = (max_length(prompts.tokens), prompts.system_tokens)
+            one = _combination(name, load, lengths, cells)
+            found.append(replace(one, pp=None) if is_above else one)
+    return found
+
+
+def _combination(name: str, load: Load, lengths: tuple[int, int], cells: Sequence[CellData]) -> CombinationNumbers:
+    (prompt, depth), levels = lengths, [level_of(load.users, cell) for cell in cells]
+    cached = _cached_share(cells, depth)
+    is_alone = load.users == 1 and load.arrivals is None
+    is_cached = not depth or (cached is not None and cached >= MIN_CACHED)
+
+    def repeated(of: Callable[[QuickLevel], float | None]) -> Repeated | None:
+        return _repeated([of(level) for level in levels])
+
+    return CombinationNumbers(
+        load=name,
+        prompt=prompt,
+        output=max_length(load.output_tokens),
+        depth=depth,
+        users=None if load.arrivals is not None else load.users,
+        rate=None if load.arrivals is None else load.arrivals.rate,
+        repeats=len(cells),
+        answers=sum(level.answers for level in levels),
+        failed=sum(level.failed for level in levels),
+        prompt_tokens=median_prompt(cells),
+        answer_tokens=_median_answer(cells),
+        cached_share=cached,
+        pp=repeated(lambda level: level.prefill_tok_s) if is_alone and is_cached else None,
+        tg=repeated(lambda level: level.user_tok_s),
+        tok_s=repeated(lambda level: level.tok_s),
+        ttft_ms=repeated(lambda level: level.ttft_ms),
+        tpot_ms=_repeated([_milliseconds(_median_s(cell, "tpot")) for cell in cells]),
+    )
+
+
+def _repeated(values: Sequence[float | None]) -> Repeated | None:
+    known = [value for value in values if value is not None and value > 0]
+    if not known:
+        return None
+    value, low, high = mean_of_repeats(known)
+    wider = None if low is None or high is None else max(value - low, high - value)
+    return Repeated(value=value, plus_minus=wider, repeats=known)
+
+
+def _cached_share(cells: Sequence[CellData], depth: int) -> float | None:
+    """The share of the context that was in the cache, of the answers for which the server reports it."""
+    tokens = np.concatenate([cell.counted.cached_tokens[cell.counted.good] for cell in cells])
+    known = tokens[~np.isnan(tokens)]
+    return min(1.0, float(known.mean()) / depth) if depth and len(known) else None
+
+
+def _median_answer(cells: Sequence[CellData]) -> int | None:
+    tokens = np.concatenate([cell.counted.output_tokens[cell.counted.good] for cell in cells])
+    median = median_of_known(tokens[~np.isnan(tokens)].tolist())
+    return None if median is None else round(median)
+
+
 def quick_levels(data: RunData, summary: Summary) -> list[QuickLevel]:
     """Return the levels of a run whose load has stages, in their order. `summary`: of the run."""
     planned = {name: cell for name, cell in data.planned.items() if name in data.cells and cell.repeat == 1}
@@ -85,7 +206,7 @@ def level_of(users: int, cell: CellData) -> QuickLevel:
     rows = cell.counted
     good, started = rows.where(rows.good), rows.where(rows.good | rows.error.is_in(*CUT))
     numbers = compute_numbers([cell])
-    ttft_s, ttfo_s = _median_ttft_s(cell), good.first_visible_s
+    ttft_s, ttfo_s = _median_s(cell, "ttft"), good.first_visible_s
     late = ttfo_s > good.first_chunk_s
     is_whole = numbers.bundle is not None and numbers.bundle.pieces <= 1  # its first token comes with its last
     cut = int(rows.error.is_in(*CUT).sum())
@@ -104,9 +225,9 @@ def level_of(users: int, cell: CellData) -> QuickLevel:
     )
 
 
-def _median_ttft_s(cell: CellData) -> float | None:
-    """The median TTFT, of however few requests. None: no request has it, or the end cut most of them before it."""
-    sample = latency_sample(cell, "ttft")
+def _median_s(cell: CellData, latency: str) -> float | None:
+    """The median of a latency, of however few requests. None: no request has it, or the end cut most before it."""
+    sample = latency_sample(cell, latency)
     return percentiles([sample], [500])[0].value_s if len(sample.of_state(OBSERVED)) else None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 import requests
@@ -21,7 +22,16 @@ from harness.hardware.model import find_model, read_model
 from harness.numbers import formulas
 from harness.numbers.summarize import summarize_with_counts
 from harness.questions.findings.decide import with_findings
-from harness.questions.quick.decide import QuickReport, counts_tokens, median_prompt, quick_levels, quick_notes
+from harness.questions.quick.combinations_page import combination_notes, machine_facts
+from harness.questions.quick.decide import (
+    CombinationsReport,
+    QuickReport,
+    combination_numbers,
+    counts_tokens,
+    median_prompt,
+    quick_levels,
+    quick_notes,
+)
 from harness.records.columns import rows_of
 from harness.records.manifest import Run, Startup
 from harness.records.records import Request
@@ -36,6 +46,7 @@ from harness.serve.lifecycle import (
     attach_to_server,
     choose_model,
     inspect_server,
+    is_this_machine,
     reported,
 )
 from harness.workload import SALT_WORDS, text
@@ -122,10 +133,7 @@ def quick_scenario(
     `model`: None takes the one that is loaded, or the first. Raises ServerError when it does not answer, and
     HarnessError if several are loaded.
     """
-    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
-    with reported(f"the first answer of {base}", say), key_by_option():
-        chosen = when_ready(lambda: choose_model(base, key, key_name, model, say))
-        speed = when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
+    chosen, speed = first_answer(target, model, key_name, say)
     effort = choose_effort(speed)
     load = {
         "user": "batch",
@@ -138,6 +146,23 @@ def quick_scenario(
     more: dict[str, Any] = {"prompts": {"tokens": choose_words(speed.prompt_tokens)}, "warmup": {"requests": 0}}
     more["metrics_interval_s"] = 0.5  # a level of 2.5 s needs a few samples, to show a queue
     return running_scenario(question, chosen, {"users": load}, key_name, **more)
+
+
+def first_answer(
+    target: Target, model: str | None = None, key_name: str | None = None, say: Say = lambda line: None
+) -> tuple[str, RequestSpeed]:
+    """Return the model that is measured, and the speed of a request. Raises as `quick_scenario`."""
+    base, key = probe.parse_base_url(target.url), read_api_key(key_name)
+    with reported(f"the first answer of {base}", say), key_by_option():
+        chosen = when_ready(lambda: choose_model(base, key, key_name, model, say))
+        return chosen, when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
+
+
+def counts_text(target: Target, model: str, key_name: str | None = None) -> bool:
+    """Return whether the server counts the tokens of a text, so that prompts can have an exact length."""
+    with suppress(HarnessError):
+        return probe.make_token_counter(target.url, model, read_api_key(key_name))("one two three") > 0
+    return False
 
 
 def choose_effort(speed: RequestSpeed) -> Effort:
@@ -250,6 +275,33 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
         finding=next(iter(summary.findings or []), None),
         notes=quick_notes(summary),
         next=next_commands(data.run, target.url, one.user_tok_s, options, died=bool(death)),
+    )
+
+
+def combinations_report(folder: Path, target: Target, options: Mapping[str, object]) -> CombinationsReport:
+    """Return what a finished run of combinations found. `options`: those of the command line for this server."""
+    made = summarize_with_counts(folder)
+    data, summary = made.data, made.summary
+    found, ran = combination_numbers(data, summary), next(iter(data.run.cells))
+    is_here = is_this_machine(urlsplit(ran.served_by.url or target.url).hostname or "")
+    where = option_words({"--runs": options.get("--runs")})
+    again = {name: value for name, value in options.items() if name not in ("--runs", "--ca")}
+    return CombinationsReport(
+        run=str(folder),
+        url=target.url,
+        model=data.run.scenario.model,
+        simulated=summary.simulated,
+        valid=bool(summary.valid),
+        reasons=group_reasons(summary.reasons),
+        combinations=found,
+        notes=combination_notes(found),
+        facts=machine_facts(data.run, ran, is_here=is_here),
+        next={
+            command_line("harness", "report", data.run.id, *where): "all percentiles, findings and charts",
+            command_line(
+                "harness", "capacity", "--url", target.url, *option_words(again)
+            ): f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
+        },
     )
 
 

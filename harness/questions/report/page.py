@@ -17,7 +17,8 @@ from harness.numbers.summary import Summary
 from harness.questions.agents import turn_tables
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.capacity.record import CapacityReport, read_capacity
-from harness.questions.quick.decide import QuickLevel, quick_notes
+from harness.questions.quick.combinations_page import combination_elements, lead_of_combinations
+from harness.questions.quick.decide import CombinationNumbers, QuickLevel, quick_notes
 from harness.questions.quick.page import LEGEND, lead, levels_grid
 from harness.questions.quick.record import read_levels
 from harness.questions.report import html_parts
@@ -63,13 +64,14 @@ class Searched(NamedTuple):
     capacity: CapacityReport | None = None
     tune: TuneReport | None = None
     levels: Sequence[QuickLevel] = ()
+    combinations: Sequence[CombinationNumbers] = ()
 
 
 NO_SEARCH = Searched()
 
 
 def read_searched(folder: Path, summary: Summary) -> Searched:
-    return Searched(read_capacity(folder), read_answered(folder), read_levels(folder, summary))
+    return Searched(read_capacity(folder), read_answered(folder), *read_levels(folder, summary))
 
 
 def run_page(
@@ -95,6 +97,7 @@ def run_page(
     page: list[Element] = [
         _answer_section(summary, run, searched, results, first_charts, charted=data is not None),
         Section("results", "Results", [
+            *(combination_elements(searched.combinations) if searched.combinations else []),
             results,
             *([Paragraph(LEGEND, "fine")] if searched.levels else []),
             design(summary, run),
@@ -188,6 +191,8 @@ def _answer_lines(summary: Summary, run: Run, searched: Searched) -> list[str]:
     """The answer of `harness quick`, of a search, or of the run."""
     if searched.levels and summary.valid and run.status == "valid":
         return [lead(searched.levels, is_known=not quick_notes(summary))]
+    if searched.combinations and summary.valid and run.status == "valid":
+        return [lead_of_combinations(searched.combinations)]
     if searched.tune is not None:
         return [answer_line(searched.tune)]
     return [run_answer(summary, run)] if searched.capacity is None else capacity_lines(searched.capacity)

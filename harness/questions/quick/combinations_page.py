@@ -1,0 +1,250 @@
+"""The tables of combinations, and the page to paste into a forum: what ran, on which machine, and how fast."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from harness.base.units import NOTHING, count, figures, format_date, gib
+from harness.hardware.bounds import run_model
+from harness.hardware.gpu_table import identify_gpu
+from harness.questions.quick.decide import MIN_CACHED, CombinationNumbers, CombinationsReport, Repeated
+from harness.records.manifest import CellRun, Run
+from harness.report.elements import Bullet, Bullets, Element, Fact, Facts, Grid, Paragraph, TableColumn
+from harness.report.sections import simulated_note
+
+UNKNOWN = "not known"
+_TIMES = (
+    TableColumn(
+        "ttft", "TTFT ms", "Time to the first token: the median of a repeat, the mean of the repeats.",
+        "first chunk − request sent; 50th percentile", group="name",
+    ),
+    TableColumn(
+        "tpot", "TPOT ms", "Time of each token after the first: the median of a repeat, the mean of the repeats.",
+        "(last chunk − first) ÷ (tokens − 1); 50th percentile", group="name",
+    ),
+)  # fmt: skip
+_ANSWERS = TableColumn("answers", "Answers", "Complete answers of all repeats.", "successful requests", group="name")
+_ALONE = (
+    TableColumn(
+        "test", "Test", "pp512: the speed of a prompt of 512 tokens; tg128: of an answer of 128; @ d8192: after a "
+        "context of 8,192 tokens that was in the cache.", "its loads’ keys prompts and output_tokens", group="name",
+    ),
+    TableColumn(
+        "rate", "t/s", "Tokens a second of one user. pp: of the prompt, until the first token; tg: of the answer, "
+        "after it. ±: the 95 % interval over the repeats.",
+        "pp: mean uncached prompt tokens ÷ mean TTFT; tg: output tokens after the first ÷ time from the first to "
+        "the last", group="name",
+    ),
+    *_TIMES,
+    TableColumn(
+        "prompt", "Prompt tokens", "As the server counts them, with the context and the chat template: the median.",
+        "usage.prompt_tokens", group="name",
+    ),
+    _ANSWERS,
+)  # fmt: skip
+_TOGETHER = (
+    TableColumn("users", "Load", "Users at once, or requests a second.", "loads.users, loads.arrivals", group="name"),
+    TableColumn("test", "Test", "Prompt and answer of each request, as in the other table.", "", group="name"),
+    TableColumn(
+        "together", "tok/s together", "Output tokens a second of all users, the wait for first tokens included.",
+        "output tokens ÷ time", group="name",
+    ),
+    TableColumn(
+        "user_rate", "tok/s per user", "Output tokens a second that each user gets after the first token.",
+        "output tokens after the first ÷ time from the first to the last", group="name",
+    ),
+    *_TIMES,
+    _ANSWERS,
+)  # fmt: skip
+
+
+def combination_elements(found: Sequence[CombinationNumbers]) -> list[Element]:
+    """Return the tables: one of one user, in tests of prompt and answer; one of several users, and of rates."""
+    alone = [one for one in found if one.users == 1]
+    tests = [row for one in alone for row in _tests(one)]
+    shared = [_shared(one) for one in found] if len(alone) < len(found) else []
+    return [
+        *([Grid(id="tests", title="One user", columns=_ALONE, rows=tests)] if tests else []),
+        *([Grid(id="loads", title="Users and rates", columns=_TOGETHER, rows=shared)] if shared else []),
+        Paragraph(_legend(found), "fine"),
+        *_notes(found),
+    ]  # fmt: skip
+
+
+def combinations_page(report: CombinationsReport) -> list[Element]:
+    """Return the page that the terminal shows."""
+    return [
+        Paragraph(f"{report.model} at {report.url}", "title"),
+        *_state(report),
+        *combination_elements(report.combinations),
+        Paragraph("Next", "heading"),
+        Bullets([Bullet(what, code=command) for command, what in report.next.items()]),
+    ]
+
+
+def forum_page(report: CombinationsReport) -> list[Element]:
+    """Return the page to paste into a forum: the same tables below what ran and where."""
+    facts = [Fact(f"{name}:", UNKNOWN if text is None else text) for name, text in report.facts.items()]
+    return [
+        Paragraph(report.model, "title"),
+        *_state(report),
+        Facts(facts),
+        *combination_elements(report.combinations),
+    ]
+
+
+def lead_of_combinations(found: Sequence[CombinationNumbers]) -> str:
+    """Return the answer in a sentence: one user with the shortest context, and the most of all together."""
+    alone = next((one for one in found if one.users == 1 and one.tg is not None), None)
+    most = max((one for one in found if one.tok_s is not None), key=_together, default=None)
+    parts = [] if alone is None else [f"{_text(alone.tg)} tok/s for one user"]
+    if alone is not None and alone.pp is not None:
+        parts.append(f"{_text(alone.pp)} tok/s of its prompt")
+    if most is not None and most is not alone:
+        parts.append(f"{_text(most.tok_s)} tok/s together with {_load_text(most)} ({_test('pp', most)})")
+    return ", ".join(parts) or "No speed: no answer came in pieces."
+
+
+def _together(one: CombinationNumbers) -> float:
+    return 0.0 if one.tok_s is None else one.tok_s.value
+
+
+def machine_facts(run: Run, ran: CellRun, *, is_here: bool) -> dict[str, str | None]:
+    """Return what ran, and on which machine; None: not known. `is_here`: the server runs on this machine."""
+    served, machine = ran.served_by, run.machine
+    settings = machine.kernel_parameters
+    of_host = {
+        "Machine": ", ".join(filter(None, [
+            *map(_gpu_name, machine.gpus), machine.cpu,
+            None if machine.ram_bytes is None else f"{gib(machine.ram_bytes)} RAM",
+        ])) or None,
+        "Kernel": machine.kernel,
+        "ROCm": machine.rocm,
+        "Power profile": ", ".join(_power(settings, machine.gpus)) or None,
+        "Memory split": "; ".join(filter(None, map(_memory_split, machine.gpus))) or None,
+    }  # fmt: skip
+    if not is_here:  # the server's machine is another one
+        of_host = dict.fromkeys(of_host)
+    contents = None if served.contents is None else served.contents.rocm
+    return of_host | {
+        "ROCm": contents or of_host["ROCm"],
+        "Engine": ", ".join(filter(None, [served.version, served.image])) or None,
+        "Model": served.model or run.scenario.model,
+        "Weights": _weights(ran),
+        "Date": format_date(run.started_wall_s),
+        "Measured with": f"amd-llm-load {run.versions.get('amd-llm-load', '')}".strip(),
+    }
+
+
+def _gpu_name(card: Mapping[str, object]) -> str | None:
+    spec = identify_gpu(card)
+    names = [None if spec is None else spec.names[0], card.get("target")]
+    return " ".join(str(name) for name in names if name) or None
+
+
+def _power(settings: Mapping[str, str], gpus: Sequence[Mapping[str, object]]) -> Iterator[str]:
+    if profile := settings.get("power profile"):
+        yield profile
+    if governor := settings.get("cpu governor"):
+        yield f"CPU governor {governor}"
+    for level in dict.fromkeys(gpu.get("performance_level") for gpu in gpus):
+        if level:
+            yield f"GPU performance level {level}"
+
+
+def _memory_split(card: Mapping[str, object]) -> str | None:
+    """VRAM of a card, and of an APU also the GTT: its carve-out (UMA) and the host's pages that it may use."""
+    vram, gtt = card.get("vram_bytes"), card.get("gtt_bytes")
+    if not isinstance(vram, int):
+        return None
+    if not card.get("integrated"):
+        return f"{gib(vram)} VRAM"
+    return f"{gib(vram)} UMA (VRAM)" + (f", {gib(gtt)} GTT" if isinstance(gtt, int) else "")
+
+
+def _weights(ran: CellRun) -> str | None:
+    """The quantization, or the type of the weights, as the server reports it, and their size."""
+    effective, size = ran.served_by.effective, run_model(ran)
+    kinds = (effective.get(key) for key in ("quantization", "model_ftype", "dtype"))
+    kind = next((str(one) for one in kinds if one and str(one).lower() != "none"), None)
+    return ", ".join(filter(None, [kind, None if size is None else gib(size.weights_bytes)])) or None
+
+
+def _state(report: CombinationsReport) -> Iterator[Element]:
+    yield Paragraph(lead_of_combinations(report.combinations), "lead")
+    yield from simulated_note(report.simulated)
+    if not report.valid:
+        yield Paragraph("do not trust these numbers", "bad", "INVALID")
+        yield Bullets([Bullet(text, "bad") for text in report.reasons])
+
+
+def _test(kind: str, one: CombinationNumbers) -> str:
+    """The name of a test: pp512, tg128, pp512+tg128, each with its context."""
+    names = {"pp": f"pp{one.prompt}", "tg": f"tg{one.output}", "both": f"pp{one.prompt}+tg{one.output}"}
+    return names[kind] + (f" @ d{one.depth}" if one.depth else "")
+
+
+def _tests(one: CombinationNumbers) -> Iterator[list[str]]:
+    prompt = NOTHING if one.prompt_tokens is None else f"{one.prompt_tokens:,}"
+    yield [_test("pp", one), _text(one.pp), _text(one.ttft_ms), "", prompt, _answers(one)]
+    yield [_test("tg", one), _text(one.tg), "", _text(one.tpot_ms), "", ""]
+
+
+def _shared(one: CombinationNumbers) -> list[str]:
+    numbers = map(_text, (one.tok_s, one.tg, one.ttft_ms, one.tpot_ms))
+    return [_load_text(one), _test("both", one), *numbers, _answers(one)]
+
+
+def _load_text(one: CombinationNumbers) -> str:
+    return count(one.users, "user") if one.users is not None else f"{one.rate:g} requests/s"
+
+
+def _answers(one: CombinationNumbers) -> str:
+    return f"{one.answers}, {one.failed} FAILED" if one.failed else f"{one.answers}"
+
+
+def _text(number: Repeated | None) -> str:
+    """The number with its interval: "94.2 ± 1.3"."""
+    if number is None:
+        return NOTHING
+    value = figures(number.value)
+    return value if number.plus_minus is None else f"{value} ± {figures(number.plus_minus, 2)}"
+
+
+def _legend(found: Sequence[CombinationNumbers]) -> str:
+    repeats = max((one.repeats for one in found), default=0)
+    interval = f"±: the 95 % interval of the mean over {repeats} repeats (Student's t, the wider side)."
+    if repeats < 2:
+        interval = "One repeat has no interval; --repeats 3 gives one."
+    depth = " @ d: after a context that a request before put into the cache." if any(one.depth for one in found) else ""
+    return (
+        f"{interval} pp: uncached prompt tokens / TTFT of one request at a time, over HTTP. tg: after the first token, "
+        f"with the prompt before it.{depth}"
+    )
+
+
+def _notes(found: Sequence[CombinationNumbers]) -> Iterator[Element]:
+    if texts := combination_notes(found):
+        yield Bullets([Bullet(text, "inconclusive") for text in texts])
+
+
+def combination_notes(found: Sequence[CombinationNumbers]) -> list[str]:
+    """Return what is missing, or is not what it seems."""
+    deep = [one for one in found if one.depth and one.users == 1]
+    lost = [one for one in deep if one.cached_share is not None and one.cached_share < MIN_CACHED]
+    unknown = [one for one in deep if one.cached_share is None]
+    short = [one for one in found if one.answer_tokens is not None and one.answer_tokens < one.output]
+    notes = []
+    if lost:
+        worst = min(lost, key=lambda one: one.cached_share or 0.0)
+        notes.append(
+            f"The server had {100 * (worst.cached_share or 0.0):.0f} % of a context of {worst.depth:,} tokens in its "
+            "cache, so pp at that depth is not known, and TTFT includes computing the rest."
+        )
+    if unknown:
+        notes.append("The server does not report cached tokens, so pp @ d is not known; TTFT is.")
+    if short:
+        one = min(short, key=lambda each: (each.answer_tokens or 0) / each.output)
+        notes.append(
+            f"Answers ended after {one.answer_tokens} of {one.output} tokens (median); --ignore-eos gives all of them "
+            "the same length, where the server can."
+        )
+    return notes
