@@ -1,5 +1,6 @@
 """A scenario for a server that already runs: the one that is given, or one that is made, with the server's model."""
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from harness.engines.loaded import chat_models
 from harness.failures.unexpected_response import shown_names
 from harness.run import experiment as experiments
 from harness.run.experiment import RUNNING_SERVER, Experiment, Target
-from harness.scenario import Line, models_of_loads
+from harness.scenario import Line, Scenario, models_of_loads, prompts_of
 from harness.serve import probe
 from harness.serve.lifecycle import choose_model, refuse_absent_models
 from harness.workload.job import read_api_key
@@ -132,6 +133,31 @@ def running_scenario(
     servers = {RUNNING_SERVER: {"template": RUNNING_SERVER}}  # not started: --url replaces it
     scenario = {"version": 1, "question": question, "model": model, "servers": servers, "loads": loads, "repeats": 1}
     return scenario | more | ({} if key_name is None else {"api_key_env": key_name})
+
+
+_COMBINATION = re.compile(r"pp(\d+)-tg(\d+)(?:-d(\d+))?-(?:u(\d+)|r([\dp]+))")
+
+
+def combination_words(scenario: Scenario) -> list[str]:
+    """Return the options of `harness quick` that made a scenario of combinations, by the names of its loads and their
+    lengths; none for another scenario.
+    """
+    found: dict[str, list[str]] = {name: [] for name in ("--prompt", "--output", "--depth", "--users", "--rate")}
+    is_fixed = False
+    for name, load in scenario.loads.items():
+        match, prompts = _COMBINATION.fullmatch(name), prompts_of(scenario, load)
+        lengths = (prompts.tokens, load.output_tokens, prompts.system_tokens)
+        if match is None or tuple(map(str, lengths)) != (match[1], match[2], match[3] or "0"):
+            return []
+        is_fixed = load.output == "fixed"
+        rate = None if load.arrivals is None else load.arrivals.rate
+        values = (*map(str, lengths), match[4], None if rate is None else f"{rate:.9g}")
+        for option, value in zip(found, values, strict=True):
+            found[option] += [] if value is None or value in found[option] else [value]
+    words = [
+        word for option, values in found.items() if values not in ([], ["0"]) for word in (option, ",".join(values))
+    ]
+    return [*words, "--repeats", str(scenario.repeats), *(["--ignore-eos"] if is_fixed else [])]
 
 
 def _refuse_odd_name(model: str) -> None:

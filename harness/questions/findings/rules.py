@@ -33,6 +33,7 @@ from harness.records.directory import INPUTS
 from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample, ServerLoad
+from harness.run.running_server import combination_words
 from harness.scenario import Load, max_concurrency
 
 MAX_LOG_BYTES = 1_000_000
@@ -335,7 +336,7 @@ class RowFacts(Struct, frozen=True, dict=True):
             options = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
             given = [word for name, value in options.items() if value for word in (name, value)]
             if self.is_quick:
-                return command_line("harness", "quick", self.served.url, *given)
+                return command_line("harness", "quick", self.served.url, *combination_words(run.scenario), *given)
             server = ["--url", self.served.url, *given]
         kind = run.scenario_name.removeprefix("capacity-")
         if is_capacity and server and kind != run.scenario_name:  # it was made for the running server

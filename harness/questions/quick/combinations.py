@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from harness.base.errors import HarnessError
 from harness.base.units import count, duration, read_count
 from harness.run.running_server import running_scenario
-from harness.scenario import MAX_USERS, SERVER_TOKENIZER, Scenario, prompts_of
+from harness.scenario import MAX_USERS, SERVER_TOKENIZER, Scenario
 
 T = TypeVar("T")
 
@@ -294,20 +294,6 @@ def _loads(wanted: Combinations, tokenizer: Mapping[str, str]) -> Iterator[tuple
 
 def load_name(prompt: int, output: int, depth: int, ending: str) -> str:
     return "-".join([f"pp{prompt}", f"tg{output}", *([f"d{depth}"] if depth else []), ending])
-
-
-_LOAD_NAME = re.compile(r"pp(\d+)-tg(\d+)(?:-d(\d+))?-(?:u\d+|r[\dp]+)")
-
-
-def is_of_combinations(scenario: Scenario) -> bool:
-    """Whether the loads of a scenario are combinations, by their names and lengths."""
-    for name, load in scenario.loads.items():
-        match, prompts = _LOAD_NAME.fullmatch(name), prompts_of(scenario, load)
-        if match is None or (match[1], match[2], match[3] or "0") != (
-            f"{prompts.tokens}", f"{load.output_tokens}", f"{prompts.system_tokens}",
-        ):  # fmt: skip
-            return False
-    return True
 
 
 def fit_answers(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.base.units import NOTHING, count, figures, format_date, gib
+from harness.engines import engines
 from harness.hardware.bounds import run_model
 from harness.hardware.gpu_table import identify_gpu
 from harness.questions.quick.decide import MIN_CACHED, CombinationNumbers, CombinationsReport, Repeated
@@ -126,12 +127,17 @@ def machine_facts(run: Run, ran: CellRun, *, is_here: bool) -> dict[str, str | N
     contents = None if served.contents is None else served.contents.rocm
     return of_host | {
         "ROCm": contents or of_host["ROCm"],
-        "Engine": ", ".join(filter(None, [served.version, served.image])) or None,
+        "Engine": ", ".join(filter(None, [_engine_name(ran), served.version, served.image])) or None,
         "Model": served.model or run.scenario.model,
         "Weights": _weights(ran),
         "Date": format_date(run.started_wall_s),
         "Measured with": f"amd-llm-load {run.versions.get('amd-llm-load', '')}".strip(),
     }
+
+
+def _engine_name(ran: CellRun) -> str | None:
+    name = None if ran.served_by.startup is None else ran.served_by.startup.engine
+    return next((one.title for one in engines() if one.name == name), None)
 
 
 def _gpu_name(card: Mapping[str, object]) -> str | None:
@@ -206,7 +212,9 @@ def _text(number: Repeated | None) -> str:
     if number is None:
         return NOTHING
     value = figures(number.value)
-    return value if number.plus_minus is None else f"{value} ± {figures(number.plus_minus, 2)}"
+    if number.plus_minus is None:
+        return value
+    return f"{value} ± " + ("over 100 %" if number.plus_minus > number.value else figures(number.plus_minus, 2))
 
 
 def _legend(found: Sequence[CombinationNumbers]) -> str:

@@ -1,6 +1,6 @@
 """The command `harness quick`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,11 +125,9 @@ def quick(
     if address is not None and base_url is not None:
         raise HarnessError(f"--base-url: the address is given twice ({address}, {base_url})", next_step="Give one.")
     address = address or base_url
-    wanted = _read_wanted(
-        {"--prompt": prompt, "--output": output, "--depth": depth, "--users": users, "--rate": rate,
-         "--repeats": repeats, "--requests": requests, "--ignore-eos": ignore_eos, "--budget": budget,
-         "--markdown": markdown},
-    )  # fmt: skip
+    lists = {"prompt": prompt, "output": output, "depth": depth, "users": users, "rate": rate}
+    others = {"repeats": repeats, "requests": requests, "ignore_eos": ignore_eos, "budget": budget}
+    wanted = read_wanted(lists | others | {"markdown": markdown})
     if wanted is not None:
         folder = None if runs == cli.RUNS else runs
         given = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--runs": folder}
@@ -161,20 +159,20 @@ def quick(
         raise typer.Exit(ExitCode.INVALID)
 
 
-def _read_wanted(given: dict[str, Any]) -> "Combinations | None":
-    """Return what the options ask for; None: none is given. Raises HarnessError."""
+def read_wanted(given: Mapping[str, Any]) -> "Combinations | None":
+    """Return what the options ask for, by their parameters; None: none is given. Raises HarnessError."""
     from harness.base.units import read_duration
     from harness.questions.quick import combinations
 
-    if not any(given.values()):
+    names = ("prompt", "output", "depth", "users", "rate")
+    if not any(given[name] for name in (*names, "repeats", "requests", "ignore_eos", "budget", "markdown")):
         return None
-    lists = [given[name] or [] for name in ("--prompt", "--output", "--depth", "--users", "--rate")]
     return combinations.read_combinations(
-        *lists,
-        repeats=given["--repeats"],
-        requests=given["--requests"],
-        fixed=given["--ignore-eos"],
-        budget_s=read_duration("--budget", given["--budget"] or combinations.BUDGET),
+        *(given[name] or [] for name in names),
+        repeats=given["repeats"],
+        requests=given["requests"],
+        fixed=given["ignore_eos"],
+        budget_s=read_duration("--budget", given["budget"] or combinations.BUDGET),
     )
 
 

@@ -273,7 +273,9 @@ def _seconds_per_token(rows: Rows) -> Floats:
 
 def _all_tok_s(cell: CellData, counted_tok_s: float | None) -> float | None:
     """Output tokens a second inside the window. None counted: a chunk of an unknown number of tokens is one."""
-    if cell.window_s is None or cell.window_s[1] <= cell.window_s[0]:
+    if cell.window_s is None:  # a fixed number of requests
+        return counted_tok_s
+    if cell.window_s[1] <= cell.window_s[0]:
         return None
     if counted_tok_s is None:
         return sum(tokens_inside(cell, cell.window_s)) / (cell.window_s[1] - cell.window_s[0]) or None

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from harness.numbers.summary import Summary
-from harness.questions.quick.combinations import is_of_combinations
 from harness.questions.quick.decide import CombinationNumbers, QuickLevel, combination_numbers, quick_levels
 from harness.records import run_data
 from harness.records.manifest import QUICK
+from harness.run.running_server import combination_words
 
 
 def read_levels(folder: Path, summary: Summary) -> tuple[list[QuickLevel], list[CombinationNumbers]]:
@@ -17,6 +17,6 @@ def read_levels(folder: Path, summary: Summary) -> tuple[list[QuickLevel], list[
     if summary.scenario != QUICK or not (folder / "requests.jsonl").exists():
         return [], []
     data = run_data.load(folder)
-    if is_of_combinations(data.run.scenario):
+    if combination_words(data.run.scenario):
         return [], combination_numbers(data, summary)
     return quick_levels(data, summary), []
