@@ -53,3 +53,28 @@ def test_another_client_of_the_server_makes_it_invalid(tmp_path: Path) -> None:
     values = run.reasons[0].values
     assert values["generated"] > values["max_tokens"] + 50
     assert values["answers_per_s"] > 0
+
+
+def test_a_line_of_combinations_is_a_run(tmp_path: Path) -> None:
+    asked = ["-p", "32", "-n", "6", "-d", "0", "1k", "--concurrency", "1", "2", "--repeats", "2", "--num-prompts", "4"]
+    with spawned("--preset", "instant", "--enable-prefix-caching", "--model", "a|model", quiet=True) as running:
+        done = harness("quick", "--base-url", running.url, *asked, "--ignore-eos", "--markdown", cwd=tmp_path)
+        refused = harness("quick", running.url, *asked, "--budget", "1s", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert (refused.code, refused.out.count("cells")) == (1, 0)
+    run = read_run(only_run(tmp_path / "runs"))
+    names = [f"pp32-tg6{depth}-u{users}" for depth in ("", "-d1024") for users in (1, 2)]
+    assert (run.scenario_name, run.status, list(run.scenario.loads)) == ("quick", "valid", names)
+    assert [cell.load for cell in run.cells] == [*names, *reversed(names)]
+    assert "## a\\|model" in done.out and "SIMULATED" in done.out
+    tests = [line.split(" | ")[0].removeprefix("| ") for line in done.out.splitlines() if line.startswith("| pp32 ")]
+    assert tests == ["pp32", "pp32 @ d1024"]
+    assert "| 2 users | pp32+tg6 @ d1024 |" in done.out
+    report = harness("report", "last", "--format", "json", cwd=tmp_path)
+    rows = {row["load"]: row["pooled"] for row in json.loads(report.out)["rows"]}
+    assert {name: row["succeeded"] for name, row in rows.items()} == dict.fromkeys(names, 8)
+    assert {row["output_tokens"] for row in rows.values()} == {48}
+    cached = rows["pp32-tg6-d1024-u1"]["cached_tokens"]
+    assert cached is not None and cached >= 8 * 1000
+    shown = harness("report", "last", cwd=tmp_path)
+    assert shown.code == 0 and "pp32 @ d1024" in shown.out

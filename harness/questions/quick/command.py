@@ -133,6 +133,20 @@ def quick(
         given = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--runs": folder}
         _measure_combinations(address, wanted, given, as_json=as_json, markdown=markdown)
         return
+    _measure_levels(address, model, api_key_env, ca, runs, yes=yes, as_json=as_json)
+
+
+def _measure_levels(
+    address: str | None,
+    model: str | None,
+    api_key_env: str | None,
+    ca: Path | None,
+    runs: Path,
+    *,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Measure one, four and eight users, and print them."""
     from harness.questions.quick import search as quickly
     from harness.questions.quick.page import quick_page
     from harness.records.manifest import QUICK
