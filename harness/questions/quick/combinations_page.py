@@ -8,7 +8,7 @@ from harness.hardware.bounds import run_model
 from harness.hardware.gpu_table import identify_gpu
 from harness.questions.quick.decide import MIN_CACHED, CombinationNumbers, CombinationsReport, Repeated
 from harness.records.manifest import CellRun, Run
-from harness.report.elements import Bullet, Bullets, Element, Fact, Facts, Grid, Paragraph, TableColumn
+from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fact, Facts, Grid, Paragraph, TableColumn
 from harness.report.sections import simulated_note
 
 UNKNOWN = "not known"
@@ -189,14 +189,19 @@ def _test(kind: str, one: CombinationNumbers) -> str:
 
 
 def _tests(one: CombinationNumbers) -> Iterator[list[str]]:
-    prompt = NOTHING if one.prompt_tokens is None else f"{one.prompt_tokens:,}"
-    yield [_test("pp", one), _text(one.pp), _text(one.ttft_ms), "", prompt, _answers(one)]
-    yield [_test("tg", one), _text(one.tg), "", _text(one.tpot_ms), "", ""]
+    prompt, limited = NOTHING if one.prompt_tokens is None else f"{one.prompt_tokens:,}", one.client_limited
+    pp, tg, ttft, tpot = (
+        _text(number, is_limited=field in limited)
+        for number, field in ((one.pp, "ttft"), (one.tg, "tpot"), (one.ttft_ms, "ttft"), (one.tpot_ms, "tpot"))
+    )
+    yield [_test("pp", one), pp, ttft, "", prompt, _answers(one)]
+    yield [_test("tg", one), tg, "", tpot, "", ""]
 
 
 def _shared(one: CombinationNumbers) -> list[str]:
-    numbers = map(_text, (one.tok_s, one.tg, one.ttft_ms, one.tpot_ms))
-    return [_load_text(one), _test("both", one), *numbers, _answers(one)]
+    numbers = ((one.tok_s, "output_tok_s"), (one.tg, "tpot"), (one.ttft_ms, "ttft"), (one.tpot_ms, "tpot"))
+    texts = [_text(number, is_limited=field in one.client_limited) for number, field in numbers]
+    return [_load_text(one), _test("both", one), *texts, _answers(one)]
 
 
 def _load_text(one: CombinationNumbers) -> str:
@@ -207,11 +212,11 @@ def _answers(one: CombinationNumbers) -> str:
     return f"{one.answers}, {one.failed} FAILED" if one.failed else f"{one.answers}"
 
 
-def _text(number: Repeated | None) -> str:
-    """The number with its interval: "94.2 ± 1.3"."""
+def _text(number: Repeated | None, *, is_limited: bool = False) -> str:
+    """The number with its interval, and the sign where the load generator limited it: "94.2 ± 1.3"."""
     if number is None:
         return NOTHING
-    value = figures(number.value)
+    value = figures(number.value) + LIMITED * is_limited
     if number.plus_minus is None:
         return value
     return f"{value} ± " + ("over 100 %" if number.plus_minus > number.value else figures(number.plus_minus, 2))
@@ -223,9 +228,10 @@ def _legend(found: Sequence[CombinationNumbers]) -> str:
     if repeats < 2:
         interval = "One repeat has no interval; --repeats 3 gives one."
     depth = " @ d: after a context that a request before put into the cache." if any(one.depth for one in found) else ""
+    limited = f" {LIMITED}: the load generator was late." if any(one.client_limited for one in found) else ""
     return (
         f"{interval} pp: uncached prompt tokens / TTFT of one request at a time, over HTTP. tg: after the first token, "
-        f"with the prompt before it.{depth}"
+        f"with the prompt before it.{depth}{limited}"
     )
 
 

@@ -99,6 +99,7 @@ class CombinationNumbers(Struct, frozen=True, kw_only=True):
     tok_s: Repeated | None  # of all together
     ttft_ms: Repeated | None  # of medians, as the following
     tpot_ms: Repeated | None
+    client_limited: list[str] = []  # fields of Numbers that the load generator limited in a repeat
 
 
 class CombinationsReport(Struct, frozen=True, kw_only=True):
@@ -123,12 +124,14 @@ def combination_numbers(data: RunData, summary: Summary) -> list[CombinationNumb
     shown = [name for name in names if name in valid] or names
     is_above = any(note.code == "prefill_above_hardware" for note in summary.notes)  # then prefill is not given
     scenario, found = data.run.scenario, list[CombinationNumbers]()
+    limited = {row.load: row.client_limited for row in summary.rows}
     for name, load in scenario.loads.items():
         cells = [data.cells[cell] for cell in shown if data.planned[cell].load == name]
         if cells:
             prompts = prompts_of(scenario, load)
             lengths = (max_length(prompts.tokens), prompts.system_tokens)
             one = _combination(name, load, lengths, cells)
+            one = replace(one, client_limited=limited.get(name, []))
             found.append(replace(one, pp=None) if is_above else one)
     return found
 
