@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(
         ("--profile", "--rate-type", "--strategy"),
-        ("users and a rate are options of their own", "Write --users 4 for 4 at once, --rate 4 for 4 requests a second."),
+        ("users and a rate are options of their own", "Write --users 4 for 4 at once, --rate 4 for 4 a second."),
     ),
     **dict.fromkeys(
         ("--max-seconds", "--max-duration"),
