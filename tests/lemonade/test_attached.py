@@ -1,5 +1,6 @@
 """A real Lemonade that already runs on this machine, with llama.cpp behind it."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from harness.records.records import read_requests
 from harness.records.samples import parse_metrics
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
-from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model, get_health
+from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model, get_health, running_options
 from harness.serve.lifecycle import attach_to_server, wait_ready
 from harness.serve.probe import StartupWatch, make_token_counter
 from tests.lemonade.parts import Lemond, lemond, versions
@@ -267,3 +268,26 @@ def running_now(server: Lemond) -> str | None:
     health = get_health(server.api)
     found = None if health is None else health.find("user.Gguf")
     return None if found is None else str(found.recipe_options.get("llamacpp_args"))
+
+
+def test_the_advice_of_a_run_is_tried_and_the_server_is_as_it_was(
+    on_llamacpp: Lemond, tmp_path: Path, say: Say
+) -> None:
+    """One slot serves eight requests one after the other; what more slots bring depends on the cores of the machine."""
+    on_llamacpp.load("user.Gguf", llamacpp_args="--parallel 1", ctx_size=2048)
+    own = running_options(on_llamacpp.url, "Gguf", None)
+    load = {"user": "batch", "batch_size": 8, "requests": 40, "output_tokens": 256}
+    path = write(tmp_path, loads={"eight": load})
+    done = harness("run", str(path), "--url", on_llamacpp.url, "--runs", "runs", cwd=tmp_path)
+    say(done.out + done.err)
+    run = only_run(tmp_path / "runs").name
+    options = ["--finding", "queue_with_room", "--runs", "runs", "--json"]
+    tuned = harness("tune", "last", *options, cwd=tmp_path)
+    say(tuned.out + tuned.err)
+    answer = json.loads(tuned.out)
+    assert (answer["of_run"], answer["finding"]) == (run, "queue_with_room")
+    assert answer["advised"]["sequences"] > 1 and len(answer["sides"]) == 1 and answer["blocks"] > 1
+    assert running_options(on_llamacpp.url, "Gguf", None) == own
+    kept = json.loads(harness("tune", run, "--keep", *options, cwd=tmp_path).out)
+    assert (running_options(on_llamacpp.url, "Gguf", None) != own) is (kept["verdict"] == "set")
+    on_llamacpp.unload()
