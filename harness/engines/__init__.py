@@ -227,16 +227,16 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 @cache
 def engines() -> tuple[Engine, ...]:
     """Return all server types, in the order of lists. Raises HarnessError for a file that is not one."""
-    found = []
+    all_engines = []
     for path in Path(__file__).parent.glob("*.yaml"):
         try:
-            found.append(read_table(path, Engine))
+            all_engines.append(read_table(path, Engine))
         except (yaml.YAMLError, msgspec.ValidationError) as error:
             raise HarnessError(
                 f"{path}: not the facts of a server type: {error}",
                 next_step="Correct the file; harness/engines/__init__.py names its keys.",
             ) from None
-    return tuple(sorted(found, key=lambda engine: engine.place))
+    return tuple(sorted(all_engines, key=lambda engine: engine.place))
 
 
 def find_engine(template: str) -> Engine | None:

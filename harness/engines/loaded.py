@@ -26,8 +26,8 @@ def loaded_models(fetch: Callable[[str], str | bytes]) -> list[str] | None:
     for source in (engine.loaded for engine in engines() if engine.loaded is not None):
         if source.path not in answers:
             answers[source.path] = _decode(fetch(source.path))
-        if (found := read_loaded(answers[source.path], source)) is not None:
-            return found
+        if (models := read_loaded(answers[source.path], source)) is not None:
+            return models
     return None
 
 
@@ -37,11 +37,11 @@ def read_loaded(answer: Any, source: LoadedModels) -> list[str] | None:
     if not isinstance(models, list) or len(models) > MAX_MODELS:
         return None
     keys = [source.name, *source.where]
-    known = [model for model in models if all(isinstance(_value(model, key), str) for key in keys)]
-    if models and not known:
+    entries = [model for model in models if all(isinstance(_value(model, key), str) for key in keys)]
+    if models and not entries:
         return None
     loaded = [
-        name for model in known
+        name for model in entries
         if all(_value(model, key) in values for key, values in source.where.items())
         and 0 < len(name := _value(model, source.name)) <= MAX_NAME
     ]  # fmt: skip

@@ -34,7 +34,7 @@ def find_engines(template: str, variables: Mapping[str, Any], model: str) -> tup
     Of a running server the type is the one that takes options. The engine behind another server: by the recipe, the
     arguments, or the model's name.
     """
-    front = find_engine(template) or next(one for one in engines() if one.options is not None)
+    front = find_engine(template) or next(engine for engine in engines() if engine.options is not None)
     if front.options is None:
         return front, front
     arguments, recipe = front.options.arguments, variables.get("recipe")
@@ -42,7 +42,7 @@ def find_engines(template: str, variables: Mapping[str, Any], model: str) -> tup
     given = [name for name, key in arguments.items() if key in variables]
     by_name = [name for name in arguments if name in model.lower()]
     name = next(iter([*by_recipe, *given, *by_name, *reversed(arguments)]))
-    return front, next(one for one in engines() if one.name == name)
+    return front, next(engine for engine in engines() if engine.name == name)
 
 
 # How a setting is spelled.
@@ -120,8 +120,8 @@ def read_setting(
         return None
     value = variables.get(spelled.variable) if spelled.variable else None
     if spelled.part is not None:
-        found = re.search(spelled.part, str(value))
-        return None if found is None else found[1]
+        match = re.search(spelled.part, str(value))
+        return None if match is None else match[1]
     if value is None and spelled.environment:
         value = (variables.get(ENVIRONMENT) or {}).get(spelled.environment)
     if value is None:
@@ -209,8 +209,8 @@ def change_settings(
     wanted, resized = with_linked(front, engine, changes), dict[str, Any]()
     if context is not None and context.is_shared and {SEQUENCES, CONTEXT} & set(wanted):
         slots = read_setting(front, engine, variables, SEQUENCES, effective) or 1
-        each = wanted.pop(CONTEXT, None) or int(variables.get(context.size) or 0) // slots
-        resized = {context.size: each * wanted.get(SEQUENCES, slots)} if each else {}
+        slot_tokens = wanted.pop(CONTEXT, None) or int(variables.get(context.size) or 0) // slots
+        resized = {context.size: slot_tokens * wanted.get(SEQUENCES, slots)} if slot_tokens else {}
     return {**variables, **resized, **changed_variables(front, engine, variables, wanted)}
 
 
@@ -262,8 +262,8 @@ def changed_variables(
 
 def _with_part(spelled: Spelling, old: Any, value: Any) -> Any:
     """The new text of a variable of which a part is the setting; of any other variable the value."""
-    found = None if spelled.part is None else re.search(spelled.part, str(old))
-    return value if found is None else str(old)[: found.start(1)] + value + str(old)[found.end(1) :]
+    match = None if spelled.part is None else re.search(spelled.part, str(old))
+    return value if match is None else str(old)[: match.start(1)] + value + str(old)[match.end(1) :]
 
 
 # How a server is asked to load a model with settings.
@@ -272,7 +272,7 @@ def _with_part(spelled: Spelling, old: Any, value: Any) -> Any:
 def known_options(front: Engine, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a load that are given: the server's own, and the arguments of its engines."""
     assert front.options is not None
-    own = [one.variable for one in front.settings.values() if one.variable]
+    own = [setting.variable for setting in front.settings.values() if setting.variable]
     return {key: given[key] for key in (*own, *front.options.arguments.values()) if given.get(key)}
 
 

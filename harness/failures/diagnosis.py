@@ -147,7 +147,9 @@ class ScannedLog(Struct, frozen=True, kw_only=True):
     def cause(self) -> Diagnosis | None:
         """Return the root cause; refused requests do not explain how a server that was ready ended."""
         is_ready = self.ready is not None
-        return select_root_cause([one for one in self.findings if not (is_ready and one.severity == "request")])
+        return select_root_cause(
+            [finding for finding in self.findings if not (is_ready and finding.severity == "request")]
+        )
 
 
 def select_root_cause(findings: Sequence[Diagnosis]) -> Diagnosis | None:
@@ -156,7 +158,11 @@ def select_root_cause(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     Warnings are left out, what the server recovered from, and effects: they do not explain how it ended. A cause that
     was logged as a warning ranks below errors and exceptions, but above a wrapper.
     """
-    causes = [one for one in findings if one.severity != "warning" and not one.recovered and not one.effect]
+    causes = [
+        finding
+        for finding in findings
+        if finding.severity != "warning" and not finding.recovered and not finding.effect
+    ]
     if not causes:
         return None
     first = min(causes, key=lambda finding: (_rank(finding), finding.number or math.inf))  # the log, then an API's text
@@ -200,8 +206,8 @@ def scan(file: BinaryIO) -> ScannedLog:
 
 def explain_message(message: str) -> Diagnosis | None:
     """Explain the error of a request; `message` is `KIND: text`, as in a record."""
-    found = _find_pattern(strip_prefixes(message.replace("\n", " ").encode()), table.patterns())
-    return None if found is None else _make_diagnosis(*found, None)
+    hit = _find_pattern(strip_prefixes(message.replace("\n", " ").encode()), table.patterns())
+    return None if hit is None else _make_diagnosis(*hit, None)
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -287,7 +293,7 @@ class _LogSearch:
         # A finding that one of the next lines may complete, and the number of the last such line.
         self._incomplete: tuple[tuple[str, str], int] | None = None
         self._is_detailed = False
-        self._loads_again = False  # a load failed, and a later one has begun
+        self._is_reloading = False  # a load failed, and a later one has begun
         self._has_gpu: bool | None = None  # None: the log does not tell
         # A shape is a line with zeros in place of its digits: those without a trigger word, and of frequent findings.
         self._plain_shapes: set[bytes] = set()
@@ -329,12 +335,12 @@ class _LogSearch:
         """Return the shapes that contain a trigger word, and those words."""
         new = shapes - self._plain_shapes
         text = b"\n".join(new)
-        found = [word for word in _trigger_words() if word in text]
+        words = [word for word in _trigger_words() if word in text]
         if len(self._findings) >= MAX_FINDINGS:  # further exceptions would not be kept
-            found = [word for word in found if word not in _EXCEPTION_WORDS]
-        triggering = {shape for shape in new if any(word in shape for word in found)}
+            words = [word for word in words if word not in _EXCEPTION_WORDS]
+        triggering = {shape for shape in new if any(word in shape for word in words)}
         self._remember_plain(new - triggering)
-        return triggering, {word for shape in found for word in _trigger_words()[shape]}
+        return triggering, {word for shape in words for word in _trigger_words()[shape]}
 
     def _remember_plain(self, shapes: set[bytes]) -> None:
         if len(self._plain_shapes) + len(shapes) > MAX_SHAPES:
@@ -405,17 +411,17 @@ class _LogSearch:
         self._track_state(raw, number)
         if is_traceback_code(line.text, previous):
             return
-        found = _find_pattern(line.text, candidates)
-        if found is not None and line.level == "chatter" and found[0].rule.severity != "warning":
-            found = found if found[0].rule.chatter else None
-        if found is None:
+        hit = _find_pattern(line.text, candidates)
+        if hit is not None and line.level == "chatter" and hit[0].rule.severity != "warning":
+            hit = hit if hit[0].rule.chatter else None
+        if hit is None:
             self._track_exception(line, number)
             return
         self._traceback_line = None
-        finding = structs.replace(_make_diagnosis(*found, number), hint=line.level == "warning")
-        if self._has_gpu and found[0].rule.gpu_access and found[0].rule.chatter:  # a later search, for free memory
+        finding = structs.replace(_make_diagnosis(*hit, number), hint=line.level == "warning")
+        if self._has_gpu and hit[0].rule.gpu_access and hit[0].rule.chatter:  # a later search, for free memory
             finding = structs.replace(finding, severity="warning")
-        key = self._add_finding(finding, found[1].groupdict())
+        key = self._add_finding(finding, hit[1].groupdict())
         if key is not None and self._counts[key] >= FREQUENT and finding.severity != "wrapper":
             self._frequent_shapes[shape] = key
 
@@ -432,9 +438,9 @@ class _LogSearch:
         is_ready = "ready" in reported
         if "loading" in reported:
             failed = (finding for finding in self._findings.values() if not finding.recovered)
-            self._loads_again = any((finding.phase, finding.severity) == ("start", "wrapper") for finding in failed)
+            self._is_reloading = any((finding.phase, finding.severity) == ("start", "wrapper") for finding in failed)
         if is_ready:
-            self._ready_line, self._loads_again = number, False
+            self._ready_line, self._is_reloading = number, False
         if reported & {"gpu", "no_gpu"}:
             self._has_gpu = "gpu" in reported
         if reported & {"ready", "fetched", "gpu"}:
@@ -461,17 +467,17 @@ class _LogSearch:
         """Add or count a finding. Return its key, or None if it is left out."""
         if self._is_stopping and finding.severity not in ("cause", "request", "warning"):
             return None  # a server that stops ends its processes, and reports that they are dead
-        if self._loads_again and not finding.hint and finding.severity not in ("request", "warning"):
+        if self._is_reloading and not finding.hint and finding.severity not in ("request", "warning"):
             # The newest load counts: users change a setting and try again.
-            self._loads_again = False
+            self._is_reloading = False
             self._findings = {key: structs.replace(old, recovered=True) for key, old in self._findings.items()}
         key = (finding.id, _DIGITS.sub("#", finding.cause))
-        known = self._findings.get(key)
-        if known is None and len(self._findings) >= MAX_FINDINGS:
+        earlier = self._findings.get(key)
+        if earlier is None and len(self._findings) >= MAX_FINDINGS:
             return None
         # The last wrapper of a start counts; after a recovery the same finding counts anew.
         is_start_wrapper = finding.severity == "wrapper" and finding.phase == "start"
-        if known is None or known.recovered or is_start_wrapper or (known.hint and not finding.hint):
+        if earlier is None or earlier.recovered or is_start_wrapper or (earlier.hint and not finding.hint):
             self._findings[key], self._groups[key] = finding, groups
             if table.next_line_regex(finding.id) is not None:
                 self._incomplete = key, (finding.number or 0) + NEXT_LINES
@@ -546,7 +552,9 @@ def explain(log: str | Path, state: ExitState = ExitState()) -> Diagnosis | None
         return select_root_cause(api_findings)
     findings = scanned.findings
     if state.exit_code is not None:  # a server does not end because it refused a request, or works without a GPU
-        findings = [one for one in findings if one.severity != "request" and not _is_before_ready(one, scanned)]
+        findings = [
+            finding for finding in findings if finding.severity != "request" and not _is_before_ready(finding, scanned)
+        ]
     return select_root_cause([*findings, *api_findings, *([exit_failure] if exit_failure is not None else [])])
 
 
@@ -629,6 +637,6 @@ def group_failures(server: str, load: str, failures: Iterable[tuple[str, str, in
         if key in groups:
             groups[key] = structs.replace(groups[key], count=groups[key].count + count)
             continue
-        known = {} if failure is None else {"id": failure.id, "cause": failure.cause, "fix": failure.fix}
-        groups[key] = FailedRequests(server=server, load=load, kind=kind, count=count, message=example, **known)
+        explanation = {} if failure is None else {"id": failure.id, "cause": failure.cause, "fix": failure.fix}
+        groups[key] = FailedRequests(server=server, load=load, kind=kind, count=count, message=example, **explanation)
     return sorted(groups.values(), key=lambda group: -group.count)

@@ -180,9 +180,9 @@ MAX_VALUE_CHARS = 300
 MAX_NUMBER = 1e15  # a log can print anything
 
 
-def format_cause_and_fix(rule: Rule, found: Mapping[str, str | None], server: str | None = None) -> tuple[str, str]:
+def format_cause_and_fix(rule: Rule, captures: Mapping[str, str | None], server: str | None = None) -> tuple[str, str]:
     """Return the cause and the fix of a row for the groups of a matching line. `server`: the name of its engine."""
-    groups = {name: masked((value or "").strip().replace('\\"', '"')) for name, value in found.items()}
+    groups = {name: masked((value or "").strip().replace('\\"', '"')) for name, value in captures.items()}
     values = _compute_values(groups) | _find_replacements(groups)
     values |= {name: value[:MAX_VALUE_CHARS] for name, value in groups.items() if value}
     fix = rule.fixes.get(server or "any") or rule.fixes["any"]
@@ -233,8 +233,8 @@ def _fill_placeholders(text: str, values: Mapping[str, str]) -> str:
 
     def fill_remark(match: re.Match[str]) -> str:
         parts = match[0][2:-1].split(", ")
-        known = [part for part in parts if all(values.get(name) for name in _NAME.findall(part))]
-        return f" ({', '.join(known)})" if known else ""
+        filled = [part for part in parts if all(values.get(name) for name in _NAME.findall(part))]
+        return f" ({', '.join(filled)})" if filled else ""
 
     def fill(part: str, form: Callable[[str], str] = str) -> str:
         return _NAME.sub(lambda name: form(values.get(name[1], "")), part)

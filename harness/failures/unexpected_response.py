@@ -60,7 +60,7 @@ def parse_model_ids(raw: bytes) -> list[str]:
         ids = [entry["id"] for entry in decode_json(raw)["data"]]
     except (KeyError, TypeError):
         raise ValueError("not a list of models") from None
-    if not all(isinstance(one, str) and 0 < len(one) <= _MAX_ID for one in ids):
+    if not all(isinstance(item, str) and 0 < len(item) <= _MAX_ID for item in ids):
         raise ValueError("a model's id is not a name")
     return ids
 
@@ -122,8 +122,8 @@ def is_error_text(text: str) -> bool:
 def find_error(value: Any) -> str | None:
     """Return the words of the error that a decoded response or event reports, in any form; None if it reports none."""
     if isinstance(value, list):
-        objects = [one for one in value[:_MAX_LISTED] if isinstance(one, dict)]
-        return next((text for one in objects if (text := find_error(one)) is not None), None)
+        objects = [item for item in value[:_MAX_LISTED] if isinstance(item, dict)]
+        return next((text for item in objects if (text := find_error(item)) is not None), None)
     if isinstance(value, str):
         return value if is_error_text(value) else None
     if not isinstance(value, dict):
@@ -225,8 +225,8 @@ def _words_of(value: Any, depth: int = 0) -> str | None:
     if isinstance(value, str):
         return value.strip() or None
     if isinstance(value, list):
-        found = [text for one in value[:_MAX_LISTED] if depth < _MAX_DEPTH and (text := _words_of(one, depth + 1))]
-        return "; ".join(found) or None
+        texts = [text for item in value[:_MAX_LISTED] if depth < _MAX_DEPTH and (text := _words_of(item, depth + 1))]
+        return "; ".join(texts) or None
     if not isinstance(value, dict):
         return to_text(value) if value and not isinstance(value, bool) else None
     if depth >= _MAX_DEPTH:
@@ -252,10 +252,12 @@ def describe_unknown(value: Any) -> str | None:
         return None if is_harmless_name(value) else "a string"
     if not isinstance(value, dict):
         return f"a JSON {JSON_TYPES.get(type(value), 'number')}"
-    unknown = sorted(key for key, one in value.items() if one and one is not True and key not in _KNOWN_KEYS)
+    unknown = sorted(
+        key for key, content in value.items() if content and content is not True and key not in _KNOWN_KEYS
+    )
     kinds = [value.get(key) for key in ("type", "event", "status", "message")]
-    is_known = "choices" in value or "usage" in value
-    if is_known or not unknown or any(isinstance(kind, str) and is_harmless_name(kind) for kind in kinds):
+    is_completion = "choices" in value or "usage" in value
+    if is_completion or not unknown or any(isinstance(kind, str) and is_harmless_name(kind) for kind in kinds):
         return None
     names = ", ".join(unknown[:5])
     words = next((text for key in _TEXT_KEYS[:4] if isinstance(text := value.get(key), str) and text), None)
