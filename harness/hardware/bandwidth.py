@@ -70,7 +70,7 @@ def read_measured(root: Path = Path("/")) -> float | None:
     if root != Path("/"):
         return None
     try:
-        found = msgspec.json.decode(read_bytes(cache_file()), type=MeasuredBandwidth)
+        stored = msgspec.json.decode(read_bytes(cache_file()), type=MeasuredBandwidth)
     except (OSError, *UNDECODABLE):
         return None
-    return found.gb_s if found.machine == describe_machine(root) and found.gb_s > 0 else None
+    return stored.gb_s if stored.machine == describe_machine(root) and stored.gb_s > 0 else None

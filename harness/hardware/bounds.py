@@ -63,14 +63,14 @@ def judge(tok_s: float, bound: float, likely: float, one_user: float) -> tuple[f
     It is the bound, or the `likely` speed with the experts that all users touch. Within the bound a speed above the
     likely one is no sign of speculation: the users' tokens chose the same experts.
     """
-    of = bound if tok_s > MAX_SHARE * bound else min(bound, likely)
-    return of, tok_s / of, classify(tok_s / of if of == bound else min(tok_s / of, 1.0), one_user)
+    base = bound if tok_s > MAX_SHARE * bound else min(bound, likely)
+    return base, tok_s / base, classify(tok_s / base if base == bound else min(tok_s / base, 1.0), one_user)
 
 
-def describe_base(of: float, bound: float) -> str:
+def describe_base(base: float, bound: float) -> str:
     """Return what a share is of, in words."""
     most = f"at most {figures(bound)} tok/s"
-    return most if of == bound else f"about {figures(of)} tok/s with the experts of all users, of {most}"
+    return most if base == bound else f"about {figures(base)} tok/s with the experts of all users, of {most}"
 
 
 def kv_bytes(size: ModelSize, context: float) -> float:
@@ -169,7 +169,7 @@ def share(data: RunData, cell: CellData) -> Share | None:
 
     None where model, GPU or speed is not known.
     """
-    name = next((name for name, one in data.cells.items() if one is cell), None)
+    name = next((name for name, other in data.cells.items() if other is cell), None)
     ran = None if name is None else data.run.ran.get(name)
     if ran is None:
         return None
@@ -181,23 +181,23 @@ def share(data: RunData, cell: CellData) -> Share | None:
     bound = decode_bound(size, gpu, users=users, context=context, gpus=gpus)
     likely = decode_bound(size, gpu, users=users, context=context, gpus=gpus, spread=True)
     one_user = decode_bound(size, gpu, gpus=gpus)
-    of, reached, word = judge(tok_s, bound, likely, one_user)
+    base, reached, word = judge(tok_s, bound, likely, one_user)
     if word == "slow" and users >= MANY_USERS and _prefill_load(cell, size, gpu, gpus) > MAX_PREFILL_LOAD:
         word = None  # prompts of other users take much of the time between two tokens
     whom = "one user" if users < MANY_USERS else f"{users:.0f} users at once"
     name = gpu.name if gpus == 1 else f"{gpus} x {gpu.name}"
-    part, than = f"{100 * reached:.0f} % of", "allows" if of == bound else "is estimated to allow"
-    if reached > MAX_SHARE and of == bound:
+    part, than = f"{100 * reached:.0f} % of", "allows" if base == bound else "is estimated to allow"
+    if reached > MAX_SHARE and base == bound:
         part, whom = f"{figures(reached)} times", f"{whom} without speculation"
     awq = in_weights(size, "AWQ") if users < MANY_USERS and size.number_bits in (None, 16) else None
     awq = None if awq is None or awq.read_bytes > size.read_bytes / 2 else awq
-    numbers = f"{figures(tok_s)} of {describe_base(of, bound)}; {name}, {figures(gpu.bandwidth_gb_s * gpus)} GB/s"
+    numbers = f"{figures(tok_s)} of {describe_base(base, bound)}; {name}, {figures(gpu.bandwidth_gb_s * gpus)} GB/s"
     return Share(
         share=reached,
         word=word,
         usual_share=_usual_share(one_user),
         bound_tok_s=bound,
-        of_tok_s=of,
+        of_tok_s=base,
         measured_tok_s=tok_s,
         awq_tok_s=None if awq is None else decode_bound(awq, gpu, context=context, gpus=gpus),
         sentence=f"{part} what this GPU {than} for {whom} ({numbers})",
@@ -209,7 +209,7 @@ def prefill_bound(data: RunData, cell: CellData) -> tuple[float, float, str] | N
 
     None where model, GPU or speed is not known.
     """
-    name = next((name for name, one in data.cells.items() if one is cell), None)
+    name = next((name for name, other in data.cells.items() if other is cell), None)
     ran = None if name is None else data.run.ran.get(name)
     prompts = timed_prompts(cell)
     if ran is None or prompts is None:
@@ -255,14 +255,14 @@ def decode_speed(cell: CellData) -> tuple[float, float, float] | None:
         return None
     rows = cell.counted.where(cell.counted.good)
     tpot_s = latency_s(rows, "tpot")
-    known = tpot_s > 0
-    if not known.any():
+    has_tpot = tpot_s > 0
+    if not has_tpot.any():
         return None
-    decode_s = float((rows.last_chunk_s - rows.first_arrival_s)[known].sum())
+    decode_s = float((rows.last_chunk_s - rows.first_arrival_s)[has_tpot].sum())
     window_s = _window_s(cell)
     users = max(1.0, decode_s / window_s) if window_s > 0 else 1.0
-    lengths = np.nan_to_num(rows.prompt_tokens[known]) + np.nan_to_num(rows.output_tokens[known]) / 2
-    return users / float(np.median(tpot_s[known])), users, float(lengths.mean())
+    lengths = np.nan_to_num(rows.prompt_tokens[has_tpot]) + np.nan_to_num(rows.output_tokens[has_tpot]) / 2
+    return users / float(np.median(tpot_s[has_tpot])), users, float(lengths.mean())
 
 
 _ACTIVE = re.compile(r"(\d+(?:\.\d+)?)b-a(\d+(?:\.\d+)?)b", re.IGNORECASE)  # of a name such as Qwen3-30B-A3B
@@ -326,9 +326,9 @@ def run_gpu(run: Run, ran: CellRun) -> tuple[GpuSpec | None, int]:
 
 def slowest_gpu(cards: Sequence[Mapping[str, Any]]) -> GpuSpec | None:
     """Return the GPU that the others wait for in each step; None where one is not in the table."""
-    known = [identify_gpu(card) for card in cards]
-    specs = [spec for spec in known if spec is not None]
-    return min(specs, key=lambda spec: spec.bandwidth_gb_s) if len(specs) == len(known) else None
+    gpus = [identify_gpu(card) for card in cards]
+    specs = [spec for spec in gpus if spec is not None]
+    return min(specs, key=lambda spec: spec.bandwidth_gb_s) if len(specs) == len(gpus) else None
 
 
 def used_cards(run: Run, ran: CellRun) -> list[Mapping[str, Any]]:

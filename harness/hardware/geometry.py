@@ -155,8 +155,8 @@ def sum_layers(
     states = sum(layer.kind in ("state", "both") for layer in layers)
     groups = {
         name: tuple(
-            LayerGroup(layers=times, kv_heads=one.kv_heads, key_size=one.key_size, value_size=one.value_size)
-            for one, times in counted.items()
+            LayerGroup(layers=times, kv_heads=size.kv_heads, key_size=size.key_size, value_size=size.value_size)
+            for size, times in counted.items()
         )
         for name, counted in kept.items()
     }
@@ -207,14 +207,14 @@ def _with_heads_of_layers(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(blocks, list) or not blocks:
         return config
     heads = parse_positive(config, "num_attention_heads")
-    found = []
+    kv_heads = []
     for block in blocks[:MAX_LAYERS]:
         attention = block.get("attention") if isinstance(block, dict) else None
         if not isinstance(attention, dict):
             raise UnknownShapeError("a layer of block_configs has no attention")
         skipped = attention.get("no_op") or attention.get("replace_with_linear")
-        found.append(0 if skipped else heads // parse_positive(attention, "n_heads_in_group"))
-    return config | {"num_key_value_heads": found}
+        kv_heads.append(0 if skipped else heads // parse_positive(attention, "n_heads_in_group"))
+    return config | {"num_key_value_heads": kv_heads}
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -301,11 +301,11 @@ def _kinds_by_rule(config: dict[str, Any], model_type: str, layers: int) -> list
     """Return the kinds by a key that tells which layers are full attention; None without such a key."""
     linear = config.get("linear_attn_config")
     if isinstance(linear, dict) and isinstance(linear.get("full_attn_layers"), list):
-        from_one = [number - 1 if type(number) is int else -1 for number in linear["full_attn_layers"]]
-        return _kinds_by_numbers(from_one, layers, "state")
+        layer_numbers = [number - 1 if type(number) is int else -1 for number in linear["full_attn_layers"]]
+        return _kinds_by_numbers(layer_numbers, layers, "state")
     for key in _FULL_LAYERS:
         if isinstance(numbers := config.get(key), list):
-            slides = config.get("sliding_window") and not any(_is_recurrent(one) for one in config)
+            slides = config.get("sliding_window") and not any(_is_recurrent(key) for key in config)
             return _kinds_by_numbers(numbers, layers, "sliding" if slides else "state")
     for key in ("full_attention_interval", "full_attn_interval", "attention_interval"):
         if config.get(key) is not None:
@@ -341,7 +341,7 @@ def _sliding_kinds(config: dict[str, Any], model_type: str, layers: int) -> list
         rope = config.get("no_rope_layers") or [int((number + 1) % 4 != 0) for number in range(layers)]
         if not isinstance(rope, list) or len(rope) != layers:
             raise UnknownShapeError("no_rope_layers has another number of layers")
-        return ["sliding" if one else "full" for one in rope]
+        return ["sliding" if uses_rope else "full" for uses_rope in rope]
     if other := [key for key in config if _OTHER_LAYERS.match(key) and config[key]]:
         raise UnknownShapeError(f"layers of another form ({other[0]} in config.json), and it does not say which")
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
@@ -368,36 +368,36 @@ def _parse_attention(config: dict[str, Any], kind: Kind, layers: int) -> list[At
         return [_parse_latent(config, model_type)] * layers
     if isinstance(config.get("num_key_value_heads"), list):
         heads = config["num_key_value_heads"]
-        if len(heads) != layers or any(type(one) is not int or not 0 <= one <= MAX_SIZE for one in heads):
+        if len(heads) != layers or any(type(count) is not int or not 0 <= count <= MAX_SIZE for count in heads):
             raise UnknownShapeError("num_key_value_heads has not one number for each layer")
         return [
-            _parse_heads(config | {"num_key_value_heads": one}, model_type) if one else AttentionSize(0, 0, 0, 0)
-            for one in heads
+            _parse_heads(config | {"num_key_value_heads": count}, model_type) if count else AttentionSize(0, 0, 0, 0)
+            for count in heads
         ]
     if isinstance(own := config.get("per_layer_config"), dict):
-        numbered = {key.lstrip("0") or "0": one for key, one in own.items() if isinstance(one, dict)}
+        numbered = {key.lstrip("0") or "0": value for key, value in own.items() if isinstance(value, dict)}
         return [_parse_heads(config | numbered.get(str(number), {}), model_type) for number in range(layers)]
-    return [_parse_heads(_of_kind(config, kind), model_type)] * layers
+    return [_parse_heads(_kind_config(config, kind), model_type)] * layers
 
 
-def _of_kind(config: dict[str, Any], kind: Kind) -> dict[str, Any]:
+def _kind_config(config: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """Return the configuration with the sizes of the attention of one kind of layers, where they differ."""
     other = config.get("attention_other_setting")
     if kind == "sliding":
         names = {"swa_num_key_value_heads": "num_key_value_heads", "swa_num_attention_heads": "num_attention_heads",
                  "swa_head_dim": "head_dim", "swa_v_head_dim": "v_head_dim"}  # fmt: skip
-        found = {own: config[key] for key, own in names.items() if config.get(key) is not None}
+        overrides = {own: config[key] for key, own in names.items() if config.get(key) is not None}
         if isinstance(other, dict):
-            found |= {"num_attention_heads": other.get("num_attention_heads"), "head_dim": other.get("head_dim"),
+            overrides |= {"num_attention_heads": other.get("num_attention_heads"), "head_dim": other.get("head_dim"),
                       "num_key_value_heads": other.get("num_attention_groups")}  # fmt: skip
-        return config | found
-    found = {}
+        return config | overrides
+    overrides = {}
     if config.get("global_head_dim") is not None:
-        found["head_dim"] = config["global_head_dim"]
+        overrides["head_dim"] = config["global_head_dim"]
     # Only where keys are the values, too, are there fewer heads.
     if config.get("num_global_key_value_heads") is not None and config.get("attention_k_eq_v", True):
-        found["num_key_value_heads"] = config["num_global_key_value_heads"]
-    return config | found
+        overrides["num_key_value_heads"] = config["num_global_key_value_heads"]
+    return config | overrides
 
 
 def _parse_latent(config: dict[str, Any], model_type: str) -> AttentionSize:

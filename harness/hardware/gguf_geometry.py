@@ -64,16 +64,16 @@ def parse_gguf_geometry(kind: str, text: dict[str, Any], names: Iterable[str]) -
         if any(heads)
         else {}
     )
-    found = []
+    caches = []
     for number in range(layers):
         slides, state = sliding[number], states[number]
         if not heads[number] or state == "state":
-            found.append(LayerCache("state" if state is not None else "none"))
+            caches.append(LayerCache("state" if state is not None else "none"))
             continue
         key_size, value_size, width = sizes[slides]
-        one = AttentionSize(1 if latent else heads[number], key_size, value_size, width * queries[number])
-        found.append(LayerCache("sliding" if slides else state or "full", one, number >= stored))
-    return sum_layers(found, window, _gguf_state_numbers(text, queries), latent=latent)
+        size = AttentionSize(1 if latent else heads[number], key_size, value_size, width * queries[number])
+        caches.append(LayerCache("sliding" if slides else state or "full", size, number >= stored))
+    return sum_layers(caches, window, _gguf_state_numbers(text, queries), latent=latent)
 
 
 def _per_layer(text: dict[str, Any], key: str, layers: int) -> list[int]:
@@ -83,7 +83,7 @@ def _per_layer(text: dict[str, Any], key: str, layers: int) -> list[int]:
     values = value[:layers] if isinstance(value, list) else [value] * layers
     if len(values) < layers:
         raise UnknownShapeError(f"{key} has {len(values)} values for {layers} layers")
-    if any(type(one) is not int or not 0 <= one <= MAX_SIZE for one in values):
+    if any(type(number) is not int or not 0 <= number <= MAX_SIZE for number in values):
         raise UnknownShapeError(f"{key} is {value!r:.50}")
     return values
 
@@ -156,7 +156,7 @@ def _gguf_sliding(kind: str, text: dict[str, Any], layers: int) -> tuple[list[bo
     if isinstance(pattern, list):
         if len(pattern) < layers:
             raise UnknownShapeError(f"sliding_window_pattern has {len(pattern)} values for {layers} layers")
-        return [bool(one) for one in pattern[:layers]], window
+        return [bool(flag) for flag in pattern[:layers]], window
     if kind not in _SLIDING_PERIOD and type(pattern) is not int:
         raise UnknownShapeError(
             f"'{kind}' has a sliding window, its file has no sliding_window_pattern, and its layers are not known here"

@@ -69,8 +69,8 @@ def find_gpu(name: str) -> GpuSpec:
             return spec
     given, is_target = name[:50], wanted.startswith("gfx")
     numbers = re.findall(r"\d+", given)
-    known = {each for spec in gpu_specs() for each in ([spec.target] if is_target else spec.names)}
-    alike = [each for each in known if re.findall(r"\d+", each) == numbers]  # no other number is meant
+    names = {alias for spec in gpu_specs() for alias in ([spec.target] if is_target else spec.names)}
+    alike = [alias for alias in names if re.findall(r"\d+", alias) == numbers]  # no other number is meant
     shown = did_you_mean(given, alike) if alike else ""
     if not shown.startswith("did") and not (alike and numbers):
         shown = f"known: {', '.join(sorted({spec.target if is_target else spec.name for spec in gpu_specs()}))}"
@@ -85,7 +85,7 @@ def identify_gpu(card: Mapping[str, Any]) -> GpuSpec | None:
 
     None for a target that is not in the table.
     """
-    of_target = [spec for spec in gpu_specs() if spec.target == card.get("target")]
+    specs = [spec for spec in gpu_specs() if spec.target == card.get("target")]
     units, vram = card.get("compute_units"), card.get("vram_bytes")
 
     def distance(spec: GpuSpec) -> tuple[int, float, bool]:
@@ -93,7 +93,7 @@ def identify_gpu(card: Mapping[str, Any]) -> GpuSpec | None:
         by_memory = abs(spec.memory_gib * GIB / vram - 1) if spec.memory_gib and vram else 0
         return (by_units > 0) + (by_memory > 0.05), by_units + by_memory, not spec.default
 
-    return min(of_target, key=distance, default=None)
+    return min(specs, key=distance, default=None)
 
 
 _MEMORY_DEVICE = 17  # of the SMBIOS specification (DSP0134), section 7.18

@@ -128,8 +128,8 @@ def read_model(path: Path, name: str | None = None) -> ModelShape:
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a configuration that describes the model of text."""
-    found = (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict))
-    nested: dict[str, Any] | None = next(found, None)
+    configs = (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict))
+    nested: dict[str, Any] | None = next(configs, None)
     if nested is None:
         return config
     shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
@@ -193,10 +193,10 @@ def _folder_size(
 def _routed_share(text: dict[str, Any]) -> float | None:
     """Return the share of the routed experts that one token uses; None where config.json does not tell."""
     used = next((text[key] for key in _USED_EXPERTS if key in text), None)
-    known = next((text[key] for key in _EXPERTS if text.get(key) is not None), None)
-    if type(used) is not int or type(known) is not int or not 1 <= used <= known:
+    experts = next((text[key] for key in _EXPERTS if text.get(key) is not None), None)
+    if type(used) is not int or type(experts) is not int or not 1 <= used <= experts:
         return None
-    return used / known
+    return used / experts
 
 
 def _bytes_per_param(quantization: dict[str, Any]) -> tuple[float, int]:
@@ -268,8 +268,8 @@ def _count_mlp(text: dict[str, Any], hidden: int, layers: int) -> dict[str, floa
     inner = text.get("moe_intermediate_size") or text.get("intermediate_size")
     if (share := _routed_share(text)) is None:
         if any(text.get(key) for key in _EXPERTS):
-            known = ", ".join(f"{key} is {text[key]!r:.50}" for key in (*_EXPERTS, *_USED_EXPERTS) if key in text)
-            raise UnknownShapeError(f"{known}, which does not tell how many experts a token uses")
+            fields = ", ".join(f"{key} is {text[key]!r:.50}" for key in (*_EXPERTS, *_USED_EXPERTS) if key in text)
+            raise UnknownShapeError(f"{fields}, which does not tell how many experts a token uses")
         return {"body": layers * 3 * hidden * _dense_size(text), "routed": 0.0}
     used = next(parse_positive(text, key) for key in _USED_EXPERTS if key in text)
     experts = round(used / share)
@@ -279,14 +279,14 @@ def _count_mlp(text: dict[str, Any], hidden: int, layers: int) -> dict[str, floa
     if text.get("expert_layer_period") is not None:
         period, offset = parse_positive(text, "expert_layer_period"), parse_optional(text, "expert_layer_offset")
         first = sum(number % period != offset for number in range(layers))
-    each = 3 * hidden * parse_positive({"moe_intermediate_size": inner}, "moe_intermediate_size")
-    shared = each * (parse_optional(text, "n_shared_experts") or parse_optional(text, "num_shared_experts"))
+    expert_params = 3 * hidden * parse_positive({"moe_intermediate_size": inner}, "moe_intermediate_size")
+    shared = expert_params * (parse_optional(text, "n_shared_experts") or parse_optional(text, "num_shared_experts"))
     for key in ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"):
         if text.get(key):
             shared = 3 * hidden * parse_positive(text, key)
     sparse = layers - first
     dense = first * 3 * hidden * parse_positive(text, "intermediate_size") if first else 0
-    return {"body": dense + sparse * (shared + hidden * experts), "routed": float(sparse * experts * each)}
+    return {"body": dense + sparse * (shared + hidden * experts), "routed": float(sparse * experts * expert_params)}
 
 
 def _dense_size(text: dict[str, Any]) -> float:
@@ -315,14 +315,14 @@ def _read_gguf_model(path: Path, name: str | None) -> ModelShape:
         geometry = None
         unknown.append(f"the KV cache per token: {error}")
     experts, used, layers = text.get("expert_count"), text.get("expert_used_count"), text.get("block_count")
-    known = type(experts) is int and type(used) is int and 1 <= used <= experts
+    has_experts = type(experts) is int and type(used) is int and 1 <= used <= experts
     nextn = text.get("nextn_predict_layers")
     own = layers - (nextn if type(nextn) is int else 0) if type(layers) is int else 0
     size = sum_tensors(
         name or path.name,
         tensors,
         layers=own if own > 0 else None,  # a damaged number leaves no layer out
-        routed_share=used / experts if known and used is not None and experts is not None else None,
+        routed_share=used / experts if has_experts and used is not None and experts is not None else None,
     )
     return ModelShape(
         name=name or path.name,
@@ -439,7 +439,7 @@ def make_layout(
         numbers(tensor_parallel) * number_bytes * block for numbers in (geometry.full_numbers, geometry.sliding_numbers)
     )
     state_bytes = _divide_rounding_up(geometry.state_bytes or 0, tensor_parallel)
-    sizes = {(one.kv_heads, one.key_size, one.value_size) for one in (*geometry.full, *geometry.sliding)}
+    sizes = {(group.kv_heads, group.key_size, group.value_size) for group in (*geometry.full, *geometry.sliding)}
     if not grouped or len(sizes) != 1 or geometry.state_layers:
         return Layout(
             block=block,
@@ -450,7 +450,7 @@ def make_layout(
             window=geometry.window,
             in_flight=in_flight,
         )
-    full, sliding = (sum(one.layers for one in some) for some in (geometry.full, geometry.sliding))
+    full, sliding = (sum(group.layers for group in some) for some in (geometry.full, geometry.sliding))
     page = (full_bytes + sliding_bytes) // (full + sliding)
     if not full or not sliding:
         size = full or sliding

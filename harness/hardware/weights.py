@@ -128,23 +128,23 @@ def sum_parts(
     the output head too, which is read whole.
     """
     names = ("body", "routed", "embedding", "head", "lookup", "other")
-    found = {part: _Parts(*parts.get(part, (0, 0))) for part in names}
-    head = found["head"] if found["head"].bytes else found["embedding"]
+    totals = {part: _Parts(*parts.get(part, (0, 0))) for part in names}
+    head = totals["head"] if totals["head"].bytes else totals["embedding"]
     share = 1.0 if routed_share is None else routed_share
-    said = list(doubts)
-    if found["routed"].bytes and routed_share is None:
-        said.append("how many experts a token uses is not known: all of them count")
+    all_doubts = list(doubts)
+    if totals["routed"].bytes and routed_share is None:
+        all_doubts.append("how many experts a token uses is not known: all of them count")
     return ModelSize(
         name=name,
-        weights_bytes=weights_bytes or sum(part.bytes for part in found.values()),
-        read_bytes=found["body"].bytes + head.bytes + share * found["routed"].bytes,
-        params=found["body"].params + head.params + share * found["routed"].params,
+        weights_bytes=weights_bytes or sum(part.bytes for part in totals.values()),
+        read_bytes=totals["body"].bytes + head.bytes + share * totals["routed"].bytes,
+        params=totals["body"].params + head.params + share * totals["routed"].params,
         head_params=head.params,
-        routed_bytes=found["routed"].bytes,
-        routed_params=found["routed"].params,
-        routed_share=share if found["routed"].bytes else 1.0,
+        routed_bytes=totals["routed"].bytes,
+        routed_params=totals["routed"].params,
+        routed_share=share if totals["routed"].bytes else 1.0,
         number_bits=number_bits,
-        doubts=said,
+        doubts=all_doubts,
     )
 
 
@@ -241,12 +241,12 @@ class _Reader:
 
     def __init__(self, file: io.BufferedReader) -> None:
         self.file = file
-        self.left = MAX_HEADER_BYTES
+        self.remaining = MAX_HEADER_BYTES
 
     def take(self, length: int) -> bytes:
-        if length > self.left:
+        if length > self.remaining:
             raise ValueError("its header is too long")
-        self.left -= length
+        self.remaining -= length
         data = self.file.read(length)
         if len(data) < length:
             raise ValueError("it ends within its header")
@@ -292,7 +292,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
     if isinstance(parts, int) and parts > 1 and name is not None and parts <= MAX_FILES:
         files = [path.with_name(f"{name[1]}-{number:05d}-of-{name[2]}.gguf") for number in range(1, parts + 1)]
         read = [_read_gguf_file(file) for file in files]
-        keys, tensors = read[0][0], [tensor for _, found in read for tensor in found]
+        keys, tensors = read[0][0], [tensor for _, file_tensors in read for tensor in file_tensors]
     return keys, tensors
 
 
@@ -309,14 +309,14 @@ def _read_gguf_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
             if tensors > MAX_TENSORS:
                 raise ValueError(f"it would have {tensors} tensors")
             values = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
-            found = [_gguf_tensor(reader) for _ in range(tensors)]
+            entries = [_gguf_tensor(reader) for _ in range(tensors)]
             unit = values.get("general.alignment", 32)
             if type(unit) is not int or unit < 1:
                 raise ValueError(f"its alignment is {str(unit)[:100]}")
             data_at = -(-file.tell() // unit) * unit
-            found = _size_new_types(found, os.fstat(file.fileno()).st_size - data_at)
-            _require_whole(file, data_at + max((at + tensor.bytes for tensor, at in found), default=-data_at))
-            return values, [tensor for tensor, _ in found]
+            entries = _size_new_types(entries, os.fstat(file.fileno()).st_size - data_at)
+            _require_whole(file, data_at + max((at + tensor.bytes for tensor, at in entries), default=-data_at))
+            return values, [tensor for tensor, _ in entries]
     except (OSError, ValueError, struct.error, OverflowError) as error:
         raise _damaged(path, error) from None
 
@@ -332,11 +332,11 @@ def _gguf_tensor(reader: _Reader) -> tuple[Tensor, int]:
     return Tensor(name, kind, numbers, -1 if size < 0 else numbers // block * size), reader.number("Q")
 
 
-def _size_new_types(found: list[tuple[Tensor, int]], data_bytes: int) -> list[tuple[Tensor, int]]:
+def _size_new_types(entries: list[tuple[Tensor, int]], data_bytes: int) -> list[tuple[Tensor, int]]:
     """Return the tensors with the sizes of new types: from their place to the next one, or to the end of the data."""
-    places = sorted({at for _, at in found} | {data_bytes})
+    places = sorted({at for _, at in entries} | {data_bytes})
     sized = []
-    for tensor, at in found:
+    for tensor, at in entries:
         if tensor.bytes < 0:
             end = places[min(bisect_right(places, at), len(places) - 1)]
             if not 0 < end - at <= 8 * tensor.numbers + _MAX_TYPE:

@@ -378,8 +378,10 @@ def find_unsupported_targets(image: str, targets: Iterable[str]) -> list[str]:
     for name, column in support_columns().items():
         for pattern, only in column.images.items():
             if fnmatchcase(image, pattern):
-                known = only or [row.target for row in read_gfx_table().targets if row.standing(name) != "unsupported"]
-                return [target for target in dict.fromkeys(targets) if target not in known]
+                supported = only or [
+                    row.target for row in read_gfx_table().targets if row.standing(name) != "unsupported"
+                ]
+                return [target for target in dict.fromkeys(targets) if target not in supported]
     return []
 
 

@@ -205,10 +205,10 @@ def kernel_findings(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:
 
 def check_cwsr(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:
     """On gfx1151, check that the driver exports two sizes; without them ROCm writes beyond its memory."""
-    known = [gpu["cwsr_sizes_known"] for gpu in cards if gpu["target"] == "gfx1151"]
-    if known and all(known):
+    flags = [gpu["cwsr_sizes_known"] for gpu in cards if gpu["target"] == "gfx1151"]
+    if flags and all(flags):
         yield make_finding("kernel.cwsr", "ok", "the kernel has the CWSR fix for gfx1151")
-    elif known:
+    elif flags:
         version = gpus.read_sysfs(root / "proc/sys/kernel/osrelease") or "of unknown version"
         fact = f"the amdgpu driver of Linux {version} lacks the CWSR fix for gfx1151: ROCm crashes or hangs"
         yield make_finding("kernel.cwsr", "blocker", fact)
@@ -275,11 +275,11 @@ def memory_findings(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:
     pools = list_pools(root, serving_gpus)
     if not pools:
         return
-    known = [pool for pool in pools if pool.free_bytes is not None]
-    level: Level = "ok" if len(known) == len(pools) else "warning"
+    readable = [pool for pool in pools if pool.free_bytes is not None]
+    level: Level = "ok" if len(readable) == len(pools) else "warning"
     yield make_finding("memory.pool", level, "; ".join(map(format_pool, pools)))
-    if known:
-        yield _check_utilization(known)
+    if readable:
+        yield _check_utilization(readable)
     yield _check_gpu_processes(root)
     for pool, gpu in zip(pools, serving_gpus, strict=True):
         if gpu["integrated"]:

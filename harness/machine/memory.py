@@ -185,13 +185,13 @@ def _explain_share(free: int, total: int, reserve: int, host: int | None, utiliz
     is_capped = utilization == VLLM_DEFAULT_UTILIZATION and share > VLLM_DEFAULT_UTILIZATION
     max_share = float(VLLM_DEFAULT_UTILIZATION) if is_capped else None
     values = {"total_bytes": total, "share": float(share), "max_share": max_share}
-    of_total = f"/ {gib(total, 2)} total = {share:.4f}, down to hundredths"
+    share_text = f"/ {gib(total, 2)} total = {share:.4f}, down to hundredths"
     if is_capped:
-        of_total += f", at most {max_share:g} (the engine's default)"
+        share_text += f", at most {max_share:g} (the engine's default)"
     if is_host_limit:
-        text = f"({gib(host or 0, 2)} available on the host - {gib(HOST_RESERVE_BYTES, 2)} left to it) {of_total}"
+        text = f"({gib(host or 0, 2)} available on the host - {gib(HOST_RESERVE_BYTES, 2)} left to it) {share_text}"
         return because("memory_share_of_host", text, available_bytes=host, kept_bytes=HOST_RESERVE_BYTES, **values)
-    text = f"({gib(free, 2)} free - {gib(reserve, 2)} reserve) {of_total}"
+    text = f"({gib(free, 2)} free - {gib(reserve, 2)} reserve) {share_text}"
     return because("memory_share", text, free_bytes=free, reserve_bytes=reserve, **values)
 
 

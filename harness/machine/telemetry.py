@@ -53,15 +53,15 @@ _GPU = re.compile(r"^sys/class/drm/(renderD\d+)/device/(?:hwmon/hwmon\d+/)?([^/]
 
 def find_files(root: Path, container_files: list[str] | None = None) -> list[str]:
     """Return the files to read each second below `root`. `container_files`: those of a container's control group."""
-    found = [path for path in (*HOST_FILES, *(container_files or [])) if (root / path).exists()]
+    files = [path for path in (*HOST_FILES, *(container_files or [])) if (root / path).exists()]
     for node in sorted((root / "sys/class/drm").glob("renderD*"), key=lambda path: path.name):
         device = node / "device"
         if read_number(device / "vendor", base=16) != AMD:
             continue
         paths = [device / name for name in GPU_FILES]
         paths += [sensor / name for sensor in sorted(device.glob("hwmon/hwmon*")) for name in SENSORS]
-        found += [str(path.relative_to(root)) for path in paths if path.exists()]
-    return found
+        files += [str(path.relative_to(root)) for path in paths if path.exists()]
+    return files
 
 
 def cgroup_files(root: Path, pid: int, container_id: str) -> list[str]:
@@ -69,15 +69,15 @@ def cgroup_files(root: Path, pid: int, container_id: str) -> list[str]:
 
     Empty if the process is not the container's: the harness is in a container itself.
     """
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for line in (read_sysfs(root / f"proc/{pid}/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if container_id not in path:
             continue
         folders = ["", *(f"/{name}" for name in controllers.split(",") if name)]
         paths = [f"sys/fs/cgroup{folder}{path}/{name}" for folder in folders for name in CGROUP_FILES]
-        found |= {Path(path).name: path for path in paths if (root / path).exists()}
-    return list(found.values())
+        files |= {Path(path).name: path for path in paths if (root / path).exists()}
+    return list(files.values())
 
 
 def read_files(root: Path, paths: list[str]) -> Files:
@@ -381,7 +381,7 @@ class KernelLog:
         """Return the new lines that matter; None if this process may not read the log."""
         if self._file is None:
             return None
-        found: list[KernelLine] = []
+        kernel_lines: list[KernelLine] = []
         for _ in range(_MAX_KERNEL_READS):
             try:
                 data = os.read(self._file, 8192)
@@ -392,10 +392,10 @@ class KernelLog:
             if not data:
                 break
             *lines, self._rest = (self._rest + data).split(b"\n")
-            found += [line for raw in lines if (line := _parse_kernel_line(raw)) is not None][
-                : MAX_KERNEL_LINES - len(found)
+            kernel_lines += [line for raw in lines if (line := _parse_kernel_line(raw)) is not None][
+                : MAX_KERNEL_LINES - len(kernel_lines)
             ]
-        return found
+        return kernel_lines
 
     def close(self) -> None:
         if self._file is not None:
@@ -418,8 +418,8 @@ _MAX_TASKS = 100_000
 
 def server_tasks(root: Path, pid: int) -> set[int]:
     """Return the ids of the threads of a process and of its descendants; empty if they cannot be listed."""
-    found, processes = set[int](), [pid]
-    while processes and len(found) < _MAX_TASKS:
+    task_ids, processes = set[int](), [pid]
+    while processes and len(task_ids) < _MAX_TASKS:
         folder = root / f"proc/{processes.pop()}/task"
         try:
             tasks = os.listdir(folder)
@@ -428,14 +428,14 @@ def server_tasks(root: Path, pid: int) -> set[int]:
         for task in tasks:
             children = read_sysfs(folder / task / "children")
             if children is not None:
-                found.add(int(task))
+                task_ids.add(int(task))
                 processes += [int(child) for child in children.split()]
-    return found
+    return task_ids
 
 
 def with_process(line: KernelLine, tasks: Set[int]) -> KernelLine:
     """Return a line of the kernel log with whether its process is the server's, whose threads `tasks` are."""
-    ids = {int(one) for one in _KERNEL_PROCESS.findall(line.text)}
+    ids = {int(pid) for pid in _KERNEL_PROCESS.findall(line.text)}
     return replace(line, of_server=not ids.isdisjoint(tasks)) if ids and tasks else line
 
 
