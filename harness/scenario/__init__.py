@@ -236,9 +236,11 @@ class Sweep(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def settings(self, server: str, load: str) -> dict[str, Any]:
         """Return the varied settings of a row. A key that the server has too is `load.KEY` for the load."""
-        of_server = self.servers[server].settings if server in self.servers else {}
-        of_load = self.loads[load].settings if load in self.loads else {}
-        return of_server | {f"load.{key}" if key in of_server else key: value for key, value in of_load.items()}
+        server_settings = self.servers[server].settings if server in self.servers else {}
+        load_settings = self.loads[load].settings if load in self.loads else {}
+        return server_settings | {
+            f"load.{key}" if key in server_settings else key: value for key, value in load_settings.items()
+        }
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

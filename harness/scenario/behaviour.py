@@ -119,7 +119,7 @@ def read_length_file(path: Path) -> list[tuple[int, int]]:
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
         numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,7}", word)]
-        if len(words) > 2 or len(numbers) < len(words) or not all(1 <= each <= _MAX_LENGTH for each in numbers):
+        if len(words) > 2 or len(numbers) < len(words) or not all(1 <= number <= _MAX_LENGTH for number in numbers):
             bad.add(number, f"{line.strip()[:60]!r} is not one or two lengths of 1 to {_MAX_LENGTH:,} tokens")
         elif numbers:
             pairs.append((numbers[0], numbers[-1]))
@@ -354,9 +354,11 @@ def read_answer(text: str, right: str | None) -> str:
             return json.dumps(value, sort_keys=True, ensure_ascii=True)
         except (ValueError, RecursionError):
             return _plain(text)
-    if right is not None and (form := next((one for one in (_DATE, _INTEGER) if one.fullmatch(right)), None)):
-        found = form.findall(text)
-        return found[-1].replace(",", "") if found else _plain(text)
+    if right is not None and (
+        form := next((pattern for pattern in (_DATE, _INTEGER) if pattern.fullmatch(right)), None)
+    ):
+        matches = form.findall(text)
+        return matches[-1].replace(",", "") if matches else _plain(text)
     if right is None:
         return _plain(text)
     lines = [line for line in text.splitlines() if line.strip()]

@@ -119,8 +119,8 @@ def request_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
     Raises CheckError.
     """
     checks = [parse_check(text) for text in split_checks(texts)]
-    found = next((check.slos for check in checks if check.slos), None)
-    return found or tuple(slo for check in checks for slo in check.bounds)
+    slos = next((check.slos for check in checks if check.slos), None)
+    return slos or tuple(slo for check in checks for slo in check.bounds)
 
 
 def slos_key(slos: Iterable[Slo]) -> str:
@@ -143,9 +143,9 @@ def check_problem(text: str, servers: Collection[str] | None, loads: Collection[
         check = parse_check(text)
     except CheckError as error:
         return str(error)
-    for kind, name, known in (("server", check.server, servers), ("load", check.load, loads)):
-        if name is not None and known is not None and name not in known:
-            return f"check '{check.text}': '{name}' is not a {kind}; {suggest_row(name, known)}"
+    for kind, name, names in (("server", check.server, servers), ("load", check.load, loads)):
+        if name is not None and names is not None and name not in names:
+            return f"check '{check.text}': '{name}' is not a {kind}; {suggest_row(name, names)}"
     return None
 
 
@@ -220,10 +220,10 @@ def _parse_amount(text: str, metric: str, units: Mapping[str, float]) -> tuple[s
         raise CheckError(f"{_quoted(text)} is neither a number nor a multiple such as '0.97 * {BASELINE}'")
     number, unit = match.groups()
     if unit not in units:
-        known = " or ".join(f"'{name}'" if name else "no unit" for name in units)
+        choices = " or ".join(f"'{name}'" if name else "no unit" for name in units)
         if not unit:
-            raise CheckError(f"the unit of {metric} is missing after {number}; use {known}")
-        raise CheckError(f"{_quoted(unit)} is not a unit of {metric}; use {known}")
+            raise CheckError(f"the unit of {metric} is missing after {number}; use {choices}")
+        raise CheckError(f"{_quoted(unit)} is not a unit of {metric}; use {choices}")
     return number, unit, _parse_bound(number) / units[unit]
 
 

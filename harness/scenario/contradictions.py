@@ -131,8 +131,8 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     yield load.endpoint not in ("chat", "messages") and needs_chat, ".endpoint", text
     text = "Anthropic's API has no fixed length of an answer; add 'output: natural' to the load"
     yield load.endpoint == "messages" and load.output == "fixed", ".endpoint", text
-    of_file = load.agent is not None and is_length_file(load.agent.result_tokens)
-    yield of_file, ".agent.result_tokens", "lengths of results cannot be in a file; use another law"
+    is_file = load.agent is not None and is_length_file(load.agent.result_tokens)
+    yield is_file, ".agent.result_tokens", "lengths of results cannot be in a file; use another law"
     text = "Anthropic's API has no such field; remove 'answer', or use the endpoint chat"
     yield load.endpoint == "messages" and load.answer is not None, ".answer", text
     yield embeds and load.answer is not None, ".answer", "embeddings have no text to check; remove it"

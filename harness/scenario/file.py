@@ -43,20 +43,22 @@ def read_scenario(path: Path) -> ScenarioFile:
     written = decode(raw, Scenario, lines, problems)
     if written is None or problems:
         raise ScenarioError(str(path), problems)
-    scenario, found = expand(written)
+    scenario, new_problems = expand(written)
     if "restart" not in raw and scenario.swept is not None:
         scenario = replace(scenario, restart=False)  # a sweep of loads needs one server start
     _add_lines_of_rows(lines, scenario)
-    found += mix_problems(scenario, scenario.loads)
-    found += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if not raw[part]]
-    has_all_rows = not found
-    found += _contradictions(scenario, path.parent)
+    new_problems += mix_problems(scenario, scenario.loads)
+    new_problems += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if not raw[part]]
+    has_all_rows = not new_problems
+    new_problems += _contradictions(scenario, path.parent)
     scenario = expand_stages(expand_mixes(scenario))
     if too_many := size_problem(len(scenario.servers), len(scenario.loads), scenario.repeats):
-        found.append(Problem("$", too_many))
+        new_problems.append(Problem("$", too_many))
     elif has_all_rows:
-        found += _reference_problems(scenario)
-    return ScenarioFile(scenario, drop_sweep_repeats([problem.located(lines) for problem in found], scenario), lines)
+        new_problems += _reference_problems(scenario)
+    return ScenarioFile(
+        scenario, drop_sweep_repeats([problem.located(lines) for problem in new_problems], scenario), lines
+    )
 
 
 def _read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Problem]]:

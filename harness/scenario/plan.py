@@ -146,24 +146,24 @@ def expand_stages(scenario: Scenario) -> Scenario:
     return replace(scenario, loads=loads)
 
 
-def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem]:
-    """Check the mixes before they are expanded, and the names of loads. `known`: all of them, faulty ones included."""
+def mix_problems(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]:
+    """Check the mixes before they are expanded, and the names of loads. `names`: all of them, faulty ones included."""
     for name in scenario.loads:
         if "." in name:
             yield Problem(f"$.loads.{name}", "a '.' is in the names of a mix's parts only")
         if "@" in name:
             yield Problem(f"$.loads.{name}", "an '@' is in the names of stages only")
     for mix, loads in scenario.mixes.items():
-        if text := _mix_problem(mix, loads, scenario.loads, known):
+        if text := _mix_problem(mix, loads, scenario.loads, names):
             yield Problem(f"$.mixes.{mix}", text)
 
 
-def _mix_problem(mix: str, loads: list[str], decoded: Mapping[str, Load], known: Collection[str]) -> str | None:
-    if mix in set(known):
+def _mix_problem(mix: str, loads: list[str], decoded: Mapping[str, Load], names: Collection[str]) -> str | None:
+    if mix in set(names):
         return "there is a load of that name"
     if len(loads) < 2 or len(set(loads)) != len(loads):
         return f"two or more different loads are expected, got {loads}"
-    if missing := [load for load in loads if load not in known]:
+    if missing := [load for load in loads if load not in names]:
         return f"{missing[0]!r} is not a load; parts are loads that are in the scenario by themselves, too"
     parts = [decoded[load] for load in loads if load in decoded]
     if any(part.stages or part.duration_s is None for part in parts):
@@ -211,7 +211,7 @@ class Steadiness(NamedTuple):
         size = self.window(len(answers))
         windows = [answers[len(answers) - size * back :][:size] for back in range(WINDOWS, 0, -1)]
         return all(
-            means_agree([[each[i] for each in window if not math.isnan(each[i])] for window in windows], self.within)
+            means_agree([[pair[i] for pair in window if not math.isnan(pair[i])] for window in windows], self.within)
             for i in (0, 1)
         )
 
@@ -226,11 +226,11 @@ def means_agree(windows: Sequence[Sequence[float]], within: float) -> bool:
     Chance is measured by the smallest standard error: an event in some windows only, such as the compilation of a
     kernel, is not chance. Windows without values agree.
     """
-    known = [window for window in windows if len(window) > 1]
-    if len(known) < len(windows):
+    usable = [window for window in windows if len(window) > 1]
+    if len(usable) < len(windows):
         return not any(windows)
-    means = [statistics.fmean(window) for window in known]
-    noise = min(statistics.stdev(window) / math.sqrt(len(window)) for window in known)
+    means = [statistics.fmean(window) for window in usable]
+    noise = min(statistics.stdev(window) / math.sqrt(len(window)) for window in usable)
     return max(means) - min(means) <= max(within * min(means), MAX_STANDARD_ERRORS * noise)
 
 
@@ -244,12 +244,12 @@ class Schedule:
 
     def __init__(self, arrivals: Arrivals, seed: int) -> None:
         self._times = arrival_times(arrivals, seed)
-        self._known: list[float] = []
+        self._drawn_s: list[float] = []
 
     def at(self, number: int) -> float | None:
         """Return the seconds from the start to an arrival; None: it never comes."""
-        self._known += itertools.islice(self._times, max(0, number + 1 - len(self._known)))
-        return self._known[number] if number < len(self._known) else None
+        self._drawn_s += itertools.islice(self._times, max(0, number + 1 - len(self._drawn_s)))
+        return self._drawn_s[number] if number < len(self._drawn_s) else None
 
 
 def steady_arrivals(arrivals: Arrivals) -> Arrivals:

@@ -175,8 +175,8 @@ def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[Probl
         return msgspec.convert(raw, type_)
     except msgspec.ValidationError as error:
         if mistakes := find_mistakes(raw, type_):
-            found = [Problem(path_of(place), text).located(lines) for place, text in mistakes]
-            problems += sorted(found, key=lambda problem: problem.line or 0)
+            new_problems = [Problem(path_of(place), text).located(lines) for place, text in mistakes]
+            problems += sorted(new_problems, key=lambda problem: problem.line or 0)
         else:  # only msgspec refuses it
             text, _, path = str(error).partition(" - at ")
             problems.append(Problem(path.strip("`") or "$", text).located(lines))
@@ -185,10 +185,10 @@ def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[Probl
 
 def find_mistakes(raw: Any, type_: type) -> list[tuple[Place, str]]:
     """Return what keeps `raw` from being a `type_`, in the order of the type's fields."""
-    found: dict[tuple[Place, str], None] = {}  # each missing key is reported with all others that are missing
+    mistakes: dict[tuple[Place, str], None] = {}  # each missing key is reported with all others that are missing
     for error in _validator(type_).iter_errors(raw):
-        found |= dict.fromkeys(_mistakes_of(error, suggest=len(found) < SHOWN_PROBLEMS))
-    return list(found)
+        mistakes |= dict.fromkeys(_mistakes_of(error, suggest=len(mistakes) < SHOWN_PROBLEMS))
+    return list(mistakes)
 
 
 def path_of(place: Iterable[str | int]) -> str:
@@ -219,7 +219,7 @@ def _mistakes_of(error: "ValidationError", suggest: bool) -> Iterator[tuple[Plac
     elif error.validator == "maxItems" and not expected:
         yield place, f"it has {len(raw):,} items; at most {schema['maxItems']:,} are read"
     elif error.validator == "anyOf" and not expected:
-        yield from (mistake for each in _errors_of_variant(error) for mistake in _mistakes_of(each, suggest))
+        yield from (mistake for inner in _errors_of_variant(error) for mistake in _mistakes_of(inner, suggest))
     elif error.validator == "enum":
         yield place, f"expected one of {', '.join(map(str, schema['enum']))}, got {short_repr(raw)}"
     else:
@@ -233,12 +233,14 @@ def _mistakes_of(error: "ValidationError", suggest: bool) -> Iterator[tuple[Plac
 def _errors_of_variant(error: "ValidationError") -> list["ValidationError"]:
     """Return the errors of that variant of an `anyOf` that the value is most like: it has the type of the value."""
     variants = defaultdict[str | int, list["ValidationError"]](list)
-    for each in error.context:
-        variants[each.relative_schema_path[0]].append(each)
-    of_type = (
-        errors for errors in variants.values() if not any(each.validator == "type" and not each.path for each in errors)
+    for inner in error.context:
+        variants[inner.relative_schema_path[0]].append(inner)
+    matching = (
+        errors
+        for errors in variants.values()
+        if not any(inner.validator == "type" and not inner.path for inner in errors)
     )
-    return next(of_type, variants[0])
+    return next(matching, variants[0])
 
 
 def _words_of(keyword: str, schema: dict[str, Any]) -> str:

@@ -62,12 +62,14 @@ def _expand_parts(
         rows: dict[str, Any] = {}
         texts: dict[str, str] = {}  # each problem with the first row that has it
         for row, settings in [] if wrong else grid:
-            found: list[Problem] = []
+            new_problems: list[Problem] = []
             if row in parts or row in swept or row in rows:
-                found.append(Problem("", f"two {kind} would have this name; rename one, or change its values"))
+                new_problems.append(Problem("", f"two {kind} would have this name; rename one, or change its values"))
             else:
-                rows[row] = _server_with(part, settings) if kind == "servers" else _load_with(part, settings, found)
-            for problem in found:
+                rows[row] = (
+                    _server_with(part, settings) if kind == "servers" else _load_with(part, settings, new_problems)
+                )
+            for problem in new_problems:
                 texts.setdefault(str(problem), f"{problem} (of row '{row}')".removeprefix("$."))
         wrong += [Problem(f"{place}.vary", text) for text in texts.values()]
         problems += wrong
@@ -134,9 +136,9 @@ def _grid(name: str, part: Server | Load, place: str, wrong: list[Problem]) -> l
     rows: list[tuple[str, dict[str, Any]]] = []
     for combination in itertools.product(*values.values()):
         settings = dict(zip(values, combination, strict=True))
-        known = fixed | {plain_name(key): value for key, value in settings.items()}
+        all_settings = fixed | {plain_name(key): value for key, value in settings.items()}
         try:
-            if not all(_meets(condition, known) for condition in part.where):
+            if not all(_meets(condition, all_settings) for condition in part.where):
                 continue
         except ValueError as error:
             wrong.append(Problem(f"{place}.where", str(error)))
@@ -216,21 +218,21 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def _meets(condition: str, known: Mapping[str, Any]) -> bool:
+def _meets(condition: str, settings: Mapping[str, Any]) -> bool:
     """Return whether the values of a combination meet a condition: a name or number, compared with another."""
     if (match := _CONDITION.fullmatch(condition)) is None:
         text = condition if len(condition) <= MAX_NAME else f"{condition[:MAX_NAME]}..."
         raise ValueError(f"'{text}' is not a condition such as max_num_batched_tokens >= max_num_seqs")
-    return _COMPARISONS[match[2]](_number(match[1], known), _number(match[3], known))
+    return _COMPARISONS[match[2]](_number(match[1], settings), _number(match[3], settings))
 
 
-def _number(word: str, known: Mapping[str, Any]) -> float:
+def _number(word: str, settings: Mapping[str, Any]) -> float:
     """Return the value of a name or number. Raises ValueError."""
     with suppress(ValueError):
         return float(word)
-    if word not in known:
-        raise ValueError(f"'{word}' is neither varied nor set here; {did_you_mean(word, known)}")
-    value = known[word]
+    if word not in settings:
+        raise ValueError(f"'{word}' is neither varied nor set here; {did_you_mean(word, settings)}")
+    value = settings[word]
     if not isinstance(value, int | float):
         raise ValueError(f"'{word}' is not a number here")
     return value

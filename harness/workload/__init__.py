@@ -88,26 +88,26 @@ class Workload(NamedTuple):
         another salt. Each prompt of the warm-up has its own words after the shared system prompt: if the measurement
         uses the same row or item, it is new to the cache.
         """
-        prompts, seed, words, known = self.prompts, self.seed, self.words, self.known
+        prompts, seed, words = self.prompts, self.seed, self.words
         if self.replay is not None and index >= 0:
             messages = _user_message(_trace_prompt(self.replay, seed, index, tuple(words)))
         else:
             messages = self._prompt(index)
             if index < 0:
                 messages[0] = _with_prefix(text(SALT_WORDS, seed, f"warm-up{index}", words), messages[0])
-            if prompts.system_tokens and known != "computed":
+            if prompts.system_tokens and self.answer_source != "computed":
                 system_prompt = text(prompts.system_tokens, seed, _SYSTEM_PLACE, words)
                 messages.insert(0, {"role": "system", "content": system_prompt})
-        if self.salt and known is None:  # the same question is asked in every cell
+        if self.salt and self.answer_source is None:  # the same question is asked in every cell
             messages[0] = _with_prefix(self.salt, messages[0])
         return messages
 
     def _prompt(self, index: int) -> list[Message]:
         prompts, seed = self.prompts, self.seed
-        if prompts.kind == "synthetic" and self.known is None:
+        if prompts.kind == "synthetic" and self.answer_source is None:
             tokens = length_at(prompts.tokens, "prompt", seed, index, self.prompt_lengths)
             return _user_message(text(tokens, seed, index, self.words))
-        if prompts.kind == "classification" and self.known is None:
+        if prompts.kind == "classification" and self.answer_source is None:
             return _user_message(_question(_item_at(seed, index)))
         row = self._rows[index % len(self._rows)]
         if row.prompt is not None:
@@ -119,7 +119,7 @@ class Workload(NamedTuple):
         salt = SALT_WORDS if self.salt else 0
         if self.replay is not None and index >= 0:
             return self.replay.prompt_tokens[index] + salt
-        if self.prompts.kind != "synthetic" or self.known is not None:
+        if self.prompts.kind != "synthetic" or self.answer_source is not None:
             return None
         added = self.prompts.system_tokens + (SALT_WORDS if index < 0 else 0) + salt
         return length_at(self.prompts.tokens, "prompt", self.seed, index, self.prompt_lengths) + added
@@ -141,23 +141,23 @@ class Workload(NamedTuple):
         return [] if answer is None else list(answer.choice or [])
 
     @property
-    def known(self) -> str | None:
+    def answer_source(self) -> str | None:
         """Whose right answers are known; None: those of no request."""
         return None if self.load.answer is None else self.load.answer.known
 
     @property
     def _rows(self) -> Sequence[PromptRow]:
-        return questions() if self.known == "computed" else self.rows
+        return questions() if self.answer_source == "computed" else self.rows
 
     def item(self, index: int) -> int | None:
         """Return the number of the question of a measured request, where the right answers are known."""
-        if self.known is None or index < 0:
+        if self.answer_source is None or index < 0:
             return None
         return index % len(self._rows)
 
     def label(self, index: int) -> str | None:
         """Return the right label or answer; None if it is unknown."""
-        if self.known is not None:
+        if self.answer_source is not None:
             return self._rows[index % len(self._rows)].answer
         return _item_at(self.seed, index).label if self.prompts.kind == "classification" else None
 

@@ -81,12 +81,12 @@ def cells_of(job: Job) -> list[tuple[str, str]]:
     """Return the cells of a job's records, each with the name of its load: of a stage, or of a load of a mix."""
     if job.stages:
         return [(stage.cell, stage.load_name) for stage in job.stages]
-    return [(each.cell, each.load_name) for each in loads_of(job)]
+    return [(load_job.cell, load_job.load_name) for load_job in loads_of(job)]
 
 
 def user_count(job: Job) -> int:
     """Return the users at the start of the load: of all loads of a mix."""
-    return sum(each.load.users for each in loads_of(job))
+    return sum(load_job.load.users for load_job in loads_of(job))
 
 
 def workload_of(job: Job, rows: Sequence[PromptRow], replay: Replay | None = None) -> Workload:

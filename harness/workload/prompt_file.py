@@ -115,7 +115,7 @@ def _prompt_row(line: _Line) -> PromptRow | None:
         return _batch_row(line.body)
     if (line.prompt is None) == (line.messages is None):
         raise ValueError("exactly one of 'prompt' and 'messages' is expected")
-    return _made_row(line.prompt, line.messages)
+    return _make_row(line.prompt, line.messages)
 
 
 def _first_question(conversation: list[_ShareGptMessage]) -> PromptRow | None:
@@ -133,10 +133,10 @@ def _batch_row(body: _Body) -> PromptRow:
     if sum(prompt is not None for prompt in (body.messages, body.prompt, body.input)) != 1:
         raise ValueError("exactly one of 'messages', 'prompt' and 'input' is expected in the body")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _made_row(body.input if body.prompt is None else body.prompt, body.messages, max_tokens)
+    return _make_row(body.input if body.prompt is None else body.prompt, body.messages, max_tokens)
 
 
-def _made_row(prompt: str | None, messages: list[_Message] | None, max_tokens: int | None = None) -> PromptRow:
+def _make_row(prompt: str | None, messages: list[_Message] | None, max_tokens: int | None = None) -> PromptRow:
     if not (prompt or messages):
         raise ValueError("the prompt is empty")
     return PromptRow(prompt, None if messages is None else list(map(_text_message, messages)), max_tokens)
