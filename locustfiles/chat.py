@@ -27,17 +27,17 @@ class ChatUser(LLMUser):
         conversation = works[0].index
         history: list[Message] = []  # before the question
         exchanged: list[Message] = []  # the question and its answer; none after a failure
-        question, again = works[0], False
+        question, is_repeat = works[0], False
         for turn, work in enumerate(works, start=1):
-            if not again:
+            if not is_repeat:
                 history, exchanged = history + exchanged, []
                 question = work.without_system() if history else work
             request = question.moved_to(work)
             leave = abandon_of(self.load.abandon, self.seed, work.index)
-            answer = self.ask(request, history, conversation=conversation, turn=turn, again=again, leave=leave)
+            answer = self.ask(request, history, conversation=conversation, turn=turn, again=is_repeat, leave=leave)
             if answer.error is None:
                 exchanged = [*question.messages, {"role": "assistant", "content": answer.text}]
             self.think()
             if self.over():
                 break
-            again = chance(self.seed, "regenerate", work.index) < self.load.regenerate
+            is_repeat = chance(self.seed, "regenerate", work.index) < self.load.regenerate

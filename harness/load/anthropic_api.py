@@ -36,8 +36,8 @@ def encode_messages(fields: dict[str, Any]) -> dict[str, Any]:
     if tools := fields.get("tools"):
         functions = [tool["function"] for tool in tools]
         body["tools"] = [
-            {"name": one["name"], "description": one["description"], "input_schema": one["parameters"]}
-            for one in functions
+            {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+            for function in functions
         ]
         body["tool_choice"] = {"type": _CHOICES[fields.get("tool_choice", "auto")]}
     return body
@@ -151,9 +151,9 @@ def as_chat_completion(raw: bytes) -> bytes:
             message: dict[str, Any] = {"content": "".join(_texts(blocks, "text"))}
             message["reasoning_content"] = "".join(_texts(blocks, "thinking"))
             calls = [
-                {"id": one.get("id"), "function": {"name": one.get("name"), "arguments": one.get("input")}}
-                for one in blocks
-                if one.get("type") in _CALLS
+                {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
+                for block in blocks
+                if block.get("type") in _CALLS
             ]
             choice = {"message": message | {"tool_calls": calls}, "finish_reason": _finish(body.get("stop_reason"))}
             return msgspec.json.encode({"choices": [choice], "usage": _usage(body), "model": body.get("model")})
@@ -161,7 +161,7 @@ def as_chat_completion(raw: bytes) -> bytes:
 
 
 def _texts(blocks: Sequence[dict[str, Any]], kind: str) -> list[str]:
-    return [text for one in blocks if one.get("type") == kind and isinstance(text := one.get(kind), str)]
+    return [text for block in blocks if block.get("type") == kind and isinstance(text := block.get(kind), str)]
 
 
 def _finish(reason: Any) -> Any:
@@ -175,13 +175,13 @@ def _usage(body: dict[str, Any]) -> dict[str, Any]:
         usage.get("cache_read_input_tokens"),
         [usage.get(name) for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")],
     )
-    known = [count for count in inputs if type(count) is int]
-    found: dict[str, Any] = {"prompt_tokens": sum(known)} if any(known) else {}
-    if found and cached is not None:
-        found["prompt_tokens_details"] = {"cached_tokens": cached}
+    counts = [count for count in inputs if type(count) is int]
+    converted: dict[str, Any] = {"prompt_tokens": sum(counts)} if any(counts) else {}
+    if converted and cached is not None:
+        converted["prompt_tokens_details"] = {"cached_tokens": cached}
     if usage.get("output_tokens"):
-        found["completion_tokens"] = usage["output_tokens"]
-    return found
+        converted["completion_tokens"] = usage["output_tokens"]
+    return converted
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def read_output(part: dict[str, Any]) -> GeneratedOutput:
 
 
 def _has_refusal(parts: Any) -> bool:
-    return isinstance(parts, list) and any(isinstance(one, dict) and one.get("refusal") for one in parts)
+    return isinstance(parts, list) and any(isinstance(part, dict) and part.get("refusal") for part in parts)
 
 
 def _read_channel(part: dict[str, Any], name: str, output: GeneratedOutput) -> tuple[str, str]:
@@ -135,7 +135,7 @@ def _read_value(value: Any, is_reasoning: bool, visible: list[str], reasoning: l
     if depth >= _MAX_DEPTH or not isinstance(value, dict | list):
         return False
     if isinstance(value, list):
-        return all([_read_value(one, is_reasoning, visible, reasoning, depth + 1) for one in value])
+        return all([_read_value(item, is_reasoning, visible, reasoning, depth + 1) for item in value])
     kind = value.get("type")
     kind = kind if isinstance(kind, str) else ""
     keys = [key for key in _TEXT_KEYS if key in value]
@@ -150,12 +150,12 @@ def _read_value(value: Any, is_reasoning: bool, visible: list[str], reasoning: l
 
 def _unknown_texts(part: dict[str, Any]) -> dict[str, str]:
     """Return the texts of fields that are no known channel, and whose names do not say that they are something else."""
-    found = {}
+    unknown_texts = {}
     for name, value in part.items():
         if not value or name in CHANNELS or name in ("delta", "message") or _NO_TEXT_FIELD.search(name):
             continue
         texts: list[str] = []
         _read_value(value, False, texts, texts)
         if not is_blank(text := "".join(texts)):
-            found[name] = text
-    return found
+            unknown_texts[name] = text
+    return unknown_texts

@@ -123,7 +123,7 @@ class Dialer:
             self._lookup = None
         self._preferred_family = results[0][0]
         self._addresses = sorted({(family, address) for family, _, _, _, address in results})  # DNS changes the order
-        self._failed_s = {known: self._failed_s[known] for known in self._addresses if known in self._failed_s}
+        self._failed_s = {address: self._failed_s[address] for address in self._addresses if address in self._failed_s}
         self._resolved_s = time.monotonic()
         return None
 
@@ -288,10 +288,10 @@ class Client:
         try:
             while not exchange.complete:
                 timeout_s = _DONE_GRACE_S if exchange.answer.done else self._timeout_s
-                left_s = exchange.seconds_left(began_ns, timeout_s)
-                if left_s <= 0:
+                remaining_s = exchange.seconds_left(began_ns, timeout_s)
+                if remaining_s <= 0:
                     raise TimeoutError
-                inbox.wait(left_s)
+                inbox.wait(remaining_s)
                 collector.parse_inbox(inbox)
                 if collector.is_open_ended and exchange.abandon_after_chunks is None:
                     inbox.template, inbox.parse_asleep = collector.template, collector.parse_asleep

@@ -302,8 +302,8 @@ class Exchange:
         template_reads = sorted(set(range(self.read_count)).difference(self.parsed))
         extra_reads = [template_reads[number] for number in self.template.extra_event_reads]
         lengths = [*answer.chunk_chars, *self.template.chars]
-        of_chunks = sorted(zip([*self._chunk_reads, *sorted([*template_reads, *extra_reads])], lengths, strict=True))
-        reads = [read for read, _ in of_chunks]  # the read of each chunk
+        sized_reads = sorted(zip([*self._chunk_reads, *sorted([*template_reads, *extra_reads])], lengths, strict=True))
+        reads = [read for read, _ in sized_reads]  # the read of each chunk
         # Use the kernel's stamps if all are plausible, else the times of the reads.
         if self.sent_ns is not None and self.arrivals.has_plausible_stamps(self.sent_ns):
             answer.clock, times_ns = "kernel", self.arrivals.stamps_ns
@@ -319,7 +319,7 @@ class Exchange:
             answer.headers_s = (times_ns[self.headers_read] - start_ns) / 1e9
         answer.chunks_s = [(times_ns[read] - start_ns) / 1e9 for read in reads]
         if reads:
-            self._note_first_arrival([chars for _, chars in of_chunks])
+            self._note_first_arrival([chars for _, chars in sized_reads])
         if self._first_visible_read is not None:
             answer.first_visible_s = (times_ns[self._first_visible_read] - start_ns) / 1e9
         if self._first_text_read is not None and self._first_text_read != reads[0]:
@@ -337,7 +337,9 @@ class Exchange:
         answer = self.answer
         first, arrivals = answer.note_first_arrival(chars)
         if first > 1 or arrivals <= MAX_PIECES or (answer.output_tokens or 0) >= 2 * arrivals:
-            gateways = [one.title for one in engines() if one.gateway and one.version_header in self.headers]
+            gateways = [
+                engine.title for engine in engines() if engine.gateway and engine.version_header in self.headers
+            ]
             passed = filter(None, (*gateways, self.headers.get("server"), self.headers.get("via")))
             answer.via = openai_api.header_text(", via ".join(passed)) or None
 

@@ -104,7 +104,7 @@ class ArrivedTokens:
     """
 
     def __init__(self) -> None:
-        self._of_ended: Counter[str] = Counter()
+        self._ended_tokens: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._per_chunk: dict[str, float] = {}
 
@@ -113,7 +113,7 @@ class ArrivedTokens:
         name, chunks, tokens = request.user_class, len(request.chunks_s), request.output_tokens
         if tokens is not None and chunks >= _MIN_CHUNKS:
             self._per_chunk[name] = min(self._per_chunk.get(name, math.inf), tokens / chunks)
-        self._of_ended[name] += int(chunks * self._per_chunk.get(name, 1.0)) if tokens is None else tokens
+        self._ended_tokens[name] += int(chunks * self._per_chunk.get(name, 1.0)) if tokens is None else tokens
 
     def take_new(self, in_flight: Sequence[RequestInFlight]) -> dict[str, int]:
         """Return the tokens since the last call."""
@@ -121,8 +121,8 @@ class ArrivedTokens:
         for request in in_flight:
             chunks[request.user_class] += request.chunks
         new = {}
-        for name in {*chunks, *self._of_ended}:
-            total = self._of_ended[name] + int(chunks[name] * self._per_chunk.get(name, 1.0))
+        for name in {*chunks, *self._ended_tokens}:
+            total = self._ended_tokens[name] + int(chunks[name] * self._per_chunk.get(name, 1.0))
             if total > self._reported[name]:
                 new[name], self._reported[name] = total - self._reported[name], total
         return new
@@ -188,9 +188,11 @@ class Accumulator(msgspec.Struct, array_like=True):
 
     def add_in_flight(self, requests: Sequence[RequestInFlight], now_s: float) -> None:
         """Add the latencies of requests in flight: a request that waits is censored at its age."""
-        ages_s = np.array([now_s - one.sent_s for one in requests if not one.ended])
-        waits_s = np.array([now_s - one.sent_s for one in requests if one.is_waiting])
-        self._add_others("ttft", np.array([one.ttft_s for one in requests if one.ttft_s is not None]), waits_s)
+        ages_s = np.array([now_s - request.sent_s for request in requests if not request.ended])
+        waits_s = np.array([now_s - request.sent_s for request in requests if request.is_waiting])
+        self._add_others(
+            "ttft", np.array([request.ttft_s for request in requests if request.ttft_s is not None]), waits_s
+        )
         self._add_others("e2e", np.array([]), ages_s)
 
     def _add_others(self, name: str, values_s: Floats, bounds_s: Floats) -> None:
@@ -222,9 +224,9 @@ class Accumulator(msgspec.Struct, array_like=True):
         }
         for name, count in rates.items():
             numbers[name] = float(f"{count / span_s:.4g}") if span_s and count is not None else None
-        known = self.ended - self.unknown - self.cut_unknown
+        decided = self.ended - self.unknown - self.cut_unknown
         attained = self.met + self.cut_met
-        numbers["attainment"] = float(f"{attained / known:.4g}") if with_slos and known else None
+        numbers["attainment"] = float(f"{attained / decided:.4g}") if with_slos and decided else None
         for name in self.latencies:
             numbers |= self._latency_numbers(name, successful_only=successful_only)
         return numbers
@@ -241,8 +243,8 @@ class Accumulator(msgspec.Struct, array_like=True):
         every = _sum(observed, censored)
         n = sum(every.values())
         numbers: Numbers = {f"{name}_n": n}
-        found = zip(PERCENTILES, percentiles(observed, _SHARES, censored), percentiles(every, _SHARES), strict=True)
-        for percentile, value, above in found:
+        rows = zip(PERCENTILES, percentiles(observed, _SHARES, censored), percentiles(every, _SHARES), strict=True)
+        for percentile, value, above in rows:
             key = f"{name}_{percentile}"
             is_carried = successful_only or percentile == "p50" or n >= NEEDED[percentile]
             numbers[key] = _rounded(value) if is_carried else None
@@ -298,7 +300,15 @@ class CounterDelta(msgspec.Struct, array_like=True):
 
     def pending(self) -> list[Request]:
         """Return the requests that are not counted yet."""
-        return [*self.others, *(one for of in self.waiting.values() for requests in of.values() for one in requests)]
+        return [
+            *self.others,
+            *(
+                request
+                for waiting_by_class in self.waiting.values()
+                for requests in waiting_by_class.values()
+                for request in requests
+            ),
+        ]
 
     def add(self, request: Request) -> None:
         """Keep a request until the report, which counts all of them at once."""
@@ -325,11 +335,11 @@ class CounterDelta(msgspec.Struct, array_like=True):
         for user_class, tokens in new_tokens.items():
             by_class = self.seconds.setdefault(int(now - 0.5), {})
             by_class.setdefault(user_class, Accumulator()).arrived += tokens
-        of_classes: dict[str, list[RequestInFlight]] = {}
+        requests_by_class: dict[str, list[RequestInFlight]] = {}
         for request in requests:
-            of_classes.setdefault(request.user_class, []).append(request)
-        self.in_flight = {name: Accumulator() for name in of_classes}
-        for name, own in of_classes.items():
+            requests_by_class.setdefault(request.user_class, []).append(request)
+        self.in_flight = {name: Accumulator() for name in requests_by_class}
+        for name, own in requests_by_class.items():
             self.in_flight[name].add_in_flight(own, now)
         waiting = [request for request in requests if request.is_waiting]
         self.waiting_of = dict(Counter(request.user_class for request in waiting))
@@ -346,9 +356,9 @@ class CounterDelta(msgspec.Struct, array_like=True):
             self.max_tokens = math.nan if is_unbounded else float(formulas.max_generated(rows_of(pending)).sum())
             self.requests, self.others = len(pending), []
         self.max_in_flight = recorder.asked_in_flight
-        for second, of_classes in self.waiting.items():
+        for second, waiting_by_class in self.waiting.items():
             by_class = self.seconds.setdefault(second, {})
-            for user_class, requests in of_classes.items():
+            for user_class, requests in waiting_by_class.items():
                 by_class.setdefault(user_class, Accumulator()).count(requests, slos)
         self.waiting = {}
         self.now = time.monotonic()
@@ -431,7 +441,7 @@ class OtherClient:
     def update(self, observed: Observed) -> None:
         """Compare the newest count that the reports have reached. Call it each second."""
         first, now_s = observed.first_count, time.time()
-        count = next((one for one in reversed(observed.token_counts) if one[0] <= now_s - self._lag_s), None)
+        count = next((point for point in reversed(observed.token_counts) if point[0] <= now_s - self._lag_s), None)
         if first != self._first:
             self._first = first
             self._excess.clear()

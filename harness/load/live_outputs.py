@@ -81,17 +81,17 @@ def _cell(numbers: Numbers, column: str, factor: float) -> float | str:
 
 _CLASS_KEYS = (
     *("ended", "failed", "tokens", "requests_per_s", "failed_per_s", "output_tok_s", "goodput", "attainment"),
-    *(f"{latency.name}_{of}" for latency in LIVE for of in ("n", *PERCENTILES, "max")),
-    *(f"{name}_{of}_above" for name in CENSORED for of in (*PERCENTILES, "max")),
+    *(f"{latency.name}_{statistic}" for latency in LIVE for statistic in ("n", *PERCENTILES, "max")),
+    *(f"{name}_{statistic}_above" for name in CENSORED for statistic in (*PERCENTILES, "max")),
 )
 _HISTORY_HEADER = ("wall_s", "t_s", "user_class", *_CLASS_KEYS, "users", "in_flight", "waiting", "oldest_waiting_s")
 
 
 def _history_rows(point: dict[str, Any]) -> Iterator[list[Any]]:
     """Yield a row for each user class at a point in time. Users and requests in flight are those of all classes."""
-    of_all = _HISTORY_HEADER[-4:]
+    columns = _HISTORY_HEADER[-4:]
     for name, numbers in point["classes"].items():
-        all_classes = [point[key] if name == ALL else None for key in of_all]
+        all_classes = [point[key] if name == ALL else None for key in columns]
         yield [point["wall_s"], point["t"], name, *(numbers.get(key) for key in _CLASS_KEYS), *all_classes]
 
 

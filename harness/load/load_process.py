@@ -165,9 +165,9 @@ class LoadProcess:
             gevent.sleep(_QUIET_SIGN_S)
 
     def create_client(self, load: int = 0) -> Client:
-        of_load = self.loads[load].load
-        headers = key_header(self._secret) | (anthropic_api.HEADERS if of_load.endpoint == "messages" else {})
-        return Client(self._dialer, self._reader, timeout_s=of_load.timeout_s, headers=headers)
+        spec = self.loads[load].load
+        headers = key_header(self._secret) | (anthropic_api.HEADERS if spec.endpoint == "messages" else {})
+        return Client(self._dialer, self._reader, timeout_s=spec.timeout_s, headers=headers)
 
     def with_messages(self, work: Work) -> Work:
         return msgspec.structs.replace(work, messages=self._workloads[work.load_number].messages(work.index))
@@ -268,7 +268,7 @@ class LoadProcess:
 
     def _requests_in_flight(self) -> list[RequestInFlight]:
         """Return the state of each request without a record. Nothing is counted when a token arrives."""
-        streams = [one.load.stream and one.load.endpoint != "embeddings" for one in self.loads]
+        streams = [workload.load.stream and workload.load.endpoint != "embeddings" for workload in self.loads]
         return [
             exchange.state(work.user_class, streams[work.load_number])._replace(warmup=work.phase == "warmup")
             for exchange, work in self._in_flight.values()
@@ -477,10 +477,10 @@ def load_inputs(job: Job, host: str) -> tuple[ApiAddress, list[Workload], str | 
     """Return host, the requests of each load, and API key of a job. Raises HarnessError if one cannot be used."""
     users = max((stage.users for stage in job.stages), default=job.load.users)
     first = msgspec.structs.replace(job.load, users=users)
-    refuse_too_few_files(connections_per_process(first, *(each.load for each in job.others)))
+    refuse_too_few_files(connections_per_process(first, *(load_job.load for load_job in job.others)))
     target = ApiAddress.parse(host)
     rows = read_rows(job.prompt_file) if job.prompt_file else []
-    workloads = [workload_of(each, rows, load_replay(each)) for each in loads_of(job)]
+    workloads = [workload_of(load_job, rows, load_replay(load_job)) for load_job in loads_of(job)]
     return target, workloads, read_api_key(job.api_key_env)
 
 

@@ -170,7 +170,7 @@ class Generator:
             gevent.spawn(self.process.report_quiet, idle_file(job.counter_path).touch)
         if leads and (job.load.requests is not None or job.load.duration_s is not None):
             sequencer = create_sequencer(job)
-            gevent.spawn(self._end_when_finished, max(each.load.drain_s for each in loads_of(job)), sequencer)
+            gevent.spawn(self._end_when_finished, max(load_job.load.drain_s for load_job in loads_of(job)), sequencer)
             if job.stages:
                 gevent.spawn(self._follow_stages, job, sequencer)
 
@@ -352,14 +352,14 @@ def set_mix_users(environment: Environment, job: Job) -> None:
     The classes of one load share its users by their weights. Raises HarnessError.
     """
     classes: list[Any] = []
-    for number, each in enumerate(loads_of(job)):
-        own = [user for user in environment.user_classes if _has_class(each.locustfile, user)]
+    for number, load_job in enumerate(loads_of(job)):
+        own = [user for user in environment.user_classes if _has_class(load_job.locustfile, user)]
         if not own:
-            raise HarnessError(f"load {each.load_name}: its locustfile {each.locustfile} has no user class")
-        left, weights = each.load.users // job.machines, sum(user.weight for user in own)
+            raise HarnessError(f"load {load_job.load_name}: its locustfile {load_job.locustfile} has no user class")
+        remaining, weights = load_job.load.users // job.machines, sum(user.weight for user in own)
         for user in own:
-            users = round(left * user.weight / weights)
-            left, weights = left - users, weights - user.weight
+            users = round(remaining * user.weight / weights)
+            remaining, weights = remaining - users, weights - user.weight
             if users:
                 fields = {"load_number": number, "user_class": user.__name__, "fixed_count": users, "host": user.host}
                 classes.append(type(f"{user.__name__}{number}", (user,), fields | {"__module__": user.__module__}))

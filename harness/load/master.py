@@ -135,8 +135,8 @@ class Master:
         files = _read_files(self._job)
         for number, machine in enumerate(machines):
             loads = [
-                msgspec.structs.replace(each, workers=None, machine=number, machines=len(machines), others=[])
-                for each in loads_of(self._job)
+                msgspec.structs.replace(load_job, workers=None, machine=number, machines=len(machines), others=[])
+                for load_job in loads_of(self._job)
             ]
             job = msgspec.structs.replace(loads[0], others=loads[1:])
             data = {
@@ -329,8 +329,8 @@ class Master:
 def _read_files(job: Job) -> dict[str, bytes]:
     """Return the contents of the files that the workers need, by path. Raises HarnessError for a large one."""
     files = {}
-    for each in loads_of(job):
-        for path in filter(None, [each.prompt_file, each.trace_file, each.trace_marks]):
+    for load_job in loads_of(job):
+        for path in filter(None, [load_job.prompt_file, load_job.trace_file, load_job.trace_marks]):
             if Path(path).stat().st_size > _MAX_FILE_BYTES:
                 raise HarnessError(f"{path}: too large to be sent to workers (at most {_MAX_FILE_BYTES >> 20} MiB)")
             files[path] = read_bytes(path)

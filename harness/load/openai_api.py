@@ -337,7 +337,7 @@ def note_stray_text(raw: bytes, answer: Answer) -> None:
     if not raw:
         return
     lines = [line for line in raw.splitlines() if line.startswith(b"{")]
-    texts = [text for one in (*lines, raw) if (text := _error_text(one)) is not None]
+    texts = [text for line in (*lines, raw) if (text := _error_text(line)) is not None]
     if texts:
         answer.fail("stream_error", f"{texts[0]} (sent outside of an event)")
     else:
@@ -425,7 +425,7 @@ def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "bl
 
 def _output_of(choice: dict[str, Any], answer: Answer) -> tuple[GeneratedOutput, dict[str, Any]]:
     """Return the output of a choice, and the part that has it: the delta, the message, or the choice of completions."""
-    parts = [one for key in ("delta", "message") if (one := answer.get_field(choice, key, dict)) is not None]
+    parts = [part for key in ("delta", "message") if (part := answer.get_field(choice, key, dict)) is not None]
     part = parts[0] if parts else choice
     output = read_output(part)
     for other in (*parts[1:], choice) if parts and not output.has_any else ():
@@ -446,9 +446,9 @@ def _note_unread(output: GeneratedOutput, answer: Answer) -> None:
     for name, text in output.unknown.items():
         name = masked(name[:_MASKED_CHARS], "known")[:_MAX_FINISH_CHARS]
         if name in answer.unknown_texts or len(answer.unknown_texts) < _MAX_UNKNOWN:
-            known = answer.unknown_texts.setdefault(name, UnknownText(text))
-            known.events += 1
-            known.varies |= known.first != text
+            entry = answer.unknown_texts.setdefault(name, UnknownText(text))
+            entry.events += 1
+            entry.varies |= entry.first != text
 
 
 def _note_stray_output(body: dict[str, Any], answer: Answer) -> None:
@@ -492,9 +492,9 @@ def _add_output(output: GeneratedOutput, answer: Answer) -> None:
 
 def _note_length(output: GeneratedOutput, answer: Answer) -> None:
     """Note how much text a chunk has, with the names and arguments of calls."""
-    functions = [one.get("function") for one in output.calls if isinstance(one, dict)]
-    known = [one for one in functions if isinstance(one, dict)]
-    calls = [_text_or_empty(one.get(key)) for one in known for key in ("name", "arguments")]
+    functions = [call.get("function") for call in output.calls if isinstance(call, dict)]
+    dicts = [function for function in functions if isinstance(function, dict)]
+    calls = [_text_or_empty(function.get(key)) for function in dicts for key in ("name", "arguments")]
     texts = [output.visible, output.reasoning, *calls]
     if not answer.chunk_chars:
         answer.first_words = sum(map(count_words, texts))
@@ -579,8 +579,8 @@ def _note_finish(choice: dict[str, Any], answer: Answer) -> str | None:
     finish = answer.get_field(choice, "finish_reason", str)
     if not finish:
         return None
-    known = finish in KNOWN_FINISHES
-    answer.finish = finish if known else masked(finish[:_MASKED_CHARS], "known")[:_MAX_FINISH_CHARS]
+    is_known = finish in KNOWN_FINISHES
+    answer.finish = finish if is_known else masked(finish[:_MASKED_CHARS], "known")[:_MAX_FINISH_CHARS]
     if is_failed_finish(answer.finish):
         answer.fail("stream_error", f"the server ended the answer with finish reason {answer.finish!r}")
     return finish
@@ -645,7 +645,7 @@ def usage_text(answer: Answer) -> str:
 
 def unread_text(answer: Answer) -> str:
     """Describe what an answer has instead of text."""
-    names = [one.field for one in answer.bad.values() if one.code == "unknown" or one.field in CHANNELS]
+    names = [bad.field for bad in answer.bad.values() if bad.code == "unknown" or bad.field in CHANNELS]
     return "; ".join([usage_text(answer), *([f"{', '.join(names)} has text of no known form"] if names else [])])
 
 

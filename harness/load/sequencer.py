@@ -184,8 +184,8 @@ class Sequencer:
         self._stages = stages
         self._durations_s: list[float | None] = [stage.duration_s for stage in stages]
         self._durations_s = self._durations_s or [quotas[0].duration_s]
-        self._requests = [None if each.requests is None else each.shard.count_of(each.requests) for each in quotas]
-        self._warmup_requests = [each.shard.count_of(each.warmup_requests) for each in quotas]
+        self._requests = [None if quota.requests is None else quota.shard.count_of(quota.requests) for quota in quotas]
+        self._warmup_requests = [quota.shard.count_of(quota.warmup_requests) for quota in quotas]
         self._is_scheduled = any(quota.schedule is not None for quota in quotas)
         self._line_bytes = _LOAD_BYTES * len(quotas) + _STAGE_BYTES * len(stages)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -227,7 +227,7 @@ class Sequencer:
                         return self._take_warmup(counts, now_s, max_slots, load)
                     counts.measured_s = self.begin_s
             if counts.measured_s is None:
-                counts.measured_s = max([now_s, *(each.warmup_due_s or now_s for each in counts.loads)])
+                counts.measured_s = max([now_s, *(load_counts.warmup_due_s or now_s for load_counts in counts.loads)])
             return self._take_measured(counts, now_s, max_slots, load)
 
     def _take_measured(self, counts: Counts, now_s: float, max_slots: int, load: int) -> list[Work]:
@@ -339,11 +339,11 @@ class Sequencer:
 
     def unmeasured_s(self) -> list[float | None]:
         """Return the part of the measured time of each stage that has not passed; None without a fixed time."""
-        counts, left = self._read_locked(), list(self._durations_s)
-        left[: counts.stage] = [0.0] * counts.stage
-        if (left_s := self._left_s(counts)) is not None:
-            left[counts.stage] = max(0.0, left_s)
-        return left
+        counts, remaining = self._read_locked(), list(self._durations_s)
+        remaining[: counts.stage] = [0.0] * counts.stage
+        if (stage_s := self._left_s(counts)) is not None:
+            remaining[counts.stage] = max(0.0, stage_s)
+        return remaining
 
     def current_stage(self) -> int:
         """Return the number of the current stage; after the end, of the last one."""
@@ -356,8 +356,8 @@ class Sequencer:
     def is_over(self, stage: int) -> bool:
         """Whether the measured time of a stage has passed."""
         counts = self._read_locked()
-        left_s = self._left_s(counts)
-        return counts.stage > stage or (counts.stage == stage and left_s is not None and left_s <= 0)
+        remaining_s = self._left_s(counts)
+        return counts.stage > stage or (counts.stage == stage and remaining_s is not None and remaining_s <= 0)
 
     def user_count(self) -> int:
         """Return the planned users of the current stage."""
@@ -368,19 +368,19 @@ class Sequencer:
         counts = self._read_locked()
         if counts.stage < len(self._durations_s) - 1:
             return False
-        left_s = self._left_s(counts)
+        remaining_s = self._left_s(counts)
         return all(
-            own.is_settled() and self._is_exhausted(own, quota, requests, left_s)
+            own.is_settled() and self._is_exhausted(own, quota, requests, remaining_s)
             for own, quota, requests in zip(counts.loads, self._quotas, self._requests, strict=True)
         )
 
-    def _is_exhausted(self, own: LoadCounts, quota: Quota, requests: int | None, left_s: float | None) -> bool:
+    def _is_exhausted(self, own: LoadCounts, quota: Quota, requests: int | None, remaining_s: float | None) -> bool:
         schedule = quota.schedule if quota.duration_s is None else None  # a fixed time always passes in full
         if schedule is not None and schedule.at(quota.shard.global_number(own.arrived)) is None:
             return True  # no more arrivals
         if requests is not None:
             return own.measured_taken >= requests
-        return left_s is not None and left_s <= 0
+        return remaining_s is not None and remaining_s <= 0
 
     def wait_for_end(self, drain_s: float) -> None:
         """Wait for the last request; after a fixed time, at most `drain_s` for requests in flight."""

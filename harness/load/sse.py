@@ -191,7 +191,7 @@ class EventTemplate:
             text, count = b"".join(texts), len(texts)
             if not count:
                 return False
-            self.chars.extend(len(one.decode("utf-8", "replace")) for one in texts)
+            self.chars.extend(len(chunk.decode("utf-8", "replace")) for chunk in texts)
             self.extra_event_reads.extend([self.reads] * (count - 1))
         if self._is_visible:
             self.text += text

@@ -245,8 +245,8 @@ class LLMUser(User):
 
     def pause(self, pause_s: float) -> None:
         """Pause, but not beyond the end of the load or of this user."""
-        left_s = self._process.sequencer.left_s()
-        self._sleep(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
+        remaining_s = self._process.sequencer.left_s()
+        self._sleep(pause_s if remaining_s is None else max(0.0, min(pause_s, remaining_s)))
 
     def _sleep(self, wait_s: float) -> None:
         """Sleep for a known time, but not beyond the end of this user."""

@@ -175,10 +175,10 @@ def hide_unused_fields(web_ui: WebUI) -> None:
 def _check_fields(web_ui: WebUI, form: Any) -> None:
     """Raise HarnessError for invalid fields of Locust, and for fields that the form does not have."""
     environment = web_ui.environment
-    known = {*_AMOUNTS, "host", "profile", *_option_fields(web_ui)}
+    fields = {*_AMOUNTS, "host", "profile", *_option_fields(web_ui)}
     if web_ui.userclass_picker_is_active:
-        known |= {"user_classes", "shape_class"}
-    if unknown := sorted(set(form) - known):
+        fields |= {"user_classes", "shape_class"}
+    if unknown := sorted(set(form) - fields):
         raise HarnessError(f"{repr(unknown[0])[:60]}: no field of the form")
     for key in () if environment.shape_class or "shape_class" in form else ("user_count", "spawn_rate"):
         if key not in form:

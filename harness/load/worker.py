@@ -81,7 +81,7 @@ class Worker:
             )
         job = self._process.job
         logger.info("load %s of run ...%s starts: worker %d of %d", job.cell, job.run, job.machine + 1, job.machines)
-        drain_s = max(each.load.drain_s for each in loads_of(job))
+        drain_s = max(load_job.load.drain_s for load_job in loads_of(job))
         gevent.spawn(self._watch_work, self._process.sequencer, max(1, len(job.stages)), drain_s)
         gevent.spawn(self._process.report_quiet, partial(self._send, "quiet"))
 
@@ -144,13 +144,13 @@ class Worker:
         own["counter_path"] = str(self._folder / "counter")
         loads = [
             msgspec.structs.replace(
-                each,
-                prompt_file=written[each.prompt_file],
-                trace_file=written[each.trace_file],
-                trace_marks=written[each.trace_marks],
+                load_job,
+                prompt_file=written[load_job.prompt_file],
+                trace_file=written[load_job.trace_file],
+                trace_marks=written[load_job.trace_marks],
                 **own,
             )
-            for each in loads_of(job)
+            for load_job in loads_of(job)
         ]
         return msgspec.structs.replace(loads[0], others=loads[1:])
 
