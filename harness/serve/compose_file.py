@@ -379,11 +379,11 @@ def _fill_match(match: re.Match[str], environment: Mapping[str, str], problems: 
         problems.append(Problem(path, "a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"))
         return ""
     name, operator = match["plain"] or match["name"], match["operator"]
-    found = environment.get(name)
-    if operator is not None and (found is None or (operator == ":-" and not found)):
+    value = environment.get(name)
+    if operator is not None and (value is None or (operator == ":-" and not value)):
         return match["word"] or ""
-    if found is None:
+    if value is None:
         advice = f"export it, or write ${{{name}-}} where it may be missing"
         problems.append(Problem(path, f"the environment variable {name} is not set; {advice}"))
         return ""
-    return found
+    return value

@@ -416,8 +416,8 @@ def make_start_error(what: str, log: LogFile, failure: Diagnosis | None, next_st
         lines.append(f"it came through line {failure.wrapper_number}: {failure.wrapper}")
     lines += [f"known from: {failure.source} [{failure.id}]", f"the whole log: {log.path}"]
     detail = log.tail() if failure.number is None else "\n".join(lines)
-    known = {"failure": failure.id, "cause": failure.cause, "fix": failure.fix}
-    return StartError(what, next_step=next_step, detail=detail, **known)
+    facts = {"failure": failure.id, "cause": failure.cause, "fix": failure.fix}
+    return StartError(what, next_step=next_step, detail=detail, **facts)
 
 
 def make_load_error(what: str, message: str, log: LogFile) -> StartError:
@@ -493,8 +493,8 @@ def remove_containers(client: docker.DockerClient, labels: dict[str, str], grace
     filters: dict[str, Any] = {"label": [f"{name}={labels[name]}" for name in (RUN_LABEL, CELL_LABEL)]}
     errors: list[Exception] = []
     try:
-        found = ask_engine(lambda: client.containers.list(all=True, filters=filters, ignore_removed=True))
-        for container in found:
+        containers = ask_engine(lambda: client.containers.list(all=True, filters=filters, ignore_removed=True))
+        for container in containers:
             try:
                 _remove_container(container, grace_s)
             except DOCKER_ERRORS as error:

@@ -267,8 +267,8 @@ def _pull_image(
             layers[event["id"]] = (int(detail["current"]), int(detail["total"]))
         if layers and time.monotonic() - reported_s > _PROGRESS_EVERY_S:
             reported_s = time.monotonic()
-            got, total = (sum(layer[i] for layer in layers.values()) / 1e9 for i in (0, 1))
-            on_progress(f"pulling {name}: {got:.2f} of {total:.2f} GB")
+            pulled, total = (sum(layer[i] for layer in layers.values()) / 1e9 for i in (0, 1))
+            on_progress(f"pulling {name}: {pulled:.2f} of {total:.2f} GB")
 
 
 def remove_leftovers(

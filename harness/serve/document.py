@@ -110,7 +110,7 @@ def _match_metric(name: str) -> str:
 
 def make_dashboard() -> dict[str, Any]:
     """Return the dashboard in Grafana's file format."""
-    found = [
+    panels = [
         {
             "id": number + 1,
             "type": "timeseries",
@@ -125,7 +125,7 @@ def make_dashboard() -> dict[str, Any]:
         }
         for number, (title, unit, queries) in enumerate(list_panels())
     ]
-    return {**_read_monitoring()["files"]["grafana-dashboard"], "panels": found}
+    return {**_read_monitoring()["files"]["grafana-dashboard"], "panels": panels}
 
 
 def make_prometheus_config(load_url: str, server_url: str | None) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def docker_run(service: Service) -> str:
     for flag, values in (
         ("--device", service.devices), ("--group-add", service.group_add), ("--volume", service.volumes),
         ("--publish", service.ports), ("--security-opt", service.security_opt), ("--cap-add", service.cap_add),
-        ("--ulimit", [f"{name}={one.soft}:{one.hard}" for name, one in service.ulimits.items()]),
+        ("--ulimit", [f"{name}={limit.soft}:{limit.hard}" for name, limit in service.ulimits.items()]),
         ("--env", [f"{name}={value}" for name, value in service.environment.items()]),
     ):  # fmt: skip
         words += [word for value in values for word in (flag, value)]

@@ -142,10 +142,10 @@ def _is_alike(asked: Any, ran: Any) -> bool:
     if isinstance(asked, int | float) and isinstance(ran, int | float):
         return asked == ran
     if isinstance(asked, str) and isinstance(ran, str) and asked and ran:  # one may be a part: fp8 of fp8_e4m3
-        one, other = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (asked, ran))
-        if one in _SWITCHES:
-            return _SWITCHES[one] == _SWITCHES.get(other, _SWITCHES[one])
-        return one in other or other in one
+        first, other = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (asked, ran))
+        if first in _SWITCHES:
+            return _SWITCHES[first] == _SWITCHES.get(other, _SWITCHES[first])
+        return first in other or other in first
     return True
 
 
@@ -156,9 +156,9 @@ def find_fallback(served: ServedBy, reference: ServedBy) -> Reason | None:
     """
     for key in ("model", "engine", "architecture", "recipe", "checkpoint", "device"):
         values = []
-        for one in (reference, served):
-            of_start = getattr(one.startup, key, None) if one.startup is not None else None
-            values.append(one.model if key == "model" else of_start or one.effective.get(key))
+        for side in (reference, served):
+            start_value = getattr(side.startup, key, None) if side.startup is not None else None
+            values.append(side.model if key == "model" else start_value or side.effective.get(key))
         if None not in values and values[0] != values[1]:
             text = f"the server fell back: its {key} is {values[1]}, which was {values[0]} with the settings before"
             return because("setting_fallback", text, key=key, before=values[0], ran=values[1])
@@ -181,14 +181,14 @@ def _merge_answer(
     """Add the facts and settings of an answer. A metric overrides the log; an answer of a path does not."""
     if not reported or (source.known_by is not None and _get_value(reported, source.known_by) is None):
         return facts, effective
-    found = {name: value for name, key in source.startup.items() if (value := _get_value(reported, key)) is not None}
+    startup = {name: value for name, key in source.startup.items() if (value := _get_value(reported, key)) is not None}
     if source.metric is None:
-        found = {name: facts[name] or value for name, value in found.items()}
+        startup = {name: facts[name] or value for name, value in startup.items()}
     else:
-        found = {name: value for name, value in found.items() if not isinstance(value, str)}
+        startup = {name: value for name, value in startup.items() if not isinstance(value, str)}
     keys = source.effective if isinstance(source.effective, dict) else {key: key for key in source.effective}
     settings = {name: value for name, key in keys.items() if (value := _get_value(reported, key)) is not None}
-    return facts | found | {"engine": facts["engine"] or engine}, effective | settings
+    return facts | startup | {"engine": facts["engine"] or engine}, effective | settings
 
 
 def _get_value(reported: dict[str, Any], key: str) -> Any:

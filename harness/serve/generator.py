@@ -32,7 +32,9 @@ def list_needed_files(job: Job, *locustfiles: Path) -> list[str]:
     """
     own = [str(file.parent) for file in locustfiles if file.parent != LOCUSTFILES]
     loads = loads_of(job)
-    files = [file for each in loads for file in (each.prompt_file, each.trace_file, each.trace_marks) if file]
+    files = [
+        file for load_job in loads for file in (load_job.prompt_file, load_job.trace_file, load_job.trace_marks) if file
+    ]
     return list(dict.fromkeys([*own, *files]))
 
 

@@ -198,10 +198,10 @@ def find_model(api: Api, model: str) -> ListedModel | ServerError:
         except UNDECODABLE:
             pass
         refusal = refusal or error_message(response.content)
-    known = []
+    ids = []
     with suppress(requests.RequestException, ValueError):
-        known = parse_model_ids(api.get(f"{API_PREFIX}/models?show_all=true").content)
-    close = closest_name(bare_name(model), known[:MAX_LISTED_MODELS])
+        ids = parse_model_ids(api.get(f"{API_PREFIX}/models?show_all=true").content)
+    close = closest_name(bare_name(model), ids[:MAX_LISTED_MODELS])
     hint = f" Did you mean '{close}'?" if close else ""
     return ServerError(f"Lemonade does not have '{model}': {refusal}", next_step=f"{advise_on_message(refusal)}{hint}")
 
@@ -233,13 +233,13 @@ def bring_up_model(
             raise probe.wait_for_death(watch) or error from None
 
     system = run(lambda: get_system_info(api), "asking Lemonade for its backends")
-    known = run(lambda: find_model(api, settings.model), "asking Lemonade for the model")
+    listed = run(lambda: find_model(api, settings.model), "asking Lemonade for the model")
     pull: dict[str, Any] = {"model_name": settings.model, "stream": True}
-    if isinstance(known, ServerError):
+    if isinstance(listed, ServerError):
         if settings.checkpoint is None:
-            raise known
+            raise listed
         pull |= {"checkpoint": settings.checkpoint, "recipe": settings.recipe}  # Lemonade then knows the model
-    recipe = settings.recipe or (known.recipe if isinstance(known, ListedModel) else None)
+    recipe = settings.recipe or (listed.recipe if isinstance(listed, ListedModel) else None)
     backend, state = (None, "") if recipe is None else _choose_backend(system, recipe, settings.backend)
     if backend is not None and state not in _INSTALLED:
         install, name = {"recipe": recipe, "backend": backend, "stream": False}, f"{recipe}:{backend}"
@@ -250,7 +250,7 @@ def bring_up_model(
             timer.finish("install")
         elif state != "update_required":  # else an older backend is installed, and the load shows whether it works
             raise problem
-    if isinstance(known, ServerError) or not known.downloaded:
+    if isinstance(listed, ServerError) or not listed.downloaded:
         progress = ["downloading the model"]
         run(lambda: download(api, pull, progress, deadline), progress)
         timer.finish("download")
@@ -281,13 +281,13 @@ def bring_up_model(
 
 def _choose_backend(system: LemonadeSystem, recipe: str, wanted: str | None) -> tuple[str | None, str]:
     """Return the name and the state of the backend that a load will take; None if Lemonade lists none."""
-    known = system.recipes.get(recipe, _Recipe())
-    states = {name: backend.state for name, backend in known.backends.items()}
+    entry = system.recipes.get(recipe, _Recipe())
+    states = {name: backend.state for name, backend in entry.backends.items()}
     if wanted is not None and system.recipes:
         return wanted, states.get(wanted, "unknown")
     usable = [name for name, state in states.items() if state != "unsupported"]
     installed = [name for name in usable if states[name] in _INSTALLED]
-    default = [known.default_backend] if known.default_backend in states else []
+    default = [entry.default_backend] if entry.default_backend in states else []
     choices = [*(name for name in default if name in usable), *installed, *usable, *default]
     return (choices[0], states[choices[0]]) if choices else (None, "")
 
@@ -363,11 +363,11 @@ def download(api: Api, body: dict[str, Any], progress: list[str], deadline: floa
 
 def _download_if_absent(api: Api, model: str, progress: list[str], deadline: float) -> bool:
     """Download a model that Lemonade knows. Return whether it was absent. Raises ServerError."""
-    if isinstance(known := find_model(api, model), ServerError):
-        raise known
-    if not known.downloaded:
+    if isinstance(listed := find_model(api, model), ServerError):
+        raise listed
+    if not listed.downloaded:
         download(api, {"model_name": model, "stream": True}, progress, deadline)
-    return not known.downloaded
+    return not listed.downloaded
 
 
 def _make_download_error(what: str, message: str) -> ServerError:
@@ -402,9 +402,9 @@ def find_running_model(url: str, model: str | None, key: str | None) -> ServedBy
 
 
 def _load_with_saved_options(api: Api, model: str) -> None:
-    known = find_model(api, model)
-    if isinstance(known, ServerError):
-        raise known
+    listed = find_model(api, model)
+    if isinstance(listed, ServerError):
+        raise listed
     answer = _post_or_raise(api, "/load", {"model_name": find_canonical_name(api, model)}, MAX_ATTACHED_LOAD_S)
     if answer.status_code != 200:
         message = error_message(answer.content)
@@ -444,9 +444,9 @@ def load_with_options(url: str, model: str, options: dict[str, Any], key: str | 
     if answer.status_code != 200:
         message = error_message(answer.content)
         failure = explain_api_error(message)
-        known = {} if failure is None else {"failure": failure.id, "cause": failure.cause, "fix": failure.fix}
+        facts = {} if failure is None else {"failure": failure.id, "cause": failure.cause, "fix": failure.fix}
         what = f"Lemonade could not load '{model}': {message}"
-        raise StartError(what, next_step=advise_on_message(message), **known)
+        raise StartError(what, next_step=advise_on_message(message), **facts)
     health = get_health(api)
     now = None if health is None else health.find(model)
     if now is None:
@@ -524,7 +524,7 @@ def find_changes(before: LemonadeState, now: LemonadeState) -> list[Reason]:
 
     A job holds an exclusive slot while it loads models or chats: other requests wait for its end.
     """
-    old, new, known = before.running, now.running, before.jobs or {}
+    old, new, old_jobs = before.running, now.running, before.jobs or {}
     reasons = []
     if new is not None and now.lost:
         text = f"after the load {NAME} did not have the model any more: its backend died or was unloaded"
@@ -538,7 +538,7 @@ def find_changes(before: LemonadeState, now: LemonadeState) -> list[Reason]:
         reasons.append(because("backend_restarted", text, server=NAME, before=old.pid, now=new.pid))
     ran = [
         name for name, status in (now.jobs or {}).items()
-        if status == "running" or (before.jobs is not None and status not in ("queued", "paused", known.get(name)))
+        if status == "running" or (before.jobs is not None and status not in ("queued", "paused", old_jobs.get(name)))
     ]  # fmt: skip
     if ran:
         job = ran[0][:MAX_JOB_CHARS]
@@ -621,10 +621,10 @@ class LemonadeMonitor:
 
     def state(self) -> LemonadeState:
         """Return the model and the jobs now."""
-        found, listed = self._find_running(), self._api.read(f"{API_PREFIX}/jobs", _JobList, JOBS_S)
-        self._running = found or self._running
+        running, listed = self._find_running(), self._api.read(f"{API_PREFIX}/jobs", _JobList, JOBS_S)
+        self._running = running or self._running
         jobs = None if listed is None else {job.id: job.status for job in listed.jobs}
-        return LemonadeState(self._running, found is None, jobs)
+        return LemonadeState(self._running, running is None, jobs)
 
     def problems(self, before: LemonadeState) -> list[Reason]:
         """Return why measurements since `before` cannot be trusted."""

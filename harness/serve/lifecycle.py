@@ -152,8 +152,8 @@ def find_server_pid(endpoint: Endpoint) -> int | None:
         sockets = psutil.net_connections("tcp")
     except (psutil.Error, OSError):
         return None
-    pids = [one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr and one.pid is not None
-            and one.laddr.port == (url.port or 80)]  # fmt: skip
+    pids = [sock.pid for sock in sockets if sock.status == psutil.CONN_LISTEN and sock.laddr and sock.pid is not None
+            and sock.laddr.port == (url.port or 80)]  # fmt: skip
     if not pids or endpoint.started.template is not None:  # a process of the harness
         return min(pids, default=None)
     # Another program may listen for a server that ran already, such as Docker's proxy: its processes are not known.
@@ -436,8 +436,8 @@ def refuse_absent_models(
         base = probe.parse_base_url(url)
         api = Api(base, api_key)
         if get_health(api, timeout_s=probe.PROBE_TIMEOUT_S) is not None:
-            if isinstance(known := find_model(api, models[0]), ServerError):
-                raise known
+            if isinstance(listed := find_model(api, models[0]), ServerError):
+                raise listed
             models = models[1:]  # a Lemonade lists only what it has downloaded
         probe.retry(lambda: probe.require_models(base, models, api_key, key_name))
 

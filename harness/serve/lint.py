@@ -53,9 +53,9 @@ def find_server_problems(scenario: Scenario, lines: dict[str, int]) -> list[Prob
     """Return the problems of the servers. `lines`: the line of each path of the scenario."""
     problems = list(_check_model(scenario))
     for name, server in scenario.servers.items():
-        found = [*find_variable_problems(server), *_check_lemonade(server, scenario.model)]
-        found = found or list(_check_prepared(scenario, name))
-        problems += [item if item.path.startswith("$") else item.below(f"$.servers.{name}") for item in found]
+        server_problems = [*find_variable_problems(server), *_check_lemonade(server, scenario.model)]
+        server_problems = server_problems or list(_check_prepared(scenario, name))
+        problems += [item if item.path.startswith("$") else item.below(f"$.servers.{name}") for item in server_problems]
     return [problem.located(lines) for problem in problems]
 
 
@@ -218,8 +218,8 @@ _DEBUG_NOTE = "VLLM_LOGGING_LEVEL is DEBUG, which slows decoding down many times
 def find_vllm_version(image: str) -> tuple[int, ...] | None:
     """Return the version of vLLM that an image's tag names, as `:v0.31.0` and `vllm_0.23.0` do; None without one."""
     tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-    found = list(_VLLM_VERSION.finditer(f":{tag}" if tag else ""))
-    named = [match for match in found if match[0].startswith("vllm")] or found[:1]
+    matches = list(_VLLM_VERSION.finditer(f":{tag}" if tag else ""))
+    named = [match for match in matches if match[0].startswith("vllm")] or matches[:1]
     return tuple(int(number or 0) for number in named[0].groups()) if named else None
 
 
@@ -237,9 +237,9 @@ def removed_notes(scenario: Scenario) -> list[str]:
             removed = removed_flags().get(flag)
             if removed is None or (version and removed.gone_in and version < parse_version(removed.gone_in)):
                 continue
-            known = f"vLLM {'.'.join(map(str, version))}" if version else "a current vLLM"
+            version_text = f"vLLM {'.'.join(map(str, version))}" if version else "a current vLLM"
             since = f" (removed in {removed.gone_in})" if removed.gone_in else ""
-            notes.append(f"server '{name}': {known} does not start with {flag}{since}: {removed.instead}")
+            notes.append(f"server '{name}': {version_text} does not start with {flag}{since}: {removed.instead}")
         environment = server.variables.get(ENVIRONMENT) or {}
         for variable, instead in removed_variables().items():
             if variable in environment:
@@ -338,13 +338,13 @@ def _length_problem(
 ) -> tuple[Literal["some", "none"], str] | None:
     """Return which requests of a load fit into the server's context, and what does not; None: all do, or not known."""
     tokens = request_tokens(scenario.loads[load], prompts_of(scenario, scenario.loads[load]))
-    known, limited_by = context_limit(scenario.servers[server]), "the server"
-    size, context = known or (None, None)
+    limit, limited_by = context_limit(scenario.servers[server]), "the server"
+    size, context = limit or (None, None)
     if startup is not None:
-        templates = [each.templates.values() for each in engines() if each.name == startup.engine]
-        contexts = [one.context for one in itertools.chain(*templates) if one.context is not None]
+        templates = [engine.templates.values() for engine in engines() if engine.name == startup.engine]
+        contexts = [template.context for template in itertools.chain(*templates) if template.context is not None]
         size = startup.max_model_len
-        context = max(contexts, key=lambda one: one.output_counts, default=Context(size=""))
+        context = max(contexts, key=lambda item: item.output_counts, default=Context(size=""))
     elif context is not None:
         limited_by = context.size
     if tokens is None or size is None or context is None:
@@ -368,8 +368,10 @@ def _length_problem(
 def length_notes(scenario: Scenario, startup: Startup | None = None) -> list[str]:
     """Return a note for each row with requests that exceed the server's context. `startup`: see `refuse_too_long`."""
     rows = itertools.product(scenario.servers, scenario.loads)
-    found = ((server, load, _length_problem(scenario, server, load, startup)) for server, load in rows)
-    return [f"server '{server}' under {load}: {one[1]}" for server, load, one in found if one is not None]
+    row_problems = ((server, load, _length_problem(scenario, server, load, startup)) for server, load in rows)
+    return [
+        f"server '{server}' under {load}: {problem[1]}" for server, load, problem in row_problems if problem is not None
+    ]
 
 
 def refuse_too_long(
@@ -382,8 +384,8 @@ def refuse_too_long(
     """
     is_sweep = scenario.swept is not None
     rows = list(itertools.product(servers, scenario.loads if is_sweep else loads))
-    found = ((row, _length_problem(scenario, *row, startup)) for row in rows)
-    refused = {row: one[1] for row, one in found if one is not None and one[0] == "none"}
+    row_problems = ((row, _length_problem(scenario, *row, startup)) for row in rows)
+    refused = {row: problem[1] for row, problem in row_problems if problem is not None and problem[0] == "none"}
     if refused and (not is_sweep or len(refused) == len(rows)):
         (server, load), why = next(iter(refused.items()))
         raise StartError(

@@ -311,9 +311,9 @@ def require_chat_completion(response: requests.Response, base: str, key_name: st
 
 
 def _unexpected_form(form: str, response: requests.Response) -> ServerError:
-    got = _to_http_response(response)
-    detail = got.body.decode(errors="replace")[:500]
-    return ServerError(unexpected_response.describe_mismatch(got, form), next_step=CHECK_ADDRESS, detail=detail)
+    answer = _to_http_response(response)
+    detail = answer.body.decode(errors="replace")[:500]
+    return ServerError(unexpected_response.describe_mismatch(answer, form), next_step=CHECK_ADDRESS, detail=detail)
 
 
 def fetch_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIMEOUT_S, body: str | None = None) -> str:

@@ -49,7 +49,7 @@ def find_exposures(compose: ComposeFile, environment: Mapping[str, str]) -> list
     after symbolic links are followed.
     """
     is_ours = find_template(compose.serving.template) is not None
-    found: list[tuple[Consent, str, str]] = []
+    exposures: list[tuple[Consent, str, str]] = []
 
     def parse_all(texts: list[str], parse: Callable[[str], T]) -> Iterator[tuple[str, T]]:
         for written in texts:
@@ -62,20 +62,20 @@ def find_exposures(compose: ComposeFile, environment: Mapping[str, str]) -> list
         for written, mount in parse_all(service.volumes, compose_file.parse_volume):
             code = None if mount.named else _classify_path(mount.source)
             if code is not None:
-                found.append((code, "volumes", written))
+                exposures.append((code, "volumes", written))
         for written, (host, _, _) in parse_all(service.devices, compose_file.parse_device):
             if not all(_GPU_DEVICE.fullmatch(path) for path in _resolve_path(host)):
-                found.append(("host-devices", "devices", written))
+                exposures.append(("host-devices", "devices", written))
         for written, port in parse_all(service.ports, compose_file.parse_port):
             if not ipaddress.ip_address(port.address).is_loopback:
-                found.append(("open-port", "ports", written.rsplit(":", 2)[0]))
+                exposures.append(("open-port", "ports", written.rsplit(":", 2)[0]))
         if compose_file.interpolate(service.ipc, environment, []) == "host":
-            found.append(("host-ipc", "ipc", "host"))
+            exposures.append(("host-ipc", "ipc", "host"))
         for key, options in (("security_opt", service.security_opt), ("cap_add", service.cap_add)):
             for option in options:
                 if not (is_ours and option in _TEMPLATE_PRIVILEGES) and _HARMLESS_OPTION.fullmatch(option) is None:
-                    found.append(("privileges", key, option))
-    return list(dict.fromkeys(found))
+                    exposures.append(("privileges", key, option))
+    return list(dict.fromkeys(exposures))
 
 
 def find_missing_consent(server: Server, compose: ComposeFile, environment: Mapping[str, str]) -> list[Problem]:
@@ -132,16 +132,16 @@ _PLAIN_WORD = re.compile(r"\w[\w.-]*")
 
 def find_open_secrets(value: Any, path: str) -> list[Problem]:
     """Return a problem for each secret that is written out in `value`, which is at `path`; it does not show it."""
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     for place, name, text in _find_secret_places(value, path):
         literal = compose_file.drop_variables(text)
         if "\0" not in literal and literal.strip("'\" ").lower() not in _NON_SECRETS:
-            found.setdefault(place, _open_secret_problem(place, f" as {name}", name))
+            problems.setdefault(place, _open_secret_problem(place, f" as {name}", name))
     for place, text in _list_texts(value, path):
         if (secret := find_secret_form(compose_file.drop_variables(text))) is not None:
             name = "HF_TOKEN" if secret.startswith("hf_") else "API_KEY"
-            found.setdefault(place, _open_secret_problem(place, ", and this looks like one", name))
-    return list(found.values())
+            problems.setdefault(place, _open_secret_problem(place, ", and this looks like one", name))
+    return list(problems.values())
 
 
 def find_open_secrets_in_text(text: str) -> list[Problem]:

@@ -131,7 +131,7 @@ def get_variable(server: Server | Gateway, name: str) -> Any:
 def all_variables(server: Server) -> dict[str, Any]:
     """Return the variables of a server with the defaults of its template; of an unknown template, those given."""
     declared = {} if find_template(server.template) is None else read_variables(server.template)
-    return {name: one.default for name, one in declared.items() if not one.required} | server.variables
+    return {name: variable.default for name, variable in declared.items() if not variable.required} | server.variables
 
 
 def find_variable_problems(server: Server) -> Iterator[Problem]:

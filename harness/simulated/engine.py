@@ -14,9 +14,9 @@ from itertools import takewhile
 import msgspec
 
 
-def block_hashes(tokens: Seq[int], block_size: int, known: Seq[int] = ()) -> list[int]:
-    """Return chained hashes of the full blocks of `tokens`. `known` are the first ones, already computed."""
-    hashes = list(known)
+def block_hashes(tokens: Seq[int], block_size: int, prefix_hashes: Seq[int] = ()) -> list[int]:
+    """Return chained hashes of the full blocks of `tokens`. `prefix_hashes` are the first ones, already computed."""
+    hashes = list(prefix_hashes)
     parent = hashes[-1] if hashes else 0
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
         parent = hash((parent, *tokens[start : start + block_size]))
@@ -52,8 +52,8 @@ class BlockPool:
 
     def match(self, hashes: Seq[int]) -> list[int]:
         """Return the cached blocks of the longest known prefix."""
-        known = takewhile(self._cached.__contains__, hashes)
-        return [self._cached[value] for value in known]
+        cached = takewhile(self._cached.__contains__, hashes)
+        return [self._cached[value] for value in cached]
 
     def take(self, blocks: list[int], tokens: int, shared: Seq[int] = ()) -> bool:
         """Extend `blocks` to hold `tokens` tokens, first by the `shared` cached blocks. Return whether they fit."""

@@ -197,7 +197,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
             delta,
             {"type": "message_stop"},
         )
-        return b"".join(b"event: %b\ndata: %b\n\n" % (one["type"].encode(), msgspec.json.encode(one)) for one in bodies)
+        return b"".join(
+            b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body)) for body in bodies
+        )
 
     def chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
         """One streamed event; for a text completion `delta` is {"content": text}."""
@@ -271,12 +273,13 @@ def messages_as_chat(body: dict[str, Any]) -> dict[str, Any]:
     messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in body.get("messages") or []:
         blocks = message.get("content") if isinstance(message, dict) else None
-        texts = [json.dumps(one["input"]) if "input" in one else one.get("content", one.get("text", ""))
-                 for one in blocks] if isinstance(blocks, list) else [blocks]  # fmt: skip
+        texts = [json.dumps(block["input"]) if "input" in block else block.get("content", block.get("text", ""))
+                 for block in blocks] if isinstance(blocks, list) else [blocks]  # fmt: skip
         messages.append({"role": message.get("role"), "content": " ".join(map(str, texts))})
     chat = {key: body[key] for key in ("model", "max_tokens", "stream") if key in body} | {"messages": messages}
     tools = [
-        {"function": {"name": one.get("name"), "parameters": one.get("input_schema")}} for one in body.get("tools", [])
+        {"function": {"name": tool.get("name"), "parameters": tool.get("input_schema")}}
+        for tool in body.get("tools", [])
     ]
     return chat | ({"tools": tools, "tool_choice": body.get("tool_choice", {}).get("type")} if tools else {})
 
