@@ -130,9 +130,9 @@ class Format(Struct, frozen=True):
         values = source.value if isinstance(source.value, list) else []
         first = next((at for at, value in enumerate(values) if self.matches(value)), 0)
         others = values[:first]
-        if not first or any(not isinstance(each, dict) or set(self.keys) & set(each) for each in others):
+        if not first or any(not isinstance(document, dict) or set(self.keys) & set(document) for document in others):
             return source
-        lines = [json.dumps(each) for each in others]
+        lines = [json.dumps(document) for document in others]
         kept = values[first] if len(values) == first + 1 else values[first:]
         return msgspec.structs.replace(source, value=kept, noise=[*source.noise, *lines])
 
@@ -164,8 +164,8 @@ def read_source(path: Path, read_text: Callable[[str], list[Any]] = lambda _: []
             raise HarnessError(f"{path}: {refusal.what}", next_step=refusal.next_step) from None
         if tests:
             return Source(path, digest, tests)
-        found = read_documents(path, text, error)
-        return Source(path, digest, found.values, found.noise)
+        documents = read_documents(path, text, error)
+        return Source(path, digest, documents.values, documents.noise)
 
 
 class LatencyStats(Struct, frozen=True, kw_only=True):
@@ -192,8 +192,8 @@ class LatencyStats(Struct, frozen=True, kw_only=True):
 
     def falling(self) -> tuple[str, str] | None:
         """Return the names of two statistics of which the smaller one by definition is the larger one; else None."""
-        known = [(name, ms) for name in ("min", *PERCENTILES, "max") if (ms := getattr(self, name)) is not None]
-        return next(((low, high) for (low, a), (high, b) in pairwise(known) if a > b), None)
+        times_ms = [(name, ms) for name in ("min", *PERCENTILES, "max") if (ms := getattr(self, name)) is not None]
+        return next(((low, high) for (low, a), (high, b) in pairwise(times_ms) if a > b), None)
 
     def absent(self, n: int) -> list[str]:
         """Return the names of the percentiles that `n` requests can carry and the file does not have."""
@@ -201,5 +201,5 @@ class LatencyStats(Struct, frozen=True, kw_only=True):
 
     def distribution(self, n: int) -> Distribution:
         """Return the statistics in seconds, without percentiles that `n` requests cannot carry."""
-        known = {name: ms / 1000 for name, ms in msgspec.structs.asdict(self).items() if ms is not None}
-        return Distribution(n=n, **{name: value for name, value in known.items() if n >= NEEDED.get(name, 0)})
+        times_s = {name: ms / 1000 for name, ms in msgspec.structs.asdict(self).items() if ms is not None}
+        return Distribution(n=n, **{name: value for name, value in times_s.items() if n >= NEEDED.get(name, 0)})

@@ -73,9 +73,9 @@ def read_documents(path: Path, text: str, as_json: Exception) -> Documents:
                 number = kept[joined.count("\n", 0, at)]
                 raise _damaged(path, lines, number, values, as_json) from None
             value, at_end = None, end + 1
-        found = value if isinstance(value, list) else [value]
-        if found and all(isinstance(each, dict) for each in found):
-            values, at = values + found, at_end
+        items = value if isinstance(value, list) else [value]
+        if items and all(isinstance(item, dict) for item in items):
+            values, at = values + items, at_end
         else:
             noise, at = [*noise, line], max(at_end, end + 1)
     if not values and text.lstrip().startswith(("{", "[")):

@@ -76,17 +76,17 @@ class LemonadeScenario(Struct, frozen=True, kw_only=True):
         """Why a latency cannot be one, by name. TTFT is a part of E2E: where it is longer, either may be wrong."""
         given = {"ttft_ms": self.ttft_ms, "duration_ms": self.duration_ms}
         why = {name: stats.why_no_latency() for name, stats in given.items() if stats is not None}
-        found = {name: f"{name}: {reason}" for name, reason in why.items() if reason is not None}
-        if not found and self.ttft_ms is not None and self.duration_ms is not None:
+        reasons = {name: f"{name}: {reason}" for name, reason in why.items() if reason is not None}
+        if not reasons and self.ttft_ms is not None and self.duration_ms is not None:
             above = why_not_within(self.ttft_ms.distribution(1), self.duration_ms.distribution(1))
-            found = dict.fromkeys(given, above) if above is not None else {}
-        return found
+            reasons = dict.fromkeys(given, above) if above is not None else {}
+        return reasons
 
     def why_no_speed(self) -> str | None:
         """Why the speed cannot be one; None: it can be, or there is none. One bad run is in the mean of all."""
         stats = self.tps
-        found = () if stats is None else (why_no_speed(each, tokens=self.output_tokens) for each in stats.ends())
-        why = next((reason for reason in found if reason is not None), None)
+        reasons = () if stats is None else (why_no_speed(speed, tokens=self.output_tokens) for speed in stats.ends())
+        why = next((reason for reason in reasons if reason is not None), None)
         return None if why is None else f"{why}, and it is in the mean of the runs"
 
 

@@ -28,7 +28,7 @@ DEFINITIONS = {
     "tpot": "time of the generation / generated tokens, the first included",
     "e2e": "the time of prompt and generation, without a server or a tokenizer",
 }
-_OF_SPEED = ("input_tok_s", "output_tok_s", "ttft", "tpot", "e2e")
+_SPEED_FIELDS = ("input_tok_s", "output_tok_s", "ttft", "tpot", "e2e")
 _NO_RECORDS = "llama-bench sends no requests"
 _NO_TOKENS = "the test generates no tokens"
 _MISSING = {
@@ -237,7 +237,7 @@ def _speed_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[An
             missing = total - len(speeds)
             text = f"{row}: {missing} of {total} samples_ts are no speed and count as missing"
             why = (test.why_not(speed) for speed in test.samples_ts if speed is not None)
-            text += next((f" ({one})" for one in why if one is not None), "")
+            text += next((f" ({reason})" for reason in why if reason is not None), "")
             yield because("import_samples_missing", text, row=row, missing=missing, total=total)
         elif speeds and test.mean and abs(test.mean - (mean := fmean(speeds))) > MAX_DIFFERENCE * max(test.mean, mean):
             text = f"{row}: avg_ts ({test.mean:,} tok/s) is not the mean of samples_ts ({significant(mean)} tok/s); "
@@ -278,14 +278,14 @@ def _settings(value: dict[str, Any]) -> list[str]:
 def _name_servers(results: list[Any], tests: list[LlamaBenchTest]) -> list[str]:
     """The name of each result's server: its backend, and the settings that differ between the results."""
     settings = [dict(setting.split("=", 1) for setting in _settings(value)) for value in results]
-    keys = dict.fromkeys(key for one in settings for key in one if key not in ("backends", "backend"))
-    differing = [key for key in keys if len({one[key] for one in settings if key in one}) > 1]
+    keys = dict.fromkeys(key for setting in settings for key in setting if key not in ("backends", "backend"))
+    differing = [key for key in keys if len({setting[key] for setting in settings if key in setting}) > 1]
     backends = [test.backends or test.backend for test in tests]
     default = next((backend for backend in backends if backend), "llama-bench")
     names = []
-    for backend, one in zip(backends, settings, strict=True):
+    for backend, setting in zip(backends, settings, strict=True):
         words = [backend or default]
-        words += [_short(key, one[key]) for key in differing if key in one]
+        words += [_short(key, setting[key]) for key in differing if key in setting]
         names.append("-".join(words))
     return names
 
@@ -319,7 +319,7 @@ def _make_parts(
         shown = "missing" if given is None else printable(str(given))[:_MAX_ROW]
         reason = None if test.avg_ts is None or test.avg_ts <= 0 else test.why_not(test.avg_ts)
         why = f"{name} is {shown}, which is no speed" if reason is None else f"{name}: {reason}"
-        missing = {field: missing.get(field, why) for field in _OF_SPEED}
+        missing = {field: missing.get(field, why) for field in _SPEED_FIELDS}
     speeds: list[float | None] = [*test.speeds] or [test.mean]
     return [
         ImportedPart(
@@ -346,7 +346,7 @@ def _numbers(test: LlamaBenchTest, speed: float | None) -> Numbers:
     def sample(value: float | None) -> Distribution:
         return Distribution(n=0) if value is None else Distribution(n=1, mean=value, min=value, max=value)
 
-    both = test.n_prompt > 0 and test.n_gen > 0
+    is_combined = test.n_prompt > 0 and test.n_gen > 0
     return Numbers(
         sent=1,
         succeeded=1,
@@ -359,8 +359,8 @@ def _numbers(test: LlamaBenchTest, speed: float | None) -> Numbers:
         input_tok_s=None if speed is None else speed * test.n_prompt / tokens or None,
         output_tok_s=None if speed is None else speed * test.n_gen / tokens or None,
         ttft=sample(took_s if not test.n_gen else None),
-        tpot=sample(took_s / test.n_gen if took_s and not both and test.n_gen else None),
-        e2e=sample(took_s if both else None),
+        tpot=sample(took_s / test.n_gen if took_s and not is_combined and test.n_gen else None),
+        e2e=sample(took_s if is_combined else None),
     )
 
 

@@ -162,9 +162,10 @@ def _has_bad_latency(value: dict[str, Any]) -> bool:
     itls = value["itls"] if isinstance(value.get("itls"), list) else []
     lists = [latencies for latencies in (value.get("ttfts"), *itls) if isinstance(latencies, list)]
     return any(
-        one is None or (isinstance(one, int | float) and one != 0 and why_no_latency(one, run_s) is not None)
+        latency is None
+        or (isinstance(latency, int | float) and latency != 0 and why_no_latency(latency, run_s) is not None)
         for latencies in lists
-        for one in latencies
+        for latency in latencies
     )
 
 
@@ -341,8 +342,8 @@ def _distribution(
         if n:
             missing[ours] = f"the file has no {name} (--percentile-metrics ttft,tpot,itl,e2el writes it)"
         return NO_SAMPLE
-    numbers = [one for one in given.values() if isinstance(one, int | float)]
-    if any(one < 0 for one in numbers):
+    numbers = [number for number in given.values() if isinstance(number, int | float)]
+    if any(number < 0 for number in numbers):
         missing[ours] = f"a statistic of {name} is {min(numbers):g} ms, which no latency can be"
         return NO_SAMPLE
     stats = source.read(LatencyStats, given, f"{place}.*_{name}_ms")

@@ -84,8 +84,8 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
     if given is not None and given not in FORMATS:
         raise HarnessError(f"--format: there is no format '{given}'; {did_you_mean(given, FORMATS)}")
     source = read_source(path, llama_bench.read_tables)
-    found = {name: form.without_noise(source) for name, form in FORMATS.items()}
-    matching = [name for name, form in FORMATS.items() if form.matches(found[name].value)]
+    sources = {name: form.without_noise(source) for name, form in FORMATS.items()}
+    matching = [name for name, form in FORMATS.items() if form.matches(sources[name].value)]
     if given is not None and given not in matching:
         hint = f"; it looks like {matching[0]}" if matching else ""
         raise HarnessError(
@@ -99,17 +99,17 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
             detail="\n".join(f"{name}: {form.written_by}" for name, form in FORMATS.items()),
         )
     name = given or matching[0]
-    source = found[name]
+    source = sources[name]
     imported = FORMATS[name].read(source)
     return source, replace(imported, notes=[*imported.notes, *source.noise_notes()])
 
 
 def import_file(
-    path: Path, runs: Path, given: str | None = None, machine: str | None = None, *, again: bool = False
+    path: Path, runs: Path, given: str | None = None, machine: str | None = None, *, reuse: bool = False
 ) -> Path:
     """Make a run directory from a tool's file and return it. Its name ends with the file's checksum.
 
-    `machine`: the name of the machine that was measured; tools do not write it. `again`: return the run directory of a
+    `machine`: the name of the machine that was measured; tools do not write it. `reuse`: return the run directory of a
     file that was imported before. Raises HarnessError for such a file otherwise, and for one that cannot be read.
     """
     source, imported = read_file(path, given)
@@ -118,7 +118,7 @@ def import_file(
     name = _valid_name(f"{imported.tool}-{path.stem}")
     run_id = f"{moment:%Y%m%d-%H%M%S}-{name}-{source.sha256[:4]}"
     folder = runs / run_id
-    if again and (folder / "run.json").exists():
+    if reuse and (folder / "run.json").exists():
         return folder
     if folder.exists():
         raise HarnessError(

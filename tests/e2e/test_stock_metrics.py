@@ -40,7 +40,7 @@ def test_what_stock_locust_writes_is_what_was_recorded(tmp_path: Path, engine: s
     assert (tmp_path / "out/x_llm_history.csv").read_text().startswith("wall_s,t_s,user_class,")
     (line,) = [line for line in log_of(tmp_path).splitlines() if line.startswith("BatchAgent ")]
     assert line.split()[1:4] == [str(len(records)), "0", "0"]
-    summary = summarize(import_file(tmp_path / "r.jsonl", tmp_path / "runs", again=True))
+    summary = summarize(import_file(tmp_path / "r.jsonl", tmp_path / "runs", reuse=True))
     (row,) = summary.rows
     assert (row.load, row.pooled.sent, row.pooled.succeeded) == ("batchagent", len(records), len(records))
     assert summary.valid is None  # no file shows whether the load generator kept up

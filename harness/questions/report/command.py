@@ -120,5 +120,5 @@ def _find_or_import_run(given: Path, runs: Path) -> Path:
 
     file = given / "requests.jsonl" if given.is_dir() and not (given / "run.json").exists() else given
     if file.is_file() and file.suffix == ".jsonl":
-        return import_file(file, runs, "records", again=True)
+        return import_file(file, runs, "records", reuse=True)
     return cli.find_run(given, runs)
