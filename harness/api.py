@@ -92,12 +92,12 @@ def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | Non
     own = checks if capacity is None else []
     _refuse_wrong(own, loaded.manifest)
     other_slos = [] if capacity is None else what_if.parse(checks, capacity)
-    made = analyse(loaded.path, own)
+    analysis = analyse(loaded.path, own)
     if baseline is not None:
-        reference = make_reference(_loaded(baseline).path, loaded.manifest, made.summary, checks=own)
-        made = with_checks(made, loaded.manifest, reference, own)
-    made = with_findings(made)
-    return made.summary if capacity is None else what_if.with_answers(made, capacity, other_slos)[0].summary
+        reference = make_reference(_loaded(baseline).path, loaded.manifest, analysis.summary, checks=own)
+        analysis = with_checks(analysis, loaded.manifest, reference, own)
+    analysis = with_findings(analysis)
+    return analysis.summary if capacity is None else what_if.with_answers(analysis, capacity, other_slos)[0].summary
 
 
 def compare(

@@ -102,12 +102,12 @@ class ServerError(HarnessError):
 class StartError(ServerError):
     """A server ended, refused its model, or did not become ready. In a sweep that is a result.
 
-    `known`: `failure` (id), `cause` and `fix` of the failure table, for a known failure.
+    `facts`: `failure` (id), `cause` and `fix` of the failure table, for a known failure.
     """
 
-    def __init__(self, what: str, *, next_step: str = "", detail: str = "", **known: str | None) -> None:
+    def __init__(self, what: str, *, next_step: str = "", detail: str = "", **facts: str | None) -> None:
         super().__init__(what, next_step=next_step, detail=detail)
-        self.known: dict[str, str] = masked({key: value for key, value in known.items() if value}, "sure")
+        self.facts: dict[str, str] = masked({key: value for key, value in facts.items() if value}, "sure")
 
 
 class RunError(HarnessError):
@@ -143,25 +143,25 @@ class BadLines:
             raise HarnessError(first, detail="\n".join(others), next_step=self._next_step)
 
 
-def closest_name(word: str, known: Iterable[str]) -> str | None:
+def closest_name(word: str, choices: Iterable[str]) -> str | None:
     """Return the known name that is most like the word; None: none is like it, or there are too many to compare."""
-    names = {name.casefold(): name for name in sorted(known)}
+    names = {name.casefold(): name for name in sorted(choices)}
     if len(names) > _MAX_NAMES or len(word) > MAX_CHARACTERS:
         return None
     return next((names[name] for name in difflib.get_close_matches(word.casefold(), names, n=1, cutoff=0.6)), None)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return a suggestion in words: the closest known name, or all of them."""
-    names = sorted(known)
+    names = sorted(choices)
     if (close := closest_name(word, names)) is not None:
         return f"did you mean '{close}'?"
     more = [f"... {len(names) - _SHOWN_NAMES:,} more"] if len(names) > _SHOWN_NAMES else []
     return "known: " + ", ".join([*names[:_SHOWN_NAMES], *more]) if names else "none are known"
 
 
-def suggest_row(name: str, known: Iterable[str]) -> str:
+def suggest_row(name: str, choices: Iterable[str]) -> str:
     """Return a suggestion for a load or row. A mix has parts, LOAD.PART; a load with stages has LOAD@USERS."""
-    names = list(known)
-    parts = [each for each in names if each.startswith((f"{name}.", f"{name}@"))]
+    names = list(choices)
+    parts = [row for row in names if row.startswith((f"{name}.", f"{name}@"))]
     return f"it is several: {', '.join(parts)}" if parts else did_you_mean(name, names)

@@ -71,9 +71,9 @@ class _Adapter(requests.adapters.HTTPAdapter):
     def shut_down(self) -> None:
         """End what is read from the sockets, in any thread."""
         for reference in self.sockets:
-            if (one := reference()) is not None:
+            if (sock := reference()) is not None:
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(one, socket.SHUT_RDWR)  # not of SSLSocket, which another thread may read
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not of SSLSocket, which another thread may read
         self.sockets.clear()
 
 

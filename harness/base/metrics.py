@@ -51,8 +51,8 @@ class Metric(Struct, frozen=True, kw_only=True):
     @property
     def defined_fields(self) -> list[str]:
         """The keys of its definitions; empty without one."""
-        of_percentile = ["percentiles"] if self.statistic in PERCENTILES else []
-        return [self.field, *of_percentile] if self.definition else []
+        fields = ["percentiles"] if self.statistic in PERCENTILES else []
+        return [self.field, *fields] if self.definition else []
 
     @property
     def share(self) -> float | None:
@@ -61,13 +61,13 @@ class Metric(Struct, frozen=True, kw_only=True):
 
     def of(self, numbers: Numbers) -> Any:
         """The number, None where it is not known; of a latency without a statistic the Distribution."""
-        found = getattr(numbers, self.field)
-        return getattr(found, self.statistic) if self.statistic else found
+        value = getattr(numbers, self.field)
+        return getattr(value, self.statistic) if self.statistic else value
 
     def sample(self, numbers: Numbers) -> Distribution:
         """The values of its latency."""
-        found: Distribution = getattr(numbers, self.latency)
-        return found
+        distribution: Distribution = getattr(numbers, self.latency)
+        return distribution
 
 
 def _latency(name: str, title: str, **others: Any) -> Metric:
@@ -178,7 +178,7 @@ VALUES = (
     ),
 )  # fmt: skip
 # Their values depend on the SLOs of a check, or on the baseline.
-_OF_CHECKS = (
+_CHECK_METRICS = (
     Metric(name="speedup", title="speedup", about="Times as fast as the baseline", unit="", more_is_better=True),
     Metric(name="attainment", title="attainment", about="Requests that met all SLOs", unit="%", more_is_better=True),
     Metric(name="goodput", title="goodput", about="Such requests / s", unit="req/s", more_is_better=True),
@@ -188,7 +188,7 @@ METRICS = {
     for metric in (
         *(_statistic(latency, statistic) for latency in LATENCIES for statistic in STATISTICS),
         *VALUES,
-        *_OF_CHECKS,
+        *_CHECK_METRICS,
         *LATENCIES,
     )
 }

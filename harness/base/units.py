@@ -117,9 +117,9 @@ def gib(size: float, digits: int = 1) -> str:
     return f"{size / GIB:.{digits}f} GiB"
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def count(number: int, singular: str, many: str = "") -> str:
     """ "1 request", "1,204 requests" """
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {singular if number == 1 else many or singular + 's'}"
 
 
 def date_time(wall_s: float) -> str:
@@ -132,8 +132,8 @@ _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 def read_duration(option: str, given: str) -> float:
     """Seconds of a duration such as 8h, or 2h30m with falling units. Raises HarnessError."""
-    one = r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|m|h|d)\s*"
-    parts = re.findall(one, given) if re.fullmatch(rf"\s*(?:{one}){{1,4}}", given) else []
+    pattern = r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|m|h|d)\s*"
+    parts = re.findall(pattern, given) if re.fullmatch(rf"\s*(?:{pattern}){{1,4}}", given) else []
     units = [_SECONDS[unit] for _, unit in parts]
     total_s = sum(float(number) * unit for (number, _), unit in zip(parts, units, strict=True))
     if not total_s or any(after >= before for before, after in itertools.pairwise(units)):

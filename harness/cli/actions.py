@@ -117,11 +117,11 @@ def _measure_times(
         return
     folders: list[Path] = []
 
-    def measure_one() -> None:
+    def measure_once() -> None:
         folders.append(measure())
         report(folders[-1])
 
-    code = _repeat(measure_one, times, every_s)
+    code = _repeat(measure_once, times, every_s)
     _print_next(folders, runs)
     raise typer.Exit(code)
 
@@ -154,7 +154,7 @@ def _resume(
     from harness.run.resume import resume
 
     with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-        resume(folder, cli.make_progress(), target, budget_s, against, of_search=search_command(folder))
+        resume(folder, cli.make_progress(), target, budget_s, against, search_command=search_command(folder))
     return folder
 
 
@@ -201,8 +201,8 @@ def _print_next(folders: list[Path], runs: Path) -> None:
     """Print the command that compares equal runs with as many of their scenario that are measured later."""
     later = f"{folders[-1].name[len('20270115-080000-') : -len('-abcd')]}:{len(folders)}"
     where = [] if runs == cli.RUNS else ["--runs", runs]
-    again = command_line("harness", "compare", *(folder.name for folder in folders), "--against", later, *where)
-    text = f"To compare them with {len(folders)} later runs: {again}"
+    command = command_line("harness", "compare", *(folder.name for folder in folders), "--against", later, *where)
+    text = f"To compare them with {len(folders)} later runs: {command}"
     cli.console().print(text, soft_wrap=True)
 
 
@@ -224,8 +224,8 @@ def _repeat(measure: Callable[[], None], times: int, every_s: float) -> int:
         except HarnessError as error:
             cli.print_error(error)
             codes.append(error.exit_code)
-        while number < times and (left_s := began_s + every_s - time.monotonic()) > 0:
-            pause(min(left_s, 1.0))
+        while number < times and (remaining_s := began_s + every_s - time.monotonic()) > 0:
+            pause(min(remaining_s, 1.0))
     return min(filter(None, codes), default=ExitCode.OK)  # the codes of runs are in order, the worst first
 
 
@@ -289,17 +289,17 @@ def check(
         raise HarnessError("--time-request: no --url is given", next_step="Give the address of the server: --url URL.")
     duration_s = None if duration is None else read_duration("--duration", duration)
     experiment = prepare_for(scenario, target, model, say, repeats, checks or [], duration_s)
-    made = experiment.scenario
-    speed, startup = (None, None) if target is None else probe_server(target, made, say, timed=time_request)
+    final_scenario = experiment.scenario
+    speed, startup = (None, None) if target is None else probe_server(target, final_scenario, say, timed=time_request)
     shown = preview(experiment, speed, startup)
-    of_machine = [] if target is not None else [*machine_notes(experiment), *predict_shares(experiment)]
+    fit_notes = [] if target is not None else [*machine_notes(experiment), *predict_shares(experiment)]
     if as_json:
-        cli.print_json(replace(shown, notes=shown.notes + of_machine))
+        cli.print_json(replace(shown, notes=shown.notes + fit_notes))
     else:
-        print_page(preview_page(experiment, shown, of_machine), cli.console())
+        print_page(preview_page(experiment, shown, fit_notes), cli.console())
     if target is None:
         check_all_gpus(experiment)
-    refuse_too_long(made, made.servers, made.loads, startup)
+    refuse_too_long(final_scenario, final_scenario.servers, final_scenario.loads, startup)
 
 
 def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:
@@ -335,18 +335,18 @@ def _draft(
     if given and url is not None:
         raise HarnessError("--server and --url are both given", next_step="Give one of them.")
     servers, needed = list(given), drafts.server_count(question)
-    known = {name: draftable.model for name, draftable in drafts.draftable_servers().items()}
-    found = None
+    draft_models = {name: draftable.model for name, draftable in drafts.draftable_servers().items()}
+    running = None
     if url is None and not given and needed == 1 and cli.has_terminal():
-        found = quickly.find_running()
+        running = quickly.find_running()
     while not given and url is None and len(servers) < needed:
-        rest = known if found is None else {RUNNING_SERVER: f"{found[1]} at {found[0]}"} | known
+        rest = draft_models if running is None else {RUNNING_SERVER: f"{running[1]} at {running[0]}"} | draft_models
         servers.append(ask_choice("Which server? (with the model that is proposed)", "--server", rest))
-        if servers == [RUNNING_SERVER] and found is not None:
-            url, models = found[0], models or [found[1]]
+        if servers == [RUNNING_SERVER] and running is not None:
+            url, models = running[0], models or [running[1]]
     if url is not None:
         return drafts.draft_running(question, models[0] if models else quickly.model_of(url), machine), servers, url
-    chosen = [drafts.choose("--server", name, known) for name in servers]
+    chosen = [drafts.choose("--server", name, draft_models) for name in servers]
     return drafts.draft(question, chosen, models, machine), servers, None
 
 
@@ -404,8 +404,8 @@ def init(
     print(f"{file}: written ({about}). Next:\n  {command_line('harness', 'check', *given)}")
     print("\n".join(f"  {line.format(file=command_line(*given))}" for line in drafts.COMMANDS[wanted]))
     if drafts.server_count(wanted) == 1:
-        again = command_line("harness", "run", *given, "--times", 2)
-        print(f"To see later whether an update made it slower, before and after it: {again}")
+        command = command_line("harness", "run", *given, "--times", 2)
+        print(f"To see later whether an update made it slower, before and after it: {command}")
     if url is None and set(servers) != {"simulated"}:
         print("If the server already runs, add: --url http://127.0.0.1:PORT --model NAME")
 

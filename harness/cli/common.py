@@ -56,8 +56,8 @@ class CommandsByUse(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for heading, names in COMMANDS.items():
             with formatter.section(heading):
-                known = {name: self.get_command(ctx, name) for name in names}
-                formatter.write_dl([(name, one.get_short_help_str(90)) for name, one in known.items() if one])
+                commands = {name: self.get_command(ctx, name) for name in names}
+                formatter.write_dl([(name, entry.get_short_help_str(90)) for name, entry in commands.items() if entry])
 
 
 class CliCommand(TyperCommand):
@@ -79,8 +79,8 @@ class CliCommand(TyperCommand):
             raise
         except Exception as error:
             if ctx.params.get("output") == "junit":
-                known = error if isinstance(error, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
-                _print_junit(ctx, known, *_JUNIT_CASES.get(ctx.info_name, ("", "")))
+                failure = error if isinstance(error, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
+                _print_junit(ctx, failure, *_JUNIT_CASES.get(ctx.info_name, ("", "")))
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -498,8 +498,8 @@ def _runs_of(name: str, runs: Path) -> list[Path]:
     from harness.records.directory import run_folders
 
     names = [folder.name for folder in run_folders(runs)]
-    own = [one for one in names if re.fullmatch(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-[0-9a-f]{{4}}", one)]
-    return [runs / one for one in (names if name == LAST else own)]
+    own = [entry for entry in names if re.fullmatch(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-[0-9a-f]{{4}}", entry)]
+    return [runs / entry for entry in (names if name == LAST else own)]
 
 
 def read_tolerance(given: str | None) -> float | None:
@@ -531,13 +531,13 @@ def find_runs(given: Path, runs: Path) -> list[Path]:
     name, _, number = str(given).rpartition(":")
     if not name or not number.isdecimal() or given.exists():
         return [find_run(given, runs)]
-    found = _runs_of(name, runs)
-    if not 1 <= int(number) <= len(found):
+    folders = _runs_of(name, runs)
+    if not 1 <= int(number) <= len(folders):
         raise HarnessError(
-            f"{given}: {runs} has {len(found)} runs of {name}",
+            f"{given}: {runs} has {len(folders)} runs of {name}",
             next_step=f"`{command_line('harness', 'list', 'runs', '--runs', runs)}` lists them.",
         )
-    return found[-int(number) :]
+    return folders[-int(number) :]
 
 
 def find_baseline(given: Path, runs: Path) -> Path:
@@ -627,9 +627,9 @@ def exit_after_verdicts(comparison: "Comparison | None", checks: "Sequence[Check
         raise typer.Exit(code)
 
 
-def exit_after_answers(found: "Sequence[SameAnswers]") -> None:
+def exit_after_answers(comparisons: "Sequence[SameAnswers]") -> None:
     """Exit with the code for answers of which nothing is known; that one server answers worse is the run's result."""
-    if any(answers.word == "inconclusive" for answers in found):
+    if any(answers.word == "inconclusive" for answers in comparisons):
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 

@@ -24,8 +24,8 @@ def budget_steps(seconds: float, max_repeats: int = MAX_REPEATS, min_repeats: in
             begun_s = time.monotonic()
             if index >= min_repeats and begun_s + took_s > ends_s:
                 break
-            left = f"{duration(max(0.0, ends_s - begun_s))} of {duration(seconds)} left"
-            running.progress.line(f"Budget: {left}; repeat {repeat[0].repeat}")
+            remaining = f"{duration(max(0.0, ends_s - begun_s))} of {duration(seconds)} left"
+            running.progress.line(f"Budget: {remaining}; repeat {repeat[0].repeat}")
             ids = [cell.id for cell in repeat]
             repeats = max(scenario.repeats, repeat[0].repeat)
             file.update(planned=ids, scenario=replace(scenario, repeats=repeats), budget_s=seconds)

@@ -44,11 +44,12 @@ def machine_kind(gpus: Sequence[Mapping[str, Any]]) -> str:
     return "strix-halo" if targets[0].startswith("gfx115") else "radeon"
 
 
-def choose(option: str, given: str, known: Mapping[str, Any]) -> str:
+def choose(option: str, given: str, choices: Mapping[str, Any]) -> str:
     """Return the given key. Raises HarnessError for an unknown one."""
-    if given not in known:
+    if given not in choices:
         raise HarnessError(
-            f"{option}: '{given}' is not known; {did_you_mean(given, known)}", next_step=f"Choose: {', '.join(known)}."
+            f"{option}: '{given}' is not known; {did_you_mean(given, choices)}",
+            next_step=f"Choose: {', '.join(choices)}.",
         )
     return given
 
@@ -66,11 +67,11 @@ def images_to_compare(template: str) -> dict[str, str]:
     engine = next(engine for engine in engines() if template in engine.templates)
     backend = engine.settings.get("backend")
     pin = next((pin.image.partition("@")[0] for pin in pins() if template in pin.templates), "")
-    found = None if backend is None or backend.part is None else re.search(backend.part, pin)
-    if found is None or backend is None or backend.tune is None:
+    match = None if backend is None or backend.part is None else re.search(backend.part, pin)
+    if match is None or backend is None or backend.tune is None:
         return {OLD: pin, NEW: pin} if pin else {}
-    names = [found[1], *(str(name) for name in backend.tune.values if name != found[1])]
-    return {name: pin[: found.start(1)] + name + pin[found.end(1) :] for name in names[:2]}
+    names = [match[1], *(str(name) for name in backend.tune.values if name != match[1])]
+    return {name: pin[: match.start(1)] + name + pin[match.end(1) :] for name in names[:2]}
 
 
 def server_count(question: str) -> int:
@@ -102,13 +103,13 @@ def draft(question: str, servers: list[str], models: list[str], machine: str) ->
         )
     defaults = (models[:1] or [drafts[servers[0]].model]) * 2 if is_twice else [drafts[name].model for name in servers]
     models = models + defaults[len(models) :]
-    made = [_draft_server(name, drafts[name], models[at], concurrency) for at, name in enumerate(servers)]
-    for server, image in zip(made, images.values(), strict=False):
+    server_drafts = [_draft_server(name, drafts[name], models[at], concurrency) for at, name in enumerate(servers)]
+    for server, image in zip(server_drafts, images.values(), strict=False):
         server["variables"]["image"] = image
     named = next((models[at] for at, name in enumerate(servers) if name in own_names), None)
     model = named or models[0].rpartition("/")[2].partition(":")[0]
     names = list(images) or ([OLD, NEW] if is_twice else servers)
-    return _scenario(question, model, dict(zip(names, made, strict=True)), concurrency)
+    return _scenario(question, model, dict(zip(names, server_drafts, strict=True)), concurrency)
 
 
 def draft_running(question: str, model: str, machine: str) -> str:

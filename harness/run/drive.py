@@ -158,14 +158,14 @@ class Monitor:
         self.observed.update()
         # Long answers end in waves, so the time since the newest one does not count.
         span_s = 0.0 if self._began_s is None else self._newest_s - self._began_s
-        known_s = span_s if span_s >= _MIN_RATE_SPAN_S else None
-        return self.measured.numbers(known_s, with_slos=False, successful_only=True)
+        rate_span_s = span_s if span_s >= _MIN_RATE_SPAN_S else None
+        return self.measured.numbers(rate_span_s, with_slos=False, successful_only=True)
 
     def _add_requests(self, requests: list[Request], now_s: float) -> None:
         """Add records of the cell; those of its warm-up are only counted."""
-        of_cell = [request for request in requests if request.cell in self._cells]
-        measured = [request for request in of_cell if request.phase == "measured"]
-        self.warmup_ended += len(of_cell) - len(measured)
+        cell_requests = [request for request in requests if request.cell in self._cells]
+        measured = [request for request in cell_requests if request.phase == "measured"]
+        self.warmup_ended += len(cell_requests) - len(measured)
         if measured and self._began_s is None:  # the records may have another machine's clock
             ended_s = max(request.sent_s + request.ended_s for request in measured)
             self._began_s = now_s - (ended_s - min(request.sent_s for request in measured))
@@ -205,7 +205,7 @@ def locust_arguments(
 
     `locustfile`: those of a mix have commas between them. Without `ui` Locust is headless.
     """
-    users, processes = user_count(job), process_count([each.load for each in loads_of(job)])
+    users, processes = user_count(job), process_count([load_job.load for load_job in loads_of(job)])
     arguments = ["-f", str(locustfile), "--host", url, "--job", str(given)]
     arguments += ["--headless"] if ui is None else ["--web-host", ui[0], "--web-port", str(ui[1])]
     rate = min(users / max(job.load.ramp_s, 0.001), MAX_USERS)
@@ -353,19 +353,22 @@ def killed_processes(job: Job) -> list[int]:
 def max_silence_s(job: Job) -> float:
     """Return the longest allowed seconds without an ended request, except idle times."""
     longest_s = []
-    for each in loads_of(job):
-        timeout_s, tokens = each.load.timeout_s, max_length(each.load.output_tokens, pairs=each.output_lengths)
+    for load_job in loads_of(job):
+        timeout_s = load_job.load.timeout_s
+        tokens = max_length(load_job.load.output_tokens, pairs=load_job.output_lengths)
         # A stream that keeps sending may take longer than timeout_s, which limits silence.
         longest_s += [
             3 * timeout_s + SLOWEST_TPOT_S * tokens,
-            0.0 if each.load.stream else max_body_s(timeout_s, tokens),
+            0.0 if load_job.load.stream else max_body_s(timeout_s, tokens),
         ]
     return max(longest_s) + job.load.ramp_s + MAX_SILENCE_S
 
 
 def scenario_mistake(first: list[Request]) -> Reason | None:
     """Return the common cause where the server rejected all of these requests because of the scenario."""
-    mistake = find_scenario_mistake([None if each.error is None else f"{each.error}: {each.message}" for each in first])
+    mistake = find_scenario_mistake(
+        [None if request.error is None else f"{request.error}: {request.message}" for request in first]
+    )
     if mistake is None:
         return None
     text = f"the load was ended because the first {len(first)} requests all failed because of a scenario error: "

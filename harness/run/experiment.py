@@ -89,10 +89,10 @@ def prepare(
         scenario = replace(scenario, repeats=repeats)
         too_many = size_problem(len(scenario.servers), len(scenario.loads), repeats)
         problems = [*problems, Problem("--repeats", too_many)] if too_many else problems
-    of_options = (
+    option_checks = (
         (f"--check '{text}'", partial(validate_checks, [text], scenario.servers, scenario.loads)) for text in checks
     )
-    _raise_problems(path, problems, itertools.chain(_file_checks(scenario, path.parent), of_options), read.lines)
+    _raise_problems(path, problems, itertools.chain(_file_checks(scenario, path.parent), option_checks), read.lines)
     if duration_s is not None:
         timed = {name: replace(load, duration_s=duration_s) for name, load in scenario.loads.items() if load.duration_s}
         if not timed:
@@ -134,7 +134,7 @@ def _with_models(scenario: Scenario, given: str) -> Scenario:
     new = dict(zip(named, names, strict=True))
 
     def renamed(model: str | list[str] | None) -> str | list[str] | None:
-        return [new[one] for one in model] if isinstance(model, list) else None if model is None else new[model]
+        return [new[old] for old in model] if isinstance(model, list) else None if model is None else new[model]
 
     loads = {name: replace(load, model=renamed(load.model)) for name, load in scenario.loads.items()}
     return replace(scenario, model=new.get(scenario.model, names[0]), loads=loads)
@@ -147,7 +147,7 @@ def _with_turns(scenario: Scenario, named: Sequence[str], number: int) -> Scenar
     turns = [[len(list(run)) for _, run in itertools.groupby(load.model)] for load in scenario.loads.values()
              if isinstance(load.model, list) and list(dict.fromkeys(load.model)) == list(named)]  # fmt: skip
     if len(turns) != len(scenario.loads) or any(
-        len(set(of_load)) != 1 or len(of_load) != len(named) for of_load in turns
+        len(set(load_turns)) != 1 or len(load_turns) != len(named) for load_turns in turns
     ):
         return scenario
     models = [f"model {place}" for place in range(number)]
@@ -157,9 +157,9 @@ def _with_turns(scenario: Scenario, named: Sequence[str], number: int) -> Scenar
 
     loads = {
         name: replace(
-            load, model=[model for model in models for _ in range(of_load[0])], requests=scaled(load.requests)
+            load, model=[model for model in models for _ in range(load_turns[0])], requests=scaled(load.requests)
         )
-        for (name, load), of_load in zip(scenario.loads.items(), turns, strict=True)
+        for (name, load), load_turns in zip(scenario.loads.items(), turns, strict=True)
     }
     warmup = scenario.warmup
     warmup = warmup if warmup is None else replace(warmup, requests=scaled(warmup.requests))
@@ -177,10 +177,10 @@ def input_files(scenario: Scenario) -> list[str]:
     """Return the files that a scenario names, other than locustfiles, as it writes them."""
     loads = scenario.loads.values()
     prompts = [scenario.prompts, *(load.prompts for load in loads if load.prompts is not None)]
-    lengths = [*(each.tokens for each in prompts), *(load.output_tokens for load in loads)]
-    names = [*(each.file for each in prompts), *(each.file for each in lengths if isinstance(each, Lengths))]
+    lengths = [*(prompt.tokens for prompt in prompts), *(load.output_tokens for load in loads)]
+    names = [*(prompt.file for prompt in prompts), *(length.file for length in lengths if isinstance(length, Lengths))]
     names += [load.trace.file for load in loads if load.trace is not None]
-    names += [each.tokenizer for each in prompts if each.tokenizer != SERVER_TOKENIZER]
+    names += [prompt.tokenizer for prompt in prompts if prompt.tokenizer != SERVER_TOKENIZER]
     return list(dict.fromkeys(name for name in names if name))
 
 
@@ -190,10 +190,10 @@ def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callab
     for name, load in scenario.loads.items():
         if load.prompts is not None:
             prompts[f"$.loads.{load_of_part(name) or load_of_stage(name) or name}.prompts"] = load.prompts
-    for path, each in prompts.items():
-        if each.file:
-            yield f"{path}.file", partial(read_rows, folder / each.file)
-        yield f"{path}.tokens", partial(pairs_of, each.tokens, folder)
+    for path, prompt in prompts.items():
+        if prompt.file:
+            yield f"{path}.file", partial(read_rows, folder / prompt.file)
+        yield f"{path}.tokens", partial(pairs_of, prompt.tokens, folder)
     yield "$.prompts.tokenizer", partial(local_words, scenario.prompts, folder)
     users: set[str] = set()
     for row, load in scenario.loads.items():
@@ -315,10 +315,10 @@ def load_name(experiment: Experiment, given: str | None) -> str:
     return _choose_name(experiment, "load", given, list(experiment.scenario.loads))
 
 
-def _choose_name(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
-    if given is not None and given not in known:
-        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {suggest_row(given, known)}")
-    return known[0] if given is None else given
+def _choose_name(experiment: Experiment, kind: str, given: str | None, choices: list[str]) -> str:
+    if given is not None and given not in choices:
+        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {suggest_row(given, choices)}")
+    return choices[0] if given is None else given
 
 
 IMPORT_S = 60.0

@@ -235,14 +235,14 @@ def blockers(
 
     `engine`: facts of the Docker Engine; None: its problems are not checked.
     """
-    found = {
+    by_server = {
         name: [
             *find_device_blockers(root, _device_nodes(service), engine),
             *(find_engine_blockers(engine) if engine is not None else ()),
         ]
         for name, service in _gpu_services(experiment).items()
     }
-    return {name: problems for name, problems in found.items() if problems}
+    return {name: problems for name, problems in by_server.items() if problems}
 
 
 def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
@@ -252,8 +252,8 @@ def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = P
     GPUs do not support.
     """
     services = _gpu_services(experiment)
-    for name, found in (blockers(experiment, root, _docker_facts(services)) if services else {}).items():
-        first, *others = found
+    for name, findings in (blockers(experiment, root, _docker_facts(services)) if services else {}).items():
+        first, *others = findings
         raise ServerError(
             f"server '{name}' cannot run here: {first.fact}",
             detail="\n".join(f"{other.fact}; fix: {other.fix}" for other in others),
@@ -269,8 +269,8 @@ def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = P
 def machine_notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     """Return notes on each server from this machine's files, for a plan. The Docker Engine is not asked."""
     notes = [
-        f"server '{name}' cannot run on this machine: {'; '.join(each.fact for each in found)} (`harness doctor`)"
-        for name, found in blockers(experiment, root).items()
+        f"server '{name}' cannot run on this machine: {'; '.join(item.fact for item in findings)} (`harness doctor`)"
+        for name, findings in blockers(experiment, root).items()
     ]
     cards = list(list_gpus(root))
     for name, service in _gpu_services(experiment).items():

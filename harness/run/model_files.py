@@ -30,8 +30,8 @@ def find_model_size(model: str, server: Server | None = None, container: Contain
             return read_model(_on_host(name, mounts), model).size
         caches = [_on_host(cache, mounts) for cache in _CACHES if mounts]
         for environment in [*({"HF_HUB_CACHE": str(cache)} for cache in caches), None]:
-            if (found := _in_cache(name, environment)) is not None:
-                return found
+            if (size := _in_cache(name, environment)) is not None:
+                return size
     except (HarnessError, OSError):
         return None
     return None if container is None else _in_container(name, container)

@@ -145,9 +145,9 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
 
 def _run_error(error: BaseException, run: Run) -> Reason:
     """Return the reason of a failed run: the kind of the error, the cell, and the known cause of a failed start."""
-    kind, known = type(error).__name__, error.known if isinstance(error, StartError) else {}
+    kind, facts = type(error).__name__, error.facts if isinstance(error, StartError) else {}
     what = error.what if isinstance(error, HarnessError) else f"{kind}: {error}"
-    reason = because("run_error", what, error=what, kind=kind, **known)
+    reason = because("run_error", what, error=what, kind=kind, **facts)
     is_start = isinstance(error, ServerError)
     return replace(reason, cell=next((cell for cell in run.order if cell not in run.ran), None)) if is_start else reason
 
@@ -178,8 +178,8 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
 
     def show(cell: Cell, *, with_time: bool = False) -> None:
         rows = [(later.server, later.load) for later in cells[cells.index(cell) :]]
-        left_s = sum(took_s[row] for row in rows) if with_time and took_s.keys() >= set(rows) else None
-        progress.start_cell(cells.index(cell) + 1, len(cells), cell, left_s)
+        remaining_s = sum(took_s[row] for row in rows) if with_time and took_s.keys() >= set(rows) else None
+        progress.start_cell(cells.index(cell) + 1, len(cells), cell, remaining_s)
 
     def start(together: list[Cell]) -> Iterator[CellRun]:
         """Start a server, and run these cells on it."""
@@ -285,8 +285,8 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
     job = replace(prepare_job(running, cells, endpoint), report_after_s=report_after_s)
     start = prepare_generator(running, job, endpoint)
     monitor, before = Monitor(job, watch), endpoint.state()
-    for cell, each in zip(cells, loads_of(job), strict=False):
-        for note in queue_notes(endpoint.started, each.load):
+    for cell, load_job in zip(cells, loads_of(job), strict=False):
+        for note in queue_notes(endpoint.started, load_job.load):
             running.progress.note(cell.server, cell.load, sentence(note))
     running.progress.start_load(monitor)
     with watch_server(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
@@ -308,11 +308,12 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
             start, monitor, log_path=running.log_path(job.cell), alive=endpoint.check_alive, progress=show_progress
         )
     death = endpoint.death(now=True)
-    of_death = [] if death is None else [death.problem(), death.evidence()]  # may be in `driven` already
-    new = [reason for reason in of_death if reason is not None and reason not in driven.problems]
+    death_reasons = [] if death is None else [death.problem(), death.evidence()]  # may be in `driven` already
+    new = [reason for reason in death_reasons if reason is not None and reason not in driven.problems]
     changes = endpoint.problems(before)
     if any(running.scenario.loads[cell.load].model is not None for cell in cells):
-        changes = [one for one in changes if one.code not in ("backend_lost", "backend_restarted")]  # models change
+        # The server changes its models, so its backends come and go.
+        changes = [change for change in changes if change.code not in ("backend_lost", "backend_restarted")]
     problems = [*driven.problems, *new, *changes]
     times = driven.started_wall_s, driven.ended_wall_s
     cell_runs = [cell_run_of(cell, endpoint.served_by, *times, problems) for cell in cells]
@@ -324,8 +325,8 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
 def cell_run_of(
     cell: Cell, served_by: ServedBy, begun_s: float, ended_s: float | None = None, problems: Sequence[Reason] = ()
 ) -> CellRun:
-    known = msgspec.structs.asdict(cell) | {"served_by": served_by, "problems": list(problems)}
-    return CellRun(**known, started_wall_s=begun_s, ended_wall_s=ended_s)
+    fields = msgspec.structs.asdict(cell) | {"served_by": served_by, "problems": list(problems)}
+    return CellRun(**fields, started_wall_s=begun_s, ended_wall_s=ended_s)
 
 
 @contextlib.contextmanager
@@ -342,7 +343,7 @@ def watch_server(running: Running, job: Job, endpoint: Endpoint, interval_s: flo
     ):
         yield scraper, sampler
         waiting = "waiting for {} that the server still works on"
-        scraper.finish(lambda left: running.progress.stage(waiting.format(count(left, "request"))))
+        scraper.finish(lambda remaining: running.progress.stage(waiting.format(count(remaining, "request"))))
 
 
 def prepare_generator(
@@ -351,8 +352,8 @@ def prepare_generator(
     """Write the job of a cell. Return a function that starts its load generator: a process or a container."""
     job_path, log_path = running.job_path(job.cell), running.log_path(job.cell)
     write_job(job, job_path)
-    found = [locustfile_of(each.load, running.experiment.folder) for each in loads_of(job)]
-    locustfiles = list(dict.fromkeys(found))
+    files = [locustfile_of(load_job.load, running.experiment.folder) for load_job in loads_of(job)]
+    locustfiles = list(dict.fromkeys(files))
     if running.scenario.generator == "container":
         url, paths = (
             endpoint.network_url or endpoint.url,
@@ -361,7 +362,7 @@ def prepare_generator(
         arguments = locust_arguments(job, job_path, paths, url)
         return lambda: ContainerChild(running.id, job, arguments, locustfiles, endpoint.network, log_path)
     paths = ",".join(map(str, locustfiles))
-    url = endpoint.url_of([each.load for each in loads_of(job)])
+    url = endpoint.url_of([load_job.load for load_job in loads_of(job)])
     command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, paths, url, ui)]
     return lambda: LocalChild(command, log_path)
 
@@ -426,7 +427,10 @@ def make_job(
     first, *others = jobs
     if cells[0].mix is not None:
         return replace(first, others=others)
-    stages = [JobStage(each.cell, each.load_name, each.load.users, each.load.duration_s or 0.0) for each in jobs]
+    stages = [
+        JobStage(load_job.cell, load_job.load_name, load_job.load.users, load_job.load.duration_s or 0.0)
+        for load_job in jobs
+    ]
     return replace(first, stages=stages if others else [])
 
 

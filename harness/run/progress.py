@@ -81,12 +81,12 @@ class Progress:
             self._notes.add((server, load, text))
             self.line(f"note: {server} / {load}: {text}")
 
-    def start_cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:
-        """Show the next cell. `left_s`: the estimated time for it and all later cells."""
+    def start_cell(self, number: int, cells: int, cell: Cell, remaining_s: float | None) -> None:
+        """Show the next cell. `remaining_s`: the estimated time for it and all later cells."""
         self._place = number, cells
-        left = "" if left_s is None else f", about {duration(left_s)} left"
+        remaining = "" if remaining_s is None else f", about {duration(remaining_s)} left"
         place = f"[{number}/{cells}] " if cells else ""  # a search has no plan
-        before, self.head = self.head, f"{place}{cell.server} / {cell.load}, repeat {cell.repeat}{left}"
+        before, self.head = self.head, f"{place}{cell.server} / {cell.load}, repeat {cell.repeat}{remaining}"
         self.stage("")
         if self._live is None and self.head != before:
             self.line(self.head)
@@ -129,8 +129,8 @@ class Progress:
         if self._numbers is not None:
             if monitor.warmup_ended and not monitor.measured.ended and not warmup:  # its length is unknown
                 text += f", warm-up until now: {count(monitor.warmup_ended, 'request')}"
-            if (left_s := monitor.left_s()) is not None:
-                text += f", {duration(left_s)} left"
+            if (remaining_s := monitor.left_s()) is not None:
+                text += f", {duration(remaining_s)} left"
         self._show(text, self._numbers)
 
     def _show(self, text: str, numbers: Mapping[str, str] | None = None) -> None:
@@ -175,11 +175,11 @@ def describe_numbers(monitor: Monitor) -> dict[str, str]:
     """Read what is new of a cell; return its known numbers in words by name: of the load, the server and the GPUs."""
     numbers, observed = monitor.numbers(), monitor.observed.values
     server = observed["server"] or {}
-    known = {METRICS[name].title: _format_latency(numbers[name]) for name in LATENCIES}
-    known |= {"tok/s": _format_number(numbers["output_tok_s"]), "req/s": _format_number(numbers["requests_per_s"])}
-    known |= {name: _format_number(server.get(name)) for name in ("running", "waiting")}
-    known["KV"] = percent(server["kv_usage"], 0) if server.get("kv_usage") is not None else None
-    words = {name: text for name, text in known.items() if text is not None}
+    texts = {METRICS[name].title: _format_latency(numbers[name]) for name in LATENCIES}
+    texts |= {"tok/s": _format_number(numbers["output_tok_s"]), "req/s": _format_number(numbers["requests_per_s"])}
+    texts |= {name: _format_number(server.get(name)) for name in ("running", "waiting")}
+    texts["KV"] = percent(server["kv_usage"], 0) if server.get("kv_usage") is not None else None
+    words = {name: text for name, text in texts.items() if text is not None}
     words |= _describe_gpus(observed["gpus"] or {})
     failures = ", ".join(f"{number} {kind}" for kind, number in monitor.measured.failures.items())
     return words | ({"failed": failures} if failures else {})

@@ -50,37 +50,37 @@ def resume(
     budget_s: float | None = None,
     make_reference: MakeReference | None = None,
     max_repeats: int = MAX_REPEATS,
-    of_search: str | None = None,
+    search_command: str | None = None,
 ) -> Path:
     """Run the cells of a run that are not complete and valid; return its directory.
 
-    `of_search`: the command that goes on with it, where the run is one of a search, which has no plan.
+    `search_command`: the command that goes on with it, where the run is one of a search, which has no plan.
     `target`: another address of the running server. `budget_s`: a time limit, in which further repeats are run, up to
     `max_repeats`. Raises HarnessError when the run cannot be resumed, or when a resumed measurement would differ; else
     as `harness.run.orchestrator.run`.
     """
     with lock_folder(folder):
         run = read_run(folder)
-        cells = _planned_cells(run, folder, of_search)
+        cells = _planned_cells(run, folder, search_command)
         inputs = _read_inputs(folder)
         experiment = _recorded_experiment(run, folder, inputs, target)
         _refuse_changes(folder, run, experiment, inputs)
         _remove_leftovers(run, experiment, progress)
         kept = complete_cells(folder, run)
-        again = [cell for cell in cells if cell.id not in kept]
-        if not again and budget_s is None:
+        remaining = [cell for cell in cells if cell.id not in kept]
+        if not remaining and budget_s is None:
             progress.line(f"Run {run.id}: all of its {count(len(cells), 'cell')} are complete and valid.")
             RunFile(folder, run, progress.on_end, make_reference).finish()
             return folder
         experiment = preflight(experiment, progress.line)
         progress.line(
             f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} are complete and valid and stay; "
-            f"{count(len(again), 'cell')} to run. Records go to {folder}"
+            f"{count(len(remaining), 'cell')} to run. Records go to {folder}"
         )
         running = Running(
             RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference), experiment, progress
         )
-        return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s, max_repeats))
+        return run_steps(running, remaining, run_cells if budget_s is None else budget_steps(budget_s, max_repeats))
 
 
 @contextlib.contextmanager
@@ -150,13 +150,13 @@ def _read_inputs(folder: Path) -> Inputs:
         ) from None
 
 
-def _planned_cells(run: Run, folder: Path, of_search: str | None) -> list[Cell]:
+def _planned_cells(run: Run, folder: Path, search_command: str | None) -> list[Cell]:
     """Return the cells of a run, in their order. Raises HarnessError for a run without a plan."""
     planned = {cell.id: cell for cell in plan(run.scenario)}
     if run.kind != "plan" or not run.order or set(run.order) - planned.keys():
         raise HarnessError(
             f"{folder}: only a run of `harness run` has a plan that can be resumed",
-            next_step="Start it anew." if of_search is None else f"To go on: {of_search}",
+            next_step="Start it anew." if search_command is None else f"To go on: {search_command}",
         )
     return [planned[name] for name in run.order]
 
@@ -227,12 +227,12 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
     The manifest is written first: after a kill at any moment in here, the cells that it lacks are measured again.
     """
     kept_runs = [cell for cell in run.cells if cell.id in kept]
-    known = {cell.id for cell in run.cells}
+    recorded = {cell.id for cell in run.cells}
     resumption = Resumption(
         wall_s=time.time(),
         stopped_wall_s=max((cell.ended_wall_s or 0.0 for cell in kept_runs), default=None),
         kept=len(kept),
-        again=[cell.id for cell in cells if cell.id in known - kept],
+        again=[cell.id for cell in cells if cell.id in recorded - kept],
     )
     run = replace(
         run,

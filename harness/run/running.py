@@ -74,11 +74,11 @@ class RunFile:
         **more: Any,  # other fields of the manifest
     ) -> None:
         """Add results of cells, and write the manifest."""
-        known = {cell_run.id: cell_run for cell_run in [*self.manifest.cells, *cell_runs]}
-        order = dict.fromkeys([*self.manifest.order, *known, *planned])
+        by_id = {cell_run.id: cell_run for cell_run in [*self.manifest.cells, *cell_runs]}
+        order = dict.fromkeys([*self.manifest.order, *by_id, *planned])
         self.manifest = replace(
             self.manifest,
-            cells=[cell for name, cell in known.items() if only is None or name in only],
+            cells=[cell for name, cell in by_id.items() if only is None or name in only],
             order=[name for name in order if only is None or name in only],
             **more,
         )
@@ -274,9 +274,9 @@ def failed_cell(cell: Cell, template: str, reason: Reason) -> CellRun:
 
 def start_failure(error: StartError) -> Reason:
     """Return the result of settings with which a server did not start."""
-    known = error.known
-    why = f"{known['cause']}; to solve it: {known['fix']}" if {"cause", "fix"} <= known.keys() else error.what
-    return because("setting_not_started", f"did not start: {why}", error=error.what, **known)
+    facts = error.facts
+    why = f"{facts['cause']}; to solve it: {facts['fix']}" if {"cause", "fix"} <= facts.keys() else error.what
+    return because("setting_not_started", f"did not start: {why}", error=error.what, **facts)
 
 
 def death_of_setting(cell_run: CellRun) -> Reason | None:
@@ -284,10 +284,10 @@ def death_of_setting(cell_run: CellRun) -> Reason | None:
     death = cell_run.served_by.death
     if death is None or death.how not in ("ended", "restarted"):
         return None
-    known = {"failure": death.failure, "cause": death.cause, "fix": death.fix}
-    known = {key: value for key, value in known.items() if value is not None}
+    facts = {"failure": death.failure, "cause": death.cause, "fix": death.fix}
+    facts = {key: value for key, value in facts.items() if value is not None}
     text = f"{death.problem().text}; to solve it: {death.fix}" if death.fix else death.problem().text
-    return because("setting_died", text, death=msgspec.to_builtins(death.problem()), **known)
+    return because("setting_died", text, death=msgspec.to_builtins(death.problem()), **facts)
 
 
 class FailedSettings:
@@ -316,25 +316,25 @@ class FailedSettings:
 
         Raises the first start error when no server of the sweep has started.
         """
-        left = list(cells)
+        remaining = list(cells)
         while True:
-            for cell in left:
+            for cell in remaining:
                 if (reason := self.reason_of(cell)) is not None:
                     yield failed_cell(cell, self.scenario.servers[cell.server].template, reason)
-            left = [cell for cell in left if self.reason_of(cell) is None]
+            remaining = [cell for cell in remaining if self.reason_of(cell) is None]
             done: set[str] = set()
             try:
-                for cell_run in start(left) if left else ():
+                for cell_run in start(remaining) if remaining else ():
                     done.add(cell_run.id)
                     yield self._check_settings(cell_run)
             except StartError as error:
                 self.first_error = self.first_error or error
-                self._add(left[0].server, None, start_failure(error))
+                self._add(remaining[0].server, None, start_failure(error))
                 if self.failed.keys() == {(server, None) for server in self.scenario.servers}:
                     raise self.first_error from None
-            if not done and (not left or self.reason_of(left[0]) is None):
+            if not done and (not remaining or self.reason_of(remaining[0]) is None):
                 return  # all cells are done, or no more can run, which the manifest shows
-            left = [cell for cell in left if cell.id not in done]
+            remaining = [cell for cell in remaining if cell.id not in done]
 
     def _add(self, server: str, load: str | None, reason: Reason) -> None:
         self.failed[server, load] = reason

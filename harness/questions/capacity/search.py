@@ -130,15 +130,15 @@ def define_search(
     fixed = _parse_fixed(fix, load, loads)
     given_slos = parse_slos(slos, list(loads) if is_mix else ())
     by_server = {name: given_slos or scenario_slos(scenario, name, load) for name in scenario.servers}
-    without_slo = [name for name, found in by_server.items() if not found]
+    without_slo = [name for name, own_slos in by_server.items() if not own_slos]
     if without_slo and not knee:
         raise HarnessError(
             f"no SLO for '{without_slo[0]}': no --check, and no check of the scenario bounds a quantile of a latency",
             next_step=f"Add {EXAMPLE}, or --knee for the throughput alone.",
         )
     loads = {load_of_stage(part) or part: settings for part, settings in loads.items()}
-    members = [MixMember(load=part, unit=load_unit(one), step=level_step(one), amount=fixed.get(part))
-               for part, one in loads.items()]  # fmt: skip
+    members = [MixMember(load=part, unit=load_unit(member_load), step=level_step(member_load), amount=fixed.get(part))
+               for part, member_load in loads.items()]  # fmt: skip
     varied = next(member for member in members if member.amount is None)
     first = next(iter(by_server.values()))
     report = CapacityReport(
@@ -207,8 +207,8 @@ def _parse_fixed(fix: Sequence[str], load: str, loads: Mapping[str, Load]) -> di
             fixed[name] = float(number)
         except ValueError:
             fixed[name] = 0.0
-        amount, is_known = fixed[name], is_mix and name in loads
-        if not is_known or not 0 < amount <= MAX_USERS or not (is_open_loop(loads[name]) or amount.is_integer()):
+        amount, is_member = fixed[name], is_mix and name in loads
+        if not is_member or not 0 < amount <= MAX_USERS or not (is_open_loop(loads[name]) or amount.is_integer()):
             raise HarnessError(
                 f"--fix '{text}': not a load of a mix and its users ('{load}' has {', '.join(loads)})",
                 next_step="Write --load MIX --fix LOAD=20, or requests/s for a load with arrivals.",
@@ -242,8 +242,8 @@ def search_servers(question: CapacityReport, slos: Slos, running: Running) -> It
     """Search one server after the other; each gets an equal part of the remaining time."""
     report, began_s, names = replace(question, run=running.id), time.monotonic(), list(running.scenario.servers)
     for number, name in enumerate(names):
-        left_s = max(0.0, began_s + question.budget_s - time.monotonic())
-        deadline_s = time.monotonic() + left_s / (len(names) - number)
+        remaining_s = max(0.0, began_s + question.budget_s - time.monotonic())
+        deadline_s = time.monotonic() + remaining_s / (len(names) - number)
         search = ServerSearch(report, running, name, slos[name], deadline_s, began_s)
         try:
             yield from search.cells()
@@ -312,7 +312,7 @@ class ServerSearch:
                         if not can_go_on:
                             break
             except ServerError as error:
-                failure = error.known.get("failure") if isinstance(error, StartError) else None
+                failure = error.facts.get("failure") if isinstance(error, StartError) else None
                 self.reasons.append(
                     because("capacity_not_started", f"not measured: {error.what}", error=error.what, failure=failure)
                 )
@@ -344,10 +344,10 @@ class ServerSearch:
                 self._note_budget()
             return None
         if self.slos and (step := next_slo_step(self.probes, *self._limits)) is not None:
-            left_s = self.deadline_s - time.monotonic()
+            remaining_s = self.deadline_s - time.monotonic()
             if self.report.at_least is None:
-                step = fitting_step(self.probes, step, left_s, self._pause_s)
-            if not can_decide(self.probes, step, left_s, self._pause_s):
+                step = fitting_step(self.probes, step, remaining_s, self._pause_s)
+            if not can_decide(self.probes, step, remaining_s, self._pause_s):
                 self._note_budget()
                 return None
             return *step, 0.0
@@ -362,9 +362,9 @@ class ServerSearch:
         the first.
         """
         measured = [probe for probe in self.probes if probe.blocks]
-        of_knee = [probe for probe in measured if probe.purpose == "knee"]
+        knee_probes = [probe for probe in measured if probe.purpose == "knee"]
         passed = [probe for probe in measured if probe.state == "pass"]
-        return (of_knee[len(of_knee) // 3 :] or passed or measured or self.probes)[0]
+        return (knee_probes[len(knee_probes) // 3 :] or passed or measured or self.probes)[0]
 
     def _run(self, endpoint: Endpoint, probe: Probe) -> Generator[CellRun, None, bool]:
         """Run one probe and record it. Return whether another one can follow on this server start."""
@@ -402,16 +402,16 @@ class ServerSearch:
             return
         if (following := next_slo_step(self.probes, *self._limits)) is None or following.purpose == "ramp":
             return
-        known = (answer.kind, answer.low, answer.high, answer.level)
-        if known != self._printed:
+        state = (answer.kind, answer.low, answer.high, answer.level)
+        if state != self._printed:
             progress, is_first = self.running.progress, not self._printed
-            self._printed = known
+            self._printed = state
             progress.line(f"{self.name}: {slo_reason(self.report, answer, self.measured).text}")
             more_s = self._more_s() if is_first and self._is_open else None
             if more_s is not None:
-                left_s = max(0.0, self.deadline_s - time.monotonic())
-                left = f", and {duration(left_s)} are left" if more_s > left_s else ""
-                progress.line(f"{self.name}: the proof takes about {duration_up(more_s)} here{left}")
+                remaining_s = max(0.0, self.deadline_s - time.monotonic())
+                remaining = f", and {duration(remaining_s)} are left" if more_s > remaining_s else ""
+                progress.line(f"{self.name}: the proof takes about {duration_up(more_s)} here{remaining}")
 
     def _unheld(self, probe: Probe) -> Reason | None:
         """Fail a probe that meets the SLOs with refused or short answers, or without serving all users; return why."""
@@ -438,8 +438,8 @@ class ServerSearch:
             return because("capacity_unserved", text, loads=loads, unserved=waiting, in_flight=at_once)
         if not self._compares_lengths(load):
             return None
-        lower = [one for one in self.probes if one.level < probe.level]
-        before = next((one for one in lower if are_shorter(requests, one.answered(self._key(part)))), None)
+        lower = [other for other in self.probes if other.level < probe.level]
+        before = next((other for other in lower if are_shorter(requests, other.answered(self._key(part)))), None)
         is_synthetic = prompts_of(self.running.scenario, load).kind == "synthetic"
         if before is None and not (is_synthetic and are_stubs(requests, typical_length(load.output_tokens))):
             return None
@@ -462,20 +462,25 @@ class ServerSearch:
         """Fail earlier probes of higher levels, if their answers are clearly shorter than those of this one."""
         for part, load in self._loads_at(probe.level).items():
             key = self._key(part)
-            for place, one in enumerate(self.probes):
-                is_passed = one.purpose in SLO_PURPOSES and one.state in ("pass", "done") and one.level > probe.level
+            for place, other in enumerate(self.probes):
+                is_passed = (
+                    other.purpose in SLO_PURPOSES and other.state in ("pass", "done") and other.level > probe.level
+                )
                 if not (is_passed and self._compares_lengths(load)):
                     continue
-                if are_shorter(one.answered(key), probe.answered(key)):
-                    one.fail("short")
+                if are_shorter(other.answered(key), probe.answered(key)):
+                    other.fail("short")
                     self.measured[place] = replace(self.measured[place], state="fail", unheld="short")
-                    self._add_reason(self._short_reason(one, probe, key))
+                    self._add_reason(self._short_reason(other, probe, key))
 
     def _add_reason(self, reason: Reason) -> None:
         """Add a reason about a level, which two probes may have."""
-        known = any((one.code, one.values["loads"]) == (reason.code, reason.values["loads"]) for one in self.reasons
-                    if "loads" in one.values)  # fmt: skip
-        if not known:
+        is_recorded = any(
+            (other.code, other.values["loads"]) == (reason.code, reason.values["loads"])
+            for other in self.reasons
+            if "loads" in other.values
+        )
+        if not is_recorded:
             self.reasons.append(reason)
 
     def _compares_lengths(self, load: Load) -> bool:
@@ -579,7 +584,7 @@ class ServerSearch:
         visit = 1 + sum(probe.level == level for probe in self.probes)
         name = f"{self.report.load}-{level}" + (f"-{visit}" if visit > 1 else "")
         names = [f"{name}.{part}" for part in self.loads] if self.report.members else [name]
-        return [cell_of(self.name, one, 1) for one in names]
+        return [cell_of(self.name, load, 1) for load in names]
 
     def _measure(self, endpoint: Endpoint, probe: Probe) -> list[CellRun]:
         """Run the cells of one probe."""
@@ -590,8 +595,8 @@ class ServerSearch:
             ramp_s = min(MAX_RAMP_S, (self._answer_s or 0.0) + max(map(pause_s, loads.values())))
             loads = {name: replace(load, ramp_s=ramp_s if level > 1 else 0.0) for name, load in loads.items()}
         mixes = {} if cells[0].mix is None else {cells[0].mix: list(self.loads)}
-        known = running.file.manifest.scenario
-        scenario = replace(known, loads={**known.loads, **loads}, mixes={**known.mixes, **mixes})
+        original = running.file.manifest.scenario
+        scenario = replace(original, loads={**original.loads, **loads}, mixes={**original.mixes, **mixes})
         # Each probe has new prompts, lengths and arrivals.
         seed = scenario.seed + len(self.probes) + sum(len(server.probes) for server in self.report.servers)
         own = replace(scenario, warmup=self._warmup(loads.values(), probe.purpose), seed=seed)
@@ -609,13 +614,13 @@ class ServerSearch:
         if not self._waits or not self.probes:
             return
         max_s = max(0.0, min(MAX_IDLE_WAIT_S, self.deadline_s - time.monotonic()))
-        left = wait_until_idle(partial(in_flight, endpoint, self.running.api_key), max_s, self.running.progress.stage)
-        if left:
-            text = (
-                f"{max_s:.0f} s after a probe the server still worked on {round(left):,} requests: of other users, or "
-            )
-            text += "those that the probe left; later probes did not wait for them"
-            self.reasons.append(because("capacity_not_idle", text, requests=round(left), seconds=max_s))
+        remaining = wait_until_idle(
+            partial(in_flight, endpoint, self.running.api_key), max_s, self.running.progress.stage
+        )
+        if remaining:
+            text = f"{max_s:.0f} s after a probe the server still worked on {round(remaining):,} requests: of other "
+            text += "users, or those that the probe left; later probes did not wait for them"
+            self.reasons.append(because("capacity_not_idle", text, requests=round(remaining), seconds=max_s))
             self._waits = False
 
     def _record(self, probe: Probe, cells: list[str]) -> None:
@@ -630,9 +635,9 @@ class ServerSearch:
             self.running.progress.line(f"{self.name}: {at}: the time ran out before the first answer")
             return
         shares = [
-            f"{short_percent(met / known)} of {known:,} within {slo.text}"
-            for slo, (met, known) in zip(self.slos, measured.counts, strict=True)
-            if known and probe.purpose != "knee"
+            f"{short_percent(met / decided)} of {decided:,} within {slo.text}"
+            for slo, (met, decided) in zip(self.slos, measured.counts, strict=True)
+            if decided and probe.purpose != "knee"
         ]
         outcomes: dict[ProbeState, str] = {
             "pass": "proven", "fail": "broken", "died": "the server died", "unresolved": "too close to decide",
@@ -642,9 +647,11 @@ class ServerSearch:
         took = duration(measured.seconds) if shares else f"{count(measured.answers, 'answer')} in "
         took += "" if shares else duration(measured.seconds)
         text = ", ".join([*shares, took, *([] if outcome is None else [outcome])])
-        earlier = [one for one in self.measured[:-1] if (one.level, one.purpose) == (probe.level, probe.purpose)]
-        again = " once more" if earlier or probe.purpose == "drift" else ""
-        self.running.progress.line(f"{self.name}: {at}{again}: {text}")
+        earlier = [
+            other for other in self.measured[:-1] if (other.level, other.purpose) == (probe.level, probe.purpose)
+        ]
+        suffix = " once more" if earlier or probe.purpose == "drift" else ""
+        self.running.progress.line(f"{self.name}: {at}{suffix}: {text}")
 
     def _note_failures(self, probe: Probe, failed: int, answers: int) -> None:
         """Add the reason that failed requests took part in a failed probe."""
