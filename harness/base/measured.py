@@ -34,8 +34,8 @@ TAIL_PERCENTILES = tuple(name for name in reversed(PERCENTILES) if name != "p50"
 
 def median_of_known(values: Iterable[float | None]) -> float | None:
     """The median of the known values; None if all are unknown."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None
 
 
 class LogSpread(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -79,7 +79,7 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     spread: LogSpread | None = None  # None: no value, numbers of another tool, or a summary of an earlier version
 
     @property
-    def known(self) -> int:
+    def known_count(self) -> int:
         """Requests that a percentile is of."""
         return self.n + self.censored
 

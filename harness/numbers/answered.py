@@ -96,13 +96,13 @@ def are_shorter(requests: Answered, with_fewer: Answered) -> bool:
 
     Answers that were cut count as long: the end of a load cuts the long ones.
     """
-    lengths, before = (one.length[~np.isnan(one.length)] for one in (requests, with_fewer))
+    lengths, before = (group.length[~np.isnan(group.length)] for group in (requests, with_fewer))
     if not len(lengths) or not len(before):
         return False
     limit = SHORTER * float(np.median(before))
     if not np.isfinite(limit):
-        known = before[np.isfinite(before)]
-        limit = SHORTER * float(known.max()) if len(known) else 0.0
+        finite = before[np.isfinite(before)]
+        limit = SHORTER * float(finite.max()) if len(finite) else 0.0
     if not np.median(lengths) < limit:
         return False
     short, short_before = int((lengths < limit).sum()), int((before < limit).sum())
@@ -118,8 +118,8 @@ def median_length(requests: Answered) -> float | None:
 
 def looks_stubby(requests: Answered) -> bool:
     """Whether most answers are so much shorter than the longest one that a lower load should be measured, too."""
-    known = requests.length[np.isfinite(requests.length)]
-    return len(known) > 0 and bool(np.median(known) <= 2 * STUB_TOKENS and known.max() >= MIN_ASKED)
+    lengths = requests.length[np.isfinite(requests.length)]
+    return len(lengths) > 0 and bool(np.median(lengths) <= 2 * STUB_TOKENS and lengths.max() >= MIN_ASKED)
 
 
 def poor_share(requests: Answered) -> float:

@@ -43,8 +43,8 @@ def work_between(edges_s: Floats, sent_s: Floats, ended_s: Floats, work: Floats)
         going = (sent_s < edge) & (edge < ended_s)
         parts = work[..., going] * (edge - sent_s[going]) / (ended_s - sent_s)[going]
         done.append(work[..., ended_s <= edge].sum(axis=-1) + parts.sum(axis=-1))
-    found: Floats = np.diff(done, axis=0).T
-    return found
+    amounts: Floats = np.diff(done, axis=0).T
+    return amounts
 
 
 def values_in_block(sent_s: Floats, n: int, answer_s: float | None) -> int:
@@ -146,11 +146,11 @@ def cluster_effect(counts: Sequence[tuple[int, int]]) -> float:
 
     `counts`: of each block the requests that met the SLO, and those of which it is known.
     """
-    met, known = np.array(counts, dtype=np.float64).reshape(-1, 2).T
-    share = met.sum() / max(1, known.sum())
+    met, decided = np.array(counts, dtype=np.float64).reshape(-1, 2).T
+    share = met.sum() / max(1, decided.sum())
     if len(counts) < 2 or not 0 < share < 1:
         return 1.0
-    return _ratio_variance(met, known) / float(known.sum() * share * (1 - share))
+    return _ratio_variance(met, decided) / float(decided.sum() * share * (1 - share))
 
 
 def _block_effect(repeats: Sequence[Floats], sizes: Sequence[int]) -> float:

@@ -35,17 +35,17 @@ SloSets = Mapping[str, tuple[Slo, ...]]
 
 
 def compute_numbers(
-    cells: Sequence[CellData], of_cells: Sequence[Numbers] = (), slos: SloSets | None = None
+    cells: Sequence[CellData], cell_numbers: Sequence[Numbers] = (), slos: SloSets | None = None
 ) -> Numbers:
-    """The numbers of one cell, or of several pooled: then times and rates are medians over `of_cells`.
+    """The numbers of one cell, or of several pooled: then times and rates are medians over `cell_numbers`.
 
     `slos`: sets of SLOs of checks, by their text.
     """
     counted = [cell.counted for cell in cells]
     good = [rows.where(rows.good) for rows in counted]
-    if of_cells or len(cells) != 1:
-        rates: dict[str, Any] = {name: median_of_known(getattr(cell, name) for cell in of_cells) for name in RATES}
-        rates["window"] = next((cell.window for cell in of_cells if cell.window is not None), None)
+    if cell_numbers or len(cells) != 1:
+        rates: dict[str, Any] = {name: median_of_known(getattr(cell, name) for cell in cell_numbers) for name in RATES}
+        rates["window"] = next((cell.window for cell in cell_numbers if cell.window is not None), None)
     else:
         rates = _rates(cells[0], good[0])
     errors: Counter[str] = sum((Counter(rows.error.counts()) for rows in counted), Counter())
@@ -53,13 +53,13 @@ def compute_numbers(
         name: [latency_sample(cell, name) for cell in cells] for name in formulas.SAMPLES
     }
     pace = _mean_answer_s(samples["e2e"]), _mean_in_flight(counted)
-    distributions: dict[str, Any] = {name: distribution(of_name, *pace) for name, of_name in samples.items()}
+    distributions: dict[str, Any] = {name: distribution(own_samples, *pace) for name, own_samples in samples.items()}
     output_tokens = _sum_if_all(rows.output_tokens for rows in good)
     reasoning = sum(float(np.nansum(formulas.reasoning_tokens(rows))) for rows in good)
     chunks, tokens = _carried(good)
     tool_calls = _sum_of_known(rows.tool_calls for rows in good)
     waits_s = [rows.retry_after_s[~rows.good] for rows in counted]
-    waits = sum(int((~np.isnan(one)).sum()) for one in waits_s)
+    waits = sum(int((~np.isnan(wait_s)).sum()) for wait_s in waits_s)
     return Numbers(
         sent=sum(map(len, counted)),
         succeeded=sum(map(len, good)),
@@ -70,7 +70,7 @@ def compute_numbers(
         resent=sum(int(rows.resent.sum()) for rows in counted),
         connect_retried=sum(int((rows.connect_retries > 0).sum()) for rows in counted),
         retry_after=waits,
-        retry_after_s=sum(float(np.nansum(one)) for one in waits_s) if waits else None,
+        retry_after_s=sum(float(np.nansum(wait_s)) for wait_s in waits_s) if waits else None,
         prompt_tokens=_sum_if_all(rows.prompt_tokens for rows in good),
         output_tokens=output_tokens,
         cached_tokens=_sum_of_known(rows.cached_tokens for rows in good),
@@ -81,7 +81,7 @@ def compute_numbers(
         **rates,
         **distributions,
         gap=gap_distribution([cell.counted_gaps for cell in cells]),
-        schedule=pool_schedules([cell.schedule for cell in of_cells]),
+        schedule=pool_schedules([cell.schedule for cell in cell_numbers]),
         tokens_per_chunk=tokens / chunks if chunks else None,
         answer_tok_s=_answer_tok_s(good),
         bundle=find_bundle(good),
@@ -89,8 +89,8 @@ def compute_numbers(
         answers=answer_quality(good),
         prompts=prompt_lengths(good),
         slos={
-            name: slo_attainment(name, of_set, cells, rates.get("window_s"), of_cells, *pace)
-            for name, of_set in (slos or {}).items()
+            name: slo_attainment(name, slo_set, cells, rates.get("window_s"), cell_numbers, *pace)
+            for name, slo_set in (slos or {}).items()
         },
     )
 
@@ -129,8 +129,8 @@ def find_bundle(good: Sequence[Rows]) -> Bundle | None:
 
 
 def _median_of_known(values: Floats) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if len(known) else None
+    numbers = values[~np.isnan(values)]
+    return float(np.median(numbers)) if len(numbers) else None
 
 
 def _answer_tok_s(good: Sequence[Rows]) -> float | None:
@@ -143,8 +143,8 @@ def _answer_tok_s(good: Sequence[Rows]) -> float | None:
 
 def _sum_of_known(columns: Any) -> int | None:
     """The sum of the known values; None without any."""
-    known = [column[~np.isnan(column)] for column in columns]
-    return int(sum(float(column.sum()) for column in known)) if any(map(len, known)) else None
+    numbers = [column[~np.isnan(column)] for column in columns]
+    return int(sum(float(column.sum()) for column in numbers)) if any(map(len, numbers)) else None
 
 
 def _sum_if_all(columns: Any) -> int | None:
@@ -158,8 +158,8 @@ def _sum_if_all(columns: Any) -> int | None:
 def _carried(good: Sequence[Rows]) -> tuple[int, int]:
     """The chunks of the successful streams with known tokens, and the tokens in these chunks."""
     carried = [formulas.carried_tokens(rows) for rows in good]
-    chunks = sum(float(rows.chunks[~np.isnan(one)].sum()) for rows, one in zip(good, carried, strict=True))
-    return int(chunks), int(sum(float(np.nansum(one)) for one in carried))
+    chunks = sum(float(rows.chunks[~np.isnan(tokens)].sum()) for rows, tokens in zip(good, carried, strict=True))
+    return int(chunks), int(sum(float(np.nansum(tokens)) for tokens in carried))
 
 
 def carried_per_answer(cell: CellData) -> float:
@@ -170,7 +170,7 @@ def carried_per_answer(cell: CellData) -> float:
 
 def _mean_answer_s(samples: Sequence[LatencySample]) -> float | None:
     """The mean time of an answer, of requests that did not end their age; None without any."""
-    times = np.concatenate([one.of_state(OBSERVED, AT_LEAST) for one in samples] or [np.empty(0)])
+    times = np.concatenate([sample.of_state(OBSERVED, AT_LEAST) for sample in samples] or [np.empty(0)])
     return float(times.mean()) if len(times) else None
 
 
@@ -188,15 +188,15 @@ def _answered(cell: CellData) -> list[tuple[CellData, Rows, Bools]]:
     In a closed loop this includes answers to warm-up requests, since the server worked on them in that time, and those
     of other stages. All rates count the same answers, so goodput equals requests/s where every request met its SLOs.
     """
-    found = []
-    for one in (cell, *cell.neighbours):
-        rows = one.rows.where(one.rows.measured) if one is cell and one.open_loop else one.rows
+    parts = []
+    for source in (cell, *cell.neighbours):
+        rows = source.rows.where(source.rows.measured) if source is cell and source.open_loop else source.rows
         inside = rows.measured
         if cell.window_s is not None:
             ended_s = rows.sent_s + rows.ended_s
             inside = (cell.window_s[0] < ended_s) & (ended_s <= cell.window_s[1])
-        found.append((one, rows, inside & rows.good))
-    return found
+        parts.append((source, rows, inside & rows.good))
+    return parts
 
 
 def _rates(cell: CellData, good: Rows) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _rates(cell: CellData, good: Rows) -> dict[str, Any]:
     rows = cell.counted
     if not len(rows):
         return {}
-    prompts = np.concatenate([one.prompt_tokens[inside] for _, one, inside in _answered(cell)])
+    prompts = np.concatenate([answered_rows.prompt_tokens[inside] for _, answered_rows, inside in _answered(cell)])
     if cell.window_s is None:
         window_s = float((rows.sent_s + rows.ended_s).max()) - float(rows.sent_s.min())
         tokens, ended = float(np.nansum(good.output_tokens)), len(good)
@@ -236,11 +236,11 @@ def tokens_inside(cell: CellData, window_s: tuple[float, float]) -> tuple[float,
     """
     tokens: list[Floats] = []
     chunks = 0.0
-    for one, rows, _ in _answered(cell):
+    for source, rows, _ in _answered(cell):
         rows = rows.where(rows.error.is_in(None, *CUT))
-        shares, known = token_shares_between(rows, *window_s, one.fetch), ~np.isnan(rows.output_tokens)
-        tokens.append((rows.output_tokens * shares)[known])
-        chunks += float(np.round(rows.chunks[~known] * shares[~known]).sum())
+        shares, has_tokens = token_shares_between(rows, *window_s, source.fetch), ~np.isnan(rows.output_tokens)
+        tokens.append((rows.output_tokens * shares)[has_tokens])
+        chunks += float(np.round(rows.chunks[~has_tokens] * shares[~has_tokens]).sum())
     return math.fsum(np.concatenate(tokens).tolist()), chunks
 
 
@@ -249,7 +249,7 @@ def slo_attainment(
     slos: Sequence[Slo],
     cells: Sequence[CellData],
     window_s: float | None,
-    of_cells: Sequence[Numbers] = (),
+    cell_numbers: Sequence[Numbers] = (),
     answer_s: float | None = None,
     in_flight: float | None = None,
 ) -> SloAttainment:
@@ -261,15 +261,15 @@ def slo_attainment(
     results = np.concatenate([np.empty(0, np.int8), *(formulas.meets_slos(cell.counted, slos) for cell in cells)])
     ended = [formulas.meets_slos(rows.where(inside), slos) for cell in cells for _, rows, inside in _answered(cell)]
     met, unknown = int((results == MET).sum()), int((results == OPEN).sum())
-    if of_cells:
-        goodput = median_of_known(cell.slos[name].goodput for cell in of_cells if name in cell.slos)
+    if cell_numbers:
+        goodput = median_of_known(cell.slos[name].goodput for cell in cell_numbers if name in cell.slos)
     else:
-        goodput = sum(int((one == MET).sum()) for one in ended) / window_s if window_s else None
+        goodput = sum(int((states == MET).sum()) for states in ended) / window_s if window_s else None
     return SloAttainment(
         met=met,
         unknown=unknown,
         attainment=met / (len(results) - unknown) if len(results) > unknown else None,
-        goodput=None if any((one == OPEN).any() for one in ended) else goodput,
+        goodput=None if any((states == OPEN).any() for states in ended) else goodput,
         effect=share_test.design_effect(samples, answer_s, in_flight).effect,
         spread=share_test.log_spread(samples),
     )
@@ -301,19 +301,19 @@ def prompt_lengths(good: Sequence[Rows]) -> PromptLengths | None:
     """Planned and counted prompt lengths; None where no length was planned or the server counted none."""
     counted = np.concatenate([rows.prompt_tokens for rows in good] or [np.empty(0)])
     planned = np.concatenate([rows.asked_prompt_tokens for rows in good] or [np.empty(0)])
-    known = ~np.isnan(counted) & ~np.isnan(planned)
-    if not known.any():
+    has_counts = ~np.isnan(counted) & ~np.isnan(planned)
+    if not has_counts.any():
         return None
-    excess, numbers = np.unique((counted - planned)[known], return_counts=True)
+    excess, numbers = np.unique((counted - planned)[has_counts], return_counts=True)
     usual_excess, usual_count = min(
         zip(excess.tolist(), numbers.tolist(), strict=True), key=lambda item: (-item[1], abs(item[0]))
     )
     return PromptLengths(
-        requests=int(known.sum()),
-        asked=int(planned[known].sum()),
-        got=int(counted[known].sum()),
+        requests=int(has_counts.sum()),
+        asked=int(planned[has_counts].sum()),
+        got=int(counted[has_counts].sum()),
         added=int(usual_excess),
-        otherwise=int(known.sum()) - usual_count,
+        otherwise=int(has_counts.sum()) - usual_count,
     )
 
 

@@ -40,7 +40,7 @@ class CheckValue(Struct, frozen=True, kw_only=True):
     unit: Literal["repeats", "runs"] | None = None  # what the interval is from; None: requests
 
     @property
-    def known(self) -> float | None:
+    def known_value(self) -> float | None:
         return self.above if self.value is None else self.value
 
     @property
@@ -49,9 +49,9 @@ class CheckValue(Struct, frozen=True, kw_only=True):
 
     def estimate(self) -> Estimate:
         """A value without an interval counts as exact. With failed requests the value is at least the lower end."""
-        assert self.known is not None
-        low, high = self.interval or (self.known, self.known)
-        return Estimate(max(self.known, low or 0.0), low, high)
+        assert self.known_value is not None
+        low, high = self.interval or (self.known_value, self.known_value)
+        return Estimate(max(self.known_value, low or 0.0), low, high)
 
 
 def missing_value(code: str, text: str, /, **values: Any) -> CheckValue:
@@ -94,7 +94,7 @@ def _latency_value(row: Row, metric: Metric) -> CheckValue:
     sample, statistic = metric.sample(row.pooled), metric.statistic
     unknown = _tool_unknown(row, metric.name, metric.latency)
     counts: dict[str, Any] = {
-        "n": min(sample.n, row.pooled.succeeded) if metric.latency == "gap" else sample.known,
+        "n": min(sample.n, row.pooled.succeeded) if metric.latency == "gap" else sample.known_count,
         "interval": sample.intervals.get(statistic),
         "censored": sample.censored,
         "unknown": sample.unknown,
@@ -107,13 +107,14 @@ def _latency_value(row: Row, metric: Metric) -> CheckValue:
             return CheckValue(value=sample.mean, missing=unknown or few)
         return CheckValue(above=sample.intervals["mean"][0], missing=unknown or few, **counts)
     needed, value = NEEDED[statistic], getattr(sample, statistic)
-    above = sample.above if value is None and sample.known >= needed else None
+    above = sample.above if value is None and sample.known_count >= needed else None
     failed, effect = _failed_requests(row.pooled, sample), sample.effect or 1.0
     all_miss = False
     if failed and not sample.n:
         counts["interval"] = counts["interval"] or (None, None)
     if failed:
-        requests, low = sample.known + sample.at_most + sample.unknown + failed, (counts["interval"] or (None, None))[0]
+        requests = sample.known_count + sample.at_most + sample.unknown + failed
+        low = (counts["interval"] or (None, None))[0]
         all_miss = share_test.failures_decide(failed, requests, PERCENTILES[statistic].share, effect)
         high = (counts["interval"] or (None, None))[1]
         if all_miss or (high is None and low is not None and value is not None and value < low):
@@ -132,14 +133,16 @@ def _latency_value(row: Row, metric: Metric) -> CheckValue:
 
 
 def _latency_missing(row: Row, metric: Metric, needed: int, there: int) -> Reason:
-    latency, of = metric.latency, row.pooled.succeeded
+    latency, answers = metric.latency, row.pooled.succeeded
     if there:
         text = f"needs {needed:,} successful requests that have {latency}; there are {there:,}"
     else:
         text = f"no successful request has {latency}; {needed:,} needed"
     if not metric.sample(row.pooled).n:
-        text += (f": only {metric.only} have one" if metric.only else "") + (f" ({of:,} have none)" if of else "")
-    return because("latency_missing", text, latency=latency, needed=needed, there=there, of=of)
+        text += (f": only {metric.only} have one" if metric.only else "") + (
+            f" ({answers:,} have none)" if answers else ""
+        )
+    return because("latency_missing", text, latency=latency, needed=needed, there=there, of=answers)
 
 
 def _failed_requests(numbers: Numbers, sample: Distribution) -> int:
@@ -147,11 +150,11 @@ def _failed_requests(numbers: Numbers, sample: Distribution) -> int:
 
     Where no request has the latency, only a run in which all of them failed says so.
     """
-    if not sample.known and not sample.at_most:
+    if not sample.known_count and not sample.at_most:
         return numbers.sent if 0 < numbers.sent == numbers.failed else 0
     if not sample.intervals:
         return 0
-    return max(0, min(numbers.failed, numbers.sent - sample.known - sample.at_most - sample.unknown))
+    return max(0, min(numbers.failed, numbers.sent - sample.known_count - sample.at_most - sample.unknown))
 
 
 def _slo_value(check: Check, row: Row) -> CheckValue:
@@ -261,9 +264,9 @@ def value_text(
         "cut before it ended": censored, "with an upper bound only": at_most, "not known": unknown,
         "failed, which misses every bound": failed,
     }  # fmt: skip
-    known = [(number, text) for text, number in limits.items() if number]
-    if known:
-        (number, what), *others = known
+    counts = [(number, text) for text, number in limits.items() if number]
+    if counts:
+        (number, what), *others = counts
         more = "".join(f" and {other:,} {whatever}" for other, whatever in others)
         parts.append(f"{number:,} of {count(requests, 'request')} {what}{more}")
     parts = [text for text in (", ".join(parts), "" if decision is None else sentence(decision)) if text]

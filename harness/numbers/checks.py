@@ -35,7 +35,7 @@ from harness.numbers.comparable import definition_conflict
 from harness.numbers.comparison import LARGE, CheckResult, Comparison, Verdict, known_bounds
 from harness.numbers.share_test import Draws, LatencySample
 from harness.numbers.summary import CellSummary, Reference, Row
-from harness.numbers.verdicts import invalid_row_reason, is_paced, row_rooms, work_metric
+from harness.numbers.verdicts import invalid_row_reason, is_paced, row_error_margins, work_metric
 from harness.scenario import Load, Scenario, is_open_loop, max_concurrency
 from harness.scenario.check_syntax import (
     OPERATORS,
@@ -145,7 +145,7 @@ def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
             if load.requests * scenario.repeats < near
         ]
         if planned:
-            yield min(planned, key=lambda found: (found.planned, found.row))
+            yield min(planned, key=lambda undecidable: (undecidable.planned, undecidable.row))
 
 
 def _planned_requests_needed(check: Check, load: Load) -> tuple[int, int, int]:
@@ -185,7 +185,7 @@ def _evaluate_check(
             samples_of = {row.name: metric.sample(row.pooled) for row in chosen}
             has_latency = [
                 row for row in chosen
-                if not row.pooled.succeeded or samples_of[row.name].known or samples_of[row.name].at_most
+                if not row.pooled.succeeded or samples_of[row.name].known_count or samples_of[row.name].at_most
             ]  # fmt: skip
             chosen = has_latency or chosen
     if not chosen:
@@ -222,21 +222,26 @@ def _evaluate_row(
 ) -> CheckResult:
     value, bound, baseline = row_value(check, row, comparison), check.bound, None
     result = CheckResult(check=check.text, row=row.name)
-    if check.relative and (value.known is not None or value.all_miss):
+    if check.relative and (value.known_value is not None or value.all_miss):
         base, name = _baseline_value(check, row, rows, comparison, reference)
         if base.value is None:
             return replace(result, code="no_baseline", evidence=_missing_evidence(row, base))
         bound, baseline = check.bound * base.value, {"value": base.value, "name": name}
-        of_rows, base_name = (rows, name) if reference is None else (reference.rows, row.name)
-        base_row = next(each for each in of_rows if each.name == base_name)
+        base_rows, base_name = (rows, name) if reference is None else (reference.rows, row.name)
+        base_row = next(candidate for candidate in base_rows if candidate.name == base_name)
         value = _with_ratio_interval(check, (row, value), (base_row, base), comparison, reference, samples)
-    if check.operator == "==" or (check.relative and value.known is None and not value.all_miss):
+    if check.operator == "==" or (check.relative and value.known_value is None and not value.all_miss):
         value = replace(value, interval=None)
     if value.value is None and value.interval is None:
         return _without_value(result, row, value)
     met, more, decision = _decide(check, value, bound)
     is_unknown = decision is not None and decision.code == "requests_unknown"
-    if value.known is None and met is None and not is_unknown and (more is None or not _are_all_within(value, bound)):
+    if (
+        value.known_value is None
+        and met is None
+        and not is_unknown
+        and (more is None or not _are_all_within(value, bound))
+    ):
         return _without_value(result, row, value)
     low, high = value.interval or (value.value, value.value)
     shown = _shown_value(check, row, value, baseline) | {"decision": decision}
@@ -377,7 +382,7 @@ def _with_ratio_interval(
     assert base_value.value is not None
     metric = check.metric
     is_measured = metric in _RATES_AND_TIMES or METRICS[metric].latency
-    if value.all_miss or not value.known or not base_value.value:
+    if value.all_miss or not value.known_value or not base_value.value:
         return value
     verdict = _verdict_of(comparison, reference, row, metric)
     unit: Literal["repeats", "runs"] | None = None
@@ -390,14 +395,14 @@ def _with_ratio_interval(
         interval = low, high
         unit, provisional = verdict.unit, verdict.provisional
     elif is_measured and (reference is not None or metric in WORK):
-        repeats = [[each for each in getattr(one, metric, []) if each] for one in (row, base_row)]
-        found = None if reference is not None else stats.welch_effect(*repeats)
-        effect = found or stats.pooled_effect([value.known], [base_value.value])
+        repeats = [[number for number in getattr(side_row, metric, []) if number] for side_row in (row, base_row)]
+        repeats_effect = None if reference is not None else stats.welch_effect(*repeats)
+        effect = repeats_effect or stats.pooled_effect([value.known_value], [base_value.value])
         interval = known_bounds(effect.ratio, *_widen(effect.interval(), row, base_row, metric))
         unit = "repeats" if reference is None else "runs"
-        provisional = stats.is_mostly_assumed(effect) if reference is not None else found is None
+        provisional = stats.is_mostly_assumed(effect) if reference is not None else repeats_effect is None
     else:
-        draws = [_draws(check, *one, None if reference is not None else samples) for one in (side, base)]
+        draws = [_draws(check, *pair, None if reference is not None else samples) for pair in (side, base)]
         if draws[0] is not None and draws[1] is not None:
             interval = share_test.ratio_interval(draws[0], draws[1])
         elif value.interval is None and base_value.interval is None:
@@ -405,7 +410,9 @@ def _with_ratio_interval(
         else:
             interval = _widest_ratio(value, base_value)
         interval = _widen(interval, row, base_row, metric)
-    if unit == "runs" and any(one.censored or one.unknown or one.failed for one in (value, base_value)):
+    if unit == "runs" and any(
+        check_value.censored or check_value.unknown or check_value.failed for check_value in (value, base_value)
+    ):
         open_low, open_high = _widest_ratio(value, base_value)  # unknown requests as met, and as missed
         interval = (
             None if open_low is None or interval[0] is None else min(open_low, interval[0]),
@@ -418,12 +425,12 @@ def _with_ratio_interval(
 def _verdict_of(comparison: Comparison | None, reference: Reference | None, row: Row, metric: str) -> Verdict | None:
     """The verdict on a row by a metric: that of the runs if there is a reference."""
     if reference is not None:
-        known = [*reference.ratios, *(comparison.verdicts if comparison is not None else [])]
-        known = [verdict for verdict in known if verdict.unit == "runs" and verdict.side == row.name]
+        verdicts = [*reference.ratios, *(comparison.verdicts if comparison is not None else [])]
+        verdicts = [verdict for verdict in verdicts if verdict.unit == "runs" and verdict.side == row.name]
     else:
         first = None if comparison is None else verdict_by_row(comparison).get(row.name)
-        known = [] if first is None or metric not in WORK else [first]
-    return next((verdict for verdict in known if verdict.metric == metric), None)
+        verdicts = [] if first is None or metric not in WORK else [first]
+    return next((verdict for verdict in verdicts if verdict.metric == metric), None)
 
 
 def _draws(check: Check, row: Row, value: CheckValue, samples: Samples | None) -> Draws | None:
@@ -434,9 +441,9 @@ def _draws(check: Check, row: Row, value: CheckValue, samples: Samples | None) -
     if metric.statistic not in PERCENTILES or samples is None:
         return None
     effect = metric.sample(row.pooled).effect
-    if effect is None or not (found := [one for one in samples(row, metric.latency) if len(one.state)]):
+    if effect is None or not (parts := [sample for sample in samples(row, metric.latency) if len(sample.state)]):
         return None
-    return share_test.percentile_draws(found, PERCENTILES[metric.statistic].permille, effect)
+    return share_test.percentile_draws(parts, PERCENTILES[metric.statistic].permille, effect)
 
 
 def _widest_ratio(value: CheckValue, base: CheckValue) -> Interval:
@@ -447,7 +454,7 @@ def _widest_ratio(value: CheckValue, base: CheckValue) -> Interval:
 
 def _widen(interval: Interval, row: Row, base_row: Row, metric: str) -> Interval:
     """The interval of a ratio with what the load generator's delays may have changed on both sides."""
-    lower, higher = row_rooms(row, base_row, metric)
+    lower, higher = row_error_margins(row, base_row, metric)
     low, high = interval
     return None if low is None else low * math.exp(-lower), None if high is None else high * math.exp(higher)
 
@@ -462,7 +469,7 @@ def _requests_to_decide(check: Check, value: CheckValue, bound: float) -> tuple[
     requests = value.requests
     kind = "requests" if value.effect < _SHOWN_EFFECT else "independent requests"
     if check.relative:
-        if value.known is None or value.unknown >= (1 - share) * requests > 0:
+        if value.known_value is None or value.unknown >= (1 - share) * requests > 0:
             return None, REQUESTS_UNKNOWN
         times = stats.growth_to_decide(value.estimate(), bound)
         more = (

@@ -81,14 +81,14 @@ def refuse_unlike(
                 advice = f"If the comparison is about just that, say so: {command_line('--about', suggested)}"
             _refuse(runs, facts, 0, index, refused, advice, suggested)
     if about is not None and not any(excused.values()):
-        known = sorted({".".join(key.split(".")[:2]) for key in facts[0]} - set(_NEVER_EXCUSED))
+        fact_names = sorted({".".join(key.split(".")[:2]) for key in facts[0]} - set(_NEVER_EXCUSED))
         raise UnlikeError(
             because(
                 "about_equal",
                 f"the runs do not differ in '{about}', which the comparison is about",
                 about=about,
             ),
-            next_step=f"Leave it out, or name one of: {', '.join(known)}.",
+            next_step=f"Leave it out, or name one of: {', '.join(fact_names)}.",
         )
 
 
@@ -98,11 +98,11 @@ def _name_missing_loads(runs: Sequence[Run], facts: Sequence[dict[str, Any]]) ->
         return
     loads = dict.fromkeys(load for run in runs for load in run.scenario.loads)
     partial = [load for load in loads if any(load not in run.scenario.loads for run in runs)]
-    for run, known in zip(runs, facts, strict=True):
+    for run, run_facts in zip(runs, facts, strict=True):
         missing = {f"loads.{load}": _THERE if load in run.scenario.loads else ABSENT for load in partial}
-        own = dict(known)
-        known.clear()
-        known.update(missing | own)
+        own = dict(run_facts)
+        run_facts.clear()
+        run_facts.update(missing | own)
 
 
 def differing_keys(first: Facts, second: Facts) -> list[str]:
@@ -283,8 +283,8 @@ def effective_settings(served: ServedBy) -> dict[str, Any]:
     """The settings that a server really ran with, as nested keys; those that it did not report are left out."""
     settings: dict[str, Any] = {}
     if served.startup is not None:
-        known = msgspec.structs.asdict(served.startup)
-        settings["startup"] = {key: known[key] for key in SETTINGS if known[key] is not None}
+        startup = msgspec.structs.asdict(served.startup)
+        settings["startup"] = {key: startup[key] for key in SETTINGS if startup[key] is not None}
     if served.effective:
         settings["effective"] = served.effective
     if served.contents is not None:
@@ -303,11 +303,11 @@ def median_measurements(starts: Sequence[ServedBy]) -> dict[str, Any]:
             if value is not None:
                 values.setdefault(key, []).append(value)
     joined: dict[str, Any] = {}
-    for key, of_all_starts in values.items():
-        if all(isinstance(value, str) for value in of_all_starts):
-            joined[key] = ", then ".join(dict.fromkeys(of_all_starts))
+    for key, readings in values.items():
+        if all(isinstance(value, str) for value in readings):
+            joined[key] = ", then ".join(dict.fromkeys(readings))
         else:
-            median = statistics.median(of_all_starts)
+            median = statistics.median(readings)
             joined[key] = int(median) if median == int(median) else round(median, 3)
     return joined
 
@@ -345,30 +345,30 @@ def start_notes(run: Run) -> list[Reason]:
 
 def engine_versions(run: Run) -> dict[str, dict[str, str]]:
     """Return the version of each server, by engine, for engines that the servers run in several versions."""
-    known: dict[str, dict[str, str]] = {}
+    by_engine: dict[str, dict[str, str]] = {}
     for server in dict.fromkeys(cell.server for cell in run.served):
         for engine, version in server_versions(run, server).items():
-            known.setdefault(engine, {})[server] = version
-    return {engine: of for engine, of in known.items() if len(set(of.values())) > 1}
+            by_engine.setdefault(engine, {})[server] = version
+    return {engine: by_server for engine, by_server in by_engine.items() if len(set(by_server.values())) > 1}
 
 
 def server_versions(run: Run, server: str) -> dict[str, str]:
     """Return the version of a server's engine, by engine; of several starts the last."""
     starts = [cell.served_by.startup for cell in run.served if cell.server == server]
-    return {one.engine: one.version for one in starts if one is not None and one.engine and one.version}
+    return {start.engine: start.version for start in starts if start is not None and start.engine and start.version}
 
 
 def kv_cache_note(tokens: Mapping[str, int | None], **values: str) -> Reason | None:
     """A note that the KV caches of the sides have different sizes; None where they are equal or unknown."""
-    known = {side: size for side, size in tokens.items() if size is not None}
-    if len(known) < 2 or is_noise("startup.kv_cache_tokens", list(known.values())):
+    cache_sizes = {side: size for side, size in tokens.items() if size is not None}
+    if len(cache_sizes) < 2 or is_noise("startup.kv_cache_tokens", list(cache_sizes.values())):
         return None
-    sizes = ", ".join(f"{name} {size:,}" for name, size in known.items())
-    of_server = f"{values['server']}: " if values.get("server") else ""
-    text = f"{of_server}KV caches of different sizes (tokens): {sizes}. The larger one holds more requests at once, "
+    sizes = ", ".join(f"{name} {size:,}" for name, size in cache_sizes.items())
+    prefix = f"{values['server']}: " if values.get("server") else ""
+    text = f"{prefix}KV caches of different sizes (tokens): {sizes}. The larger one holds more requests at once, "
     text += "whatever else differs; set kv_cache_gib or gpu_memory_utilization so that they are equal, or compare "
     text += "just that"
-    return because("kv_cache_sizes", text, sizes=known, **values)
+    return because("kv_cache_sizes", text, sizes=cache_sizes, **values)
 
 
 def run_differences(runs: Sequence[Run]) -> list[Difference]:
@@ -389,8 +389,8 @@ def server_differences(run: Run) -> list[Difference]:
     facts: list[Facts] = []
     for server in servers:
         prefix = f"servers.{server}."
-        known = collect_facts(run, [(server, load) for load in run.scenario.loads])
-        facts.append({key.removeprefix(prefix): value for key, value in known.items() if key.startswith(prefix)})
+        own_facts = collect_facts(run, [(server, load) for load in run.scenario.loads])
+        facts.append({key.removeprefix(prefix): value for key, value in own_facts.items() if key.startswith(prefix)})
     return find_differences(facts)
 
 
@@ -423,7 +423,7 @@ def _fold_servers(differing: Mapping[str, list[str]], servers: Sequence[str]) ->
     for key, values in differing.items():
         kind, _, rest = key.partition(".")
         server, _, name = rest.partition(".")
-        is_same = all(differing.get(f"servers.{each}.{name}") == values for each in servers)
+        is_same = all(differing.get(f"servers.{other}.{name}") == values for other in servers)
         if kind == "servers" and name and server in servers and len(servers) > 1 and is_same:
             folded[f"servers.*.{name}"] = values
         else:

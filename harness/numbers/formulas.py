@@ -56,8 +56,8 @@ def ttfo(rows: Rows) -> Floats:
 
 def e2e(rows: Rows) -> Floats:
     """End-to-end latency: last chunk - sent; without streaming, end of the response - sent. None for a failure."""
-    found: Floats = np.where(rows.good, np.where(rows.chunks > 0, rows.last_chunk_s, rows.ended_s), np.nan)
-    return found
+    answer_s: Floats = np.where(rows.good, np.where(rows.chunks > 0, rows.last_chunk_s, rows.ended_s), np.nan)
+    return answer_s
 
 
 def carried_tokens(rows: Rows) -> Floats:
@@ -72,21 +72,21 @@ def carried_tokens(rows: Rows) -> Floats:
     # Some servers do not count the end token.
     carried = np.where(in_last, chunks, np.maximum(np.minimum(tokens, chunks), tokens - textless))
     carried = np.where(hides_reasoning(rows), np.maximum(chunks, carried - rows.reasoning_tokens), carried)
-    found: Floats = np.where((chunks > 0) & ~np.isnan(tokens), carried, np.nan)
-    return found
+    tokens_carried: Floats = np.where((chunks > 0) & ~np.isnan(tokens), carried, np.nan)
+    return tokens_carried
 
 
 def hides_reasoning(rows: Rows) -> Bools:
     """Whether the server counted reasoning that it did not send: as text, the chunks would have been more."""
     rest = rows.output_tokens - rows.reasoning_tokens
-    found: Bools = (rows.reasoning_tokens > 0) & (rows.reasoning_chunks == 0) & (rows.chunks <= rest + 1)
-    return found & (rows.chunks > 0)
+    mask: Bools = (rows.reasoning_tokens > 0) & (rows.reasoning_chunks == 0) & (rows.chunks <= rest + 1)
+    return mask & (rows.chunks > 0)
 
 
 def starts_blank(rows: Rows) -> Bools:
     """Whether an answer began with a blank, and its text came more than MAX_BLANK_GAPS usual gaps later."""
-    found: Bools = (rows.blank_gaps > MAX_BLANK_GAPS) & np.isfinite(rows.blank_gaps)
-    return found
+    mask: Bools = (rows.blank_gaps > MAX_BLANK_GAPS) & np.isfinite(rows.blank_gaps)
+    return mask
 
 
 def max_generated(rows: Rows) -> Floats:
@@ -112,69 +112,69 @@ def _pieces(rows: Rows) -> Floats:
     Chunks of tool calls do not count, since one token may make several. One token may end the reasoning and start the
     answer, so that reasoning allows one chunk more.
     """
-    found: Floats = rows.chunks - rows.tool_chunks - (rows.reasoning_chunks > 0)
-    return found
+    pieces: Floats = rows.chunks - rows.tool_chunks - (rows.reasoning_chunks > 0)
+    return pieces
 
 
 def has_fewer_tokens(rows: Rows) -> Bools:
     """Whether the server counted fewer tokens than it sent pieces of text."""
-    found: Bools = rows.output_tokens < _pieces(rows)
-    return found
+    mask: Bools = rows.output_tokens < _pieces(rows)
+    return mask
 
 
 def has_more_pieces(rows: Rows) -> Bools:
     """Whether an answer has more pieces of text than its max_tokens."""
-    found: Bools = _pieces(rows) > rows.asked_tokens
-    return found
+    mask: Bools = _pieces(rows) > rows.asked_tokens
+    return mask
 
 
 def streamed(rows: Rows) -> Bools:
     """Whether an answer succeeded and was streamed as text, to a client of this suite: its finish reason is known."""
-    found: Bools = rows.good & (rows.chunks > 0) & ~np.isnan(rows.textless)
-    return found
+    mask: Bools = rows.good & (rows.chunks > 0) & ~np.isnan(rows.textless)
+    return mask
 
 
 def is_refused(rows: Rows) -> Bools:
     """Whether the server or the model refused to answer, or a filter cut the answer off."""
-    found: Bools = rows.refused | rows.finish.is_in(*REFUSING)
-    return found
+    mask: Bools = rows.refused | rows.finish.is_in(*REFUSING)
+    return mask
 
 
 def is_empty(rows: Rows) -> Bools:
     """Whether an answer is complete and has no text, or only white space. One that was cut at its limit is odd text."""
     blank = rows.good & rows.odd_text.is_in("blank") & ~rows.finish.is_in("length") & ~rows.fixed_length
-    found: Bools = rows.error.is_in("empty") | blank
-    return found
+    mask: Bools = rows.error.is_in("empty") | blank
+    return mask
 
 
 def prompt_length(rows: Rows) -> Floats:
     """Tokens of the prompt as the server counts them, else as planned."""
-    found: Floats = np.where(np.isnan(rows.prompt_tokens), rows.asked_prompt_tokens, rows.prompt_tokens)
-    return found
+    lengths: Floats = np.where(np.isnan(rows.prompt_tokens), rows.asked_prompt_tokens, rows.prompt_tokens)
+    return lengths
 
 
 def has_short_prompt(rows: Rows) -> Bools:
     """Whether the server counted far fewer tokens than the prompt has words, each of which has at least one token."""
-    found: Bools = rows.prompt_tokens < MIN_PROMPT_SHARE * rows.asked_prompt_tokens
-    return found
+    mask: Bools = rows.prompt_tokens < MIN_PROMPT_SHARE * rows.asked_prompt_tokens
+    return mask
 
 
 def has_contradicting_times(rows: Rows) -> Bools:
     """Whether times of a successful request contradict each other: chunks out of order or after its end, or a stream
     without chunks.
     """
-    found: Bools = np.where(
+    mask: Bools = np.where(
         rows.chunks > 0, rows.disordered | (rows.last_chunk_s > rows.ended_s + SLACK_S), ~np.isnan(rows.textless)
     )
-    return found
+    return mask
 
 
 def has_wrong_length(rows: Rows) -> Bools:
     """Whether a successful request of fixed length returned another number of tokens than requested."""
     counted = ~np.isnan(rows.output_tokens)
     wrong = np.where(counted, rows.output_tokens != rows.asked_tokens, ~rows.finish.is_in("length"))
-    found: Bools = rows.fixed_length & rows.good & ~np.isnan(rows.asked_tokens) & wrong
-    return found
+    mask: Bools = rows.fixed_length & rows.good & ~np.isnan(rows.asked_tokens) & wrong
+    return mask
 
 
 def first_arrival_tokens(rows: Rows) -> Floats:
@@ -194,14 +194,14 @@ def first_arrival_tokens(rows: Rows) -> Floats:
     # Records without the lengths of the text: as few and as many tokens as there may be must give the same TPOT.
     is_same = (tokens - mean) * (1 + MAX_DOUBT) >= steps
     by_chunks = np.where(is_same, first, np.nan)
-    found: Floats = np.where(np.isnan(rows.text_chars), by_chunks, by_text)
-    return np.where(tokens <= chunks, np.minimum(first, np.maximum(tokens, 1)), found)
+    estimate: Floats = np.where(np.isnan(rows.text_chars), by_chunks, by_text)
+    return np.where(tokens <= chunks, np.minimum(first, np.maximum(tokens, 1)), estimate)
 
 
 def is_bundled(rows: Rows) -> Bools:
     """Whether an answer of many tokens came in so few pieces that nothing is known of the time between its tokens."""
-    found: Bools = (carried_tokens(rows) >= MIN_BUFFERED) & (rows.arrivals <= MAX_PIECES)
-    return found
+    mask: Bools = (carried_tokens(rows) >= MIN_BUFFERED) & (rows.arrivals <= MAX_PIECES)
+    return mask
 
 
 def starts_in_bundle(rows: Rows) -> Bools:
@@ -210,8 +210,8 @@ def starts_in_bundle(rows: Rows) -> Bools:
     """
     is_sign = (rows.first_arrival_chunks == 1) & (rows.first_arrival_chars <= 2)
     several = first_arrival_tokens(rows) >= TWO_TOKENS
-    found: Bools = (carried_tokens(rows) >= MIN_TOKENS) & several & ~is_sign
-    return found
+    mask: Bools = (carried_tokens(rows) >= MIN_TOKENS) & several & ~is_sign
+    return mask
 
 
 def tpot(rows: Rows) -> Floats:
@@ -223,26 +223,26 @@ def tpot(rows: Rows) -> Floats:
     sent before the prompt was computed is not its start.
     """
     tokens = carried_tokens(rows)
-    known = (rows.arrivals >= 2) & ((rows.arrivals >= MIN_ARRIVALS) | (tokens <= rows.arrivals))
-    known &= (tokens >= 2) & ~((rows.tool_chunks == rows.chunks) & (rows.chunks < tokens))
+    has_tpot = (rows.arrivals >= 2) & ((rows.arrivals >= MIN_ARRIVALS) | (tokens <= rows.arrivals))
+    has_tpot &= (tokens >= 2) & ~((rows.tool_chunks == rows.chunks) & (rows.chunks < tokens))
     after = tokens - first_arrival_tokens(rows) - starts_blank(rows)  # the first text after a blank is not timed
     started_s = np.where(starts_blank(rows), rows.first_text_s, rows.first_arrival_s)
-    steps = np.where(known & (after > 0), after, np.nan)
-    found: Floats = (rows.last_chunk_s - started_s) / steps
-    return found
+    steps = np.where(has_tpot & (after > 0), after, np.nan)
+    tpot_s: Floats = (rows.last_chunk_s - started_s) / steps
+    return tpot_s
 
 
 def reasoning_tokens(rows: Rows) -> Floats:
     """Output tokens that are reasoning: the server's count, else estimated by the share of chunks. None: unknown."""
     estimated = carried_tokens(rows) * rows.reasoning_chunks / np.maximum(rows.chunks, 1)
-    found: Floats = np.where(np.isnan(rows.reasoning_tokens), estimated, rows.reasoning_tokens)
-    return found
+    tokens: Floats = np.where(np.isnan(rows.reasoning_tokens), estimated, rows.reasoning_tokens)
+    return tokens
 
 
 def send_lag(rows: Rows) -> Floats:
     """Sent - scheduled: the load generator's delay, not the server's. None in a closed loop."""
-    found: Floats = 0.0 - rows.scheduled_s
-    return found
+    lag_s: Floats = 0.0 - rows.scheduled_s
+    return lag_s
 
 
 def silences_s(rows: Rows) -> tuple[Floats, Floats]:
@@ -259,8 +259,8 @@ def waited_in_listen_queue(rows: Rows) -> Bools:
     """
     connect_s = rows.connect_s
     at_times = [(at_s <= connect_s) & (connect_s < at_s + SYN_SLACK_S) for at_s in SYN_TIMES_S]
-    found: Bools = np.where(np.isnan(rows.connect_retries), np.any(at_times, axis=0), rows.connect_retries > 0)
-    return found
+    mask: Bools = np.where(np.isnan(rows.connect_retries), np.any(at_times, axis=0), rows.connect_retries > 0)
+    return mask
 
 
 FORMULAS: dict[str, Callable[[Rows], Floats]] = {
@@ -273,8 +273,8 @@ SAMPLES = (*FORMULAS, *FROM_SCHEDULE)  # latencies of which a request has one
 def latency_s(rows: Rows, latency: str) -> Floats:
     """A latency of harness.base.metrics, as distributions use it."""
     if latency in FROM_SCHEDULE:  # a request without a scheduled time was due when it was sent
-        found: Floats = latency_s(rows, latency.removesuffix("_sched")) + np.nan_to_num(send_lag(rows))
-        return found
+        total_s: Floats = latency_s(rows, latency.removesuffix("_sched")) + np.nan_to_num(send_lag(rows))
+        return total_s
     return FORMULAS[latency](rows)
 
 
@@ -292,7 +292,7 @@ def latency_states(rows: Rows, latency: str) -> tuple[Floats, States]:
             ages_s = ages_s + np.nan_to_num(send_lag(rows))
         states = np.where(missing, np.where(rows.good, UNKNOWN, AT_LEAST), states)
         values_s = np.where(missing, np.where(rows.good, np.inf, ages_s), values_s)
-    failed = rows.error.known & ~rows.error.is_in(*_CENSORED)
+    failed = rows.error.is_set & ~rows.error.is_in(*_CENSORED)
     return np.where(failed, np.inf, values_s), np.where(failed, FAILED, states).astype(np.int8)
 
 
@@ -320,7 +320,7 @@ def meets_slos(rows: Rows, slos: Sequence[Slo]) -> States:
     A failed request meets none. A request that was cut has missed a bound that its age reached. A short answer without
     TPOT meets a bound on it.
     """
-    missed = rows.error.known & ~rows.error.is_in(*CUT)
+    missed = rows.error.is_set & ~rows.error.is_in(*CUT)
     unknown = np.zeros(len(rows), dtype=np.bool_)
     for slo in slos:
         values_s, states = latency_states(rows, slo.latency)
@@ -331,11 +331,13 @@ def meets_slos(rows: Rows, slos: Sequence[Slo]) -> States:
     return np.where(missed, MISSED, np.where(unknown, OPEN, MET)).astype(np.int8)
 
 
-def slo_margins(rows: Rows, slos: Sequence[Slo], of: Sequence[int] = (OBSERVED, AT_LEAST, AT_MOST)) -> Floats:
+def slo_margins(
+    rows: Rows, slos: Sequence[Slo], counted_states: Sequence[int] = (OBSERVED, AT_LEAST, AT_MOST)
+) -> Floats:
     """The largest latency relative to its bound, of those in one of these states; 0 without any."""
     margins = np.zeros(len(rows))
     for slo in slos:
         values_s, states = latency_states(rows, slo.latency)
-        known = np.isin(states, of) & np.isfinite(values_s)
-        margins = np.maximum(margins, np.where(known, values_s / max(slo.bound_s, 1e-9), 0.0))
+        counted = np.isin(states, counted_states) & np.isfinite(values_s)
+        margins = np.maximum(margins, np.where(counted, values_s / max(slo.bound_s, 1e-9), 0.0))
     return margins

@@ -46,18 +46,18 @@ def _needed(verdict: Verdict, gate: Gate, tolerance: float) -> int | None:
     """
     if gate in ("no_slowdown", "slower"):
         return None
-    known = max(verdict.n)
+    runs = max(verdict.n)
     if gate == "provisional":
         return max(ENOUGH_RUNS, verdict.needed or 0)
     if not verdict.ratio or not verdict.low or verdict.high is None:
-        return ENOUGH_RUNS if known < ENOUGH_RUNS else None
+        return ENOUGH_RUNS if runs < ENOUGH_RUNS else None
     distance = abs(math.log(verdict.ratio) + math.log1p(tolerance))
     half_width = math.log(verdict.high / verdict.low) / 2
     needed = math.inf if distance == 0 else min(verdict.n) * (half_width / distance) ** 2
-    if known < ENOUGH_RUNS:  # their interval says little of that of more runs, but not of a ratio at the tolerance
+    if runs < ENOUGH_RUNS:  # their interval says little of that of more runs, but not of a ratio at the tolerance
         is_at_limit = gate == "size_unknown" and distance < MARGIN / 2 and needed > MAX_REPEATS
         return None if is_at_limit else ENOUGH_RUNS
-    return max(math.ceil(needed), known + 1) if needed <= MAX_REPEATS else None
+    return max(math.ceil(needed), runs + 1) if needed <= MAX_REPEATS else None
 
 
 def with_gates(summary: Summary, tolerance: float | None, *, provisional: bool) -> Summary:
@@ -82,7 +82,7 @@ def with_gates(summary: Summary, tolerance: float | None, *, provisional: bool) 
 
 def gate_code(gates: Iterable[Gate | None]) -> ExitCode:
     """Return the exit code of verdicts or series; a slower one comes before one that is not known."""
-    found = {gate for gate in gates if gate is not None}
-    if "slower" in found:
+    words = {gate for gate in gates if gate is not None}
+    if "slower" in words:
         return ExitCode.FAILED
-    return ExitCode.INCONCLUSIVE if found - {"no_slowdown"} else ExitCode.OK
+    return ExitCode.INCONCLUSIVE if words - {"no_slowdown"} else ExitCode.OK

@@ -46,31 +46,31 @@ Answered = Mapping[int, Sequence[KnownAnswer]]
 
 def answers_by_question(good: Iterable[Rows]) -> dict[int, list[KnownAnswer]]:
     """The answers of successful requests whose question is known."""
-    found: dict[int, list[KnownAnswer]] = {}
+    by_question: dict[int, list[KnownAnswer]] = {}
     for rows in good:
         cut = rows.finish.is_in("length")
-        for place in np.flatnonzero(~np.isnan(rows.item) & rows.answer_digest.known).tolist():
+        for place in np.flatnonzero(~np.isnan(rows.item) & rows.answer_digest.is_set).tolist():
             right = None if np.isnan(rows.answer_right[place]) else bool(rows.answer_right[place])
             digest = rows.answer_digest.texts[rows.answer_digest.codes[place]] or ""
-            found.setdefault(int(rows.item[place]), []).append(KnownAnswer(digest, right, bool(cut[place])))
-    return found
+            by_question.setdefault(int(rows.item[place]), []).append(KnownAnswer(digest, right, bool(cut[place])))
+    return by_question
 
 
 def changed_share(answers: Answered) -> float | None:
     """The noise of a side: the mean share of the pairs of answers to one question that differ; None: asked once."""
-    shares = [_differ_within(found) for found in answers.values() if len(found) > 1]
+    shares = [_differ_within(repeats) for repeats in answers.values() if len(repeats) > 1]
     return sum(shares) / len(shares) if shares else None
 
 
-def _differ_within(found: Sequence[KnownAnswer]) -> float:
-    n = len(found)
-    equal = sum(number * (number - 1) for number in Counter(one.digest for one in found).values())
+def _differ_within(answers: Sequence[KnownAnswer]) -> float:
+    n = len(answers)
+    equal = sum(number * (number - 1) for number in Counter(answer.digest for answer in answers).values())
     return 1 - equal / (n * (n - 1))
 
 
 def _differ_between(side: Sequence[KnownAnswer], base: Sequence[KnownAnswer]) -> float:
-    counts = Counter(one.digest for one in base)
-    return 1 - sum(counts[one.digest] for one in side) / (len(side) * len(base))
+    counts = Counter(answer.digest for answer in base)
+    return 1 - sum(counts[answer.digest] for answer in side) / (len(side) * len(base))
 
 
 def compare_answers(side: Answered, base: Answered, names: tuple[str, str], load: str = "") -> SameAnswers | None:
@@ -80,18 +80,18 @@ def compare_answers(side: Answered, base: Answered, names: tuple[str, str], load
     question has the same distribution of answers on both sides, however much they change when asked again.
     """
     common = sorted(side.keys() & base.keys())
-    rights = [(_right_share(side[one]), _right_share(base[one])) for one in common]
-    known = [(own, other) for own, other in rights if own is not None and other is not None]
-    if not known:
+    rights = [(_right_share(side[question]), _right_share(base[question])) for question in common]
+    right_pairs = [(own, other) for own, other in rights if own is not None and other is not None]
+    if not right_pairs:
         return None
-    differ = np.array([_differ_between(side[one], base[one]) for one in common])
-    twice = [place for place, one in enumerate(common) if min(len(side[one]), len(base[one])) > 1]
-    noises = np.array([[_differ_within(found[common[place]]) for place in twice] for found in (side, base)])
+    differ = np.array([_differ_between(side[question], base[question]) for question in common])
+    twice = [place for place, question in enumerate(common) if min(len(side[question]), len(base[question])) > 1]
+    noises = np.array([[_differ_within(answers[common[place]]) for place in twice] for answers in (side, base)])
     cut = max(cut_share(side), cut_share(base))
-    lost = sum(max(0.0, other - own) for own, other in known)
-    gained = sum(max(0.0, own - other) for own, other in known)
-    low, high = paired_interval(np.array([own - other for own, other in known]))
-    difference = (gained - lost) / len(known)
+    lost = sum(max(0.0, other - own) for own, other in right_pairs)
+    gained = sum(max(0.0, own - other) for own, other in right_pairs)
+    low, high = paired_interval(np.array([own - other for own, other in right_pairs]))
+    difference = (gained - lost) / len(right_pairs)
     result = SameAnswers(
         side=names[0],
         baseline=names[1],
@@ -99,7 +99,10 @@ def compare_answers(side: Answered, base: Answered, names: tuple[str, str], load
         questions=len(common),
         differ=float(differ.mean()),
         noise=(changed_share(side), changed_share(base)),
-        right=(sum(own for own, _ in known) / len(known), sum(other for _, other in known) / len(known)),
+        right=(
+            sum(own for own, _ in right_pairs) / len(right_pairs),
+            sum(other for _, other in right_pairs) / len(right_pairs),
+        ),
         lost=lost,
         gained=gained,
         difference=difference,
@@ -107,12 +110,12 @@ def compare_answers(side: Answered, base: Answered, names: tuple[str, str], load
         high=high,
         cut=cut,
         word=interval_word(low, high),
-        needed=_needed(known, difference),
+        needed=_needed(right_pairs, difference),
     )
     if twice:
         result = replace(result, **_flips(differ[twice] - noises.mean(axis=0)))
     better = side if difference > 0 else base
-    reason = _why_unknown(result, answers_doubt({one: better[one] for one in common}))
+    reason = _why_unknown(result, answers_doubt({question: better[question] for question in common}))
     return result if reason is None else replace(result, word="inconclusive", reason=reason)
 
 
@@ -121,24 +124,24 @@ def interval_word(low: float, high: float) -> Literal["same", "worse", "inconclu
     return "same" if low > -ANSWER_MARGIN else "worse" if high < -ANSWER_MARGIN else "inconclusive"
 
 
-def _why_unknown(found: SameAnswers, doubt: Reason | None) -> Reason | None:
+def _why_unknown(result: SameAnswers, doubt: Reason | None) -> Reason | None:
     """Why the word of the interval is no answer; None: it is one. `doubt`: of the side with more right answers.
 
     A build that falls from 90 % to 2 % right is worse: `worse` needs a baseline that does not guess, and no more.
     """
-    if found.cut > MAX_CUT:
-        return _cut_reason(found.cut)
-    if doubt is not None and (found.word != "worse" or doubt.code == "answers_guessed"):
+    if result.cut > MAX_CUT:
+        return _cut_reason(result.cut)
+    if doubt is not None and (result.word != "worse" or doubt.code == "answers_guessed"):
         return doubt
-    differ = found.differ if found.flips is None else found.flips
-    if found.word == "same" and differ > MAX_FLIPS:
-        how = "differ (ask each question twice: their noise is not known)" if found.flips is None else "flip"
+    differ = result.differ if result.flips is None else result.flips
+    if result.word == "same" and differ > MAX_FLIPS:
+        how = "differ (ask each question twice: their noise is not known)" if result.flips is None else "flip"
         text = f"{percent(differ, 1)} of the answers {how}: another model, or another chat template?"
         return because("answers_flip", text, differ=differ)
-    if found.word == "inconclusive":
-        more = found.needed is not None and found.needed > found.questions
-        text = f"about {found.needed:,} questions would decide" if more else "more questions would decide"
-        return because("answers_few", text, needed=found.needed)
+    if result.word == "inconclusive":
+        more = result.needed is not None and result.needed > result.questions
+        text = f"about {result.needed:,} questions would decide" if more else "more questions would decide"
+        return because("answers_few", text, needed=result.needed)
     return None
 
 
@@ -148,13 +151,13 @@ def answers_doubt(answers: Answered) -> Reason | None:
     Guessing has 1 / choices of the questions right. The choices are the different answers that were right, at least
     two: with free answers they are so many that guessing has next to none.
     """
-    rights = [share for found in answers.values() if (share := _right_share(found)) is not None]
+    rights = [share for repeats in answers.values() if (share := _right_share(repeats)) is not None]
     if not rights:
         return None
     if (cut := cut_share(answers)) > MAX_CUT:
         return _cut_reason(cut)
     right, n = sum(rights) / len(rights), len(rights)
-    choices = max(2, len({one.digest for found in answers.values() for one in found if one.right}))
+    choices = max(2, len({answer.digest for repeats in answers.values() for answer in repeats if answer.right}))
     guess = 1 / choices if n >= _CHOSEN * choices else 0.0
     is_guessing = right - guess <= _Z * math.sqrt(guess * (1 - guess) / n)
     if right >= MIN_RIGHT and not is_guessing:
@@ -162,7 +165,7 @@ def answers_doubt(answers: Answered) -> Reason | None:
     text = f"{percent(right, 1)} are right"
     if right >= MIN_RIGHT:
         text += f", and guessing one of {choices} answers has {percent(guess, 1)}"
-    digests = Counter(one.digest for found in answers.values() for one in found)
+    digests = Counter(answer.digest for repeats in answers.values() for answer in repeats)
     alike = digests.most_common(1)[0][1] / digests.total()
     if alike > MAX_FLIPS:
         text += f", and {percent(alike, 1)} of the answers are one and the same"
@@ -179,13 +182,13 @@ def _cut_reason(cut: float) -> Reason:
 
 def cut_share(answers: Answered) -> float:
     """The share of the answers that max_tokens cut."""
-    cut = [one.cut for found in answers.values() for one in found]
+    cut = [answer.cut for repeats in answers.values() for answer in repeats]
     return sum(cut) / len(cut)
 
 
-def _right_share(found: Sequence[KnownAnswer]) -> float | None:
-    known = [one.right for one in found if one.right is not None]
-    return sum(known) / len(known) if known else None
+def _right_share(answers: Sequence[KnownAnswer]) -> float | None:
+    rights = [answer.right for answer in answers if answer.right is not None]
+    return sum(rights) / len(rights) if rights else None
 
 
 def _flips(excess: Floats) -> dict[str, float]:
@@ -200,10 +203,10 @@ def _flips(excess: Floats) -> dict[str, float]:
     }
 
 
-def _needed(known: Sequence[tuple[float, float]], difference: float) -> int | None:
+def _needed(right_pairs: Sequence[tuple[float, float]], difference: float) -> int | None:
     from scipy.special import ndtri
 
-    spread = float(np.std([own - other for own, other in known]))
+    spread = float(np.std([own - other for own, other in right_pairs]))
     distance = abs(difference + ANSWER_MARGIN)
     if not spread or not distance:
         return None

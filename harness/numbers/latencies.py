@@ -42,7 +42,7 @@ def margin_sample(rows: Rows, bounds: Sequence[Slo]) -> LatencySample:
     ages = np.minimum(formulas.slo_margins(rows, bounds, (OBSERVED, AT_LEAST)), math.nextafter(1.0, 0.0))
     values = np.where((met == formulas.OPEN) & is_cut, ages, values)
     states = np.where(met == formulas.OPEN, np.where(is_cut, AT_LEAST, UNKNOWN), OBSERVED)
-    states = np.where(rows.error.known & ~is_cut, FAILED, states)
+    states = np.where(rows.error.is_set & ~is_cut, FAILED, states)
     return LatencySample(rows.sent_s, values, states.astype(np.int8))
 
 
@@ -76,14 +76,16 @@ def distribution(
 
     `answer_s`: mean time of an answer, and `in_flight`: mean number of requests in flight, for the design effect.
     """
-    parts = {state: np.concatenate([one.of_state(state) for one in samples] or [np.empty(0)]) for state in _COUNTED}
+    parts = {
+        state: np.concatenate([sample.of_state(state) for sample in samples] or [np.empty(0)]) for state in _COUNTED
+    }
     values, ages, n, unknown = parts[OBSERVED], parts[AT_LEAST], len(parts[OBSERVED]), len(parts[UNKNOWN])
-    limited = sum(int(np.isfinite(one.of_state(AT_MOST)).sum()) for one in samples)
+    limited = sum(int(np.isfinite(sample.of_state(AT_MOST)).sum()) for sample in samples)
     if not n and not limited and (unknown or not len(ages)):  # none has this latency, as those that are not streamed
         return NO_SAMPLE
     design = share_test.design_effect(samples, answer_s, in_flight)
-    found = share_test.percentiles(samples, list(PERMILLES.values())) if n or len(ages) else []
-    known = {name: one.value_s for name, one in zip(PERMILLES, found, strict=bool(found))}
+    quantiles = share_test.percentiles(samples, list(PERMILLES.values())) if n or len(ages) else []
+    values_s = {name: quantile.value_s for name, quantile in zip(PERMILLES, quantiles, strict=bool(quantiles))}
     known_intervals = share_test.percentile_intervals(samples, list(PERMILLES.values()), design.effect)
     intervals = dict(zip(PERMILLES, known_intervals, strict=True))
     if len(ages) or unknown:
@@ -96,7 +98,7 @@ def distribution(
         mean=float(values.mean()) if n else None,
         min=float(values.min()) if n else None,
         max=float(values.max()) if n else None,
-        **_known_percentiles(n + len(ages), known.get),
+        **_known_percentiles(n + len(ages), values_s.get),
         intervals=intervals,
         censored=len(ages),
         unknown=unknown,
@@ -132,16 +134,18 @@ def _known_percentiles(requests: int, percentile_at: Callable[[str], float | Non
 
 def pool_distributions(samples: Sequence[Distribution]) -> Distribution:
     """Pool statistics without their values. A percentile is the median of those of the samples."""
-    known = [sample for sample in samples if sample.n]
-    if len(known) < 2:
-        return known[0] if known else NO_SAMPLE
-    n = sum(sample.n for sample in known)
-    percentiles: dict[str, Any] = {name: median_of_known(getattr(sample, name) for sample in known) for name in NEEDED}
+    nonempty = [sample for sample in samples if sample.n]
+    if len(nonempty) < 2:
+        return nonempty[0] if nonempty else NO_SAMPLE
+    n = sum(sample.n for sample in nonempty)
+    percentiles: dict[str, Any] = {
+        name: median_of_known(getattr(sample, name) for sample in nonempty) for name in NEEDED
+    }
     return Distribution(
         n=n,
-        mean=None if any(s.mean is None for s in known) else sum(s.n * (s.mean or 0.0) for s in known) / n,
-        min=min((s.min for s in known if s.min is not None), default=None),
-        max=max((s.max for s in known if s.max is not None), default=None),
+        mean=None if any(s.mean is None for s in nonempty) else sum(s.n * (s.mean or 0.0) for s in nonempty) / n,
+        min=min((s.min for s in nonempty if s.min is not None), default=None),
+        max=max((s.max for s in nonempty if s.max is not None), default=None),
         censored=sum(s.censored for s in samples),
         unknown=sum(s.unknown for s in samples),
         above=max((s.above for s in samples if s.above is not None), default=None),

@@ -84,8 +84,8 @@ def _limit(
     affected: list[str],
 ) -> ClientLimit:
     """A limit on the affected fields that the cell has values of."""
-    found = {name: getattr(numbers, name) for name in affected}
-    fields = [name for name, number in found.items() if number is not None and getattr(number, "n", 1) > 0]
+    affected_numbers = {name: getattr(numbers, name) for name in affected}
+    fields = [name for name, number in affected_numbers.items() if number is not None and getattr(number, "n", 1) > 0]
     unit: Literal["s", "ratio"] = "ratio" if what in ("cpu", "shared_reads") else "s"
     return ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=fields)
 
@@ -198,21 +198,21 @@ def client_errors(
     The true value is at most the first share below the measured one, and at most the second share above it. Delays make
     times longer and rates lower. Times with the kernel's stamps do not change with a late load process.
     """
-    found = {limit.what for limit in limits}
+    kinds = {limit.what for limit in limits}
     errors: dict[str, tuple[float, float]] = {}
-    if found & {"loop_lag", "cpu"} and not is_open_loop(load):
+    if kinds & {"loop_lag", "cpu"} and not is_open_loop(load):
         errors |= _rate_errors(load, cell, numbers, marks)
-    late = read_clock_answers(cell) > 0 and bool(found & {"read_clock", "cpu"})
+    late = read_clock_answers(cell) > 0 and bool(kinds & {"read_clock", "cpu"})
     streams = cell.counted.where(cell.counted.good & (cell.counted.chunks > 0))
-    rooms_s = _first_chunk_rooms_s(streams, marks) if "shared_reads" in found else np.empty(0)
-    lags_s = np.sort(latency_sample(cell, "send_lag").value_s) if "send_lag" in found else np.empty(0)
+    margins_s = _first_chunk_margins_s(streams, marks) if "shared_reads" in kinds else np.empty(0)
+    lags_s = np.sort(latency_sample(cell, "send_lag").value_s) if "send_lag" in kinds else np.empty(0)
     times_s = streams.first_chunk_s
-    earlier_s = np.sort(times_s - rooms_s) if len(rooms_s) == len(times_s) else np.zeros(max(1, len(times_s)))
-    times_s, rooms_s = np.sort(times_s), np.sort(rooms_s)
+    earlier_s = np.sort(times_s - margins_s) if len(margins_s) == len(times_s) else np.zeros(max(1, len(times_s)))
+    times_s, margins_s = np.sort(times_s), np.sort(margins_s)
     steps = max(1.0, carried_per_answer(cell) - 1)  # token intervals of an answer
     for latency in _REQUEST_TIMES:
         is_tpot = latency == "tpot"
-        first_shared = len(rooms_s) > 0 and latency in _FIRST_CHUNK
+        first_shared = len(margins_s) > 0 and latency in _FIRST_CHUNK
         sent_late = len(lags_s) > 0 and latency in _FROM_SCHEDULE
         for name, permille in PERMILLES.items():
             metric = METRICS[f"{latency}_{name}"]
@@ -241,7 +241,7 @@ def with_client_errors(
     shares = {
         metric: statistics.fmean(max(cell.client_error.get(metric, (0.0,))) for cell in cells) for metric in metrics
     }
-    found = []
+    results = []
     for cell in cells:
         too_large = [
             metric
@@ -260,8 +260,8 @@ def with_client_errors(
                 problems=[*cell.problems, replace(reason, cell=cell.id)],
                 limits=[replace(limit, invalid=not fields.isdisjoint(limit.numbers)) for limit in cell.limits],
             )
-        found.append(cell)
-    return found
+        results.append(cell)
+    return results
 
 
 def _rate_errors(
@@ -276,9 +276,9 @@ def _rate_errors(
     order = np.lexsort((rows.user, rows.process))
     edges = np.flatnonzero((np.diff(rows.user[order]) != 0) | (np.diff(rows.process[order]) != 0)) + 1
     delays = [
-        send_delay_s(sent_s[of_user], ended_s[of_user], math.inf if longest_s is None else longest_s)
-        for of_user in np.split(order, edges)
-        if len(of_user)
+        send_delay_s(sent_s[places], ended_s[places], math.inf if longest_s is None else longest_s)
+        for places in np.split(order, edges)
+        if len(places)
     ]
     if not delays:
         return {}
@@ -326,8 +326,8 @@ def may_be_joined_late(rows: Rows, marks: Sequence[ProcessMark]) -> Bools:
         return np.ones(len(rows), dtype=np.bool_)
     steps = np.maximum(rows.arrivals - 1, 1)
     apart_s = np.where(rows.arrivals > 1, (rows.last_chunk_s - rows.first_arrival_s) / steps, rows.last_chunk_s)
-    found: Bools = ~((rows.chunks >= 2 * rows.arrivals) & (apart_s > 2 * lag_s))
-    return found
+    mask: Bools = ~((rows.chunks >= 2 * rows.arrivals) & (apart_s > 2 * lag_s))
+    return mask
 
 
 def shares_first_read(rows: Rows) -> Bools:
@@ -336,16 +336,16 @@ def shares_first_read(rows: Rows) -> Bools:
     return shared
 
 
-def _first_chunk_rooms_s(streams: Rows, marks: Sequence[ProcessMark]) -> Array:
+def _first_chunk_margins_s(streams: Rows, marks: Sequence[ProcessMark]) -> Array:
     """How much earlier the first chunk of each answer may have arrived: since the read before, at most as late as the
     event loop was.
     """
-    rooms_s = np.maximum(0.0, streams.first_chunk_s - np.nan_to_num(streams.headers_s))
+    margins_s = np.maximum(0.0, streams.first_chunk_s - np.nan_to_num(streams.headers_s))
     shared = shares_first_read(streams)
     if (_max_known(marks, "loop_lag_p50_s") or 0.0) <= MAX_LOOP_LAG_S:
         shared &= streams.coalesced_late > 0  # otherwise the server joined the chunks
     longest_s = _max_known(marks, "loop_lag_max_s")
-    bounded: Array = np.minimum(np.where(shared, rooms_s, 0.0), math.inf if longest_s is None else longest_s)
+    bounded: Array = np.minimum(np.where(shared, margins_s, 0.0), math.inf if longest_s is None else longest_s)
     return bounded
 
 

@@ -58,10 +58,10 @@ def find_other_clients(data: RunData) -> dict[str, Reason]:
 
     Cells without requests, and those of which records are missing, have none.
     """
-    found: dict[str, Reason] = {}
+    reasons: dict[str, Reason] = {}
     for parts in [] if data.run.origin is not None else _uses(data):
-        found |= _check(data, parts)
-    return found
+        reasons |= _check(data, parts)
+    return reasons
 
 
 def _uses(data: RunData) -> list[list[Part]]:
@@ -85,7 +85,7 @@ def _uses(data: RunData) -> list[list[Part]]:
     uses: dict[object, list[Part]] = {}
     for group, part in parts.items():
         uses.setdefault(_server_of(data, runs.get(part.cells[0]), group), []).append(part)
-    return [one for use in uses.values() for one in _split_at_restarts(use)]
+    return [piece for use in uses.values() for piece in _split_at_restarts(use)]
 
 
 def _server_of(data: RunData, ran: CellRun | None, group: str) -> object:
@@ -143,7 +143,7 @@ def _why_unchecked(data: RunData, parts: Sequence[Part], samples: Sequence[Metri
     if not _counts(samples):
         return "no count of the tokens that it generates was read"
     served = [cell.served_by for cell in data.run.cells if cell.id in parts[0].cells]
-    if any(one.gateway is not None or one.metrics_url is not None for one in served):
+    if any(start.gateway is not None or start.metrics_url is not None for start in served):
         return "a gateway in front of it, which other clients may use, takes the requests"
     if "running" not in samples[-1].values:
         return "its metrics do not show whether it is idle"
@@ -163,7 +163,9 @@ def _blame(parts: Sequence[Part]) -> dict[str, Reason]:
     waiting: list[Part] = []
     for part in parts:
         waiting.append(part)
-        if (first := next((one for one in part.samples if "generated_tokens" in one.values), None)) is not None:
+        if (
+            first := next((sample for sample in part.samples if "generated_tokens" in sample.values), None)
+        ) is not None:
             loads.append((waiting, first))
             waiting = []
     loads[-1][0].extend(waiting)
@@ -211,5 +213,7 @@ def _foreign_answers(parts: Sequence[Part], first: MetricsSample, last: MetricsS
         answers = _growth(first, last, "timed_requests") - sum(map(len, rows))
         if answers > 0:
             return answers
-    lengths = np.concatenate([one.output_tokens[~np.isnan(one.output_tokens)] for one in rows])
+    lengths = np.concatenate(
+        [answered_rows.output_tokens[~np.isnan(answered_rows.output_tokens)] for answered_rows in rows]
+    )
     return tokens / float(lengths.mean()) if len(lengths) and lengths.sum() else 0.0

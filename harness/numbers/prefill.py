@@ -26,9 +26,9 @@ def prefill_tok_s(cells: Sequence[CellData], *, planned: bool = False) -> float 
     """Return uncached prompt tokens / TTFT, both means; None where most requests waited for others. `planned`: a prompt
     has its planned tokens where the server reports none.
     """
-    prompts = [one for cell in cells if (one := timed_prompts(cell, planned=planned)) is not None]
-    tokens = sum(float(one.uncached.sum()) for one in prompts)
-    total_s = sum(float(one.ttft_s.sum()) for one in prompts)
+    prompts = [group for cell in cells if (group := timed_prompts(cell, planned=planned)) is not None]
+    tokens = sum(float(group.uncached.sum()) for group in prompts)
+    total_s = sum(float(group.ttft_s.sum()) for group in prompts)
     return tokens / total_s if tokens > 0 and total_s > 0 else None
 
 
@@ -57,14 +57,14 @@ def is_alone(cell: CellData, until_s: Floats) -> Bools:
     rows = cell.counted
     if cell.in_mix:  # the requests of the other loads are in other cells
         return np.zeros(len(rows), dtype=np.bool_)
-    others: list[Rows] = [one.rows for one in (cell, *cell.neighbours)]
-    sent_s = np.sort(np.concatenate([one.sent_s for one in others]))
-    ended_s = np.sort(np.concatenate([one.sent_s + one.ended_s for one in others]))
+    others: list[Rows] = [source.rows for source in (cell, *cell.neighbours)]
+    sent_s = np.sort(np.concatenate([source_rows.sent_s for source_rows in others]))
+    ended_s = np.sort(np.concatenate([source_rows.sent_s + source_rows.ended_s for source_rows in others]))
     # Those sent before the end, without those that ended before the start.
     begun = np.searchsorted(sent_s, rows.sent_s + until_s, "left")
     done = np.searchsorted(ended_s, rows.sent_s + SLACK_S, "right")
-    found: Bools = ~np.isnan(until_s) & (begun - done <= 1)
-    return found
+    mask: Bools = ~np.isnan(until_s) & (begun - done <= 1)
+    return mask
 
 
 def is_first_token_blank(cell: CellData) -> bool:

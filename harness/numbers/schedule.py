@@ -80,16 +80,16 @@ def schedule_kept(cell: CellData, load: Load, seed: int, window_s: float | None)
 
 def pool_schedules(cells: Sequence[ScheduleKept | None]) -> ScheduleKept | None:
     """The sums over several cells of one row, and the medians of their rates."""
-    known = [cell for cell in cells if cell is not None]
-    if not known:
+    schedules = [cell for cell in cells if cell is not None]
+    if not schedules:
         return None
-    is_planned = all(cell.planned is not None for cell in known)
+    is_planned = all(cell.planned is not None for cell in schedules)
     return ScheduleKept(
-        planned=sum(cell.planned or 0 for cell in known) if is_planned else None,
-        sent=sum(cell.sent for cell in known),
-        never_sent=sum(cell.never_sent or 0 for cell in known) if is_planned else None,
-        asked_per_s=median_of_known(cell.asked_per_s for cell in known),
-        achieved_per_s=median_of_known(cell.achieved_per_s for cell in known),
+        planned=sum(cell.planned or 0 for cell in schedules) if is_planned else None,
+        sent=sum(cell.sent for cell in schedules),
+        never_sent=sum(cell.never_sent or 0 for cell in schedules) if is_planned else None,
+        asked_per_s=median_of_known(cell.asked_per_s for cell in schedules),
+        achieved_per_s=median_of_known(cell.achieved_per_s for cell in schedules),
     )
 
 

@@ -75,14 +75,14 @@ def percentiles(samples: Sequence[LatencySample], permilles: Sequence[int]) -> l
     Without censored requests they are the exact percentiles: the smallest value that at least so many per mille do not
     exceed.
     """
-    largest = max(float(values.max()) for one in samples if len(values := one.of_state(OBSERVED, AT_LEAST)))
+    largest = max(float(values.max()) for sample in samples if len(values := sample.of_state(OBSERVED, AT_LEAST)))
     times, shares = kaplan_meier(samples)
-    found = []
+    results = []
     for permille in permilles:
         index = int(np.searchsorted(shares, permille / 1000 - 1e-12))
         is_reached = index < len(times)
-        found.append(KnownPercentile(float(times[index]) if is_reached else None, None if is_reached else largest))
-    return found
+        results.append(KnownPercentile(float(times[index]) if is_reached else None, None if is_reached else largest))
+    return results
 
 
 def kaplan_meier(samples: Sequence[LatencySample]) -> tuple[Floats, Floats]:
@@ -107,7 +107,9 @@ def design_effect(
     requests in flight; None: not known.
     """
     repeats = _ranks_in_order(samples)
-    sizes = [values_in_block(one.sent_s, len(ranks), answer_s) for one, ranks in zip(samples, repeats, strict=True)]
+    sizes = [
+        values_in_block(sample.sent_s, len(ranks), answer_s) for sample, ranks in zip(samples, repeats, strict=True)
+    ]
     return effect_of_dependence(repeats, sizes, in_flight)
 
 
@@ -118,9 +120,9 @@ def _ranks_in_order(samples: Sequence[LatencySample]) -> list[Floats]:
     """
     ordered = []
     for sample in samples:
-        known = sample.state != UNKNOWN
-        order = np.argsort(sample.sent_s[known], kind="stable")
-        values = np.where(sample.state[known] == FAILED, np.inf, sample.value_s[known])
+        decided = sample.state != UNKNOWN
+        order = np.argsort(sample.sent_s[decided], kind="stable")
+        values = np.where(sample.state[decided] == FAILED, np.inf, sample.value_s[decided])
         ordered.append(values[order])
     if not any(map(len, ordered)):
         return ordered
@@ -173,17 +175,17 @@ def percentile_intervals(
     every bound; if they alone fail the check (`failures_decide`), the first value is None, too.
     """
     states, values = (
-        np.concatenate(parts) for parts in zip(*((one.state, one.value_s) for one in samples), strict=True)
+        np.concatenate(parts) for parts in zip(*((sample.state, sample.value_s) for sample in samples), strict=True)
     )
     n = len(states)
     at_best, at_worst = map(np.sort, _ends(states, values))
-    found = []
+    intervals = []
     for permille in permilles:
         fails, passes = _counts_outside(n, permille / 1000, effect, SLO_ALPHA)
         best = float(at_best[fails]) if fails >= 0 else 0.0
         worst = float(at_worst[passes - 1]) if 0 < passes <= n else math.inf
-        found.append((best if 0 < best < math.inf else None, worst if math.isfinite(worst) else None))
-    return found
+        intervals.append((best if 0 < best < math.inf else None, worst if math.isfinite(worst) else None))
+    return intervals
 
 
 class Draws(NamedTuple):
@@ -204,7 +206,9 @@ def percentile_draws(samples: Sequence[LatencySample], permille: int, effect: fl
     """
     from scipy.special import betainc
 
-    states, values = (np.concatenate(p) for p in zip(*((one.state, one.value_s) for one in samples), strict=True))
+    states, values = (
+        np.concatenate(p) for p in zip(*((sample.state, sample.value_s) for sample in samples), strict=True)
+    )
     n, share, levels = len(states), permille / 1000, _levels()
     at_best, at_worst = _ends(states, values)
     counts, size = np.arange(n) / effect, n / effect
@@ -275,20 +279,22 @@ def log_spread(samples: Sequence[LatencySample]) -> LogSpread | None:
     """
     if not samples:
         return None
-    states, values = (np.concatenate(p) for p in zip(*((one.state, one.value_s) for one in samples), strict=True))
-    known = ((states == OBSERVED) | (states == AT_MOST)) & np.isfinite(values)
-    valued = values[known & (values > 0)]
+    states, values = (
+        np.concatenate(p) for p in zip(*((sample.state, sample.value_s) for sample in samples), strict=True)
+    )
+    finite = ((states == OBSERVED) | (states == AT_MOST)) & np.isfinite(values)
+    valued = values[finite & (values > 0)]
     if not len(valued):
         return None
     logs, ages = np.log(valued), values[states == AT_LEAST]
-    may_be_zero = bool(((states == UNKNOWN) | (states == AT_MOST)).any() or (values[known] <= 0).any())
+    may_be_zero = bool(((states == UNKNOWN) | (states == AT_MOST)).any() or (values[finite] <= 0).any())
     return LogSpread(
         n=len(valued),
         mean=float(logs.mean()),
         sd=float(logs.std(ddof=1)) if len(logs) > 1 else 0.0,
         min=None if may_be_zero else float(min(valued.min(), ages.min(initial=math.inf))),
         max=None if (states == FAILED).any() else float(max(valued.max(), ages.max(initial=0.0))),
-        open=int((~known & (states != FAILED)).sum()),
+        open=int((~finite & (states != FAILED)).sum()),
     )
 
 
@@ -385,8 +391,8 @@ def decide_share(
     `bound`: in the unit of the samples. `answer_s` and `in_flight`: see `design_effect`. `alpha`: half of it is the
     probability of a wrong decision on each side.
     """
-    counts = [_counts_at(one, bound) for one in samples]
-    met, unknown, n = (sum(each) for each in zip((0, 0, 0), *counts, strict=True))
+    counts = [_counts_at(sample, bound) for sample in samples]
+    met, unknown, n = (sum(numbers) for numbers in zip((0, 0, 0), *counts, strict=True))
     effect = design_effect(samples, answer_s, in_flight).effect
     spread, decision = log_spread(samples), decide(met, unknown, n, share, effect, alpha)
     interval = (0.0, 1.0)
@@ -419,7 +425,7 @@ def requests_to_settle(
         return None
     by_share = requests_to_decide(share, (met if met > share * n else met + unknown) / n, effect)
     by_distance = requests_to_be_far(spread, share, effect, bound)
-    return min((one for one in (by_share, by_distance) if one is not None), default=None)
+    return min((requests for requests in (by_share, by_distance) if requests is not None), default=None)
 
 
 def requests_to_decide(share: float, seen: float, effect: float = 1.0) -> int | None:

@@ -111,14 +111,14 @@ class Effect(NamedTuple):
             return 1.0 if self.log_ratio == 0 else 0.0
         return 2 * float(stdtr(self.freedom, -abs(self.log_ratio) / self.error))
 
-    def p_beyond_margin(self, room: float = 0.0) -> float:
+    def p_beyond_margin(self, error_margin: float = 0.0) -> float:
         """The p-value of a difference beyond MARGIN: below ALPHA exactly where the interval is beyond the margin.
 
-        `room`: by how much the logarithm may be nearer to 0, because the load generator was late.
+        `error_margin`: by how much the logarithm may be nearer to 0, because the load generator was late.
         """
         from scipy.special import stdtr
 
-        distance = abs(self.log_ratio) - room - _LOG_MARGIN
+        distance = abs(self.log_ratio) - error_margin - _LOG_MARGIN
         if self.error == 0:
             return 0.0 if distance > 0 else 1.0
         return min(1.0, 2 * float(stdtr(self.freedom, -distance / self.error)))
@@ -178,7 +178,7 @@ def difference_of(log_ratio: float, errors: Sequence[tuple[float, float]]) -> Ef
     total = sum(variances)
     if total == 0:
         return Effect(log_ratio, 0.0, math.inf)
-    inverse = sum((variance / total) ** 2 / of for variance, (_, of) in zip(variances, errors, strict=True))
+    inverse = sum((variance / total) ** 2 / freedom for variance, (_, freedom) in zip(variances, errors, strict=True))
     return Effect(log_ratio, math.sqrt(total), 1 / inverse if inverse else math.inf)
 
 
@@ -235,9 +235,9 @@ def _power(
         freedoms = np.full(len(seen), freedom)
     else:
         estimated = chdtri(n - 1, shares) / (n - 1) / n
-        one, other = np.meshgrid(variances[0] * estimated, variances[1] * estimated)
-        seen = one + other
-        freedoms = (n - 1) * seen**2 / np.maximum(one**2 + other**2, 1e-300)
+        first, other = np.meshgrid(variances[0] * estimated, variances[1] * estimated)
+        seen = first + other
+        freedoms = (n - 1) * seen**2 / np.maximum(first**2 + other**2, 1e-300)
     half_width = stdtrit(freedoms, 1 - level / 2) * np.sqrt(seen)
     if differs:
         return float(np.mean(ndtr((log_ratio - half_width - _LOG_MARGIN) / error)))

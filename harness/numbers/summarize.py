@@ -108,7 +108,9 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
             *origin_notes(run.origin),
             *warnings.session_notes(run),
             *comparable.start_notes(run),
-            *warnings.host_cpu_notes(measured, (mark for found in data.marks.values() for mark in found)),
+            *warnings.host_cpu_notes(
+                measured, (mark for process_marks in data.marks.values() for mark in process_marks)
+            ),
             *(note for cell in measured for note in cell.notes),
             *warnings.answer_notes(rows),
             *warnings.token_counter_notes(measured),
@@ -146,10 +148,10 @@ def _summarize_cells(data: RunData, slos: SloSets) -> list[CellSummary]:
 
 
 def with_checks(
-    made: Summarized, run: Run, reference: Reference | None, extra_checks: Sequence[str] = ()
+    analysis: Summarized, run: Run, reference: Reference | None, extra_checks: Sequence[str] = ()
 ) -> Summarized:
     """The same with the scenario's checks and `extra_checks` evaluated against `reference`, their baseline."""
-    summary, cells = made.summary, made.data.cells
+    summary, cells = analysis.summary, analysis.data.cells
     if reference is not None and summary.reasons:
         reference = replace(reference, refused=because("run_invalid", "this run is INVALID"))
     results = checks.evaluate(
@@ -159,7 +161,7 @@ def with_checks(
         reference,
         lambda row, field: [] if run.origin is not None else [latency_sample(cells[cell], field) for cell in row.cells],
     )
-    return made._replace(summary=replace(summary, checks=results))
+    return analysis._replace(summary=replace(summary, checks=results))
 
 
 def _usual_models(data: RunData) -> dict[tuple[str, str], str]:
@@ -188,7 +190,7 @@ def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Seq
     rows: dict[tuple[str, str], list[CellSummary]] = {}
     for cell in cells:
         rows.setdefault((cell.server, cell.load), []).append(cell)
-    found: dict[str, CellSummary] = {}
+    by_id: dict[str, CellSummary] = {}
     for (_, name), row in rows.items():
         load = run.scenario.loads[name]  # of one with known answers only the answers are compared
         is_searched = run.kind == "search" and is_paced(load)  # only its SLOs count
@@ -197,8 +199,8 @@ def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Seq
         def is_judged(metric: str, cell: CellSummary, judged: Collection[str] = frozenset(judged)) -> bool:
             return metric in judged or checks.is_changed_by(cell, metric, cell.client_error[metric], check_texts)
 
-        found |= {cell.id: cell for cell in with_client_errors(row, is_judged)}
-    return [found[cell.id] for cell in cells]
+        by_id |= {cell.id: cell for cell in with_client_errors(row, is_judged)}
+    return [by_id[cell.id] for cell in cells]
 
 
 def _invalid_rows(
@@ -220,12 +222,12 @@ def _explain_failures(rows: list[Row], data: RunData) -> list[FailedRequests]:
     """The failed requests of each row, grouped by cause."""
     failures: list[FailedRequests] = []
     for row in rows:
-        found: list[tuple[str, str, int]] = []
+        counted_messages: list[tuple[str, str, int]] = []
         for counted in (data.cells[cell].counted for cell in row.cells):
             for kind in counted.error.counts():
                 messages = counted.message.where(counted.error.is_in(kind)).counts()
-                found += [(kind, message, number) for message, number in messages.items()]
-        failures += group_failures(row.server, row.load, found)[:MAX_CAUSES]
+                counted_messages += [(kind, message, number) for message, number in messages.items()]
+        failures += group_failures(row.server, row.load, counted_messages)[:MAX_CAUSES]
     return failures
 
 
@@ -236,7 +238,9 @@ def read_reference(folder: Path) -> Reference | None:
         return None
     reference = read_json(path, Reference, FORMAT_VERSION)
     rows = [_without_redefined(row, reference.definitions) for row in reference.rows]
-    ratios = [one for one in reference.ratios if METRICS[one.metric].latency not in _redefined(reference.definitions)]
+    ratios = [
+        ratio for ratio in reference.ratios if METRICS[ratio.metric].latency not in _redefined(reference.definitions)
+    ]
     return replace(reference, rows=rows, ratios=ratios)
 
 
@@ -255,7 +259,7 @@ def _without_redefined(row: Row, definitions: int) -> Row:
 
 
 def _numbers_without(numbers: Numbers, names: set[str]) -> Numbers:
-    slos = {text: one for text, one in numbers.slos.items() if not any(name in text for name in names)}
+    slos = {text: slo for text, slo in numbers.slos.items() if not any(name in text for name in names)}
     return replace(numbers, slos=slos, **dict.fromkeys(names, NO_SAMPLE))
 
 
@@ -301,12 +305,12 @@ def _contradiction(summary: Summary, run: Run) -> tuple[str, str] | None:
             return f"Expected a server and a load of run.json, got `{row.name}`", f"$.rows[{place}]"
         valid = [cells[name].numbers for name in row.cells if name in cells and not cells[name].problems]
         for name in WORK:
-            if getattr(row, name) != [value for one in valid if (value := getattr(one, name)) is not None]:
+            if getattr(row, name) != [value for numbers in valid if (value := getattr(numbers, name)) is not None]:
                 return "Expected the values of its cells", f"$.rows[{place}].{name}"
         if run.origin is None:
-            of_cells = [cells[name].numbers for name in row.cells if name in cells]
+            cell_numbers = [cells[name].numbers for name in row.cells if name in cells]
             for name in RATES:
-                expected_rate = median_of_known(getattr(one, name) for one in of_cells)
+                expected_rate = median_of_known(getattr(numbers, name) for numbers in cell_numbers)
                 if not _agrees(getattr(row.pooled, name), expected_rate):
                     return "Expected the median of its cells", f"$.rows[{place}].pooled.{name}"
     for place, cell in enumerate(summary.cells if run.origin is None else ()):
@@ -398,42 +402,42 @@ def _span_s(rows: Rows) -> tuple[float | None, float | None]:
 
 def _server_metrics(data: RunData, cell: Cell) -> tuple[list[MetricsSample], ServerLoad]:
     """The samples of the server of a cell, and its load."""
-    of_cell, metrics = data.cells[cell.id], data.metrics.get(cell.id, [])
-    window, wall_s = _wall_window(of_cell), of_cell.clock.wall_s
+    cell_data, metrics = data.cells[cell.id], data.metrics.get(cell.id, [])
+    window, wall_s = _wall_window(cell_data), cell_data.clock.wall_s
     if cell.stage is not None and window is not None:  # samples outside the window belong to other stages
         metrics = [sample for sample in metrics if window[0] <= sample.wall_s <= window[1]]
-    first, last = map(wall_s, _span_s(of_cell.counted))
-    first_any, last_any = map(wall_s, _span_s(of_cell.rows))
+    first, last = map(wall_s, _span_s(cell_data.counted))
+    first_any, last_any = map(wall_s, _span_s(cell_data.rows))
     measured = None if first is None or last is None else (first, last)
     return metrics, server_load(metrics, sent_wall_s=first_any, ended_wall_s=last_any, measured_wall_s=measured)
 
 
 def _collect_evidence(facts: _RunFacts, cell: Cell) -> validity.Evidence:
     data = facts.data
-    run, of_cell, marks = data.run, data.cells[cell.id], data.marks.get(cell.id, [])
+    run, cell_data, marks = data.run, data.cells[cell.id], data.marks.get(cell.id, [])
     ran, (load, seed) = run.ran.get(cell.id), effective_load(run, cell)
     is_import = run.origin is not None
     numbers = facts.imported.get(cell.id) or without_unknown_numbers(
-        compute_numbers([of_cell], slos=facts.slos), run.origin
+        compute_numbers([cell_data], slos=facts.slos), run.origin
     )
     if not is_import:
-        numbers = replace(numbers, schedule=schedule_kept(of_cell, load, seed, numbers.window_s))
+        numbers = replace(numbers, schedule=schedule_kept(cell_data, load, seed, numbers.window_s))
     rate = None if cell.mix else numbers.output_tok_s  # the energy of a mix belongs to all of its loads
     tokens = None if rate is None else rate * (numbers.window_s or 0.0)
     metrics, server = _server_metrics(data, cell)
     return validity.Evidence(
         cell=cell.id,
         ran=ran,
-        was_reached=cell.stage is None or len(of_cell.rows) > 0,
+        was_reached=cell.stage is None or len(cell_data.rows) > 0,
         running=ran is None and run.status == "running",
         load=load,
         max_error_rate=run.scenario.max_error_rate,
-        data=of_cell,
+        data=cell_data,
         numbers=numbers,
         server_load=server,
-        machine_load=machine_load(data.telemetry.get(cell.id, []), _wall_window(of_cell), tokens),
+        machine_load=machine_load(data.telemetry.get(cell.id, []), _wall_window(cell_data), tokens),
         marks=marks,
-        warmup=summarize_warmup(of_cell, marks, None if is_import else first_arrival_s(load, seed)),
+        warmup=summarize_warmup(cell_data, marks, None if is_import else first_arrival_s(load, seed)),
         model=facts.models.get((cell.server, load.endpoint)),
         sends_finish=cell.server in facts.finishing,
         last_sample=metrics[-1] if metrics else None,
@@ -447,16 +451,16 @@ def _collect_evidence(facts: _RunFacts, cell: Cell) -> validity.Evidence:
 
 
 def _summarize_cell(cell: Cell, evidence: validity.Evidence, session: int | None) -> CellSummary:
-    load, of_cell, numbers, marks = evidence.load, evidence.data, evidence.numbers, evidence.marks
+    load, cell_data, numbers, marks = evidence.load, evidence.data, evidence.numbers, evidence.marks
     ran, server = evidence.ran, evidence.server_load
-    limited = client_limits(load, of_cell, numbers, marks, evidence.workers)
+    limited = client_limits(load, cell_data, numbers, marks, evidence.workers)
     limits = [limit for limit, _ in limited]
-    errors = client_errors(load, of_cell, numbers, marks, limits)
+    errors = client_errors(load, cell_data, numbers, marks, limits)
     phases = ran.served_by.phases if ran is not None else []
-    warmup = None if load.requests is None else len(of_cell.rows) - len(of_cell.counted)
+    warmup = None if load.requests is None else len(cell_data.rows) - len(cell_data.counted)
     split = time_split(numbers, server, mixed=cell.mix is not None, warmup=warmup)
     others = timed_others(numbers, server) if cell.mix is None else None
-    error = _rate_error(of_cell)
+    error = _rate_error(cell_data)
     failed = None if ran is None else ran.failed
     problems = validity.check_cell(evidence) if failed is None else [replace(failed, cell=cell.id)]
     has_died = any(problem.code in validity.DEATHS for problem in problems)
@@ -470,7 +474,7 @@ def _summarize_cell(cell: Cell, evidence: validity.Evidence, session: int | None
         warmup=evidence.warmup,
         bad_fields=[
             BadFields(field=bad.field, code=bad.code, requests=requests, got=bad.got, limit=bad.limit)
-            for requests, bad in of_cell.bad.values()
+            for requests, bad in cell_data.bad.values()
         ],
         failed=failed,
         problems=problems,

@@ -132,22 +132,22 @@ def kv_cache_share(split: TimeSplit | None, preemptions: float | None, requests:
     waited = None if split is None or split.queue_s is None else split.queue_s / split.e2e_s
     if waited is None and not preemptions:
         return None
-    again = (preemptions or 0.0) / max(1.0, (preemptions or 0.0) + requests)
-    return (waited or 0.0) + (1 - (waited or 0.0)) * again
+    preempted_share = (preemptions or 0.0) / max(1.0, (preemptions or 0.0) + requests)
+    return (waited or 0.0) + (1 - (waited or 0.0)) * preempted_share
 
 
 def mean_split(splits: Sequence[TimeSplit | None]) -> TimeSplit | None:
     """Return the mean of each stage over the cells in which it is known."""
-    known = [split for split in splits if split is not None]
-    if not known:
+    measured = [split for split in splits if split is not None]
+    if not measured:
         return None
 
     def mean(name: str) -> float | None:
-        values = [value for split in known if (value := getattr(split, name)) is not None]
+        values = [value for split in measured if (value := getattr(split, name)) is not None]
         return statistics.fmean(values) if values else None
 
     stages = {name: mean(name) for name in ("connect_s", "api_s", "queue_s", "prefill_s", "decode_s")}
-    return TimeSplit(**stages, e2e_s=statistics.fmean(split.e2e_s for split in known))
+    return TimeSplit(**stages, e2e_s=statistics.fmean(split.e2e_s for split in measured))
 
 
 def common_limit(limits: Sequence[LimitedBy | None]) -> LimitedBy | None:

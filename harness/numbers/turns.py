@@ -26,28 +26,28 @@ def turn_numbers(cells: Sequence[CellData], *, nothing_cached: bool = False) -> 
         )
     )
     cached = np.nan_to_num(cached) if nothing_cached else cached
-    found: list[TurnNumbers] = []
+    results: list[TurnNumbers] = []
     for turn in np.unique(turns[~np.isnan(turns)]).tolist():
         chosen = turns == turn
         prompt, hit = _mean(prompts[chosen]), _mean(cached[chosen])
         new = prompt if prompt is None or hit is None else prompt - hit
-        if found:  # what the context grew by since the turn before
-            before = found[-1].prompt_tokens
+        if results:  # what the context grew by since the turn before
+            before = results[-1].prompt_tokens
             new = None if prompt is None or before is None else max(0.0, prompt - before)
-        again = None if prompt is None or hit is None or new is None else max(0.0, prompt - hit - new)
-        known = ttft[chosen][~np.isnan(ttft[chosen])]
-        found.append(
+        recomputed = None if prompt is None or hit is None or new is None else max(0.0, prompt - hit - new)
+        times_s = ttft[chosen][~np.isnan(ttft[chosen])]
+        results.append(
             TurnNumbers(
                 turn=int(turn),
                 requests=int(chosen.sum()),
                 prompt_tokens=prompt,
                 cached_tokens=hit,
                 new_tokens=new,
-                recomputed_tokens=again,
-                ttft_p50=float(np.median(known)) if len(known) else None,
+                recomputed_tokens=recomputed,
+                ttft_p50=float(np.median(times_s)) if len(times_s) else None,
             )
         )
-    return found if len(found) > 1 else []
+    return results if len(results) > 1 else []
 
 
 def _mean(values: Floats) -> float | None:
@@ -61,7 +61,7 @@ def recomputed_by_turn(turns: Sequence[TurnNumbers]) -> dict[int, tuple[float, f
     Without the turns of which the server does not report what came from its cache.
     """
     return {
-        one.turn: (one.requests * (one.prompt_tokens - one.new_tokens), one.requests * one.recomputed_tokens)
-        for one in turns[1:]
-        if one.prompt_tokens is not None and one.new_tokens is not None and one.recomputed_tokens is not None
+        turn.turn: (turn.requests * (turn.prompt_tokens - turn.new_tokens), turn.requests * turn.recomputed_tokens)
+        for turn in turns[1:]
+        if turn.prompt_tokens is not None and turn.new_tokens is not None and turn.recomputed_tokens is not None
     }

@@ -206,11 +206,13 @@ def _process_reasons(evidence: Evidence) -> Iterator[Reason]:
         text += "reports it)"
         yield because("processes_killed", text, processes=names, going_on=evidence.running)
     for process, mark in sorted(ends.items()):
-        found = int((evidence.data.rows.process == process).sum())
-        if mark.sent is not None and mark.sent != found:
+        recorded = int((evidence.data.rows.process == process).sum())
+        if mark.sent is not None and mark.sent != recorded:
             name = evidence.process_name(process)
-            text = f"load process {name} sent {count(mark.sent, 'request')} and the file has {count(found, 'record')}"
-            yield because("records_lost", text, process=name, sent=mark.sent, found=found)
+            text = (
+                f"load process {name} sent {count(mark.sent, 'request')} and the file has {count(recorded, 'record')}"
+            )
+            yield because("records_lost", text, process=name, sent=mark.sent, found=recorded)
     if evidence.ran is not None and not evidence.ran.problems:
         yield from _missing_load_reasons(evidence, ends)
 
@@ -235,15 +237,15 @@ def _times_reasons(evidence: Evidence) -> Iterator[Reason]:
     starts = {mark.process: mark.monotonic_s for mark in evidence.marks if mark.event == "start"}
     ends = {mark.process: mark.monotonic_s for mark in evidence.marks if mark.event == "end"}
     for process in np.unique(rows.process).tolist():
-        of_process, start_s = rows.where(rows.process == process), starts.get(process)
+        own_rows, start_s = rows.where(rows.process == process), starts.get(process)
         if start_s is None:
-            text = f"requests.jsonl: {count(len(of_process), 'request')} of load process {process}, which has no start "
+            text = f"requests.jsonl: {count(len(own_rows), 'request')} of load process {process}, which has no start "
             text += "in processes.jsonl"
-            yield because("process_unknown", text, process=process, requests=len(of_process))
+            yield because("process_unknown", text, process=process, requests=len(own_rows))
             continue
-        sent_s = of_process.sent_s - clock.offset_s(process)  # on the clock of the process
+        sent_s = own_rows.sent_s - clock.offset_s(process)  # on the clock of the process
         before_s = max(0.0, start_s - float(sent_s.min()))
-        after_s = max(0.0, float((sent_s + of_process.ended_s).max()) - ends.get(process, math.inf))
+        after_s = max(0.0, float((sent_s + own_rows.ended_s).max()) - ends.get(process, math.inf))
         if max(before_s, after_s) > SLACK_S:
             name = evidence.process_name(process)
             text = f"requests.jsonl: requests of load process {name} were sent {before_s:.3g} s before its start or "
@@ -464,12 +466,14 @@ def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
         text += "server's"
         numbers = {"otherwise": prompts.otherwise, "prompts": prompts.requests, "added": prompts.added}
         yield because("prompt_lengths", text, **numbers)
-    short, known = int(formulas.has_short_prompt(good).sum()), prompt_lengths([good])
-    if short and known is not None:
-        text = f"the server counted far fewer tokens than {short:,} of {count(known.requests, 'prompt')} have words "
-        text += f"({known.got:,} of {known.asked:,} in total; at least {percent(MIN_PROMPT_SHARE, 0)} is needed): it "
+    short, lengths = int(formulas.has_short_prompt(good).sum()), prompt_lengths([good])
+    if short and lengths is not None:
+        text = f"the server counted far fewer tokens than {short:,} of {count(lengths.requests, 'prompt')} have words "
+        text += (
+            f"({lengths.got:,} of {lengths.asked:,} in total; at least {percent(MIN_PROMPT_SHARE, 0)} is needed): it "
+        )
         text += "cut the prompts off, or does not count cached tokens. Give it a longer context per slot"
-        numbers = {"short": short, "prompts": known.requests, "planned": known.asked, "counted": known.got}
+        numbers = {"short": short, "prompts": lengths.requests, "planned": lengths.asked, "counted": lengths.got}
         yield because("prompts_short", text, **numbers, min_share=MIN_PROMPT_SHARE)
     more = int(formulas.has_more_pieces(good).sum())
     if more and not evidence.imported:

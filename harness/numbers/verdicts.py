@@ -68,7 +68,7 @@ class Measured(Struct, frozen=True, kw_only=True):
         errors = stats.t_quantile(1 - SLO_ALPHA / 2, math.inf)
         return max(math.log(value / low), math.log(high / value)) / errors, math.inf
 
-    def client_rooms(self, metric: str) -> tuple[float, float]:
+    def client_error_margins(self, metric: str) -> tuple[float, float]:
         """By how much the logarithm of the mean speed may be lower and higher, because the load generator was late."""
         lower, higher = [], []
         for cell in self.valid_cells:
@@ -98,8 +98,8 @@ class ComparedSides(Struct, frozen=True, kw_only=True):
     apart: bool = False  # the repeats of the sides were not interleaved, see `are_apart`
     errors: tuple[tuple[float, float] | None, tuple[float, float] | None] = (None, None)  # `error_within` of both sides
     # By how much the logarithm of the ratio may be lower and higher, because the load generator was late.
-    rooms: tuple[float, float] = (0.0, 0.0)
-    known: tuple[float, int] = (0.0, 0)  # of other equal runs: the sum of squares of logarithms, degrees of freedom
+    error_margins: tuple[float, float] = (0.0, 0.0)
+    earlier: tuple[float, int] = (0.0, 0)  # of other equal runs: the sum of squares of logarithms, degrees of freedom
 
 
 def _as_shares(error: tuple[float, float] | None) -> tuple[float, float]:
@@ -112,8 +112,8 @@ def metric_values(row: Row, cells: Mapping[str, CellSummary], metric: str) -> li
     """The value of each valid cell of a row. A latency is None where the cell has too few requests for it."""
     if metric in WORK:
         return list(getattr(row, metric))
-    known = [cells[cell] for cell in row.cells if cell in cells]
-    return [METRICS[metric].of(cell.numbers) for cell in known if not cell.problems]
+    row_cells = [cells[cell] for cell in row.cells if cell in cells]
+    return [METRICS[metric].of(cell.numbers) for cell in row_cells if not cell.problems]
 
 
 def is_paced(load: Load) -> bool:
@@ -145,8 +145,12 @@ def comparison_metrics(side: Measured, base: Measured) -> list[str]:
         latencies = [from_schedule("ttft"), *(["tpot"] if is_known("tpot") else [])]
     metrics = []
     for latency in latencies:
-        found = samples(latency)
-        tails = [at for at in TAIL_PERCENTILES if found and all(getattr(sample, at) is not None for sample in found)]
+        distributions = samples(latency)
+        tails = [
+            at
+            for at in TAIL_PERCENTILES
+            if distributions and all(getattr(sample, at) is not None for sample in distributions)
+        ]
         metrics += [f"{latency}_{statistic}" for statistic in ("p50", *tails[:1])]
     return metrics
 
@@ -156,10 +160,10 @@ def pair_by_metric(
     base: Measured,
     *,
     within_run: bool,
-    known: Callable[[str], tuple[float, int]] | None = None,
+    earlier: Callable[[str], tuple[float, int]] | None = None,
     metrics: Sequence[str] | None = None,
 ) -> Iterator[ComparedSides]:
-    """The comparisons of two rows, one for each metric. `known`: what other equal runs show of a metric.
+    """The comparisons of two rows, one for each metric. `earlier`: what other equal runs show of a metric.
 
     `metrics` replaces those of the verdicts.
     """
@@ -184,22 +188,23 @@ def pair_by_metric(
             baseline_speeds=speeds[1],
             within_run=within_run,
             errors=(side.error_within(metric), base.error_within(metric)) if within_run else (None, None),
-            rooms=_client_rooms(side.client_rooms(metric), base.client_rooms(metric)),
-            known=known(metric) if known is not None else (0.0, 0),
-            apart=within_run and are_apart(*([cell.session or 0 for cell in one.valid_cells] for one in (side, base))),
+            error_margins=_ratio_error_margins(side.client_error_margins(metric), base.client_error_margins(metric)),
+            earlier=earlier(metric) if earlier is not None else (0.0, 0),
+            apart=within_run
+            and are_apart(*([cell.session or 0 for cell in measured.valid_cells] for measured in (side, base))),
             refused=refused or _client_limit_reason(side, base, metric),
         )
 
 
-def _client_rooms(side: tuple[float, float], base: tuple[float, float]) -> tuple[float, float]:
+def _ratio_error_margins(side: tuple[float, float], base: tuple[float, float]) -> tuple[float, float]:
     """By how much the logarithm of the ratio of two sides may be lower and higher. Each side adds its own errors."""
     return side[0] + base[1], side[1] + base[0]
 
 
-def row_rooms(row: Row, base: Row, metric: str) -> tuple[float, float]:
+def row_error_margins(row: Row, base: Row, metric: str) -> tuple[float, float]:
     """By how much the logarithm of the ratio of two rows' values may be lower and higher, see `client_error`."""
     ends = [
-        [-math.log1p(-min(share, 0.999)) for share in _as_shares(one.client_error.get(metric))] for one in (row, base)
+        [-math.log1p(-min(share, 0.999)) for share in _as_shares(side.client_error.get(metric))] for side in (row, base)
     ]
     return ends[0][0] + ends[1][1], ends[0][1] + ends[1][0]
 
@@ -273,15 +278,15 @@ def _compared_rows(
     named = {f"{row.server}/{row.load}": row for row in rows}
     requested = [(named.get(pair.row), named.get(pair.against)) for pair in scenario.compare]
     default = [(row, _default_baseline(row, baseline, named, scenario)) for row in rows]
-    known = {(id(row), id(against)) for row, against in requested}
-    known |= {(against, row) for row, against in known}
+    requested_ids = {(id(row), id(against)) for row, against in requested}
+    requested_ids |= {(against, row) for row, against in requested_ids}
 
     def measured(row: Row) -> Measured:
         return Measured(name=row.name, load=scenario.loads[row.load], rows=[row], cells=[cells])
 
     return [
         (measured(row), measured(against))
-        for row, against in [*requested, *(pair for pair in default if (id(pair[0]), id(pair[1])) not in known)]
+        for row, against in [*requested, *(pair for pair in default if (id(pair[0]), id(pair[1])) not in requested_ids)]
         if row is not None and against is not None
     ]
 
@@ -414,14 +419,18 @@ def decide_verdicts(pairs: Sequence[ComparedSides], source: Sequence[Reason] = (
 
     `source`: how far equal runs differ, and how that is known. Comparisons within one run do not need it.
     """
-    found = [None if pair.refused else _find_effect(pair) for pair in pairs]
-    p_values = [_p_value(pair, one.effect) for pair, one in zip(pairs, found, strict=True) if one is not None]
+    measured_effects = [None if pair.refused else _find_effect(pair) for pair in pairs]
+    p_values = [
+        _p_value(pair, measured.effect)
+        for pair, measured in zip(pairs, measured_effects, strict=True)
+        if measured is not None
+    ]
     corrected = iter(stats.holm(p_values))
     verdicts = [
         _make_verdict(pair, "refused", len(p_values), refused=pair.refused or _no_values(pair))
-        if one is None
-        else _decide(pair, one, next(corrected), len(p_values))
-        for pair, one in zip(pairs, found, strict=True)
+        if measured is None
+        else _decide(pair, measured, next(corrected), len(p_values))
+        for pair, measured in zip(pairs, measured_effects, strict=True)
     ]
     metrics = {pair.metric for pair in pairs}
     return Comparison(
@@ -462,7 +471,7 @@ def _independent_values(pair: ComparedSides) -> tuple[list[float], list[float]]:
     return side, base
 
 
-class _Found(NamedTuple):
+class _MeasuredEffect(NamedTuple):
     """The effect of a pair, and what it rests on."""
 
     effect: Effect
@@ -470,48 +479,49 @@ class _Found(NamedTuple):
     provisional: bool
 
 
-def _find_effect(pair: ComparedSides) -> _Found | None:
+def _find_effect(pair: ComparedSides) -> _MeasuredEffect | None:
     """Compare two sides by the rule for their values; None where one side has none."""
     side, base = _independent_values(pair)
     if not side or not base:
         return None
     if not pair.within_run:
-        effect = stats.pooled_effect(side, base, *pair.known)
-        return _Found(effect, "runs", stats.is_mostly_assumed(effect))
+        effect = stats.pooled_effect(side, base, *pair.earlier)
+        return _MeasuredEffect(effect, "runs", stats.is_mostly_assumed(effect))
     means = [math.exp(stats.mean_log(side))], [math.exp(stats.mean_log(base))]
     if pair.apart:
-        return _Found(stats.pooled_effect(*means), "apart", provisional=True)
-    if (effect_of_repeats := stats.welch_effect(side, base)) is not None:
-        return _Found(effect_of_repeats, "repeats", provisional=False)
+        return _MeasuredEffect(stats.pooled_effect(*means), "apart", provisional=True)
+    if (repeats_effect := stats.welch_effect(side, base)) is not None:
+        return _MeasuredEffect(repeats_effect, "repeats", provisional=False)
     errors = [error for error in pair.errors if error is not None]
     if len(errors) < 2:  # too few blocks
-        return _Found(stats.pooled_effect(*means), "one_run", provisional=True)
+        return _MeasuredEffect(stats.pooled_effect(*means), "one_run", provisional=True)
     log_ratio = stats.mean_log(side) - stats.mean_log(base)
-    return _Found(stats.difference_of(log_ratio, errors), "one_run", provisional=True)
+    return _MeasuredEffect(stats.difference_of(log_ratio, errors), "one_run", provisional=True)
 
 
 def _p_value(pair: ComparedSides, effect: Effect) -> float:
     """The p-value of a difference beyond the margin, before the correction for several comparisons."""
-    return effect.p_beyond_margin(pair.rooms[0 if effect.log_ratio > 0 else 1])
+    return effect.p_beyond_margin(pair.error_margins[0 if effect.log_ratio > 0 else 1])
 
 
-def _decide(pair: ComparedSides, found: _Found, p: float, comparisons: int) -> Verdict:
+def _decide(pair: ComparedSides, measured: _MeasuredEffect, p: float, comparisons: int) -> Verdict:
     """The verdict on two sides with an interval. `p`: corrected for the number of comparisons."""
-    effect, factors = found.effect, (math.exp(pair.rooms[0]), math.exp(pair.rooms[1]))
+    effect, factors = measured.effect, (math.exp(pair.error_margins[0]), math.exp(pair.error_margins[1]))
     exact_low, exact_high = effect.interval()
     low, high = exact_low / factors[0], exact_high * factors[1]
     margin = math.log1p(MARGIN)
     numbers: dict[str, Any] = {
-        "ratio": effect.ratio, "low": low, "high": high, "p": p, "basis": found.basis, "provisional": found.provisional,
+        "ratio": effect.ratio, "low": low, "high": high, "p": p,
+        "basis": measured.basis, "provisional": measured.provisional,
         "widened": None if factors == (1.0, 1.0) else factors,
     }  # fmt: skip
     includes_one, is_beyond = low <= 1 <= high, _is_beyond(low, high)
-    numbers["needed"] = _needed_to_confirm(pair, found)
+    numbers["needed"] = _needed_to_confirm(pair, measured)
     if is_beyond and p < ALPHA:
         return _make_verdict(pair, "faster" if effect.log_ratio > 0 else "slower", comparisons, **numbers)
     if _is_inside(low, high):
         return _make_verdict(pair, "same", comparisons, **numbers)
-    numbers |= _needed_to_decide(pair, found, comparisons, includes_one=includes_one)
+    numbers |= _needed_to_decide(pair, measured, comparisons, includes_one=includes_one)
     if includes_one and None in known_bounds(effect.ratio, low, high):
         few = min(map(len, _independent_values(pair))) < CONFIRMING_REPEATS
         numbers |= {"low": None, "high": None, "needed": CONFIRMING_REPEATS if few else numbers["needed"]}
@@ -536,27 +546,27 @@ def _is_inside(low: float, high: float) -> bool:
     return low > 1 / (1 + MARGIN) and high < 1 + MARGIN
 
 
-def _needed_to_confirm(pair: ComparedSides, found: _Found) -> int | None:
+def _needed_to_confirm(pair: ComparedSides, measured: _MeasuredEffect) -> int | None:
     """How many values a side confirm a provisional verdict. None: the verdict is not provisional."""
-    if not found.provisional:
+    if not measured.provisional:
         return None
     sizes = [len(values) for values in _independent_values(pair)]
-    if found.basis == "runs":
-        return stats.runs_to_confirm(found.effect, *sizes)
+    if measured.basis == "runs":
+        return stats.runs_to_confirm(measured.effect, *sizes)
     return max(CONFIRMING_REPEATS, *sizes)  # the spread of repeats is not known
 
 
 def _needed_to_decide(
-    pair: ComparedSides, found: _Found, comparisons: int, *, includes_one: bool
+    pair: ComparedSides, measured: _MeasuredEffect, comparisons: int, *, includes_one: bool
 ) -> dict[str, int | None]:
     """How many values a side would decide a pair: show a difference of this size, and show that there is none."""
-    confirming = _needed_to_confirm(pair, found)
-    if found.basis in ("one_run", "apart"):
+    confirming = _needed_to_confirm(pair, measured)
+    if measured.basis in ("one_run", "apart"):
         return {"needed": confirming}
     side, base = _independent_values(pair)
-    effect, freedom = found.effect, 0
+    effect, freedom = measured.effect, 0
     variances = stats.var_log(side) if len(side) > 1 else 0.0, stats.var_log(base) if len(base) > 1 else 0.0
-    if found.basis == "runs":
+    if measured.basis == "runs":
         variance = effect.error**2 / (1 / len(side) + 1 / len(base))
         variances, freedom = (variance, variance), int(effect.freedom)
     needed = stats.sample_size_to_settle(effect.log_ratio, variances, max(len(side), len(base)), comparisons, freedom)
@@ -593,7 +603,7 @@ def estimate_drift(pairs: Sequence[tuple[float, float]]) -> Effect | None:
     """
     if not pairs:
         return None
-    logs = [math.log(again / first) for first, again in pairs]
+    logs = [math.log(later / first) for first, later in pairs]
     mean = statistics.fmean(logs)
     freedom = PRIOR_PAIRS + len(logs) - 1
     variance = (PRIOR_PAIRS * 2 * PRIOR_SD**2 + sum((log - mean) ** 2 for log in logs)) / freedom
@@ -613,9 +623,9 @@ def drift_notes(cells: Sequence[CellSummary], scenario: Scenario) -> list[Reason
     for cell in cells:
         first = None if cell.again is None else by_id.get(cell.again)
         if first is not None and not first.problems and not cell.problems:
-            first_speed, again_speed = _cell_speed(first, scenario), _cell_speed(cell, scenario)
-            if first_speed and again_speed:
-                pairs.append((first_speed, again_speed))
+            first_speed, later_speed = _cell_speed(first, scenario), _cell_speed(cell, scenario)
+            if first_speed and later_speed:
+                pairs.append((first_speed, later_speed))
     effect = estimate_drift(pairs)
     if effect is None:
         return []

@@ -97,11 +97,11 @@ def _server_notes(evidence: Evidence) -> Iterator[Reason]:
     if evidence.machine_load is not None:
         yield from _telemetry_notes(evidence.machine_load)
     if evidence.ran is not None:
-        notes, of_messages = evidence.ran.served_by.notes, evidence.load.endpoint == "messages"
-        yield from (note for note in notes if of_messages or note.code != "engine_direct")
+        notes, is_messages = evidence.ran.served_by.notes, evidence.load.endpoint == "messages"
+        yield from (note for note in notes if is_messages or note.code != "engine_direct")
         yield from _context_note(evidence.ran.served_by, evidence.tokens)
         # Of slots, the finding `queue_with_room` says what they cost.
-        yield from (one for one in queue_notes(evidence.ran.served_by, evidence.load) if one.code != "engine_slots")
+        yield from (note for note in queue_notes(evidence.ran.served_by, evidence.load) if note.code != "engine_slots")
     if (warmup := evidence.warmup) is not None and warmup.steady is not None:
         after = "its bound" if warmup.seconds is None else f"{warmup.seconds:.1f} s"
         sent = count(warmup.requests, "warm-up request")
@@ -127,9 +127,11 @@ def _unread(evidence: Evidence) -> list[BadField]:
     """The fields whose text could not be read, if there are any: those of a known channel, and unknown ones."""
     if not (evidence.data.rows.unread > 0).any():
         return []
-    bad = [one for _, one in evidence.data.bad.values()]
+    bad = [field for _, field in evidence.data.bad.values()]
     return [
-        one for one in bad if one.code == "unknown" or (one.code == "type" and not one.field.startswith(_NO_CHANNEL))
+        bad_field
+        for bad_field in bad
+        if bad_field.code == "unknown" or (bad_field.code == "type" and not bad_field.field.startswith(_NO_CHANNEL))
     ]
 
 
@@ -242,12 +244,12 @@ def _fingerprint_notes(evidence: Evidence) -> Iterator[Reason]:
 
     Only inside a cell, which has one start of the server. A fingerprint for each answer says nothing.
     """
-    known = evidence.good.where(evidence.good.fingerprint.known)
-    names = name_counts(known.fingerprint)
+    named = evidence.good.where(evidence.good.fingerprint.is_set)
+    names = name_counts(named.fingerprint)
     is_one_model = not isinstance(evidence.load.model, list)
-    if len(names) < 2 or len(known.fingerprint.counts()) > MAX_FINGERPRINTS * len(known) or not is_one_model:
+    if len(names) < 2 or len(named.fingerprint.counts()) > MAX_FINGERPRINTS * len(named) or not is_one_model:
         return
-    codes = known.fingerprint.codes[np.argsort(known.sent_s, kind="stable")]
+    codes = named.fingerprint.codes[np.argsort(named.sent_s, kind="stable")]
     changes = int((codes[1:] != codes[:-1]).sum())
     alternate = changes >= len(names)  # one of them came back
     which = f"change {count(changes, 'time')} and come back: servers with different builds or settings answer, such as "
@@ -265,10 +267,10 @@ def _missing_notes(evidence: Evidence) -> Iterator[Reason]:
     numbers, load = evidence.numbers, evidence.load
     for sample, what in ((numbers.ttft, "TTFT"), (numbers.ttfo, "TTFO")):
         if sample.unknown:
-            of = sample.known + sample.unknown
-            text = f"{what} is unknown for {sample.unknown:,} of {count(of, 'request')} (not streamed, nothing "
+            total = sample.known_count + sample.unknown
+            text = f"{what} is unknown for {sample.unknown:,} of {count(total, 'request')} (not streamed, nothing "
             text += "visible, or in no known form): checks must hold whether or not these meet the bound"
-            yield because("latency_unknown", text, what=what, requests=sample.unknown, of=of)
+            yield because("latency_unknown", text, what=what, requests=sample.unknown, of=total)
     in_few = int((formulas.latency_states(evidence.good, "tpot")[1] == AT_MOST).sum())
     if in_few > MAX_COALESCED * numbers.succeeded:
         text = f"TPOT is not known for {in_few:,} of {count(numbers.succeeded, 'answer')}: they came in fewer than "
@@ -276,8 +278,10 @@ def _missing_notes(evidence: Evidence) -> Iterator[Reason]:
         text += "upper bound"
         yield because("few_pieces", text, answers=in_few, requests=numbers.succeeded)
     if numbers.abandoned:
-        left = count(numbers.abandoned, "request was abandoned by its user", "requests were abandoned by their users")
-        text = f"{left}: in percentiles a latency that had not ended is longer than their wait"
+        abandoned = count(
+            numbers.abandoned, "request was abandoned by its user", "requests were abandoned by their users"
+        )
+        text = f"{abandoned}: in percentiles a latency that had not ended is longer than their wait"
         yield because("abandoned", text, requests=numbers.abandoned)
     if load.requests is None and numbers.unfinished:
         drained = ended_normally(evidence.ran, evidence.marks) and evidence.stopped_after_s is None
@@ -305,12 +309,12 @@ def number_sessions(run: Run) -> dict[str, int]:
 def session_notes(run: Run) -> Iterator[Reason]:
     """Notes on resumptions of a run, and on pauses of hours between its cells."""
     if run.resumed:
-        times, again = len(run.resumed), len({cell for resumption in run.resumed for cell in resumption.again})
-        cells = count(again, "incomplete or invalid cell was", "incomplete or invalid cells were")
+        times, repeated = len(run.resumed), len({cell for resumption in run.resumed for cell in resumption.again})
+        cells = count(repeated, "incomplete or invalid cell was", "incomplete or invalid cells were")
         text = f"the run was resumed {count(times, 'time')} (last: {date_time(run.resumed[-1].wall_s)}); {cells} "
         text += "measured again"
         at = [resumption.wall_s for resumption in run.resumed]
-        yield because("resumed", text, times=times, at=at, again=again)
+        yield because("resumed", text, times=times, at=at, again=repeated)
     ordered = sorted(run.ran.values(), key=lambda cell: cell.started_wall_s)
     pauses_s = [
         after.started_wall_s - (before.ended_wall_s or before.started_wall_s)

@@ -56,19 +56,19 @@ class Words(Struct):
         return cls(np.fromiter(map(code_of.__getitem__, words), np.int32, len(words)), list(code_of))
 
     @property
-    def known(self) -> Bools:
-        found: Bools = self.codes != 0
-        return found
+    def is_set(self) -> Bools:
+        mask: Bools = self.codes != 0
+        return mask
 
     def is_in(self, *words: str | None) -> Bools:
-        found: Bools = np.array([text in words for text in self.texts])[self.codes]
-        return found
+        mask: Bools = np.array([text in words for text in self.texts])[self.codes]
+        return mask
 
     def counts(self) -> dict[str, int]:
         """The number of rows of each word, in the order in which the words appear."""
         codes, first, numbers = np.unique(self.codes, return_index=True, return_counts=True)
-        found = sorted(zip(first.tolist(), codes.tolist(), numbers.tolist(), strict=True))
-        return {text: number for _, code, number in found if (text := self.texts[code]) is not None}
+        ordered = sorted(zip(first.tolist(), codes.tolist(), numbers.tolist(), strict=True))
+        return {text: number for _, code, number in ordered if (text := self.texts[code]) is not None}
 
     def where(self, chosen: Any) -> "Words":
         return Words(self.codes[chosen], self.texts)
@@ -152,7 +152,7 @@ class Rows:
     @property
     def good(self) -> Bools:
         """Whether the request succeeded."""
-        return ~self.error.known
+        return ~self.error.is_set
 
     def where(self, chosen: Any) -> "Rows":
         """The rows of a mask, a slice or an array of positions."""
@@ -164,13 +164,13 @@ class Rows:
             raise AttributeError(name)
         column = getattr(self._all, name)
         if isinstance(column, Words):
-            found: Any = column.where(self._chosen)
+            values: Any = column.where(self._chosen)
         elif name != "index" and len(column) and column.strides == (0,) and not isinstance(self._chosen, slice):
-            found = np.broadcast_to(column[:1].reshape(()), len(self))  # takes no memory; `index` has the length
+            values = np.broadcast_to(column[:1].reshape(()), len(self))  # takes no memory; `index` has the length
         else:
-            found = column[self._chosen]
-        setattr(self, name, found)
-        return found
+            values = column[self._chosen]
+        setattr(self, name, values)
+        return values
 
 
 COLUMNS = tuple(Rows.__annotations__)
@@ -205,19 +205,19 @@ class Gaps(Struct):
 
 def join_gaps(parts: Iterable[Gaps]) -> Gaps:
     """The gaps of several sets of requests together."""
-    known = [part for part in parts if part.n]
-    if len(known) < 2:
-        return known[0] if known else Gaps()
-    first = min(part.first for part in known)
-    counts = np.zeros(max(part.first + len(part.counts) for part in known) - first, dtype=np.int64)
-    for part in known:
+    nonempty = [part for part in parts if part.n]
+    if len(nonempty) < 2:
+        return nonempty[0] if nonempty else Gaps()
+    first = min(part.first for part in nonempty)
+    counts = np.zeros(max(part.first + len(part.counts) for part in nonempty) - first, dtype=np.int64)
+    for part in nonempty:
         counts[part.first - first : part.first - first + len(part.counts)] += part.counts
     return Gaps(
-        requests=sum(part.requests for part in known),
-        n=sum(part.n for part in known),
-        total_s=sum(part.total_s for part in known),
-        min_s=min(part.min_s for part in known),
-        max_s=max(part.max_s for part in known),
+        requests=sum(part.requests for part in nonempty),
+        n=sum(part.n for part in nonempty),
+        total_s=sum(part.total_s for part in nonempty),
+        min_s=min(part.min_s for part in nonempty),
+        max_s=max(part.max_s for part in nonempty),
         first=first,
         counts=counts,
     )
@@ -261,30 +261,30 @@ def read_cells(path: Path, clocks: Mapping[str, Clock], *, charted: bool = False
             for name, count in others.items():
                 unknown[name] = unknown.get(name, 0) + count
             for name, part in cells.items():
-                of_cell = parts.setdefault(name, [])
-                of_cell.append(part)
-                if part is not of_cell[0]:  # the bins of all parts would take more memory than their rows
-                    of_cell[0].gaps, part.gaps = join_gaps([of_cell[0].gaps, part.gaps]), Gaps()
+                cell_parts = parts.setdefault(name, [])
+                cell_parts.append(part)
+                if part is not cell_parts[0]:  # the bins of all parts would take more memory than their rows
+                    cell_parts[0].gaps, part.gaps = join_gaps([cell_parts[0].gaps, part.gaps]), Gaps()
     return FileRecords({name: join_records(parts.pop(name)) for name in list(parts)}, damaged_in_file(lines), unknown)
 
 
 def _read_block(
     block: Block, clocks: Mapping[str, Clock], charted: bool
 ) -> tuple[dict[str, CellRecords], dict[str, int], Lines]:
-    found: dict[str, tuple[list[int], list[Request], list[bytes]]] = {}
+    by_cell: dict[str, tuple[list[int], list[Request], list[bytes]]] = {}
     unknown: dict[str, int] = {}
     lines = Lines()
     for place, request in read_block(block, lines):
         if request.cell not in clocks:
             unknown[request.cell] = unknown.get(request.cell, 0) + 1
             continue
-        places, requests, times = found.setdefault(request.cell, ([], [], []))
+        places, requests, times = by_cell.setdefault(request.cell, ([], [], []))
         places.append(place)
         requests.append(request)
         times.append(_chunk_times(request))
         request.chunks_s.clear()  # at once: the next request has its numbers in the same memory, which is in the cache
     cells = {}
-    for name, (places, requests, times) in found.items():
+    for name, (places, requests, times) in by_cell.items():
         cells[name] = _records_of(requests, times, clocks[name], places, charted=charted)
         cells[name].rows = _packed(cells[name].rows)
         requests.clear()
@@ -344,7 +344,7 @@ def records_of(
     requests: Sequence[Request], clock: Clock, *, places: Sequence[int] | None = None, charted: bool = False
 ) -> CellRecords:
     """The table of some requests of one cell. `places`: of their records, by default their positions."""
-    times = [_chunk_times(one) for one in requests]
+    times = [_chunk_times(request) for request in requests]
     return _records_of(requests, times, clock, range(len(requests)) if places is None else places, charted=charted)
 
 
@@ -358,10 +358,10 @@ def _chunk_times(request: Request) -> bytes:
 def _records_of(
     requests: Sequence[Request], times: Sequence[bytes], clock: Clock, places: Sequence[int], *, charted: bool
 ) -> CellRecords:
-    possible = [one if _is_possible(one) else drop_impossible_counts(one) for one in requests]
-    possible = [_without_times(one) if one.unread else one for one in possible]
+    possible = [request if _is_possible(request) else drop_impossible_counts(request) for request in requests]
+    possible = [_without_times(request) if request.unread else request for request in possible]
     bad: dict[tuple[str, str], tuple[int, BadField]] = {}
-    for wrong in (wrong for one in possible for wrong in one.bad_fields):
+    for wrong in (wrong for request in possible for wrong in request.bad_fields):
         number, first = bad.get((wrong.field, wrong.code), (0, wrong))
         bad[wrong.field, wrong.code] = (number + 1, first)
 
@@ -369,10 +369,10 @@ def _records_of(
     columns |= dict(zip(columns, zip(*map(astuple, possible), strict=True), strict=False))
 
     def column(name: str, kind: Any = np.float64) -> Any:
-        found = columns[name]
-        if found and found[0] is None and found.count(None) == len(found):
-            return np.full(len(found), np.nan)  # numpy takes long for each None
-        return np.array(found, dtype=kind)
+        entries = columns[name]
+        if entries and entries[0] is None and entries.count(None) == len(entries):
+            return np.full(len(entries), np.nan)  # numpy takes long for each None
+        return np.array(entries, dtype=kind)
 
     values: dict[str, Any] = {name: column(name) for name in (*_NUMBERS, *_TOKEN_COUNTS)}
     values |= {name: column(name, np.bool_) for name in _FLAGS}
@@ -472,7 +472,7 @@ class _Chunks:
         The usual gap is the median of those after the first text, without chunks that came together. One gap for each
         further blank is left out: such blanks are tokens. None where the first chunk is text.
         """
-        found = np.full(len(self._n), np.nan)
+        gaps = np.full(len(self._n), np.nan)
         ends = np.cumsum(self._n)
         for row in np.flatnonzero(~np.isnan(first_text_s) & (self._n > 0)).tolist():
             times_s = self.times_s[ends[row] - self._n[row] : ends[row]]
@@ -481,8 +481,8 @@ class _Chunks:
             gaps_s = gaps_s[gaps_s >= JOINED_S] if (gaps_s >= JOINED_S).any() else np.full(len(gaps_s), JOINED_S)
             usual_s = float(np.median(gaps_s)) if len(gaps_s) else np.nan
             pause_s = first_text_s[row] - times_s[0]
-            found[row] = pause_s / usual_s - (blanks - 1) if usual_s > 0 else np.inf
-        return found
+            gaps[row] = pause_s / usual_s - (blanks - 1) if usual_s > 0 else np.inf
+        return gaps
 
     def gaps(self, chosen: Bools) -> Gaps:
         """The gaps of the chosen requests."""
@@ -512,13 +512,15 @@ class _Chunks:
         """The tokens over time, without those of unknown processes. Without streaming all arrive at the end; those of
         a failed request are known by its chunks only.
         """
-        known = np.isin(rows.process, [one for one in np.unique(rows.process).tolist() if clock.knows(one)])
-        known &= rows.output_tokens > 0
+        has_tokens = np.isin(
+            rows.process, [process for process in np.unique(rows.process).tolist() if clock.knows(process)]
+        )
+        has_tokens &= rows.output_tokens > 0
         sent_s = np.maximum(0.0, rows.sent_s - clock.start_s)
-        each = np.where(known, rows.output_tokens / np.maximum(rows.chunks, 1), 0.0)
-        whole = known & (self._n == 0) & rows.good
+        chunk_tokens = np.where(has_tokens, rows.output_tokens / np.maximum(rows.chunks, 1), 0.0)
+        whole = has_tokens & (self._n == 0) & rows.good
         arrivals = np.append(self._n, np.ones(whole.sum(), dtype=np.int64))
-        weights = np.append(each, each[whole]).repeat(arrivals)
+        weights = np.append(chunk_tokens, chunk_tokens[whole]).repeat(arrivals)
         at_s = np.append(sent_s, (sent_s + rows.ended_s)[whole]).repeat(arrivals)
         if not len(at_s):
             return None
@@ -537,7 +539,8 @@ def join_records(parts: Sequence[CellRecords]) -> CellRecords:
     for part in parts:
         for key, (number, first) in part.bad.items():
             bad[key] = (number + bad[key][0], bad[key][1]) if key in bad else (number, first)
-    gaps, tokens = join_gaps(part.gaps for part in parts), [one for part in parts for one in part.tokens]
+    gaps = join_gaps(part.gaps for part in parts)
+    tokens = [part_tokens for part in parts for part_tokens in part.tokens]
     return CellRecords(_joined([part.rows for part in parts]), gaps, bad, tokens)
 
 
@@ -570,7 +573,7 @@ def _joined(parts: Sequence[Rows]) -> Rows:
         elif len(set(map(_constant_of, values))) == 1 and _constant_of(values[0]) is not None:
             columns[name] = np.broadcast_to(values[0], sum(sizes))
         else:
-            whole = np.concatenate([np.broadcast_to(one, size) for one, size in zip(values, sizes, strict=True)])
+            whole = np.concatenate([np.broadcast_to(value, size) for value, size in zip(values, sizes, strict=True)])
             columns[name] = whole[order]
         for part in parts:
             setattr(part, name, None)
@@ -582,9 +585,9 @@ def _constant_of(column: Any) -> bytes | None:
 
 
 def _joined_words(parts: Sequence[Words]) -> Words:
-    known: dict[str | None, int] = {None: 0}
+    text_codes: dict[str | None, int] = {None: 0}
     codes = []
     for part in parts:
-        joined = np.array([known.setdefault(text, len(known)) for text in part.texts], dtype=np.int32)
+        joined = np.array([text_codes.setdefault(text, len(text_codes)) for text in part.texts], dtype=np.int32)
         codes.append(joined[part.codes])
-    return Words(np.concatenate(codes), list(known))
+    return Words(np.concatenate(codes), list(text_codes))

@@ -414,12 +414,12 @@ def origin_notes(origin: Origin | None) -> list[Reason]:
 
 
 def _unknown_note(fields: list[str], why: str, rows: list[str] | None = None) -> Reason:
-    of_rows = "" if rows is None else f" of {', '.join(rows)}"
-    text = f"not known: {', '.join(fields)}{of_rows}: {why}"
+    rows_text = "" if rows is None else f" of {', '.join(rows)}"
+    text = f"not known: {', '.join(fields)}{rows_text}: {why}"
     return because("import_unknown", text, why=why, fields=fields, rows=rows)
 
 
 def _definition_note(field: str, meaning: str, rows: list[str] | None = None, *, other: bool = False) -> Reason:
-    of_rows = "" if rows is None else f" of {', '.join(rows)}"
-    text = f"{f'{OTHERWISE} ' if other else ''}defined otherwise: {field}{of_rows}: {meaning}"
+    rows_text = "" if rows is None else f" of {', '.join(rows)}"
+    text = f"{f'{OTHERWISE} ' if other else ''}defined otherwise: {field}{rows_text}: {meaning}"
     return because("import_defined", text, field=field, meaning=meaning, rows=rows, other=other)

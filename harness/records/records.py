@@ -86,13 +86,13 @@ def find_impossible_counts(
     def is_possible(name: str, field: str, value: int | None, minimum: int, maximum: int) -> bool:
         if value is None or minimum <= value <= maximum:
             return value is not None
-        got = str(value) if value.bit_length() <= 64 else "more than 64 bits"
+        text = str(value) if value.bit_length() <= 64 else "more than 64 bits"
         if value == 0:
-            bad[name] = BadField(f"usage.{field}", "zero", got)
+            bad[name] = BadField(f"usage.{field}", "zero", text)
         elif value < minimum:
-            bad[name] = BadField(f"usage.{field}", "below", got, minimum)
+            bad[name] = BadField(f"usage.{field}", "below", text, minimum)
         else:
-            bad[name] = BadField(f"usage.{field}", "above", got, maximum)
+            bad[name] = BadField(f"usage.{field}", "above", text, maximum)
         return False
 
     if is_possible("prompt_tokens", "prompt_tokens", prompt, 1, prompt_max):

@@ -88,17 +88,17 @@ class CellData(Struct, kw_only=True, dict=True):
 
 
 def cell_data(
-    requests: Sequence[Request], clock: Clock | None = None, *, charted: bool = False, **known: Any
+    requests: Sequence[Request], clock: Clock | None = None, *, charted: bool = False, **fields: Any
 ) -> CellData:
-    """The data of a cell with these requests. `known`: other fields of CellData."""
+    """The data of a cell with these requests. `fields`: other fields of CellData."""
     clock = clock or Clock([])
     records = join_records([records_of(requests, clock, charted=charted)])
-    return _cell_data(records, clock, lambda places: (requests[place] for place in places), **known)
+    return _cell_data(records, clock, lambda places: (requests[place] for place in places), **fields)
 
 
-def _cell_data(records: CellRecords, clock: Clock, fetch: Callable[..., Iterator[Request]], **known: Any) -> CellData:
+def _cell_data(records: CellRecords, clock: Clock, fetch: Callable[..., Iterator[Request]], **fields: Any) -> CellData:
     return CellData(
-        clock=clock, rows=records.rows, gaps=records.gaps, bad=records.bad, tokens=records.tokens, fetch=fetch, **known
+        clock=clock, rows=records.rows, gaps=records.gaps, bad=records.bad, tokens=records.tokens, fetch=fetch, **fields
     )
 
 
@@ -128,10 +128,10 @@ def load(folder: Path, *, charted: bool = False) -> RunData:
     if run.ran and run.origin is None and not path.exists():
         raise no_records_error(folder)
     contexts = cell_contexts(run, marks)
-    found = read_cells(path, {name: context.clock for name, context in contexts.items()}, charted=charted)
-    damaged["requests.jsonl"] = found.damaged
+    records = read_cells(path, {name: context.clock for name, context in contexts.items()}, charted=charted)
+    damaged["requests.jsonl"] = records.damaged
     planned = recorded_cells(run)
-    cells = cells_of(found, contexts, path)
+    cells = cells_of(records, contexts, path)
     return RunData(
         folder=folder,
         run=run,
@@ -145,7 +145,7 @@ def load(folder: Path, *, charted: bool = False) -> RunData:
         metrics=_with_mixes(planned, read_metrics(folder / "metrics.jsonl")),
         telemetry=_with_mixes(planned, read_telemetry(folder / "telemetry.jsonl")),
         damaged=damaged,
-        unknown_cells=found.unknown,
+        unknown_cells=records.unknown,
     )
 
 
@@ -175,12 +175,12 @@ def cell_contexts(run: Run, marks: Mapping[str, Sequence[ProcessMark]]) -> dict[
     """The context of each cell that the run may have records of."""
     contexts = {}
     for name, cell in recorded_cells(run).items():
-        one, seed = effective_load(run, cell)
+        cell_load, seed = effective_load(run, cell)
         ended_wall_s = run.ran[name].ended_wall_s if name in run.ran else None
         contexts[name] = CellContext(
             Clock(marks.get(name, [])),
-            duration_s=one.duration_s,
-            first_due_s=None if run.origin else first_arrival_s(one, seed),
+            duration_s=cell_load.duration_s,
+            first_due_s=None if run.origin else first_arrival_s(cell_load, seed),
             ended_wall_s=ended_wall_s,
             interrupted=ended_wall_s is None,
             mix=cell.group if cell.mix is not None else None,
@@ -191,30 +191,30 @@ def cell_contexts(run: Run, marks: Mapping[str, Sequence[ProcessMark]]) -> dict[
 
 def effective_load(run: Run, cell: Cell) -> tuple[Load, int]:
     """The load of a cell and the seed of its requests. A load that was stopped as planned has the time that it ran."""
-    one, ran = run.scenario.loads[cell.load], run.ran.get(cell.id)
+    cell_load, ran = run.scenario.loads[cell.load], run.ran.get(cell.id)
     if ran is None:
-        return one, run.scenario.seed
+        return cell_load, run.scenario.seed
     if ran.stopped_after_s is not None:
-        one = replace(one, duration_s=ran.stopped_after_s, requests=None)
-    return one, run.scenario.seed if ran.seed is None else ran.seed
+        cell_load = replace(cell_load, duration_s=ran.stopped_after_s, requests=None)
+    return cell_load, run.scenario.seed if ran.seed is None else ran.seed
 
 
-def first_arrival_s(one: Load, seed: int) -> float | None:
+def first_arrival_s(cell_load: Load, seed: int) -> float | None:
     """Seconds from the start of an open loop's measured time to its first arrival; None for other loads."""
-    return None if one.arrivals is None else Schedule(one.arrivals, seed).at(0)
+    return None if cell_load.arrivals is None else Schedule(cell_load.arrivals, seed).at(0)
 
 
-def cells_of(found: FileRecords, contexts: Mapping[str, CellContext], path: Path) -> dict[str, CellData]:
+def cells_of(file_records: FileRecords, contexts: Mapping[str, CellContext], path: Path) -> dict[str, CellData]:
     """The data of each cell that has records, with its measured window."""
-    starts, windows = _measured_windows(found.cells, contexts)
-    records = dict(found.cells)
+    starts, windows = _measured_windows(file_records.cells, contexts)
+    records = dict(file_records.cells)
     staged = _groups(contexts, lambda name: contexts[name].staged)
     stages = [names for names in staged if not records.keys().isdisjoint(names)]
     for name in (name for names in stages for name in names if name not in records):
         records[name] = join_records([records_of([], contexts[name].clock)])  # a stage that was not reached
     cells = {
         name: _cell_data(
-            of_cell,
+            cell_records,
             contexts[name].clock,
             lambda places: records_at(path, places),
             window_s=windows.get(name),
@@ -222,7 +222,7 @@ def cells_of(found: FileRecords, contexts: Mapping[str, CellContext], path: Path
             open_loop=contexts[name].first_due_s is not None,
             in_mix=contexts[name].mix is not None,
         )
-        for name, of_cell in records.items()
+        for name, cell_records in records.items()
     }
     for names in stages:
         for name in names:

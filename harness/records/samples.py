@@ -142,7 +142,7 @@ def parse_metrics(text: str) -> dict[str, float]:
     """
     values_by_name: dict[str, list[float]] = defaultdict(list)
     names_of = _metric_names()
-    known = set(itertools.chain.from_iterable(names_of.values()))
+    metric_names = set(itertools.chain.from_iterable(names_of.values()))
     try:
         families = list(text_string_to_metric_families(text))
     except (ArithmeticError, LookupError, TypeError) as error:  # from its parser, for some other texts
@@ -150,8 +150,8 @@ def parse_metrics(text: str) -> dict[str, float]:
     for family in families:
         for sample in family.samples:
             # The suffix of a counter depends on the version of the exporter.
-            name = sample.name if sample.name in known else f"{sample.name}_total"
-            if name in known and 0 <= sample.value <= _MAX_VALUE:  # NaN: not known yet
+            name = sample.name if sample.name in metric_names else f"{sample.name}_total"
+            if name in metric_names and 0 <= sample.value <= _MAX_VALUE:  # NaN: not known yet
                 values_by_name[name].append(float(sample.value))
     values = {}
     for key, names in names_of.items():
@@ -226,7 +226,7 @@ class Scraper:
             self.scrape_now()
         self._session.close()
 
-    def finish(self, say: Callable[[int], None] = lambda left: None) -> None:
+    def finish(self, say: Callable[[int], None] = lambda remaining: None) -> None:
         """End the regular samples, and sample until the server is idle, at most MAX_IDLE_WAIT_S.
 
         Some servers count the tokens of an answer when it ends. `say` is called with the requests in flight.
@@ -473,22 +473,22 @@ def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens
 
 def median_load(loads: Sequence[MachineLoad | None]) -> MachineLoad | None:
     """The median of each value over several cells, without those that do not know it."""
-    known = [load for load in loads if load is not None]
-    if not known:
+    measured = [load for load in loads if load is not None]
+    if not measured:
         return None
     names = [name for name in MachineLoad.__struct_fields__ if name not in ("gpus", "package")]
-    medians = {name: median_of_known(getattr(load, name) for load in known) for name in names}
+    medians = {name: median_of_known(getattr(load, name) for load in measured) for name in names}
     integers = {name: round(value) for name in _INTEGER_FIELDS if (value := medians[name]) is not None}
-    return msgspec.convert({**medians, **integers, "package": any(load.package for load in known)}, MachineLoad)
+    return msgspec.convert({**medians, **integers, "package": any(load.package for load in measured)}, MachineLoad)
 
 
 def busy_gpus(samples: Sequence[TelemetrySample]) -> set[str]:
     """The GPUs that worked for the server, by how busy they were; all if no GPU reports that."""
     names = {name for sample in samples for name in sample.gpus}
     busy = {
-        name: statistics.fmean(known)
+        name: statistics.fmean(percents)
         for name in names
-        if (known := _known_values([sample.gpus[name] for sample in samples if name in sample.gpus], "busy_percent"))
+        if (percents := _known_values([sample.gpus[name] for sample in samples if name in sample.gpus], "busy_percent"))
     }
     if not busy:
         return names
@@ -545,14 +545,14 @@ def integral(series: Series, window: Span) -> float | None:
 
 def held_back_s(samples: Sequence[TelemetrySample], window: Span, name: str, kinds: Sequence[str]) -> float | None:
     """The part of the window in which a limit of `kinds` throttled a GPU. None: it is not known for any part of it."""
-    total, known = 0.0, False
+    total, is_measured = 0.0, False
     for before, sample in itertools.pairwise(samples):
         limits = sample.gpus[name].held_back if name in sample.gpus else None
         overlap = min(sample.wall_s, window[1]) - max(before.wall_s, window[0])
         if limits is not None and overlap > 0:
-            known = True
+            is_measured = True
             total += overlap * max(limits.get(kind, 0.0) for kind in kinds)
-    return total if known else None
+    return total if is_measured else None
 
 
 def _counter_growth(series: Series, window: Span) -> float | None:
@@ -567,9 +567,9 @@ def _counter_growth(series: Series, window: Span) -> float | None:
 def _listen_overflows(samples: Sequence[TelemetrySample], window: Span) -> int | None:
     """Return the growth of the counter from the last sample before the window to the first after it."""
     series = [(sample.wall_s, sample.container.listen_overflows) for sample in samples if sample.container]
-    known = [(at, count) for at, count in series if count is not None]
-    first = max((point for point in known if point[0] <= window[0]), default=min(known, default=None))
-    last = min((point for point in known if point[0] >= window[1]), default=max(known, default=None))
+    readings = [(at, count) for at, count in series if count is not None]
+    first = max((point for point in readings if point[0] <= window[0]), default=min(readings, default=None))
+    last = min((point for point in readings if point[0] >= window[1]), default=max(readings, default=None))
     if first is None or last is None or last[0] <= first[0] or last[1] < first[1]:
         return None
     return last[1] - first[1]
@@ -595,8 +595,8 @@ def _series(samples: Sequence[TelemetrySample], name: str, field: str) -> Series
 
 def _sum_if_known(values: Sequence[float | None]) -> float | None:
     """The sum. None: there are no values, or one of them is not known."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known and len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers and len(numbers) == len(values) else None
 
 
 def _mean_or_none(values: Sequence[float]) -> float | None:

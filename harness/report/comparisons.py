@@ -98,7 +98,7 @@ def _load_texts(rows: Sequence[Row], run: Run) -> dict[str, str]:
     """By load its number of users or requests in words, where the loads differ in that alone; else its name."""
     names = {row.load: row.load for row in rows}
     levels = levels_by_server(rows, run)
-    return names | {row.load: text for of_server in levels.values() for _, text, row in of_server}
+    return names | {row.load: text for server_levels in levels.values() for _, text, row in server_levels}
 
 
 def _group_clause(
@@ -111,24 +111,28 @@ def _group_clause(
 
     head = {"load": f"{loads[base[1]]}: ", "server": f"{base[0]}: ", "": ""}[shared]
     sides = dict.fromkeys(name(keys[verdict.side]) for verdict in verdicts)
-    found = [largest_effect(verdicts)]
+    largest = [largest_effect(verdicts)]
     if len(sides) > 1 and any(verdict.word in ("faster", "slower") for verdict in verdicts):
-        found = [largest_effect(verdicts, word) for word in ("faster", "slower")]
-    clauses = [_clause(each, name(keys[each.side]), name(base), of=len(sides), shared=shared) for each in found if each]
+        largest = [largest_effect(verdicts, word) for word in ("faster", "slower")]
+    clauses = [
+        _clause(verdict, name(keys[verdict.side]), name(base), side_count=len(sides), shared=shared)
+        for verdict in largest
+        if verdict
+    ]
     return head + (", ".join(clauses) or f"{', '.join(sides)} and {name(base)} cannot be compared")
 
 
-def _clause(verdict: Verdict, side: str, base: str, *, of: int, shared: _Shared) -> str:
+def _clause(verdict: Verdict, side: str, base: str, *, side_count: int, shared: _Shared) -> str:
     """One side against its baseline. Of two servers under one load, the faster one is named."""
     ratio, (low, high) = verdict.ratio or 1.0, shown_bounds(verdict)
-    than = f" than {base}" if of > 1 or shared != "load" else ""
+    than = f" than {base}" if side_count > 1 or shared != "load" else ""
     if verdict.word == "inconclusive":
         return f"not decided, {side} is {format_range(low, high)} than {base}"
     if _is_same(verdict):
         return f"{side} and {base} are the same within ±2 %"
     if ratio < 1 and not than:
         side, ratio, low, high = base, 1 / ratio, high and 1 / high, low and 1 / low
-    fastest = " is the fastest," if of > 1 and verdict.word == "faster" else ""
+    fastest = " is the fastest," if side_count > 1 and verdict.word == "faster" else ""
     near, far = (low, high) if ratio >= 1 else (high and 1 / high, low and 1 / low)
     interval = format_bounds(near, far, lambda bound: f"{units.ratio_text(bound)}x")
     within = ", within the ±2 % that count as the same" if verdict.word == "same" else ""
@@ -137,20 +141,20 @@ def _clause(verdict: Verdict, side: str, base: str, *, of: int, shared: _Shared)
 
 def _values_answer(comparison: Comparison, rows: Sequence[Row], run: Run) -> str:
     """What each load of one server gives: that another load is slower is nothing that anybody asked."""
-    loads, known = _load_texts(rows, run), {row.name: row for row in rows}
+    loads, by_name = _load_texts(rows, run), {row.name: row for row in rows}
     values: dict[str, dict[str, str]] = defaultdict(dict)  # by metric, then load
     for verdict in comparison.verdicts:
-        for name, of in zip((verdict.baseline, verdict.side), reversed(verdict.values), strict=True):
-            pooled = METRICS[verdict.metric].of(known[name].pooled)
-            value = math.exp(statistics.fmean(map(math.log, of))) if of else pooled
+        for name, side_values in zip((verdict.baseline, verdict.side), reversed(verdict.values), strict=True):
+            pooled = METRICS[verdict.metric].of(by_name[name].pooled)
+            value = math.exp(statistics.fmean(map(math.log, side_values))) if side_values else pooled
             if value is not None:
                 values[verdict.metric][name] = words.format_metric(value, verdict.metric)
-    order = sorted(known.values(), key=lambda row: _level_of(row, run))
+    order = sorted(by_name.values(), key=lambda row: _level_of(row, run))
     parts = [
         f"{METRICS[metric].title}: " + ", ".join(
-            f"{loads[row.load]} {of[row.name]}" for row in order if row.name in of
+            f"{loads[row.load]} {texts[row.name]}" for row in order if row.name in texts
         )
-        for metric, of in values.items()
+        for metric, texts in values.items()
     ]  # fmt: skip
     shown = "; ".join(parts[:_CLAUSES])
     return f"{shown[:1].upper()}{shown[1:]}."
@@ -186,9 +190,9 @@ def _answer_against_one(comparison: Comparison, rows: Sequence[Row]) -> str:
             f" {len(still_open)} of {count(len(verdicts), 'comparison')} are open." if len(still_open) > 1 else ""
         )
         shown = undecided_text(largest, against)
-        known = "Not decided" if is_one_sided(largest) else "Cannot tell which is faster"
+        lead = "Not decided" if is_one_sided(largest) else "Cannot tell which is faster"
         why = "".join(f" {text}." for text in why_undecided(largest))
-        return f"{known}: {name} is {shown}.{why}{likewise}{_remedy(still_open)}"
+        return f"{lead}: {name} is {shown}.{why}{likewise}{_remedy(still_open)}"
     if undecided := [verdict for verdict in verdicts if verdict.ratio is None]:
         first = undecided[0]
         why = "they have no ratio" if first.refused is None else sentence(first.refused)
@@ -213,14 +217,14 @@ def _remedy(verdicts: Sequence[Verdict]) -> str:
 
 def largest_effect(verdicts: Sequence[Verdict], word: str | None = None) -> Verdict | None:
     """The verdict, with that word, whose ratio is the farthest from 1; slower and faster ones first."""
-    known = [verdict for verdict in verdicts if word in (None, verdict.word) and verdict.ratio is not None]
+    matching = [verdict for verdict in verdicts if word in (None, verdict.word) and verdict.ratio is not None]
     order = ("same", "inconclusive", "faster", "slower")
 
     def rank(verdict: Verdict) -> tuple[int, float]:
         ratio = verdict.ratio or 1.0
         return order.index(verdict.word), max(ratio, 1 / ratio)
 
-    return max(known, key=rank, default=None)
+    return max(matching, key=rank, default=None)
 
 
 def short_row_names(rows: Sequence[Row]) -> dict[str, str]:
@@ -278,10 +282,10 @@ def verdicts(comparison: Comparison, hint: str) -> list[Element]:
     return [*elements, Paragraph(sentences.method_sentence(comparison), "fine")]
 
 
-def verdict_grid(found: Sequence[Verdict]) -> Grid:
+def verdict_grid(items: Sequence[Verdict]) -> Grid:
     """The intervals, p-values and words of verdicts."""
     head = ("Side", "Baseline", "Samples", "By", "Speed", "95 % interval", "p", "Verdict")
-    return plain_grid(head, list(map(_verdict_cells, found)), [verdict_style(verdict) for verdict in found])
+    return plain_grid(head, list(map(_verdict_cells, items)), [verdict_style(verdict) for verdict in items])
 
 
 def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:

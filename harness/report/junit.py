@@ -84,8 +84,10 @@ def write(path: Path, text: str) -> None:
 def difference_properties(sides: Sequence[str], differences: Sequence[Difference]) -> dict[str, str]:
     """A property for each difference, with the value of each side."""
     return {
-        f"differs.{each.key}": "; ".join(f"{side}: {value}" for side, value in zip(sides, each.values, strict=True))
-        for each in differences
+        f"differs.{difference.key}": "; ".join(
+            f"{side}: {value}" for side, value in zip(sides, difference.values, strict=True)
+        )
+        for difference in differences
     }
 
 

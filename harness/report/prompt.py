@@ -38,7 +38,9 @@ def notebook_html(summary: Summary) -> str:
 def summary_grid(summary: Summary, rows: Sequence[Sequence[str]] | None = None) -> Grid:
     """The table of a summary, or of these rows of it."""
     state = "not checked" if summary.valid is None else "VALID" if summary.valid else "INVALID"
-    verdicts = {one.side: one.word for one in reversed(summary.comparison.verdicts)} if summary.comparison else {}
+    verdicts = (
+        {verdict.side: verdict.word for verdict in reversed(summary.comparison.verdicts)} if summary.comparison else {}
+    )
     return Grid(
         title=f"{summary.run}: {state}{' (simulated)' if summary.simulated else ''}",
         columns=_COLUMNS,
@@ -48,5 +50,7 @@ def summary_grid(summary: Summary, rows: Sequence[Sequence[str]] | None = None) 
 
 def _cells(row: Row, word: str) -> list[str]:
     numbers = row.pooled
-    times = [significant(None if each.p50 is None else 1000 * each.p50) for each in (numbers.ttft, numbers.tpot)]
+    times = [
+        significant(None if latency.p50 is None else 1000 * latency.p50) for latency in (numbers.ttft, numbers.tpot)
+    ]
     return [row.name, significant(numbers.output_tok_s), *times, f"{numbers.failed:,}", word]

@@ -79,15 +79,15 @@ def table_lines(summary: Summary, run: Run) -> list[TableLine]:
     for row, rate in zip(summary.rows, rates, strict=True):
         other = against.get(row.name)
         own = {v.metric: v for v in verdicts if (v.side, v.baseline) == (row.name, other)}
-        of_base = base.load if len(run.scenario.servers) == 1 else row.load
+        base_load = base.load if len(run.scenario.servers) == 1 else row.load
         lines.append(
             TableLine(
                 row=row,
                 tokens=median_of_known(map(tokens.get, row.cells)),
                 verdicts=list(own.values()),
                 baseline=row.name in baselines and not own,
-                against=other if own and other and (several or other != f"{base.server} / {of_base}") else "",
-                answers=next((one for one in summary.same_answers if one.side == row.server), None),
+                against=other if own and other and (several or other != f"{base.server} / {base_load}") else "",
+                answers=next((answers for answers in summary.same_answers if answers.side == row.server), None),
                 rate_mark="" if rate == rates[0] else OTHERWISE,
             )
         )
@@ -115,9 +115,9 @@ def _format_user_rate(line: TableLine) -> str | None:
     return CellText(units.significant(1 / tpot_s), few) if tpot_s else None
 
 
-def _format_answers(line: TableLine, name: str, of: str) -> str:
+def _format_answers(line: TableLine, name: str, total_field: str) -> str:
     """ "297 of 300 (99.0 %)" """
-    number, total = (field_or_none(line.row.pooled.answers, field) for field in (name, of))
+    number, total = (field_or_none(line.row.pooled.answers, field) for field in (name, total_field))
     if number is None or not total:
         return units.NOTHING
     return CellText(f"{number:,} of {total:,}", units.percent(number / total, 1))
@@ -182,12 +182,12 @@ def _shown_statistic(rows: Sequence[Row], latency: Metric, at: str, *, quick: bo
     """
     names = list(PERCENTILES)
     percentiles = names[names.index(at) :: -1] if at in PERCENTILES else []
-    known = [row for row in rows if latency.sample(row.pooled).n]
+    measured = [row for row in rows if latency.sample(row.pooled).n]
     enough = all if quick else any
     for name in percentiles or [at]:
-        if known and enough(as_cell_text(_format_latency(row, latency, name)).kind != "missing" for row in known):
+        if measured and enough(as_cell_text(_format_latency(row, latency, name)).kind != "missing" for row in measured):
             return name
-    return "mean" if percentiles and any(latency.sample(row.pooled).mean is not None for row in known) else None
+    return "mean" if percentiles and any(latency.sample(row.pooled).mean is not None for row in measured) else None
 
 
 def _latency_column(latency: Metric, at: str) -> TableColumn:
@@ -343,8 +343,10 @@ def table_columns(summary: Summary, lines: Sequence[TableLine]) -> tuple[TableCo
             tail if at == "tail" or (at, tail) == ("p95", "p90") else at
             for at in (latency.vectors if vectors else latency.table)
         )  # fmt: skip
-        found = (_shown_statistic(summary.rows, latency, at, quick=summary.scenario == QUICK) for at in wanted)
-        latencies += [_latency_column(latency, at) for at in dict.fromkeys(found) if at is not None]
+        shown_statistics = (
+            _shown_statistic(summary.rows, latency, at, quick=summary.scenario == QUICK) for at in wanted
+        )
+        latencies += [_latency_column(latency, at) for at in dict.fromkeys(shown_statistics) if at is not None]
     work = (column for column in _WORK_COLUMNS if applies.get(column.key, True))
     verdicts = (column for column in _VERDICT_COLUMNS if applies.get(column.key, True))
     users = (column for column in _USER_COLUMNS if any(map(column.text, lines)))

@@ -102,8 +102,8 @@ def validity(summary: Summary, run: Run) -> tuple[str, str]:
             "were counted right"
         )
     invalid = [row.name for row in summary.rows if row.invalid is not None]
-    are_of_rows = all(reason.cell is not None for reason in summary.reasons)  # else no row can be trusted
-    if are_of_rows and 0 < len(invalid) < min(len(summary.rows), 4):
+    are_row_reasons = all(reason.cell is not None for reason in summary.reasons)  # else no row can be trusted
+    if are_row_reasons and 0 < len(invalid) < min(len(summary.rows), 4):
         return "INVALID", f"do not trust {' and '.join(invalid)}; the run is not compared with other runs"
     if any(verdict.ratio is not None for verdict in (summary.comparison.verdicts if summary.comparison else [])):
         return "INVALID", "rows with a cell that is not valid have no verdict, and the run is not compared with others"
@@ -122,8 +122,8 @@ def state(summary: Summary, run: Run) -> Paragraph:
     by_status: dict[str, list[str]] = defaultdict(list)
     for result in summary.checks:
         by_status[result.status].append(result.check)
-    parts = [(each, f"{len(of)} of {total}: {', '.join(of)}") for each in ("failed", "inconclusive")
-             if (of := by_status[each])]  # fmt: skip
+    parts = [(status, f"{len(names)} of {total}: {', '.join(names)}") for status in ("failed", "inconclusive")
+             if (names := by_status[status])]  # fmt: skip
     if parts:
         (status, first), *others = parts
         first += "".join(f"; {other} {more}" for other, more in others)
@@ -155,7 +155,7 @@ def notes_sentence(summary: Summary, number: int, sign: str) -> str:
 
 def _largest_error(row: Row) -> float:
     """By how much at most the load generator changed the numbers that it limited, as a share."""
-    limited = (error for each, error in row.client_error.items() if METRICS[each].field in row.client_limited)
+    limited = (error for metric, error in row.client_error.items() if METRICS[metric].field in row.client_limited)
     return max(map(max, limited), default=0.0)
 
 
@@ -255,7 +255,7 @@ def no_findings(succeeded: Sequence[int], problems: Sequence[str]) -> Paragraph:
 def shown_problems(summary: Summary) -> list[str]:
     """What the page of a run shows that is no finding: failed requests, failed checks, and the result of hours."""
     failed_checks = any(check.status == "failed" for check in summary.checks)
-    drifts = any(found.word in ("failed", "drifts") for found in summary.soaks)
+    drifts = any(soak.word in ("failed", "drifts") for soak in summary.soaks)
     shown = {"failed requests": bool(summary.failures), "failed checks": failed_checks, "what the hours show": drifts}
     return [name for name, is_shown in shown.items() if is_shown]
 

@@ -44,8 +44,8 @@ def _verdict_texts(verdict: Verdict, side: str) -> list[str]:
         text = f"the same as {verdict.baseline} by {METRICS[verdict.metric].title}"
         return [f"{side}: {text} ({_same_text(verdict)})", *_what_confirms(verdict)]
     if verdict.word == "inconclusive":
-        known = "not decided" if is_one_sided(verdict) else "cannot tell"
-        return [f"{side}: {known}: {undecided_text(verdict)}", *why_undecided(verdict), *_what_confirms(verdict)]
+        word = "not decided" if is_one_sided(verdict) else "cannot tell"
+        return [f"{side}: {word}: {undecided_text(verdict)}", *why_undecided(verdict), *_what_confirms(verdict)]
     is_sure = verdict.p is not None and not verdict.provisional
     return [f"{side}: {describe_ratio(verdict, with_p=is_sure)}", *_what_confirms(verdict)]
 
@@ -55,16 +55,16 @@ def undecided_text(verdict: Verdict, baseline: str | None = None) -> str:
 
     `baseline` replaces the name of the baseline.
     """
-    known = shown_bounds(verdict)
-    seen = format_range(*known)
-    if None in known:
+    bounds = shown_bounds(verdict)
+    seen = format_range(*bounds)
+    if None in bounds:
         seen = f"about {format_change(verdict.ratio or 1.0)}"
     than = "than"
-    if None in known and ratio_text(verdict.ratio or 1.0) == ratio_text(1.0):
+    if None in bounds and ratio_text(verdict.ratio or 1.0) == ratio_text(1.0):
         seen, than = "about as fast", "as"
     text = f"{seen} {than} {baseline or verdict.baseline} by {METRICS[verdict.metric].title}"
     notes = [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
-    if None in known:
+    if None in bounds:
         notes.insert(0, f"interval not known from {count(min(verdict.n), *_UNIT_NAMES[verdict.unit])}")
     return f"{text} ({', '.join(notes)})" if notes else text
 
@@ -132,8 +132,8 @@ def describe_change(verdict: Verdict, *, interval: bool = True) -> str:
     """The change of a verdict, in the scale of the gate: "29 % slower than a by wall time (19 to 40 %)"."""
     low, high = shown_bounds(verdict)
     one_sided = low is not None and high is not None and not low < 1 <= high
-    known = _sizes(low or 0.0, high or 0.0) if one_sided else format_range(low, high)
-    notes = [known] if interval else []
+    size = _sizes(low or 0.0, high or 0.0) if one_sided else format_range(low, high)
+    notes = [size] if interval else []
     notes += [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
     about = "about " if None in (low, high) else ""
     text = f"{about}{format_change(verdict.ratio or 1.0)} than {verdict.baseline} by {METRICS[verdict.metric].title}"
@@ -192,8 +192,8 @@ def gate_answer(verdict: Verdict) -> str:
     if verdict.gate == "no_slowdown":
         return f"No slowdown of {limit}: {verdict.side} is {seen}{than}."
     if verdict.gate == "cannot_tell":
-        known = f"about {change} ({seen})" if None in shown_bounds(verdict) else seen
-        return f"Cannot tell: {verdict.side} is {known}{than}. {_settles_gate(verdict, 'R')}."
+        size = f"about {change} ({seen})" if None in shown_bounds(verdict) else seen
+        return f"Cannot tell: {verdict.side} is {size}{than}. {_settles_gate(verdict, 'R')}."
     low, high = shown_bounds(verdict)
     sizes = seen if low is None or high is None else _sizes(low, high)
     text = f"{verdict.side} is {change}{than} ({sizes})"
@@ -222,9 +222,9 @@ def gate_word(verdict: Verdict) -> str:
     limit = limit_text(verdict.tolerance or 0.0)
     if verdict.gate == "no_slowdown" and verdict.word not in ("faster", "same"):
         return f"slower by under {limit}" if verdict.word == "slower" else f"no slowdown of {limit}"
-    known = {"provisional": "slower (provisional)", "size_unknown": "slower (size not known)",
+    words = {"provisional": "slower (provisional)", "size_unknown": "slower (size not known)",
              "cannot_tell": "cannot tell"}  # fmt: skip
-    return known.get(verdict.gate or "", verdict_word(verdict))
+    return words.get(verdict.gate or "", verdict_word(verdict))
 
 
 def verdict_style(verdict: Verdict) -> str:

@@ -39,10 +39,10 @@ def format_percentile(row: Row, metric: Metric) -> str:
         return missing("whole")  # the first token comes with the last one
     if value is not None:
         return milliseconds(value)
-    if sample.known >= NEEDED[name] and sample.above is not None:
+    if sample.known_count >= NEEDED[name] and sample.above is not None:
         return f"> {milliseconds(sample.above)}"
-    few = sample.known < NEEDED[name] and metric.latency not in row.missing
-    few = few and (sample.known > 0 or row.pooled.succeeded < NEEDED[name])  # else no answer has it, however many
+    few = sample.known_count < NEEDED[name] and metric.latency not in row.missing
+    few = few and (sample.known_count > 0 or row.pooled.succeeded < NEEDED[name])  # else no answer has it, however many
     return missing(f"needs {NEEDED[name]}") if few else missing()
 
 
@@ -74,18 +74,20 @@ def load_names(run: Run, levels: Collection[str] = ()) -> dict[str, str]:
 
     These are stages, loads that vary only their users, and the `levels` of `harness tune --for users`.
     """
-    loads, swept, made = run.scenario.loads, run.scenario.swept, dict[str, str]()
-    of_stage = {name: stage for name in loads if (stage := load_of_stage(name)) is not None}
+    loads, swept, names = run.scenario.loads, run.scenario.swept, dict[str, str]()
+    stages = {name: stage for name in loads if (stage := load_of_stage(name)) is not None}
     varied = {} if swept is None else swept.loads
-    of_sweep = {name: varied[name].of for name in loads if name in varied and list(varied[name].settings) == ["users"]}
-    of_level = {name: name.rpartition("-")[0] for name in loads if name in levels and loads[name].arrivals is None}
-    generated = of_stage | of_sweep | of_level
+    sweeps = {name: varied[name].of for name in loads if name in varied and list(varied[name].settings) == ["users"]}
+    level_loads = {name: name.rpartition("-")[0] for name in loads if name in levels and loads[name].arrivals is None}
+    generated = stages | sweeps | level_loads
     is_alone = len(generated) == len(loads) and len(set(generated.values())) == 1
-    for name, of in generated.items():
-        text = ("" if is_alone else f"{of}, ") + units.count(loads[name].users, "user")
-        again = sum(each.startswith(text) and each.removeprefix(text)[:2] in ("", " (") for each in made.values())
-        made[name] = f"{text} ({again + 1})" if again else text
-    return made
+    for name, group in generated.items():
+        text = ("" if is_alone else f"{group}, ") + units.count(loads[name].users, "user")
+        duplicates = sum(
+            other.startswith(text) and other.removeprefix(text)[:2] in ("", " (") for other in names.values()
+        )
+        names[name] = f"{text} ({duplicates + 1})" if duplicates else text
+    return names
 
 
 def max_in_flight(load: Load) -> int:
@@ -159,5 +161,5 @@ def failure_kind(reason: Reason) -> str:
     return _FAILURE_KINDS.get(failure.partition(".")[0]) or kinds.get(reason.code, "died")
 
 
-def answers_word(found: SameAnswers) -> str:
-    return "cannot tell" if found.word == "inconclusive" else found.word
+def answers_word(answers: SameAnswers) -> str:
+    return "cannot tell" if answers.word == "inconclusive" else answers.word

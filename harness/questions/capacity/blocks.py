@@ -118,8 +118,8 @@ class ProbeBlock(Struct, frozen=True, kw_only=True):
 
 def count_met(sample: LatencySample) -> tuple[int, int]:
     """The numbers of requests that met the SLO, and of which it is known whether they did."""
-    known = (sample.state != UNKNOWN) & ~((sample.state == AT_LEAST) & (sample.value_s < 1))
-    return int((known & (sample.state != FAILED) & (sample.value_s <= 1)).sum()), int(known.sum())
+    decided = (sample.state != UNKNOWN) & ~((sample.state == AT_LEAST) & (sample.value_s < 1))
+    return int((decided & (sample.state != FAILED) & (sample.value_s <= 1)).sum()), int(decided.sum())
 
 
 def pause_s(load: Load) -> float:
@@ -195,8 +195,8 @@ class BlockCutter:
 
     def _typical_s(self, load: str | None) -> float | None:
         """Of an open loop only of the first answers: above capacity the queue grows, and no block would end."""
-        known_s = _mean(self._first_s[load] if is_open_loop(self._loads[load]) else self._newest_s[load])
-        return self._min_answer_s.get(load) if known_s is None else known_s
+        mean_s = _mean(self._first_s[load] if is_open_loop(self._loads[load]) else self._newest_s[load])
+        return self._min_answer_s.get(load) if mean_s is None else mean_s
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add new records, warm-up included."""
@@ -254,16 +254,16 @@ class BlockCutter:
             ended = [request for request in self._waiting if self._next_s < request.sent_s + request.ended_s <= end_s]
             answers = Counter(load_of_part(request.load) for request in ended if request.error != "unfinished")
             stuck = {  # no answer comes of those that were in flight for the whole block
-                load_of_part(one.load)
+                load_of_part(late_request.load)
                 for late in self._in_flight.values()
-                for one in late
-                if one.sent_s <= self._next_s
+                for late_request in late
+                if late_request.sent_s <= self._next_s
             }
             few = 1 if self._whole_tokens or self._answers < BLOCK_ANSWERS else BLOCK_ANSWERS
             if any(answers[load] < few for load in self._loads if load not in stuck):
                 # Blocks that end before the next answer change nothing: clocks of stored records may have jumped.
                 ends_s = (request.sent_s + request.ended_s for request in self._waiting)
-                later_s = min((one_s for one_s in ends_s if one_s > end_s), default=now_s)
+                later_s = min((time_s for time_s in ends_s if time_s > end_s), default=now_s)
                 end_s += max(0, (later_s - end_s) // self.block_s) * self.block_s
                 continue
             blocks.append(self._make_block(self._next_s, end_s, ended, answers.total()))
@@ -281,7 +281,11 @@ class BlockCutter:
         """For each SLO the sample of requests and of its overdue ones, each of which counts once."""
         samples = []
         for number, (slo, overdue) in enumerate(zip(self._slos, self._overdue, strict=True)):
-            own = [one for one in requests if one.id not in overdue and slo.load in (None, load_of_part(one.load))]
+            own = [
+                request
+                for request in requests
+                if request.id not in overdue and slo.load in (None, load_of_part(request.load))
+            ]
             samples.append(slo_sample(slo, rows_of([*own, *(late[number] if late else ())])))
         return samples
 

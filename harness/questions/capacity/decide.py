@@ -145,8 +145,8 @@ def next_slo_step(probes: Sequence[Probe], max_level: int, at_least: int | None 
     tried = {probe.level for probe in counted if probe.state == "unresolved"}
     candidates = [level for level in levels if (low or 0) < level < (high or math.inf) and level not in tried]
     proofs = [probe for probe in counted if probe.purpose == "slo"]
-    is_known = at_least is not None and ((low or 0) >= at_least or (high or math.inf) <= at_least)
-    if is_known or len(proofs) >= MAX_PROOFS:
+    is_settled = at_least is not None and ((low or 0) >= at_least or (high or math.inf) <= at_least)
+    if is_settled or len(proofs) >= MAX_PROOFS:
         return None
     if at_least is not None and at_least not in tried:
         return SloStep("slo", at_least)
@@ -167,7 +167,7 @@ def next_slo_step(probes: Sequence[Probe], max_level: int, at_least: int | None 
 
 def _is_hopeless(probes: Sequence[Probe]) -> bool:
     """Whether the server died, or most requests missed an SLO, so that no second probe is needed."""
-    return any(one.state == "died" or any(2 * met < known for met, known in one.counts) for one in probes)
+    return any(probe.state == "died" or any(2 * met < decided for met, decided in probe.counts) for probe in probes)
 
 
 def _next_ramp_level(probes: Sequence[Probe], max_level: int, at_least: int | None) -> int | None:
@@ -214,14 +214,14 @@ def estimate_level(probes: Sequence[Probe]) -> float | None:
     points: dict[int, list[tuple[float, int]]] = {}
     for probe in probes:
         if probe.purpose in SLO_PURPOSES and (margin := probe.margin) is not None:
-            known = max(1, sum(block.answers for block in probe.blocks))
+            answers = max(1, sum(block.answers for block in probe.blocks))
             points.setdefault(probe.level, []).append(
-                (-math.log(min(max(margin, MARGIN_LIMITS[0]), MARGIN_LIMITS[1])), known)
+                (-math.log(min(max(margin, MARGIN_LIMITS[0]), MARGIN_LIMITS[1])), answers)
             )
     return crossing_level(
         [
-            LevelPoint(level, sum(x * n for x, n in of) / sum(n for _, n in of), sum(n for _, n in of))
-            for level, of in points.items()
+            LevelPoint(level, sum(x * n for x, n in pairs) / sum(n for _, n in pairs), sum(n for _, n in pairs))
+            for level, pairs in points.items()
         ]
     )
 
@@ -241,9 +241,9 @@ def settle_seconds(probes: Sequence[Probe], max_level: int, at_least: int | None
     met, missed = _seen(probes)
     # The maximum, or one user: no level in between is left to try, only the confirmation.
     is_edge = met is None or (met == max_level and missed is None)
-    left = 1 if at_least is not None else max(1, (2 if is_edge else TYPICAL_PROOFS) - done)
+    remaining = 1 if at_least is not None else max(1, (2 if is_edge else TYPICAL_PROOFS) - done)
     ramp = RAMP_ROUNDS * math.log2(max(1.0, max_level / level)) if step.purpose == "ramp" else 0.0
-    return round_s * (left * PROOF_ROUNDS + ramp)
+    return round_s * (remaining * PROOF_ROUNDS + ramp)
 
 
 def _round_seconds(timed: Sequence[Probe], level: int, pause_s: float) -> float:
@@ -252,7 +252,7 @@ def _round_seconds(timed: Sequence[Probe], level: int, pause_s: float) -> float:
     return (nearest.answer_s or 0.0) * max(1.0, level / nearest.level) + pause_s
 
 
-def fitting_step(probes: Sequence[Probe], step: SloStep, left_s: float, pause_s: float) -> SloStep:
+def fitting_step(probes: Sequence[Probe], step: SloStep, remaining_s: float, pause_s: float) -> SloStep:
     """The step; where its proof takes longer than what is left, that of the highest good level which fits.
 
     Something proven is worth more than half a proof. Where nothing fits the step stays.
@@ -260,7 +260,7 @@ def fitting_step(probes: Sequence[Probe], step: SloStep, left_s: float, pause_s:
     timed = [probe for probe in probes if probe.answer_s is not None]
 
     def fits(level: int) -> bool:
-        return FIT_ROUNDS * _round_seconds(timed, level, pause_s) <= left_s
+        return FIT_ROUNDS * _round_seconds(timed, level, pause_s) <= remaining_s
 
     if step.purpose != "slo" or not timed or fits(step.level):
         return step
@@ -271,10 +271,10 @@ def fitting_step(probes: Sequence[Probe], step: SloStep, left_s: float, pause_s:
     return SloStep("slo", max(lower)) if lower else step
 
 
-def can_decide(probes: Sequence[Probe], step: SloStep, left_s: float, pause_s: float) -> bool:
+def can_decide(probes: Sequence[Probe], step: SloStep, remaining_s: float, pause_s: float) -> bool:
     """Whether the time that is left is enough for a proof to find at least a clear miss."""
     timed = [probe for probe in probes if probe.answer_s is not None]
-    return step.purpose != "slo" or not timed or MISS_ROUNDS * _round_seconds(timed, step.level, pause_s) <= left_s
+    return step.purpose != "slo" or not timed or MISS_ROUNDS * _round_seconds(timed, step.level, pause_s) <= remaining_s
 
 
 def slo_answer(
@@ -320,22 +320,26 @@ def levels_answer(nets: Mapping[int, int], estimate: float | None) -> CapacityAn
 
 def _seen(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
     """The highest level that seems to meet the SLOs, and the lowest one above it that seems to break one."""
-    known = {
+    margins = {
         probe.level: margin
         for probe in probes
         if probe.purpose in SLO_PURPOSES and (margin := probe.margin) is not None
     }
-    met = max((level for level, margin in known.items() if margin <= 1), default=None)
-    missed = min((level for level, margin in known.items() if margin > 1 and level > (met or 0)), default=None)
+    met = max((level for level, margin in margins.items() if margin <= 1), default=None)
+    missed = min((level for level, margin in margins.items() if margin > 1 and level > (met or 0)), default=None)
     return met, missed
 
 
 def with_broken(answer: CapacityAnswer, all_probes: Sequence[MeasuredProbe], slos: Sequence[Check]) -> CapacityAnswer:
     """Add the SLO that the level above the answer missed most, or why it does not count."""
-    of_level = [
-        one for one in all_probes if one.purpose in SLO_PURPOSES and one.level == (answer.above or answer.missed)
+    level_probes = [
+        probe
+        for probe in all_probes
+        if probe.purpose in SLO_PURPOSES and probe.level == (answer.above or answer.missed)
     ]
-    failed = next((one for one in of_level if one.state in ("fail", "died")), of_level[0] if of_level else None)
+    failed = next(
+        (probe for probe in level_probes if probe.state in ("fail", "died")), level_probes[0] if level_probes else None
+    )
     if failed is not None and failed.unheld is not None:
         return msgspec.structs.replace(answer, unheld=failed.unheld)
     missed = [
@@ -361,10 +365,10 @@ def _net_passes(probes: Sequence[Probe], levels: Sequence[int]) -> dict[int, int
     """
     signs = {"pass": 1, "fail": -1, "died": -1}
     counted = _counted(probes)
-    nets = {level: sum(signs.get(one.state, 0) for one in counted if one.level == level) for level in levels}
-    undecided = {one.level for one in counted if one.state == "unresolved"}
+    nets = {level: sum(signs.get(probe.state, 0) for probe in counted if probe.level == level) for level in levels}
+    undecided = {probe.level for probe in counted if probe.state == "unresolved"}
     for level in levels:
-        tries = [one for one in counted if one.level == level]
+        tries = [probe for probe in counted if probe.level == level]
         is_doubtful = bool(undecided) and nets[level] == -1 and not _is_hopeless(tries)
         is_taken_back = level in undecided and abs(nets[level]) < 2
         if is_doubtful or is_taken_back or (nets[level] > 0 and _misses_below(probes, level)):
@@ -374,10 +378,10 @@ def _net_passes(probes: Sequence[Probe], levels: Sequence[int]) -> dict[int, int
 
 def _misses_below(probes: Sequence[Probe], level: int) -> bool:
     """Whether all requests at a level and below it, together, miss an SLO."""
-    chosen = [one for one in probes if one.level <= level and one.purpose in SLO_PURPOSES]
+    chosen = [probe for probe in probes if probe.level <= level and probe.purpose in SLO_PURPOSES]
     for slo, share in enumerate(chosen[0].shares if chosen else ()):
-        met, known = (sum(one.counts[slo][place] for one in chosen) for place in (0, 1))
-        if met < share * known:
+        met, decided = (sum(probe.counts[slo][place] for probe in chosen) for place in (0, 1))
+        if met < share * decided:
             return True
     return False
 
@@ -454,8 +458,8 @@ def find_crossing(
     if len(levels) < 2 or (min(freedom) < 1 and not assume_spread):
         return inconclusive
 
-    def difference(of_side: Floats, of_base: Floats) -> Floats:
-        return np.exp(-of_base) - np.exp(-of_side) if linear else of_side - of_base
+    def difference(side_values: Floats, base_values: Floats) -> Floats:
+        return np.exp(-base_values) - np.exp(-side_values) if linear else side_values - base_values
 
     axis = np.array(levels, dtype=np.float64) if linear else np.log(np.array(levels, dtype=np.float64))
     generator = np.random.default_rng(20261124)
@@ -472,8 +476,8 @@ def find_crossing(
     end = axis[0] if kind == "from" else axis[-1]
     crossings = np.where(kinds[agree] == "always", end, _last_sign_changes(axis, drawn[agree]))
     quantiles = np.quantile(crossings, [(1 - MASS) / 2, (1 + MASS) / 2])
-    found = np.array([_last_sign_changes(axis, differences)[0], *quantiles])
-    level, low, high = found if linear else np.exp(found)
+    estimates = np.array([_last_sign_changes(axis, differences)[0], *quantiles])
+    level, low, high = estimates if linear else np.exp(estimates)
     return answer(kind=kind, level=float(level), low=float(low), high=float(high))
 
 

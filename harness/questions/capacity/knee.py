@@ -48,9 +48,9 @@ Blocks = dict[int, list[ProbeBlock]]  # by level
 
 def estimate_throughput(blocks: Sequence[ProbeBlock], level: int = 0, *, steady: bool = True) -> KneePoint:
     """Return the throughput over all blocks, at least two, with its error by batch means."""
-    found = batched_rate([block.output_tokens for block in blocks], [block.seconds for block in blocks])
-    rate, error = found.rate, max(found.error, _MIN_ERROR) if found.rate else 0.0
-    half_width = t_quantile(1 - ALPHA / 2, found.freedom) * error
+    estimate = batched_rate([block.output_tokens for block in blocks], [block.seconds for block in blocks])
+    rate, error = estimate.rate, max(estimate.error, _MIN_ERROR) if estimate.rate else 0.0
+    half_width = t_quantile(1 - ALPHA / 2, estimate.freedom) * error
     return KneePoint(
         level=level,
         seconds=sum(block.seconds for block in blocks),
@@ -60,7 +60,7 @@ def estimate_throughput(blocks: Sequence[ProbeBlock], level: int = 0, *, steady:
         high=rate * (1 + half_width),
         steady=steady,
         error=error,
-        freedom=found.freedom,
+        freedom=estimate.freedom,
     )
 
 
@@ -117,7 +117,7 @@ def make_knee_probe(level: int, precision: float, probes: Sequence[Probe], **mor
     blocks = _blocks_by_level(_measured(probes))
     earlier, best = blocks.get(level, []), 0.0
     if not earlier:
-        best = max((estimate_throughput(known).tok_s for known in blocks.values()), default=0.0)
+        best = max((estimate_throughput(level_blocks).tok_s for level_blocks in blocks.values()), default=0.0)
     decide = partial(decide_throughput, precision=precision, earlier=earlier, best=best)
     return Probe(level, decide=decide, purpose="knee", **more)
 

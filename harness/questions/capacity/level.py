@@ -139,13 +139,13 @@ class Probe:
 
     def add_records(self, requests: list[Any]) -> None:
         with self._lock:
-            messages = (each.message for each in requests if each.error not in (None, *CUT))
+            messages = (request.message for request in requests if request.error not in (None, *CUT))
             self.failure = self.failure or next(messages, None)
             rows = rows_of(requests)
             for load in dict.fromkeys(rows.load.texts):
-                of_load = rows.where(rows.load.is_in(load))
-                if load is not None and len(of_load):
-                    self._answered.setdefault(load_of_part(load), []).append(answered(of_load))
+                load_rows = rows.where(rows.load.is_in(load))
+                if load is not None and len(load_rows):
+                    self._answered.setdefault(load_of_part(load), []).append(answered(load_rows))
             missed = rows.where(rows.measured & are_missed(rows, () if self.purpose == "knee" else self.slos))
             self.missed += len(missed)
             self.queued += int(waited_in_listen_queue(missed).sum())
@@ -208,8 +208,8 @@ class Probe:
         if self.state in ("fail", "died"):
             return True
         return any(
-            known - met >= max(_MIN_MISSES, _CLEAR * (1 - share) * known)
-            for share, (met, known) in zip(self.shares, self.counts, strict=True)
+            decided - met >= max(_MIN_MISSES, _CLEAR * (1 - share) * decided)
+            for share, (met, decided) in zip(self.shares, self.counts, strict=True)
         )
 
     def result(self, cells: list[str]) -> MeasuredProbe:
@@ -236,10 +236,10 @@ class Probe:
 
 def are_missed(rows: Rows, slos: Sequence[Check]) -> Bools:
     """Whether each request failed, or missed one of the SLOs that count for it."""
-    missed = rows.error.known & ~rows.error.is_in(*CUT)
+    missed = rows.error.is_set & ~rows.error.is_in(*CUT)
     for slo in slos:
-        of_load = [text for text in rows.load.texts if text is not None and load_of_part(text) == slo.load]
-        counts = rows.load.is_in(*of_load) if slo.load is not None else np.ones(len(rows), dtype=np.bool_)
+        parts = [text for text in rows.load.texts if text is not None and load_of_part(text) == slo.load]
+        counts = rows.load.is_in(*parts) if slo.load is not None else np.ones(len(rows), dtype=np.bool_)
         missed |= counts & (meets_slos(rows, slo.bounds) == MISSED)
     return missed
 
@@ -262,8 +262,16 @@ def decide_slos(probe: Probe) -> ProbeState:
         return "unresolved"
     # Even PACE times the remaining blocks would decide nothing.
     times = 1 + PACE * (limit - number) / number
-    open_ones = [one for one in _decide_each(probe.shares, probe.blocks, probe.answer_s) if one.decision != "pass"]
-    return "unresolved" if any(one.needed is None or one.needed > times * one.n for one in open_ones) else "open"
+    open_decisions = [
+        decision
+        for decision in _share_decisions(probe.shares, probe.blocks, probe.answer_s)
+        if decision.decision != "pass"
+    ]
+    return (
+        "unresolved"
+        if any(decision.needed is None or decision.needed > times * decision.n for decision in open_decisions)
+        else "open"
+    )
 
 
 def decide_ramp(probe: Probe) -> ProbeState:
@@ -278,14 +286,16 @@ def decide_ramp(probe: Probe) -> ProbeState:
 
 def _decide(shares: Sequence[float], blocks: Sequence[ProbeBlock], answer_s: float | None) -> ProbeState:
     """Decide by all blocks at once; a pass needs MIN_PASS_BLOCKS."""
-    decisions = {one.decision for one in _decide_each(shares, blocks, answer_s)}
+    decisions = {decision.decision for decision in _share_decisions(shares, blocks, answer_s)}
     if "fail" in decisions:
         return "fail"
     is_long = sum(block.seconds > 0 for block in blocks) >= MIN_PASS_BLOCKS  # the last one has what the end cut
     return "pass" if decisions == {"pass"} and is_long else "open"
 
 
-def _decide_each(shares: Sequence[float], blocks: Sequence[ProbeBlock], answer_s: float | None) -> list[ShareDecision]:
+def _share_decisions(
+    shares: Sequence[float], blocks: Sequence[ProbeBlock], answer_s: float | None
+) -> list[ShareDecision]:
     """Decide each SLO, that at least its share of all requests must meet."""
     flight, decided = _in_flight(blocks), []
     for slo, share in enumerate(shares):
@@ -330,7 +340,7 @@ def _looks(limit: int) -> set[int]:
 
 
 def _has_misses(blocks: Sequence[ProbeBlock]) -> bool:
-    return any(met < known for block in blocks for met, known in block.counts)
+    return any(met < decided for block in blocks for met, decided in block.counts)
 
 
 def _samples(blocks: Sequence[ProbeBlock], slo: int) -> list[LatencySample]:
@@ -340,8 +350,8 @@ def _samples(blocks: Sequence[ProbeBlock], slo: int) -> list[LatencySample]:
 def _count(samples: Sequence[LatencySample]) -> tuple[int, int, int]:
     """The numbers of requests that met the SLO, of which it is known whether they did, and of which it is not."""
     counts = [count_met(sample) for sample in samples]
-    known = sum(count[1] for count in counts)
-    return sum(count[0] for count in counts), known, sum(len(sample.state) for sample in samples) - known
+    decided = sum(count[1] for count in counts)
+    return sum(count[0] for count in counts), decided, sum(len(sample.state) for sample in samples) - decided
 
 
 def _margin(share: float, samples: Sequence[LatencySample]) -> float | None:

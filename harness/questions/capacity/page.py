@@ -163,11 +163,11 @@ def _asked_answer(report: CapacityReport, slo: CapacityAnswer, asked: str, broke
         at = "" if slo.above == level else f"at {format_level(report, slo.above)} "
         return f"does not hold {asked}: {at}{broken}"
     likely = f"about {format_level(report, slo.level)}" if slo.level else "not even 1 user"
-    known = "no answer ended in time" if slo.level is None else f"{likely} by an estimate"
+    estimate = "no answer ended in time" if slo.level is None else f"{likely} by an estimate"
     if slo.low:
-        known = f"at least {format_level(report, slo.low)} are proven, {known}"
+        estimate = f"at least {format_level(report, slo.low)} are proven, {estimate}"
     settle = _settle(slo, settle_s, what_if=False) or ". Use a longer --budget"
-    return f"not known whether it holds {asked}: {known}{settle}"
+    return f"not known whether it holds {asked}: {estimate}{settle}"
 
 
 def _settle(slo: CapacityAnswer, settle_s: float | None, *, what_if: bool) -> str:
@@ -222,14 +222,14 @@ def users(level: float | None) -> str:
 
 def known_levels(report: CapacityReport, probes: Sequence[MeasuredProbe]) -> list[dict[str, Any]]:
     """For each level that was measured and each SLO: the amount, and how many of how many requests met the SLO."""
-    known = []
+    levels = []
     for level in sorted({probe.level for probe in probes}):
         for slo, text in enumerate(report.slos):
             counts = [probe.counts[slo] for probe in probes if probe.level == level and slo < len(probe.counts)]
             met, total = sum(count[0] for count in counts), sum(count[1] for count in counts)
             if total:
-                known.append({"loads": report.loads_at(level), "met": met, "total": total, "slo": text})
-    return known
+                levels.append({"loads": report.loads_at(level), "met": met, "total": total, "slo": text})
+    return levels
 
 
 def note_reasons(server: ServerCapacity) -> list[Reason]:

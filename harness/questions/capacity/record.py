@@ -144,7 +144,9 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
 
     def amounts(self, level: int) -> dict[str, float]:
         """The users, rate or speed of each load at a level."""
-        members = {one.load: self.amount(level) if one.amount is None else one.amount for one in self.members}
+        members = {
+            member.load: self.amount(level) if member.amount is None else member.amount for member in self.members
+        }
         return members or {self.load: self.amount(level)}
 
     def loads_at(self, level: int, *, fixed: bool = False) -> list[dict[str, Any]]:

@@ -31,20 +31,20 @@ STEP_S = 0.5  # between two cuts, as in the search
 
 def parse(texts: Sequence[str], capacity: CapacityReport) -> list[Check]:
     """Parse checks as `harness capacity` does. Raises HarnessError."""
-    return parse_slos(texts, [one.load for one in capacity.members])
+    return parse_slos(texts, [member.load for member in capacity.members])
 
 
 def with_answers(
-    made: Summarized, capacity: CapacityReport, slos: Sequence[Check]
+    analysis: Summarized, capacity: CapacityReport, slos: Sequence[Check]
 ) -> tuple[Summarized, CapacityReport]:
     """The same with the answers for the SLOs in the summary, and the search as if it had asked for them."""
     if not slos:
-        return made, capacity
+        return analysis, capacity
     asked = replace(capacity, slos=[slo.text for slo in slos], shares=[slo.share for slo in slos])
-    found = [server_answer(made.data, capacity, server, slos) for server in capacity.servers]
-    reasons = [reason for _, of_server in found for reason in of_server]
-    return made._replace(summary=replace(made.summary, what_if=reasons)), replace(
-        asked, servers=[replace(one, slo=slo) for one, (slo, _) in zip(capacity.servers, found, strict=True)]
+    answers = [server_answer(analysis.data, capacity, server, slos) for server in capacity.servers]
+    reasons = [reason for _, server_reasons in answers for reason in server_reasons]
+    return analysis._replace(summary=replace(analysis.summary, what_if=reasons)), replace(
+        asked, servers=[replace(server, slo=slo) for server, (slo, _) in zip(capacity.servers, answers, strict=True)]
     )
 
 
@@ -55,21 +55,23 @@ def server_answer(
     asked = replace(capacity, slos=[slo.text for slo in slos], shares=[slo.share for slo in slos])
     stored = [probe for probe in server.probes if probe.purpose in SLO_PURPOSES]
     levels = search_levels(capacity.max_level, capacity.at_least_level)
-    for one in stored:
-        known = all(cell in data.planned and data.planned[cell].load in data.run.scenario.loads for cell in one.cells)
-        if one.level not in levels or not one.cells or not known:
+    for measured in stored:
+        is_planned = all(
+            cell in data.planned and data.planned[cell].load in data.run.scenario.loads for cell in measured.cells
+        )
+        if measured.level not in levels or not measured.cells or not is_planned:
             raise HarnessError(
-                f"{data.folder / CAPACITY_FILE}: a probe does not fit the run (level {one.level})",
+                f"{data.folder / CAPACITY_FILE}: a probe does not fit the run (level {measured.level})",
                 next_step="Restore the file, or run `harness capacity` again.",
             )
     probes = [replay(data, probe, slos) for probe in stored]
-    results = [probe.result(one.cells) for probe, one in zip(probes, stored, strict=True)]
+    results = [probe.result(measured.cells) for probe, measured in zip(probes, stored, strict=True)]
     is_same = asked.slos == capacity.slos and server.slo is not None
     if is_same and server.slo is not None:  # the search saw the requests in flight, too
         answer, results, probes = server.slo, stored, []
     else:
-        found = slo_answer(probes, capacity.max_level, capacity.at_least_level, complete=True)
-        answer = with_broken(found, results, slos)
+        plain_answer = slo_answer(probes, capacity.max_level, capacity.at_least_level, complete=True)
+        answer = with_broken(plain_answer, results, slos)
     text = f"{server.server}, {', '.join(asked.slos)}: "
     reason = slo_reason(asked, answer, results, what_if=True)
     values = {**reason.values, "server": server.server, "slos": asked.slos}
@@ -96,11 +98,11 @@ def replay(data: RunData, measured: MeasuredProbe, slos: Sequence[Check]) -> Pro
     is_ramp = measured.purpose == "ramp"
     cutter = BlockCutter(slos, loads, flush_s=0.0, answers=RAMP_BLOCK_ANSWERS if is_ramp else None)
     probe = Probe(measured.level, slos, purpose=measured.purpose, cutter=cutter)
-    requests = sorted((one for cell in measured.cells for one in _requests(data, cell)), key=_end_s)
+    requests = sorted((request for cell in measured.cells for request in _requests(data, cell)), key=_end_s)
     # Later blocks have no requests that began in them.
-    cut = [_end_s(one) for one in requests if one.error == "unfinished"]
+    cut = [_end_s(request) for request in requests if request.error == "unfinished"]
     stopped_s = min(cut, default=max(map(_end_s, requests), default=0.0))
-    for step, group in groupby(requests, key=lambda one: math.ceil(_end_s(one) / STEP_S)):
+    for step, group in groupby(requests, key=lambda request: math.ceil(_end_s(request) / STEP_S)):
         probe.add_records(list(group))
         for block in probe.cutter.cut(min(step * STEP_S, stopped_s)):
             probe.add(block, probe.cutter.answer_s)
@@ -115,9 +117,11 @@ def replay(data: RunData, measured: MeasuredProbe, slos: Sequence[Check]) -> Pro
 
 def _requests(data: RunData, cell: str) -> Iterator[Request]:
     """The records of a cell, on the cell's clock."""
-    found = data.cells.get(cell)
-    for request in found.fetch(np.sort(found.rows.place).tolist()) if found is not None else ():
-        yield replace(request, sent_s=request.sent_s + found.clock.offset_s(request.process)) if found else request
+    cell_data = data.cells.get(cell)
+    if cell_data is None:
+        return
+    for request in cell_data.fetch(np.sort(cell_data.rows.place).tolist()):
+        yield replace(request, sent_s=request.sent_s + cell_data.clock.offset_s(request.process))
 
 
 def _end_s(request: Request) -> float:

@@ -94,7 +94,7 @@ def _refuse_mixed_sides(first: list[Path], words: list[str]) -> None:
     for number, word in enumerate(words):
         if word == "--against" or word.startswith("--against="):
             start = number + (2 if word == "--against" else 1)
-            more = list(itertools.takewhile(lambda each: not each.startswith("-"), words[start:]))
+            more = list(itertools.takewhile(lambda argument: not argument.startswith("-"), words[start:]))
             given += [word.partition("=")[2] or words[start - 1], *more]
             after += more
     if after and len(after) < len(first):  # else the options come first: compare --against C A B

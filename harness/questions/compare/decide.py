@@ -38,7 +38,7 @@ class RunGroup(Side):
     """A group of runs."""
 
     def row_in_runs(self, row: RowKey) -> list[Row]:
-        return [found for summary in self.summaries for found in summary.rows if found.key == row]
+        return [summary_row for summary in self.summaries for summary_row in summary.rows if summary_row.key == row]
 
     def measured(self, row: RowKey, name: str) -> Measured:
         return Measured(
@@ -50,7 +50,11 @@ class RunGroup(Side):
 
     def answers(self, row: RowKey) -> list[Answers]:
         """The quality of a row's answers in each run that checked them."""
-        return [found.pooled.answers for found in self.row_in_runs(row) if found.pooled.answers is not None]
+        return [
+            summary_row.pooled.answers
+            for summary_row in self.row_in_runs(row)
+            if summary_row.pooled.answers is not None
+        ]
 
     def common_rows(self) -> list[RowKey]:
         """Rows (server, load) that every run of the group has."""
@@ -68,8 +72,8 @@ class ComparedRow(NamedTuple):
 
     def pairs(self, equal: EqualRuns, metrics: Sequence[str] | None = None) -> Iterator[ComparedSides]:
         """The comparisons by each metric, by default those of verdicts."""
-        known = equal.known(self.row, [(0, self.base), (self.number, self.side)])
-        return pair_by_metric(self.side, self.base, within_run=False, known=known, metrics=metrics)
+        earlier = equal.variation(self.row, [(0, self.base), (self.number, self.side)])
+        return pair_by_metric(self.side, self.base, within_run=False, earlier=earlier, metrics=metrics)
 
     def refuse_other_definitions(self) -> None:
         """Raise UnlikeError if the two sides define a compared metric differently."""
@@ -89,8 +93,8 @@ def comparable_rows(
     all_runs = [run for side in sides for run in side.runs]
     refuse_repeated(all_runs)
     compared = _compared_rows(sides, rows, with_sides=with_sides)
-    for each in compared:
-        each.refuse_other_definitions()
+    for compared_row in compared:
+        compared_row.refuse_other_definitions()
     refuse_unlike(all_runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
     return rows, compared
 
@@ -107,15 +111,15 @@ def compare_sides(
 ) -> Comparison:
     """The comparison of sides by their `comparable_rows`, without that of their answers."""
     all_runs = [run for side in sides for run in side.runs]
-    pairs = [pair for each in compared for pair in each.pairs(equal)]
+    pairs = [pair for compared_row in compared for pair in compared_row.pairs(equal)]
     comparison = decide_verdicts(pairs, variation_source(pairs, equal, all_runs[0].machine.name))
-    verdicts = [msgspec.structs.replace(each, baseline=sides[0].name) for each in comparison.verdicts]
-    results_of_checks = []
+    verdicts = [msgspec.structs.replace(verdict, baseline=sides[0].name) for verdict in comparison.verdicts]
+    check_results = []
     for number, side in enumerate(sides[1:], 1):
-        own = [each for each in compared if each.number == number]
-        found = _evaluate_checks(checks, (sides[0], side), own, comparison, equal, provisional=provisional)
+        own = [compared_row for compared_row in compared if compared_row.number == number]
+        results = _evaluate_checks(checks, (sides[0], side), own, comparison, equal, provisional=provisional)
         several = len(sides) > 2
-        results_of_checks += [_of_side(result, side) for result in found] if several else found
+        check_results += [_named_for_side(result, side) for result in results] if several else results
     return msgspec.structs.replace(
         comparison,
         verdicts=[with_gate(verdict, tolerance, provisional=provisional) for verdict in verdicts],
@@ -123,7 +127,7 @@ def compare_sides(
         sides=[side.name for side in sides],
         answers=speculation_answers(sides[0], sides[1:]),
         differences=find_differences([collect_facts(side.runs[0], rows) for side in sides]),
-        checks=results_of_checks,
+        checks=check_results,
         notes=list(_notes(sides, rows)),
     )
 
@@ -169,7 +173,7 @@ def check_ratios(
     compared = [
         ComparedRow(row, number, side.measured(row, " / ".join(row)), base.measured(row, base.name)) for row in rows
     ]
-    return decide_verdicts([pair for each in compared for pair in each.pairs(equal, metrics)]).verdicts
+    return decide_verdicts([pair for compared_row in compared for pair in compared_row.pairs(equal, metrics)]).verdicts
 
 
 def _notes(sides: Sequence[RunGroup], rows: Sequence[RowKey]) -> Iterator[Reason]:
@@ -187,11 +191,11 @@ def _notes(sides: Sequence[RunGroup], rows: Sequence[RowKey]) -> Iterator[Reason
             sizes[side.name] = comparable.median_measurements(cells).get("startup.kv_cache_tokens")
         if (note := comparable.kv_cache_note(sizes, server=server)) is not None:
             yield note
-        for engine, known in versions.items():
-            if len(set(known.values())) > 1:
-                named = ", ".join(f"{side} {version}" for side, version in known.items())
+        for engine, by_side in versions.items():
+            if len(set(by_side.values())) > 1:
+                named = ", ".join(f"{side} {version}" for side, version in by_side.items())
                 text = f"{server}: different versions of {engine} ({named}), so the comparison includes what changed "
-                yield because("engine_versions", f"{text}between them", server=server, engine=engine, versions=known)
+                yield because("engine_versions", f"{text}between them", server=server, engine=engine, versions=by_side)
     base, *others = sides
     for side, row in itertools.product(others, rows):
         names = [f"{' / '.join(row)} ({named.name})" for named in (side, base)]
@@ -246,19 +250,23 @@ def _evaluate_checks(
 ) -> list[CheckResult]:
     """The checks of a side, the second, whose rows are `compared`, against the first. In checks a row has no side."""
     base, side = sides
-    names = {each.side.name: " / ".join(each.row) for each in compared}
-    rows = [each.row for each in compared]
-    own = [msgspec.structs.replace(each, side=names[each.side]) for each in comparison.verdicts if each.side in names]
+    names = {compared_row.side.name: " / ".join(compared_row.row) for compared_row in compared}
+    rows = [compared_row.row for compared_row in compared]
+    own = [
+        msgspec.structs.replace(verdict, side=names[verdict.side])
+        for verdict in comparison.verdicts
+        if verdict.side in names
+    ]
     verdicts, ratios = (
-        [msgspec.structs.replace(each, provisional=each.provisional and not provisional) for each in found]
-        for found in (own, check_ratios(checks, sides, rows, equal, compared[0].number))
+        [msgspec.structs.replace(verdict, provisional=verdict.provisional and not provisional) for verdict in decided]
+        for decided in (own, check_ratios(checks, sides, rows, equal, compared[0].number))
     )
     side_rows, base_rows = ([row for row in group.summaries[0].rows if row.key in rows] for group in (side, base))
     reference = Reference(definitions=DEFINITIONS, run=base.runs[0].id, rows=base_rows, ratios=ratios)
     return evaluate(checks, side_rows, msgspec.structs.replace(comparison, verdicts=verdicts), reference)
 
 
-def _of_side(result: CheckResult, side: RunGroup) -> CheckResult:
+def _named_for_side(result: CheckResult, side: RunGroup) -> CheckResult:
     return msgspec.structs.replace(result, check=f"{result.check} ({side.name})")
 
 

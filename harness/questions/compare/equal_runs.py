@@ -47,13 +47,13 @@ class EqualRuns(Struct, frozen=True):
     runs: list[EqualRun]
     starts: list[list[float]]
 
-    def known(self, row: RowKey, sides: Sequence[tuple[int, Measured]]) -> Callable[[str], tuple[float, int]]:
+    def variation(self, row: RowKey, sides: Sequence[tuple[int, Measured]]) -> Callable[[str], tuple[float, int]]:
         """What is known of a row besides the values of the sides, by metric: sum of squares, degrees of freedom.
 
         `sides`: of each of the two sides its number and its measured row.
         """
 
-        def of_metric(metric: str) -> tuple[float, int]:
+        def metric_variation(metric: str) -> tuple[float, int]:
             own = {
                 number: [
                     Value(start, speed)
@@ -69,7 +69,7 @@ class EqualRuns(Struct, frozen=True):
             ]
             return variation_within(own, earlier)
 
-        return of_metric
+        return metric_variation
 
 
 def variation_source(pairs: Sequence[ComparedSides], equal: EqualRuns, machine: str) -> list[Reason]:
@@ -78,21 +78,21 @@ def variation_source(pairs: Sequence[ComparedSides], equal: EqualRuns, machine: 
     It is measured where the runs weigh as much as the assumption in every pair (`stats.is_mostly_assumed`).
     """
     earlier = len(equal.runs)
-    of_earlier = f" and {count(earlier, 'earlier equal run')}" if earlier else ""
-    found = [measured_variation(pair) for pair in pairs if pair.refused is None]
-    if not found or any(freedom < stats.ASSUMED_FREEDOM for _, freedom in found):
-        text = f"your runs{of_earlier} are too few to know it; {percent(stats.ASSUMED_SD, 0)} is assumed"
+    earlier_text = f" and {count(earlier, 'earlier equal run')}" if earlier else ""
+    variations = [measured_variation(pair) for pair in pairs if pair.refused is None]
+    if not variations or any(freedom < stats.ASSUMED_FREEDOM for _, freedom in variations):
+        text = f"your runs{earlier_text} are too few to know it; {percent(stats.ASSUMED_SD, 0)} is assumed"
         return [because("variation_assumed", text, sd=stats.ASSUMED_SD, runs=earlier)]
-    sds = [math.sqrt(squares / freedom) for squares, freedom in found]
+    sds = [math.sqrt(squares / freedom) for squares, freedom in variations]
     runs = max(len(pair.side_speeds) + len(pair.baseline_speeds) for pair in pairs)
     shown = " to ".join(dict.fromkeys(percent(sd, 1) for sd in (min(sds), max(sds))))
-    text = f"{shown}, measured on {machine}: these {runs} runs{of_earlier}"
+    text = f"{shown}, measured on {machine}: these {runs} runs{earlier_text}"
     return [because("variation_measured", text, low=min(sds), high=max(sds), compared=runs, runs=earlier)]
 
 
 def measured_variation(pair: ComparedSides) -> tuple[float, int]:
     """The sum of squares of equal runs around the mean of their side, with its degrees of freedom."""
-    squares, freedom = pair.known
+    squares, freedom = pair.earlier
     for runs in (pair.side_speeds, pair.baseline_speeds):
         values = [math.exp(stats.mean_log(run)) for run in runs if run]
         if len(values) > 1:
@@ -149,8 +149,8 @@ def _divide_by_time(
             newer: [*groups[newer], *between[index:], *after],
         }
 
-    def squares(made: Mapping[int, list[float]]) -> float:
-        return sum(_added_squares(sides[number], values) for number, values in made.items())
+    def squares(values_by_side: Mapping[int, list[float]]) -> float:
+        return sum(_added_squares(sides[number], values) for number, values in values_by_side.items())
 
     best = min(map(divided_at, range(len(between) + 1)), key=squares)
     return best, DIVISION_FREEDOM if between else 0
@@ -173,8 +173,8 @@ def find_equal_runs(
     compared = {(run.id, run.started_wall_s) for side in sides for run in side}
     newest_s = max(run.started_wall_s for side in sides for run in side)
     facts = [collect_facts(side[0], rows) for side in sides]
-    addresses = [_addresses(of) for of in facts]
-    found: list[EqualRun] = []
+    addresses = [_addresses(side_facts) for side_facts in facts]
+    equal_runs: list[EqualRun] = []
     for folder, run in _other_runs(runs, results):
         key = (run.id, run.started_wall_s)
         if key in compared or run.started_wall_s > newest_s:
@@ -183,7 +183,7 @@ def find_equal_runs(
         if equals:
             own = _addresses(collect_facts(run, rows))
             equals = [n for n in equals if addresses[n] == own] or equals
-        if all(sum(n in one.sides for one in found) >= MAX_EQUAL_RUNS for n in equals):
+        if all(sum(n in equal_run.sides for equal_run in equal_runs) >= MAX_EQUAL_RUNS for n in equals):
             continue
         try:
             summary = summary_of(folder)
@@ -191,8 +191,8 @@ def find_equal_runs(
             continue
         if summary.valid is not False:
             compared.add(key)
-            found.append(EqualRun(run, summary, frozenset(equals)))
-    return EqualRuns(found, [[run.started_wall_s for run in side] for side in sides])
+            equal_runs.append(EqualRun(run, summary, frozenset(equals)))
+    return EqualRuns(equal_runs, [[run.started_wall_s for run in side] for side in sides])
 
 
 def _addresses(facts: Mapping[str, object]) -> dict[str, object]:
@@ -202,8 +202,8 @@ def _addresses(facts: Mapping[str, object]) -> dict[str, object]:
 def _other_runs(runs: Path | None, results: Path | None) -> Iterator[tuple[Path, Run]]:
     """Runs that ended valid, the newest first."""
     listed = [(folder, run) for folder, run in list_runs(runs, results) if not isinstance(run, HarnessError)]
-    found = [(folder, run) for folder, run in listed if run.status in ("valid", "unchecked")]
-    yield from sorted(found, key=lambda one: (-one[1].started_wall_s, one[0]))
+    candidates = [(folder, run) for folder, run in listed if run.status in ("valid", "unchecked")]
+    yield from sorted(candidates, key=lambda entry: (-entry[1].started_wall_s, entry[0]))
 
 
 def _is_equal(run: Run, other: Run, rows: Sequence[RowKey], other_facts: dict[str, object]) -> bool:

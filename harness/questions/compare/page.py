@@ -52,7 +52,7 @@ def compared_grid(comparison: Comparison) -> Grid:
     rows = []
     for verdict in comparison.verdicts:
         _, _, samples, by, speed, interval, p, word = _verdict_cells(verdict)
-        values = [format_side(verdict, of) for of in reversed(verdict.values)]
+        values = [format_side(verdict, side_values) for side_values in reversed(verdict.values)]
         rows.append([row_name(verdict, (before, after)), by, *values, speed, interval, samples, p, word])
     return Grid(
         columns=[TableColumn(key, title, group=groups.get(key, "work")) for key, title in titles.items()],
@@ -70,11 +70,11 @@ def sides_sentence(comparison: Comparison) -> list[Element]:
     return [Paragraph(f"Before: {names[0]} (the baseline). After: {', '.join(names[1:])}.", "fine")]
 
 
-def differences(found: Sequence[Difference], sides: Sequence[str]) -> list[Element]:
+def differences(items: Sequence[Difference], sides: Sequence[str]) -> list[Element]:
     """The keys in which manifests differ, with the value of each side."""
-    if not found:
+    if not items:
         return [Paragraph(f"Nothing that is recorded differs between {' and '.join(sides)}.", "fine")]
-    rows = [[each.key, *map(_shorten, each.values)] for each in found]
+    rows = [[difference.key, *map(_shorten, difference.values)] for difference in items]
     return [plain_grid(["What differs", *sides], rows)]
 
 
@@ -86,8 +86,8 @@ def _shorten(value: str) -> str:
 
 def comparison_answer(comparison: Comparison) -> str:
     """The answer of `harness compare`: whether a side is slower than the first; and other versions of the engine."""
-    versions = [each for each in comparison.differences if each.key.endswith("startup.version")]
-    shown = [f"The engine's versions differ: {', '.join(each.values)}." for each in versions[:1]]
+    versions = [difference for difference in comparison.differences if difference.key.endswith("startup.version")]
+    shown = [f"The engine's versions differ: {', '.join(difference.values)}." for difference in versions[:1]]
     answers = map(answers_sentence, comparison.same_answers)
     verdicts = [_comparison_answer(comparison)] if comparison.verdicts else []
     return " ".join([*map(sentence, comparison.answers), *verdicts, *answers, *shown])
@@ -112,5 +112,5 @@ def comparison_xml(comparison: Comparison) -> str:
         properties["baseline" if number == 0 else f"side.{number}"] = name
     properties |= difference_properties(comparison.sides, comparison.differences)
     cases = [*map(check_case, comparison.checks), *verdict_cases(comparison)]
-    cases += [answers_case(found, within=False) for found in comparison.same_answers]
+    cases += [answers_case(answers, within=False) for answers in comparison.same_answers]
     return document("compare", cases, properties)

@@ -130,8 +130,8 @@ def make_reference(
     texts = list(dict.fromkeys([*run.scenario.checks, *checks]))
     summary = summary_of(folder, texts)
     refuse_invalid(base, summary, "is a baseline")
-    known = {row.key for row in summary.rows}
-    rows = [(server, load) for server in run.scenario.servers for load in run.scenario.loads if (server, load) in known]
+    keys = {row.key for row in summary.rows}
+    rows = [(server, load) for server in run.scenario.servers for load in run.scenario.loads if (server, load) in keys]
     refused = comparison_refusal(base, run, rows, about)
     if refused is not None:
         return Reference(run=base.id, refused=refused)

@@ -401,15 +401,16 @@ def next_start(
 
 def _first_start(search: Search, trials: Sequence[Trial]) -> Proposal | Reason:
     """The default, or the candidate nearest to it that may start."""
-    left = search.candidates[~excluded(search, search.candidates, trials)]
+    candidates = search.candidates[~excluded(search, search.candidates, trials)]
     started = [tuple(at) for at in search.array([trial for trial in trials if trial.cause is None]).tolist()]
-    left = left[[started.count(tuple(at)) < 2 for at in left.tolist()]]  # what disturbed one start may be gone
-    if not len(left) or len(trials) >= MAX_FAILED:
+    # Settings that failed once are tried once more: what disturbed that start may be gone.
+    candidates = candidates[[started.count(tuple(at)) < 2 for at in candidates.tolist()]]
+    if not len(candidates) or len(trials) >= MAX_FAILED:
         text = f"no settings gave a result in {count(len(trials), 'start')}"
         return because("tune_nothing_starts", text, starts=len(trials))
-    steps = np.abs(left - np.array(search.default))
+    steps = np.abs(candidates - np.array(search.default))
     nearest = np.lexsort((steps.sum(axis=1), (steps > 0).sum(axis=1)))[0]
-    return Proposal(settings=search.settings_at(left[nearest]), why="first")
+    return Proposal(settings=search.settings_at(candidates[nearest]), why="first")
 
 
 def _why_end(search: Search, trials: Sequence[Trial], budget_s: float) -> Reason | None:
@@ -521,20 +522,20 @@ def _most_promising(search: Search, trials: Sequence[Trial]) -> Proposal | Reaso
     """The untried candidate with the highest expected improvement over the best."""
     from scipy.special import ndtr
 
-    left, best = _untried(search, trials), 0.0
-    if not len(left):
+    candidates, best = _untried(search, trials), 0.0
+    if not len(candidates):
         return because("tune_all_tried", "all settings that can start were tried", trials=len(trials))
     tried = [Trial(settings=trial.settings) for trial in trials if trial.value]
     best = max(0.0, float(predict(search, trials, search.array(tried))[0].max()))
-    mean, error = predict(search, trials, left)
-    chance = start_chance(search, left, tried)
+    mean, error = predict(search, trials, candidates)
+    chance = start_chance(search, candidates, tried)
     z = (mean - best) / error
     improvement = chance * error * (z * ndtr(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
     hope = float((chance * ndtr((mean - best - math.log1p(MARGIN)) / error)).max())
     if hope < HOPE and _by_gain(search, trials):  # the proof needs another side
         text = f"no untried setting has a chance of {short_percent(HOPE)} to bring {short_percent(MARGIN)} more"
         return because("tune_no_hope", text, chance=hope)
-    at = tuple(left[int(np.argmax(improvement))].tolist())
+    at = tuple(candidates[int(np.argmax(improvement))].tolist())
     changed = sum(index != other for index, other in zip(at, search.at(reference(trials) or {}), strict=True))
     return Proposal(settings=search.settings_at(at), why="setting" if changed == 1 else "combination")
 
@@ -601,7 +602,7 @@ class ProofPlan(Struct, frozen=True, kw_only=True):
     missing_s: float  # without which not even the fewest blocks that decide anything fit; 0: they fit
 
 
-def plan_proof(search: Search, trials: Sequence[Trial], left_s: float) -> ProofPlan | None:
+def plan_proof(search: Search, trials: Sequence[Trial], remaining_s: float) -> ProofPlan | None:
     """The proof of the best two settings, or of one where time is short; None: there is nothing to prove.
 
     Settings that replace a default which fails are proven alone where nothing is better.
@@ -616,9 +617,9 @@ def plan_proof(search: Search, trials: Sequence[Trial], left_s: float) -> ProofP
         took = [[trial.took_s for trial in trials if trial.value and trial.settings == side] for side in (base, *sides)]
         return sum(map(statistics.fmean, took))
 
-    if blocks * block_s() > left_s:
+    if blocks * block_s() > remaining_s:
         sides = sides[:1]
-    missing_s = CUT_PROOF_BLOCKS * block_s() - left_s
+    missing_s = CUT_PROOF_BLOCKS * block_s() - remaining_s
     if missing_s <= SLACK * block_s():  # the search left room for it, by what its starts took
         missing_s = 0.0
     return ProofPlan(sides=sides, blocks=blocks, block_s=block_s(), missing_s=missing_s)
@@ -629,7 +630,7 @@ def decide(
     base: Sequence[float],
     sides: Sequence[tuple[Mapping[str, Any], Sequence[float]]],
     answers: Sequence[str] | None = None,
-    rooms: Sequence[tuple[float, float]] | None = None,
+    error_margins: Sequence[tuple[float, float]] | None = None,
 ) -> TuneAnswer:
     """The answer of the proof. `base`: the results of the reference, one for each block; `sides`: settings and results.
 
@@ -637,10 +638,11 @@ def decide(
     none is, none was better by more than the margin, and the interval is known. Without sides nothing is proven:
     "inconclusive".
     `answers`: of each side "same", "worse", which is never chosen, or another word, with which it is not proven.
-    `rooms`: of each side, as of `ComparedSides`.
+    `error_margins`: of each side, as of `ComparedSides`.
     """
     if not sides:
         return TuneAnswer(verdict="inconclusive")
+    margins = error_margins or [(0.0, 0.0)] * len(sides)
     pairs = [
         ComparedSides(
             side=f"settings {number}",
@@ -649,9 +651,9 @@ def decide(
             side_speeds=[values],
             baseline_speeds=[base],
             within_run=True,
-            rooms=room,
+            error_margins=margin,
         )
-        for number, ((_, values), room) in enumerate(zip(sides, rooms or [(0.0, 0.0)] * len(sides), strict=True), 1)
+        for number, ((_, values), margin) in enumerate(zip(sides, margins, strict=True), 1)
     ]
     verdicts = decide_verdicts(pairs).verdicts
     ratios = [verdict.ratio or 0.0 for verdict in verdicts]

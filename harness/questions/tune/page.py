@@ -229,10 +229,10 @@ def _notes(report: TuneReport) -> list[Bullet]:
 
 def changed_elements(report: TuneReport) -> list[Element]:
     """What a killed search has left changed on a running server, and the command that puts it back."""
-    if (left := report.changed) is None:
+    if (changed := report.changed) is None:
         return []
-    text = f"Warning: the search was killed, and {left.url} may still run {left.model} with settings of a try. "
-    text += f"Its owner's settings: {format_settings(left.options)}. To put them back, without going on:"
+    text = f"Warning: the search was killed, and {changed.url} may still run {changed.model} with settings of a try. "
+    text += f"Its owner's settings: {format_settings(changed.options)}. To put them back, without going on:"
     runs = Path(report.folder).resolve().parent
     command = command_line("harness", "clean", "--runs", runs)
     return [Bullets([Bullet(text, "bad", parts=[Bullet("", mark="command", code=command)])], "findings")]

@@ -16,7 +16,7 @@ from harness.base.units import count, duration, percent
 from harness.numbers.comparison import SameAnswers
 from harness.numbers.summarize import summarize_with_counts
 from harness.numbers.summary import CellSummary, Summary
-from harness.numbers.verdicts import row_rooms
+from harness.numbers.verdicts import row_error_margins
 from harness.questions.capacity.blocks import parse_slos
 from harness.questions.capacity.decide import LevelPoint, crossing_level
 from harness.questions.same_answers.decide import same_answers
@@ -75,8 +75,8 @@ def answered(report: TuneReport, runs: Path, nearest: Mapping[str, Any] | None =
     proven = [(sides[name], values[name]) for name in in_proof]
     answers = [compared.get(name) for name in in_proof] if question.same_answers else []
     words = [side.word if side else "unknown" for side in answers]
-    rooms = [] if proof is None else [proof_rooms(proof.summary, question.goal, name) for name in in_proof]
-    answer = decide(question.goal, values.get(DEFAULT, []), proven, words, rooms)
+    margins = [] if proof is None else [proof_rooms(proof.summary, question.goal, name) for name in in_proof]
+    answer = decide(question.goal, values.get(DEFAULT, []), proven, words, margins)
     replaces_default = bool(base) and bool(values.get(DEFAULT)) and not sides  # the reference alone was proven
     is_invalid = any(reason.code == "proof_invalid" for reason in reasons)
     if is_invalid or not (proven or replaces_default):
@@ -225,11 +225,11 @@ def proof_rooms(summary: Summary, goal: Goal, side: str) -> tuple[float, float]:
     pairs = [
         (row, rows[DEFAULT, row.load]) for row in summary.rows if row.server == side and (DEFAULT, row.load) in rows
     ]
-    rooms = [(0.0, 0.0)]
+    margins = [(0.0, 0.0)]
     for row, base in pairs:
         delayed = {**row.client_error, **base.client_error}
-        rooms += [row_rooms(row, base, metric) for metric in metrics.get(goal, []) if metric in delayed][:1]
-    lower, higher = (sum(ends) / max(1, len(pairs)) for ends in zip(*rooms, strict=True))
+        margins += [row_error_margins(row, base, metric) for metric in metrics.get(goal, []) if metric in delayed][:1]
+    lower, higher = (sum(ends) / max(1, len(pairs)) for ends in zip(*margins, strict=True))
     return (higher, lower) if goal == "latency" else (lower, higher)
 
 

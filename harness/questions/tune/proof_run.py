@@ -55,8 +55,8 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
     assert report is not None
     question, trials, stored = report.question, report.trials, report.proof
     search = search_of(manifest, question, trials)
-    left_s = question.budget_s - (time.monotonic() - began_s)
-    plan = plan_proof(search, trials.starts, left_s)
+    remaining_s = question.budget_s - (time.monotonic() - began_s)
+    plan = plan_proof(search, trials.starts, remaining_s)
     if plan is not None and stored.run is not None:  # it has as many sides as it began with
         begun = len(read_run(runs / stored.run).scenario.servers) - 1
         plan = replace(plan_proof(search, trials.starts, math.inf if begun > 1 else 0.0) or plan, missing_s=0.0)
@@ -67,7 +67,7 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
         base = reference(trials.starts) or {}
         text = ", or ".join(format_settings(question.spell(settings)) for settings in plan.sides or [base])
         progress.line(f"Proof on new prompts, at most {count(plan.blocks, 'block')} with a start of each: {text}")
-        within_budget = budget_steps(max(0.0, left_s), plan.blocks, CUT_PROOF_BLOCKS)
+        within_budget = budget_steps(max(0.0, remaining_s), plan.blocks, CUT_PROOF_BLOCKS)
 
         def steps(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
             write_tune(folder, question, trials, replace(stored, run=running.id))
@@ -79,7 +79,7 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
             scenario = proof_scenario(manifest, question, trials.starts, sides, plan.blocks, succeeded)
             run(replace(experiment, scenario=scenario), runs, progress, steps)
         else:
-            resume(runs / stored.run, progress, experiment.target, max(0.0, left_s), max_repeats=plan.blocks)
+            resume(runs / stored.run, progress, experiment.target, max(0.0, remaining_s), max_repeats=plan.blocks)
         report = read_tune(folder) or report
     defaults = question.spell({setting.name: setting.default for setting in search.settings})
     report = replace(report, proof=replace(report.proof, defaults=defaults))

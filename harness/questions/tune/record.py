@@ -111,14 +111,14 @@ def read_tune(folder: Path) -> TuneReport | None:
     if not path.exists():
         return None
     changed = read_changed(folder)
-    is_left = changed is not None and owner_is_gone(changed.owner)
+    is_orphaned = changed is not None and owner_is_gone(changed.owner)
     raw = read_bytes(path)  # once: the search may replace it
     return TuneReport(
         question=decode_json(path, raw, TuneQuestion, TUNE_VERSION, contradiction=_impossible_question),
         trials=decode_json(path, raw, TuneTrials, TUNE_VERSION, contradiction=_impossible_trials),
         proof=decode_json(path, raw, TuneProof, TUNE_VERSION, contradiction=_impossible_proof),
         folder=str(folder),
-        changed=changed if is_left else None,
+        changed=changed if is_orphaned else None,
     )
 
 

@@ -374,17 +374,17 @@ class TuneSearch:
         """Keep a start with its ratio, and print it."""
         starts = [*self.trials.starts, trial]
         base = reference(starts)
-        of_others = [gain for gain, start in zip(gains(starts), starts, strict=True) if start.settings != base]
+        other_gains = [gain for gain, start in zip(gains(starts), starts, strict=True) if start.settings != base]
         if base is not None and trial.settings != base and trial.value is not None:
             gain = gains(starts)[-1] or 0.0
-            best = max([math.log1p(MARGIN), *(other or 0.0 for other in of_others)])
+            best = max([math.log1p(MARGIN), *(other or 0.0 for other in other_gains)])
             trial = replace(trial, ratio=math.exp(gain), kept=gain >= best)
         before = [replace(start, kept=start.kept and not trial.kept) for start in self.trials.starts]
         self.trials = replace(self.trials, starts=[*before, trial], spent_s=time.monotonic() - self.began_s)
         self.write()
-        of_reference = "" if trial.ratio is None else " the reference"
-        of_reference += "" if trial.reason is None else f": {sentence(trial.reason)}"
-        self.running.progress.line(f"  {result_text(trial)}{of_reference}{', the best so far' if trial.kept else ''}")
+        reference_text = "" if trial.ratio is None else " the reference"
+        reference_text += "" if trial.reason is None else f": {sentence(trial.reason)}"
+        self.running.progress.line(f"  {result_text(trial)}{reference_text}{', the best so far' if trial.kept else ''}")
 
 
 def resume_tune(

@@ -133,7 +133,7 @@ def _bounds(scenario: Scenario, server: Server) -> Bounds:
     """Return what the machine and the loads allow."""
     asked = [request_tokens(load, scenario.prompts) for load in scenario.loads.values()]
     longest = [tokens.prompt_max + tokens.output_max for tokens in asked if tokens is not None]
-    is_known = len(longest) == len(asked) and all(load.user == "batch" for load in scenario.loads.values())
+    is_bounded = len(longest) == len(asked) and all(load.user == "batch" for load in scenario.loads.values())
     running = find_template(server.template) is None
     service = None if running else prepare_server(scenario, "default").service
     uses_gpu = service is not None and any("/dev/kfd" in device or "/dev/dri" in device for device in service.devices)
@@ -142,7 +142,7 @@ def _bounds(scenario: Scenario, server: Server) -> Bounds:
         target=str(cards[0]["target"]) if cards else None,
         safe_memory=safe_share(scenario, "default") if uses_gpu else None,
         at_once=max(max_concurrency(load) for load in scenario.loads.values()),
-        tokens=max(longest) if is_known else None,  # conversations grow
+        tokens=max(longest) if is_bounded else None,  # conversations grow
     )
 
 

@@ -52,7 +52,7 @@ def server_names(summary: Summary) -> list[str]:
 def row_style(summary: Summary, row: Row) -> tuple[str, str]:
     """Colour and dash of a row: a colour for each server (of one server: each load), a dash for each load."""
     names = server_names(summary)
-    load = list(dict.fromkeys(each.load for each in summary.rows)).index(row.load)
+    load = list(dict.fromkeys(other.load for other in summary.rows)).index(row.load)
     return colour(names.index(row.server) if len(names) > 1 else load), DASHES[load % len(DASHES)]
 
 

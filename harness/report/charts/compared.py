@@ -13,7 +13,7 @@ from harness.report.charts import Chart, Figure, colour, escape_markup, whiskers
 
 def side_titles(comparison: Comparison) -> tuple[str, str]:
     """The titles of the values of the baseline and of the other side: the machines, where these are compared."""
-    machines = [each.values for each in comparison.differences if each.key == "machine.name"]
+    machines = [difference.values for difference in comparison.differences if difference.key == "machine.name"]
     if len(comparison.sides) == 2 and comparison.sides in machines:
         return comparison.sides[0], comparison.sides[1]
     return "Before", "After"
@@ -35,11 +35,11 @@ def _mean(values: Sequence[float]) -> float:
 
 def side_charts(comparison: Comparison) -> list[Chart]:
     """A chart for each metric; the percentiles of a latency share one. None where no row has values on both sides."""
-    known: dict[str, list[Verdict]] = {}
+    by_field: dict[str, list[Verdict]] = {}
     for verdict in comparison.verdicts:
         if all(verdict.values):
-            known.setdefault(METRICS[verdict.metric].field, []).append(verdict)
-    return [_chart(METRICS[name], found, side_titles(comparison)) for name, found in known.items()]
+            by_field.setdefault(METRICS[verdict.metric].field, []).append(verdict)
+    return [_chart(METRICS[name], verdicts, side_titles(comparison)) for name, verdicts in by_field.items()]
 
 
 def _chart(metric: Metric, verdicts: Sequence[Verdict], titles: tuple[str, str]) -> Chart:

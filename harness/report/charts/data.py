@@ -35,8 +35,8 @@ Values = list[float | None]
 
 def _memory_bytes(gpu: GpuSample) -> float | None:
     """VRAM and GTT, which is where an APU has its model."""
-    known = [size for size in (gpu.vram_used_bytes, gpu.gtt_used_bytes) if size is not None]
-    return sum(known) if known else None
+    sizes = [size for size in (gpu.vram_used_bytes, gpu.gtt_used_bytes) if size is not None]
+    return sum(sizes) if sizes else None
 
 
 # By panel of the timeline what it draws of a GPU.
@@ -123,19 +123,19 @@ def chart_data(data: RunData) -> ChartData:
     rows: dict[RowKey, RowData] = {}
     timelines = []
     for cell in plan(data.run.scenario):
-        if (of_cell := data.cells.get(cell.id)) is None:
+        if (cell_data := data.cells.get(cell.id)) is None:
             continue
-        known = _with_known_times(of_cell, of_cell.rows)
-        if len(known):
-            zero_s = of_cell.clock.wall_s(_zero_s(known)) or 0.0
+        timed_rows = _with_known_times(cell_data, cell_data.rows)
+        if len(timed_rows):
+            zero_s = cell_data.clock.wall_s(_zero_s(timed_rows)) or 0.0
             server = server_samples(data.metrics.get(cell.id, []), zero_s)
             machine = machine_samples(data.telemetry.get(cell.id, []), zero_s)
-            timelines.append(_timeline(cell.id, of_cell, known, server, machine))
+            timelines.append(_timeline(cell.id, cell_data, timed_rows, server, machine))
         if cell.again is None:  # a cell that measures drift belongs to no row
             row = rows.setdefault((cell.server, cell.load), RowData())
             for latency in LIVE:
-                row.latencies.setdefault(latency.name, []).append(latency_sample(of_cell, latency.name))
-            counted = drawn_rows(of_cell)
+                row.latencies.setdefault(latency.name, []).append(latency_sample(cell_data, latency.name))
+            counted = drawn_rows(cell_data)
             row.dots = thin_dots([*row.dots, *cell_dots(cell.id, counted)], MAX_DOTS)
             row.count += int(counted.good.sum())
             row.failures += int((~counted.good).sum())
@@ -144,8 +144,8 @@ def chart_data(data: RunData) -> ChartData:
 
 def _with_known_times(cell: CellData, rows: Rows) -> Rows:
     """The rows of load processes whose clock is known."""
-    known = [process for process in np.unique(rows.process).tolist() if cell.clock.knows(process)]
-    return rows.where(np.isin(rows.process, known))
+    processes = [process for process in np.unique(rows.process).tolist() if cell.clock.knows(process)]
+    return rows.where(np.isin(rows.process, processes))
 
 
 def drawn_rows(cell: CellData) -> Rows:
@@ -156,9 +156,9 @@ def drawn_rows(cell: CellData) -> Rows:
     return rows.where(~rows.error.is_in(*CUT))
 
 
-def _zero_s(known: Rows) -> float:
+def _zero_s(rows: Rows) -> float:
     """When the first measured request was sent, or the first request where none was measured."""
-    return float((known.sent_s[known.measured] if known.measured.any() else known.sent_s).min())
+    return float((rows.sent_s[rows.measured] if rows.measured.any() else rows.sent_s).min())
 
 
 def cell_dots(cell: str, rows: Rows) -> list[Dot]:
@@ -204,10 +204,10 @@ def distribution_points(samples: Sequence[LatencySample]) -> tuple[list[float], 
     return [float(v) for v in times[places]], [round(float(s), 5) for s in shares[places]]
 
 
-def _timeline(name: str, cell: CellData, known: Rows, server: ServerSamples, machine: MachineSamples) -> Timeline:
-    axis_s, zero = cell.clock.start_s, _zero_s(known) - cell.clock.start_s
-    sent_s = np.maximum(0.0, known.sent_s - axis_s)
-    ended_s = sent_s + known.ended_s
+def _timeline(name: str, cell: CellData, rows: Rows, server: ServerSamples, machine: MachineSamples) -> Timeline:
+    axis_s, zero = cell.clock.start_s, _zero_s(rows) - cell.clock.start_s
+    sent_s = np.maximum(0.0, rows.sent_s - axis_s)
+    ended_s = sent_s + rows.ended_s
     start, ends = float(sent_s.min()), float(ended_s.max())
     low, high = _bin_of(start), _bin_of(ends) + 1
     group = max(1, -(-(high - low) // MAX_BINS))  # fine bins of a step
@@ -256,14 +256,14 @@ def _sampling_step(samples: Sequence[object]) -> int:
 
 def server_samples(scrapes: Sequence[MetricsSample], zero_s: float) -> ServerSamples:
     """The gauges of one cell in metrics.jsonl; times count from `zero_s`."""
-    known = [scrape for scrape in scrapes if any(gauge in scrape.values for gauge in GAUGES)]
-    drawn = known[:: _sampling_step(known)]
+    measured = [scrape for scrape in scrapes if any(gauge in scrape.values for gauge in GAUGES)]
+    drawn = measured[:: _sampling_step(measured)]
     return ServerSamples(
         at_s=[round(scrape.wall_s - zero_s, 2) for scrape in drawn],
         values={
             gauge: [scrape.values.get(gauge) for scrape in drawn]
             for gauge in GAUGES
-            if any(gauge in scrape.values for scrape in known)
+            if any(gauge in scrape.values for scrape in measured)
         },
     )
 

@@ -162,19 +162,19 @@ def rows_chart(summary: Summary) -> Chart:
     verdicts = [] if summary.comparison is None else summary.comparison.verdicts
     wanted = ([verdicts[0].metric] if verdicts else []) + ["output_tok_s", "input_tok_s", "e2e_p50"]
     cells = {cell.id: cell for cell in summary.cells}
-    known: list[tuple[Row, list[float]]] = []
+    valued: list[tuple[Row, list[float]]] = []
     for name in wanted:
         metric = METRICS[name]
         samples = ((row, [value for value in metric_values(row, cells, name) if value]) for row in summary.rows)
-        known = [(row, values) for row, values in samples if values and row.failed is None]
-        if len(known) > 1:
+        valued = [(row, values) for row, values in samples if values and row.failed is None]
+        if len(valued) > 1:
             break
     scale, unit = (1000, "ms") if metric.latency else (1, metric.unit)
-    samples_shown = [[scale * value for value in values] for _, values in known]
-    medians, names = list(map(statistics.median, samples_shown)), [row.name for row, _ in known]
+    samples_shown = [[scale * value for value in values] for _, values in valued]
+    medians, names = list(map(statistics.median, samples_shown)), [row.name for row, _ in valued]
     bars: Figure = {
         "type": "bar", "orientation": "h", "y": list(map(escape_markup, names)), "x": medians,
-        "marker": {"color": [f"@{row_style(summary, row)[0]}" for row, _ in known]},
+        "marker": {"color": [f"@{row_style(summary, row)[0]}" for row, _ in valued]},
         "error_x": whiskers(medians, samples_shown, "@ink"),
         "hovertemplate": f"%{{y}}<br><b>%{{x:,.4g}} {unit}</b><extra></extra>",
     }  # fmt: skip
@@ -187,13 +187,14 @@ def rows_chart(summary: Summary) -> Chart:
         figure={
             "data": [bars],
             "layout": {
-                "height": 110 + 34 * len(known), "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+                "height": 110 + 34 * len(valued), "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
                 "yaxis": {"autorange": "reversed", "type": "category"},
             },
         },
         head=["Row", f"Median, {unit}", "Least", "Most", "Repeats"],
-        body=[[row.name, *_median_min_max([scale * value for value in of]), str(len(of))] for row, of in known],
-        empty="" if len(known) > 1 else "There is one row.",
+        body=[[row.name, *_median_min_max([scale * value for value in values]), str(len(values))]
+              for row, values in valued],
+        empty="" if len(valued) > 1 else "There is one row.",
     )  # fmt: skip
 
 
@@ -300,7 +301,7 @@ def distribution_chart(summary: Summary, observed: ChartData, latency: Metric) -
         pooled = latency.sample(row.pooled)
         percentiles = [words.format_percentile(row, METRICS[f"{latency.name}_{name}"]) for name in names]
         minimum, maximum = units.milliseconds(pooled.min), words.format_maximum(pooled)
-        body.append([row.server, row.load, f"{pooled.known:,}", minimum, *percentiles, maximum])
+        body.append([row.server, row.load, f"{pooled.known_count:,}", minimum, *percentiles, maximum])
     ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
     return Chart(
         id=f"cdf-{latency.name}",

@@ -176,12 +176,14 @@ def category_axis(key: str, values: list[Any]) -> Figure:
 
 def _lines_chart(summary: Summary, swept: Sweep, key: str, measure: Measure) -> Chart:
     values = _setting_values(summary.rows, swept, key)
-    of_server = any(key in row.settings for row in swept.servers.values())
+    is_server_setting = any(key in row.settings for row in swept.servers.values())
     lines: dict[str, list[tuple[int, float, Row]]] = {}
     for row in summary.rows:
         settings, y = swept.settings(row.server, row.load), measure.value_of(row)
         if key in settings and y is not None:
-            lines.setdefault(row.load if of_server else row.server, []).append((values.index(settings[key]), y, row))
+            lines.setdefault(row.load if is_server_setting else row.server, []).append(
+                (values.index(settings[key]), y, row)
+            )
     data = []
     for place, (name, points) in enumerate(lines.items()):
         data.append(_line_trace(place, name, sorted(points, key=lambda point: point[0]), measure))
@@ -189,7 +191,7 @@ def _lines_chart(summary: Summary, swept: Sweep, key: str, measure: Measure) -> 
     return Chart(
         id=f"lines-{measure.id}",
         title=f"{measure.title} over {key}",
-        caption=f"A line for each {'load' if of_server else 'server'}"
+        caption=f"A line for each {'load' if is_server_setting else 'server'}"
         + ("; whiskers from the least to the most of the repeats. " if measure is RATE else ". ")
         + f"{'Higher' if measure.more_is_better else 'Lower'} is better. Settings that failed are not on it.",
         formula="median of the repeats" if measure is RATE else "p50 of the successful requests of all repeats",

@@ -213,7 +213,7 @@ _PHASES_BY_LOG = "process to warm-up by the server’s own log; ready = what was
 def startup_chart(run: Run) -> Chart:
     """The duration of each server's start by phase, median over its starts."""
     starts = observed_starts(run)
-    phases = {server: phase_seconds(known) for server, known in starts.items()}
+    phases = {server: phase_seconds(server_starts) for server, server_starts in starts.items()}
     order = list(phase_seconds(chain.from_iterable(starts.values())))
     data: list[Figure] = []
     for i, name in enumerate(order):
@@ -246,7 +246,7 @@ def startup_chart(run: Run) -> Chart:
         figure={"data": data, "layout": layout},
         head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
         body=[
-            [server, name, *(units.factor(of(v)) for of in (statistics.median, min, max)), str(len(v))]
+            [server, name, *(units.factor(statistic(v)) for statistic in (statistics.median, min, max)), str(len(v))]
             for server, seconds_of in phases.items()
             for name in order
             if (v := seconds_of.get(name))

@@ -48,7 +48,9 @@ EMPTY = compute_numbers([])
 
 
 def decided(side: Speeds, base: Speeds, *, within_run: bool, known: tuple[float, int] = (0.0, 0)) -> Verdict:
-    pairs = list(pair_by_metric(measured("b", side), measured("a", base), within_run=within_run, known=lambda _: known))
+    pairs = list(
+        pair_by_metric(measured("b", side), measured("a", base), within_run=within_run, earlier=lambda _: known)
+    )
     return verdicts.decide_verdicts(pairs).verdicts[0]
 
 

@@ -129,7 +129,7 @@ def test_a_late_load_generator_widens_the_interval(
 ) -> None:
     pair = ComparedSides(
         side="b / x", baseline="a / x", metric="wall", side_speeds=[scaled(1.1)], baseline_speeds=[TIGHT],
-        within_run=True, rooms=rooms,
+        within_run=True, error_margins=rooms,
     )  # fmt: skip
     (verdict,) = decide_verdicts([pair]).verdicts
     assert (verdict.word, verdict.reason, verdict.widened) == (word, reason, widened)

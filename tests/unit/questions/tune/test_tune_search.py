@@ -453,7 +453,7 @@ def test_delays_of_the_load_generator_widen_the_answer_in_their_direction() -> N
     assert proof_rooms(timed, "latency", "first") == pytest.approx((math.log(2), 0.0)), "it may take half the time"
     values, sides = [10.0, 10.1, 9.9], [({"sequences": 5}, [12.0, 12.1, 11.9])]
     assert decide("throughput", values, sides).verdict == "set"
-    widened = decide("throughput", values, sides, rooms=[rooms])
+    widened = decide("throughput", values, sides, error_margins=[rooms])
     assert (widened.verdict, (widened.low or 0) < 1 < (widened.ratio or 0)) == ("inconclusive", True)
 
 
