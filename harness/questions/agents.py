@@ -34,16 +34,16 @@ def _answer(row: Row) -> Reason | None:
         values = {"first_tokens": first.prompt_tokens or 0, "last_tokens": last.prompt_tokens or 0}
         text = f"{row.name}: in {turns} the context grows from {values['first_tokens']:,.0f} to "
         text += f"{values['last_tokens']:,.0f} tokens"
-    waits = [f"{milliseconds(one.ttft_p50)}\u00a0ms" for one in (first, last) if one.ttft_p50 is not None]
+    waits = [f"{milliseconds(turn.ttft_p50)}\u00a0ms" for turn in (first, last) if turn.ttft_p50 is not None]
     text += (
         f"; the first token comes after {' and '.join(waits)} (median of the first and the last turn)" if waits else ""
     )
     tokens = recomputed_by_turn(row.turns).values()
-    known, again = (sum(pair[place] for pair in tokens) for place in (0, 1))
-    if not known:
+    reusable, recomputed = (sum(pair[place] for pair in tokens) for place in (0, 1))
+    if not reusable:
         text += "; the server does not report what came from its cache" if None not in sizes else ""
     else:
-        values["recomputed_share"] = again / known
+        values["recomputed_share"] = recomputed / reusable
         text += f"; of the context that was there before, {percent(values['recomputed_share'])} is computed again"
     return because("turns", f"{text}.", row=row.name, turns=last.turn, **values)
 
@@ -52,21 +52,21 @@ def _tokens(value: float | None) -> str:
     return units.NOTHING if value is None else f"{value:,.0f}"
 
 
-def _turn_cells(one: TurnNumbers) -> list[str]:
-    tokens = (one.prompt_tokens, one.cached_tokens, one.new_tokens, one.recomputed_tokens)
-    return [f"{one.turn}", f"{one.requests:,}", *map(_tokens, tokens), units.milliseconds(one.ttft_p50)]
+def _turn_cells(turn: TurnNumbers) -> list[str]:
+    tokens = (turn.prompt_tokens, turn.cached_tokens, turn.new_tokens, turn.recomputed_tokens)
+    return [f"{turn.turn}", f"{turn.requests:,}", *map(_tokens, tokens), units.milliseconds(turn.ttft_p50)]
 
 
 def _turns_chart(row: Row, number: int) -> Chart:
     def bar(name: str, hue: str, values: list[float | None]) -> Figure:
         hover = "<b>%{y:,.0f} tokens</b> in turn %{x}<extra>%{fullData.name}</extra>"
-        turns = [one.turn for one in row.turns]
+        turns = [turn.turn for turn in row.turns]
         return {"type": "bar", "name": name, "x": turns, "y": values, "marker": {"color": hue}, "hovertemplate": hover}
 
     data = [
-        bar("from the cache", "@s3", [one.cached_tokens for one in row.turns]),
-        bar("new", "@s1", [one.new_tokens for one in row.turns]),
-        bar("computed again", "@s2", [one.recomputed_tokens for one in row.turns]),
+        bar("from the cache", "@s3", [turn.cached_tokens for turn in row.turns]),
+        bar("new", "@s1", [turn.new_tokens for turn in row.turns]),
+        bar("computed again", "@s2", [turn.recomputed_tokens for turn in row.turns]),
     ]
     layout: Figure = {
         "barmode": "stack", "xaxis": {"title": {"text": "turn"}},
@@ -79,14 +79,16 @@ def _turns_chart(row: Row, number: int) -> Chart:
         formula="new = growth since the turn before; computed again = prompt − cached − new",
         figure={"data": data, "layout": layout},
         head=list(_TURNS),
-        body=[_turn_cells(one) for one in row.turns],
-        empty="" if any(one.cached_tokens is not None for one in row.turns) else "The server reports no cached tokens.",
+        body=[_turn_cells(turn) for turn in row.turns],
+        empty=""
+        if any(turn.cached_tokens is not None for turn in row.turns)
+        else "The server reports no cached tokens.",
     )
 
 
 def turn_tables(summary: Summary) -> list[Grid]:
     """The turns of each row of agents."""
-    rows = [[row.name, *_turn_cells(one)] for row in summary.rows for one in row.turns]
+    rows = [[row.name, *_turn_cells(turn)] for row in summary.rows for turn in row.turns]
     return [plain_grid(("Row", *_TURNS), rows)] if rows else []
 
 

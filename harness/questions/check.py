@@ -108,22 +108,24 @@ def preview(experiment: Experiment, speed: RequestSpeed | None = None, startup: 
     )
 
 
-def preview_page(experiment: Experiment, shown: Preview, of_machine: Iterable[str] = ()) -> list[Element]:
-    """The plan as a page. `of_machine`: lines on what this machine makes of it."""
+def preview_page(experiment: Experiment, shown: Preview, fit_notes: Iterable[str] = ()) -> list[Element]:
+    """The plan as a page. `fit_notes`: lines on what this machine makes of it."""
     scenario, cells = experiment.scenario, plan(experiment.scenario)
     per_start = "a fresh server for each cell (cold)" if scenario.restart else "one per server and repeat (warm)"
     starts = f"{count(shown.server_starts, 'server start')}: {per_start}"
     if experiment.target is not None:
         starts = "no server start, it runs already"
     shown_cells = shown.order[: min(SHOWN_CELLS, 2 * len(shown.rows))]
-    again = sum(cell.again is not None for cell in cells)
-    drift = f" ({again} of them repeat the first of a server start at its end, to show drift)" if again else ""
+    drift_cells = sum(cell.again is not None for cell in cells)
+    drift = (
+        f" ({drift_cells} of them repeat the first of a server start at its end, to show drift)" if drift_cells else ""
+    )
     lines = [
         f"{count(len(cells), 'cell')}{drift}: {count(scenario.repeats, 'repeat')}, interleaved; {starts}",
         f"order: {', '.join(shown_cells)}{', ...' if len(shown_cells) < len(cells) else ''}",
         f"estimated time: {units.duration(shown.estimated_s)} (assumed: {shown.assumed})",
         *(f"note: {note}" for note in shown.notes),
-        *of_machine,
+        *fit_notes,
     ]
     return [
         Paragraph(f"{shown.path}: valid"),
@@ -170,7 +172,9 @@ def sweep_lines(swept: Sweep) -> Iterator[str]:
     for kind, rows in (("server", swept.servers), ("load", swept.loads)):
         for name in dict.fromkeys(row.of for row in rows.values()):
             settings = [row.settings for row in rows.values() if row.of == name]
-            values = {key: dict.fromkeys(words.format_setting(each[key]) for each in settings) for key in settings[0]}
+            values = {
+                key: dict.fromkeys(words.format_setting(setting[key]) for setting in settings) for key in settings[0]
+            }
             varied = "; ".join(f"{key} {', '.join(shown)}" for key, shown in values.items())
             yield f"sweep of the {kind} '{name}', {count(len(settings), 'row')}: {varied}"
 
@@ -178,14 +182,14 @@ def sweep_lines(swept: Sweep) -> Iterator[str]:
 def check_notes(scenario: Scenario) -> list[str]:
     """Return a note for each check that has too few requests to pass, even if each request meets the bound."""
     notes = []
-    for found in undecidable_checks(scenario):
-        what = "cannot pass" if found.certain else "may stay inconclusive"
-        needed = f"at least {found.needed:,}"
-        if found.near > found.needed:
-            needed += f" far below the bound, and {found.near:,} or more near it"
-        sent = f"{count(found.planned, 'request')} in {count(scenario.repeats, 'repeat')}"
+    for problem in undecidable_checks(scenario):
+        what = "cannot pass" if problem.certain else "may stay inconclusive"
+        needed = f"at least {problem.needed:,}"
+        if problem.near > problem.needed:
+            needed += f" far below the bound, and {problem.near:,} or more near it"
+        sent = f"{count(problem.planned, 'request')} in {count(scenario.repeats, 'repeat')}"
         notes.append(
-            f"check '{found.check}' {what}: {found.row} sends {sent}, and it needs {needed}. "
+            f"check '{problem.check}' {what}: {problem.row} sends {sent}, and it needs {needed}. "
             "Raise 'requests' or 'repeats'."
         )
     return notes

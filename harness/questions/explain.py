@@ -127,10 +127,10 @@ def _end_elements(scanned: ScannedLog) -> list[Element]:
         return [verdict, Facts([ready, *_next_steps(scanned)])]
     if is_recognised(scanned):
         return []
-    known = "The table does not know this cause."
+    conclusion = "The table does not know this cause."
     if scanned.cause() is None:
-        known = "No failure that the table knows is in this log."
-    return [Paragraph(known, "lead"), Facts(_next_steps(scanned))]
+        conclusion = "No failure that the table knows is in this log."
+    return [Paragraph(conclusion, "lead"), Facts(_next_steps(scanned))]
 
 
 def _next_steps(scanned: ScannedLog) -> list[Fact]:

@@ -18,22 +18,22 @@ from harness.questions.findings.decide import with_findings
 from harness.questions.same_answers.decide import same_answers
 
 
-def with_answers(made: Summarized) -> Summarized:
+def with_answers(analysis: Summarized) -> Summarized:
     """The summary with the answers of the questions that its run asks."""
-    summary, data = made
+    summary, data = analysis
     run = data.run
-    is_known = not validity.run_reasons(run, data.damaged, data.unknown_cells)
+    is_valid = not validity.run_reasons(run, data.damaged, data.unknown_cells)
     answers = []
-    if is_known and run.kind != "search":
+    if is_valid and run.kind != "search":
         working = [row for row in summary.rows if row.failed is None]
         answers = [*setting_answers(run, working, summary.cells), *switching.switching_answers(data, summary.cells)]
     added = replace(
         summary,
         answers=answers or turn_answers(summary.rows, run.scenario.loads),
         soaks=soak.soak_results(data),
-        same_answers=same_answers(data) if is_known else [],
+        same_answers=same_answers(data) if is_valid else [],
     )
-    return made._replace(summary=added)
+    return analysis._replace(summary=added)
 
 
 def analyse(folder: Path, extra_checks: Sequence[str] = (), *, charted: bool = False) -> Summarized:

@@ -32,7 +32,8 @@ SOAK_BLOCKS = 20  # of the time of a soak: half a minute each in the shortest on
 MIN_SOAK_BLOCKS = 8  # of these, with answers or samples: they leave a line 6 degrees of freedom
 MIN_S = 600.0  # of a trend: a shorter time says nothing about an hour
 MILD = ("kernel.throttled",)  # slower, but no failure
-_OF_A_PROCESS = ("kernel.segfault", "host.oom_kill", "kernel.page_fault")  # that the line names: no failure of others
+# Failures of the process that the line names, not of others.
+_PROCESS_FAILURES = ("kernel.segfault", "host.oom_kill", "kernel.page_fault")
 _SLACK_S = 1.0  # between the clocks of the kernel's lines and of requests
 _RING, _RECOVERED = "kernel.ring_timeout", "timeout, but soft recovered"
 _RECOVERY_S = 10.0  # of a ring, after its timeout
@@ -44,7 +45,7 @@ _GROWTH = 0.01  # of the level, over the whole time: less is no growth
 def soak_results(data: RunData) -> list[Soak]:
     """The result of each cell whose load is a soak."""
     names = [name for name in data.cells if data.run.scenario.loads[data.planned[name].load].soak]
-    return [found for name in names if (found := _result(data, name)) is not None]
+    return [soak for name in names if (soak := _result(data, name)) is not None]
 
 
 def _result(data: RunData, name: str) -> Soak | None:
@@ -58,8 +59,8 @@ def _result(data: RunData, name: str) -> Soak | None:
     refused = _refused(rows)
     failed = _failures(rows.where(~refused), begin)
     events = [] if start_wall_s is None else _events(samples, cell, start_wall_s, begin)
-    serious = [one for one in events if one.serious]
-    at_s = [*(one.at_s for one in failed[:1]), *(one.at_s for one in serious[:1])]
+    serious = [event for event in events if event.serious]
+    at_s = [*(failure.at_s for failure in failed[:1]), *(event.at_s for event in serious[:1])]
     first_s = max(0.0, min(at_s)) if at_s else None  # 0: in the warm-up
     until = end if first_s is None else min(end, begin + first_s)
     memory = [] if start_wall_s is None else _memory(data, name, start_wall_s, until - begin)
@@ -78,7 +79,7 @@ def _result(data: RunData, name: str) -> Soak | None:
         cause="" if first_s is None else _cause(serious, first_s, failed),
         events=events,
         cpu_busy=None if load is None else load.host_cpu_mean,
-        kernel_log=None if not samples else any(one.kernel is not None for one in samples),
+        kernel_log=None if not samples else any(sample.kernel is not None for sample in samples),
         word="failed" if first_s is not None else _drift_word(speed, (until - begin) / 3600),
     )
 
@@ -93,8 +94,10 @@ def _drift_word(speed: Trend | None, hours: float) -> Literal["stable", "drifts"
 
 def _refused(rows: Rows) -> Bools:
     """The requests that did not fit into the server's context."""
-    found = [scan_text(text or "").findings for text in rows.message.texts]
-    refused: Bools = np.array([bool(one) and one[0].id == _TOO_LONG for one in found])[rows.message.codes]
+    findings_by_text = [scan_text(text or "").findings for text in rows.message.texts]
+    refused: Bools = np.array([bool(findings) and findings[0].id == _TOO_LONG for findings in findings_by_text])[
+        rows.message.codes
+    ]
     return refused
 
 
@@ -123,45 +126,47 @@ def _failures(rows: Rows, begin: float) -> list[_Failure]:
 
 def _cause(serious: Sequence[KernelEvent], first_s: float, failed: Sequence[_Failure]) -> str:
     """The first serious kernel event up to a minute after the first failure; else the error of the first request."""
-    near = [one for one in serious if one.at_s <= first_s + 60]
+    near = [event for event in serious if event.at_s <= first_s + 60]
     return near[0].cause if near else failed[0].error
 
 
 def _events(samples: Sequence[TelemetrySample], cell: CellData, start_wall_s: float, begin: float) -> list[KernelEvent]:
     """The kernel's events that the table of failures knows, each with the requests that were in flight then."""
     lines = [line for sample in samples for line in sample.kernel or []]
-    rows, found = cell.rows, list[KernelEvent]()
+    rows, events = cell.rows, list[KernelEvent]()
     recovered_s: dict[str | None, list[float]] = {}
     for line in lines:
         if _RECOVERED in line.text:
             recovered_s.setdefault(_ring(line.text), []).append(line.wall_s)
     for line in lines:
-        known = scan_text(line.text).findings
-        if not known:
+        findings = scan_text(line.text).findings
+        if not findings:
             continue
         at = begin + line.wall_s - start_wall_s
         in_flight = (rows.sent_s <= at) & (at <= rows.sent_s + rows.ended_s)
         failed = int((in_flight & ~rows.good).sum())
         # A crash of the server ends all that it answers: a request that outlived it was answered by another process.
         outlived = bool((in_flight & rows.good & (rows.sent_s + rows.last_chunk_s > at + _SLACK_S)).any())
-        of_other = known[0].id in _OF_A_PROCESS and (line.of_server is False or (line.of_server is None and outlived))
-        is_note = (
-            known[0].id in MILD
-            or of_other
-            or (known[0].id == _RING and not failed and _is_soon(recovered_s.get(_ring(line.text), []), line.wall_s))
+        is_other = findings[0].id in _PROCESS_FAILURES and (
+            line.of_server is False or (line.of_server is None and outlived)
         )
-        found.append(
+        is_note = (
+            findings[0].id in MILD
+            or is_other
+            or (findings[0].id == _RING and not failed and _is_soon(recovered_s.get(_ring(line.text), []), line.wall_s))
+        )
+        events.append(
             KernelEvent(
                 at_s=line.wall_s - start_wall_s,
-                id=known[0].id,
-                cause=known[0].cause + ", which is not the server's" * of_other,
+                id=findings[0].id,
+                cause=findings[0].cause + ", which is not the server's" * is_other,
                 text=line.text,
-                serious=known[0].severity != "warning" and not known[0].hint and not is_note,
+                serious=findings[0].severity != "warning" and not findings[0].hint and not is_note,
                 in_flight=int(in_flight.sum()),
                 failed=failed,
             )
         )
-    return found
+    return events
 
 
 def _is_soon(recovered_s: Sequence[float], at_s: float) -> bool:
@@ -172,8 +177,8 @@ def _is_soon(recovered_s: Sequence[float], at_s: float) -> bool:
 
 def _ring(text: str) -> str | None:
     """The ring of a line about its timeout."""
-    found = re.search(r"\bring (\S{1,60}) timeout", text)
-    return None if found is None else found[1]
+    match = re.search(r"\bring (\S{1,60}) timeout", text)
+    return None if match is None else match[1]
 
 
 def _speed(cell: CellData, begin: float, end: float) -> Trend | None:
@@ -190,8 +195,8 @@ def _speed(cell: CellData, begin: float, end: float) -> Trend | None:
     fit = fit_trend(hours, np.log(tokens[tokens > 0]))
     slope, error = fit.value, fit.half_width()
     level = float(tokens.mean() / seconds)
-    ends = [math.expm1(max(-50.0, min(50.0, each))) for each in (slope, slope - error, slope + error)]
-    rates = [round(float(each) / seconds, 3) for each in tokens]
+    ends = [math.expm1(max(-50.0, min(50.0, change))) for change in (slope, slope - error, slope + error)]
+    rates = [round(float(number) / seconds, 3) for number in tokens]
     return Trend(name="tok/s", level=level, per_hour=ends[0], low=ends[1], high=ends[2], grows=False, values=rates)
 
 
@@ -200,27 +205,29 @@ def _memory(data: RunData, name: str, start_wall_s: float, seconds: float) -> li
     samples = data.telemetry.get(name, [])
 
     def total(sample: TelemetrySample, field: str) -> float | None:
-        known = [value for gpu in sample.gpus.values() if (value := getattr(gpu, field)) is not None]
-        return sum(known) if known else None
+        values = [value for gpu in sample.gpus.values() if (value := getattr(gpu, field)) is not None]
+        return sum(values) if values else None
 
     series: dict[str, list[tuple[float, float | None]]] = {
-        "VRAM": [(one.wall_s, total(one, "vram_used_bytes")) for one in samples],
-        "GTT": [(one.wall_s, total(one, "gtt_used_bytes")) for one in samples],
-        "container": [(one.wall_s, None if one.container is None else one.container.memory_bytes) for one in samples],
-        "KV cache": [(one.wall_s, one.values.get("kv_usage")) for one in data.metrics.get(name, [])],
+        "VRAM": [(sample.wall_s, total(sample, "vram_used_bytes")) for sample in samples],
+        "GTT": [(sample.wall_s, total(sample, "gtt_used_bytes")) for sample in samples],
+        "container": [
+            (sample.wall_s, None if sample.container is None else sample.container.memory_bytes) for sample in samples
+        ],
+        "KV cache": [(sample.wall_s, sample.values.get("kv_usage")) for sample in data.metrics.get(name, [])],
     }
-    return [found for what, points in series.items() if (found := _growth(what, points, start_wall_s, seconds))]
+    return [trend for what, points in series.items() if (trend := _growth(what, points, start_wall_s, seconds))]
 
 
 def _growth(
     what: str, points: Sequence[tuple[float, float | None]], start_wall_s: float, seconds: float
 ) -> Trend | None:
-    known = [(at - start_wall_s, value) for at, value in points if value is not None]
-    kept = [(at, value) for at, value in known if 0.1 * seconds <= at <= seconds]
+    readings = [(at - start_wall_s, value) for at, value in points if value is not None]
+    kept = [(at, value) for at, value in readings if 0.1 * seconds <= at <= seconds]
     blocks: list[tuple[float, float]] = []
     for _, group in itertools.groupby(kept, key=lambda point: int(point[0] / max(seconds, 1e-9) * SOAK_BLOCKS)):
-        found = list(group)
-        blocks.append((sum(at for at, _ in found) / len(found), sum(value for _, value in found) / len(found)))
+        block = list(group)
+        blocks.append((sum(at for at, _ in block) / len(block), sum(value for _, value in block) / len(block)))
     if len(blocks) < MIN_SOAK_BLOCKS or seconds < MIN_S:
         return None
     at, values = (np.array(column, dtype=np.float64) for column in zip(*blocks, strict=True))
@@ -232,72 +239,72 @@ def _growth(
     return Trend(name=what, level=level, per_hour=slope, low=slope - error, high=slope + error, grows=grows)
 
 
-def soak_answer(found: Soak) -> Reason:
+def soak_answer(soak: Soak) -> Reason:
     """Whether a soak was stable, how it drifts, or when and why it failed."""
-    values = {"row": found.row, "word": found.word, "first_failure_s": found.first_failure_s}
-    if found.word == "failed":
-        after = "" if found.first_failure_s is None else f" after {duration(found.first_failure_s)}"
-        text = f"failed{after}: {found.cause or 'no cause is known'}"
-        first = next((one for one in found.events if one.serious), None)
+    values = {"row": soak.row, "word": soak.word, "first_failure_s": soak.first_failure_s}
+    if soak.word == "failed":
+        after = "" if soak.first_failure_s is None else f" after {duration(soak.first_failure_s)}"
+        text = f"failed{after}: {soak.cause or 'no cause is known'}"
+        first = next((event for event in soak.events if event.serious), None)
         if first is not None:
             text += f" [{first.id}], {count(first.in_flight, 'request')} in flight, {first.failed} of them failed"
-        text += f"; {count(found.failed, 'request')} failed in all"
+        text += f"; {count(soak.failed, 'request')} failed in all"
     else:
-        text = {"stable": "stable", "drifts": "drifts", "unknown": "no failure"}[found.word]
-        text += f" over {duration(found.measured_s)}"
-    if found.word == "unknown" and found.speed is not None:
+        text = {"stable": "stable", "drifts": "drifts", "unknown": "no failure"}[soak.word]
+        text += f" over {duration(soak.measured_s)}"
+    if soak.word == "unknown" and soak.speed is not None:
         text += "; whether the speed drifts is inconclusive, and more hours would tell"
-    elif found.word == "unknown":
+    elif soak.word == "unknown":
         shown = f"{MIN_S / 60:.0f} min or more with answers in {MIN_SOAK_BLOCKS} of {SOAK_BLOCKS} blocks"
         text += f"; a drift shows over {shown}"
-    if found.speed is not None:
-        low, high = (f"{100 * end:+.1f}" for end in (found.speed.low, found.speed.high))
-        text += f"; speed {100 * found.speed.per_hour:+.1f}\u00a0% per hour ({low} to {high})"
+    if soak.speed is not None:
+        low, high = (f"{100 * end:+.1f}" for end in (soak.speed.low, soak.speed.high))
+        text += f"; speed {100 * soak.speed.per_hour:+.1f}\u00a0% per hour ({low} to {high})"
     growing = [
-        f"{one.name} {short_percent(one.per_hour) if one.name == 'KV cache' else gib(one.per_hour, 2)} per hour"
-        for one in found.memory
-        if one.grows
+        f"{trend.name} {short_percent(trend.per_hour) if trend.name == 'KV cache' else gib(trend.per_hour, 2)} per hour"
+        for trend in soak.memory
+        if trend.grows
     ]
-    if found.word == "drifts" and found.cpu_busy is not None and found.cpu_busy >= HOST_CPU_FULL:
-        text += f"; the machine's CPU was {percent(found.cpu_busy, 0)} busy: another program may be the cause"
+    if soak.word == "drifts" and soak.cpu_busy is not None and soak.cpu_busy >= HOST_CPU_FULL:
+        text += f"; the machine's CPU was {percent(soak.cpu_busy, 0)} busy: another program may be the cause"
     if growing:
         text += f"; growing: {', '.join(growing)}"
-    elif found.memory:
-        text += f"; no growth of {', '.join(one.name for one in found.memory)}"
-    if found.refused:
-        text += f"; {count(found.refused, 'request')} did not fit into the server's context: give it more, or send less"
-    if found.kernel_log is False:
+    elif soak.memory:
+        text += f"; no growth of {', '.join(trend.name for trend in soak.memory)}"
+    if soak.refused:
+        text += f"; {count(soak.refused, 'request')} did not fit into the server's context: give it more, or send less"
+    if soak.kernel_log is False:
         text += ". The kernel log could not be read (root may): it would show a reset of the GPU or a lack of memory"
-    return because("soak", f"{found.row}: {text}.", **values)
+    return because("soak", f"{soak.row}: {text}.", **values)
 
 
-def _trends(found: Soak) -> list[Trend]:
-    return [*([] if found.speed is None else [found.speed]), *found.memory]
+def _trends(soak: Soak) -> list[Trend]:
+    return [*([] if soak.speed is None else [soak.speed]), *soak.memory]
 
 
-def _trend_cells(one: Trend) -> list[str]:
-    if one.name in ("tok/s", "KV cache"):
-        level = units.significant(one.level) if one.name == "tok/s" else units.percent(one.level)
-        ends = [f"{100 * each:+.2f}\u00a0%" for each in (one.per_hour, one.low, one.high)]
+def _trend_cells(trend: Trend) -> list[str]:
+    if trend.name in ("tok/s", "KV cache"):
+        level = units.significant(trend.level) if trend.name == "tok/s" else units.percent(trend.level)
+        ends = [f"{100 * change:+.2f}\u00a0%" for change in (trend.per_hour, trend.low, trend.high)]
     else:
-        level = units.gib(one.level, 2)
-        ends = [f"{each / units.GIB:+.3f} GiB" for each in (one.per_hour, one.low, one.high)]
-    return [one.name, level, ends[0], f"{ends[1]} to {ends[2]}"]
+        level = units.gib(trend.level, 2)
+        ends = [f"{change / units.GIB:+.3f} GiB" for change in (trend.per_hour, trend.low, trend.high)]
+    return [trend.name, level, ends[0], f"{ends[1]} to {ends[2]}"]
 
 
-def _soak_chart(found: Soak, number: int) -> Chart:
+def _soak_chart(soak: Soak, number: int) -> Chart:
     """The speed of each block up to the first failure, and the kernel's events."""
-    rates = [] if found.speed is None else found.speed.values
-    until_s = found.measured_s if found.first_failure_s is None else found.first_failure_s
+    rates = [] if soak.speed is None else soak.speed.values
+    until_s = soak.measured_s if soak.first_failure_s is None else soak.first_failure_s
     at = [round((place + 0.5) * until_s / len(rates) / 3600, 4) for place in range(len(rates))]
-    events = [one for one in found.events if one.at_s >= 0]
+    events = [event for event in soak.events if event.at_s >= 0]
     hover = "<b>%{y:,.1f} tok/s</b> after %{x} h<extra></extra>"
     data: list[Figure] = [scatter("tok/s", at, list(rates), hover, "lines+markers")]
     if events:
         data.append(
             scatter(
-                "kernel", [round(one.at_s / 3600, 4) for one in events], [0.0] * len(events), "%{text}<extra></extra>",
-                "markers", text=[escape_markup(one.text) for one in events],
+                "kernel", [round(event.at_s / 3600, 4) for event in events], [0.0] * len(events),
+                "%{text}<extra></extra>", "markers", text=[escape_markup(event.text) for event in events],
                 marker={"color": "@s2", "symbol": "x", "size": 10},
             )
         )  # fmt: skip
@@ -307,7 +314,7 @@ def _soak_chart(found: Soak, number: int) -> Chart:
     }  # fmt: skip
     return Chart(
         id=f"soak-{number}",
-        title=f"Speed over the hours: {found.row}",
+        title=f"Speed over the hours: {soak.row}",
         caption="Each point is a twentieth of the time up to the first failure. Crosses: events of the kernel.",
         formula="output tokens of the requests that ended in the block ÷ its time; drift: the slope of the logarithms",
         figure={"data": data, "layout": layout},
@@ -319,18 +326,18 @@ def _soak_chart(found: Soak, number: int) -> Chart:
 
 def soak_tables(summary: Summary) -> list[Grid]:
     """The trends and the kernel's events of each soak."""
-    trends = [[found.row, *_trend_cells(one)] for found in summary.soaks for one in _trends(found)]
+    trends = [[soak.row, *_trend_cells(trend)] for soak in summary.soaks for trend in _trends(soak)]
     events = [
-        [found.row, units.duration(max(0.0, one.at_s)), one.id, f"{one.in_flight}", f"{one.failed}", one.text]
-        for found in summary.soaks
-        for one in found.events[:_SHOWN_EVENTS]
+        [soak.row, units.duration(max(0.0, event.at_s)), event.id, f"{event.in_flight}", f"{event.failed}", event.text]
+        for soak in summary.soaks
+        for event in soak.events[:_SHOWN_EVENTS]
     ]
     tables = [
         replace(plain_grid(("Row", "What", "Mean", "Per hour", "95 % interval"), trends), title="Over the hours"),
         replace(plain_grid(("Row", *_EVENTS), events), title="Events of the kernel"),
     ]
-    return [one for one in tables if one.rows]
+    return [table for table in tables if table.rows]
 
 
 def soak_charts(summary: Summary) -> list[Chart]:
-    return [_soak_chart(found, number) for number, found in enumerate(summary.soaks)]
+    return [_soak_chart(soak, number) for number, soak in enumerate(summary.soaks)]

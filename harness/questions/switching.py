@@ -40,7 +40,7 @@ def switching_answers(data: RunData, cells: Sequence[CellSummary]) -> list[Reaso
             runs.setdefault(cell.group or cell.id, []).append(cell.id)
     answers = []
     for (server, load), runs in groups.items():
-        requests = [one for group, names in runs.items() for one in _requests(data, group, names)]
+        requests = [request for group, names in runs.items() for request in _requests(data, group, names)]
         if (answer := _answer(server, requests, _logged(data, server, runs))) is not None:
             loads = {name for _, name in groups}
             text = f"{load}: {answer.text}" if len(loads) > 1 else answer.text
@@ -72,8 +72,10 @@ def _logged(data: RunData, server: str, runs: Mapping[str, Sequence[str]]) -> di
     """The seconds of each eviction and load that a server's log has from the time of some cells."""
     engine = find_engine(data.run.scenario.servers[server].template)
     times = [data.run.ran[cell] for names in runs.values() for cell in names]
-    found: dict[str, list[float]] = {}
-    for path in [data.folder / "logs" / f"{one.id}.server.log" for one in data.run.cells if one.server == server]:
+    by_kind: dict[str, list[float]] = {}
+    for path in [
+        data.folder / "logs" / f"{cell_run.id}.server.log" for cell_run in data.run.cells if cell_run.server == server
+    ]:
         if engine is None or not engine.log.changes or not path.is_file():
             continue
         begun_s = dict.fromkeys(engine.log.changes, math.nan)
@@ -83,10 +85,13 @@ def _logged(data: RunData, server: str, runs: Mapping[str, Sequence[str]]) -> di
                     if start in line:
                         begun_s[kind] = _stamp_s(line)
                     elif end in line and not math.isnan(took_s := _stamp_s(line) - begun_s[kind]):
-                        if any(one.started_wall_s <= begun_s[kind] <= (one.ended_wall_s or math.inf) for one in times):
-                            found.setdefault(kind, []).append(took_s)
+                        if any(
+                            cell_run.started_wall_s <= begun_s[kind] <= (cell_run.ended_wall_s or math.inf)
+                            for cell_run in times
+                        ):
+                            by_kind.setdefault(kind, []).append(took_s)
                         begun_s[kind] = math.nan
-    return found
+    return by_kind
 
 
 def _stamp_s(line: str) -> float:
@@ -99,8 +104,8 @@ def _stamp_s(line: str) -> float:
 
 def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, Sequence[float]]) -> Reason | None:
     """The mean extra time to the first token after a change of model. None without changes, or without others."""
-    same = [one.ttft_s for one in requests if not one.changed]
-    changed = [one for one in requests if one.changed]
+    same = [request.ttft_s for request in requests if not request.changed]
+    changed = [request for request in requests if request.changed]
     if not same or not changed:
         return None
     costs, repeated = _costs(requests)
@@ -109,21 +114,21 @@ def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, 
         half_s = t_quantile(1 - ALPHA / 2, len(costs) - 1) * float(np.std(costs, ddof=1)) / math.sqrt(len(costs))
         low_s, high_s = cost - half_s, cost + half_s
         interval = f"{_ms(low_s)} to {_ms(high_s)}"
-    waited = [one for one in changed if one.ttft_s > _longest_without_load_s(same)]
+    waited = [request for request in changed if request.ttft_s > _longest_without_load_s(same)]
     by_model_s = {
-        model: fmean(one.ttft_s for one in changed if one.model == model) - alone_s
-        for model in sorted({one.model for one in changed})
+        model: fmean(request.ttft_s for request in changed if request.model == model) - alone_s
+        for model in sorted({request.model for request in changed})
     }
     basis = "" if repeated else "one run, not repeated; "
-    after, shown = _ms(fmean(one.ttft_s for one in changed)), f"{basis}95 % interval {interval}"
-    models = {one.model for one in requests}
-    stay = sorted(by_model_s.keys() - {one.model for one in waited})
+    after, shown = _ms(fmean(request.ttft_s for request in changed)), f"{basis}95 % interval {interval}"
+    models = {request.model for request in requests}
+    stay = sorted(by_model_s.keys() - {request.model for request in waited})
     if not waited:
         kept = "both" if len(models) == 2 else f"all {len(models)}"
         text = f"{server}: {kept} models stay loaded, no change waited (of {len(changed)}): the first token comes "
         text += f"after {after}, and after {_ms(alone_s)} without a change (difference {_ms(cost)}; {shown})"
     else:
-        to = ", ".join(f"{_ms(each)} to {name}" for name, each in by_model_s.items())
+        to = ", ".join(f"{_ms(extra_s)} to {name}" for name, extra_s in by_model_s.items())
         text = f"{server}: a change of model costs {_ms(cost)} ({shown}): the first token comes after {after} instead "
         text += f"of {_ms(alone_s)}; {len(waited)} of {count(len(changed), 'change')} waited for the model, "
         text += f"which had been evicted ({to}); "
@@ -147,13 +152,13 @@ def _longest_without_load_s(same: Sequence[float]) -> float:
 def _costs(requests: Sequence[ModelRequest]) -> tuple[list[float], bool]:
     """The cost in each run, and True; of a single run that of each change, and False."""
     runs: dict[str, tuple[list[float], list[float]]] = {}
-    for one in requests:
-        runs.setdefault(one.cell, ([], []))[one.changed].append(one.ttft_s)
+    for request in requests:
+        runs.setdefault(request.cell, ([], []))[request.changed].append(request.ttft_s)
     costs = [fmean(changed) - fmean(same) for same, changed in runs.values() if same and changed]
     if len(costs) > 1:
         return costs, True
-    same = fmean(one.ttft_s for one in requests if not one.changed)
-    return [one.ttft_s - same for one in requests if one.changed], False
+    same = fmean(request.ttft_s for request in requests if not request.changed)
+    return [request.ttft_s - same for request in requests if request.changed], False
 
 
 def _ms(seconds: float) -> str:

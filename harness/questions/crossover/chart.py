@@ -21,13 +21,13 @@ _TITLES = {
 def crossover_charts(summary: Summary, run: Run) -> list[Chart]:
     """A chart for each load and speed; empty for a run without such a sweep."""
     questions: dict[tuple[str, str], list[SweepQuestion]] = {}
-    for one in varied_numbers(run, summary.rows, summary.cells):
-        questions.setdefault((one.load, one.axis), []).append(one)
+    for question in varied_numbers(run, summary.rows, summary.cells):
+        questions.setdefault((question.load, question.axis), []).append(question)
     return [*_switch_chart(summary)] + [
-        _chart(summary, run, of, speed)
-        for (_, key), of in questions.items()
+        _chart(summary, run, group, speed)
+        for (_, key), group in questions.items()
         for speed in AXES[key].speeds
-        if speed is not RATE or max(len(one.cells) for one in of) > 1
+        if speed is not RATE or max(len(question.cells) for question in group) > 1
     ]
 
 
@@ -37,11 +37,11 @@ def _chart(summary: Summary, run: Run, questions: Sequence[SweepQuestion], speed
     data: list[Figure] = []
     body: list[list[str]] = []
     heights: list[float] = []
-    lines = [(each, server) for each in questions for server in each.cells]
+    lines = [(question, server) for question in questions for server in question.cells]
     names = list(dict.fromkeys(server for _, server in lines))
-    for number, (one, server) in enumerate(lines):
-        name = ", ".join(filter(None, (server, one.others)))
-        samples = {level: _values(speed, cells, level) for level, cells in sorted(one.cells[server].items())}
+    for number, (question, server) in enumerate(lines):
+        name = ", ".join(filter(None, (server, question.others)))
+        samples = {level: _values(speed, cells, level) for level, cells in sorted(question.cells[server].items())}
         samples = {level: values for level, values in samples.items() if values}
         means, hue = [statistics.fmean(values) for values in samples.values()], f"@{colour(names.index(server))}"
         style = {"line": {"color": hue, "width": 2.5}, "marker": {"color": hue, "symbol": symbol(number), "size": 9}}
@@ -50,13 +50,17 @@ def _chart(summary: Summary, run: Run, questions: Sequence[SweepQuestion], speed
         data.append(scatter(name, list(samples), means, hover, "lines+markers", **style))
         body += [[name, f"{level:,}", significant(mean)] for level, mean in zip(samples, means, strict=True)]
         heights += means
-        bounds = {level: bound for level in samples if (bound := _bound(run, one.cells[server][level][0])) is not None}
+        bounds = {
+            level: bound for level in samples if (bound := _bound(run, question.cells[server][level][0])) is not None
+        }
         if speed is DECODE and bounds:
             line = {"color": hue, "width": 1.5, "dash": "dash"}
             data.append(scatter(f"{name}: bound", list(bounds), list(bounds.values()), hover, line=line))
             heights += bounds.values()
-    of_load = [each for each in summary.answers if each.code == "setting_answer" and each.values["load"] == load]
-    parts = [part for each in of_load for part in each.values["parts"]]
+    load_answers = [
+        answer for answer in summary.answers if answer.code == "setting_answer" and answer.values["load"] == load
+    ]
+    parts = [part for answer in load_answers for part in answer.values["parts"]]
     crossings = [part for part in parts if part.get("speed") == speed.id and part.get("at") is not None]
     layout: Figure = {"xaxis": {"title": {"text": escape_markup(key)}, "rangemode": "tozero", "tickformat": ","}}
     layout |= {"yaxis": axis(unit, heights), "showlegend": True, "shapes": [_band(part) for part in crossings]}
@@ -76,10 +80,10 @@ def _chart(summary: Summary, run: Run, questions: Sequence[SweepQuestion], speed
 def _switch_chart(summary: Summary) -> list[Chart]:
     """The time to the first token with and without a change of model, for each server and load."""
     data, body = list[Figure](), list[list[str]]()
-    for number, values in enumerate(each.values for each in summary.answers if each.code == "model_switch"):
+    for number, values in enumerate(answer.values for answer in summary.answers if answer.code == "model_switch"):
         name, alone_s = f"{values['side']} / {values['load']}", values["same_s"]
         times_ms = {"same model": 1000 * alone_s}
-        times_ms |= {f"to {model}": 1000 * (alone_s + each) for model, each in values["by_model_s"].items()}
+        times_ms |= {f"to {model}": 1000 * (alone_s + extra_s) for model, extra_s in values["by_model_s"].items()}
         x, hover = list(map(escape_markup, times_ms)), f"%{{x}}<br><b>%{{y:,.1f}} ms</b>{NAME}"
         marker = {"color": f"@{colour(number)}", "symbol": symbol(number), "size": 12}
         data.append(scatter(name, x, list(times_ms.values()), hover, "markers", marker=marker))
@@ -102,10 +106,10 @@ def _switch_chart(summary: Summary) -> list[Chart]:
 
 def _values(speed: Speed, cells: Sequence[CellSummary], level: int) -> list[float]:
     """The speed of each cell as the chart shows it."""
-    known = [value for cell in cells if (value := speed.of(cell.numbers, level)) is not None]
+    speeds = [value for cell in cells if (value := speed.of(cell.numbers, level)) is not None]
     if speed is FIRST:
-        return [1000 / value for value in known]
-    return [value * max(level, 1) for value in known] if speed is RATE else known
+        return [1000 / value for value in speeds]
+    return [value * max(level, 1) for value in speeds] if speed is RATE else speeds
 
 
 def _band(part: dict[str, float]) -> Figure:

@@ -98,7 +98,7 @@ def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) 
     if swept is None or swept.servers:
         return []
     valid = {cell.id: cell for cell in cells if not cell.problems}
-    found: dict[tuple[str, str, str], Cells] = {}
+    by_key: dict[tuple[str, str, str], Cells] = {}
     limited: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
     for row in rows:
         settings = swept.loads[row.load].settings if row.load in swept.loads else {}
@@ -106,14 +106,14 @@ def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) 
         if axis is not None:
             others = ", ".join(_setting_text(key, value) for key, value in settings.items() if key != axis)
             key = (swept.loads[row.load].of, axis, others)
-            levels = found.setdefault(key, {}).setdefault(row.server, {})
+            levels = by_key.setdefault(key, {}).setdefault(row.server, {})
             levels[settings[axis]] = [valid[name] for name in row.cells if name in valid]
             if any(is_client_limited(row, speed.metric) for speed in AXES[axis].speeds):
                 limited.setdefault(key, []).append((row.server, settings[axis]))
     return [
-        SweepQuestion(*key, cells=of, limited=limited.get(key, []))
-        for key, of in found.items()
-        if max(map(len, of.values())) > 1
+        SweepQuestion(*key, cells=by_server, limited=limited.get(key, []))
+        for key, by_server in by_key.items()
+        if max(map(len, by_server.values())) > 1
     ]
 
 
@@ -127,16 +127,18 @@ def setting_answers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary])
     Over users only where servers are compared, or where the run asks about speculation.
     """
     questions = varied_numbers(run, rows, cells)
-    answers = [answer for one in questions if (answer := _answer(run, one)) is not None]
-    loads = {one.load for one in questions}
+    answers = [answer for question in questions if (answer := _answer(run, question)) is not None]
+    loads = {question.load for question in questions}
     named = {
-        (one.load, one.others): ", ".join(filter(None, (one.load if len(loads) > 1 else "", one.others)))
-        for one in questions
+        (question.load, question.others): ", ".join(
+            filter(None, (question.load if len(loads) > 1 else "", question.others))
+        )
+        for question in questions
     }
     return [
-        because("setting_answer", f"{name}: {each.text}" if name else each.text, **each.values)
-        for each in answers
-        for name in [named[each.values["load"], each.values["others"]]]
+        because("setting_answer", f"{name}: {answer.text}" if name else answer.text, **answer.values)
+        for answer in answers
+        for name in [named[answer.values["load"], answer.values["others"]]]
     ]
 
 
@@ -145,35 +147,35 @@ def speculation_answers(base: Side, sides: Sequence[Side]) -> list[Reason]:
 
     The sample is the run.
     """
-    found = []
+    reasons = []
     for side, (key, axis) in itertools.product(sides, _throughput_questions(base)):
-        ours, theirs = _of_runs(base, key), _of_runs(side, key)
+        ours, theirs = _speeds_in_runs(base, key), _speeds_in_runs(side, key)
         if ours.drafts == theirs.drafts or (answer := _compare(axis, RATE, ours, theirs)) is None:
             continue
         name = f"{side.name}: " if len(sides) > 1 else ""
-        found.append(because("crossing", f"{name}{answer.text}.", **answer.values))
-    return found
+        reasons.append(because("crossing", f"{name}{answer.text}.", **answer.values))
+    return reasons
 
 
 def _throughput_questions(side: Side) -> list[tuple[tuple[str, str, str, str], Axis]]:
     """The load, the axis, the other settings and the server of each sweep that is about the throughput."""
     return [
-        ((one.load, one.axis, one.others, server), AXES[one.axis])
-        for one in varied_numbers(side.runs[0], side.summaries[0].rows, side.summaries[0].cells)
-        for server in one.cells
-        if AXES[one.axis].speeds == (RATE,)
+        ((question.load, question.axis, question.others, server), AXES[question.axis])
+        for question in varied_numbers(side.runs[0], side.summaries[0].rows, side.summaries[0].cells)
+        for server in question.cells
+        if AXES[question.axis].speeds == (RATE,)
     ]
 
 
-def _of_runs(side: Side, key: tuple[str, str, str, str]) -> Speeds:
+def _speeds_in_runs(side: Side, key: tuple[str, str, str, str]) -> Speeds:
     """The speeds of a side, of each run the mean of its repeats."""
     at: dict[int, list[float]] = {}
     drafts = False
     for run, summary in zip(side.runs, side.summaries, strict=True):
-        for one in varied_numbers(run, summary.rows, summary.cells):
-            if (one.load, one.axis, one.others) == key[:3] and key[3] in one.cells:
-                drafts |= bool(_counted(one, key[3], "drafted_tokens"))
-                for level, values in _runs(one, RATE, key[3]).items():
+        for question in varied_numbers(run, summary.rows, summary.cells):
+            if (question.load, question.axis, question.others) == key[:3] and key[3] in question.cells:
+                drafts |= bool(_counted(question, key[3], "drafted_tokens"))
+                for level, values in _runs(question, RATE, key[3]).items():
                     at.setdefault(level, []).append(geometric_mean(values))
     return Speeds(side.name, at, drafts)
 
@@ -182,12 +184,12 @@ def _answer(run: Run, question: SweepQuestion) -> Reason | None:
     axis, base = AXES[question.axis], baseline_of(run.scenario).server
     base = base if base in question.cells else next(iter(question.cells))
     sides = [server for server in question.cells if server != base]
-    found = [
+    comparisons = [
         _compare(axis, speed, *(_speeds(question, speed, server) for server in (base, side)), several=len(sides) > 1)
         for speed in axis.speeds
         for side in sides
     ]
-    parts = [part for part in found if part is not None] if sides else _ranges(question, base)
+    parts = [part for part in comparisons if part is not None] if sides else _ranges(question, base)
     parts += _uncached(question) if question.axis == DEPTH and parts else _speculation(question)
     if not sides and axis.speeds == (RATE,):
         parts = _alone(run, question, base, parts)
@@ -202,9 +204,9 @@ def _answer(run: Run, question: SweepQuestion) -> Reason | None:
 def _runs(question: SweepQuestion, speed: Speed, server: str) -> dict[int, list[float]]:
     """The speed of each valid cell, by level."""
     return {
-        level: known
+        level: speeds
         for level, cells in sorted(question.cells[server].items())
-        if (known := [value for cell in cells if (value := speed.of(cell.numbers, level)) is not None])
+        if (speeds := [value for cell in cells if (value := speed.of(cell.numbers, level)) is not None])
     }
 
 
@@ -216,18 +218,18 @@ def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: b
     """From which level on which of two sides is faster, with its interval. `several`: there are other sides."""
     if base.drafts and not side.drafts:
         base, side = side, base
-    repeated = all(any(len(values) > 1 for values in one.at.values()) for one in (base, side))
-    found = find_crossing(base.at, side.at, linear=True, assume_spread=not repeated)
-    if not found.ratios:
+    repeated = all(any(len(values) > 1 for values in speeds.at.values()) for speeds in (base, side))
+    crossing = find_crossing(base.at, side.at, linear=True, assume_spread=not repeated)
+    if not crossing.ratios:
         return None
-    ratios, at, kind = found.ratios, partial(_level_text, axis), found.kind
+    ratios, at, kind = crossing.ratios, partial(_level_text, axis), crossing.kind
     fast, slow = (base.name, side.name) if kind == "never" else (side.name, base.name)
     is_speculation = side.drafts and not base.drafts
     where, bounds = axis.everywhere, ""
-    if found.level is not None and found.low is not None and found.high is not None:
+    if crossing.level is not None and crossing.low is not None and crossing.high is not None:
         interval = "95 % interval" if repeated else "one run, not repeated; assumed interval"
-        bounds = f" ({interval} {_number_text(axis, found.low)} to {_number_text(axis, found.high)})"
-        where = f"from {at(found.level)} on{bounds}" if kind == "from" else f"up to {at(found.level)}{bounds}"
+        bounds = f" ({interval} {_number_text(axis, crossing.low)} to {_number_text(axis, crossing.high)})"
+        where = f"from {at(crossing.level)} on{bounds}" if kind == "from" else f"up to {at(crossing.level)}{bounds}"
     elif not repeated and kind in ("always", "never"):
         bounds = " (one run, not repeated)"
     by = sorted(1 / ratio if kind == "never" else ratio for ratio in ratios)
@@ -236,9 +238,11 @@ def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: b
     elif is_speculation:
         does = {"never": "Speculation does not pay", "cannot_tell": "Inconclusive whether speculation pays"}
         does_it = does.get(kind, "Speculation pays")
-        each = ", ".join(f"{factor(ratio)}x at {level:,}" for level, ratio in zip(found.levels, ratios, strict=True))
+        ratios_text = ", ".join(
+            f"{factor(ratio)}x at {level:,}" for level, ratio in zip(crossing.levels, ratios, strict=True)
+        )
         text = f"{side.name}: " if several else ""
-        text += f"{does_it} {where}{bounds * (found.level is None)}: {each}"
+        text += f"{does_it} {where}{bounds * (crossing.level is None)}: {ratios_text}"
     elif kind in ("always", "never"):
         text = f"{fast} {speed.faster} than {slow} {where} ({factor(by[0])}x to {factor(by[-1])}x){bounds}"
     elif bounds:
@@ -246,9 +250,9 @@ def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: b
     else:
         text = f"inconclusive which {speed.faster}: {side.name} is {factor(by[0])}x to {factor(by[-1])}x as fast as "
         text += f"{base.name}; more repeats may decide"
-    values = {"speed": speed.id, "base": base.name, "side": side.name, "kind": kind, "at": found.level}
-    levels = {"levels": found.levels, "ratios": ratios}
-    return because("crossing", text, **values, low=found.low, high=found.high, **levels, provisional=not repeated)
+    values = {"speed": speed.id, "base": base.name, "side": side.name, "kind": kind, "at": crossing.level}
+    levels = {"levels": crossing.levels, "ratios": ratios}
+    return because("crossing", text, **values, low=crossing.low, high=crossing.high, **levels, provisional=not repeated)
 
 
 def _level_text(axis: Axis, level: float) -> str:
@@ -264,7 +268,7 @@ def _number_text(axis: Axis, value: float) -> str:
 
 def _ranges(question: SweepQuestion, server: str) -> list[Reason]:
     """How much slower a single server is at the last level than at the first, not in all of its throughput."""
-    found: list[Reason] = []
+    reasons: list[Reason] = []
     for speed in AXES[question.axis].speeds:
         runs = _runs(question, speed, server)
         if speed is RATE or len(runs) < 2:
@@ -274,13 +278,15 @@ def _ranges(question: SweepQuestion, server: str) -> list[Reason]:
         shown = "one run, not repeated"
         if effect is not None:
             low, high = known_bounds(effect.ratio, *effect.interval())
-            known = low is not None and high is not None
-            shown = f"95 % interval {factor(low or 0.0)}x to {factor(high or 0.0)}x" if known else "interval not known"
+            is_bounded = low is not None and high is not None
+            shown = (
+                f"95 % interval {factor(low or 0.0)}x to {factor(high or 0.0)}x" if is_bounded else "interval not known"
+            )
         slower = {"decode": "decodes", "first": "gives the first token"}[speed.id]
         levels = f" with {_level_text(AXES[question.axis], last)} than with {_number_text(AXES[question.axis], first)}"
-        text = f"{'it' if found else server} {slower} {factor(ratio)}x slower{'' if found else levels} ({shown})"
-        found.append(because("setting_range", text, speed=speed.id, side=server, levels=list(runs), ratio=ratio))
-    return found
+        text = f"{'it' if reasons else server} {slower} {factor(ratio)}x slower{'' if reasons else levels} ({shown})"
+        reasons.append(because("setting_range", text, speed=speed.id, side=server, levels=list(runs), ratio=ratio))
+    return reasons
 
 
 def _limited(question: SweepQuestion) -> list[Reason]:
@@ -302,7 +308,7 @@ def _uncached(question: SweepQuestion) -> list[Reason]:
     notes = []
     for server, levels in question.cells.items():
         shares = {level: share for level, cells in levels.items() if (share := _cached_share(level, cells)) is not None}
-        level = min(shares, key=lambda each: shares[each], default=0)
+        level = min(shares, key=lambda key: shares[key], default=0)
         if shares and shares[level] < FEW_CACHED:
             text = f"Warning: {server} had {short_percent(shares[level])} of a context of {level:,} tokens in its cache"
             text += ", so its times include computing the rest"
@@ -329,27 +335,27 @@ def _speculation(question: SweepQuestion) -> list[Reason]:
     return notes
 
 
-def _alone(run: Run, question: SweepQuestion, server: str, known: list[Reason]) -> list[Reason]:
+def _alone(run: Run, question: SweepQuestion, server: str, ranges: list[Reason]) -> list[Reason]:
     """What one server says about speculation: whether it speculates, what answers the question, and its numbers.
 
-    `known`: its acceptance. None of a run that asks something else, of a server that does not speculate.
+    `ranges`: its acceptance. None of a run that asks something else, of a server that does not speculate.
     """
-    if not known and "speculat" not in run.scenario.question.lower():
+    if not ranges and "speculat" not in run.scenario.question.lower():
         return []
     loads = [cell.server_load for cells in question.cells[server].values() for cell in cells]
     names = {cell.served_by.startup.engine for cell in run.cells if cell.server == server and cell.served_by.startup}
     template = find_engine(run.scenario.servers[server].template)
-    its = [one for one in engines() if one.name in names] or ([] if template is None else [template])
-    again = "measure the same again, and `harness compare` both runs"
-    if known:
-        text = f"to know up to how many users it pays, start the server without speculation, {again}"
-        parts = [because("speculation", f"{known[0].text}; {text}", **known[0].values)]
+    its = [engine for engine in engines() if engine.name in names] or ([] if template is None else [template])
+    advice = "measure the same again, and `harness compare` both runs"
+    if ranges:
+        text = f"to know up to how many users it pays, start the server without speculation, {advice}"
+        parts = [because("speculation", f"{ranges[0].text}; {text}", **ranges[0].values)]
     else:
         reported = any(load.drafted_tokens is not None for load in loads)
-        start = {one.title: one.speculation for one in its or engines() if one.speculation}
+        start = {engine.title: engine.speculation for engine in its or engines() if engine.speculation}
         how = ", ".join(f"{title} `{words}`" for title, words in start.items())
         text = f"{server} drafted no tokens" if reported else f"{server} reports no drafted tokens"
-        text += f". If it does not speculate, start it with speculation{f' ({how})' if how else ''}, {again}"
+        text += f". If it does not speculate, start it with speculation{f' ({how})' if how else ''}, {advice}"
         parts = [because("no_speculation", text, side=server, reported=reported, start=start)]
     rates = {
         level: geometric_mean([value * max(level, 1) for value in values])
@@ -362,8 +368,8 @@ def _alone(run: Run, question: SweepQuestion, server: str, known: list[Reason]) 
 
 def _cached_share(level: int, cells: Sequence[CellSummary]) -> float | None:
     """The cached share of the context of a row; None where the server does not report it."""
-    known = [cell.numbers for cell in cells if cell.numbers.cached_tokens is not None and cell.numbers.succeeded]
-    if not level or not known:
+    counted = [cell.numbers for cell in cells if cell.numbers.cached_tokens is not None and cell.numbers.succeeded]
+    if not level or not counted:
         return None
-    cached = sum(numbers.cached_tokens or 0 for numbers in known)
-    return min(1.0, cached / (level * sum(numbers.succeeded for numbers in known)))
+    cached = sum(numbers.cached_tokens or 0 for numbers in counted)
+    return min(1.0, cached / (level * sum(numbers.succeeded for numbers in counted)))

@@ -64,9 +64,9 @@ def expect(
         kv_cache_dtype=kv_cache_dtype,
         memory_gib=None if free is None or total is None else (free, total),
     )
-    found = sources.answer(question, root, _measure_bandwidth(image) if measure else None)
-    cli.print_json(found) if as_json else print_page(expect_page(found), cli.console())
-    if found.fits is False:
+    expectation = sources.answer(question, root, _measure_bandwidth(image) if measure else None)
+    cli.print_json(expectation) if as_json else print_page(expect_page(expectation), cli.console())
+    if expectation.fits is False:
         raise typer.Exit(ExitCode.FAILED)
 
 

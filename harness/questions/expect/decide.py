@@ -176,7 +176,7 @@ def expectation(question: Question, shape: ModelShape | None, hardware: Hardware
         )
         fit = estimate_fit(shape, memory, settings)
     size = None if shape is None else shape.size
-    known = Expectation(
+    draft = Expectation(
         sentence="",
         model=size,
         gpus=question.gpus,
@@ -193,9 +193,9 @@ def expectation(question: Question, shape: ModelShape | None, hardware: Hardware
     if gpu is None:
         what = f"{source} is not in the table" if source else "No GPU is known"
         speed = f"{what}: the speed is not known. Give --gpu or --bandwidth."
-        return replace(known, sentence="" if shape is None else speed)
-    known = replace(
-        known,
+        return replace(draft, sentence="" if shape is None else speed)
+    draft = replace(
+        draft,
         gpu=gpu.name,
         bandwidth_gb_s=gpu.bandwidth_gb_s,
         bandwidth_source=source,
@@ -204,18 +204,18 @@ def expectation(question: Question, shape: ModelShape | None, hardware: Hardware
         measured_bandwidth_gb_s=measured_gb_s,
     )
     if size is None or shape is None:
-        return replace(known, sentence=_sentence_without_size(question, gpu, shape))
-    return _with_speed(known, size, gpu, shape.longest, question.measured_tok_s)
+        return replace(draft, sentence=_sentence_without_size(question, gpu, shape))
+    return _with_speed(draft, size, gpu, shape.longest, question.measured_tok_s)
 
 
 def _sentence_without_size(question: Question, gpu: GpuSpec, shape: ModelShape | None) -> str:
     name = gpu.name[:1].upper() + gpu.name[1:]
     reads = "" if question.bandwidth_gb_s is not None and question.gpu is None else f"{name} reads "
-    known = f"{reads}{figures(gpu.bandwidth_gb_s)} GB/s."
+    fact = f"{reads}{figures(gpu.bandwidth_gb_s)} GB/s."
     if shape is None:
-        return f"{known} Give a model for its speed."
+        return f"{fact} Give a model for its speed."
     by_hand = "Give its size instead: `harness expect 14B --bits 16`."
-    return f"{shape.name}: its speed is not known: {shape.unsized}. {by_hand} {known}"
+    return f"{shape.name}: its speed is not known: {shape.unsized}. {by_hand} {fact}"
 
 
 def parse_params(option: str, text: str) -> float:
@@ -253,37 +253,37 @@ def parse_bits(text: str) -> tuple[float, Any]:
 
 
 def _with_speed(
-    known: Expectation, size: ModelSize, gpu: GpuSpec, longest: int | None, measured_tok_s: float | None
+    draft: Expectation, size: ModelSize, gpu: GpuSpec, longest: int | None, measured_tok_s: float | None
 ) -> Expectation:
-    context, gpus = known.context, known.gpus
+    context, gpus = draft.context, draft.gpus
     bound = decode_bound(size, gpu, context=context, gpus=gpus)
-    total = decode_bound(size, gpu, users=known.users, context=context, gpus=gpus)
-    likely = decode_bound(size, gpu, users=known.users, context=context, gpus=gpus, spread=True)
-    counts = sorted({*USERS, known.users})
-    each = 0 if size.kv_token_bytes is None else context or min(4096, longest or 4096)
+    total = decode_bound(size, gpu, users=draft.users, context=context, gpus=gpus)
+    likely = decode_bound(size, gpu, users=draft.users, context=context, gpus=gpus, spread=True)
+    counts = sorted({*USERS, draft.users})
+    user_context = 0 if size.kv_token_bytes is None else context or min(4096, longest or 4096)
     lengths = sorted({length for length in CONTEXTS if longest is None or length <= longest} | {context} - {0})
     if size.kv_token_bytes is None:
         lengths = []
     prompts = sorted({length for length in PROMPTS if length <= (context or longest or length)} | {context} - {0})
-    found = replace(
-        known,
+    result = replace(
+        draft,
         one_user_max_tok_s=bound,
         one_user_typical_tok_s=typical_decode(bound),
         users_max_tok_s=total,
         share_of_tok_s=likely,
         contexts=[_context_bound(size, gpu, length, gpus) for length in lengths],
-        many_users=[_users_bound(size, gpu, users, each, gpus) for users in counts],
+        many_users=[_users_bound(size, gpu, users, user_context, gpus) for users in counts],
         prompts=[_prompt_floor(size, gpu, tokens, gpus) for tokens in prompts],
-        weights=list(_other_weights(size, gpu, known)),
+        weights=list(_other_weights(size, gpu, draft)),
     )
     if measured_tok_s is not None:
-        of, share, word = judge(measured_tok_s, total, likely, bound)
-        found = replace(found, measured_tok_s=measured_tok_s, share=share, share_of_tok_s=of, word=word)
-        if known.measured_bandwidth_gb_s:
-            own = replace(gpu, bandwidth_gb_s=known.measured_bandwidth_gb_s)
-            by_measured = decode_bound(size, own, users=known.users, context=context, gpus=gpus, spread=of < total)
-            found = replace(found, share_of_measured=measured_tok_s / by_measured)
-    return replace(found, sentence=_unfit_sentence(found, gpu) or _sentence(found, gpu))
+        base, share, word = judge(measured_tok_s, total, likely, bound)
+        result = replace(result, measured_tok_s=measured_tok_s, share=share, share_of_tok_s=base, word=word)
+        if draft.measured_bandwidth_gb_s:
+            own = replace(gpu, bandwidth_gb_s=draft.measured_bandwidth_gb_s)
+            by_measured = decode_bound(size, own, users=draft.users, context=context, gpus=gpus, spread=base < total)
+            result = replace(result, share_of_measured=measured_tok_s / by_measured)
+    return replace(result, sentence=_unfit_sentence(result, gpu) or _sentence(result, gpu))
 
 
 def _context_bound(size: ModelSize, gpu: GpuSpec, context: int, gpus: int) -> ContextBound:
@@ -309,60 +309,67 @@ def _prompt_floor(size: ModelSize, gpu: GpuSpec, tokens: int, gpus: int) -> Prom
     return PromptFloor(tokens=tokens, min_ttft_s=max(read_s, compute_s), typical_ttft_s=typical)
 
 
-def _other_weights(size: ModelSize, gpu: GpuSpec, known: Expectation) -> Iterable[OtherWeights]:
+def _other_weights(size: ModelSize, gpu: GpuSpec, draft: Expectation) -> Iterable[OtherWeights]:
     """Yield the model in the usual types of weights. A model comes with MXFP4 or not."""
-    for name in (one for one in BYTES_PER_PARAM if one != "MXFP4"):
+    for name in (kind for kind in BYTES_PER_PARAM if kind != "MXFP4"):
         if (other := in_weights(size, name)) is None:
             return
-        bound = _users_bound(other, gpu, known.users, known.context, known.gpus)
+        bound = _users_bound(other, gpu, draft.users, draft.context, draft.gpus)
         fits = None
-        if known.memory is not None:
-            needed = other.weights_bytes + known.users * kv_bytes(size, known.context)
-            states = 0 if known.fit is None else known.users * known.fit.state_bytes
-            left = known.memory.budget_bytes - needed / known.gpus - states
-            fits = True if left > OTHER_BYTES[1] else None if left > OTHER_BYTES[0] else False
+        if draft.memory is not None:
+            needed = other.weights_bytes + draft.users * kv_bytes(size, draft.context)
+            states = 0 if draft.fit is None else draft.users * draft.fit.state_bytes
+            remaining_bytes = draft.memory.budget_bytes - needed / draft.gpus - states
+            fits = True if remaining_bytes > OTHER_BYTES[1] else None if remaining_bytes > OTHER_BYTES[0] else False
         yield OtherWeights(
             name=name,
             read_bytes=other.read_bytes,
             max_tok_s=bound.max_tok_s,
-            spread_max_tok_s=bound.spread_max_tok_s if known.users > 1 else None,
-            typical_tok_s=typical_decode(bound.max_tok_s) if known.users == 1 else None,
+            spread_max_tok_s=bound.spread_max_tok_s if draft.users > 1 else None,
+            typical_tok_s=typical_decode(bound.max_tok_s) if draft.users == 1 else None,
             fits=fits,
         )
 
 
-def _unfit_sentence(found: Expectation, gpu: GpuSpec) -> str | None:
+def _unfit_sentence(expected: Expectation, gpu: GpuSpec) -> str | None:
     """Return that the weights, or the wanted context, do not fit; None where they do, and for a measured speed."""
-    if found.measured_tok_s is not None or found.fits is not False or found.model is None or found.room_bytes is None:
+    if (
+        expected.measured_tok_s is not None
+        or expected.fits is not False
+        or expected.model is None
+        or expected.room_bytes is None
+    ):
         return None
-    where = gpu.name if found.gpus == 1 else f"each of {found.gpus} x {gpu.name}"
-    room, weights = f"{'at most ' if found.memory is None else ''}{gib(found.room_bytes)}", found.model.weights_bytes
-    if found.excess_bytes > 0:
-        return f"{found.model.name} does not fit on {where}: its weights take {gib(weights / found.gpus)}, of {room}."
-    if not found.context or found.fit is None or found.fit.request_bytes is None:
+    where = gpu.name if expected.gpus == 1 else f"each of {expected.gpus} x {gpu.name}"
+    room = f"{'at most ' if expected.memory is None else ''}{gib(expected.room_bytes)}"
+    weights = expected.model.weights_bytes
+    if expected.excess_bytes > 0:
+        needs = f"its weights take {gib(weights / expected.gpus)}, of {room}"
+        return f"{expected.model.name} does not fit on {where}: {needs}."
+    if not expected.context or expected.fit is None or expected.fit.request_bytes is None:
         return None
-    needs = f"{gib(weights / found.gpus)} of weights and {gib(found.fit.request_bytes)} of KV cache, of {room}"
-    return f"{found.model.name} does not fit on {where} with a context of {found.context:,} tokens: {needs}."
+    needs = f"{gib(weights / expected.gpus)} of weights and {gib(expected.fit.request_bytes)} of KV cache, of {room}"
+    return f"{expected.model.name} does not fit on {where} with a context of {expected.context:,} tokens: {needs}."
 
 
-def _sentence(found: Expectation, gpu: GpuSpec) -> str:
-    model = found.model.name if found.model is not None else "the model"
-    whom = "one user" if found.users == 1 else f"{found.users:,} users at once"
-    counted = found.model is not None and found.model.kv_token_bytes is not None
-    after = f" after {found.context:,} tokens" if found.context else " with an empty context" if counted else ""
-    if found.context and not counted:
-        after = f", without the KV cache of {found.context:,} tokens, which is not known"
-    name = gpu.name if found.gpus == 1 else f"{found.gpus} x {gpu.name}"
-    bandwidth = f"{figures(gpu.bandwidth_gb_s * found.gpus)} GB/s"
-    where, most = f"{model} on {name}", found.users_max_tok_s or 0
+def _sentence(expected: Expectation, gpu: GpuSpec) -> str:
+    model = expected.model.name if expected.model is not None else "the model"
+    whom = "one user" if expected.users == 1 else f"{expected.users:,} users at once"
+    counted = expected.model is not None and expected.model.kv_token_bytes is not None
+    after = f" after {expected.context:,} tokens" if expected.context else " with an empty context" if counted else ""
+    if expected.context and not counted:
+        after = f", without the KV cache of {expected.context:,} tokens, which is not known"
+    name = gpu.name if expected.gpus == 1 else f"{expected.gpus} x {gpu.name}"
+    bandwidth = f"{figures(gpu.bandwidth_gb_s * expected.gpus)} GB/s"
+    where, most = f"{model} on {name}", expected.users_max_tok_s or 0
     given = f"({whom}{after}, {bandwidth})"
-    if found.measured_tok_s is not None and found.share is not None and found.share_of_tok_s is not None:
-        speed = f"{figures(found.measured_tok_s)} tok/s is {_WORDS[found.word]}"
-        wrong = f" {_WRONG}" if found.word == "slow" else ""
-        of = f"{100 * found.share:.0f} % of {describe_base(found.share_of_tok_s, most)}"
-        return f"{speed} for {where}: {of} {given}.{wrong}"
-    typical = f"; {range_text(found.one_user_typical_tok_s)} is typical" if found.users == 1 else ""
-    return f"{where}: {describe_base(found.share_of_tok_s or most, most)} {given}{typical}."
+    if expected.measured_tok_s is not None and expected.share is not None and expected.share_of_tok_s is not None:
+        speed = f"{figures(expected.measured_tok_s)} tok/s is {_WORDS[expected.word]}"
+        wrong = f" {_WRONG}" if expected.word == "slow" else ""
+        share_text = f"{100 * expected.share:.0f} % of {describe_base(expected.share_of_tok_s, most)}"
+        return f"{speed} for {where}: {share_text} {given}.{wrong}"
+    typical = f"; {range_text(expected.one_user_typical_tok_s)} is typical" if expected.users == 1 else ""
+    return f"{where}: {describe_base(expected.share_of_tok_s or most, most)} {given}{typical}."
 
 
 def range_text(values: tuple[float, float] | None) -> str:

@@ -139,17 +139,17 @@ def _choose_gpu(question: Question, root: Path, measured_gb_s: float | None) -> 
         return gpu, source, False
     cards = select_serving_gpus(list(list_gpus(root)))
     if cards:
-        names = [str(card.get("target")) if (one := identify_gpu(card)) is None else one.name for card in cards]
-        found = slowest_gpu(cards[: question.gpus])
-        if found is None:
+        names = [str(card.get("target")) if (spec := identify_gpu(card)) is None else spec.name for card in cards]
+        slowest = slowest_gpu(cards[: question.gpus])
+        if slowest is None:
             return None, next(name for name in names if name.startswith("gfx")), True
-        fitted = fitted_memory(found, root)
-        source = f"data sheet, for {found.memory}" if found.memory else "data sheet"
-        found, source = fitted or (found, source)
+        fitted = fitted_memory(slowest, root)
+        source = f"data sheet, for {slowest.memory}" if slowest.memory else "data sheet"
+        slowest, source = fitted or (slowest, source)
         if len(set(names)) > 1:
             which = "first" if question.gpus == 1 else f"slowest of the first {question.gpus}"
             source += f"; the {which} of this machine's {', '.join(names)}"
-        return found, source, True
+        return slowest, source, True
     gb_s = measured_gb_s or read_measured(root)
     if gb_s is None:
         return None, None, True

@@ -17,7 +17,7 @@ from harness.numbers.answered import (
     median_length,
     unserved,
 )
-from harness.questions.findings.rules import Found, RowFacts, rule
+from harness.questions.findings.rules import RowFacts, RuleResult, rule
 from harness.records.columns import Rows
 from harness.scenario import is_open_loop, prompts_of
 
@@ -45,14 +45,14 @@ def _answered(row: RowFacts) -> Answered:
     actions="a look at one answer; another build or attention backend",
     misleads=True,
 )
-def nonsense_answers(row: RowFacts) -> Found | None:
+def nonsense_answers(row: RowFacts) -> RuleResult | None:
     good = [rows.where(rows.good) for rows in _rows(row)]
     kinds = {kind: sum(int(rows.odd_text.is_in(kind).sum()) for rows in good) for kind in ODD_WORDS}
     odd, answers = sum(kinds.values()), sum(map(len, good))
     if odd < MIN_ODD or odd < ODD_SHARE * answers:
         return None
     what = " or ".join(ODD_WORDS[kind] for kind, number in kinds.items() if number)
-    return Found(
+    return RuleResult(
         cost=None,
         measured=f"the text of {odd:,} of {count(answers, 'answer')} ({short_percent(odd / answers)}) is {what}",
         why="a broken build, kernel, quantization or chat template; else a model that has ended and must go on",
@@ -75,14 +75,14 @@ def nonsense_answers(row: RowFacts) -> Found | None:
     actions="a look at one answer; the limits of server and gateway; fewer requests at once",
     misleads=True,
 )
-def short_answers(row: RowFacts) -> Found | None:
+def short_answers(row: RowFacts) -> RuleResult | None:
     prompts = prompts_of(row.data.run.scenario, row.load)
     if not has_free_lengths(row.load, prompts) or row.data.run.origin:
         return None
     mine, median = _answered(row), median_length(_answered(row))
-    fewer = [one for one in row.neighbours if one.in_flight < row.in_flight]
-    better = [one for one in fewer if are_shorter(mine, _answered(one))]
-    best = max(better, key=lambda one: median_length(_answered(one)) or np.inf, default=None)
+    fewer = [other for other in row.neighbours if other.in_flight < row.in_flight]
+    better = [other for other in fewer if are_shorter(mine, _answered(other))]
+    best = max(better, key=lambda other: median_length(_answered(other)) or np.inf, default=None)
     if median is None or (best is None and not (prompts.kind == "synthetic" and are_stubs(mine, _asked(row)))):
         return None
     measured = f"with {count(row.in_flight, 'request')} at once the median answer has {count(round(median), 'token')}"
@@ -93,7 +93,7 @@ def short_answers(row: RowFacts) -> Found | None:
         values |= {"best_tokens": before, "best_in_flight": best.in_flight}
     elif (asked := _asked(row)) is not None:
         measured += f"; up to {asked:,.0f} were asked for"
-    return Found(
+    return RuleResult(
         cost=None,
         measured=measured,
         why="a limit of the server or of a gateway, or a model that ends at once (a wrong chat template)",
@@ -109,8 +109,8 @@ def short_answers(row: RowFacts) -> Found | None:
 
 def _asked(row: RowFacts) -> float | None:
     asked = np.concatenate([rows.asked_tokens[rows.good] for rows in _rows(row)])
-    known = asked[~np.isnan(asked)]
-    return float(np.median(known)) if len(known) else None
+    lengths = asked[~np.isnan(asked)]
+    return float(np.median(lengths)) if len(lengths) else None
 
 
 @rule(
@@ -122,13 +122,13 @@ def _asked(row: RowFacts) -> float | None:
     actions="a look at the queue and its order, at limits of connections, and at replicas that do not answer",
     misleads=True,
 )
-def users_unserved(row: RowFacts) -> Found | None:
+def users_unserved(row: RowFacts) -> RuleResult | None:
     if is_open_loop(row.load) or row.data.run.origin:
         return None
     if not row.row.pooled.succeeded:
         return _none_served(row)
-    of_cell = partial(unserved, at_once=row.in_flight)
-    waiting = max((of_cell(answered(row.data.cells[name].rows)) for name in row.row.cells), default=0)
+    count_unserved = partial(unserved, at_once=row.in_flight)
+    waiting = max((count_unserved(answered(row.data.cells[name].rows)) for name in row.row.cells), default=0)
     if waiting < MIN_UNSERVED * row.in_flight or not waiting:
         return None
     what = "users" if row.in_flight == row.load.users else "requests at once"
@@ -136,10 +136,10 @@ def users_unserved(row: RowFacts) -> Found | None:
     return _unserved(row, measured, {"unserved": waiting, "in_flight": row.in_flight})
 
 
-def _none_served(row: RowFacts) -> Found | None:
+def _none_served(row: RowFacts) -> RuleResult | None:
     """A row in which nothing came, although requests with fewer at once started soon."""
-    requests, known_s = _answered(row), [one.row.pooled.ttft.mean for one in row.neighbours]
-    usual_s = max((one for one in known_s if one is not None), default=None)
+    requests, means_s = _answered(row), [other.row.pooled.ttft.mean for other in row.neighbours]
+    usual_s = max((mean_s for mean_s in means_s if mean_s is not None), default=None)
     if usual_s is None or not len(requests.waits) or not requests.waits.all():
         return None
     waited_s = float((requests.begun_s - requests.sent_s).max())
@@ -151,8 +151,8 @@ def _none_served(row: RowFacts) -> Found | None:
     return _unserved(row, measured, values)
 
 
-def _unserved(row: RowFacts, measured: str, values: dict[str, Any]) -> Found:
-    return Found(
+def _unserved(row: RowFacts, measured: str, values: dict[str, Any]) -> RuleResult:
+    return RuleResult(
         cost=None,
         measured=measured,
         why="the order of the queue is unfair, a limit of connections or slots holds some back, or a replica is stuck",

@@ -6,10 +6,10 @@ from harness.numbers.summary import ENOUGH, Action
 from harness.numbers.time_split import KV_FULL, KV_SHARE, kv_cache_share
 from harness.numbers.turns import recomputed_by_turn, turn_numbers
 from harness.questions.findings.queue import faster_with_fewer, slot_context, slower_action
-from harness.questions.findings.rules import Found, RowFacts, rule, shorter
+from harness.questions.findings.rules import RowFacts, RuleResult, rule, shorter
 
 MIN_COST = 0.05  # of the time
-MIN_AGAIN = 0.3  # of the tokens of earlier turns
+MIN_RECOMPUTED = 0.3  # of the tokens of earlier turns
 FEW_CONTEXTS = 2.0  # of the whole length, that the cache holds: then the length decides whether the server starts
 
 
@@ -20,7 +20,7 @@ FEW_CONTEXTS = 2.0  # of the whole length, that the cache holds: then the length
     actions="as many sequences as fit; a larger safe share of the memory; a KV cache of smaller numbers",
     requests=ENOUGH,
 )
-def kv_cache_full(row: RowFacts) -> Found | None:
+def kv_cache_full(row: RowFacts) -> RuleResult | None:
     usage, preempted = row.most("kv_usage_max") or 0.0, row.most("preemptions") or 0.0
     if faster_with_fewer(row) is not None or not (preempted or (usage >= KV_FULL and row.most("waiting_max"))):
         return None
@@ -30,12 +30,12 @@ def kv_cache_full(row: RowFacts) -> Found | None:
         return None
     fits = row.sequences_that_fit
     measured = f"{count(int(preempted), 'preemption')} in {count(round(requests), 'request')}"
-    if (known := row.most("kv_usage_max")) is not None:
-        measured += f"; the KV cache was up to {short_percent(known)} full"
+    if (kv_usage := row.most("kv_usage_max")) is not None:
+        measured += f"; the KV cache was up to {short_percent(kv_usage)} full"
     if fits is not None:
         measured += f"; the KV cache holds {fits} of these requests at once"
         measured += "" if (ran := row.most("running_max")) is None else f"; up to {ran:.0f} ran"
-    return Found(
+    return RuleResult(
         cost=cost,
         measured=measured,
         why="more sequences run at once than the cache has room for",
@@ -70,8 +70,8 @@ def _safe_share(row: RowFacts) -> float | None:
     for gpu in ran[-1].gpu_memory_before:
         free = gpu.total_bytes - gpu.used_bytes
         shares.append(safe_utilization(free, gpu.total_bytes, reserve=default_reserve(free)))
-    known = [float(share) for share in shares if share is not None]
-    return min(known) if len(known) == len(shares) and min(known) >= used + 0.02 else None
+    numbers = [float(share) for share in shares if share is not None]
+    return min(numbers) if len(numbers) == len(shares) and min(numbers) >= used + 0.02 else None
 
 
 @rule(
@@ -82,7 +82,7 @@ def _safe_share(row: RowFacts) -> float | None:
     actions="a context as long as needed, and not below 8,192 tokens, which a usual conversation needs",
     requests=ENOUGH,
 )
-def context_unused(row: RowFacts) -> Found | None:
+def context_unused(row: RowFacts) -> RuleResult | None:
     startup, usual, needed = row.served.startup, row.tokens, slot_context(row)
     # Slots that share a context are the matter of `queue_with_room`: there, more of them are what helps.
     if startup is None or startup.max_model_len is None or needed is None or row.shares_context or row.is_quick:
@@ -91,7 +91,7 @@ def context_unused(row: RowFacts) -> Found | None:
     if needed * 2 > context or held is None or held >= FEW_CONTEXTS * context:
         return None
     action = row.action(f"A context of {needed:,} tokens", {"context": needed}, risk="longer requests are refused")
-    return Found(
+    return RuleResult(
         cost=None,
         measured=f"the context has {context:,} tokens, and the longest request had {longest:,.0f}",
         why=f"the KV cache has {held:,} tokens, and the server starts only if it holds one whole context",
@@ -108,17 +108,17 @@ def context_unused(row: RowFacts) -> Found | None:
     actions="the prefix cache; as many slots as conversations; a larger KV cache; templates that keep earlier turns",
     requests=ENOUGH,
 )
-def prefix_recomputed(row: RowFacts) -> Found | None:
+def prefix_recomputed(row: RowFacts) -> RuleResult | None:
     cells = [row.data.cells[name] for name in row.row.cells] if row.load.user in ("chat", "agent") else []
     is_off = row.setting("prefix_cache") is False
     by_turn = recomputed_by_turn(turn_numbers(cells, nothing_cached=is_off))
-    known, again = (sum(turn[place] for turn in by_turn.values()) for place in (0, 1))
+    reusable, recomputed = (sum(turn[place] for turn in by_turn.values()) for place in (0, 1))
     split, numbers = row.row.time, row.row.pooled
-    if not known or split is None or not split.prefill_s or not numbers.prompt_tokens:
+    if not reusable or split is None or not split.prefill_s or not numbers.prompt_tokens:
         return None
     computed = numbers.prompt_tokens - (numbers.cached_tokens or 0)
-    saved_s = split.prefill_s * min(1.0, again / max(1, computed))
-    if again < MIN_AGAIN * known or saved_s < MIN_COST * split.e2e_s:
+    saved_s = split.prefill_s * min(1.0, recomputed / max(1, computed))
+    if recomputed < MIN_RECOMPUTED * reusable or saved_s < MIN_COST * split.e2e_s:
         return None
     ttft_s, held = numbers.ttft.mean, row.kv_tokens
     turns = "; ".join(f"turn {turn}: {b:,.0f} of {a:,.0f}" for turn, (a, b) in by_turn.items())
@@ -136,9 +136,13 @@ def prefix_recomputed(row: RowFacts) -> Found | None:
         room = "" if held is None else f": {row.load.users} conversations have up to {longest:,.0f} tokens, of {held:,}"
         why = f"the cache lost them{room}; or the chat template changes earlier turns, such as their thinking"
         action = row.action("A KV cache of 8-bit numbers, which holds about twice as much", {"kv_type": None})
-    values = {"known": known, "again": again, "turns": {str(turn): list(pair) for turn, pair in by_turn.items()}}
-    measured = f"{again:,.0f} of {known:,.0f} tokens of earlier turns were computed again ({turns})"
-    return Found(saved_s / split.e2e_s, measured, why, [action], values)
+    values = {
+        "known": reusable,
+        "again": recomputed,
+        "turns": {str(turn): list(pair) for turn, pair in by_turn.items()},
+    }
+    measured = f"{recomputed:,.0f} of {reusable:,.0f} tokens of earlier turns were computed again ({turns})"
+    return RuleResult(saved_s / split.e2e_s, measured, why, [action], values)
 
 
 RULES = (kv_cache_full, context_unused, prefix_recomputed)

@@ -31,12 +31,12 @@ def find(data: RunData, summary: Summary | None = None) -> list[RunFinding]:
     A finding of several rows is listed once, with the numbers of the row that it costs most.
     """
     summary = summary or summarize_data(data).summary
-    found: dict[str, list[RunFinding]] = {}
+    by_code: dict[str, list[RunFinding]] = {}
     rows = _row_facts(data, summary)
     silent = [RowFacts(data, summary, row, rows) for row in _living(summary) if not row.pooled.succeeded]
-    for one in [*filter(None, map(bad_answers.users_unserved.finding, silent)), *_of_rows(rows)]:
-        found.setdefault(one.code, []).append(one)
-    ranked = [replace(alike[0], rows=[one.rows[0] for one in alike]) for alike in found.values()]
+    for finding in [*filter(None, map(bad_answers.users_unserved.finding, silent)), *_rule_findings(rows)]:
+        by_code.setdefault(finding.code, []).append(finding)
+    ranked = [replace(alike[0], rows=[finding.rows[0] for finding in alike]) for alike in by_code.values()]
     return _with_trials(_with_same_costs(ranked[:MAX_FINDINGS]), {row.name: row for row in rows})
 
 
@@ -73,7 +73,7 @@ def _living(summary: Summary) -> list[Row]:
     return [row for row in summary.rows if row.failed is None and dead.isdisjoint(row.cells)]
 
 
-def _of_rows(rows: Iterable[RowFacts]) -> list[RunFinding]:
+def _rule_findings(rows: Iterable[RowFacts]) -> list[RunFinding]:
     """Return the findings about rows, each of its row alone, the worst first."""
     return sorted(filter(None, (rule.finding(row) for row in rows for rule in RULES)), key=_rank)
 
@@ -88,27 +88,27 @@ def _with_same_costs(findings: list[RunFinding]) -> list[RunFinding]:
     """Return the findings, where a later one of the same loss refers to the first of its row."""
     losses, first = {rule.code: rule.loss for rule in RULES if rule.loss}, dict[tuple[str, str], str]()
     named = []
-    for one in findings:
-        if one.cost is not None and one.code in losses:
-            earlier = [first.setdefault((losses[one.code], row), one.code) for row in one.rows]
-            one = replace(one, same_cost_as="" if earlier[0] == one.code else earlier[0])
-        named.append(one)
+    for finding in findings:
+        if finding.cost is not None and finding.code in losses:
+            earlier = [first.setdefault((losses[finding.code], row), finding.code) for row in finding.rows]
+            finding = replace(finding, same_cost_as="" if earlier[0] == finding.code else earlier[0])
+        named.append(finding)
     return named
 
 
 def find_of_server(data: RunData, summary: Summary, server: str) -> list[RunFinding]:
     """Return the findings about the rows of one server, the worst first."""
-    return _of_rows(row for row in _row_facts(data, summary) if row.row.server == server)
+    return _rule_findings(row for row in _row_facts(data, summary) if row.row.server == server)
 
 
-def with_findings(made: Summarized) -> Summarized:
+def with_findings(analysis: Summarized) -> Summarized:
     """The same with the findings, and the shares of what the hardware allows, in the summary. Without an answer of a
     server nothing was searched.
     """
-    made = made._replace(summary=without_impossible_prefill(made.data, made.summary))
-    shares, findings = hardware_shares(made.data, made.summary), find(made.data, made.summary)
-    searched = findings if any(row.pooled.succeeded for row in _living(made.summary)) else None
-    return made._replace(summary=replace(made.summary, hardware_shares=shares, findings=searched))
+    analysis = analysis._replace(summary=without_impossible_prefill(analysis.data, analysis.summary))
+    shares, findings = hardware_shares(analysis.data, analysis.summary), find(analysis.data, analysis.summary)
+    searched = findings if any(row.pooled.succeeded for row in _living(analysis.summary)) else None
+    return analysis._replace(summary=replace(analysis.summary, hardware_shares=shares, findings=searched))
 
 
 def without_impossible_prefill(data: RunData, summary: Summary) -> Summary:
@@ -116,8 +116,8 @@ def without_impossible_prefill(data: RunData, summary: Summary) -> Summary:
     rows, notes = [], []
     for row in summary.rows:
         cells = [data.cells[name] for name in row.cells if name in data.cells]
-        known = [one for cell in cells if (one := prefill_bound(data, cell)) is not None]
-        above = max(known, default=None)
+        bounds = [cell_bound for cell in cells if (cell_bound := prefill_bound(data, cell)) is not None]
+        above = max(bounds, default=None)
         if above is not None and above[0] > above[1] and row.prefill_tok_s is not None:
             tok_s, bound, gpu = above
             row = replace(row, prefill_tok_s=None)
@@ -134,16 +134,19 @@ def hardware_shares(data: RunData, summary: Summary) -> list[Reason]:
     lowest: dict[str, tuple[Share, Row]] = {}
     for row in summary.rows:
         cells = (data.cells[name] for name in row.cells if name in data.cells)
-        known = sorted((one for cell in cells if (one := share(data, cell)) is not None), key=lambda one: one.share)
-        if known:
-            found = (known[len(known) // 2], row)
-            lowest[row.server] = min(lowest.get(row.server, found), found, key=lambda one: one[0].bound_tok_s)
+        shares = sorted(
+            (cell_share for cell in cells if (cell_share := share(data, cell)) is not None),
+            key=lambda cell_share: cell_share.share,
+        )
+        if shares:
+            middle = (shares[len(shares) // 2], row)
+            lowest[row.server] = min(lowest.get(row.server, middle), middle, key=lambda pair: pair[0].bound_tok_s)
     reasons = []
-    for one, row in lowest.values():
-        text = f"{row.name}: {one.sentence}{f': {WORDS[one.word]}' if one.word else ''}"
-        if one.awq_tok_s is not None and one.word in ("normal", "at-limit"):
-            text += f". 4-bit weights (AWQ) allow {figures(one.awq_tok_s)} tok/s"
-        values = {"row": row.name, "share": one.share, "word": one.word, "of_tok_s": one.of_tok_s}
-        speeds = {"bound_tok_s": one.bound_tok_s, "measured_tok_s": one.measured_tok_s}
+    for cell_share, row in lowest.values():
+        text = f"{row.name}: {cell_share.sentence}{f': {WORDS[cell_share.word]}' if cell_share.word else ''}"
+        if cell_share.awq_tok_s is not None and cell_share.word in ("normal", "at-limit"):
+            text += f". 4-bit weights (AWQ) allow {figures(cell_share.awq_tok_s)} tok/s"
+        values = {"row": row.name, "share": cell_share.share, "word": cell_share.word, "of_tok_s": cell_share.of_tok_s}
+        speeds = {"bound_tok_s": cell_share.bound_tok_s, "measured_tok_s": cell_share.measured_tok_s}
         reasons.append(because("hardware_share", text, **values, **speeds))
     return reasons

@@ -4,7 +4,7 @@ from harness.base.units import count, short_percent
 from harness.numbers.summary import ENOUGH
 from harness.numbers.time_split import LimitedBy, kv_cache_share
 from harness.questions.findings import cache, queue, setup
-from harness.questions.findings.rules import AdviceRule, Found, RowFacts, rule
+from harness.questions.findings.rules import AdviceRule, RowFacts, RuleResult, rule
 
 # What explains each limit. Prefill and decode are the work itself: that they take the time is no problem.
 _EXPLAINS: dict[LimitedBy, tuple[AdviceRule, ...]] = {
@@ -21,9 +21,9 @@ _EXPLAINS: dict[LimitedBy, tuple[AdviceRule, ...]] = {
     means="Requests waited for something other than the model's own work. What is behind it is not known.",
     actions="a longer run where there are too few requests for other findings",
 )
-def unexplained_limit(row: RowFacts) -> Found | None:
+def unexplained_limit(row: RowFacts) -> RuleResult | None:
     limit, numbers = row.row.limited_by, row.row.pooled
-    if limit not in _EXPLAINS or any(known.finding(row) for known in _EXPLAINS[limit]):
+    if limit not in _EXPLAINS or any(other_rule.finding(row) for other_rule in _EXPLAINS[limit]):
         return None
     is_few = numbers.succeeded < ENOUGH
     why = "no other finding has the reason"
@@ -33,7 +33,7 @@ def unexplained_limit(row: RowFacts) -> Found | None:
     if is_few:
         why = f"{count(numbers.succeeded, 'request')} that succeeded are too few for findings: {ENOUGH} are needed"
         action = row.action(f"Measure longer, until {ENOUGH} requests have succeeded", about="")
-    return Found(
+    return RuleResult(
         cost=_cost(row, limit),
         measured=_measured(row, limit),
         why=why,

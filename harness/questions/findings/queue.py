@@ -7,7 +7,7 @@ from harness.base.units import GIB, count, figures, gib, milliseconds, short_per
 from harness.numbers.cell_numbers import generated_tokens
 from harness.numbers.summary import ENOUGH, Action
 from harness.numbers.time_split import SHARE
-from harness.questions.findings.rules import Found, RowFacts, gain, rule, shorter
+from harness.questions.findings.rules import RowFacts, RuleResult, gain, rule, shorter
 from harness.records.columns import Floats, Gaps, join_gaps
 
 MUCH_SLOWER = 0.9  # of the throughput with fewer requests at once
@@ -29,7 +29,7 @@ SMALL_STEP = 2048  # prompt tokens in a step, the smallest default of the engine
     actions="as many sequences as gave the most; the others wait in the queue",
     requests=MIN_COMPARED,
 )
-def more_is_slower(row: RowFacts) -> Found | None:
+def more_is_slower(row: RowFacts) -> RuleResult | None:
     best = faster_with_fewer(row)
     if best is None:
         return None
@@ -44,7 +44,7 @@ def more_is_slower(row: RowFacts) -> Found | None:
         at_once, least = fits, "at least "  # more than was measured, and still none is preempted
     text = f"{least}{figures(factor)} times the tokens per second, as measured with {best.in_flight} at once"
     expected = gain("output_tok_s", factor, text)
-    return Found(
+    return RuleResult(
         cost=1 - rate / best_rate,
         measured=f"{figures(rate)} tok/s with {count(row.in_flight, 'request')} at once, and {figures(best_rate)} with "
         f"{best.in_flight}",
@@ -61,11 +61,11 @@ def faster_with_fewer(row: RowFacts) -> RowFacts | None:
     """The row with fewer of the same requests at once and the highest throughput, if this one has clearly less."""
     rates = row.row.output_tok_s
     at_once = min(row.in_flight, row.whole("sequences") or row.in_flight)  # the engine queues the rest
-    fewer = [one for one in row.neighbours if one.in_flight < at_once and one.row.output_tok_s]
-    best = max(fewer, key=lambda one: min(one.row.output_tok_s), default=None)
+    fewer = [other for other in row.neighbours if other.in_flight < at_once and other.row.output_tok_s]
+    best = max(fewer, key=lambda other: min(other.row.output_tok_s), default=None)
     if best is None or not rates or row.load.arrivals is not None:
         return None
-    if any(one.row.pooled.succeeded < max(MIN_COMPARED, MIN_WAVES * one.in_flight) for one in (row, best)):
+    if any(facts.row.pooled.succeeded < max(MIN_COMPARED, MIN_WAVES * facts.in_flight) for facts in (row, best)):
         return None
     return best if max(rates) < MUCH_SLOWER * min(best.row.output_tok_s) else None
 
@@ -88,16 +88,16 @@ def slower_action(row: RowFacts, sequences: int, expected: Reason | None) -> Act
     actions="more sequences or slots; where slots share a context, so many times the context as well, or a shorter "
     "context of each slot if the memory has no room for that",
 )
-def queue_with_room(row: RowFacts) -> Found | None:
+def queue_with_room(row: RowFacts) -> RuleResult | None:
     split, usage = row.row.time, row.most("kv_usage_max")
-    running, waiting, known = row.most("running_max"), row.most("waiting_max"), row.whole("sequences")
-    slots = known or (None if running is None else int(running))
+    running, waiting, sequences = row.most("running_max"), row.most("waiting_max"), row.whole("sequences")
+    slots = sequences or (None if running is None else int(running))
     if slots is None or row.in_flight <= slots or (usage or 0.0) > ROOM:
         return None
     sent = row.row.pooled.sent - row.row.pooled.failed - row.row.pooled.abandoned
     # The end of a short load cuts many requests: the server's samples show where they were.
     seen = row.row.pooled.succeeded if waiting is None else sent
-    if seen < min(ENOUGH, known or row.in_flight):
+    if seen < min(ENOUGH, sequences or row.in_flight):
         return None
     if running is not None and running <= slots / 2:  # something else keeps requests from running
         return None
@@ -114,7 +114,7 @@ def queue_with_room(row: RowFacts) -> Found | None:
     if usage is not None:
         measured += f"; at most {short_percent(usage)} of the KV cache was in use"
     expected = _shorter_wait(row, waited_s) if fits == row.in_flight else None
-    return Found(
+    return RuleResult(
         cost=queued,
         measured=measured,
         why=f"{row.title} runs at most {slots} at once",
@@ -190,9 +190,9 @@ def _later_part(row: RowFacts, slots: int) -> float:
     A slot is free where fewer requests were sent at once. Else the fastest of this row had one, if answers came from no
     more requests at once than there are slots.
     """
-    free = [one.row.pooled.ttft.mean for one in row.neighbours if one.in_flight <= slots]
+    free = [other.row.pooled.ttft.mean for other in row.neighbours if other.in_flight <= slots]
     ttft_s, e2e_s = row.row.pooled.ttft.mean, row.row.pooled.e2e.mean
-    alone_s = max((one for one in free if one is not None), default=None)
+    alone_s = max((mean_s for mean_s in free if mean_s is not None), default=None)
     if alone_s is None and _answers_at_once(row) <= slots:
         alone_s = row.row.pooled.ttft.min
     if alone_s is None or ttft_s is None or not e2e_s or row.load.arrivals is not None:
@@ -220,13 +220,13 @@ def _answers_at_once(row: RowFacts) -> int:
     actions="fewer tokens in a step, so that prompts are computed in smaller chunks",
     requests=ENOUGH,
 )
-def prompts_freeze_answers(row: RowFacts) -> Found | None:
+def prompts_freeze_answers(row: RowFacts) -> RuleResult | None:
     gaps = join_gaps(row.data.cells[name].counted_gaps for name in row.row.cells)
     numbers, running = row.row.pooled, row.most("running_max")
     if not gaps.n or not numbers.prompt_tokens or row.most("preemptions"):
         return None
     at_once = [row.in_flight, row.whole("sequences"), None if running is None else int(running)]
-    if min(one for one in at_once if one is not None) < 2:  # no answer is under way while a prompt is computed
+    if min(number for number in at_once if number is not None) < 2:  # no answer is under way while a prompt is computed
         return None
     usual_s, part = gaps.percentile_s(500), _paused(gaps, gaps.percentile_s(500))
     if part < SHARE or usual_s <= 0:
@@ -240,7 +240,7 @@ def prompts_freeze_answers(row: RowFacts) -> Found | None:
     if less >= chunk or _interrupted_part(row, usual_s) < HALF:
         return None
     size = "whose size is not known" if step is None else f"of up to {chunk:,.0f} tokens"
-    return Found(
+    return RuleResult(
         cost=part,
         measured=f"pauses of up to {milliseconds(gaps.max_s)} ms between chunks, with a median of "
         f"{milliseconds(usual_s)} ms; long ones took {short_percent(part)} of the time of answers",
@@ -264,7 +264,7 @@ def _interrupted_part(row: RowFacts, usual_s: float) -> float:
         rows = row.data.cells[cell.id].counted
         rows = rows.where(rows.good & (rows.longest_gap_s > FREEZE_TIMES * usual_s) & (rows.longest_gap_s >= FREEZE_S))
         firsts_s, zero_s = _first_tokens_s(row, cell.group or cell.id), row.data.cells[cell.id].clock.wall_s(0.0) or 0.0
-        begin_s, end_s = (zero_s + rows.sent_s + one for one in (rows.first_chunk_s, rows.last_chunk_s))
+        begin_s, end_s = (zero_s + rows.sent_s + chunk_s for chunk_s in (rows.first_chunk_s, rows.last_chunk_s))
         others = np.searchsorted(firsts_s, end_s, "left") - np.searchsorted(firsts_s, begin_s, "right")
         paused, interrupted = paused + len(rows), interrupted + int((others > 0).sum())
     return interrupted / paused if paused else 0.0
@@ -272,13 +272,13 @@ def _interrupted_part(row: RowFacts, usual_s: float) -> float:
 
 def _first_tokens_s(row: RowFacts, group: str) -> Floats:
     """The times of the first tokens in the cells that ran together, warm-up and other loads included; increasing."""
-    found = []
+    times_s = []
     for cell in row.summary.cells:
         if (cell.group or cell.id) == group and cell.id in row.data.cells:
             records = row.data.cells[cell.id]
             rows = records.rows.where(records.rows.chunks > 0)
-            found.append((records.clock.wall_s(0.0) or 0.0) + rows.sent_s + rows.first_chunk_s)
-    return np.sort(np.concatenate([*found, []]))
+            times_s.append((records.clock.wall_s(0.0) or 0.0) + rows.sent_s + rows.first_chunk_s)
+    return np.sort(np.concatenate([*times_s, []]))
 
 
 def _paused(gaps: Gaps, usual_s: float) -> float:
@@ -296,22 +296,22 @@ def _paused(gaps: Gaps, usual_s: float) -> float:
     actions="cancel on disconnect: no proxy that hides it; shorter answers",
     requests=ENOUGH,
 )
-def abandoned_computed(row: RowFacts) -> Found | None:
+def abandoned_computed(row: RowFacts) -> RuleResult | None:
     if not row.row.pooled.abandoned:
         return None
-    unread = extra = made = 0.0
+    unread = extra = computed = 0.0
     for cell in row.cells:
         least, most = generated_tokens(row.data.cells[cell.id].rows)
         counted = cell.server_load.generated_tokens
         if counted is None or most is None or cell.mix is not None or cell.stage is not None:
             return None
-        unread, extra, made = unread + most - least, extra + max(0.0, counted - least), made + counted
-    if not unread or extra < HALF * unread or not made:
+        unread, extra, computed = unread + most - least, extra + max(0.0, counted - least), computed + counted
+    if not unread or extra < HALF * unread or not computed:
         return None
-    return Found(
-        cost=extra / made,
+    return RuleResult(
+        cost=extra / computed,
         measured=f"{row.row.pooled.abandoned:,} requests were abandoned; the server computed {extra:,.0f} tokens "
-        f"that no user read, {short_percent(extra / made)} of all",
+        f"that no user read, {short_percent(extra / computed)} of all",
         why="a closed connection does not stop a request, for instance behind a proxy that keeps its own connection "
         "open",
         actions=[
@@ -328,7 +328,7 @@ def abandoned_computed(row: RowFacts) -> Found | None:
 
 def _typical_read(row: RowFacts) -> int:
     rows = [row.data.cells[name].counted for name in row.row.cells]
-    chunks = np.concatenate([one.chunks[~one.good] for one in rows])
+    chunks = np.concatenate([part.chunks[~part.good] for part in rows])
     return int(np.median(chunks)) if len(chunks) else 0
 
 
@@ -339,7 +339,7 @@ def _typical_read(row: RowFacts) -> int:
     actions="fewer new connections at once; a proxy that keeps connections",
     requests=ENOUGH,
 )
-def listen_queue_full(row: RowFacts) -> Found | None:
+def listen_queue_full(row: RowFacts) -> RuleResult | None:
     numbers = row.row.pooled
     overflows = sum(cell.machine_load.listen_overflows or 0 for cell in row.cells if cell.machine_load)
     retried = max(numbers.connect_retried, overflows)
@@ -350,7 +350,7 @@ def listen_queue_full(row: RowFacts) -> Found | None:
     counted = f"; the kernel counted {count(overflows, 'overflow')} of the listen queue" if overflows else ""
     busy_s, connect = (numbers.e2e.mean or 0.0) * numbers.succeeded, numbers.connect
     waited_s = (connect.mean or 0.0) * connect.n
-    return Found(
+    return RuleResult(
         cost=waited_s / (waited_s + busy_s) if waited_s and busy_s else None,
         measured=waited + counted,
         why="the program's listen queue is short, and a connection is opened for each request",
@@ -371,11 +371,11 @@ def listen_queue_full(row: RowFacts) -> Found | None:
     actions="more processes of the gateway, or requests that go to the server itself",
     requests=ENOUGH,
 )
-def gateway_share(row: RowFacts) -> Found | None:
+def gateway_share(row: RowFacts) -> RuleResult | None:
     split, gateway = row.row.time, row.data.run.scenario.servers[row.row.server].gateway
     if gateway is None:
         return None
-    direct = next((one for one in _alone(row) if one.row.pooled.e2e.mean), None)
+    direct = next((other for other in _alone(row) if other.row.pooled.e2e.mean), None)
     mine_s = row.row.pooled.e2e.mean
     if direct is not None and mine_s and direct.row.pooled.e2e.mean:
         direct_s = direct.row.pooled.e2e.mean
@@ -396,17 +396,17 @@ def gateway_share(row: RowFacts) -> Found | None:
         gain=expected,
         risk="no keys, limits and logs of the gateway",
     )
-    return Found(part, measured, f"the gateway {gateway.template}", [action], {"share": part})
+    return RuleResult(part, measured, f"the gateway {gateway.template}", [action], {"share": part})
 
 
 def _alone(row: RowFacts) -> list[RowFacts]:
     """Rows of the same load on the same server without its gateway."""
     servers, mine = row.data.run.scenario.servers, row.data.run.scenario.servers[row.row.server]
-    rows = [one for one in row.run_rows if one.row.load == row.row.load and one.row.invalid is None]
+    rows = [other for other in row.run_rows if other.row.load == row.row.load and other.row.invalid is None]
     return [
-        one
-        for one in rows
-        if (server := servers[one.row.server]).gateway is None
+        other
+        for other in rows
+        if (server := servers[other.row.server]).gateway is None
         and (server.template, server.variables) == (mine.template, mine.variables)
     ]
 
@@ -417,14 +417,14 @@ def _alone(row: RowFacts) -> list[RowFacts]:
     actions="more API processes; a free core; fewer and larger chunks",
     requests=ENOUGH,
 )
-def api_process(row: RowFacts) -> Found | None:
+def api_process(row: RowFacts) -> RuleResult | None:
     split = row.row.time
     if row.row.limited_by != "api" or split is None or split.api_s is None:
         return None
     if row.data.run.scenario.servers[row.row.server].gateway is not None:
         return None
     part = split.api_s / split.e2e_s
-    return Found(
+    return RuleResult(
         cost=part,
         measured=f"{milliseconds(split.api_s)} of {milliseconds(split.e2e_s)} ms of a request were spent outside the "
         f"engine",

@@ -41,7 +41,7 @@ MAX_LOG_BYTES = 1_000_000
 _AMOUNTS = {"users", "batch_size", "in_flight", "requests", "processes", "duration_s", "drain_s", "ramp_s"}
 
 
-class Found(NamedTuple):
+class RuleResult(NamedTuple):
     """What a rule found in a row; see RunFinding."""
 
     cost: float | None  # None: no number of this run shows it
@@ -58,30 +58,30 @@ class AdviceRule(NamedTuple):
     when: str
     means: str
     actions: str
-    check: "Callable[[RowFacts], Found | None]"
+    check: "Callable[[RowFacts], RuleResult | None]"
     requests: int = 0  # successful ones of a row, below which its times show nothing
     loss: str = ""  # what rules with the same cost have in common: their times are one time
     misleads: bool = False  # the run's own numbers mean something else than they say: listed first
 
     def finding(self, row: "RowFacts") -> RunFinding | None:
-        found = self.check(row) if row.row.pooled.succeeded >= self.requests else None
-        if found is None:
+        result = self.check(row) if row.row.pooled.succeeded >= self.requests else None
+        if result is None:
             return None
         return RunFinding(
             code=self.code,
             rows=[row.name],
-            measured=found.measured,
+            measured=result.measured,
             means=self.means,
-            why=found.why,
-            actions=list(found.actions),
-            cost=None if found.cost is None else min(1.0, max(0.0, found.cost)),
-            values=found.values,
+            why=result.why,
+            actions=list(result.actions),
+            cost=None if result.cost is None else min(1.0, max(0.0, result.cost)),
+            values=result.values,
         )
 
 
 def rule(
     *, when: str, means: str, actions: str, requests: int = 0, loss: str = "", misleads: bool = False
-) -> "Callable[[Callable[[RowFacts], Found | None]], AdviceRule]":
+) -> "Callable[[Callable[[RowFacts], RuleResult | None]], AdviceRule]":
     """Make a rule of a check of a row, whose name is the code of the finding."""
     return lambda check: AdviceRule(check.__name__, when, means, actions, check, requests, loss, misleads)
 
@@ -139,20 +139,20 @@ class RowFacts(Struct, frozen=True, dict=True):
     @cached_property
     def samples(self) -> list[MetricsSample]:
         """The samples of the server's metrics between the first and the last measured request of each cell."""
-        found = []
+        samples = []
         for name in self.row.cells:
             cell, rows = self.data.cells[name], self.data.cells[name].counted
             zero_s = cell.clock.wall_s(0.0)
             if len(rows) and zero_s is not None:
                 begin_s, end_s = zero_s + float(rows.sent_s.min()), zero_s + float((rows.sent_s + rows.ended_s).max())
-                found += [one for one in self.data.metrics.get(name, []) if begin_s <= one.wall_s <= end_s]
-        return found
+                samples += [sample for sample in self.data.metrics.get(name, []) if begin_s <= sample.wall_s <= end_s]
+        return samples
 
     def part_of(self, stage: Literal["prefill", "decode"]) -> float | None:
         """The share of the requests' time in a stage, by the server's times or else the first token; None: unknown."""
         split, numbers = self.row.time, self.row.pooled
-        if split is not None and (known_s := split.prefill_s if stage == "prefill" else split.decode_s) is not None:
-            return known_s / split.e2e_s
+        if split is not None and (stage_s := split.prefill_s if stage == "prefill" else split.decode_s) is not None:
+            return stage_s / split.e2e_s
         if not numbers.e2e.mean or numbers.ttft.mean is None:
             return None
         first = min(1.0, numbers.ttft.mean / numbers.e2e.mean)
@@ -164,18 +164,20 @@ class RowFacts(Struct, frozen=True, dict=True):
         split = self.row.time
         if split is not None and split.queue_s is not None:
             return split.queue_s / split.e2e_s
-        running, waiting = (sum(one.values.get(name, 0.0) for one in self.samples) for name in ("running", "waiting"))
+        running, waiting = (
+            sum(sample.values.get(name, 0.0) for sample in self.samples) for name in ("running", "waiting")
+        )
         return waiting / (running + waiting) if running else 0.0
 
     @cached_property
     def drafts(self) -> tuple[float, float]:
         """How many tokens speculation drafted while the row was measured, and how many of them were accepted."""
         drafted = accepted = 0.0
-        for _, samples in groupby(self.samples, key=lambda one: one.cell):
-            known = [one.values for one in samples if "drafted_tokens" in one.values]
-            if len(known) > 1:
-                drafted += known[-1]["drafted_tokens"] - known[0]["drafted_tokens"]
-                accepted += known[-1].get("accepted_tokens", 0.0) - known[0].get("accepted_tokens", 0.0)
+        for _, samples in groupby(self.samples, key=lambda sample: sample.cell):
+            counters = [sample.values for sample in samples if "drafted_tokens" in sample.values]
+            if len(counters) > 1:
+                drafted += counters[-1]["drafted_tokens"] - counters[0]["drafted_tokens"]
+                accepted += counters[-1].get("accepted_tokens", 0.0) - counters[0].get("accepted_tokens", 0.0)
         return drafted, accepted
 
     @cached_property
@@ -205,10 +207,14 @@ class RowFacts(Struct, frozen=True, dict=True):
     @cached_property
     def neighbours(self) -> "list[RowFacts]":
         """The valid rows of this server with the same requests, of which more or fewer are sent at once."""
-        rows = [one for one in self.run_rows if one.row.server == self.row.server and one.row.load != self.row.load]
-        valid = [one for one in rows if one.row.invalid is None]
+        rows = [
+            other for other in self.run_rows if other.row.server == self.row.server and other.row.load != self.row.load
+        ]
+        valid = [other for other in rows if other.row.invalid is None]
         fields = [name for name in Load.__struct_fields__ if name not in _AMOUNTS]
-        return [one for one in valid if all(getattr(one.load, name) == getattr(self.load, name) for name in fields)]
+        return [
+            other for other in valid if all(getattr(other.load, name) == getattr(self.load, name) for name in fields)
+        ]
 
     @cached_property
     def served(self) -> ServedBy:
@@ -220,7 +226,7 @@ class RowFacts(Struct, frozen=True, dict=True):
     def engine(self) -> Engine | None:
         """The engine that computes; None: not known."""
         name = None if self.served.startup is None else self.served.startup.engine
-        named = next((one for one in engines() if one.name == name), None)
+        named = next((engine for engine in engines() if engine.name == name), None)
         return named or (None if self.served.template is None else find_engine(self.served.template))
 
     @cached_property
@@ -228,14 +234,14 @@ class RowFacts(Struct, frozen=True, dict=True):
         """The server type that is configured: that of the engine, or the one that started it."""
         if self.served.template is not None:
             return find_engine(self.served.template)
-        known = (one for one in engines() if one.options and one.options.known_by in self.served.effective)
-        return next(known, None) or self.engine
+        fronts = (engine for engine in engines() if engine.options and engine.options.known_by in self.served.effective)
+        return next(fronts, None) or self.engine
 
     @cached_property
     def shares_context(self) -> bool:
         """Whether the engine's slots share its context, so that each has a part of it."""
         templates = [] if self.engine is None else self.engine.templates.values()
-        return any(one.context is not None and one.context.slots is not None for one in templates)
+        return any(template.context is not None and template.context.slots is not None for template in templates)
 
     @property
     def title(self) -> str:
@@ -289,11 +295,11 @@ class RowFacts(Struct, frozen=True, dict=True):
         """An action: `changes` of the engine's settings, by name (None: to the value of the engine's file), or other
         `settings`. `about`: the key in which the next run will differ.
         """
-        known = {} if self.engine is None else self.engine.settings
+        engine_settings = {} if self.engine is None else self.engine.settings
         has = {
-            name: known[name].value if value is None else value
+            name: engine_settings[name].value if value is None else value
             for name, value in (changes or {}).items()
-            if name in known
+            if name in engine_settings
         }
         about = about or ("" if changes is None else "effective" if self.served.template is None else "variables")
         return Action(
@@ -301,7 +307,7 @@ class RowFacts(Struct, frozen=True, dict=True):
             settings=(settings or {}) | self._spell(has),
             changes=has,
             gain=gain,
-            risk="; ".join(filter(None, [risk, *(known[name].risk for name in has)])),
+            risk="; ".join(filter(None, [risk, *(engine_settings[name].risk for name in has)])),
             verify=verify or (self.verify(about) if about else self.run_again),
         )
 
@@ -363,10 +369,10 @@ class RowFacts(Struct, frozen=True, dict=True):
         wanted = with_linked(self.front, self.engine, changes)
         if self.front.options is not None:
             return self._spell_options(wanted)
-        known = self._known_variables
-        changed = changed_variables(self.front, self.engine, known, wanted)
-        words = [] if EXTRA_ARGUMENTS in known else changed.pop(EXTRA_ARGUMENTS, [])
-        lines = self._lines({name: value for name, value in changed.items() if name in known})
+        variables = self._known_variables
+        changed = changed_variables(self.front, self.engine, variables, wanted)
+        words = [] if EXTRA_ARGUMENTS in variables else changed.pop(EXTRA_ARGUMENTS, [])
+        lines = self._lines({name: value for name, value in changed.items() if name in variables})
         return lines | ({f"arguments of {self.title}": command_line(*words)} if words else {})
 
     @cached_property
@@ -388,11 +394,11 @@ class RowFacts(Struct, frozen=True, dict=True):
         """The options of a load: those in use, with these changes."""
         assert self.front is not None and self.front.options is not None and self.engine is not None
         used = self.served.effective.get(self.front.options.known_by)
-        known = known_options(self.front, used if isinstance(used, dict) else {})
-        changed = changed_variables(self.front, self.engine, known, wanted)
+        options = known_options(self.front, used if isinstance(used, dict) else {})
+        changed = changed_variables(self.front, self.engine, options, wanted)
         changed = {name: "" if value is None else value for name, value in changed.items() if name != ENVIRONMENT}
-        entry = known | changed
-        if entry == known or HIDDEN in str(entry):  # a secret argument, which is in no file
+        entry = options | changed
+        if entry == options or HIDDEN in str(entry):  # a secret argument, which is in no file
             return {}
         scenario, is_ours = self.data.run.scenario, self.served.template is not None
         url, key_env = (None, None) if is_ours else (self.served.url, scenario.api_key_env)

@@ -9,7 +9,7 @@ from harness.base.metrics import METRICS
 from harness.base.units import count, figures, milliseconds, short_percent
 from harness.hardware.bounds import decode_bound, run_gpu, run_model, ttft_floor
 from harness.numbers.summary import ENOUGH
-from harness.questions.findings.rules import Found, RowFacts, gain, rule, shorter
+from harness.questions.findings.rules import RowFacts, RuleResult, gain, rule, shorter
 from harness.scenario.check_syntax import parse_check
 
 SMALL_SHM = 64 << 20  # Docker's default
@@ -27,16 +27,16 @@ NO_SPECULATION = {"drafts": None, "speculation": None}  # of the embedded engine
     "dies.",
     actions="a larger /dev/shm; with one worker it changes nothing",
 )
-def small_shared_memory(row: RowFacts) -> Found | None:
+def small_shared_memory(row: RowFacts) -> RuleResult | None:
     host = (row.served.container or {}).get("HostConfig")
     workers = [row.served.effective.get(name) for name in ("tensor_parallel_size", "pipeline_parallel_size", "tp_size")]
-    together = int(np.prod([one for one in workers if isinstance(one, int) and one > 0]))
+    together = int(np.prod([number for number in workers if isinstance(number, int) and number > 0]))
     if not isinstance(host, dict) or host.get("IpcMode") == "host" or together < 2:
         return None
     size = host.get("ShmSize")
     if not isinstance(size, int) or size > SMALL_SHM:
         return None
-    return Found(
+    return RuleResult(
         cost=None,
         measured=f"{together} workers share {size >> 20} MiB of /dev/shm",
         why="Docker's default of 64 MiB",
@@ -51,16 +51,16 @@ def small_shared_memory(row: RowFacts) -> Found | None:
     "often an older one.",
     actions="images with the same version",
 )
-def versions_differ(row: RowFacts) -> Found | None:
+def versions_differ(row: RowFacts) -> RuleResult | None:
     version, name = _version(row), None if row.engine is None else row.engine.name
     servers = row.data.run.scenario.servers
-    for facts in {one.row.server: one for one in row.run_rows}.values():
+    for facts in {run_row.row.server: run_row for run_row in row.run_rows}.values():
         other = facts.row
         if other.server == row.row.server or facts.engine is None or facts.engine.name != name:
             continue
-        asked = [servers[one].variables.get("image") for one in (row.row.server, other.server)]
+        asked = [servers[server].variables.get("image") for server in (row.row.server, other.server)]
         if None not in (version, _version(facts)) and version != _version(facts) and asked[0] == asked[1]:
-            return Found(
+            return RuleResult(
                 cost=None,
                 measured=f"{row.row.server} runs {row.title} {version}, {other.server} {_version(facts)}",
                 why="each server brings its own engine",
@@ -85,19 +85,19 @@ def _version(row: RowFacts) -> str | None:
     means="The server ignored or replaced the setting, so that the run is not of what was asked for.",
     actions="the setting as the server knows it, or the number that it can have",
 )
-def setting_replaced(row: RowFacts) -> Found | None:
+def setting_replaced(row: RowFacts) -> RuleResult | None:
     given = row.data.run.scenario.servers[row.row.server].variables
     different: dict[str, Any] = {}
     for name, spelled in ({} if row.engine is None else row.engine.settings).items():
         asked = given.get(spelled.variable or "")
         ran = row.setting(name)
-        numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (asked, ran))
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (asked, ran))
         if numbers and asked != ran and not (row.shares_context and name == "context"):
             different[spelled.variable or ""] = [asked, ran]
     if not different:
         return None
     (key, (asked, ran)), *_ = different.items()
-    return Found(
+    return RuleResult(
         cost=None,
         measured=f"the scenario gives {key} {asked}, and the server runs with {ran}",
         why="the server limits it, an argument comes twice, or this version does not know it",
@@ -117,7 +117,7 @@ def setting_replaced(row: RowFacts) -> Found | None:
     "requests follow.",
     actions="a warm-up until the server is steady; a volume that keeps the compiled kernels",
 )
-def cold_start(row: RowFacts) -> Found | None:
+def cold_start(row: RowFacts) -> RuleResult | None:
     excess = total = 0.0
     firsts = []
     for name in row.row.cells:
@@ -139,7 +139,7 @@ def cold_start(row: RowFacts) -> Found | None:
     first_s, usual_s = firsts[0]
     mean_s = row.row.pooled.e2e.mean
     expected = shorter("e2e_mean", "a mean E2E", mean_s, 1 - excess / total) if mean_s else None
-    return Found(
+    return RuleResult(
         cost=excess / total,
         measured=f"the first requests took {milliseconds(first_s)} ms, the others {milliseconds(usual_s)} ms: "
         f"{short_percent(excess / total)} of the time of all requests",
@@ -159,7 +159,7 @@ def cold_start(row: RowFacts) -> Found | None:
     actions="more load processes; a free core; another machine for the load",
     requests=ENOUGH,
 )
-def load_generator(row: RowFacts) -> Found | None:
+def load_generator(row: RowFacts) -> RuleResult | None:
     errors = {metric: max(error) for metric, error in row.row.client_error.items()}
     worst = max(errors, key=lambda metric: errors[metric], default=None)
     if worst is None or errors[worst] < CLIENT:
@@ -173,7 +173,7 @@ def load_generator(row: RowFacts) -> Found | None:
             settings={f"loads.{row.row.load}": f"processes: {more}"},
             risk="they need cores, which the server may need too",
         )
-    return Found(
+    return RuleResult(
         cost=max((error for metric, error in errors.items() if metric.startswith("e2e_p")), default=None),
         measured=f"delays of the load generator are up to {short_percent(errors[worst])} of {worst}",
         why="its processes were busy, or waited for a free core",
@@ -187,11 +187,11 @@ def load_generator(row: RowFacts) -> Found | None:
     means="Speculation computes tokens that are thrown away. With several users that time is missing for others.",
     actions="fewer drafted tokens; a comparison with no speculation, with the number of users that you expect",
 )
-def speculation_rejected(row: RowFacts) -> Found | None:
+def speculation_rejected(row: RowFacts) -> RuleResult | None:
     drafted, accepted = row.drafts
     if drafted < MIN_DRAFTED or accepted >= FEW_ACCEPTED * drafted:
         return None
-    return Found(
+    return RuleResult(
         cost=None,
         measured=f"{short_percent(accepted / drafted)} of {drafted:,.0f} drafted tokens were accepted",
         why="the draft does not fit these answers",
@@ -213,23 +213,25 @@ def speculation_rejected(row: RowFacts) -> Found | None:
     actions="no speculation from that number of users on",
     requests=ENOUGH,
 )
-def speculation_costs(row: RowFacts) -> Found | None:
+def speculation_costs(row: RowFacts) -> RuleResult | None:
     ratio = _with_speculation(row)
     if ratio is None or ratio[1] < SLOWER:
         return None
-    others = [one for one in row.neighbours if one.in_flight != row.in_flight]
-    known = {one.in_flight: found[0] for one in (row, *others) if (found := _with_speculation(one)) is not None}
-    cheap = [users for users, factor in known.items() if factor < 1]
-    costly = [users for users in known if users > max(cheap, default=0)]
+    others = [other for other in row.neighbours if other.in_flight != row.in_flight]
+    factors = {
+        facts.in_flight: effect[0] for facts in (row, *others) if (effect := _with_speculation(facts)) is not None
+    }
+    cheap = [users for users, factor in factors.items() if factor < 1]
+    costly = [users for users in factors if users > max(cheap, default=0)]
     if row.in_flight not in costly:  # with more users it pays again: chance, or another cause
         return None
-    each = ", ".join(f"{users} at once: {figures(factor)} times" for users, factor in sorted(known.items()))
+    factors_text = ", ".join(f"{users} at once: {figures(factor)} times" for users, factor in sorted(factors.items()))
     drafted, accepted = row.drafts
     text = f"{short_percent(1 - 1 / ratio[0])} less time for each token, as measured without speculation"
-    return Found(
+    return RuleResult(
         cost=(row.part_of("decode") or 1.0) * (1 - 1 / ratio[0]),
         measured=f"speculation makes each token slower from {count(min(costly), 'request')} at once on (time of a "
-        f"token with it, {each})",
+        f"token with it, {factors_text})",
         why=f"{short_percent(accepted / drafted)} of the drafted tokens were accepted",
         actions=[
             row.action(
@@ -240,7 +242,7 @@ def speculation_costs(row: RowFacts) -> Found | None:
                 verify=SPECULATION,
             )
         ],
-        values={"from": min(costly), "ratios": {str(users): factor for users, factor in sorted(known.items())}},
+        values={"from": min(costly), "ratios": {str(users): factor for users, factor in sorted(factors.items())}},
     )
 
 
@@ -252,12 +254,12 @@ def _with_speculation(row: RowFacts) -> tuple[float, float] | None:
     servers, mine = row.data.run.scenario.servers, row.data.run.scenario.servers[row.row.server]
     if not row.drafts[0] or row.row.invalid is not None:
         return None
-    for one in row.run_rows:
-        same = one.row.load == row.row.load and servers[one.row.server].template == mine.template
-        if not same or one.drafts[0] or one.row.invalid is not None:
+    for other in row.run_rows:
+        same = other.row.load == row.row.load and servers[other.row.server].template == mine.template
+        if not same or other.drafts[0] or other.row.invalid is not None:
             continue
-        with_it, without = ([cell.numbers.tpot.mean for cell in each.cells] for each in (row, one))
-        times, others = [one for one in with_it if one], [one for one in without if one]
+        with_it, without = ([cell.numbers.tpot.mean for cell in facts.cells] for facts in (row, other))
+        times, others = [time_s for time_s in with_it if time_s], [time_s for time_s in without if time_s]
         if times and others:
             return (sum(times) / len(times)) / (sum(others) / len(others)), min(times) / max(others)
     return None
@@ -268,7 +270,7 @@ def _with_speculation(row: RowFacts) -> tuple[float, float] | None:
     means="No setting of this server can meet it with this model on this GPU.",
     actions="fewer bytes per token: a quantized or smaller model; another SLO; a faster GPU",
 )
-def slo_beyond_hardware(row: RowFacts) -> Found | None:
+def slo_beyond_hardware(row: RowFacts) -> RuleResult | None:
     ran = next((cell for cell in row.data.run.cells if cell.id in row.row.cells), None)
     if ran is None or not len(row.tokens):
         return None
@@ -287,9 +289,9 @@ def slo_beyond_hardware(row: RowFacts) -> Found | None:
     broken = [(text, bound_s, floors[name]) for text, name, bound_s in bounds if floors.get(name, 0.0) > bound_s > 0]
     if not broken:
         return None
-    text, bound_s, floor = max(broken, key=lambda one: one[2] / one[1])
+    text, bound_s, floor = max(broken, key=lambda slo: slo[2] / slo[1])
     share = bound_s / floor
-    return Found(
+    return RuleResult(
         cost=None,  # less time is what the hardware cannot give
         measured=f"{text} asks for {milliseconds(bound_s)} ms; {gpu.name} needs at least {milliseconds(floor)} ms",
         why=f"a token reads {figures(size.read_bytes / 1e9)} GB at {figures(gpu.bandwidth_gb_s * gpus)} GB/s",

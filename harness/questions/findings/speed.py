@@ -17,7 +17,7 @@ from harness.hardware.bounds import (
 )
 from harness.numbers.formulas import MAX_BLANK_GAPS, hides_reasoning, latency_s
 from harness.numbers.summary import Action
-from harness.questions.findings.rules import Found, RowFacts, rule
+from harness.questions.findings.rules import RowFacts, RuleResult, rule
 from harness.records.columns import Floats
 from harness.records.manifest import CellRun
 
@@ -37,21 +37,21 @@ GTT_SPILL = 2 * GIB  # of a discrete card
 
 def slow_share(row: RowFacts) -> Share | None:
     """The share of what the hardware allows, if it is slow; None: it is not, or not known."""
-    found = (share(row.data, row.data.cells[cell.id]) for cell in row.cells)
-    known = next((one for one in found if one is not None), None)
-    return known if known is not None and known.word == "slow" else None
+    shares = (share(row.data, row.data.cells[cell.id]) for cell in row.cells)
+    first = next((cell_share for cell_share in shares if cell_share is not None), None)
+    return first if first is not None and first.word == "slow" else None
 
 
 def _cause(
     row: RowFacts, why: str, action: Action, measured: str = "", *, alone: bool = False, **values: Any
-) -> Found | None:
+) -> RuleResult | None:
     """A cause of slow decode, with the time that a usual speed saves. If it is fast: None, unless it counts `alone`."""
     slow = slow_share(row)
     if slow is None:
-        return Found(None, measured, why, [action], values) if alone else None
+        return RuleResult(None, measured, why, [action], values) if alone else None
     part, usual = row.part_of("decode"), figures(slow.usual_share * slow.of_tok_s)
     values |= {"share": slow.share, "of_tok_s": slow.of_tok_s, "bound_tok_s": slow.bound_tok_s}
-    return Found(
+    return RuleResult(
         cost=None if part is None else part * (1 - slow.share / slow.usual_share),
         measured="; ".join(filter(None, (measured, slow.sentence, f"{usual} tok/s or more is usual"))),
         why=why,
@@ -65,7 +65,7 @@ def _cause(
     means="Each token reads the weights once. The engine reads them much more slowly than the memory allows.",
     actions="kernels for this GPU: another image, engine or quantization; nothing else on the GPU",
 )
-def slow_decode(row: RowFacts) -> Found | None:
+def slow_decode(row: RowFacts) -> RuleResult | None:
     if any(cause.check(row) is not None for cause in _CAUSES):
         return None
     why = "the engine has no fast kernels for this GPU and these weights, runs in part on the CPU, or shares the GPU"
@@ -79,7 +79,7 @@ def slow_decode(row: RowFacts) -> Found | None:
     actions="compiled graphs",
     loss="decode",
 )
-def eager_mode(row: RowFacts) -> Found | None:
+def eager_mode(row: RowFacts) -> RuleResult | None:
     if row.setting("compiled") is not True:
         return None
     return _cause(row, "enforce_eager is on: no graphs", row.action("Run with compiled graphs", {"compiled": None}))
@@ -91,9 +91,9 @@ def eager_mode(row: RowFacts) -> Found | None:
     actions="an image or weights with kernels for this GPU",
     loss="decode",
 )
-def untuned_kernels(row: RowFacts) -> Found | None:
-    known = {} if row.engine is None else row.engine.fallbacks
-    why = next((meaning for words, meaning in known.items() if words in row.log), None)
+def untuned_kernels(row: RowFacts) -> RuleResult | None:
+    fallbacks = {} if row.engine is None else row.engine.fallbacks
+    why = next((meaning for words, meaning in fallbacks.items() if words in row.log), None)
     if why is None:
         return None
     risk = "other weights answer a little differently and take other memory"
@@ -107,7 +107,7 @@ def untuned_kernels(row: RowFacts) -> Found | None:
     actions="AITER, which only these GPUs have kernels for",
     loss="decode",
 )
-def aiter_off(row: RowFacts) -> Found | None:
+def aiter_off(row: RowFacts) -> RuleResult | None:
     switch = None if row.engine is None else row.engine.settings.get("aiter")
     if switch is None or switch.environment is None or not _targets(row) & AITER_TARGETS:
         return None
@@ -123,12 +123,12 @@ def aiter_off(row: RowFacts) -> Found | None:
     actions="AITER off",
     loss="decode",
 )
-def aiter_failing(row: RowFacts) -> Found | None:
+def aiter_failing(row: RowFacts) -> RuleResult | None:
     switch, targets = None if row.engine is None else row.engine.settings.get("aiter"), _targets(row)
     if switch is None or switch.environment is None or not targets or targets & AITER_TARGETS:
         return None
-    line = next((one for one in _AITER_REFUSED.findall(row.log)), None)
-    is_on = row.variable(switch.environment) == switch.value and all(one.startswith(_NO_AITER) for one in targets)
+    line = next((text for text in _AITER_REFUSED.findall(row.log)), None)
+    is_on = row.variable(switch.environment) == switch.value and all(target.startswith(_NO_AITER) for target in targets)
     if line is None and not is_on:
         return None
     state = f"{switch.environment} is {row.variable(switch.environment)}" if is_on else "AITER"
@@ -148,7 +148,7 @@ def _targets(row: RowFacts) -> set[str]:
     actions="all layers on the GPU; if they do not fit, smaller weights or a shorter context",
     loss="decode",
 )
-def cpu_offload(row: RowFacts) -> Found | None:
+def cpu_offload(row: RowFacts) -> RuleResult | None:
     layers = None if row.served.startup is None else row.served.startup.offloaded_layers
     on_gpu, slash, total = (layers or "").partition("/")
     if not slash or not (on_gpu.isdecimal() and total.isdecimal()) or not row.data.run.machine.gpus:
@@ -167,7 +167,7 @@ def cpu_offload(row: RowFacts) -> Found | None:
     actions="a higher power limit or profile",
     loss="decode",
 )
-def power_limited(row: RowFacts) -> Found | None:
+def power_limited(row: RowFacts) -> RuleResult | None:
     machine, window_s = row.row.machine_load, row.row.pooled.window_s
     if machine is None or not machine.limited_s or not window_s or machine.limited_s < OFTEN * window_s:
         return None
@@ -188,7 +188,7 @@ def power_limited(row: RowFacts) -> Found | None:
     actions="end the other program",
     loss="decode",
 )
-def other_work(row: RowFacts) -> Found | None:
+def other_work(row: RowFacts) -> RuleResult | None:
     gpus = [gpu for cell in _ran(row) for gpu in cell.gpu_memory_before]
     worst = max(gpus, key=lambda gpu: gpu.used_bytes / max(1, gpu.total_bytes), default=None)
     if worst is None or worst.used_bytes <= 0.25 * worst.total_bytes:
@@ -210,14 +210,14 @@ def other_work(row: RowFacts) -> Found | None:
     means="The GPU was too hot for its speed; a longer run is slower than a short one.",
     actions="better cooling, a lower power limit, pauses between cells",
 )
-def overheated(row: RowFacts) -> Found | None:
+def overheated(row: RowFacts) -> RuleResult | None:
     machine, window_s = row.row.machine_load, row.row.pooled.window_s
     if machine is None or not machine.heat_s or not window_s or machine.heat_s < HEAT * window_s:
         return None
     part = machine.heat_s / window_s
     hottest = "" if machine.temperature_max_c is None else f", at up to {machine.temperature_max_c:.0f} °C"
     drift = _drift(row)
-    return Found(
+    return RuleResult(
         cost=None if drift is None else drift[1],
         measured=f"throttled by heat for {short_percent(part)} of the time{hottest}",
         why="cooling",
@@ -232,12 +232,12 @@ def overheated(row: RowFacts) -> Found | None:
     means="The server became slower while it was measured: the numbers depend on how long the run was.",
     actions="a warm-up until the server is steady; look at clocks and temperature over time",
 )
-def slower_over_time(row: RowFacts) -> Found | None:
+def slower_over_time(row: RowFacts) -> RuleResult | None:
     drift = _drift(row)
     if drift is None or overheated.check(row) is not None:
         return None
     ratio, lost = drift
-    return Found(
+    return RuleResult(
         cost=lost,
         measured=f"the TPOT of the last third of the requests is {figures(ratio)} times that of the first third",
         why="clocks that fall with the temperature, or other work that grew",
@@ -273,7 +273,7 @@ def _drift(row: RowFacts) -> tuple[float, float] | None:
     means="A part of what the server needs was moved to slower memory: swap, or across the PCIe bus.",
     actions="a smaller share of memory, a shorter context, smaller weights",
 )
-def memory_moved(row: RowFacts) -> Found | None:
+def memory_moved(row: RowFacts) -> RuleResult | None:
     machine = row.row.machine_load
     if machine is None:
         return None
@@ -296,7 +296,7 @@ def memory_moved(row: RowFacts) -> Found | None:
         less = round(max(0.1, used - 0.1), 2)
         action = row.action(f"A share of {less} of the GPU's memory", {"memory": less}, risk="a smaller KV cache")
     values = {"host_free_bytes": free, "gtt_bytes": spilled}
-    return Found(None, measured, "the server needs more memory than there is", [action], values)
+    return RuleResult(None, measured, "the server needs more memory than there is", [action], values)
 
 
 @rule(
@@ -304,8 +304,8 @@ def memory_moved(row: RowFacts) -> Found | None:
     means="Prompts are computed much more slowly than this GPU can.",
     actions="kernels for this GPU; larger prompt chunks; nothing else on the GPU",
 )
-def slow_prefill(row: RowFacts) -> Found | None:
-    found = None
+def slow_prefill(row: RowFacts) -> RuleResult | None:
+    example = None
     for ran in _ran(row):
         size, (gpu, gpus) = run_model(ran), run_gpu(row.data.run, ran)
         rows = row.data.cells[ran.id].counted
@@ -321,12 +321,12 @@ def slow_prefill(row: RowFacts) -> Found | None:
         read_s, by_compute_s = ttft_floor(size, gpu, prompt, gpus, float(cached[place]), spread=True)
         floor_s = max(read_s, (by_compute_s or 0) * float(together[place]) / prompt)
         if by_compute_s is not None and floor_s < SLOW_PREFILL * ttft_s:
-            found = found or (floor_s, ttft_s, float(together[place]))
-    if found is None:
+            example = example or (floor_s, ttft_s, float(together[place]))
+    if example is None:
         return None
-    floor_s, ttft_s, prompt = found
+    floor_s, ttft_s, prompt = example
     part, usual_s = row.part_of("prefill"), floor_s / TYPICAL_PREFILL[0]
-    return Found(
+    return RuleResult(
         cost=None if part is None else part * (1 - usual_s / ttft_s),
         measured=f"at least {milliseconds(ttft_s)} ms to the first token after {prompt:,.0f} tokens: "
         f"{short_percent(floor_s / ttft_s)} of what compute allows ({milliseconds(floor_s)} ms)",

@@ -4,7 +4,7 @@ from harness.base.measured import Bundle
 from harness.base.units import count, figures
 from harness.engines import engines
 from harness.numbers.summary import Action
-from harness.questions.findings.rules import Found, RowFacts, rule
+from harness.questions.findings.rules import RowFacts, RuleResult, rule
 
 _PROXIES = {  # by a word of the headers `server` and `via`: what switches its buffering off, and where
     "nginx": ("nginx", "proxy_buffering off;"),
@@ -21,7 +21,7 @@ _PROXIES = {  # by a word of the headers `server` and `via`: what switches its b
     actions="no buffering in what is between the client and the engine (nginx: `proxy_buffering off`)",
     misleads=True,
 )
-def stream_bundled(row: RowFacts) -> Found | None:
+def stream_bundled(row: RowFacts) -> RuleResult | None:
     bundle = row.row.pooled.bundle
     if bundle is None or any(limit.what == "shared_reads" for cell in row.cells for limit in cell.limits):
         return None  # the load generator may have joined the chunks itself
@@ -32,7 +32,7 @@ def stream_bundled(row: RowFacts) -> Found | None:
     whole = row.row.pooled.answer_tok_s
     speed = "" if whole is None else f"; {figures(whole)} tok/s over the whole answer, with the wait for its start"
     sender = f"the answers come through {bundle.via}" if bundle.via else "no header names what is in between"
-    return Found(
+    return RuleResult(
         cost=None,
         measured=f"{pieces}, {first}{speed}",
         why=f"a proxy, a gateway or the server's own stream interval; {sender}",
@@ -45,14 +45,14 @@ def stream_bundled(row: RowFacts) -> Found | None:
 def _unbuffered(row: RowFacts, bundle: Bundle) -> Action:
     """The action that lets each token pass when it is there."""
     via = (bundle.via or "").lower()
-    known = next((setting for word, setting in _PROXIES.items() if word in via), None)
-    engine = next((one for one in engines() if one.unbuffered and one.title.lower() in via), None)
+    proxy = next((setting for word, setting in _PROXIES.items() if word in via), None)
+    engine = next((engine for engine in engines() if engine.unbuffered and engine.title.lower() in via), None)
     if engine is not None and engine.unbuffered:
-        known = (engine.title, engine.unbuffered)
-    if known is not None:
-        where, text = known
+        proxy = (engine.title, engine.unbuffered)
+    if proxy is not None:
+        where, text = proxy
         return row.action("Switch the buffering off", settings={where: text}, about="variables")
-    ways = [f"{one.title}: `{one.unbuffered}`" for one in engines() if one.unbuffered]
+    ways = [f"{engine.title}: `{engine.unbuffered}`" for engine in engines() if engine.unbuffered]
     do = "Send the load straight to the engine, and compare; then switch off buffering in what is in between "
     do += f"({'; '.join(['nginx: `proxy_buffering off;`', *ways])})"
     return row.action(do, about="variables")

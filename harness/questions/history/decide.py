@@ -136,9 +136,9 @@ def decide_history(
     """The history of a run with the summary `newest`. `earlier`: the runs that did the same work, oldest first."""
     all_runs = [earlier_run for earlier_run, _ in earlier] + [run]
     undecided = _make_series([*earlier, (run, newest)])
-    series = [_with_gate(_decide(one, run.id, len(undecided)), tolerance) for one in undecided]
+    series = [_with_gate(_decide(item, run.id, len(undecided)), tolerance) for item in undecided]
     # A shift that several runs show together started with the first of them, so compare with the run before that one.
-    windows = [one.window for one in series if one.word in ("slower", "faster")]
+    windows = [item.window for item in series if item.word in ("slower", "faster")]
     sides = [all_runs[-1 - max(windows, default=1)], run] if earlier else [run]
     keys = [row.key for row in newest.rows]
     facts = [collect_facts(side, [key for key in keys if _has_row(side, key)]) for side in sides]
@@ -149,7 +149,7 @@ def decide_history(
         model=run.scenario.model,
         workload_sha256=run.workload_sha256,
         simulated=run.simulated,
-        runs=[one.id for one in all_runs],
+        runs=[other.id for other in all_runs],
         left_out=left_out,
         series=series,
         change_points=_find_change_points(series, all_runs),
@@ -176,7 +176,7 @@ def _make_series(runs: Sequence[Summarized]) -> list[Series]:
     """The values of every row of the newest run by metric, without levels and verdict."""
     series = []
     for key in [row.key for row in runs[-1][1].rows]:
-        with_row = [(one, row) for one in runs for row in one[1].rows if row.key == key]
+        with_row = [(entry, row) for entry in runs for row in entry[1].rows if row.key == key]
         (newest, _), newest_row = with_row[-1]
         measured = Measured(
             name=newest_row.name,
@@ -221,12 +221,12 @@ def _decide(series: Series, run: str, series_count: int) -> Series:
     if not series.points:
         return series
     speeds = to_speeds(series.metric, [point.value for point in series.points])
-    found = stats.find_levels(speeds, series_count)
-    states: dict[int, Literal["outlier", "undecided"]] = dict.fromkeys(found.undecided, "undecided")
-    states |= dict.fromkeys(found.outliers, "outlier")
+    split = stats.find_levels(speeds, series_count)
+    states: dict[int, Literal["outlier", "undecided"]] = dict.fromkeys(split.undecided, "undecided")
+    states |= dict.fromkeys(split.outliers, "outlier")
     points = [replace(point, state=states.get(index, "level")) for index, point in enumerate(series.points)]
     levels = []
-    for start, end in itertools.pairwise([*found.starts, len(points)]):
+    for start, end in itertools.pairwise([*split.starts, len(points)]):
         inside = [point for point in points[start:end] if point.state == "level"]
         value = math.exp(stats.mean_log([point.value for point in inside]))
         levels.append(Level(first=inside[0].run, last=inside[-1].run, runs=len(inside), value=value))
@@ -256,9 +256,14 @@ def _find_change_points(series: Sequence[Series], runs: Sequence[Run]) -> list[C
     """The change points of all series. Those between the same two runs are joined."""
     index_of = {run.id: index for index, run in enumerate(runs)}
     moved_between: dict[tuple[str, str], list[Moved]] = {}
-    for one in series:
-        for number, (old, new) in enumerate(itertools.pairwise(one.levels), start=1):
-            moved = Moved(server=one.server, load=one.load, metric=one.metric, ratio=one.level_ratio(number))
+    for metric_series in series:
+        for number, (old, new) in enumerate(itertools.pairwise(metric_series.levels), start=1):
+            moved = Moved(
+                server=metric_series.server,
+                load=metric_series.load,
+                metric=metric_series.metric,
+                ratio=metric_series.level_ratio(number),
+            )
             moved_between.setdefault((old.last, new.first), []).append(moved)
     points = []
     for (before, after), all_moved in sorted(moved_between.items(), key=lambda item: index_of[item[0][1]]):

@@ -33,7 +33,7 @@ def _collect_earlier(
     those of the first whose records are missing.
     """
     left_out = defaultdict[LeftOut, list[str]](list)
-    found: dict[tuple[str, float], Summarized] = {}
+    by_key: dict[tuple[str, float], Summarized] = {}
     without_records = []
     seen = {(current.id, current.started_wall_s)}
     for folder, run in list_runs(runs, results):
@@ -52,9 +52,9 @@ def _collect_earlier(
             continue
         if reason is None:
             seen.add(key)
-            found[key] = run, summary
+            by_key[key] = run, summary
             without_records += [run.id] if has_only_summary(folder) else []
         elif run.id not in left_out[reason]:
             left_out[reason].append(run.id)
-    earlier = sorted(found.values(), key=lambda found: found[0].started_wall_s)
+    earlier = sorted(by_key.values(), key=lambda entry: entry[0].started_wall_s)
     return earlier, dict(left_out), sorted(without_records)

@@ -49,12 +49,12 @@ def history_page(history: History) -> list[Element]:
         Paragraph(history_title(history), "title"),
         *simulated_note(history.simulated),
         *([Bullets(left_out)] if left_out else []),
-        plain_grid(HEAD, list(map(series_cells, history.series)), [_STYLES[each.gate] for each in history.series]),
+        plain_grid(HEAD, list(map(series_cells, history.series)), [_STYLES[series.gate] for series in history.series]),
         Bullets(outcomes),
         *(differences(history.differences, history.sides) if len(history.sides) > 1 else []),
     ]
     for change in history.change_points:
-        moved = [Bullet(describe_shift(each), _direction(each)) for each in change.moved]
+        moved = [Bullet(describe_shift(shift), _direction(shift)) for shift in change.moved]
         page += [Paragraph(f"Change point: {change.before} → {change.after}", "heading"), Bullets(moved, "verdicts")]
         page += [Paragraph(near, "unsure")] if (near := nearby_sentence(change)) else []
         page += differences(change.differences, change.sides)
@@ -88,7 +88,7 @@ def _left_out(groups: Mapping[LeftOut, Sequence[str]]) -> list[str]:
 def series_cells(series: Series) -> list[str]:
     outliers = sum(point.state == "outlier" for point in series.points)
     undecided = sum(point.state == "undecided" for point in series.points)
-    known = series.low is not None and series.high is not None
+    is_bounded = series.low is not None and series.high is not None
     return [
         series.name,
         METRICS[series.metric].title,
@@ -97,7 +97,7 @@ def series_cells(series: Series) -> list[str]:
         str(max(0, len(series.levels) - 1)),
         str(outliers) + (f", and the newest {undecided} differ" if undecided else ""),
         units.NOTHING if series.ratio is None else f"{series.ratio:.3f}×",
-        f"{series.low:.3f} to {series.high:.3f}" if known else units.NOTHING,
+        f"{series.low:.3f} to {series.high:.3f}" if is_bounded else units.NOTHING,
         _WORDS[series.gate],
     ]
 

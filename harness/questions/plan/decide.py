@@ -118,14 +118,14 @@ def forecast(
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], dict[str, Reason]()
     for row in summary.rows:
-        load, of_row = run.scenario.loads.get(row.load), [cells[name] for name in row.cells]
-        found = _refusal_of_row(row, load, of_row, items)
-        if found is None and load is not None:
-            found = forecast_row(row, load, of_row, [data.cells.get(name) for name in row.cells], items)
-        if isinstance(found, RowForecast):
-            rows.append(_with_cost_and_deadline(found, deadline_s, price_per_kwh))
-        elif found is not None:
-            refused[row.name] = found
+        load, row_cells = run.scenario.loads.get(row.load), [cells[name] for name in row.cells]
+        result = _refusal_of_row(row, load, row_cells, items)
+        if result is None and load is not None:
+            result = forecast_row(row, load, row_cells, [data.cells.get(name) for name in row.cells], items)
+        if isinstance(result, RowForecast):
+            rows.append(_with_cost_and_deadline(result, deadline_s, price_per_kwh))
+        elif result is not None:
+            refused[row.name] = result
     if not rows:
         raise RunError(
             f"{run.id}: no row allows a prediction",
@@ -258,14 +258,14 @@ def rate_trend(work: Sequence[CellWork]) -> float | None:
     The mean lengths of each block are also in the regression, so that different lengths do not look like a trend, or
     hide one. None: too few blocks.
     """
-    if any(of_cell.blocks.shape[1] < MIN_TREND_BLOCKS or np.isnan(of_cell.blocks[0]).any() for of_cell in work):
+    if any(repeat.blocks.shape[1] < MIN_TREND_BLOCKS or np.isnan(repeat.blocks[0]).any() for repeat in work):
         return None
     places, times, lengths = [], [], []
-    for of_cell in work:
-        seconds, of_blocks = of_cell.blocks[0], of_cell.blocks[1:]
+    for repeat in work:
+        seconds, block_lengths = repeat.blocks[0], repeat.blocks[1:]
         places.append((np.arange(len(seconds)) + 0.5) / len(seconds) - 0.5)
         times.append(seconds / seconds.mean() - 1)
-        lengths.append(of_blocks - of_blocks.mean(axis=1, keepdims=True))
+        lengths.append(block_lengths - block_lengths.mean(axis=1, keepdims=True))
     columns = np.concatenate(lengths, axis=1)
     others = columns[[bool(abs(column).max() > 1e-6) for column in columns]].T  # False for NaN
     fit = fit_trend(np.concatenate(places), np.concatenate(times), others, series=len(work))
@@ -321,13 +321,13 @@ def forecast_row(
     if (reason := _rate_of_another(load)) is not None:
         return _by_rate_alone(row, reason, start_s, items)
     work = [cell_work(cell, slots) if cell is not None else None for cell in data]
-    repeats = [of_cell for of_cell in work if of_cell is not None]
+    repeats = [repeat for repeat in work if repeat is not None]
     if not repeats or len(repeats) < len(work):
         return because("plan_too_short", "too few requests to measure a rate; run more requests")
-    rate = math.exp(stats.mean_log([of_cell.rate for of_cell in repeats]))
-    times_s = [start_s + of_cell.tail_s + items / of_cell.rate for of_cell in repeats]
+    rate = math.exp(stats.mean_log([repeat.rate for repeat in repeats]))
+    times_s = [start_s + repeat.tail_s + items / repeat.rate for repeat in repeats]
     trend, needed = rate_trend(repeats), _requests_needed(repeats, slots)
-    reason = _why_no_interval(row, load, trend, needed, round(min(of_cell.waves for of_cell in repeats) * slots), rate)
+    reason = _why_no_interval(row, load, trend, needed, round(min(repeat.waves for repeat in repeats) * slots), rate)
     widening = None if reason else abs(trend or 0.0) + _bias(repeats, times_s, items)
     time_s = _make_prediction(times_s, repeats, widening)
     if reason is None and time_s.high is None:
@@ -345,7 +345,7 @@ def forecast_row(
         items_per_s=rate,
         requests_per_s=row.pooled.requests_per_s,
         start_s=start_s,
-        tail_s=statistics.fmean(of_cell.tail_s for of_cell in repeats),
+        tail_s=statistics.fmean(repeat.tail_s for repeat in repeats),
         time_s=time_s,
         no_interval=reason,
         requests_needed=needed,
@@ -357,8 +357,8 @@ def forecast_row(
 def _bias(repeats: Sequence[CellWork], times_s: Sequence[float], items: int) -> float:
     """By how much the ends of the rate may change the logarithm of the time; 0 for as many items as were measured."""
     return statistics.fmean(
-        END_WAVES / of_cell.counted_waves * abs(items - of_cell.done) / of_cell.rate / time_s
-        for of_cell, time_s in zip(repeats, times_s, strict=True)
+        END_WAVES / repeat.counted_waves * abs(items - repeat.done) / repeat.rate / time_s
+        for repeat, time_s in zip(repeats, times_s, strict=True)
     )
 
 
@@ -391,11 +391,11 @@ def _by_rate_alone(row: Row, reason: Reason, start_s: float, items: int) -> RowF
 
 def _requests_needed(repeats: Sequence[CellWork], slots: int) -> int | None:
     """How many requests each repeat needs for an interval; None where all have enough."""
-    if all(of_cell.is_enough for of_cell in repeats):
+    if all(repeat.is_enough for repeat in repeats):
         return None
-    if any(of_cell.waves < MIN_WAVES for of_cell in repeats):
+    if any(repeat.waves < MIN_WAVES for repeat in repeats):
         return MIN_WAVES * slots
-    return round(2 * slots * max(of_cell.waves for of_cell in repeats))  # of most requests failed
+    return round(2 * slots * max(repeat.waves for repeat in repeats))  # of most requests failed
 
 
 def _why_no_interval(
@@ -476,6 +476,6 @@ def _with_cost_and_deadline(row: RowForecast, deadline_s: float | None, price: f
     elif low_s > deadline_s:
         deadline = "missed"
     fixed_s = row.start_s + row.tail_s  # on each machine
-    left_s = deadline_s - fixed_s
-    machines = math.ceil((high_s - fixed_s) / left_s) if left_s > 0 else None
+    remaining_s = deadline_s - fixed_s
+    machines = math.ceil((high_s - fixed_s) / remaining_s) if remaining_s > 0 else None
     return replace(row, cost=cost, deadline=deadline, machines=machines)

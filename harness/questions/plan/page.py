@@ -31,11 +31,11 @@ def forecast_page(forecast: Forecast) -> list[Element]:
         notes.append(f"note: {rows_of}{text}")
     head = ("row", "items/s", "start", "time", "90 % interval", "machines", "kWh", "cost")
     rows = [_forecast_cells(row) for row in forecast.rows]
-    known = [place for place in range(len(head)) if any(cells[place] != NOTHING for cells in rows)]
-    columns = [TableColumn(head[place], head[place], group="name" if place == 0 else "") for place in known]
+    places = [place for place in range(len(head)) if any(cells[place] != NOTHING for cells in rows)]
+    columns = [TableColumn(head[place], head[place], group="name" if place == 0 else "") for place in places]
     return [
         *page,
-        Grid(columns=columns, rows=[[cells[place] for place in known] for cells in rows]),
+        Grid(columns=columns, rows=[[cells[place] for place in places] for cells in rows]),
         *map(Paragraph, notes),
         Paragraph("Assumptions", "heading"),
         Bullets([Bullet(sentence(assumption)) for assumption in forecast.assumptions]),

@@ -42,9 +42,9 @@ def run_answer(summary: Summary, run: Run) -> str:
     gates = [gates_answer(summary.comparison.verdicts)] if summary.comparison is not None and gated else []
     answer = " ".join([*gates, answer, *map(answers_sentence, summary.same_answers)]).strip()
     for engine, versions in engine_versions(run).items():
-        known = ", ".join(f"{name} {version}" for name, version in versions.items())
-        answer += f" The servers run different versions of {engine} ({known}), so the comparison includes what changed "
-        answer += "between them."
+        versions_text = ", ".join(f"{name} {version}" for name, version in versions.items())
+        answer += f" The servers run different versions of {engine} ({versions_text}), so the comparison includes what "
+        answer += "changed between them."
     return answer
 
 
@@ -64,14 +64,14 @@ def _run_answer(summary: Summary, run: Run) -> str:
     is_cut = run.status in _CUT
     death = death_answer(summary, run)
     if summary.soaks:  # a server that failed makes the run INVALID, and is the answer; so do the hours before an end
-        answers = [death] * bool(death) + [sentence(soak_answer(found)) for found in summary.soaks]
+        answers = [death] * bool(death) + [sentence(soak_answer(soak)) for soak in summary.soaks]
         return " ".join([*answers, *(["The run did not come to its end."] if is_cut else [])])
     if is_cut or (summary.valid is False and death):
         return death
     checks = [(check, result) for result in summary.checks if (check := _parse_or_none(result.check)) is not None]
     if relative := [result for check, result in checks if check.relative]:
         return _regression_answer(relative)
-    interference, slos = _interference_answer(summary), [each for each in checks if _is_slo(each[0])]
+    interference, slos = _interference_answer(summary), [pair for pair in checks if _is_slo(pair[0])]
     if slos:  # what is known of the mix comes before an SLO that is not decided
         are_open = not any(result.status == "failed" for _, result in slos)
         answers = [_slo_answer(slos, summary, run), interference]
@@ -84,11 +84,13 @@ def _run_answer(summary: Summary, run: Run) -> str:
         return " ".join(map(sentence, summary.answers))
     if summary.comparison is not None and summary.comparison.verdicts:
         verdicts = summary.comparison.verdicts
-        is_said = len(verdicts) == 1 and verdicts[0].gate is not None  # by the answer of the gate
-        return "" if is_said else speedup_answer(summary.comparison, summary.rows, run)
-    known = [row for row in summary.rows if row.load in run.scenario.loads and asks_known(run.scenario.loads[row.load])]
-    if known and len(known) == len(summary.rows):
-        return "" if summary.same_answers else " ".join(map(row_sentence, known))
+        is_answered = len(verdicts) == 1 and verdicts[0].gate is not None  # by the answer of the gate
+        return "" if is_answered else speedup_answer(summary.comparison, summary.rows, run)
+    answer_rows = [
+        row for row in summary.rows if row.load in run.scenario.loads and asks_known(run.scenario.loads[row.load])
+    ]
+    if answer_rows and len(answer_rows) == len(summary.rows):
+        return "" if summary.same_answers else " ".join(map(row_sentence, answer_rows))
     return _measurements_answer(summary.rows)
 
 
@@ -139,11 +141,11 @@ def _slo_answer(checks: Sequence[tuple[Check, CheckResult]], summary: Summary, r
 
 def _so_far(result: CheckResult) -> str:
     """The value of a check, with its interval: "one / job has 14.5 ms so far (12.9 ms to 20.1 ms)"."""
-    evidence_of_row = next(iter(result.evidence), None)
-    values = {} if evidence_of_row is None else evidence_of_row.values
+    row_evidence = next(iter(result.evidence), None)
+    values = {} if row_evidence is None else row_evidence.values
     unit, against = values.get("unit"), values.get("against")
     if unit is None or (result.value is None and values.get("above") is None):
-        return "" if evidence_of_row is None else sentence(evidence_of_row)
+        return "" if row_evidence is None else sentence(row_evidence)
     shown: float = values["above"] if result.value is None else result.value
     text = f"{result.row} has {'more than ' if result.value is None else ''}{format_check_value(shown, unit)}"
     text += " so far" if result.status == "inconclusive" else ""
@@ -270,6 +272,6 @@ def _describe_numbers(row: Row) -> str:
         return ", ".join(parts)
     succeeded = f"{numbers.succeeded:,} of {count(numbers.sent, 'request')} succeeded"
     # Of a test of a prompt alone, that there is no output is no news.
-    of_prompt = numbers.output_tokens is None and "input_tok_s" in row.missing
-    why = row.missing.get("input_tok_s" if of_prompt else "output_tok_s")
+    counts_prompts = numbers.output_tokens is None and "input_tok_s" in row.missing
+    why = row.missing.get("input_tok_s" if counts_prompts else "output_tok_s")
     return succeeded if why is None else f"the speed is not known ({why}); {succeeded}"

@@ -62,33 +62,33 @@ def tiles(summary: Summary, run: Run) -> list[Tile]:
     levels = {row.name: sentences.in_flight(row, run) for row in rows}
     fewest = min((level for level in levels.values() if level is not None), default=None)
     lowest = [row for row in rows if levels[row.name] == fewest]
-    one, names, found = min(lowest, key=_time_s, default=None), short_row_names(rows), []
-    for title, unit, field, is_of_one, of in _TILES:
-        known = [(value, row) for row in rows if (row is one or not is_of_one) and (value := of(row))]
-        if not known:
+    lowest_row, names, shown = min(lowest, key=_time_s, default=None), short_row_names(rows), []
+    for title, unit, field, is_single, get_value in _TILES:
+        values = [(value, row) for row in rows if (row is lowest_row or not is_single) and (value := get_value(row))]
+        if not values:
             continue
-        value, row = max(known, key=lambda each: each[0])
-        number, level = len(lowest if is_of_one else known), levels[row.name]
+        value, row = max(values, key=lambda pair: pair[0])
+        number, level = len(lowest if is_single else values), levels[row.name]
         if field == "tpot" and fewest != 1:
             title = "Each user gets" if fewest is None else f"Each of {fewest:,} gets"
         if field == "output_tok_s" and level is not None and level > 1 and len(rows) > 1:
             title = f"{level:,} together"
         limited, best = LIMITED if field in row.client_limited else "", f", the best of {number}" if number > 1 else ""
-        found.append(Tile(title, f"{units.figures(value)}{limited} {unit}", f"{names.get(row.name, row.name)}{best}"))
-    return found[:_SHOWN_TILES]
+        shown.append(Tile(title, f"{units.figures(value)}{limited} {unit}", f"{names.get(row.name, row.name)}{best}"))
+    return shown[:_SHOWN_TILES]
 
 
 def quick_tiles(levels: Sequence[QuickLevel]) -> list[Tile]:
     """The three numbers of a quick run, as in its table."""
-    one, most = levels[0], max(levels, key=lambda level: level.tok_s or 0.0)
-    found = [
-        ("One user gets", one.user_tok_s or one.answer_tok_s, "tok/s", one),
+    lowest, most = levels[0], max(levels, key=lambda level: level.tok_s or 0.0)
+    rows = [
+        ("One user gets", lowest.user_tok_s or lowest.answer_tok_s, "tok/s", lowest),
         ("All together", most.tok_s, "tok/s", most),
-        ("First token after", one.ttft_ms, "ms", one),
+        ("First token after", lowest.ttft_ms, "ms", lowest),
     ]
     return [
         Tile(title, f"{units.figures(value)} {unit}", units.count(level.users, "user"))
-        for title, value, unit, level in found
+        for title, value, unit, level in rows
         if value is not None
     ]
 
@@ -109,7 +109,7 @@ def _middle_ms(sample: Distribution) -> float | None:
 
 def fold_long(tables: Sequence[Grid]) -> list[Element]:
     """The tables of details; those of many rows are folded."""
-    return [Fold(one.title, [replace(one, title="")]) if len(one.rows) > FEW else one for one in tables]
+    return [Fold(table.title, [replace(table, title="")]) if len(table.rows) > FEW else table for table in tables]
 
 
 def folded_details(tables: Sequence[Grid], machine: Sequence[Grid]) -> list[Element]:
@@ -123,7 +123,7 @@ def folded_details(tables: Sequence[Grid], machine: Sequence[Grid]) -> list[Elem
 
 def answer_charts(summary: Summary, run: Run, capacity: CapacityReport | None, tune: TuneReport | None) -> list[Chart]:
     """The charts of what the run varied, the one that shows its answer first."""
-    found = [
+    question_charts = [
         *([] if capacity is None else [attainment_chart(capacity)]),
         *([] if tune is None else [tune_chart(tune)]),
         *answers_charts(summary),
@@ -132,8 +132,8 @@ def answer_charts(summary: Summary, run: Run, capacity: CapacityReport | None, t
         *(crossover_charts(summary, run) or sweep_charts(summary, run) if tune is None else []),
         figures.throughput_chart(summary, run),
     ]
-    rows = [figures.rows_chart(summary)] if all(chart.empty for chart in found) else []
-    charts = [*found, *rows, figures.first_token_chart(summary, run), figures.tradeoff_chart(summary, run)]
+    rows = [figures.rows_chart(summary)] if all(chart.empty for chart in question_charts) else []
+    charts = [*question_charts, *rows, figures.first_token_chart(summary, run), figures.tradeoff_chart(summary, run)]
     bounds = figures.slo_bounds(summary)
     return [figures.with_slo_lines(chart, bounds) for chart in charts if not chart.empty]
 
@@ -151,7 +151,7 @@ def charts_section(summary: Summary, run: Run, data: ChartData, others: Sequence
     curves = "Successful measured requests of all repeats; a curve further left is better. Click a row to hide or show "
     dots = "Each dot is a request, by the moment of sending. Click a row to hide or show it."
     starts = startup_chart(run)
-    found: list[Element] = [
+    parts: list[Element] = [
         *([Charts(charts=others)] if others else []),
         *(
             [Charts(title="Latency distributions", text=f"{curves}it.", charts=distributions, keys=keys,
@@ -163,7 +163,7 @@ def charts_section(summary: Summary, run: Run, data: ChartData, others: Sequence
         *([Charts(title="Single requests", text=dots, charts=requests, keys=keys, shape="wide")] if requests else []),
         *([Charts(title="Start-up", charts=[starts], shape="wide")] if starts.body else []),
     ]  # fmt: skip
-    return Section("charts", "Charts", found)
+    return Section("charts", "Charts", parts)
 
 
 def _timelines(summary: Summary, run: Run, data: ChartData) -> list[Element]:
@@ -174,7 +174,7 @@ def _timelines(summary: Summary, run: Run, data: ChartData) -> list[Element]:
         why = "There is no timeline of an imported run." if run.origin else "No request was recorded."
         return [Paragraph(why, "fine")]
     drawn = {line.cell: timeline_figure(line, events[line.cell]) for line in data.timelines}
-    failed = [cell for cell, of_cell in events.items() if any(event.bad for event in of_cell)]
+    failed = [cell for cell, cell_events in events.items() if any(event.bad for event in cell_events)]
     return [Timelines(figures=drawn, events=events, first=next(iter([*failed, *reversed(events)])))]
 
 
@@ -246,10 +246,10 @@ def method_section(tables: Iterable[Grid]) -> Section:
     for anchor, column in (*columns, *((f"means-{column.key}", column) for column in _MORE_COLUMNS)):
         if column.explanation:
             explained.setdefault(anchor, column)
-    found = Definitions(list(explained.items()))
+    definitions = Definitions(list(explained.items()))
     return Section(
         "method", "Method",
-        [Paragraph(rules, "fine"), Fold("What each number means, with its formula", [found])],
+        [Paragraph(rules, "fine"), Fold("What each number means, with its formula", [definitions])],
     )  # fmt: skip
 
 
@@ -277,39 +277,39 @@ def _facts(pairs: Iterable[tuple[str, Any]]) -> Facts:
 
 
 def _server_facts(served: dict[str, list[ServedBy]]) -> list[Element]:
-    found: list[Element] = []
+    parts: list[Element] = []
     for server, kinds in served.items():
-        found.append(Paragraph(server, "part"))
+        parts.append(Paragraph(server, "part"))
         if len(kinds) > 1:
-            found.append(Paragraph("Not all cells of this server were alike; each variant is shown.", "warning"))
+            parts.append(Paragraph("Not all cells of this server were alike; each variant is shown.", "warning"))
         for by in kinds:
-            known = [
+            facts = [
                 ("Template", by.template or "none: it already ran"), ("Image", by.image), ("Digest", by.image_digest),
                 ("Version", by.version), ("Model", by.model), ("URL", by.url), ("Restarts", by.restarts or None),
                 ("Killed for memory", "yes" if by.oom_killed else None), ("Died with code", by.exit_code),
             ]  # fmt: skip
-            found.append(_facts([*known, *startup_facts(by).items()]))
-    return found
+            parts.append(_facts([*facts, *startup_facts(by).items()]))
+    return parts
 
 
 def _machine_facts(run: Run) -> list[Element]:
     machine = run.machine
     memory = f"{machine.ram_bytes / units.GIB:.1f} GiB" if machine.ram_bytes else None
-    known = [
+    facts = [
         ("Name", machine.name), ("CPU", machine.cpu), ("Cores", machine.cores), ("Memory", memory),
         ("Kernel", machine.kernel), ("Docker", machine.docker), ("ROCm of the host", machine.rocm),
     ]  # fmt: skip
-    return [Paragraph("Machine", "part"), _facts(known)]
+    return [Paragraph("Machine", "part"), _facts(facts)]
 
 
 def _experiment_facts(run: Run) -> list[Element]:
     took = None if run.ended_wall_s is None else units.seconds(run.ended_wall_s - run.started_wall_s)
-    known = [
+    facts = [
         ("Run", run.id), ("Started", units.date_time(run.started_wall_s)), ("Took", took),
         ("Model", run.scenario.model), ("Seed", run.scenario.seed), ("Workload", run.workload_sha256),
         ("Commit", run.git_commit),
     ]  # fmt: skip
-    return [Paragraph("Experiment", "part"), _facts(known)]
+    return [Paragraph("Experiment", "part"), _facts(facts)]
 
 
 def _appendix(run: Run, served: dict[str, list[ServedBy]]) -> list[Element]:
@@ -343,9 +343,9 @@ def servers_differ(run: Run) -> list[Element]:
     """What differs between the servers of a run; none with one server."""
     if len(run.scenario.servers) < 2:
         return []
-    found = server_differences(run)
-    title = f"What differs between the servers: {units.count(len(found), 'thing')}"
-    return [Fold(title, differences(found, list(run.scenario.servers)))]
+    differing = server_differences(run)
+    title = f"What differs between the servers: {units.count(len(differing), 'thing')}"
+    return [Fold(title, differences(differing, list(run.scenario.servers)))]
 
 
 def _distinct_servers(run: Run) -> dict[str, list[ServedBy]]:

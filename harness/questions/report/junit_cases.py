@@ -15,7 +15,7 @@ def render(summary: Summary, run: Run) -> str:
     cases = [_validity_case(summary, run), *map(check_case, summary.checks)]
     if summary.comparison is not None:
         cases += verdict_cases(summary.comparison)
-    cases += [answers_case(found, within=True) for found in summary.same_answers]
+    cases += [answers_case(answers, within=True) for answers in summary.same_answers]
     properties = {
         "run": run.id,
         "question": summary.question,

@@ -154,8 +154,8 @@ def _verdicts(summary: Summary, run: Run, *, charted: bool) -> Section:
     folded = Fold(
         "Confidence: intervals, p-values and what would settle it", [verdict_grid(summary.comparison.verdicts)]
     )
-    found = run_verdicts(summary, run, "" if charted else _RUN_HINT)
-    return Section("verdicts", "Verdicts", [*found, *([folded] if charted else []), *same], is_titled=True)
+    elements = run_verdicts(summary, run, "" if charted else _RUN_HINT)
+    return Section("verdicts", "Verdicts", [*elements, *([folded] if charted else []), *same], is_titled=True)
 
 
 def load_names(run: Run, tune: TuneReport | None) -> dict[str, str]:
@@ -234,10 +234,10 @@ def design(summary: Summary, run: Run) -> Paragraph:
 def findings(summary: Summary) -> list[Element]:
     """How near the hardware the run is, why it is slower than it could be, and what to change."""
     items = [
-        Bullet(sentences.finding_sentence(each), "inconclusive", parts=list(sentences.finding_parts(each)))
-        for each in summary.findings or ()
+        Bullet(sentences.finding_sentence(finding), "inconclusive", parts=list(sentences.finding_parts(finding)))
+        for finding in summary.findings or ()
     ]
-    codes = [each.code for each in summary.findings or ()][1:]
+    codes = [finding.code for finding in summary.findings or ()][1:]
     more = f"{units.count(len(codes), 'more finding')}: {', '.join(codes)}"
     none = summary.findings is not None and not items and summary.valid
     requests = [row.pooled.succeeded for row in summary.rows if row.failed is None]
@@ -257,8 +257,8 @@ def _what_if(answers: Sequence[Reason]) -> list[Element]:
 def run_verdicts(summary: Summary, run: Run, hint: str) -> list[Element]:
     """The verdicts of a run, and which rows have none."""
     other = sentences.other_work_sentence(summary, run)
-    found = [] if summary.comparison is None else verdicts(summary.comparison, hint)
-    return [*found, *([Paragraph(other, "fine")] if other else [])]
+    elements = [] if summary.comparison is None else verdicts(summary.comparison, hint)
+    return [*elements, *([Paragraph(other, "fine")] if other else [])]
 
 
 def failures(summary: Summary) -> list[Element]:
@@ -276,8 +276,8 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     print_page(report_page(summary, run, folder, explain=explain), console, explain=explain)
     console.print()
     page = folder / "report.html"
-    again = command_line("harness", "report", folder, "--format", "html")
-    where = str(page) if page.exists() else f"`{again} > report.html` writes it"
+    command = command_line("harness", "report", folder, "--format", "html")
+    where = str(page) if page.exists() else f"`{command} > report.html` writes it"
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 

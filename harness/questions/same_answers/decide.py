@@ -16,12 +16,12 @@ from harness.scenario.plan import baseline_of
 def same_answers(data: RunData) -> list[SameAnswers]:
     """The verdicts of a run: each server against that of the baseline, for each load whose right answers are known."""
     base = baseline_of(data.run.scenario).server
-    found = []
+    results = []
     for load in _loads(data):
         sides = _by_server([data], load)
         others = {name: answers for name, answers in sides.items() if name != base} if base in sides else {}
-        found += [compare_answers(answers, sides[base], (name, base), load) for name, answers in others.items()]
-    return [one for one in found if one is not None]
+        results += [compare_answers(answers, sides[base], (name, base), load) for name, answers in others.items()]
+    return [result for result in results if result is not None]
 
 
 def same_answers_of_runs(sides: Sequence[tuple[str, Sequence[RunData]]]) -> Iterator[SameAnswers]:
@@ -32,8 +32,8 @@ def same_answers_of_runs(sides: Sequence[tuple[str, Sequence[RunData]]]) -> Iter
             own, other = _by_server(runs, load), _by_server(base, load)
             for server in own.keys() & other.keys():
                 names = f"{server} ({name})", f"{server} ({base_name})"
-                if (found := compare_answers(own[server], other[server], names, load)) is not None:
-                    yield found
+                if (result := compare_answers(own[server], other[server], names, load)) is not None:
+                    yield result
 
 
 def _loads(data: RunData) -> list[str]:

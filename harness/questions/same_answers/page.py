@@ -26,47 +26,50 @@ def _points(share: float) -> str:
     return f"{100 * share:+.1f}"
 
 
-def points_text(found: SameAnswers) -> str:
+def points_text(answers: SameAnswers) -> str:
     """The difference in right answers, with its 95 % interval."""
-    return f"{_points(found.difference)} points ({_points(found.low)} to {_points(found.high)})"
+    return f"{_points(answers.difference)} points ({_points(answers.low)} to {_points(answers.high)})"
 
 
-def answers_sentence(found: SameAnswers) -> str:
+def answers_sentence(answers: SameAnswers) -> str:
     """The word with the rule, or with why it is not known; the flips above the noise; the right answers of both."""
-    flips = f"{_percent(found.differ)} of the answers differ, and the noise is not known (ask each question twice)"
-    if found.flips is not None and found.flips_low is not None and found.flips_high is not None:
-        flips = f"{_percent(found.flips)} of the answers change beyond normal variation "
-        flips += f"({_percent(found.flips_low)} to {_percent(found.flips_high)})"
-    own, base = map(_percent, found.right)
-    why = RULE if found.reason is None else sentence(found.reason)
+    flips = f"{_percent(answers.differ)} of the answers differ, and the noise is not known (ask each question twice)"
+    if answers.flips is not None and answers.flips_low is not None and answers.flips_high is not None:
+        flips = f"{_percent(answers.flips)} of the answers change beyond normal variation "
+        flips += f"({_percent(answers.flips_low)} to {_percent(answers.flips_high)})"
+    own, base = map(_percent, answers.right)
+    why = RULE if answers.reason is None else sentence(answers.reason)
     return (
-        f"Answers of {found.side} to {found.questions:,} questions: {answers_word(found).upper()} ({why}): {flips}, "
-        f"and {own} are right against {base} of {found.baseline}, {points_text(found)}."
+        f"Answers of {answers.side} to {answers.questions:,} questions: {answers_word(answers).upper()} ({why}): "
+        f"{flips}, and {own} are right against {base} of {answers.baseline}, {points_text(answers)}."
     )
 
 
 def row_sentence(row: Row) -> str:
     """The quality of one server's answers, and its noise."""
-    found = row.pooled.answers
-    if found is None:
+    answers = row.pooled.answers
+    if answers is None:
         return ""
     parts = []
-    if found.right_share is not None:
-        parts.append(f"{_percent(found.right_share)} of {found.labelled:,} answers are right")
-    if found.changed_share is not None:
-        parts.append(f"asked again, {_percent(found.changed_share)} of the answers differ")
+    if answers.right_share is not None:
+        parts.append(f"{_percent(answers.right_share)} of {answers.labelled:,} answers are right")
+    if answers.changed_share is not None:
+        parts.append(f"asked again, {_percent(answers.changed_share)} of the answers differ")
     return f"{row.name}: {'; '.join(parts)}." if parts else ""
 
 
-def same_answers_page(found: Sequence[SameAnswers]) -> list[Element]:
+def same_answers_page(comparisons: Sequence[SameAnswers]) -> list[Element]:
     """The verdicts as sentences, and their numbers; nothing where no right answers are known."""
-    if not found:
+    if not comparisons:
         return []
-    items = [Bullet(answers_sentence(one), one.word if one.word != "worse" else "slower") for one in found]
+    items = [
+        Bullet(answers_sentence(answers), answers.word if answers.word != "worse" else "slower")
+        for answers in comparisons
+    ]
     return [
         Paragraph("Same answers", "heading"),
         Bullets(items),
-        plain_grid(_ANSWERS, list(map(_answers_cells, found))),
+        plain_grid(_ANSWERS, list(map(_answers_cells, comparisons))),
     ]
 
 
@@ -74,35 +77,35 @@ def answers_charts(summary: Summary) -> list[Chart]:
     return [_answers_chart(summary.same_answers)] if summary.same_answers else []
 
 
-def _answers_cells(found: SameAnswers) -> tuple[str, ...]:
+def _answers_cells(answers: SameAnswers) -> tuple[str, ...]:
     return (
-        found.side,
-        found.baseline,
-        f"{found.questions:,}",
-        _percent(found.differ),
-        *map(_percent, found.noise),
-        _percent(found.flips),
-        f"{found.lost:g}",
-        f"{found.gained:g}",
-        " : ".join(map(_percent, found.right)),
-        f"{_points(found.difference)} ({_points(found.low)} to {_points(found.high)})",
-        answers_word(found),
+        answers.side,
+        answers.baseline,
+        f"{answers.questions:,}",
+        _percent(answers.differ),
+        *map(_percent, answers.noise),
+        _percent(answers.flips),
+        f"{answers.lost:g}",
+        f"{answers.gained:g}",
+        " : ".join(map(_percent, answers.right)),
+        f"{_points(answers.difference)} ({_points(answers.low)} to {_points(answers.high)})",
+        answers_word(answers),
     )
 
 
-def _answers_chart(found: Sequence[SameAnswers]) -> Chart:
+def _answers_chart(comparisons: Sequence[SameAnswers]) -> Chart:
     """The share of answers that differ: within each side, between them, and above the noise."""
     names = ["baseline, asked again", "side, asked again", "side and baseline", "above the noise"]
     data: list[Figure] = []
-    for place, one in enumerate(found):
-        values = [one.noise[1], one.noise[0], one.differ, one.flips]
+    for place, answers in enumerate(comparisons):
+        values = [answers.noise[1], answers.noise[0], answers.differ, answers.flips]
         high, low = (
-            [0.0, 0.0, 0.0, 0.0 if end is None or one.flips is None else 100 * abs(end - one.flips)]
-            for end in (one.flips_high, one.flips_low)
+            [0.0, 0.0, 0.0, 0.0 if end is None or answers.flips is None else 100 * abs(end - answers.flips)]
+            for end in (answers.flips_high, answers.flips_low)
         )
         hue = f"@{colour(place)}"
         data.append({
-            "type": "bar", "name": escape_markup(f"{one.side} against {one.baseline}"), "x": names,
+            "type": "bar", "name": escape_markup(f"{answers.side} against {answers.baseline}"), "x": names,
             "y": [None if value is None else round(100 * value, 2) for value in values],
             "marker": {"color": hue}, "hovertemplate": "<b>%{y:.1f} %</b> %{x}<extra>%{fullData.name}</extra>",
             "error_y": {"type": "data", "symmetric": False, "array": high, "arrayminus": low, "color": "@muted"},
@@ -120,14 +123,14 @@ def _answers_chart(found: Sequence[SameAnswers]) -> Chart:
         formula="above the noise = differ between − mean of the two noises, mean over the questions",
         figure={"data": data, "layout": layout},
         head=list(_ANSWERS),
-        body=[list(_answers_cells(one)) for one in found],
-        findings=[answers_sentence(one) for one in found],
+        body=[list(_answers_cells(answers)) for answers in comparisons],
+        findings=[answers_sentence(answers) for answers in comparisons],
     )
 
 
-def answers_case(found: SameAnswers, *, within: bool) -> Case:
-    name, text = f"{found.side} against {found.baseline}: {found.load}", answers_sentence(found)
-    outcome: Outcome = "skipped" if found.word == "inconclusive" else "passed"
-    if found.word == "worse" and not within:
+def answers_case(answers: SameAnswers, *, within: bool) -> Case:
+    name, text = f"{answers.side} against {answers.baseline}: {answers.load}", answers_sentence(answers)
+    outcome: Outcome = "skipped" if answers.word == "inconclusive" else "passed"
+    if answers.word == "worse" and not within:
         outcome = "failure"
-    return Case(group="answers", name=name, outcome=outcome, kind=found.word, message=text, evidence=text)
+    return Case(group="answers", name=name, outcome=outcome, kind=answers.word, message=text, evidence=text)
