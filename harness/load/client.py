@@ -288,7 +288,7 @@ class Client:
         try:
             while not exchange.complete:
                 timeout_s = _DONE_GRACE_S if exchange.answer.done else self._timeout_s
-                remaining_s = exchange.seconds_left(began_ns, timeout_s)
+                remaining_s = exchange.remaining_s(began_ns, timeout_s)
                 if remaining_s <= 0:
                     raise TimeoutError
                 inbox.wait(remaining_s)

@@ -110,7 +110,7 @@ class Exchange:
         # Some servers send no content type, or the wrong one.
         return bool(self.body) and _EVENT_START.match(self.body[0][1][:_MAX_BLANKS]) is not None
 
-    def seconds_left(self, began_ns: int, timeout_s: float) -> float:
+    def remaining_s(self, began_ns: int, timeout_s: float) -> float:
         """Return how long the response may still take: until its headers, its next event, or the end of its body.
 
         A body that is no stream has a total time, counted from `began_ns`: any slow bytes would extend a wait.

@@ -246,7 +246,7 @@ class TuneSearch:
         self.running.progress.line(f"The search ends: {sentence(step)}.")
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         return self.question.budget_s - (time.monotonic() - self.began_s)
 
     def write(self) -> None:
@@ -263,7 +263,7 @@ class TuneSearch:
             return reason
         best = base if base is None else (best_settings(self.search, starts) or [base])[0]
         server = next((trial.server for trial in starts if trial.settings == best), DEFAULT)
-        return next_start(self.search, starts, self.advice.get(server, []), budget_s=max(0.0, self.left_s))
+        return next_start(self.search, starts, self.advice.get(server, []), budget_s=max(0.0, self.remaining_s))
 
     def _start(self, step: Proposal) -> Iterator[CellRun]:
         """Start the server with the proposed settings, and measure its loads."""
@@ -280,7 +280,7 @@ class TuneSearch:
         trial = Trial(server=name, settings=step.settings, why=step.why, finding=step.finding)
         progress, text = self.running.progress, format_settings(spelled)
         progress.line(
-            f"Start {number}, {duration(max(0.0, self.left_s))} left: {text} ({why_text(step.why, step.finding)})"
+            f"Start {number}, {duration(max(0.0, self.remaining_s))} left: {text} ({why_text(step.why, step.finding)})"
         )
         progress.head = f"start {number}"
         loads = [load for load in scenario.loads if load != QUESTIONS]
