@@ -94,7 +94,10 @@ def scenarios_page(listed: list[ShippedScenario]) -> list[Element]:
     columns = [TableColumn(title.lower(), title, group="name") for title in ("Command", "Needs", "Time", "Question")]
     page: list[Element] = []
     for group, scenarios in itertools.groupby(listed, lambda scenario: scenario.group):
-        rows = [[each.command, each.needs or units.NOTHING, _time(each), each.question] for each in scenarios]
+        rows = [
+            [scenario.command, scenario.needs or units.NOTHING, _time(scenario), scenario.question]
+            for scenario in scenarios
+        ]
         page += [Paragraph(group, "heading"), Grid(columns=columns, rows=rows)]
     return page
 
