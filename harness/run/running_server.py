@@ -142,7 +142,7 @@ def combination_words(scenario: Scenario) -> list[str]:
     """Return the options of `harness quick` that made a scenario of combinations, by the names of its loads and their
     lengths; none for another scenario.
     """
-    found: dict[str, list[str]] = {name: [] for name in ("--prompt", "--output", "--depth", "--users", "--rate")}
+    options: dict[str, list[str]] = {name: [] for name in ("--prompt", "--output", "--depth", "--users", "--rate")}
     is_fixed = False
     for name, load in scenario.loads.items():
         match, prompts = _COMBINATION.fullmatch(name), prompts_of(scenario, load)
@@ -152,10 +152,10 @@ def combination_words(scenario: Scenario) -> list[str]:
         is_fixed = load.output == "fixed"
         rate = None if load.arrivals is None else load.arrivals.rate
         values = (*map(str, lengths), match[4], None if rate is None else f"{rate:.9g}")
-        for option, value in zip(found, values, strict=True):
-            found[option] += [] if value is None or value in found[option] else [value]
+        for option, value in zip(options, values, strict=True):
+            options[option] += [] if value is None or value in options[option] else [value]
     words = [
-        word for option, values in found.items() if values not in ([], ["0"]) for word in (option, ",".join(values))
+        word for option, values in options.items() if values not in ([], ["0"]) for word in (option, ",".join(values))
     ]
     return [*words, "--repeats", str(scenario.repeats), *(["--ignore-eos"] if is_fixed else [])]
 
