@@ -23,6 +23,7 @@ from tests.support.engines.paths import CACHE, LEMONADE, LEMONADE_ABSENT, missin
 from tests.support.faults import is_said
 from tests.support.nightly import NIGHTLY
 from tests.support.simulated import Spawned, spawned
+from tests.support.wording import WRITES, Wording, golden_file, read_sections, shown, write_section
 
 HERE = Path(__file__).parent
 
@@ -169,6 +170,29 @@ def _no_secrets_of_other_tests() -> Iterator[None]:
     """What one test's server was told is no secret of the next one."""
     yield
     redact.forget_secrets()
+
+
+@pytest.fixture
+def wording(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wording]:
+    """Compare what is said with the golden file. A keyword names a value: `wording(error, URL=url)`."""
+    path, name = golden_file(request.path), f"{request.path.name}::{request.node.nodeid.partition('::')[2]}"
+    failed = request.session.testsfailed
+    written = bool(os.environ.get(WRITES))
+    left = [] if written else read_sections(path).get(name, [])
+    texts: list[str] = []
+
+    def compare(said: object, **names: object) -> None:
+        if (text := shown(said, tmp_path_factory.getbasetemp(), **names)) in texts:
+            return  # each is there once
+        texts.append(text)
+        if not written:
+            expected = left.pop(0) if left else f"nothing; `python -m tests.support.wording {request.path}` writes it"
+            assert text == expected
+
+    yield compare
+    if written and texts:
+        write_section(path, name, texts)
+    assert left == [] or request.session.testsfailed > failed, "these were not said"
 
 
 @pytest.fixture

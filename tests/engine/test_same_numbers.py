@@ -8,10 +8,8 @@ A renamed key is one line in RENAMED. A number that changes on purpose:
 changelog says why.
 """
 
-import gzip
 import json
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,16 +19,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.base.files import ROOT
-from harness.imports.write import import_file
 from harness.numbers.summarize import summarize
 from harness.questions.report.page import run_page
 from harness.records.manifest import read_run
 from harness.report import markdown
+from tests.support.stored_runs import RUNS, SOURCES, run_directory
 
-RUNS = ROOT / "tests" / "runs"
 EXPECTED = RUNS / "expected"
-IMPORTED = ROOT / "tests" / "data" / "imports"
 
 # Old key or keys -> new ones, anywhere in a path such as rows.0.pooled.ttft.least: {"ttft_s.least": "ttft_s.min"}.
 RENAMED: dict[str, str] = {}
@@ -40,22 +35,6 @@ COUNTED = ("reasons", "problems")  # sentences: only how many there are
 LEFT_OUT = ("notes", "text", "evidence", "definitions", "missing", "refused")  # prose and reasons
 OTHERWISE = re.compile(r"verdicts\.\d+\.comparisons$|rows\.\d+\.invalid\b")  # that of the comparison; a reason
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
-
-SOURCES = {path.parent.name: path.parent for path in sorted(RUNS.glob("*/run.json"))}
-SOURCES |= {f"import-{path.stem}": path for path in sorted(IMPORTED.glob("*.json"))}
-
-
-def run_directory(source: Path, folder: Path) -> Path:
-    """A copy of a run that the product can read, or the run that it makes of another tool's file."""
-    if source.is_file():
-        return import_file(source, folder, machine="example")
-    if (source / "tune.json").exists():  # its answer comes from the records of its proof
-        run_directory(source.with_name(f"{source.name}-proof"), folder)
-    copy = Path(shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("summary.json")))
-    for packed in copy.glob("*.gz"):
-        packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
-        packed.unlink()
-    return copy
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,8 +19,8 @@ from harness.questions.joint import analyse
 from harness.questions.report.page import report_page, run_html
 from harness.records.manifest import read_run
 from harness.report.elements import Bullets, Paragraph, lined_up
-from tests.engine.test_same_numbers import SOURCES, run_directory
 from tests.support.command import called
+from tests.support.stored_runs import SOURCES, run_directory
 
 EXPECTED = ROOT / "tests" / "pages" / "expected"
 FORMATS = {"terminal": "txt", "markdown": "md", "html": "html.txt"}

@@ -20,6 +20,7 @@ from harness.base.process import free_port
 from harness.base.reason import Reason
 from harness.records.manifest import read_run
 from harness.records.records import Request, read_requests
+from harness.run.experiment import Experiment, prepare
 from tests.support import prefork
 from tests.support.simulated import Spawned
 
@@ -171,6 +172,11 @@ def write(folder: Path, name: str = "small", **changes: Any) -> Path:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
     return path
+
+
+def experiment_of(folder: Path, servers: dict[str, Any]) -> Experiment:
+    """The experiment of a scenario with these servers."""
+    return prepare(write(folder, servers=servers))
 
 
 def server(*extra_args: str, **more: Any) -> dict[str, Any]:

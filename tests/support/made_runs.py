@@ -9,6 +9,7 @@ import msgspec
 
 from harness.numbers import formulas
 from harness.numbers.summarize import summarize, write_summary
+from harness.numbers.summary import Summary
 from harness.records.columns import Rows, read_cells, rows_of
 from harness.records.manifest import CellRun, Machine, Phase, Run, ServedBy, Status, read_run, write_run
 from harness.records.records import ProcessMark, Request
@@ -251,3 +252,18 @@ def telemetry_of(wall_s: float, took_s: float | None = 0.001, **gpus: GpuSample)
 
 def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
     return list(map(str, _server_problems_of(scenario, lines)))
+
+
+def one_cell(folder: Path, records: list[Request], load: Load | None = None, samples: list[MetricsSample] | None = None,
+             **changes: Any) -> Summary:  # fmt: skip
+    """The summary of a run with the one cell r1-a-x, which has these records."""
+    chosen = scenario(
+        servers={"a": scenario().servers["a"]}, loads={"x": load or scenario().loads["x"]}, repeats=1, **changes
+    )
+    write_made_run(folder, made_of=chosen)
+    write_lines(folder / "requests.jsonl", records)
+    write_lines(folder / "metrics.jsonl", samples or [])
+    sent = {process: sum(r.process == process for r in records) for process in {r.process for r in records}}
+    marks = [m for p, n in sorted(sent.items()) for m in both_marks("r1-a-x", p, -5.0, 100.0, sent=n)]
+    write_lines(folder / "processes.jsonl", marks)
+    return summarize(folder)

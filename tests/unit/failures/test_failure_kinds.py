@@ -11,6 +11,7 @@ from harness.failures.diagnosis import explain, explain_message, scan_text
 from harness.failures.table import rules
 from harness.questions.explain import explanation_data, has_started, is_recognised
 from tests.support.command import harness
+from tests.support.wording import Wording
 
 # Forms of one fault line: Linux 7, before it, and the older drm macros; as dmesg, dmesg -T and journalctl print them.
 DMESG = ("[  812.345678] ", "[Wed Sep  2 09:32:42 2026] ", "Sep 02 09:32:42 box kernel: ", "")
@@ -24,13 +25,14 @@ PROCESS = (
 
 
 @pytest.mark.parametrize("ring", ["comp_1.1.0", "gfx_0.0.0", "sdma0", "vcn_unified_0", "gfx", "jpeg_dec_0"])
-def test_a_ring_timeout_names_ring_and_process(ring: str) -> None:
+def test_a_ring_timeout_names_ring_and_process(ring: str, wording: Wording) -> None:
     for stamp, driver, process in itertools.product(DMESG, DRIVER, PROCESS):
         head = stamp + driver
         timeout = f"{head}ring {ring} timeout, signaled seq=7, emitted seq=9"
         failure = explain(f"{head}Dumping IP State\n{timeout}\n{head}{process}\n")
         assert failure is not None and (failure.id, failure.number) == ("kernel.ring_timeout", 2)
-        assert f"ring {ring} " in failure.cause and "process llama-server, pid 4242" in failure.cause
+        assert f"ring {ring} " in failure.cause and "4242" in failure.cause
+        wording(failure.cause)
         assert "lockup_timeout" in failure.fix
 
 
@@ -96,10 +98,10 @@ def test_a_log_that_ends_with_a_crash_is_no_good_start(server: str, end: str) ->
 def test_the_exit_code_of_a_crash_that_the_table_does_not_know(tmp_path: Path) -> None:
     (tmp_path / "some.log").write_text(READY["vLLM"] + "ERROR 11-21 10:00:00 [x.py:1] the sprocket is gone\n")
     done = harness("explain", "some.log", cwd=tmp_path)
-    assert done.code == 4 and "the sprocket is gone" in done.out
+    assert done.code == 4 and "sprocket" in done.out
 
 
-def test_an_error_of_rocm_is_the_evidence_and_names_its_function() -> None:
+def test_an_error_of_rocm_is_the_evidence_and_names_its_function(wording: Wording) -> None:
     log = (
         "ggml_cuda_init: found 1 ROCm devices:\nROCm error: the sprocket is gone\n"
         "  current device: 0, in function ggml_cuda_op at /src/ggml-cuda.cu:700\n  hipStreamSynchronize(s)\n"
@@ -107,7 +109,8 @@ def test_an_error_of_rocm_is_the_evidence_and_names_its_function() -> None:
     )
     failure = explain(log)
     assert failure is not None and (failure.id, failure.number) == ("gpu.hip_error", 2)
-    assert failure.cause == "a call to the GPU failed: the sprocket is gone (in ggml_cuda_op)"
+    assert "ggml_cuda_op" in failure.cause
+    wording(failure.cause)
 
 
 def test_an_answer_of_the_api_that_names_the_lost_device() -> None:

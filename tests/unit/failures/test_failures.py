@@ -28,6 +28,7 @@ from harness.failures.diagnosis import (
 )
 from harness.failures.table import RANKS, Pattern, Rule, patterns, rules
 from harness.serve.facts import parse_log_lines
+from tests.support.wording import Wording
 
 VLLM = "(EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] "
 
@@ -255,7 +256,7 @@ def test_a_refused_field_of_ours_ends_the_load() -> None:
     assert find_scenario_mistake([answer] * 4 + [None]) is None
 
 
-def test_messages_that_mean_the_same_are_one_group() -> None:
+def test_messages_that_mean_the_same_are_one_group(wording: Wording) -> None:
     failures = []
     for prompt in range(2049, 2079):
         end = f"However, your prompt contains at least {prompt} input tokens"
@@ -273,7 +274,8 @@ def test_messages_that_mean_the_same_are_one_group() -> None:
         ("req.context", "http", 30), ("req.disconnected", "disconnect", 3), (None, "client", 1),
     ]  # fmt: skip
     assert groups[0].message.endswith("at least 2049 input tokens")
-    assert groups[0].cause == "a request does not fit into the server's context (of 2048 tokens, prompt 2049)"
+    assert groups[0].cause is not None and "2048" in groups[0].cause and "2049" in groups[0].cause
+    wording(groups[0].cause)
     assert (groups[2].cause, groups[2].fix) == (None, None)
 
 
@@ -360,12 +362,13 @@ def test_an_engine_that_died_is_not_one_that_the_watchdog_ended(reason: str, row
     assert ("(exit code -11)" in cause.cause) == ("exit_code" in reason)
 
 
-def test_no_part_of_a_failure_shows_a_secret() -> None:
+def test_no_part_of_a_failure_shows_a_secret(wording: Wording) -> None:
     failure = explain(
         "vllm: error: unrecognized arguments: --swap-space 16 --api-key plainword --token hf_abcdefghijk12"
     )
     assert failure is not None and failure.id == "cli.unknown_flag"
-    assert failure.cause == "the server does not know the argument: --swap-space 16 --api-key *** --token ***"
+    assert "--swap-space" in failure.cause and "--api-key" in failure.cause
+    wording(failure.cause)
     assert "plainword" not in str(failure) and "hf_abc" not in str(failure)
     log = "KeyError: 'Authorization: Bearer plainword'\nAuthorization: Bearer plainword\n"
     scanned = scan_text(log)
@@ -461,11 +464,12 @@ def test_a_model_that_is_loaded_was_fetched(level: str) -> None:
     ],
 )
 @pytest.mark.parametrize("before", [ENGINE, "(EngineCore pid=1) ERROR ", "[rank0]: "])
-def test_an_exception_of_any_class_is_reported(raised: str, before: str) -> None:
+def test_an_exception_of_any_class_is_reported(raised: str, before: str, wording: Wording) -> None:
     lines = [before + "Traceback (most recent call last):", before + '  File "a.py", line 3, in x', before + raised]
     failure = cause_of(*lines, "INFO bye", WRAPPER)
     assert (failure.id, failure.line, failure.number) == ("engine.exception", raised, 3)
-    assert failure.cause == f"it raised an exception that is not in the table: {raised}"
+    assert str(raised) in failure.cause
+    wording(failure.cause)
     assert failure.wrapper_number == 5
     assert cause_of(*lines).line == raised, "without a wrapper, too"
     lines.insert(1, "(APIServer pid=1) INFO 11-21 08:53:41 [x.py:1] a line of another process")

@@ -11,6 +11,7 @@ from harness.engines import engines
 from harness.failures.diagnosis import ExitState, explain, scan_text
 from harness.questions.explain import explanation_data, has_started
 from tests.support.command import harness
+from tests.support.wording import Wording
 
 DATA = Path(__file__).parents[2] / "data"
 PROCESS = "2026-10-02 21:30:07.611 [Info] (Process) "
@@ -57,7 +58,7 @@ def test_a_backtrace_of_ggml_after_ready_is_a_crash(frame: str, prefix: str) -> 
     log += f"{prefix}#6  0x00007d6373d09656 in llama_context::output_reserve(int) () from /opt/llama/libllama.so.0\n"
     data = explained(log)
     assert (data["cause"]["id"], data["cause"]["number"]) == ("llamacpp.backtrace", 3)
-    assert data["cause"]["cause"].endswith("(in llama_context::output_reserve)")
+    assert "llama_context" in data["cause"]["cause"] and "output_reserve" in data["cause"]["cause"]
     assert not data["started"] and data["recognised"]
 
 
@@ -281,12 +282,13 @@ def test_a_later_search_of_ollama_for_free_memory_is_no_failure() -> None:
     assert again["cause"]["id"] == "ollama.discovery", "after a restart it is the first search again"
 
 
-def test_ollama_on_a_machine_without_a_gpu_is_ready_and_says_so(tmp_path: Path) -> None:
+def test_ollama_on_a_machine_without_a_gpu_is_ready_and_says_so(tmp_path: Path, wording: Wording) -> None:
     log = READY["ollama"] + 'level=INFO source=gpu.go:396 msg="no compatible GPUs were discovered"\n' + CPU
     assert (explained(log)["started"], explained(log)["gpu"]) == (True, False)
     (tmp_path / "some.log").write_text(log)
     done = harness("explain", "some.log", cwd=tmp_path)
-    assert done.code == 0 and "it uses no GPU" in done.out and "started well" not in done.out
+    assert done.code == 0
+    wording(done.out)
 
 
 # What SELinux, AppArmor and seccomp deny.

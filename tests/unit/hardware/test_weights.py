@@ -1,7 +1,6 @@
 """What headers of safetensors and GGUF files tell of a model, damaged ones included."""
 
 import json
-import math
 import os
 import struct
 from pathlib import Path
@@ -12,21 +11,27 @@ import pytest
 from harness.base.errors import HarnessError
 from harness.hardware.model import read_model
 from harness.hardware.weights import MAX_HEADER_BYTES, read_gguf, read_safetensors, sum_tensors
-from tests.unit.hardware.test_model import QWEN3, geometry, model
+from tests.support.made_models import (
+    F16,
+    KEYS,
+    LISTED,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    QWEN3,
+    geometry,
+    gguf,
+    model,
+    safetensors,
+    text,
+)
+from tests.support.wording import Wording
 
 HIDDEN, VOCABULARY = 64, 1000
 LAYER = {
     "self_attn.q_proj.weight": [64, 64], "mlp.up_proj.weight": [192, 64], "input_layernorm.weight": [64],
 }  # fmt: skip
 BODY = 2 * (64 * 64 + 192 * 64 + 64)  # parameters of two layers
-
-
-def safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> Path:
-    """A file whose data is not there: only its header is read."""
-    entries = {name: {"dtype": kind, "shape": shape, "data_offsets": [0, 0]} for name, (kind, shape) in tensors.items()}
-    header = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
-    return path
 
 
 def tensors(more: dict[str, list[int]] | None = None, *, head: bool = True) -> dict[str, tuple[str, list[int]]]:
@@ -101,7 +106,7 @@ def test_a_configuration_alone_counts_parameters(tmp_path: Path) -> None:
     assert (round(size.weights_bytes / 2e9, 1), round(size.params / 1e9, 1)) == (30.5, 3.0)
 
 
-def test_files_that_are_not_the_weights_do_not_count(tmp_path: Path) -> None:
+def test_files_that_are_not_the_weights_do_not_count(tmp_path: Path, wording: Wording) -> None:
     """Such as the pointers that `git clone` leaves without Git LFS: they are no 134 bytes of weights."""
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1503300328\n"
     known = read_model(model(tmp_path / "a", QWEN3 | {"intermediate_size": 3072, "vocab_size": 151_936})).size
@@ -109,7 +114,7 @@ def test_files_that_are_not_the_weights_do_not_count(tmp_path: Path) -> None:
     shape = read_model(tmp_path / "a")
     assert shape.size is not None and known is not None
     assert (shape.size.read_bytes, shape.weights_bytes) == (known.read_bytes, None)
-    assert "cannot be used" in shape.size.doubts[0]
+    wording(shape.size.doubts[0])
 
 
 def test_a_header_that_cannot_be_read_counts_the_file(tmp_path: Path) -> None:
@@ -142,47 +147,8 @@ def test_a_header_that_cannot_be_read_counts_the_file(tmp_path: Path) -> None:
 def test_damaged_safetensors_are_errors(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
-    with pytest.raises(HarnessError, match="cannot be used"):
+    with pytest.raises(HarnessError, match=f"{path.name}: "):
         read_safetensors([path])
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
-
-
-def gguf(path: Path, keys: dict[str, Any], listed: dict[str, tuple[list[int], int]]) -> Path:
-    """A GGUF file whose data is a hole."""
-    data = b"GGUF" + struct.pack("<IQQ", 3, len(listed), len(keys))
-    for name, value in keys.items():
-        data += text(name)
-        if isinstance(value, str):
-            data += struct.pack("<I", 8) + text(value)
-        elif isinstance(value, list) and value and isinstance(value[0], str):
-            data += struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
-        elif isinstance(value, list) and value and isinstance(value[0], bool):
-            data += struct.pack("<IIQ", 9, 7, len(value)) + struct.pack(f"<{len(value)}?", *value)
-        elif isinstance(value, list):
-            data += struct.pack("<IIQ", 9, 4, len(value)) + struct.pack(f"<{len(value)}I", *value)
-        else:
-            data += struct.pack("<II", 4, value)
-    for name, (shape, kind) in listed.items():
-        data += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, 0)
-    path.write_bytes(data)
-    sizes = [math.prod(shape) * 4 for shape, _ in listed.values()]
-    os.truncate(path, len(data) + 64 + max(sizes, default=0))
-    return path
-
-
-KEYS: dict[str, Any] = {
-    "general.architecture": "qwen3", "tokenizer.ggml.tokens": ["a", "b"], "qwen3.block_count": 2,
-    "qwen3.attention.head_count": 4, "qwen3.attention.head_count_kv": 2, "qwen3.attention.key_length": 128,
-    "qwen3.embedding_length": 256, "qwen3.context_length": 4096,
-}  # fmt: skip
-Q4_K, Q5_K, Q6_K, F16, F32 = 12, 13, 14, 1, 0
-LISTED = {
-    "token_embd.weight": ([256, 1000], Q6_K), "blk.0.ffn_up.weight": ([256, 512], Q4_K),
-    "blk.1.ffn_up.weight": ([256, 512], Q4_K), "output_norm.weight": ([256], F32),
-}  # fmt: skip
 
 
 def test_a_gguf_file_has_all_that_is_needed(tmp_path: Path) -> None:
@@ -208,19 +174,21 @@ def test_a_gguf_file_has_all_that_is_needed(tmp_path: Path) -> None:
     assert routed.size.read_bytes == size.read_bytes + 256 * 32
 
 
-def test_half_a_download_is_an_error(tmp_path: Path) -> None:
+def test_half_a_download_is_an_error(tmp_path: Path, wording: Wording) -> None:
     """The header comes first, so it is whole; the data of the last tensor is not."""
     path = gguf(tmp_path / "m.gguf", KEYS, LISTED)
     whole = os.path.getsize(path)
     for size in (whole // 10, len(path.read_bytes().rstrip(b"\0")) + 100):
         os.truncate(path, size)
-        with pytest.raises(HarnessError, match=f"m.gguf: cannot be used .it is not complete: it has {size:,} of "):
+        with pytest.raises(HarnessError) as caught:
             read_gguf(path)
+        wording(caught.value)
     header = json.dumps({"a": {"dtype": "F16", "shape": [100], "data_offsets": [0, 200]}}).encode()
     other = tmp_path / "model.safetensors"
     other.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 199)
-    with pytest.raises(HarnessError, match="it is not complete"):
+    with pytest.raises(HarnessError) as caught:
         read_safetensors([other])
+    wording(caught.value)
     other.write_bytes(other.read_bytes() + b"\0")
     assert len(read_safetensors([other])) == 1
 
@@ -229,10 +197,12 @@ def test_a_file_without_tensors_has_no_size(tmp_path: Path) -> None:
     assert read_model(gguf(tmp_path / "m.gguf", KEYS, {})).size is None
 
 
-def test_the_parts_of_a_gguf_file_are_added_up(tmp_path: Path) -> None:
+def test_the_parts_of_a_gguf_file_are_added_up(tmp_path: Path, wording: Wording) -> None:
     first = gguf(tmp_path / "m-00001-of-00002.gguf", KEYS | {"split.count": 2}, {"blk.0.a.weight": ([256], F16)})
-    with pytest.raises(HarnessError, match="m-00002-of-00002.gguf: cannot be used"):
+    with pytest.raises(HarnessError) as caught:
         read_model(first)
+    assert "00002" in str(caught.value)
+    wording(caught.value)
     gguf(tmp_path / "m-00002-of-00002.gguf", {"split.count": 2}, {"blk.1.a.weight": ([256], F16)})
     shape = read_model(first)
     assert shape.weights_bytes == 1024
@@ -258,10 +228,14 @@ def test_a_damaged_number_of_layers_leaves_no_weights_out(tmp_path: Path, change
         ({"general.architecture": "clip"}, "mmproj"),
     ],
 )
-def test_a_gguf_file_that_is_no_model_has_no_bound(tmp_path: Path, keys: dict[str, str], form: str) -> None:
+def test_a_gguf_file_that_is_no_model_has_no_bound(
+    tmp_path: Path, keys: dict[str, str], form: str, wording: Wording
+) -> None:
     path = gguf(tmp_path / "m.gguf", keys, {"blk.0.attn_q.weight.lora_a": ([256, 16], F16)})
-    with pytest.raises(HarnessError, match=f"m.gguf: it is no model, but of type '{form}'"):
+    with pytest.raises(HarnessError) as caught:
         read_model(path)
+    assert str(form) in str(caught.value)
+    wording(caught.value)
     assert read_model(gguf(tmp_path / "n.gguf", KEYS | {"general.type": "model"}, LISTED)).size is not None
 
 
@@ -275,7 +249,7 @@ def with_types(path: Path, listed: dict[str, tuple[int, int, int]], data_bytes: 
     return path
 
 
-def test_a_new_type_of_tensors_takes_what_is_before_the_next(tmp_path: Path) -> None:
+def test_a_new_type_of_tensors_takes_what_is_before_the_next(tmp_path: Path, wording: Wording) -> None:
     """Engines get new types faster than this table: the file itself tells how large they are."""
     listed = {"a": (256, 40, 0), "b": (256, 41, 160), "c": (256, 99, 320), "d": (64, 0, 224), "e": (32, 98, 480)}
     found = {tensor.name: tensor for tensor in read_gguf(with_types(tmp_path / "m.gguf", listed, 512))[1]}
@@ -283,10 +257,14 @@ def test_a_new_type_of_tensors_takes_what_is_before_the_next(tmp_path: Path) -> 
         "a": ("NVFP4", 144), "b": ("Q1_0", 36), "c": ("type 99", 160), "d": ("F32", 256), "e": ("type 98", 32),
     }  # fmt: skip
     for place in (512, 1 << 40):  # nothing is there
-        with pytest.raises(HarnessError, match="a tensor of type 99 has 0 bytes"):
+        with pytest.raises(HarnessError) as caught:
             read_gguf(with_types(tmp_path / "d.gguf", {"a": (256, 99, place)}, 512))
-    with pytest.raises(HarnessError, match="a tensor of type 99 has 512 bytes"):
+        assert "99" in str(caught.value)
+        wording(caught.value)
+    with pytest.raises(HarnessError) as caught:
         read_gguf(with_types(tmp_path / "d.gguf", {"a": (16, 99, 0)}, 512))
+    assert "99" in str(caught.value) and "512" in str(caught.value)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -305,23 +283,26 @@ def test_a_new_type_of_tensors_takes_what_is_before_the_next(tmp_path: Path) -> 
 def test_damaged_gguf_files_are_errors(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
-    with pytest.raises(HarnessError, match="cannot be used"):
+    with pytest.raises(HarnessError, match=f"{path.name}: "):
         read_gguf(path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "named"),
     [
-        ({"qwen3.attention.head_count_kv": [2]}, "attention.head_count_kv has 1 values for 2 layers"),
-        ({"qwen3.attention.compress_ratios": [0, 4]}, "a cache of another form (attention.compress_ratios)"),
-        ({"qwen3.ssm.state_size": 16}, "layers of another form (ssm.state_size)"),
-        ({"qwen3.attention.sliding_window": 1024}, "'qwen3' has a sliding window"),
-        ({"qwen3.block_count": 0}, "block_count is 0"),
+        ({"qwen3.attention.head_count_kv": [2]}, "attention.head_count_kv"),
+        ({"qwen3.attention.compress_ratios": [0, 4]}, "attention.compress_ratios"),
+        ({"qwen3.ssm.state_size": 16}, "ssm.state_size"),
+        ({"qwen3.attention.sliding_window": 1024}, "sliding_window_pattern"),
+        ({"qwen3.block_count": 0}, "block_count"),
     ],
 )
-def test_a_gguf_file_with_another_cache_is_unknown(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+def test_a_gguf_file_with_another_cache_is_unknown(
+    tmp_path: Path, changes: dict[str, Any], named: str, wording: Wording
+) -> None:
     shape = read_model(gguf(tmp_path / "m.gguf", KEYS | changes, LISTED))
-    assert shape.geometry is None and shape.unknown[0].startswith(f"the KV cache per token: {why}")
+    assert shape.geometry is None and named in shape.unknown[0]
+    wording(shape.unknown[0])
     assert shape.size is not None and shape.size.kv_token_bytes is None
 
 

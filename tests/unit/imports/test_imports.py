@@ -28,6 +28,7 @@ from harness.report import sentences as of_report
 from harness.report.charts import figures
 from harness.report.verdict_text import verdict_sentence
 from tests.support.command import called
+from tests.support.wording import Wording
 
 DATA = ROOT / "tests" / "data" / "imports"
 GOOD = {
@@ -58,7 +59,9 @@ def pooled(summary: Summary, load: str) -> Numbers:
 
 
 @pytest.mark.parametrize("name", [*GOOD, *BAD])
-def test_every_sample_is_recognised_and_its_reports_say_where_the_run_is_from(name: str, tmp_path: Path) -> None:
+def test_every_sample_is_recognised_and_its_reports_say_where_the_run_is_from(
+    name: str, tmp_path: Path, wording: Wording
+) -> None:
     if name in GOOD:
         value = read_file(DATA / name)[0].value
         assert [known for known, form in FORMATS.items() if form.matches(value)] == [GOOD[name]]
@@ -77,7 +80,7 @@ def test_every_sample_is_recognised_and_its_reports_say_where_the_run_is_from(na
     text = " ".join(shown.out.split())
     assert "imported from" in text and "defined otherwise:" in text
     page = called("report", folder.name, "--runs", str(tmp_path / "runs"), "--format", "html", cwd=tmp_path)
-    assert "Imported: measured by" in page.out
+    wording([line for line in page.out.splitlines() if "Imported:" in line])
 
 
 def test_vllm_with_detail_has_records_with_the_files_own_times(tmp_path: Path) -> None:
@@ -172,7 +175,7 @@ def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Pa
         "llamacpp-vulkan": "Lemonade 11.7.0, llamacpp:vulkan b8600", "flm-npu": "Lemonade 11.7.0, flm:npu"}  # fmt: skip
 
 
-def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_path: Path) -> None:
+def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_path: Path, wording: Wording) -> None:
     """The tool writes the server's decoding speed and tokens / whole request under one name."""
     folder = import_file(DATA / "lemonade-from-source.json", tmp_path)
     run, summary = read_run(folder), summarize(folder, ["output_tok_s >= 0.1 * baseline", "speedup >= 0.1"])
@@ -181,16 +184,14 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     assert summary.comparison is not None and summary.comparison.comparisons == 0
     (verdict,) = summary.comparison.verdicts
     assert (verdict.word, verdict.ratio, verdict.p) == ("inconclusive", None, None)
-    assert verdict_sentence(verdict) == (
-        "flm-npu / chat-short: inconclusive: the definitions of 'output_tok_s' differ, so no ratio is given. "
-        f"flm-npu / chat-short: {lemonade_bench.WHOLE_REQUEST}. "
-        f"llamacpp-vulkan / chat-short: {lemonade_bench.DECODING}."
-    )
+    assert "'output_tok_s'" in verdict_sentence(verdict)
+    wording(verdict_sentence(verdict))
     assert [check.code for check in summary.checks] == ["no_baseline", "no_value"]
-    assert all("the definitions of 'output_tok_s' differ" in evidence(check.evidence) for check in summary.checks)
+    wording([evidence(check.evidence) for check in summary.checks])
     text = markdown.render(run_page(summary, run))
     assert "| flm-npu | chat-short | " in text and "25.6†" in text and "0.57" not in text and "0.58" not in text
-    assert "† defined otherwise: output\\_tok\\_s of flm-npu / chat-short: mean over the runs of output tokens" in text
+    assert "†" in text
+    wording([line for line in text.splitlines() if line.startswith("†")])
     throughput = figures.throughput_chart(summary, run)
     assert [trace["name"] for trace in throughput.figure["data"]] == ["llamacpp-vulkan"], "not on one axis"
 
@@ -239,11 +240,13 @@ def test_runs_of_one_tool_and_work_are_compared(tmp_path: Path) -> None:
     assert comparison.verdicts[0].ratio == pytest.approx(1.25, rel=0.01)
 
 
-def test_other_definitions_and_other_work_are_refused(tmp_path: Path) -> None:
+def test_other_definitions_and_other_work_are_refused(tmp_path: Path, wording: Wording) -> None:
     vllm = import_file(DATA / "vllm-chat.json", tmp_path)
     other = import_file(DATA / "vllm-plain.json", tmp_path)
-    with pytest.raises(HarnessError, match="the definitions of 'output_tok_s' differ") as caught:
+    with pytest.raises(HarnessError) as caught:
         compare_runs([[vllm], [other]], about="versions")
+    assert "'output_tok_s'" in str(caught.value)
+    wording(caught.value)
     for run in (vllm, other):
         assert summarize(run).rows[0].definitions["output_tok_s"] in caught.value.what
 
@@ -251,8 +254,10 @@ def test_other_definitions_and_other_work_are_refused(tmp_path: Path) -> None:
         raw["input_lens"][0] = 999
 
     path = changed("vllm-chat.json", tmp_path / "y.json", longer)
-    with pytest.raises(HarnessError, match="differ in 'workload_sha256'"):
+    with pytest.raises(HarnessError) as caught:
         compare_runs([[vllm], [import_file(path, tmp_path)]])
+    assert "'workload_sha256'" in str(caught.value)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +323,7 @@ def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_b
     assert listed.code == 0 and all(folder.name in listed.out for folder in folders)
 
 
-def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) -> None:
+def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path, wording: Wording) -> None:
     folder = import_file(DATA / "vllm-plain.json", tmp_path)
     run, summary = read_run(folder), summarize(folder)
     assert of_report.validity(summary, run)[0] == "UNCHECKED"
@@ -326,8 +331,9 @@ def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) ->
     case = xml.fromstring(junit_cases.render(summary, run)).find(".//testcase")
     assert case is not None and [part.tag for part in case] == ["skipped"]
     assert called("report", str(folder), cwd=tmp_path).code == 0
-    with pytest.raises(HarnessError, match="was imported before"):
+    with pytest.raises(HarnessError) as caught:
         import_file(DATA / "vllm-plain.json", tmp_path)
+    wording(caught.value)
 
 
 def test_a_comparison_says_which_runs_are_not_checked(tmp_path: Path) -> None:
@@ -634,16 +640,18 @@ def test_a_test_of_llama_bench_without_a_speed_is_missing_in_its_row(bad: Any, f
         "| test | t/s |\n| @ d5 | 1 ± 1 |",
     ],
 )
-def test_a_table_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_table_of_something_else_is_refused(text: str, tmp_path: Path, wording: Wording) -> None:
     assert llama_bench.read_tables(text) == []
-    with pytest.raises(HarnessError, match="not a file of any tool that is known") as caught:
+    with pytest.raises(HarnessError) as caught:
         import_text(text, tmp_path)
+    wording(caught.value)
     assert len(caught.value.detail.splitlines()) == len(FORMATS)
 
 
-def test_a_table_without_any_speed_is_refused_with_what_it_has(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match=r"no row of the table has a speed .*\(t/s: inf, fast\)"):
+def test_a_table_without_any_speed_is_refused_with_what_it_has(tmp_path: Path, wording: Wording) -> None:
+    with pytest.raises(HarnessError) as caught:
         import_text("| test | t/s |\n|---|---|\n| pp512 | inf |\n| tg64 | fast |\n", tmp_path)
+    wording(caught.value)
 
 
 def lemonade_with(folder: Path, **scenario: Any) -> tuple[Run, Summary]:
@@ -685,14 +693,15 @@ def test_a_speed_of_lemonade_that_cannot_be_is_missing(scenario: Any, reason: st
     assert [verdict.ratio for verdict in summary.comparison.verdicts] == [None]
 
 
-def test_a_lemonade_scenario_keeps_what_is_known(tmp_path: Path) -> None:
+def test_a_lemonade_scenario_keeps_what_is_known(tmp_path: Path, wording: Wording) -> None:
     """The tool writes NaN as null."""
     _, good = lemonade_with(tmp_path / "good", tps=stats(44.5, 43.0, 46.0))
     assert good.rows[0].pooled.output_tok_s == 44.5 and "output_tok_s" not in good.rows[0].missing
     _, summary = lemonade_with(tmp_path / "bad", duration_ms={"mean": None, "min": 1.0, "max": None})
     row = summary.rows[0]
     assert (row.pooled.ttft.mean, row.pooled.e2e.n, row.pooled.output_tok_s) == (0.08, 0, None)
-    assert "duration_ms is null" in row.missing["e2e"]
+    assert "duration_ms" in row.missing["e2e"]
+    wording(row.missing["e2e"])
 
 
 def test_speeds_of_llama_bench_that_cannot_be_are_missing_and_prompts_may_be_fast(tmp_path: Path) -> None:
@@ -782,11 +791,10 @@ def test_lines_of_other_programs_are_left_out(encoding: str, text: str, lines: i
         NOISE + "[]\n",
     ],
 )
-def test_a_damaged_document_between_other_lines_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        HarnessError, match="neither JSON nor JSON Lines|line 7 of 7 is not JSON|not a file of any tool"
-    ):
+def test_a_damaged_document_between_other_lines_is_refused(text: str, tmp_path: Path, wording: Wording) -> None:
+    with pytest.raises(HarnessError) as caught:
         import_text(text, tmp_path)
+    wording(caught.value)
 
 
 def test_measured_columns_of_a_table_are_no_settings(tmp_path: Path) -> None:
@@ -816,9 +824,10 @@ def test_measured_columns_of_a_table_are_no_settings(tmp_path: Path) -> None:
         TABLE + "| test | t/s | TTFT |\n|--|--|--|\n| pp1 | 1 ± 1 | 5 |\n",
     ],
 )
-def test_a_table_of_a_tool_that_measures_a_server_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="x.md: .*not of llama-bench") as caught:
+def test_a_table_of_a_tool_that_measures_a_server_is_refused(text: str, tmp_path: Path, wording: Wording) -> None:
+    with pytest.raises(HarnessError) as caught:
         import_text(text, tmp_path, "x.md")
+    wording(caught.value)
     assert caught.value.next_step
 
 
@@ -886,7 +895,7 @@ def test_samples_of_llama_bench_whose_times_contradict_their_speeds_get_a_note(t
 
 
 @pytest.mark.parametrize("noise", ['{"severity": "warn", "text": "GPU found"}\n', "[]\n{}\n"])
-def test_json_of_other_programs_before_results_is_left_out(noise: str, tmp_path: Path) -> None:
+def test_json_of_other_programs_before_results_is_left_out(noise: str, tmp_path: Path, wording: Wording) -> None:
     _, summary = import_text(noise + json.dumps(RESULTS, indent=1), tmp_path)
     assert {row.load for row in summary.rows} == {"pp512", "tg128"}
     assert [note.code for note in summary.notes].count("import_noise") == 1
@@ -895,5 +904,6 @@ def test_json_of_other_programs_before_results_is_left_out(noise: str, tmp_path:
     lemonade_text = noise + (DATA / "lemonade-from-source.json").read_text()
     assert len(import_text(lemonade_text, tmp_path, "l.json")[1].rows) == 2
     damaged = json.dumps({"n_prompt": 5}) + "\n" + json.dumps(RESULTS[0])  # a result that lacks something is no noise
-    with pytest.raises(HarnessError, match="not a file of any tool"):
+    with pytest.raises(HarnessError) as caught:
         import_text(damaged, tmp_path, "d.json")
+    wording(caught.value)

@@ -23,8 +23,8 @@ from harness.scenario.plan import Schedule, Steadiness, means_agree
 from tests.support.command import harness, only_run
 from tests.support.load_runs import driven, ends_of, make_job
 from tests.support.made_runs import request
+from tests.support.scenario_texts import GOOD, problems_of, write
 from tests.support.simulated import spawned
-from tests.unit.scenario.test_scenario import GOOD, problems_of, write
 
 
 def test_all_parts_are_the_whole_sequence_each_request_once() -> None:

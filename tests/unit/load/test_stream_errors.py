@@ -9,6 +9,7 @@ import pytest
 from harness.load.exchange import Collector, Exchange
 from harness.load.openai_api import Answer
 from harness.records.records import BadField
+from tests.support.wording import Wording
 
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 
@@ -215,15 +216,15 @@ def test_an_event_of_no_known_form_fails_an_answer_without_a_finish_reason(name:
     assert outcome(answer_to(STREAM, ROLE, unknown, WORD, STOP, USAGE, DONE)) == (None, None)
 
 
-def test_an_event_that_is_not_json_still_fails_the_request() -> None:
+def test_an_event_that_is_not_json_still_fails_the_request(wording: Wording) -> None:
     answer = answer_to(STREAM, ROLE, WORD, event(b'{"choices":[{"delta":{"content":"an error'), WORD, STOP, DONE)
-    assert outcome(answer) == ("malformed", "event 3 is not JSON: Input data was truncated")
+    wording(outcome(answer))
 
 
 @pytest.mark.parametrize("finish", ["error", "abort", "network_error", "cancelled", "insufficient_system_resource"])
-def test_a_finish_reason_that_says_that_the_server_gave_up_is_a_failed_request(finish: str) -> None:
+def test_a_finish_reason_that_says_that_the_server_gave_up_is_a_failed_request(finish: str, wording: Wording) -> None:
     answer = answer_to(STREAM, ROLE, WORD, event(delta(finish=finish)), DONE)
-    assert outcome(answer) == ("stream_error", f"the server ended the answer with finish reason {finish!r}")
+    wording(outcome(answer))
 
 
 @pytest.mark.parametrize("finish", ["eos_token", "end_turn", "model_length", {"type": "stop", "matched": 5}])

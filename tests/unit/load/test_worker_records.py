@@ -18,6 +18,7 @@ from harness.scenario.workers import Workers, parse_workers
 from harness.workload.job import SECRETS_ENV, read_api_key, secrets_of_server
 from tests.support.faults import fault
 from tests.support.made_runs import request
+from tests.support.wording import Wording
 
 CHAT = Load(user="chat", users=4, requests=8)
 
@@ -49,28 +50,31 @@ def test_invalid_options_are_refused(given: str, bind: str | None, loads: dict[s
     assert caught.value.what == error
 
 
-def test_a_port_that_cannot_be_listened_at_is_refused() -> None:
+def test_a_port_that_cannot_be_listened_at_is_refused(wording: Wording) -> None:
     workers = parse_workers("2", "127.0.0.1:65535", {"a": CHAT, "mix.a": CHAT, "mix.b": CHAT})
     assert workers.command == "harness worker --master 127.0.0.1:65535"
-    with pytest.raises(HarnessError, match="127.0.0.1:65536 cannot be listened at .no port is above 65535"):
+    with pytest.raises(HarnessError) as caught:
         msgspec.structs.replace(workers, port=65536).check_port()
+    assert "65536" in str(caught.value) and "65535" in str(caught.value)
+    wording(caught.value)
 
 
-def test_missing_workers_are_listed() -> None:
+def test_missing_workers_are_listed(wording: Wording) -> None:
     named = Workers(names=["b", "a"], machines=2, bind="h", processes=2)
-    assert named.missing_text([]) == "waiting for workers: 0 of 4 connected; missing: a, b"
-    assert named.missing_text(["b", "b", "a"]) == "waiting for workers: 3 of 4 connected; missing: a"
-    assert named.missing_text(["a", "b"] * 2) == "waiting for workers: 4 of 4 connected"
-    assert Workers(machines=3, bind="h").missing_text(["x"]) == "waiting for workers: 1 of 3 connected"
+    wording(named.missing_text([]))
+    wording(named.missing_text(["b", "b", "a"]))
+    wording(named.missing_text(["a", "b"] * 2))
+    wording(Workers(machines=3, bind="h").missing_text(["x"]))
 
 
-def test_a_port_in_use_is_refused() -> None:
+def test_a_port_in_use_is_refused(wording: Wording) -> None:
     Workers(machines=2, bind="127.0.0.1", port=free_port()).check_port()
     with socket.create_server(("127.0.0.1", 0)) as another_master:
         port = another_master.getsockname()[1]
         with pytest.raises(HarnessError) as caught:
             Workers(machines=2, bind="127.0.0.1", port=port).check_port()
-    assert caught.value.what == f"--bind: 127.0.0.1:{port} cannot be listened at (Address already in use)"
+    assert "--bind" in caught.value.what and str(port) in caught.value.what
+    wording(caught.value)
     assert Workers(machines=2, bind="0.0.0.0").command == "harness worker --master ADDRESS:5557"
 
 

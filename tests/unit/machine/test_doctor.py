@@ -16,13 +16,13 @@ from harness.machine.gpus import find_target, find_unsupported_targets, read_gfx
 from harness.machine.inspection import DockerEngine, diagnose
 from harness.questions.doctor import doctor_page
 from harness.report.terminal import print_page
-from harness.run.experiment import Experiment, Target, prepare
+from harness.run.experiment import Experiment, Target
 from harness.run.machine_fit import SWITCH, blockers, machine_notes, preflight
 from harness.serve.template import read_variables
 from tests.support import machines
-from tests.support.command import harness
-from tests.support.command import write as write_scenario
+from tests.support.command import experiment_of, harness
 from tests.support.machines import drm, write
+from tests.support.wording import Wording
 
 ENGINE = DockerEngine(image_folder="/var/lib/docker", free_bytes=500 * 10**9)  # one with which all is well
 RENDER = f"{machines.RENDER_GID} (render)"
@@ -73,7 +73,7 @@ MACHINES: dict[str, tuple[Callable[[Path], Path], dict[str, str], dict[str, str]
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_a_machine(tmp_path: Path, name: str) -> None:
+def test_a_machine(tmp_path: Path, name: str, wording: Wording) -> None:
     """The facts of each kind of machine; `...` is any text. What is wrong has a fix, and everything a source."""
     machine, expected, facts = MACHINES[name]
     findings = findings_of(machine(tmp_path))
@@ -89,25 +89,22 @@ def test_a_machine(tmp_path: Path, name: str) -> None:
     if name == "no-gpu":
         assert {finding.topic for finding in findings.values()} == {"gpu", "kernel", "docker", "processes"}
     if name == "strix-halo-half":
-        assert findings["memory.half"].fix == (
-            "boot with ttm.pages_limit=30408704 (116 GiB, leaves 8.5 GiB to the system; or `amd-ttm --set 116`), "
-            "or set a large carve-out in the BIOS"
-        )
+        assert "30408704" in (findings["memory.half"].fix or "")
+        wording(findings["memory.half"].fix)
 
 
-def test_a_gpu_without_its_driver_and_one_of_an_unknown_target(tmp_path: Path) -> None:
+def test_a_gpu_without_its_driver_and_one_of_an_unknown_target(tmp_path: Path, wording: Wording) -> None:
     slot = "sys/bus/pci/devices/0000:03:00.0"
     root = write(machines.no_gpu(tmp_path / "a"), {f"{slot}/class": "0x120000\n", f"{slot}/vendor": "0x1002\n"})
-    assert findings_of(root)["gpu.driver"].fact == (
-        "the AMD GPU at 0000:03:00.0 is not known to the compute driver: amdgpu is not loaded"
-    )
+    assert "00.0" in findings_of(root)["gpu.driver"].fact
+    wording(findings_of(root)["gpu.driver"].fact)
     findings = findings_of(machines.gpu(machines.no_gpu(tmp_path / "b"), 130000, vram_gib=8, gtt_gib=8))
     assert findings["gpu.target"].level == "warning"
-    assert findings["gpu.target"].fact.startswith("gfx1300 is not in the table of ")
-    assert findings["gpu.present"].fact == "gfx1300: family unknown"
+    wording(findings["gpu.target"].fact)
+    wording(findings["gpu.present"].fact)
 
 
-def test_who_holds_the_memory(tmp_path: Path) -> None:
+def test_who_holds_the_memory(tmp_path: Path, wording: Wording) -> None:
     root = machines.strix_halo_carve_out(tmp_path)
     machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=30)
     machines.process(root, 900, "gnome-shell", 1, drm(5, vram_kib=300 << 10))
@@ -117,53 +114,56 @@ def test_who_holds_the_memory(tmp_path: Path) -> None:
     write(root, {"sys/class/kfd/kfd/proc/77/vram_4711": f"{3 * GIB}\n"})  # the compute driver's count needs no rights
     findings = findings_of(root)
     assert levels(findings) == dict.fromkeys(("memory.fraction", "memory.holders", "processes.engines"), "warning")
-    assert findings["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.66; vLLM's default of 0.92 does not fit"
-    )
-    assert findings["memory.holders"].fact == (
-        "GPU memory is held by llama-server (pid 4242) 29.0 GiB, python3 (pid 77) 3.0 GiB, gnome-shell (pid 900) "
-        "0.3 GiB"
-    )
-    assert (findings["memory.holders"].fix or "").startswith("end llama-server (pid 4242), python3 (pid 77) before")
-    assert findings["processes.engines"].fact == "run already: llama-server (pid 4242)"
+    assert "gpu_memory_utilization" in findings["memory.fraction"].fact and "0.66" in findings["memory.fraction"].fact
+    wording(findings["memory.fraction"].fact)
+    assert "4242" in findings["memory.holders"].fact and "29.0" in findings["memory.holders"].fact
+    wording(findings["memory.holders"].fact)
+    assert "4242" in (findings["memory.holders"].fix or "") and "77" in (findings["memory.holders"].fix or "")
+    wording(findings["memory.holders"].fix or "")
+    assert "4242" in findings["processes.engines"].fact
+    wording(findings["processes.engines"].fact)
 
 
-def test_a_gtt_has_no_more_than_the_host_gives(tmp_path: Path) -> None:
+def test_a_gtt_has_no_more_than_the_host_gives(tmp_path: Path, wording: Wording) -> None:
     root = machines.strix_halo_gtt(tmp_path / "a")
     write(root, {"proc/meminfo": f"MemTotal: {int(124.5 * GIB) // 1024} kB\nMemAvailable: {58 * GIB // 1024} kB\n"})
     findings = findings_of(root)
     assert levels(findings) == {"memory.fraction": "warning"}
-    assert "safe up to 0.46;" in findings["memory.fraction"].fact, "what other programs use is not free"
+    assert "0.46" in findings["memory.fraction"].fact
+    wording(findings["memory.fraction"].fact)
     root = machines.host(tmp_path / "b", name="h", kernel="6.18.9", ram_gib=125, available_gib=120)
     machines.power(machines.ttm(machines.gpu(root, 110501, vram_gib=0.5, gtt_gib=128), 62.5))
     findings = findings_of(root)
     assert levels(findings) == dict.fromkeys(("memory.gttsize", "memory.half"), "warning")
-    assert (
-        findings["memory.gttsize"].fix == "boot with ttm.pages_limit=30670848 instead of amdgpu.gttsize (4 KiB pages)"
-    )
+    assert "30670848" in (findings["memory.gttsize"].fix or "")
+    wording(findings["memory.gttsize"].fix)
     assert 117 * GIB == 30670848 * 4096, "never more than the RAM can give"
 
 
-def test_the_smallest_safe_share_counts_and_unknown_memory_is_a_warning(tmp_path: Path) -> None:
+def test_the_smallest_safe_share_counts_and_unknown_memory_is_a_warning(tmp_path: Path, wording: Wording) -> None:
     root = machines.mi300x_eight(tmp_path / "eight")
     write(root, {"sys/class/drm/renderD131/device/mem_info_vram_used": f"{150 * GIB}\n"})
-    assert "is safe up to 0.20; vLLM's default of 0.92 does not fit" in findings_of(root)["memory.fraction"].fact
+    assert "0.20" in findings_of(root)["memory.fraction"].fact and "0.92" in findings_of(root)["memory.fraction"].fact
+    wording(findings_of(root)["memory.fraction"].fact)
     write(root, {"sys/class/drm/renderD131/device/mem_info_vram_used": f"{191 * GIB}\n"})
-    assert findings_of(root)["memory.fraction"].fact.startswith("no gpu_memory_utilization is safe; ")
+    assert "gpu_memory_utilization" in findings_of(root)["memory.fraction"].fact
+    wording(findings_of(root)["memory.fraction"].fact)
     root = machines.strix_halo_carve_out(tmp_path / "halo")
     for content in ("N/A\n", f"{200 * GIB}\n"):
         findings = findings_of(write(root, {"sys/class/drm/renderD128/device/mem_info_vram_used": content}))
         assert levels(findings) == {"memory.pool": "warning"}
-        assert findings["memory.pool"].fact == "/dev/dri/renderD128 gfx1151: unknown of 96.00 GiB VRAM free"
+        assert "96.00" in findings["memory.pool"].fact
+        wording(findings["memory.pool"].fact)
         assert "memory.fraction" not in findings
 
 
-def test_the_graphics_unit_beside_a_card_is_left_alone(tmp_path: Path) -> None:
+def test_the_graphics_unit_beside_a_card_is_left_alone(tmp_path: Path, wording: Wording) -> None:
     root = machines.radeon(tmp_path, 110000, 24)
     machines.gpu(root, 100306, minor=129, vram_gib=0.5, gtt_gib=31)
     findings = findings_of(machines.ttm(root, 15))
     assert levels(findings) == {}
-    assert findings["memory.pool"].fact == "/dev/dri/renderD128 gfx1100: 23.80 GiB of 24.00 GiB VRAM free"
+    assert "23.80" in findings["memory.pool"].fact and "24.00" in findings["memory.pool"].fact
+    wording(findings["memory.pool"].fact)
     assert findings["gpu.target"].fact.startswith("gfx1100 ")
 
 
@@ -174,7 +174,7 @@ def test_bad_firmware_and_a_replaced_driver(tmp_path: Path) -> None:
     assert levels(findings_of(root)) == {"kernel.cwsr": "blocker", "kernel.firmware": "warning"}
 
 
-def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording) -> None:
     root = machines.strix_halo_carve_out(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda path, mode: False)
@@ -182,7 +182,7 @@ def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.
         assert levels(findings) == {"access.kfd": "warning", "access.render": "warning"}
         fact = f"this user may not open /dev/kfd (mode 0660, group {RENDER}); containers of an engine that runs as"
         assert findings["access.kfd"].fact == f"{fact} root may"
-        assert findings["access.kfd"].fix == "`sudo usermod -aG render $USER`, then log in again"
+        wording(findings["access.kfd"].fix)
         rootless = findings_of(root, docker=DockerEngine(rootless=True))
         assert levels(rootless) == {
             "access.kfd": "blocker", "access.render": "blocker", "docker.rootless": "warning",
@@ -195,7 +195,8 @@ def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.
         (root / "proc/sys/kernel/overflowgid").unlink()
     remapped = findings_of(root, docker=DockerEngine(remapped=True))
     assert levels(remapped) == {"access.kfd": "blocker", "access.render": "blocker", "docker.userns": "warning"}
-    assert remapped["access.kfd"].fact == "with userns-remap no container may open /dev/kfd (mode 0660)"
+    assert "0660" in remapped["access.kfd"].fact
+    wording(remapped["access.kfd"].fact)
     for node in ("dev/kfd", "dev/dri/renderD128"):
         (root / node).chmod(0o666)
     assert levels(findings_of(root, docker=DockerEngine(remapped=True))) == {"docker.userns": "warning"}
@@ -203,7 +204,7 @@ def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.
     (root / "dev/dri/renderD128").unlink()
     findings = findings_of(root)
     assert levels(findings) == {"access.kfd": "blocker", "access.render": "blocker"}
-    assert findings["access.render"].fact == "there is no /dev/dri/renderD128"
+    wording(findings["access.render"].fact)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_selinux_and_the_devices_of_containers(
     assert "access.selinux" not in findings_of(root), "the engine does not label its containers"
 
 
-def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
+def test_orphans_are_told_from_engines_that_serve(tmp_path: Path, wording: Wording) -> None:
     root = machines.radeon(tmp_path, 110000, 24)
     machines.process(root, 50, "systemd", 1)
     machines.process(root, 100, "vllm", 90)
@@ -251,7 +252,8 @@ def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
     for pid, parent in ((201, 1), (202, 50), (203, 299)):
         machines.process(root, pid, "VLLM::EngineCor", parent)
     findings = findings_of(root)
-    assert findings["processes.engines"].fact == "run already: vllm (pid 100), VLLM::EngineCor (pid 101)"
+    assert "100" in findings["processes.engines"].fact and "101" in findings["processes.engines"].fact
+    wording(findings["processes.engines"].fact)
     assert findings["processes.orphans"].fix == "kill -9 201 202 203"
 
 
@@ -266,11 +268,12 @@ def test_every_finding_is_found_by_a_test_and_every_finding_and_target_is_on_the
 
 
 @pytest.mark.parametrize(("flags", "dtype"), [("avx2 avx512f avx512_bf16", "bfloat16"), ("avx2", "float32")])
-def test_the_data_type_for_vllm_on_this_cpu(tmp_path: Path, flags: str, dtype: str) -> None:
+def test_the_data_type_for_vllm_on_this_cpu(tmp_path: Path, flags: str, dtype: str, wording: Wording) -> None:
     (finding,) = (one for one in diagnose(write(tmp_path, {"proc/cpuinfo": f"flags\t: {flags}\n"}))
                   if one.id == "kernel.bfloat16")  # fmt: skip
     assert (finding.level, finding.fix) == ("ok", None)
-    assert finding.fact.endswith(f"`vllm-cpu` uses {dtype}")
+    assert str(dtype) in finding.fact
+    wording(finding.fact)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"-1\n", b"\xff\x00 garbage\n", b"999999999999999999999999\n"])
@@ -288,7 +291,7 @@ def test_whatever_a_driver_answers_there_is_a_finding_and_no_traceback(tmp_path:
 # The command
 
 
-def test_the_page_of_a_terminal(tmp_path: Path) -> None:
+def test_the_page_of_a_terminal(tmp_path: Path, wording: Wording) -> None:
     root = machines.strix_halo_old_kernel(tmp_path)
     for width in (60, 80, 200):
         console = Console(width=width, no_color=True, force_terminal=False)
@@ -297,20 +300,19 @@ def test_the_page_of_a_terminal(tmp_path: Path) -> None:
         lines = capture.get().splitlines()
         assert [line for line in lines if len(line) > min(width, 110) and "http" not in line] == []
         assert [line for line in lines if line != line.rstrip()] == []
-    assert lines[0].startswith("halo, A Processor, 31.0 GiB RAM, Linux 6.")
+    assert lines[0].startswith("halo, A Processor, 31.0 GiB")
     titles = [line for line in lines if line and not line.startswith(" ")]
     assert titles[1:-1] == ["GPU", "Memory", "Kernel and power", "Access to the GPU", "Docker", "Processes"]
     start = lines.index("Kernel and power")
     word, text = lines[start + 1].split(maxsplit=1)
-    assert (word, text) == (
-        "BLOCKER",
-        "the amdgpu driver of Linux 6.17.8 lacks the CWSR fix for gfx1151: ROCm crashes or hangs",
-    )
+    assert (word, "6.17.8" in text, "gfx1151" in text) == ("BLOCKER", True, True)
+    wording(text)
     assert lines[start + 2].split()[:5] == ["fix", "update", "to", "Linux", "6.18.4"]
-    assert lines[-1].startswith("1 blocker, 13 ok. What is blocked cannot run; ")
+    assert "13" in lines[-1]
+    wording(lines[-1])
 
 
-def test_the_command_reads_another_machines_files(tmp_path: Path) -> None:
+def test_the_command_reads_another_machines_files(tmp_path: Path, wording: Wording) -> None:
     machines.strix_halo_old_kernel(tmp_path / "halo")
     done = harness("doctor", "--root", "halo", "--json", cwd=tmp_path)
     assert (done.code, done.err) == (4, "")
@@ -319,22 +321,20 @@ def test_the_command_reads_another_machines_files(tmp_path: Path) -> None:
     assert [finding["id"] for finding in page["findings"] if finding["level"] == "blocker"] == ["kernel.cwsr"]
     assert "docker" not in {finding["topic"] for finding in page["findings"]}
     done = harness("doctor", "--root", "none", cwd=tmp_path)
-    assert (done.code, done.out, done.err.splitlines()[0]) == (1, "", "error: --root: none is not there")
+    assert (done.code, done.out) == (1, "")
+    wording(done.err)
 
 
-def test_an_engine_that_cannot_be_reached(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_reached(tmp_path: Path, wording: Wording) -> None:
     for address in ("tcp://gpubox.invalid:2375", f"unix://{tmp_path}/none.sock"):
         done = harness("doctor", "--json", cwd=tmp_path, env={"DOCKER_HOST": address})
         findings = {finding["id"]: finding for finding in json.loads(done.out)["findings"]}
         assert done.code == 4
-        assert findings["docker.reachable"]["fact"].startswith(f"the Docker Engine at {address} cannot be used")
+        assert str(address) in findings["docker.reachable"]["fact"]
+        wording(findings["docker.reachable"]["fact"])
 
 
 # What `run` and `check` use of it
-
-
-def experiment_of(folder: Path, servers: dict[str, Any]) -> Experiment:
-    return prepare(write_scenario(folder, servers=servers))
 
 
 def test_a_run_meets_the_blockers_before_anything_is_pulled(tmp_path: Path) -> None:
@@ -348,28 +348,33 @@ def test_a_run_meets_the_blockers_before_anything_is_pulled(tmp_path: Path) -> N
     full = DockerEngine(image_folder="/var/lib/docker", free_bytes=5 * 10**9, desktop=True)
     assert [finding.id for finding in blockers(experiment, good, full)["vllm"]] == ["docker.desktop", "docker.disk"]
     assert blockers(experiment, good, DockerEngine(problem="it does not run")) == {}, "the run itself says so"
-    if not (Path("/dev/kfd")).exists():
-        with pytest.raises(ServerError, match="^server 'vllm' cannot run here: there is no AMD GPU"):
-            preflight(experiment, pytest.fail)
-        done = harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
-        assert (done.code, (tmp_path / "runs").exists()) == (2, False)
-        assert done.err.startswith("error: server 'vllm' cannot run here: there is no AMD GPU")
-        assert f"{SWITCH}=off skips this check." in done.err
-        done = harness("check", "small.yaml", cwd=tmp_path)
-        assert (done.code, done.err) == (0, "")
-        assert "note: server 'vllm' cannot run on this machine: there is no AMD GPU" in done.out
 
 
-def test_vulkan_needs_a_render_node_only(tmp_path: Path) -> None:
+@pytest.mark.skipif(Path("/dev/kfd").exists(), reason="this machine has an AMD GPU")
+def test_a_run_without_a_gpu_is_refused_before_anything_is_pulled(tmp_path: Path, wording: Wording) -> None:
+    with pytest.raises(ServerError) as caught:
+        preflight(experiment_of(tmp_path, ROCM), pytest.fail)
+    assert "'vllm'" in str(caught.value)
+    wording(caught.value)
+    done = harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
+    assert (done.code, (tmp_path / "runs").exists()) == (2, False)
+    assert SWITCH in done.err
+    done = harness("check", "small.yaml", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    wording([line for line in done.out.splitlines() if line.startswith("note:")])
+
+
+def test_vulkan_needs_a_render_node_only(tmp_path: Path, wording: Wording) -> None:
     old = machines.strix_halo_old_kernel(tmp_path / "old")
     vulkan = {"template": "llamacpp", "variables": {"devices": ["/dev/dri"], "model_path": "/m.gguf"}}
     single = {"template": "llamacpp", "variables": {"devices": ["/dev/dri/renderD129"], "model_path": "/m.gguf"}}
     experiment = experiment_of(tmp_path, {"vulkan": vulkan, "single": single})
-    assert {name: [finding.fact for finding in found] for name, found in blockers(experiment, old).items()} == {
-        "single": ["there is no /dev/dri/renderD129 (render nodes: renderD128)"]
+    assert {name: [finding.id for finding in found] for name, found in blockers(experiment, old).items()} == {
+        "single": ["access.render"]
     }
+    wording(blockers(experiment, old)["single"][0].fact)
     empty = machines.no_gpu(tmp_path / "empty")
-    assert blockers(experiment, empty)["vulkan"][0].fact == "there is no render node in /dev/dri"
+    wording(blockers(experiment, empty)["vulkan"][0].fact)
 
 
 def test_vulkan_in_containers_without_the_groups_needs_nodes_that_any_user_may_open(tmp_path: Path) -> None:
@@ -394,14 +399,11 @@ def test_vulkan_in_containers_without_the_groups_needs_nodes_that_any_user_may_o
     assert blockers(experiment, root, remapped) == {}
 
 
-def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> None:
+def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path, wording: Wording) -> None:
     experiment = experiment_of(tmp_path, ROCM)
     image = read_variables("vllm-rocm")["image"].default
     assert machine_notes(experiment, machines.radeon(tmp_path / "7900", 110000, 24)) == []
-    assert machine_notes(experiment, machines.radeon(tmp_path / "7600", 110002, 16)) == [
-        f"note: server 'vllm': its image {image} is known to have no code for gfx1102 ({read_gfx_table().checked}); "
-        "docs/findings.md has the table"
-    ]
+    wording(machine_notes(experiment, machines.radeon(tmp_path / "7600", 110002, 16)))
     assert find_unsupported_targets("kyuz0/vllm-therock-gfx1151:stable", ["gfx1151"]) == [], "nothing is known of it"
     image = str(read_variables("sglang-rocm")["image"].default)
     assert image.endswith("-mi30x") and find_unsupported_targets(image, ["gfx942", "gfx950"]) == ["gfx950"]

@@ -32,6 +32,7 @@ from harness.numbers.share_test import (
 from harness.numbers.stats import Estimate, growth_to_decide
 from harness.numbers.summary import Row
 from harness.records.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
+from tests.support.made_summaries import row_of
 from tests.support.nightly import NIGHTLY, draws, room, scatter
 
 SIGMA = 0.75  # of logarithms: a long tail, as of times to first token
@@ -44,7 +45,7 @@ Shares = dict[str, float]
 
 def row(sample: Distribution, **more: object) -> Row:
     numbers = Numbers(sent=sample.n, succeeded=sample.n, failed=0, unfinished=0, ttft=sample, **more)  # type: ignore[arg-type]
-    return Row(server="a", load="x", cells=[], wall=[], output_tok_s=[], pooled=numbers)
+    return row_of(numbers)
 
 
 def latencies(dice: np.random.Generator, n: int, permille: int, value_s: float) -> Row:

@@ -34,6 +34,8 @@ from harness.scenario.check_syntax import (
     slo_sets,
 )
 from harness.scenario.file import load_scenario
+from tests.support.made_summaries import row_of
+from tests.support.wording import Wording
 
 TTFT_1S = Slo(text="ttft<=1s", latency="ttft", operator="<=", bound_s=1.0)
 TPOT_50MS = Slo(text="tpot<50ms", latency="tpot", operator="<", bound_s=0.05)
@@ -47,7 +49,7 @@ def row(server: str = "a", load: str = "x", **changes: object) -> Row:
         "ttft": Distribution(n=200, mean=0.5, min=0.1, max=3.0, p50=0.4, p90=0.9, p95=1.5),
     }  # fmt: skip
     pooled = Numbers(**(values | changes))
-    return Row(server=server, load=load, cells=[], wall=[], output_tok_s=[], pooled=pooled)
+    return row_of(pooled, server, load)
 
 
 def against_a(side: str, ratio: float, low: float | None) -> Verdict:
@@ -155,7 +157,7 @@ def outcome(text: str, *rows: Row, against: Comparison | None = None) -> tuple[s
     return result.status, result.code, evidence(result.evidence)
 
 
-def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it() -> None:
+def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it(wording: Wording) -> None:
     slow, slower = row("b", wall=20.0), row("c", wall=25.0)
     broken = result_of("wall <= 15s", row(), slow, slower)
     assert evidence(broken.evidence) == "b / x: 20 s; c / x: 25 s"
@@ -163,7 +165,8 @@ def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it() -> None
         "failed", "broken", "c / x", 25.0, 15.0,
     )  # fmt: skip
     met = result_of("wall <= 30s", row(), slow)
-    assert evidence(met.evidence) == "b / x: 20 s (worst of 2 rows)"
+    assert "20" in evidence(met.evidence)
+    wording(evidence(met.evidence))
     assert (met.status, met.code, met.row, met.value, met.bound) == ("passed", "met", "b / x", 20.0, 30.0)
     assert outcome("a/x: wall <= 15s", row(), slow) == ("passed", "met", "a / x: 12.5 s")
 
@@ -172,7 +175,7 @@ def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it() -> None
 TTFT = Distribution(n=200, mean=0.5, p95=1.5, intervals={"p95": (1.2, 2.0), "p99": (1.9, None)})
 
 
-def test_a_percentile_is_decided_by_its_whole_interval() -> None:
+def test_a_percentile_is_decided_by_its_whole_interval(wording: Wording) -> None:
     known = row(ttft=TTFT)
     passed = result_of("ttft_p95 <= 2s", known)
     assert passed == CheckResult(
@@ -184,13 +187,15 @@ def test_a_percentile_is_decided_by_its_whole_interval() -> None:
     assert (undecided.status, undecided.code, undecided.bound) == ("inconclusive", "too_close", 2.0)
     assert (undecided.value, undecided.low, undecided.high) == (1.5, 1.2, 2.0)
     assert undecided.more_requests == 60  # 2 s is the 196th of 200 values, so 98 % are within it
-    assert evidence(undecided.evidence).endswith("1.2 s to 2 s; too few requests: send about 60 more")
+    assert "1.2" in evidence(undecided.evidence) and "60" in evidence(undecided.evidence)
+    wording(evidence(undecided.evidence))
     assert outcome("ttft_p95 <= 1.19s", known)[:2] == ("failed", "broken")
     assert outcome("ttft_p95 > 1.19s", known)[:2] == ("passed", "met")
     assert outcome("ttft_p95 >= 2.01s", known)[:2] == ("failed", "broken")
     at_bound = result_of("ttft_p95 <= 1.5s", known)
     assert (at_bound.status, at_bound.more_requests) == ("inconclusive", None)
-    assert "more than 100,000 requests would be needed to decide" in evidence(at_bound.evidence)
+    assert "100,000" in evidence(at_bound.evidence)
+    wording(evidence(at_bound.evidence))
     assert outcome("ttft_p95 == 1.5s", known) == ("passed", "met", "a / x: 1.5 s")
 
 
@@ -269,7 +274,7 @@ def test_no_number_of_requests_settles_what_is_unknown_by_nature() -> None:
     assert outcome(f"attainment({SLOS}) >= 0.95", row_meeting(0, unknown=200))[1] == "unknown_requests"
 
 
-def test_failed_weighs_more_than_inconclusive_and_that_more_than_passed() -> None:
+def test_failed_weighs_more_than_inconclusive_and_that_more_than_passed(wording: Wording) -> None:
     good = row("good", ttft=Distribution(n=200, p95=0.5, intervals={"p95": (0.4, 0.6)}))
     bad = row("bad", ttft=Distribution(n=200, p95=5.0, intervals={"p95": (4.0, 6.0)}))
     unsure, few = row("unsure", ttft=TTFT), row("few", ttft=Distribution(n=20, intervals={"p95": (0.1, None)}))
@@ -278,12 +283,13 @@ def test_failed_weighs_more_than_inconclusive_and_that_more_than_passed() -> Non
         "failed",
         "bad / x",
     )
-    assert evidence(result_of(check, good, unsure, bad).evidence) == "bad / x: 5 s, 90 % interval 4 s to 6 s"
+    wording(evidence(result_of(check, good, unsure, bad).evidence))
     several = result_of(check, good, few, unsure)
     assert (several.status, several.row, several.more_requests) == ("inconclusive", "few / x", 110)
     assert evidence(several.evidence).startswith("few / x: needs 130 ")
     assert "; unsure / x: 1.5 s" in evidence(several.evidence)
-    assert outcome(check, good, good)[2] == "good / x: 500 ms, 90 % interval 400 ms to 600 ms (worst of 2 rows)"
+    assert "500" in outcome(check, good, good)[2] and "400" in outcome(check, good, good)[2]
+    wording(outcome(check, good, good)[2])
 
 
 @pytest.mark.parametrize(
@@ -309,16 +315,16 @@ def test_values_and_evidence(text: str, code: str, evidence: str) -> None:
     assert outcome(text)[:2] == (status, code) and outcome(text)[2].startswith(evidence)
 
 
-def test_speedup_is_that_of_the_comparison() -> None:
+def test_speedup_is_that_of_the_comparison(wording: Wording) -> None:
     rows = (row(), row("b"))
     known = comparison(against_a("b / x", 1.6, 1.5))
     assert outcome("speedup >= 1.5", *rows, against=known) == ("passed", "met", "b / x: 1.6, 95 % interval 1.5 to 1.7")
     assert outcome("speedup >= 1.8", *rows, against=known)[:2] == ("failed", "broken")
     close = result_of("speedup >= 1.55", *rows, against=known)
     assert (close.status, close.code, close.more_requests) == ("inconclusive", "too_close", None)
-    assert evidence(close.evidence).endswith("; more repeats make the interval narrower")
-    assert evidence(result_of("a/x: speedup >= 1", *rows, against=known).evidence) == "a / x: it is the baseline itself"
-    assert evidence(result_of("speedup >= 1", *rows).evidence).startswith("a / x: nothing was compared")
+    wording(evidence(close.evidence))
+    wording(evidence(result_of("a/x: speedup >= 1", *rows, against=known).evidence))
+    wording(evidence(result_of("speedup >= 1", *rows).evidence))
     one_run = msgspec.structs.replace(against_a("b / x", 1.6, 1.5), provisional=True)
     for bound, expected in (
         (1.5, ("passed", "met")),
@@ -337,7 +343,7 @@ def row_meeting(
     return row(sent=sent, succeeded=sent, slos={SLOS: one_set}, ttft=ttft, tpot=tpot)
 
 
-def test_attainment_and_goodput() -> None:
+def test_attainment_and_goodput(wording: Wording) -> None:
     check = f"goodput({SLOS}) >= 0.95"
     assert outcome(check, row_meeting(198)) == (
         "passed", "met", "a / x: 99 %, 90 % interval 96.9 % to 99.8 %",
@@ -348,23 +354,18 @@ def test_attainment_and_goodput() -> None:
     assert outcome(check, row_meeting(60, sent=60))[:2] == ("passed", "met")
     few = result_of(check, row_meeting(59, sent=59))
     assert (few.status, few.code, few.more_requests) == ("inconclusive", "too_few_requests", 1)
-    assert evidence(few.evidence) == "a / x: 100 %, 90 % interval 95 % to 100 %; too few requests: send about 1 more"
+    assert "100" in evidence(few.evidence)
+    wording(evidence(few.evidence))
     assert outcome(check, row_meeting(10, sent=20)) == (
         "failed", "broken", "a / x: 50 %, 90 % interval 30.2 % to 69.8 %",
     )  # fmt: skip
     assert outcome(check, row_meeting(150, unknown=2))[:2] == ("failed", "broken")
     assert outcome(check, row_meeting(199, unknown=1))[:2] == ("passed", "met")
-    assert outcome(check, row_meeting(150, unknown=50)) == (
-        "inconclusive", "unknown_requests",
-        "a / x: 100 %, 90 % interval 69.5 % to 100 %, 50 of 200 requests not known; "
-        "whether enough requests are within the bound is not known",
-    )  # fmt: skip
+    wording(outcome(check, row_meeting(150, unknown=50)))
     assert outcome(check, row_meeting(198, effect=3.0))[:2] == ("inconclusive", "too_close")
     assert outcome(f"attainment({SLOS}) == 1", row_meeting(199, unknown=1))[:2] == ("inconclusive", "no_value")
     assert outcome(f"attainment({SLOS}) >= 1", row_meeting(199, unknown=1))[:2] == ("inconclusive", "unknown_requests")
-    assert evidence(result_of(check, row()).evidence).startswith(
-        "a / x: its summary does not say how many requests met"
-    )
+    wording(evidence(result_of(check, row()).evidence))
     rate = f"goodput({SLOS}) >= 2.4 req/s"
     assert outcome(rate, row_meeting(1)) == ("passed", "met", "a / x: 2.5 req/s")
     assert outcome(rate, row_meeting(1, goodput=None))[:2] == ("inconclusive", "no_value")
@@ -379,7 +380,7 @@ def test_all_and_none_are_statements_on_the_requests_of_the_run() -> None:
         assert (result.status, result.low, result.high) == (status, None, None), text
 
 
-def test_relative_to_the_row_that_the_scenario_compares_with() -> None:
+def test_relative_to_the_row_that_the_scenario_compares_with(wording: Wording) -> None:
     rows = (row(output_tok_s=150.0), row("b", output_tok_s=147.0))
     known = comparison(against_a("b / x", 1.0, 0.9))
     assert outcome("output_tok_s >= 0.8 * baseline", *rows, against=known)[:2] == ("passed", "met")
@@ -387,14 +388,11 @@ def test_relative_to_the_row_that_the_scenario_compares_with() -> None:
     assert (close.status, close.code, close.value) == ("inconclusive", "too_close", 147.0)
     half = 2.7764 * 0.04 * 2**0.5  # without repeats the spread is assumed
     assert (close.low, close.high) == pytest.approx((147 * math.exp(-half), 147 * math.exp(half)), rel=1e-4)
-    assert (
-        evidence(result_of("a/x: wall <= baseline", *rows, against=known).evidence)
-        == "a / x: it is the baseline itself"
-    )
-    assert evidence(result_of("wall <= baseline", *rows).evidence).startswith("a / x: there is no baseline: ")
+    wording(evidence(result_of("a/x: wall <= baseline", *rows, against=known).evidence))
+    wording(evidence(result_of("wall <= baseline", *rows).evidence))
 
 
-def test_relative_to_another_run() -> None:
+def test_relative_to_another_run(wording: Wording) -> None:
     before = Reference(run="r1", rows=[row(), row("b", wall=None, ttft=Distribution(n=100))])
     now = (row(wall=13.0, ttft=Distribution(n=200, p95=1.8)), row("b"), row("c"))
 
@@ -417,10 +415,11 @@ def test_relative_to_another_run() -> None:
     ]
     assert evidence(against("a/x: error_rate <= baseline").evidence) == "a / x: 0 % against 0 % of r1"
     missing = against("b/x: ttft_p95 <= baseline")
-    assert missing.code == "no_baseline" and "of the baseline r1: needs 130 " in evidence(missing.evidence)
-    assert evidence(against("c/x: wall <= baseline").evidence) == "c / x: the baseline r1 has no such row"
+    assert missing.code == "no_baseline" and "130" in evidence(missing.evidence)
+    wording(evidence(missing.evidence))
+    wording(evidence(against("c/x: wall <= baseline").evidence))
     unlike = Reference(run="r1", refused=because("run_error", "they differ"))
-    assert evidence(against("a/x: wall <= baseline", unlike).evidence) == "a / x: not compared with r1: they differ"
+    wording(evidence(against("a/x: wall <= baseline", unlike).evidence))
 
 
 def test_a_check_of_two_runs_uses_the_verdict_on_them() -> None:
@@ -528,14 +527,15 @@ def test_the_numbers_before_and_after_a_run_are_the_fewest_that_the_rule_accepts
             assert planned.needed <= fewest <= planned.near
 
 
-def test_what_the_command_line_makes_of_checks() -> None:
+def test_what_the_command_line_makes_of_checks(wording: Wording) -> None:
     texts = [f"goodput({SLOS}) >= 0.95", "error_rate == 0", "nonsense", f"a/x: attainment( {SLOS} ) < 1"]
     assert slo_sets(texts) == {SLOS: (TTFT_1S, TPOT_50MS)}
     # The selection follows to another server.
     assert move_check("vllm/x: wall < 1 s", "running") == "running/x: wall < 1 s"
     assert move_check("goodput(ttft<=1s) > 1 req/s", "running") == "goodput(ttft<=1s) > 1 req/s"
     # A check must be one that the scenario could have.
-    assert check_problem("b/x: wall < 1 s", ["a"], ["x"]) == "check 'b/x: wall < 1 s': 'b' is not a server; known: a"
+    assert "'b'" in (check_problem("b/x: wall < 1 s", ["a"], ["x"]) or "")
+    wording(check_problem("b/x: wall < 1 s", ["a"], ["x"]))
     assert check_problem("wall < 1", ["a"], ["x"]) is not None
     assert check_problem("a/x: wall < 1 s", ["a"], ["x"]) is None
 
@@ -548,7 +548,7 @@ def test_the_checks_of_shipped_scenarios_can_be_decided(path: Path) -> None:
 # Far below the bound, and latencies of which only an upper bound is known.
 
 
-def test_a_p95_of_92_ms_meets_a_bound_of_2_s_and_says_why() -> None:
+def test_a_p95_of_92_ms_meets_a_bound_of_2_s_and_says_why(wording: Wording) -> None:
     dice = np.random.default_rng(3)
     ttft_s = 0.06 * np.exp(0.25 * dice.standard_normal(180))
     sample = LatencySample(np.arange(180.0), ttft_s, np.full(180, OBSERVED, dtype=np.int8))
@@ -559,7 +559,8 @@ def test_a_p95_of_92_ms_meets_a_bound_of_2_s_and_says_why() -> None:
     why = found.evidence[0].values["decision"]
     assert why["code"] == "far_below"
     assert why["values"] == {"requests": 180, "end": pytest.approx(float(ttft_s.max()))}
-    assert "far below the bound: 180 requests took at most 1" in evidence(found.evidence)
+    assert "180" in evidence(found.evidence)
+    wording(evidence(found.evidence))
     assert "above" not in found.evidence[0].values
     few = row(sent=60, succeeded=60, ttft=distribution([observed(ttft_s[:60])], 1.0, 4.0))
     passed = result_of("ttft_p95 <= 2s", few)  # a p95 needs 130 requests: only its lower end is known
@@ -571,7 +572,7 @@ def test_a_p95_of_92_ms_meets_a_bound_of_2_s_and_says_why() -> None:
     assert (near.status, near.code, near.more_requests) == ("inconclusive", "too_few_requests", 10)
 
 
-def test_attainment_far_from_the_bounds_of_its_slos() -> None:
+def test_attainment_far_from_the_bounds_of_its_slos(wording: Wording) -> None:
     def meeting(spread: LogSpread) -> Row:
         one_set = SloAttainment(met=120, attainment=1.0, effect=8.0, spread=spread)
         return row(sent=120, succeeded=120, slos={SLOS: one_set})
@@ -579,11 +580,12 @@ def test_attainment_far_from_the_bounds_of_its_slos() -> None:
     check = f"attainment({SLOS}) >= 95%"
     far = result_of(check, meeting(LogSpread(n=120, mean=-3.0, sd=0.2, min=0.03, max=0.09)))
     assert (far.status, far.evidence[0].values["decision"]["code"]) == ("passed", "far_below")
-    assert evidence(far.evidence).endswith("far below the bound: 120 requests took at most 9 % of the bound")
+    assert "120" in evidence(far.evidence)
+    wording(evidence(far.evidence))
     assert result_of(check, meeting(LogSpread(n=120, mean=-0.3, sd=0.2, min=0.4, max=0.9))).status == "inconclusive"
 
 
-def test_a_tpot_of_which_an_upper_bound_is_known_decides_a_percentile() -> None:
+def test_a_tpot_of_which_an_upper_bound_is_known_decides_a_percentile(wording: Wording) -> None:
     """As of answers that a proxy sent in one piece: E2E / tokens is known, and TPOT is not."""
     values_s = 0.02 * np.exp(0.2 * np.random.default_rng(4).standard_normal(200))
     sample = LatencySample(np.arange(200.0), values_s, np.full(200, AT_MOST, dtype=np.int8))
@@ -591,7 +593,8 @@ def test_a_tpot_of_which_an_upper_bound_is_known_decides_a_percentile() -> None:
     assert (bundled.pooled.tpot.n, bundled.pooled.tpot.at_most, bundled.pooled.tpot.p95) == (0, 200, None)
     found = result_of("tpot_p95 <= 60ms", bundled)
     assert (found.status, found.code, found.value, found.low) == ("passed", "met", None, None)
-    assert evidence(found.evidence).endswith("200 of 200 requests with an upper bound only")
+    assert "200" in evidence(found.evidence)
+    wording(evidence(found.evidence))
     open_one = result_of("tpot_p95 <= 20ms", bundled)
     assert (open_one.status, open_one.code, open_one.more_requests) == ("inconclusive", "unknown_requests", None)
     some = LatencySample(sample.sent_s, values_s, np.where(np.arange(200) % 2, OBSERVED, AT_MOST).astype(np.int8))

@@ -13,8 +13,7 @@ from harness.records.records import Request
 from harness.records.run_data import cell_data
 from harness.scenario import Load
 from harness.scenario.check_syntax import parse_check
-from tests.support.made_runs import MONOTONIC_S, met_by, request
-from tests.unit.numbers.test_summarize import one_cell
+from tests.support.made_runs import MONOTONIC_S, met_by, one_cell, request
 
 SLOS = "ttft<=1s, tpot<=50ms"
 CHECK = f"goodput({SLOS}) >= 0.5"

@@ -7,9 +7,9 @@ import pytest
 
 from harness.scenario import Gateway, Load, Scenario, Server
 from tests.support.made_runs import server_problems_of
+from tests.support.wording import Wording
 
 LOAD = Load(user="batch", requests=10)
-TEMPLATE_SETS = "the template sets it already; "
 
 
 def problems(template: str, model: str = "org/model", gateway: Gateway | None = None, **given: Any) -> list[str]:
@@ -19,21 +19,25 @@ def problems(template: str, model: str = "org/model", gateway: Gateway | None = 
 
 
 @pytest.mark.parametrize(
-    ("template", "argument", "problem"),
+    ("template", "argument", "flag", "variable"),
     [
-        ("vllm-rocm", "--port=9", f"--port: {TEMPLATE_SETS}set the variable 'port'"),
-        ("vllm-rocm", "--host", f"--host: {TEMPLATE_SETS}remove it"),
-        ("vllm-rocm", "--max_num_seqs=5", f"--max-num-seqs: {TEMPLATE_SETS}set the variable 'max_num_seqs'"),
-        ("vllm-rocm", "-tp", f"-tp: {TEMPLATE_SETS}set the variable 'tensor_parallel_size'"),
-        ("vllm-rocm", "--no-enforce-eager", f"--no-enforce-eager: {TEMPLATE_SETS}set the variable 'enforce_eager'"),
-        ("vllm-cpu", "--model", f"--model: {TEMPLATE_SETS}remove it"),
-        ("vllm-offline", "--seed", f"--seed: {TEMPLATE_SETS}set the variable 'seed'"),
-        ("llamacpp", "-np", f"-np: {TEMPLATE_SETS}set the variable 'parallel'"),
-        ("simulated", "--max-num-seqs", f"--max-num-seqs: {TEMPLATE_SETS}set the variable 'max_num_seqs'"),
+        ("vllm-rocm", "--port=9", "--port", "port"),
+        ("vllm-rocm", "--host", "--host", None),
+        ("vllm-rocm", "--max_num_seqs=5", "--max-num-seqs", "max_num_seqs"),
+        ("vllm-rocm", "-tp", "-tp", "tensor_parallel_size"),
+        ("vllm-rocm", "--no-enforce-eager", "--no-enforce-eager", "enforce_eager"),
+        ("vllm-cpu", "--model", "--model", None),
+        ("vllm-offline", "--seed", "--seed", "seed"),
+        ("llamacpp", "-np", "-np", "parallel"),
+        ("simulated", "--max-num-seqs", "--max-num-seqs", "max_num_seqs"),
     ],
 )  # fmt: skip
-def test_what_a_template_sets_is_not_set_again(template: str, argument: str, problem: str) -> None:
-    assert problems(template, extra_args=[argument, "9"]) == [f"variables.extra_args: {problem}"]
+def test_what_a_template_sets_is_not_set_again(
+    template: str, argument: str, flag: str, variable: str | None, wording: Wording
+) -> None:
+    (problem,) = problems(template, extra_args=[argument, "9"])
+    assert problem.startswith(f"variables.extra_args: {flag}: ") and (variable is None or f"'{variable}'" in problem)
+    wording(problem)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +53,9 @@ def test_other_arguments_pass(template: str, arguments: list[str]) -> None:
     assert problems(template, extra_args=arguments) == []
 
 
-def test_a_gateway_s_arguments_are_looked_at_too() -> None:
+def test_a_gateway_s_arguments_are_looked_at_too(wording: Wording) -> None:
     gateway = Gateway(template="litellm", variables={"extra_args": ["--num_workers", "4", "--detailed_debug"]})
-    assert problems("vllm-rocm", gateway=gateway) == [
-        f"gateway.variables.extra_args: --num-workers: {TEMPLATE_SETS}set the variable 'num_workers'"
-    ]
+    wording(problems("vllm-rocm", gateway=gateway))
 
 
 @pytest.mark.parametrize(
@@ -63,10 +65,10 @@ def test_a_gateway_s_arguments_are_looked_at_too() -> None:
         ("vllm-rocm", "docker.io/kyuz0/vllm-therock-gfx1151:stable", "[vllm, serve]"),
     ],
 )
-def test_an_image_that_starts_a_shell_needs_an_entrypoint(template: str, image: str, program: str) -> None:
-    assert problems(template, image=image) == [
-        f"variables.entrypoint: {image} starts a shell, not the server; add to the variables: entrypoint: {program}"
-    ]
+def test_an_image_that_starts_a_shell_needs_an_entrypoint(
+    template: str, image: str, program: str, wording: Wording
+) -> None:
+    wording(problems(template, image=image))
     assert problems(template, image=image, entrypoint=program.strip("[]").split(", ")) == []
 
 
@@ -81,12 +83,11 @@ def test_a_model_that_can_be_none(model: str) -> None:
     assert problem.startswith("$.model: ")
 
 
-def test_numbers_sizes_and_groups() -> None:
-    assert problems("vllm-rocm", mem_limit="lots") == [
-        "variables.mem_limit: 'lots' is not a size; write it like 16g or 512m"
-    ]
+def test_numbers_sizes_and_groups(wording: Wording) -> None:
+    wording(problems("vllm-rocm", mem_limit="lots"))
     (problem,) = problems("vllm-rocm", groups=["render"])
-    assert "'render' is not the number of a group; `stat -c %g /dev/kfd" in problem
+    assert "'render'" in problem
+    wording(problem)
     assert problems("vllm-rocm", groups=[44, "992"], mem_limit="${MEM}", kv_cache_memory_bytes="4G") == []
 
 
@@ -120,10 +121,10 @@ def test_a_volume_is_checked_with_its_variables_filled_in(
     assert problems("vllm-rocm", volumes=["${NOSUCH}:/x"]) == []  # not set yet
 
 
-def test_a_gateway_before_lemonade_needs_the_name_that_its_engine_knows() -> None:
+def test_a_gateway_before_lemonade_needs_the_name_that_its_engine_knows(wording: Wording) -> None:
     gateway = Gateway(template="litellm")
     given: dict[str, Any] = {"checkpoint": "a/b-GGUF:Q4_K_M", "recipe": "llamacpp"}
     assert problems("lemonade", "Qwen3-4B", gateway, **given) == []
     assert problems("lemonade", "user.Qwen3-4B", gateway, checkpoint="a/b", recipe="vllm") == []
     (problem,) = problems("lemonade", "Qwen3-4B", gateway, checkpoint="a/b", recipe="vllm")
-    assert "write the scenario's model as user.Qwen3-4B" in problem
+    wording(problem)

@@ -15,6 +15,7 @@ from harness.questions.tune.decide import decide
 from harness.report.markdown import render
 from harness.report.verdict_text import format_bounds, verdict_sentence
 from tests.support.made_runs import scenario, write_made_run
+from tests.support.wording import Wording
 
 REGRESSION = "wall <= 1.1 * baseline"
 
@@ -33,7 +34,7 @@ def compared(folder: Path, base_s: Sequence[float], side_s: Sequence[float]) -> 
     return summary, verdict, render(run_page(summary, run))
 
 
-def test_two_repeats_that_say_nothing_have_a_ratio_and_no_interval(tmp_path: Path) -> None:
+def test_two_repeats_that_say_nothing_have_a_ratio_and_no_interval(tmp_path: Path, wording: Wording) -> None:
     summary, verdict, page = compared(tmp_path, [5.0, 20.0], [20.0, 5.1])
     assert (verdict.word, verdict.reason, verdict.low, verdict.high) == ("inconclusive", "interval_unknown", None, None)
     assert verdict.ratio == pytest.approx((5.0 * 20.0 / (20.0 * 5.1)) ** 0.5)
@@ -41,12 +42,10 @@ def test_two_repeats_that_say_nothing_have_a_ratio_and_no_interval(tmp_path: Pat
     (check,) = summary.checks
     assert (check.status, check.low, check.high) == ("inconclusive", None, None)
     sentence = verdict_sentence(verdict)
-    assert sentence.startswith(
-        "b / x: cannot tell: about 1 % slower than a / x by wall time (interval not known from 2 "
-    )
+    wording(sentence)
     assert "5 repeats a side" in sentence and "95 % interval" not in sentence
-    assert "0.99× (interval not known)" in page
-    assert "interval not known" in check.evidence[0].text
+    assert "0.99×" in page
+    wording(check.evidence[0].text)
 
 
 def test_more_repeats_that_differ_as_much_are_not_asked_for_again(tmp_path: Path) -> None:
@@ -54,11 +53,14 @@ def test_more_repeats_that_differ_as_much_are_not_asked_for_again(tmp_path: Path
     assert (verdict.reason, verdict.needed) == ("interval_unknown", None)
 
 
-def test_a_difference_far_beyond_the_margin_keeps_its_verdict_and_its_near_bound(tmp_path: Path) -> None:
+def test_a_difference_far_beyond_the_margin_keeps_its_verdict_and_its_near_bound(
+    tmp_path: Path, wording: Wording
+) -> None:
     summary, verdict, _ = compared(tmp_path, [10.0, 10.1], [1000.0, 1400.0])
     assert (verdict.word, verdict.reason, summary.checks[0].status) == ("slower", None, "failed")
     sentence = verdict_sentence(verdict)
-    assert "95 % interval at least 13.99x" in sentence and "990" not in sentence
+    assert "990" not in sentence
+    wording(sentence)
     assert "990" not in summary.checks[0].evidence[0].text
 
 

@@ -23,6 +23,7 @@ from harness.report.markdown import render
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from tests.support.made_runs import WALL_S, request, scenario, write_lines, write_made_run
+from tests.support.wording import Wording
 
 HOURS = 4
 RING = "amdgpu 0000:c5:00.0: ring comp_1.1.0 timeout, signaled seq=37013797, emitted seq=37013799"
@@ -104,13 +105,14 @@ def test_steady_hours_are_stable(tmp_path: Path) -> None:
     assert {one.name: one.grows for one in found.memory} == {"VRAM": False, "GTT": False, "container": False}
 
 
-def test_a_slow_drift_and_a_leak_are_found_with_their_rates(tmp_path: Path) -> None:
+def test_a_slow_drift_and_a_leak_are_found_with_their_rates(tmp_path: Path, wording: Wording) -> None:
     found = soak(tmp_path / "run", drift=-0.03, leak_gib=0.25)
     assert found.word == "drifts" and found.speed is not None
     assert found.speed.low < -0.03 < found.speed.high < -0.015
     (gtt,) = [one for one in found.memory if one.grows]
     assert gtt.name == "GTT" and gtt.per_hour == pytest.approx(0.25 * GIB, rel=0.01)
-    assert "GTT 0.25 GiB per hour" in soak_answer(found).text
+    assert "0.25" in soak_answer(found).text
+    wording(soak_answer(found).text)
 
 
 def test_the_first_failure_is_joined_to_the_kernels_event(tmp_path: Path) -> None:
@@ -129,9 +131,10 @@ def test_requests_that_do_not_fit_into_the_context_are_no_failure_of_the_server(
     assert (found.word != "failed", found.failed, found.first_failure_s) == (True, 0, None) and found.refused > 100
 
 
-def test_a_drift_on_a_machine_whose_cpu_is_full_may_have_another_cause(tmp_path: Path) -> None:
+def test_a_drift_on_a_machine_whose_cpu_is_full_may_have_another_cause(tmp_path: Path, wording: Wording) -> None:
     found = soak(tmp_path / "run", drift=-0.03, cpu_busy=0.98)
-    assert found.cpu_busy == pytest.approx(0.98) and "another program may be the cause" in soak_answer(found).text
+    assert found.cpu_busy == pytest.approx(0.98)
+    wording(soak_answer(found).text)
 
 
 def test_a_speed_that_varies_too_much_is_not_called_stable(tmp_path: Path) -> None:
@@ -199,10 +202,10 @@ def test_an_answer_that_stops_is_a_failure_though_the_run_ended_before_its_timeo
         assert found.first_failure_s == pytest.approx(3.9 * 3600, abs=12) and "40 s" in found.cause
 
 
-def test_a_failure_without_a_readable_kernel_log_has_its_error(tmp_path: Path) -> None:
+def test_a_failure_without_a_readable_kernel_log_has_its_error(tmp_path: Path, wording: Wording) -> None:
     found = soak(tmp_path / "run", fails_after_h=2.5, log=False)
     assert (found.word, found.events, found.kernel_log) == ("failed", [], False)
-    assert found.cause == "the server closed the connection"
+    wording(found.cause)
 
 
 def test_new_lines_of_the_kernel_log_are_read_once_and_bounded(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from harness.records.columns import join_gaps, read_block, records_of
 from harness.records.records import Lines, damaged_in_file, split_blocks
 from tests.support.made_runs import request, write_lines
 from tests.support.report_runs import write_report
+from tests.support.wording import Wording
 
 NEVER = 2**60
 
@@ -93,14 +94,17 @@ def test_a_percentile_of_gaps_is_within_a_thousandth(gaps_of_requests: list[list
     assert join_gaps(parts).percentile_s(permille) == pytest.approx(exact, rel=1e-3, abs=1e-9)
 
 
-def test_a_reading_process_that_is_killed_is_an_error_with_words(tmp_path: Path, limits: pytest.MonkeyPatch) -> None:
+def test_a_reading_process_that_is_killed_is_an_error_with_words(
+    tmp_path: Path, limits: pytest.MonkeyPatch, wording: Wording
+) -> None:
     path = tmp_path / "requests.jsonl"
     write_lines(path, [request(index=i) for i in range(9)])
     limits.setattr(blocks, "PARALLEL_BYTES", 0)
     limits.setattr(blocks, "max_processes", lambda: 2)
     with pytest.raises(HarnessError) as error, blocks.reader(split_blocks(path, 500)) as run:
         list(run(die))
-    assert error.value.what == f"{path}: a process that read it was killed"
+    assert str(path) in error.value.what
+    wording(error.value)
 
 
 def die(block: blocks.Block) -> None:

@@ -22,7 +22,8 @@ from harness.records.manifest import Startup
 from harness.report import markdown, sentences
 from harness.report.verdict_text import verdict_word
 from harness.scenario import Load, Pair
-from tests.unit.report.test_report_text import MANY, numbers, row, run, summary
+from tests.support.made_summaries import MANY, numbers, row, run, summary
+from tests.support.wording import Wording
 
 
 def verdict(side: str, word: str, ratio: float | None, **values: Any) -> Verdict:
@@ -38,7 +39,7 @@ def compared(*verdicts: Verdict) -> Summary:
     return replace(summary(), comparison=table, checks=[])
 
 
-def test_servers_are_compared_under_the_same_load() -> None:
+def test_servers_are_compared_under_the_same_load(wording: Wording) -> None:
     """Of two servers the faster one is named for each load; a pair that the scenario names comes first."""
     rows = [
         replace(row(load, numbers(6.5, MANY)), server=server)
@@ -51,27 +52,19 @@ def test_servers_are_compared_under_the_same_load() -> None:
         verdict("vllm / one", "slower", 1 / 1.04, baseline="llamacpp / one"),
         verdict("vllm / ten", "faster", 1.45, baseline="llamacpp / ten"),
     ]
-    by_load = [
-        "1 chat user: llamacpp 1.040x faster (1.030x to 1.05x)", "16 chat users: vllm 1.45x faster (1.44x to 1.46x)"
-    ]  # fmt: skip
     answer = run_answer(replace(compared(*verdicts), rows=rows), made)
-    assert answer == f"{'. '.join(by_load)}. By wall time, with 95 % intervals."
+    wording(answer)
     named = verdict("vllm / ten", "faster", 3.0, baseline="vllm / one")
     answer = run_answer(replace(compared(named, *verdicts), rows=rows), made)
-    assert answer.startswith(
-        "vllm: 16 chat users 3.00x faster than 1 chat user (2.97x to 3.03x). 1 chat user: llamacpp"
-    )
+    wording(answer)
     equal = [verdict(f"vllm / {load}", "same", 1.0, baseline=f"llamacpp / {load}") for load in ("one", "ten")]
     answer = run_answer(replace(compared(named, *equal), rows=rows), made)
-    assert "(2.97x to 3.03x). The same within ±2 %: 1 chat user, 16 chat users. " in answer
+    wording(answer)
 
 
-def test_what_is_better_within_the_margin_is_named() -> None:
+def test_what_is_better_within_the_margin_is_named(wording: Wording) -> None:
     of = compared(verdict("vllm / ten", "same", 1.012, low=1.008, high=1.016))
-    assert run_answer(of, run()) == (
-        "ten is 1.012x faster than one by wall time (95 % interval 1.008x faster to 1.016x faster): within the ±2 % "
-        "that count as the same."
-    )
+    wording(run_answer(of, run()))
     assert of.comparison is not None and verdict_word(of.comparison.verdicts[0]) == "same (1.2 % faster)"
 
 
@@ -158,14 +151,14 @@ def test_checks_are_answered_with_yes_or_no_or_a_regression() -> None:
         assert run_answer(checked(summary(), check, "error_rate == 0"), run()).startswith(answer)
 
 
-def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> None:
+def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer(wording: Wording) -> None:
     alone = replace(summary(), rows=summary().rows[:1], comparison=None, checks=[])
     expected = "vllm / one: 13.07 s wall time, 95.6 tok/s, median TTFT 52.3\u00a0ms."
     assert run_answer(alone, run()) == expected
     assert run_answer(replace(alone, valid=None), run()) == expected
-    assert run_answer(replace(alone, valid=False), run()) == "No answer: the run is INVALID."
+    wording(run_answer(replace(alone, valid=False), run()))
     stopped = replace(run(), status="interrupted")
-    assert run_answer(alone, stopped) == "No answer: the run did not come to its end."
+    wording(run_answer(alone, stopped))
 
 
 def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
@@ -192,7 +185,7 @@ def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
         assert comparison_answer(comparison) == answer
 
 
-def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> None:
+def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded(wording: Wording) -> None:
     many = [verdict(f"vllm / f{i}", "faster", 1.5 + i / 10) for i in range(6)]
     of = compared(verdict("vllm / same", "same", 1.0), *many, verdict("vllm / slow", "slower", 0.5), many[0])
     assert of.comparison is not None
@@ -200,12 +193,13 @@ def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> 
     assert found[:3] == ["vllm / slow", "vllm / f5", "vllm / f4"] and found[-1] == "vllm / same"
     out = io.StringIO()
     print_report(of, run(), Path("x"), Console(file=out, width=150))
-    assert "- 1 more: 1 same (--explain shows them)" in out.getvalue()
+    assert "1 more" in out.getvalue() and "--explain" in out.getvalue()
+    wording([line for line in out.getvalue().splitlines() if "1 more" in line])
     page = markdown.render(run_page(of, run()))
-    assert "<details><summary>1 more: 1 same</summary>" in page
+    assert page.count("<details><summary>1 more: ") == 1
 
 
-def test_servers_with_different_versions_of_one_engine_are_named_in_the_answer() -> None:
+def test_servers_with_different_versions_of_one_engine_are_named_in_the_answer(wording: Wording) -> None:
     of = compared(verdict("lemonade / one", "slower", 0.5))
     first = run().cells[0]
 
@@ -222,7 +216,8 @@ def test_servers_with_different_versions_of_one_engine_are_named_in_the_answer()
 
     named = versions(("vllm", "vllm", "0.31.0"), ("lemonade", "vllm", "0.20.1"))
     plain = run_answer(of, run())
-    assert named.startswith(plain) and "different versions of vllm (vllm 0.31.0, lemonade 0.20.1)" in named
+    assert named.startswith(plain) and "0.31.0" in named and "0.20.1" in named
+    wording(named)
     assert versions(("vllm", "vllm", "0.31.0"), ("lemonade", "vllm", "0.31.0")) == plain
     assert versions(("vllm", "vllm", "0.31.0"), ("lemonade", "llama.cpp", "b9")) == plain
     assert versions(("vllm", "vllm", "0.31.0"), ("lemonade", "vllm", None)) == plain
@@ -230,4 +225,4 @@ def test_servers_with_different_versions_of_one_engine_are_named_in_the_answer()
     assert comparison is not None
     comparison = replace(comparison, verdicts=[with_gate(comparison.verdicts[0], 0.1, provisional=False)])
     differs = replace(comparison, differences=[Difference(key="servers.a.startup.version", values=["1", "2"])])
-    assert comparison_answer(differs).endswith("The engine's versions differ: 1, 2.")
+    wording(comparison_answer(differs))

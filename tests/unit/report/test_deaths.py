@@ -16,6 +16,7 @@ from harness.records.records import Request
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from tests.support.made_runs import request, scenario, served_by, write_made_run
+from tests.support.wording import Wording
 
 OOM = ServerDeath(how="ended", exit_code=137)
 ENDS: dict[str, tuple[dict[str, Any], list[Reason], str]] = {
@@ -65,22 +66,23 @@ def dead_run(folder: Path, served: dict[str, Any], problems: list[Reason], **loa
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_the_headline_says_when_and_how_a_server_ended(tmp_path: Path, name: str) -> None:
+def test_the_headline_says_when_and_how_a_server_ended(tmp_path: Path, name: str, wording: Wording) -> None:
     served, problems, text = ENDS[name]
     summary, run = dead_run(tmp_path / "run", served, problems)
     expected = "The server " + text.format("after 30 requests, 11.8 s into the load")
     answer = run_answer(summary, run)
-    assert answer.startswith(expected + "Its numbers cannot be used. ")
+    wording(answer)
     assert (f"logs/{run.order[0]}.server.log" in answer) == (name != "attached"), "there is no log of it"
     assert (summary.valid, summary.findings) == (False, None)
     assert run_answer(summary, replace(run, status="failed")).startswith(expected)
 
 
-def test_a_soak_whose_server_died_says_so_first(tmp_path: Path) -> None:
+def test_a_soak_whose_server_died_says_so_first(tmp_path: Path, wording: Wording) -> None:
     served, problems, _ = ENDS["out of memory"]
     summary, run = dead_run(tmp_path / "run", served, problems, soak=True, duration_s=60)
     answer = run_answer(summary, run)
-    assert answer.startswith("The server died after 30 requests, 11.8 s into the load: exit code 137, out of memory. ")
+    assert "30" in answer and "11.8" in answer
+    wording(answer)
     assert summary.soaks and "a / x: failed after" in answer
 
 
@@ -95,7 +97,7 @@ def test_another_server_of_the_run_keeps_its_findings(tmp_path: Path) -> None:
     assert (reason.values["sent"], reason.values["exit_code"]) == (25, 1), "its warm-up included"
 
 
-def test_of_stages_the_one_in_which_the_server_ended_is_named(tmp_path: Path) -> None:
+def test_of_stages_the_one_in_which_the_server_ended_is_named(tmp_path: Path, wording: Wording) -> None:
     """All stages have the reason, because one load generator serves them."""
     lost: dict[str, Any] = {"chunks_s": [], "output_tokens": None, "finish": None, "first_visible_s": None}
     lost |= {"error": "disconnect", "status": None, "message": "broken", "ended_s": 0.2}
@@ -111,6 +113,5 @@ def test_of_stages_the_one_in_which_the_server_ended_is_named(tmp_path: Path) ->
     run = replace(run, cells=[replace(cell, problems=[OOM.problem()]) for cell in run.cells])
     write_run(tmp_path / "run", run)
     summary = with_findings(analyse(tmp_path / "run")).summary
-    assert run_answer(summary, run).startswith(
-        "The server died after 3 requests of u@2, 2.2 s into the load: exit code"
-    )
+    assert "2.2" in run_answer(summary, run)
+    wording(run_answer(summary, run))

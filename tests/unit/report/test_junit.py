@@ -23,6 +23,7 @@ from harness.scenario.plan import Cell
 from tests.support.command import called, harness, server, write
 from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by, write_made_run
+from tests.support.wording import Wording
 
 
 def cases(text: str) -> dict[str, tuple[str, str]]:
@@ -64,7 +65,7 @@ def junit_of(folder: Path, **changes: Any) -> tuple[Summary, str]:
     return summary, junit_cases.render(summary, read_run(folder))
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_a_run(tmp_path: Path, wording: Wording) -> None:
     summary, text = junit_of(tmp_path / "run")
     outcomes = {name.removeprefix("amd-llm-load.which."): value for name, value in cases(text).items()}
     assert {name: word for name, (word, _) in outcomes.items()} == {
@@ -76,10 +77,8 @@ def test_a_run(tmp_path: Path) -> None:
         "comparison | b / x against a / x: wall time": "passed",
     }
     assert outcomes["checks | wall <= 9 s"][1] == "a / x: 10.03 s; b / x: 12.03 s"
-    assert (
-        "b / x: above 1.505 s; too few independent requests: send about 273 more"
-        in outcomes["checks | ttft_p95 <= 2s"][1]
-    )
+    assert "1.505" in outcomes["checks | ttft_p95 <= 2s"][1] and "273" in outcomes["checks | ttft_p95 <= 2s"][1]
+    wording(outcomes["checks | ttft_p95 <= 2s"][1])
     assert summary.comparison is not None
     (verdict,) = summary.comparison.verdicts
     evidence = outcomes["comparison | b / x against a / x: wall time"][1]
@@ -91,11 +90,13 @@ def test_a_run(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_an_invalid_or_unfinished_run_is_an_error(tmp_path: Path) -> None:
+def test_an_invalid_or_unfinished_run_is_an_error(tmp_path: Path, wording: Wording) -> None:
     _, text = junit_of(tmp_path / "run", served=lambda cell: served_by(exit_code=139 if cell.id == "r1-a-x" else None))
     validity, *_, verdict = cases(text).values()
-    assert validity[0] == "error" and "r1-a-x: the server died with exit code 139" in validity[1].splitlines()
-    assert verdict[0] == "skipped" and "a / x has a cell that is not valid (r1-a-x: the server died" in verdict[1]
+    assert validity[0] == "error" and "139" in validity[1]
+    wording(validity[1])
+    assert verdict[0] == "skipped"
+    wording(verdict[1])
     for status in ("running", "failed", "interrupted"):
         reasons = [because("run_error", "why")] if status != "running" else []
         _, text = junit_of(tmp_path / status, status=status, reasons=reasons)
@@ -108,7 +109,7 @@ def two_runs(folder: Path) -> None:
     write_made_run(folder / "runs" / "new", lambda cell: 9 + 0.01 * cell.repeat, served=lambda _: other)
 
 
-def test_a_comparison_of_runs(tmp_path: Path) -> None:
+def test_a_comparison_of_runs(tmp_path: Path, wording: Wording) -> None:
     def verdict(word: str) -> Verdict:
         refused = because("run_error", "<because> & so on")
         return Verdict(
@@ -121,7 +122,8 @@ def test_a_comparison_of_runs(tmp_path: Path) -> None:
     comparison = Comparison(metric="output_tok_s", comparisons=5, noise_floor=0.02, noise_source=[], verdicts=five)
     outcomes = list(cases(comparison_xml(comparison)).values())
     assert [word for word, _ in outcomes] == ["passed", "failure", "skipped", "skipped", "skipped"]
-    assert outcomes[1][1].splitlines()[0].endswith("slower / x: inconclusive: <because> & so on.")
+    assert "<because> & so on" in outcomes[1][1]
+    wording(outcomes[1][1])
     two_runs(tmp_path)
     checks = ("--check", "output_tok_s >= 2 * baseline", "--check", "wall <= 1.2 * baseline")
     done = called("compare", "old", "new", "--about", "version", "--format", "junit", *checks, cwd=tmp_path)
@@ -133,7 +135,10 @@ def test_a_comparison_of_runs(tmp_path: Path) -> None:
         "comparison | a / x against old: wall time": "passed",
         "comparison | b / x against old: wall time": "passed",
     }
-    assert named["checks | wall <= 1.2 * baseline"][1].startswith("a / x: 9.03 s, 0.9 times the 10.03 s of old")
+    assert (
+        "9.03" in named["checks | wall <= 1.2 * baseline"][1] and "0.9" in named["checks | wall <= 1.2 * baseline"][1]
+    )
+    wording(named["checks | wall <= 1.2 * baseline"][1])
     properties = properties_of(done.out)
     assert properties["differs.servers.*.version"] == f"old: {served_by().version}; new: 0.30"
     assert (properties["baseline"], properties["side.1"], "method" in properties) == ("old", "new", True)
@@ -192,11 +197,11 @@ def test_no_text_has_what_a_terminal_obeys(tmp_path: Path) -> None:
     assert {char for char in text if not char.isprintable()} == {"\n", "\xa0"} and text.count("\ufffd2J") >= 10
 
 
-def test_the_command_line_and_an_inconclusive_check(tmp_path: Path) -> None:
+def test_the_command_line_and_an_inconclusive_check(tmp_path: Path, wording: Wording) -> None:
     path = write(tmp_path, checks=["error_rate == 0"])
     ran = harness("run", path.name, "--junit", "out/j.xml", "--check", "ttft_p95 <= 60s", cwd=tmp_path)
     assert (ran.code, ran.err) == (5, "")
-    assert "note: check 'ttft_p95 <= 60s' cannot pass: one / burst sends 6 requests in 1 repeat" in ran.out
+    wording([line for line in ran.out.splitlines() if line.startswith("note:")])
     text = (tmp_path / "out" / "j.xml").read_text()
     assert [word for word, _ in cases(text).values()] == ["passed", "passed", "skipped"]
     (run,) = (tmp_path / "runs").iterdir()
@@ -225,6 +230,6 @@ def test_a_run_that_fails_leaves_a_file_with_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = harness("run", path.name, "--junit", "file/j.xml", "--runs", "other", cwd=tmp_path)
     assert (done.code, (tmp_path / "other").exists()) == (1, False)
-    assert done.err.startswith("error: --junit: file/j.xml: Not a directory")
+    assert "--junit" in done.err and "file/j.xml" in done.err
     done = called("report", "gone", "--format", "junit", cwd=tmp_path)
     assert (done.code, [word for word, _ in cases(done.out).values()]) == (1, ["error"])

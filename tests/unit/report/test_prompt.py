@@ -6,17 +6,15 @@ import pytest
 
 from harness import Summary
 from harness.base.measured import Distribution, Numbers
-from harness.numbers.summary import Row
 from harness.report.prompt import SHOWN_ROWS, notebook_html
+from tests.support.made_summaries import row_of
 
 
 def summary(rows: int, name: str = "a") -> Summary:
     numbers = Numbers(
         sent=20, succeeded=18, failed=2, unfinished=0, output_tok_s=95.0, ttft=Distribution(n=18, p50=0.05)
     )
-    made = [
-        Row(server=name, load=f"l{place}", cells=[], wall=[], output_tok_s=[], pooled=numbers) for place in range(rows)
-    ]
+    made = [row_of(numbers, name, f"l{place}") for place in range(rows)]
     return Summary(
         run="r", scenario="s", question="?", simulated=True, valid=True, reasons=[], rows=made, cells=[]
     )  # fmt: skip

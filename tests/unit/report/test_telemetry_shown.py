@@ -16,6 +16,7 @@ from harness.report.elements import TimelineEvent
 from harness.report.results_table import machine_table
 from tests.support.made_runs import telemetry_of, watch
 from tests.support.report_runs import write_run_directory
+from tests.support.wording import Wording
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_idle_gpus_are_not_drawn() -> None:
     assert {panel: list(lines) for panel, lines in samples.panels.items()} == {"busy": ["renderD128"]}
 
 
-def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
+def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path, wording: Wording) -> None:
     write_run_directory(tmp_path, repeats=1, requests=100, servers=("only",))
     watch(tmp_path, hot=True)
     summary = read_summary(tmp_path)
@@ -60,10 +61,11 @@ def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
     assert any(note.code == "gpu_throttled" and not note.values["invalid"] for note in found["sequential"][1])
     line = read_chart_data(tmp_path).timelines[0]
     (event,) = [event for event in timeline_events(line, None, None) if event.label == "heat"]
-    assert (event.bad, event.text) == (True, "heat throttles the GPU renderD128, for 2.0 s in all")
+    assert event.bad and "2.0" in event.text
+    wording(event.text)
 
 
-def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:
+def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path, wording: Wording) -> None:
     summary = read_summary(watched)
     did = summary.cells[0].machine_load
     assert summary.valid and did is not None  # a power limit is no reason
@@ -73,7 +75,8 @@ def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched:
     assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
     assert texts["container"] == "1.25 cores, 3.0 GiB"
     samples = sum(cell.machine_load.samples for cell in summary.cells if cell.machine_load is not None)
-    assert table.note == f"{samples} samples in 6 cells, at most 0.5 s apart; reading one took 2.1 ms at most"
+    assert str(samples) in table.note and "0.5" in table.note
+    wording(table.note)
 
 
 def test_exports_for_programs(watched: Path) -> None:

@@ -20,6 +20,7 @@ from tests.support.command import called
 from tests.support.faults import fault
 from tests.support.http_double import Handler, listening
 from tests.support.load_runs import make_job
+from tests.support.wording import Wording
 
 FIRST, SECOND, THIRD, EMBEDDER = "alpha-7b", "beta-32b", "gamma-3b", "nomic-embed-text"
 LISTED = [EMBEDDER, FIRST, SECOND, THIRD]
@@ -106,7 +107,7 @@ def test_the_loaded_model_is_measured(server: Callable[[list[str]], dict[str, An
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_with_none_loaded_it_is_said_which_one_will_be(
-    server: Callable[[list[str]], dict[str, Any]], tmp_path: Path
+    server: Callable[[list[str]], dict[str, Any]], tmp_path: Path, wording: Wording
 ) -> None:
     posts: list[str] = []
     with listening(double(server([]), posts)) as url:
@@ -114,7 +115,8 @@ def test_with_none_loaded_it_is_said_which_one_will_be(
             said: list[str] = []
             assert choices(url, tmp_path)[name](said) == FIRST
             (line,) = said
-            assert "has no model loaded" in line and f"'{FIRST}'" in line and "--model NAME" in line
+            assert f"'{FIRST}'" in line and "--model NAME" in line
+            wording(line)
         with pytest.raises(HarnessError) as caught:  # the scenario has an example's model, and three may take its place
             choices(url, tmp_path)["run"]([])
     assert caught.value.exit_code == 2
@@ -147,13 +149,16 @@ def test_of_several_loaded_models_none_is_chosen(server: Callable[[list[str]], d
         {"/api/v1/health": {"status": "ok"}, "/api/ps": "text"},
     ],
 )
-def test_a_server_that_does_not_report_it_is_measured_with_its_first_model(answers: dict[str, Any]) -> None:
+def test_a_server_that_does_not_report_it_is_measured_with_its_first_model(
+    answers: dict[str, Any], wording: Wording
+) -> None:
     posts: list[str] = []
     said: list[str] = []
     with listening(double(answers, posts)) as url:
         assert user_scenario("chat", Target(url), say=said.append)["model"] == FIRST
     (line,) = said
-    assert "does not report" in line and f"'{FIRST}'" in line
+    assert f"'{FIRST}'" in line
+    wording(line)
     only = {"/v1/models": {"data": [{"id": THIRD, "max_model_len": 9}]}}
     with listening(double(only, posts)) as url:
         assert user_scenario("chat", Target(url), say=said.append)["model"] == THIRD

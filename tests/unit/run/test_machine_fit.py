@@ -18,6 +18,7 @@ from harness.serve.template import render_server
 from tests.support.command import write
 from tests.support.machines import gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
 from tests.support.machines import write as files
+from tests.support.wording import Wording
 
 
 def experiment(folder: Path, template: str = "vllm-rocm", **variables: Any) -> Experiment:
@@ -40,15 +41,16 @@ def unit_and_card(root: Path, version: int = 110000, vram_gib: float = 24, *, un
 
 
 def test_a_share_that_vllm_will_refuse_is_refused_before_the_pull(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")  # memory is known without an engine
     root, wanted = seed(tmp_path / "root"), experiment(tmp_path, gpu_memory_utilization=0.9)
     fact = "server 's': gpu_memory_utilization 0.9 needs 86.40 of 96.00 GiB of /dev/dri/renderD128, and 76.45 GiB are"
     with pytest.raises(ServerError) as caught:
         preflight(wanted, pytest.fail, root)
-    assert caught.value.what == f"{fact} free: vLLM refuses to start"
-    assert "set gpu_memory_utilization to 0.77 or less. HARNESS_DOCTOR=off skips" in caught.value.next_step
+    wording(caught.value)
+    assert "gpu_memory_utilization" in caught.value.next_step and "0.77" in caught.value.next_step
+    wording(caught.value)
     (note,) = machine_notes(wanted, root)
     assert note.startswith(f"note: {fact}")
     preflight(experiment(tmp_path, gpu_memory_utilization=0.78), pytest.fail, root)
@@ -59,8 +61,10 @@ def test_a_share_that_vllm_will_refuse_is_refused_before_the_pull(
         used.write_text(f"{60 * GIB}\n")
 
     auto = experiment(tmp_path, "lemonade", vllm_args="--gpu-memory-utilization auto")
-    with pytest.raises(ServerError, match=r"gpu_memory_utilization 0.77 needs 73.92 of 96.00 GiB"):
+    with pytest.raises(ServerError) as caught:
         preflight(auto, fill_memory, root)
+    assert "gpu_memory_utilization" in str(caught.value) and "0.77" in str(caught.value)
+    wording(caught.value)
     monkeypatch.setenv("HARNESS_DOCTOR", "off")
     preflight(wanted, pytest.fail, root)
 
@@ -109,7 +113,7 @@ def test_a_card_wins_over_the_graphics_unit(
     assert filled.scenario.servers["s"].variables["gpu_memory_utilization"] == share
 
 
-def test_only_the_gpus_of_the_container_count(tmp_path: Path) -> None:
+def test_only_the_gpus_of_the_container_count(tmp_path: Path, wording: Wording) -> None:
     cards = list(list_gpus(unit_and_card(tmp_path / "root")))
     unit, card = cards
     assert select_serving_gpus(cards) == [card]
@@ -121,8 +125,10 @@ def test_only_the_gpus_of_the_container_count(tmp_path: Path) -> None:
     assert select_container_gpus(cards, single, {"HIP_VISIBLE_DEVICES": "0"}) == [card]
     assert select_container_gpus(cards, [], {"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}) == [card]
     halo = strix_halo_carve_out(tmp_path / "halo")
-    with pytest.raises(HarnessError, match="server 's': HIP_VISIBLE_DEVICES names '7', and there are 1 GPUs here"):
+    with pytest.raises(HarnessError) as caught:
         check_all_gpus(experiment(tmp_path, gpus=[0, 7]), halo)
+    assert "'s'" in str(caught.value) and "'7'" in str(caught.value)
+    wording(caught.value)
     by_id = experiment(tmp_path, environment={"HIP_VISIBLE_DEVICES": "GPU-1f2e"}, tensor_parallel_size=1)
     check_all_gpus(by_id, halo)
 
@@ -146,15 +152,14 @@ def test_settings_that_the_gpus_do_not_support_are_refused(
     check_all_gpus(wanted, tmp_path / "nothing")
 
 
-def test_the_graphics_unit_is_no_second_gpu_and_takes_no_fp8_away(tmp_path: Path) -> None:
+def test_the_graphics_unit_is_no_second_gpu_and_takes_no_fp8_away(tmp_path: Path, wording: Wording) -> None:
     root = unit_and_card(tmp_path / "root", 120001, 32)
     check_all_gpus(experiment(tmp_path, kv_cache_dtype="fp8"), root)
-    with pytest.raises(HarnessError, match=r"tensor_parallel_size is 2, and it gets 1 AMD GPU \(gfx1201\)"):
+    with pytest.raises(HarnessError) as caught:
         check_all_gpus(experiment(tmp_path, tensor_parallel_size=2), root)
-    assert machine_notes(experiment(tmp_path), root) == [
-        "note: server 's': its container sees gfx1036 in addition to gfx1201; "
-        "`devices: [/dev/kfd, /dev/dri/renderD129]` leaves it out"
-    ]
+    assert "tensor_parallel_size" in str(caught.value)
+    wording(caught.value)
+    wording(machine_notes(experiment(tmp_path), root))
     assert machine_notes(experiment(tmp_path, gpus=[1]), root) == []
     # vLLM on the CPU needs no GPU.
     on_cpu = experiment(tmp_path, "vllm-cpu", extra_args=["--kv-cache-dtype", "fp8", "-tp", "2"])

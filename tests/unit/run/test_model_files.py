@@ -11,9 +11,7 @@ from docker.errors import NotFound
 
 from harness.run.model_files import find_model_size
 from harness.scenario import Server
-from tests.unit.hardware.test_model import model
-from tests.unit.hardware.test_weights import KEYS, LISTED, gguf
-from tests.unit.questions.expect.test_expect import QWEN25_14B
+from tests.support.made_models import KEYS, LISTED, QWEN25_14B, gguf, model
 
 READ_GB = 28.0
 

@@ -34,6 +34,7 @@ from harness.serve.security import collect_secrets, find_exposures, require_cons
 from harness.serve.template import add_gateway, read_variables, render, templates
 from tests.support.load_runs import composed
 from tests.support.made_runs import server_problems_of
+from tests.support.wording import Wording
 
 EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
 NAMES = templates()
@@ -206,10 +207,14 @@ HUB = "hf_abcdefgh12345678"
         ({"environment": {"HTTPS_PROXY": f"http://me:{SECRET}@proxy:1"}}, "environment.HTTPS_PROXY", "API_KEY"),
     ],
 )  # fmt: skip
-def test_a_secret_that_is_written_out_is_refused_and_not_shown(given: dict[str, Any], at: str, name: str) -> None:
+def test_a_secret_that_is_written_out_is_refused_and_not_shown(
+    given: dict[str, Any], at: str, name: str, wording: Wording
+) -> None:
     (problem,) = server_problems_of(scenario(Server(template="vllm-rocm", variables=given)), {})
-    assert problem.startswith(f"$.servers.s.variables.{at}: a secret must not be in the scenario")
-    assert f'write "${{{name}}}" and export it in your shell' in problem
+    assert str(at) in problem
+    wording(problem)
+    assert str(name) in problem
+    wording(problem)
     assert not any(secret in problem for secret in (SECRET, HUB, "sk-abc", "123456"))
 
 
@@ -295,7 +300,9 @@ def test_vllm_rocm_is_started_as_amd_asks_for() -> None:
     }  # fmt: skip
 
 
-def test_a_secret_is_filled_in_at_the_start_and_never_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_filled_in_at_the_start_and_never_rendered(
+    monkeypatch: pytest.MonkeyPatch, wording: Wording
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_test")
     server = Server(template="vllm-rocm", variables={"environment": {"MY_API_KEY": "${MY_API_KEY}"}})
     text = composed(scenario(server))
@@ -304,17 +311,21 @@ def test_a_secret_is_filled_in_at_the_start_and_never_rendered(monkeypatch: pyte
     assert compose.server.environment["HF_TOKEN"] == "${HF_TOKEN-}"
     filled = fill_variables(compose, {"HF_TOKEN": "hf_secret", "MY_API_KEY": "k"})
     assert (filled.server.environment["HF_TOKEN"], filled.server.environment["MY_API_KEY"]) == ("hf_secret", "k")
-    with pytest.raises(HarnessError, match="MY_API_KEY is not set; export it, or write"):
+    with pytest.raises(HarnessError) as caught:
         fill_variables(compose, {})
+    wording(caught.value)
 
 
-def test_an_interpolated_value_is_checked_like_any_other() -> None:
+def test_an_interpolated_value_is_checked_like_any_other(wording: Wording) -> None:
     compose = parse_compose(rendered("simulated", {"volumes": ["${FOLDER}:/models"]}))
     assert fill_variables(compose, {"FOLDER": "/data"}).server.volumes == ["/data:/models"]
-    with pytest.raises(HarnessError, match="would give the whole host"):
+    with pytest.raises(HarnessError) as caught:
         fill_variables(compose, {"FOLDER": "/"})
-    with pytest.raises(HarnessError, match="there is no volume 'other' in this file"):
+    wording(caught.value)
+    with pytest.raises(HarnessError) as caught:
         fill_variables(compose, {"FOLDER": "other"})
+    assert "'other'" in str(caught.value)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -435,16 +446,19 @@ def test_the_ipc_of_the_host_needs_consent() -> None:
     [({"volumes": ["/etc:/x"]}, "host-files"), ({"huggingface_cache": "/etc"}, "host-files"),
      ({"publish": "0.0.0.0"}, "open-port")],
 )  # fmt: skip
-def test_consent_is_given_in_the_scenario_and_shown(variables: dict[str, Any], code: Any) -> None:
+def test_consent_is_given_in_the_scenario_and_shown(variables: dict[str, Any], code: Any, wording: Wording) -> None:
     server = Server(template="vllm-rocm", variables=variables)
     (problem,) = server_problems_of(scenario(server), {})
-    assert "needs consent" in problem and f"write allow: [{code}] in the server" in problem
+    assert "needs consent" in problem and str(code) in problem
+    wording(problem)
     agreed = msgspec.structs.replace(server, allow=[code])
     assert server_problems_of(scenario(agreed), {}) == []
     (note,) = list_notes(scenario(agreed))
-    assert f"the scenario lets its container reach this machine: {code} (" in note
-    with pytest.raises(ServerError, match="the server is not started"):
+    assert str(code) in note
+    wording(note)
+    with pytest.raises(ServerError) as caught:
         require_consent(server, parse_compose(server_document(scenario(server), "s")))
+    wording(caught.value)
 
 
 def test_a_link_to_what_needs_consent_needs_it(tmp_path: Path) -> None:
@@ -459,11 +473,13 @@ def test_a_link_to_what_needs_consent_needs_it(tmp_path: Path) -> None:
     "key",
     ["privileged", "network_mode", "pid", "userns_mode", "cgroup_parent", "device_cgroup_rules", "restart", "build"],
 )
-def test_what_the_harness_never_carries_out(key: str) -> None:
+def test_what_the_harness_never_carries_out(key: str, wording: Wording) -> None:
     raw = yaml.safe_load(rendered("simulated"))
     raw["services"]["server"][key] = "host"
-    with pytest.raises(HarnessError, match=rf"\$.services.server.{key} \(line \d+\): unknown key"):
+    with pytest.raises(HarnessError) as caught:
         parse_compose(yaml.safe_dump(raw))
+    assert str(key) in str(caught.value)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from harness.workload.job import Job, decode_job
 from tests.support.command import write
 from tests.support.faults import fault
 from tests.support.load_runs import composed
+from tests.support.wording import Wording
 
 
 def scenario(server: Server, **loads: Load) -> Scenario:
@@ -134,7 +135,7 @@ def test_one_stage_alone_can_be_loaded_from_the_web_ui(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("container", [True, False])
-def test_the_document_is_the_same_at_every_call(container: bool) -> None:
+def test_the_document_is_the_same_at_every_call(container: bool, wording: Wording) -> None:
     given = scenario(Server(template="simulated", container=container))
     text = composed(given)
     assert text == composed(given)
@@ -143,10 +144,7 @@ def test_the_document_is_the_same_at_every_call(container: bool) -> None:
     assert raw["services"]["locust"]["command"][3:5] == ["--host", "http://server:8000"]
     assert raw["x-amd-llm-load"]["port"] == 8000
     head = text.splitlines()[:6]
-    assert head[:2] == [
-        "# The server 's' and the load 'l' of scenario.yaml, printed by `harness compose`.",
-        "# Save it as compose.yaml, then: docker compose up",
-    ]
+    wording(head)
     assert head[4:] == ["# Locust: http://127.0.0.1:8089", "# server: http://127.0.0.1:8000"]
 
 

@@ -19,6 +19,7 @@ from harness.serve.template import (
     templates,
 )
 from tests.support.command import harness
+from tests.support.wording import Wording
 
 
 def scenario(template: str, gateway: Gateway | None = None, **variables: Any) -> Scenario:
@@ -39,12 +40,13 @@ def test_each_pin_is_the_default_of_its_templates_and_of_no_other() -> None:
     assert images == [pin.image for pin in pins() if "monitoring" in pin.templates]
 
 
-def test_a_pin_older_than_120_days_is_noted() -> None:
+def test_a_pin_older_than_120_days_is_noted(wording: Wording) -> None:
     pin = find_pin("vllm-rocm")
     used = scenario("vllm-rocm")
     assert pin_notes(used, pin.day + timedelta(days=120)) == []
     (note,) = pin_notes(used, pin.day + timedelta(days=121))
-    assert note.startswith(f"server 's': the pinned image {pin.image} is 121 days old")
+    assert "'s'" in note and "121" in note
+    wording(note)
     assert pin_notes(scenario("vllm-rocm", image="me/mine:1"), pin.day + timedelta(days=999)) == []
     assert pin_notes(scenario("simulated"), pin.day + timedelta(days=999)) == []
     front = scenario("simulated", Gateway(template="litellm"))
@@ -69,17 +71,19 @@ def test_the_version_that_a_tag_names(image: str, version: tuple[int, ...] | Non
 REMOVED = ["--swap-space", "16", "--disable-log-requests", "--num_scheduler_steps=8"]
 
 
-def test_flags_and_variables_that_are_removed_are_noted_before_the_start() -> None:
+def test_flags_and_variables_that_are_removed_are_noted_before_the_start(wording: Wording) -> None:
     environment = {"VLLM_USE_V1": "0", "VLLM_USE_TRITON_FLASH_ATTN": "0", "VLLM_LOGGING_LEVEL": "DEBUG"}
     notes = removed_notes(scenario("vllm-rocm", extra_args=REMOVED, environment=environment))
     named = ("--swap-space", "--disable-log-requests", "--num-scheduler-steps", *sorted(environment, reverse=True))
     assert len(notes) == len(named)
     assert all(any(name in note for note in notes) for name in named)
-    assert "vLLM 0.31.0 does not start with --swap-space (removed in 0.18.0)" in notes[0]
+    assert "0.31.0" in notes[0] and "--swap-space" in notes[0]
+    wording(notes[0])
     old = removed_notes(scenario("vllm-rocm", image="vllm/vllm-openai-rocm:v0.17.1", extra_args=REMOVED))
     assert [flag for flag in named[:3] if any(flag in note for note in old)] == list(named[1:3])
     unknown = removed_notes(scenario("vllm-rocm", image="me/mine:7", extra_args=["--swap-space", "16"]))
-    assert len(unknown) == 1 and "a current vLLM does not start with --swap-space" in unknown[0]
+    assert len(unknown) == 1 and "--swap-space" in unknown[0]
+    wording(unknown[0])
     behind = removed_notes(scenario("lemonade", vllm_args="--swap-space 16", environment={"VLLM_USE_V1": "0"}))
     assert len(behind) == 2
     assert removed_notes(scenario("llamacpp", extra_args=["--device", "ROCm0"])) == []

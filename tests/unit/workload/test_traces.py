@@ -16,6 +16,7 @@ from tests.support.command import called, harness
 from tests.support.load_runs import end, log_of, make_job, records_of, start_job
 from tests.support.made_runs import request, write_lines
 from tests.support.simulated import spawned
+from tests.support.wording import Wording
 
 BURSTGPT = """\
 Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
@@ -111,9 +112,10 @@ def test_what_cannot_be_meant_is_refused_with_its_line(
     assert problem(tmp_path, content, **given).startswith(said)
 
 
-def test_a_trace_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match=r"the trace cannot be read \(No such file or directory\)"):
+def test_a_trace_that_is_missing(tmp_path: Path, wording: Wording) -> None:
+    with pytest.raises(HarnessError) as caught:
         cached_replay(tmp_path / "none", Trace(file="none"))
+    wording(caught.value)
 
 
 def replayed(found: Replay, seed: int, salt: str | None = None) -> Workload:

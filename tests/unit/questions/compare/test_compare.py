@@ -31,6 +31,7 @@ from harness.scenario.plan import Cell
 from harness.scenario.workers import Workers
 from tests.support.command import harness
 from tests.support.made_runs import scenario, served_by, write_lines, write_made_run
+from tests.support.wording import Wording
 
 TIGHT = [0.996, 0.998, 1.0, 1.002, 1.004]
 
@@ -161,7 +162,7 @@ def test_the_metric_follows_the_work(one: Load, changes: dict[str, Any], metric:
     assert work_metric([one, msgspec.structs.replace(one, **changes)]) == metric
 
 
-def test_each_pair_has_the_metric_of_its_loads() -> None:
+def test_each_pair_has_the_metric_of_its_loads(wording: Wording) -> None:
     """A timed load in a scenario does not take the wall time from loads that are the same fixed work."""
     loads = {
         "work": Load(user="batch", requests=5),
@@ -190,9 +191,7 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
         ("b / work", "a / work", "wall", "faster"),
         ("b / vectors", "a / vectors", "input_tok_s", "faster"),
     ]
-    assert verdict_sentence(found.verdicts[1]) == (
-        "b / vectors: inconclusive: one makes text and the other embeddings, which have no output tokens."
-    )
+    wording(verdict_sentence(found.verdicts[1]))
     assert [" by wall time (" in verdict_sentence(v) for v in found.verdicts].count(True) == 1
 
 
@@ -378,7 +377,7 @@ def test_the_exit_code_of_a_gate(tmp_path: Path, factor: float, options: tuple[s
     verdicts = msgspec.json.decode(done.out)["verdicts"]
     assert [verdict["gate"] for verdict in verdicts] == [gate] * 2
     shown = harness("compare", "one", "two", *options, "--format", "markdown", cwd=tmp_path).out
-    assert ("would fail with --provisional" in shown) == (gate == "provisional")
+    assert ("--provisional" in shown) == (gate == "provisional")
     xml = harness("compare", "one", "two", *options, "--format", "junit", cwd=tmp_path).out
     outcomes = {0: (0, 0), 4: (2, 0), 5: (0, 2)}  # failures and skipped cases
     assert f'failures="{outcomes[code][0]}" errors="0" skipped="{outcomes[code][1]}"' in xml
@@ -498,12 +497,13 @@ def serving_digest(digest: Callable[[Cell], str]) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_the_refusal_names_the_key_and_both_values(
-    tmp_path: Path, other: dict[str, Any], key: str, value: str, other_value: str, more: int
+    tmp_path: Path, other: dict[str, Any], key: str, value: str, other_value: str, more: int, wording: Wording
 ) -> None:
     found = refused(tmp_path, **other)
     sides = {"run": "one", "value": value, "other": "two", "other_value": other_value}
     assert (found.reason.code, found.reason.values) == ("runs_differ", {"key": key, **sides, "more": more})
-    assert found.what.startswith(f"runs that differ in '{key}' are not compared: {value} in one, {other_value} in two")
+    assert all(str(value) in found.what for value in (key, value, other_value))
+    wording(found)
 
 
 VERSIONS = {"locust": "2.47.0"}
@@ -522,7 +522,7 @@ OTHER_ARGUMENTS = {"served": lambda cell: served_by(arguments=["--max-num-seqs",
     ],
 )
 def test_the_command_that_a_refusal_suggests_works_as_it_is(
-    tmp_path: Path, changes: list[dict[str, Any]], about: str | None
+    tmp_path: Path, changes: list[dict[str, Any]], about: str | None, wording: Wording
 ) -> None:
     runs = tmp_path / "my runs"
     manifest = {"versions": VERSIONS | {"load generator": "1111"}, "locustfiles": {"batch": "1111"}}
@@ -533,7 +533,7 @@ def test_the_command_that_a_refusal_suggests_works_as_it_is(
     assert refusal.code == 1
     last = refusal.err.splitlines()[-1]
     if about is None:
-        assert last.startswith("next: Make the runs equal in all but the one thing")
+        wording(last)
         return
     pasted = last[last.index("harness compare") :]
     assert shlex.split(pasted)[:4] == ["harness", "compare", "--about", about]
@@ -564,7 +564,7 @@ def limited(value: int) -> Callable[[Cell], ServedBy]:
     return lambda cell: served_by(arguments=["--max-num-seqs", str(value)], container=container)
 
 
-def test_a_variable_brings_its_arguments(tmp_path: Path) -> None:
+def test_a_variable_brings_its_arguments(tmp_path: Path, wording: Wording) -> None:
     for value in (4, 8):
         folder = tmp_path / f"seqs-{value}"
         write_made_run(folder, noisy(value), made_of=with_variable(value), served=limited(value))
@@ -573,7 +573,8 @@ def test_a_variable_brings_its_arguments(tmp_path: Path) -> None:
     assert len(compare_runs(groups, about="variables").verdicts) == 2
     with pytest.raises(HarnessError) as raised:
         compare_runs(groups, about="image")
-    assert raised.value.what.startswith("runs that differ in 'servers.a.variables.max_num_seqs' are not compared: 4 in")
+    assert "'servers.a.variables.max_num_seqs'" in raised.value.what
+    wording(raised.value)
     assert "servers.b.container.Cmd" in raised.value.detail
 
 
@@ -607,21 +608,24 @@ def test_what_chance_chose_does_not_matter(tmp_path: Path) -> None:
     assert [difference.key for difference in made.differences] == ["git_commit"], "shown, and no reason to refuse"
 
 
-def test_a_run_that_is_invalid_or_has_not_ended_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_is_invalid_or_has_not_ended_is_refused(tmp_path: Path, wording: Wording) -> None:
     write_made_run(tmp_path / "one", noisy(1))
     run = write_made_run(tmp_path / "two", noisy(2))
     records = list(read_requests(tmp_path / "two" / "requests.jsonl"))
     write_lines(tmp_path / "two" / "requests.jsonl", records[:-1])
-    with pytest.raises(RunError, match="two: only a VALID run is compared: r5-b-x: load process 109 sent 5") as it:
+    with pytest.raises(RunError) as it:
         compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    assert "109" in str(it.value)
+    wording(it.value)
     assert it.value.exit_code == ExitCode.INVALID
     write_lines(tmp_path / "two" / "requests.jsonl", records)
     write_run(tmp_path / "two", msgspec.structs.replace(run, status="running"))
-    with pytest.raises(RunError, match="two: only a VALID run is compared: it is running"):
+    with pytest.raises(RunError) as caught:
         compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    wording(caught.value)
 
 
-def test_only_common_rows_are_compared_each_by_its_own_metric(tmp_path: Path) -> None:
+def test_only_common_rows_are_compared_each_by_its_own_metric(tmp_path: Path, wording: Wording) -> None:
     load = scenario().loads["x"]
     more = scenario(
         servers=scenario().servers | {"c": Server(template="vllm-cpu")},
@@ -637,18 +641,22 @@ def test_only_common_rows_are_compared_each_by_its_own_metric(tmp_path: Path) ->
     ]
     found = compare_runs([[tmp_path / "one"], [tmp_path / "small"]])
     assert [v.side for v in found.verdicts] == ["a / x", "b / x"]
-    with pytest.raises(HarnessError, match="no row in common"):
+    with pytest.raises(HarnessError) as caught:
         compare_runs([[tmp_path / "one"], [tmp_path / "z"]])
+    wording(caught.value)
 
 
-def test_what_cannot_be_compared_at_all(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_at_all(tmp_path: Path, wording: Wording) -> None:
     write_made_run(tmp_path / "one", noisy(1))
-    with pytest.raises(HarnessError, match="needs a baseline and at least one other run"):
+    with pytest.raises(HarnessError) as caught:
         compare_runs([[tmp_path / "one"]])
+    wording(caught.value)
     with pytest.raises(HarnessError, match="given twice"):
         compare_runs([[tmp_path / "one"], [tmp_path / "one"]])
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
-    with pytest.raises(HarnessError, match="one: this run is given twice"):
+    with pytest.raises(HarnessError) as caught:
         compare_runs([[tmp_path / "one"], [tmp_path / "copy"]])
-    with pytest.raises(HarnessError, match="not a run directory"):
+    wording(caught.value)
+    with pytest.raises(HarnessError) as caught:
         compare_runs([[tmp_path / "one"], [tmp_path / "none"]])
+    wording(caught.value)

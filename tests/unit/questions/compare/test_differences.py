@@ -19,6 +19,7 @@ from harness.scenario import Server
 from harness.scenario.plan import Cell
 from tests.support.command import called
 from tests.support.made_runs import scenario, served_by, write_made_run
+from tests.support.wording import Wording
 
 MI300X = Machine(name="mi300x", kernel="6.8", cores=96, gpus=[{"target": "gfx942", "vram_bytes": 5}])
 
@@ -55,7 +56,7 @@ EXPECTED = [
 ]
 
 
-def test_across_machines(two: tuple[Path, Path]) -> None:
+def test_across_machines(two: tuple[Path, Path], wording: Wording) -> None:
     made = compare_runs(group_by_machine(two), about="machine")
     assert [(v.side, v.baseline, v.word) for v in made.verdicts] == [
         ("a / x (mi300x)", "strix", "faster"), ("b / x (mi300x)", "strix", "faster"),
@@ -64,37 +65,41 @@ def test_across_machines(two: tuple[Path, Path]) -> None:
     assert made.sides == ["strix", "mi300x"]
     # The table has the values of both machines, and a chart shows them.
     (grid,) = [each for each in comparison_page(made) if isinstance(each, Grid) and each.is_main]
-    assert [column.title for column in grid.columns][:5] == ["Row", "By", "strix", "mi300x", "Speed, after / before"]
+    wording([column.title for column in grid.columns])
     assert [row[2:5] for row in grid.rows] == [["1.00 s", "0.501 s", "2.000×"]] * 2
     (chart,) = [each for each in comparison_page(made) if isinstance(each, Chart)]
     assert [trace["name"] for trace in chart.figure["data"]] == ["strix", "mi300x"]
     assert [round(value, 2) for trace in chart.figure["data"] for value in trace["x"]] == [1.0, 1.0, 0.5, 0.5]
     assert made.differences == EXPECTED
-    assert "| What differs | strix | mi300x |\n|:---|:---|:---|\n" in render(comparison_page(made))
+    wording([line for line in render(comparison_page(made)).splitlines() if line.startswith("| What")])
     assert "\n| machine.name | strix | mi300x |\n" in render(comparison_page(made))
 
 
-def test_across_machines_nothing_else_may_differ(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_across_machines_nothing_else_may_differ(two: tuple[Path, Path], tmp_path: Path, wording: Wording) -> None:
     write_made_run(tmp_path / "three", steady(), served=on("--dtype", "half"), machine=MI300X)
-    with pytest.raises(HarnessError, match=r"differ in 'servers\.a\.arguments' are not compared"):
+    with pytest.raises(HarnessError) as caught:
         compare_runs(group_by_machine([two[0], tmp_path / "three"]), about="machine")
-    with pytest.raises(HarnessError, match="all runs are of one machine, mi300x"):
+    wording(caught.value)
+    with pytest.raises(HarnessError) as caught:
         group_by_machine([two[1], tmp_path / "three"])
+    wording(caught.value)
 
 
-def test_the_commands(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_commands(two: tuple[Path, Path], tmp_path: Path, wording: Wording) -> None:
     done = called("compare", "one", "two", "--across", "machine", "--runs", ".", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     table = called("compare", "one", "two", "--runs", ".", cwd=tmp_path)
-    assert (table.code, "are not compared" in table.err) == (1, True)
+    assert table.code == 1
+    wording(table.err)
     for out, names in ((done.out, ["strix", "mi300x"]), (table.out, ["one", "two"])):
         rows = [["What", "differs", *names], ["servers.*.container.HostConfig.GroupAdd", "993", "110"]]
         lines = [line.split() for line in out.splitlines()]
         assert [line for line in lines if line in rows] == rows
     wrong = called("compare", "one", "two", "--across", "machine", "--about", "image", "--runs", ".", cwd=tmp_path)
-    assert (wrong.code, wrong.err.startswith("error: --across does not go with --about\n")) == (1, True)
+    assert wrong.code == 1
+    wording(wrong.err)
     text = called("compare", "one", "two", "--runs", ".", "--format", "markdown", cwd=tmp_path).out
-    assert text.startswith("| What differs | one | two |\n|:---|:---|:---|\n| servers.\\*.container.")
+    wording(text.splitlines()[0])
     shown = json.loads(called("compare", "one", "two", "--runs", ".", "--format", "json", cwd=tmp_path).out)
     assert {"key": "machine.kernel", "values": ["6.17", "6.8"]} in shown["differences"]
     same = called("compare", "one", "one", "--runs", ".", cwd=tmp_path)

@@ -16,16 +16,9 @@ from harness.questions.expect.page import expect_page
 from harness.questions.expect.sources import answer
 from tests.support.command import harness
 from tests.support.machines import gpu, radeon, strix_halo_carve_out, write
+from tests.support.made_models import QWEN3, QWEN25_14B, model, qwen3
 from tests.support.printed import printed_lines
-from tests.unit.hardware.test_fit import qwen3
-from tests.unit.hardware.test_model import QWEN3, model
-
-QWEN25_14B: dict[str, Any] = {
-    "model_type": "qwen2", "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
-    "hidden_size": 5120, "intermediate_size": 13824, "vocab_size": 152064, "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-}  # fmt: skip
-
+from tests.support.wording import Wording
 
 QWEN30_A3: dict[str, Any] = {
     "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -66,10 +59,10 @@ def test_the_question_of_the_strix_halo_owner(tmp_path: Path) -> None:
     ("bits", "tok_s", "word"),
     [("16", 6.4, "normal"), ("Q4_K_M", 24, "at-limit"), ("4", 5.6, "slow"), ("fp8", 19.5, None)],
 )
-def test_a_model_by_hand(tmp_path: Path, bits: str, tok_s: float, word: str | None) -> None:
+def test_a_model_by_hand(tmp_path: Path, bits: str, tok_s: float, word: str | None, wording: Wording) -> None:
     found = answer(Question(params="14B", bits=bits, gpu="gfx1151", measured_tok_s=tok_s), tmp_path)
     assert (found.word, found.gpu) == (word, "Radeon 8060S")
-    assert "gfx1151 is taken for Radeon 8060S" in (found.bandwidth_source or "")
+    wording(found.bandwidth_source or "")
 
 
 @pytest.mark.parametrize(
@@ -88,18 +81,19 @@ def test_a_folder_whose_name_is_a_size_is_a_model(tmp_path: Path, monkeypatch: p
     assert answer(Question(model="14B", gpu="gfx1151"), tmp_path).one_user_max_tok_s is None
 
 
-def test_a_slow_speed_says_what_may_be_wrong(tmp_path: Path) -> None:
+def test_a_slow_speed_says_what_may_be_wrong(tmp_path: Path, wording: Wording) -> None:
     found = answer(Question(params="14B", bits="4", gpu="gfx1151", measured_tok_s=5.6), tmp_path)
-    assert found.sentence.startswith("5.6 tok/s is slow for 14B at 4 bit on Radeon 8060S: 17 % of at most 33.2 tok/s (")
-    assert ". Something is wrong: eager mode, " in found.sentence
+    assert "5.6" in found.sentence and "17" in found.sentence
+    wording(found.sentence)
 
 
-def test_a_model_whose_size_is_not_known(tmp_path: Path) -> None:
+def test_a_model_whose_size_is_not_known(tmp_path: Path, wording: Wording) -> None:
     """The answer says so, and does not ask for the model that was given."""
     folder = model(tmp_path / "m", {"model_type": "new"})
     found = answer(Question(model=str(folder), gpu="gfx1151"), tmp_path)
     assert found.one_user_max_tok_s is None
-    assert found.sentence.startswith("m: its speed is not known: ") and "harness expect 14B" in found.sentence
+    assert "harness expect 14B" in found.sentence
+    wording(found.sentence)
 
 
 def test_experts_of_many_users(tmp_path: Path) -> None:
@@ -131,10 +125,11 @@ def test_the_share_in_the_sentence_is_the_one_of_its_word(
     assert measured.share_of_measured == measured.share
 
 
-def test_what_fits_without_a_cache_is_the_weights(tmp_path: Path) -> None:
+def test_what_fits_without_a_cache_is_the_weights(tmp_path: Path, wording: Wording) -> None:
     """The size of the cache is not known from a size: nothing is said of its fit, and the context is not dropped."""
     by_hand = answer(Question(params="14B", bits="8", gpu="7900 XTX", users=8, context=32768), tmp_path)
-    assert "without the KV cache of 32,768 tokens, which is not known" in by_hand.sentence
+    assert "32,768" in by_hand.sentence
+    wording(by_hand.sentence)
     assert any(line.startswith("weights fit") for line in printed_lines(expect_page(by_hand)))
     model(tmp_path / "m", QWEN25_14B)
     known = answer(Question(model=str(tmp_path / "m"), gpu="W7900", users=8, context=32768), tmp_path)
@@ -156,25 +151,29 @@ def test_what_fits_into_a_card_of_the_table(tmp_path: Path) -> None:
     assert fits == {"FP16": False, "FP8": True, "AWQ": True, "Q8_0": True, "Q4_K_M": True}
 
 
-def test_this_machines_gpu_and_its_memory(tmp_path: Path) -> None:
+def test_this_machines_gpu_and_its_memory(tmp_path: Path, wording: Wording) -> None:
     root = strix_halo_carve_out(tmp_path / "root")
     qwen3(tmp_path / "m")
     found = answer(Question(model=str(tmp_path / "m"), context=8192), root)
     assert (found.gpu, found.bandwidth_gb_s, found.fits) == ("Radeon 8060S", 256, True)
-    assert found.bandwidth_source == "data sheet, for LPDDR5X-8000"
+    assert "8000" in (found.bandwidth_source or "")
+    wording(found.bandwidth_source)
     card = answer(Question(params="8B"), radeon(tmp_path / "card", 110000, 24))
     assert (card.gpu, card.memory is not None) == ("Radeon RX 7900 XTX", True)
 
 
 @pytest.mark.parametrize(("gpus", "gb_s", "which"), [(1, 960, "first"), (2, 640, "slowest of the first 2")])
-def test_of_different_cards_the_slowest_that_is_used_counts(tmp_path: Path, gpus: int, gb_s: float, which: str) -> None:
+def test_of_different_cards_the_slowest_that_is_used_counts(
+    tmp_path: Path, gpus: int, gb_s: float, which: str, wording: Wording
+) -> None:
     """As in reports of runs. A 7900 XTX and an R9700."""
     root = radeon(tmp_path, 110000, 24)
     gpu(root, 120001, minor=129, vram_gib=32, gtt_gib=31, card=True)
     found = answer(Question(params="8B", gpus=gpus), root)
     assert found.bandwidth_gb_s == gb_s
     names = "Radeon RX 7900 XTX, Radeon AI PRO R9700"
-    assert found.bandwidth_source == f"data sheet; the {which} of this machine's {names}"
+    assert found.bandwidth_source is not None and which in found.bandwidth_source and names in found.bandwidth_source
+    wording(found.bandwidth_source)
 
 
 def test_prompts_go_up_to_the_context(tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ def test_other_weights_are_for_the_users_of_the_question(tmp_path: Path) -> None
         assert own.max_tok_s == pytest.approx(found.users_max_tok_s)
         assert (own.spread_max_tok_s is None) == (asked is by_hand)
         assert (own.spread_max_tok_s or own.max_tok_s) == pytest.approx(found.share_of_tok_s)
-        assert "Other weights, 8 users" in "\n".join(printed_lines(expect_page(found)))
+        assert any("8 users" in line and "FP16" in line for line in printed_lines(expect_page(found)))
 
 
 def test_other_weights_of_a_model_whose_experts_alone_have_4_bit(tmp_path: Path) -> None:
@@ -222,10 +221,10 @@ def test_what_is_typical_falls_with_the_context(tmp_path: Path) -> None:
     assert low == sorted(low, reverse=True) and low[0] >= 60
 
 
-def test_cards_that_are_not_in_the_table_are_named(tmp_path: Path) -> None:
+def test_cards_that_are_not_in_the_table_are_named(tmp_path: Path, wording: Wording) -> None:
     root = radeon(tmp_path, 90006, 16)
     gpu(root, 110000, minor=129, vram_gib=24, gtt_gib=31, card=True)
-    assert answer(Question(params="8B"), root).sentence.startswith("gfx906 is not in the table: ")
+    wording(answer(Question(params="8B"), root).sentence)
 
 
 def memory_device(speed: int, width: int, size: int = 0x4000) -> bytes:
@@ -263,12 +262,12 @@ def test_a_measurement_is_kept_with_the_machine() -> None:
     assert read_measured() is None
 
 
-def test_the_share_of_the_measured_bandwidth(tmp_path: Path) -> None:
+def test_the_share_of_the_measured_bandwidth(tmp_path: Path, wording: Wording) -> None:
     root = strix_halo_carve_out(tmp_path / "root")
     found = answer(Question(params="14B", measured_tok_s=6.4), root, measured_gb_s=202.0)
     assert (round(found.share or 0, 2), round(found.share_of_measured or 0, 2)) == (0.70, 0.89)
     low = answer(Question(params="14B", measured_tok_s=6.4), root, measured_gb_s=150.0)
-    assert any("the measured bandwidth is too low" in line for line in printed_lines(expect_page(low)))
+    wording([line for line in printed_lines(expect_page(low)) if "measured bandwidth" in line])
 
 
 def test_the_cpu_is_measured_where_there_is_no_gpu(tmp_path: Path) -> None:
@@ -309,7 +308,7 @@ def test_types_of_weights(given: str, per_param: float) -> None:
     assert parse_bits(given)[0] == per_param
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, wording: Wording) -> None:
     root = strix_halo_carve_out(tmp_path / "root")
     qwen3(tmp_path / "m")
     qwen3(tmp_path / "large", gib=80)
@@ -326,11 +325,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert (page["word"], page["one_user_max_tok_s"] > page["one_user_typical_tok_s"][1]) == ("at-limit", True)
     assert Expectation.__struct_fields__ == tuple(page)
     code, lines = expect("--root", str(tmp_path))
-    assert (code, lines[0]) == (1, "error: no AMD GPU is known to this machine's kernel (/sys/class/kfd)")
+    assert code == 1
+    wording(lines[0])
     # The exit code says that it does not fit.
     assert expect("large", "--free", "76.45", "--total", "96")[0] == 4
     code, lines = expect("--free", "1", "--total", "96")
-    assert (code, "nothing is left for vLLM" in lines[0]) == (4, True)
+    assert code == 4
+    wording(lines[0])
 
 
 FREE, TOTAL = ["--free", "76.45"], ["--total", "96"]
@@ -403,7 +404,7 @@ def test_experts_without_the_number_of_a_token_are_no_dense_model(tmp_path: Path
     assert dense.one_user_max_tok_s is not None and len(dense.doubts) == 1
 
 
-def test_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_configuration_is_an_error(tmp_path: Path, wording: Wording) -> None:
     configs: list[dict[str, Any]] = [
         QWEN3 | {"num_hidden_layers": "x"}, {"model_type": 5}, {"text_config": {}}, {},
         QWEN25_14B | {"num_hidden_layers": 10**400}, QWEN25_14B | {"vocab_size": True},
@@ -416,22 +417,25 @@ def test_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:
         found = answer(Question(model=str(shape), gpu="MI300X", context=10), tmp_path)
         assert found.one_user_max_tok_s is None and found.model is None
     write(tmp_path, {"config.json": "[]"})
-    with pytest.raises(HarnessError, match="is not the configuration"):
+    with pytest.raises(HarnessError) as caught:
         answer(Question(model=str(tmp_path), gpu="MI300X"), tmp_path)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize(
     ("gpu", "params", "fits"),
     [("RX 7900 XTX", "70B", False), ("RX 7900 XTX", "7B", None), ("gfx1151", "60B", None), ("gfx1151", "70B", False)],
 )
-def test_weights_by_hand_that_do_not_fit_are_said(gpu: str, params: str, fits: bool | None) -> None:
+def test_weights_by_hand_that_do_not_fit_are_said(gpu: str, params: str, fits: bool | None, wording: Wording) -> None:
     found = answer(Question(params=params, bits="16", gpu=gpu))
     assert found.fits is fits
-    assert any(line.startswith("does not fit") for line in printed_lines(expect_page(found))) is (fits is False)
-    assert any("fit is not known" in line for line in printed_lines(expect_page(found))) is (params == "60B")
+    lines = [line for line in printed_lines(expect_page(found)) if " fit" in line]
+    assert any(line.startswith(("does not", "whether")) for line in lines) == (fits is False or params == "60B")
+    wording(lines)
 
 
-def test_several_users_of_a_mixture_are_told_the_speed_with_the_experts_of_all() -> None:
+def test_several_users_of_a_mixture_are_told_the_speed_with_the_experts_of_all(wording: Wording) -> None:
     found = answer(Question(params="30B", active_params="3B", bits="Q4_K_M", gpu="gfx1151", users=16))
-    assert " about 279 tok/s with the experts of all users, of at most 2,276 tok/s (" in found.sentence
+    assert "279" in found.sentence and "2,276" in found.sentence
+    wording(found.sentence)
     assert found.share is None and found.share_of_tok_s == pytest.approx(279, rel=0.01)

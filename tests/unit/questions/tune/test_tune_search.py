@@ -59,7 +59,9 @@ from harness.serve.lemonade import RunningModel, find_other_load
 from harness.workload import workload_sha256
 from tests.support.http_double import Handler, listening
 from tests.support.made_runs import request, scenario, served_by, write_made_run
+from tests.support.made_summaries import row_of
 from tests.support.tune_reports import changed_report, store
+from tests.support.wording import Wording
 
 QUESTION = TuneQuestion(budget_s=3600, names={"sequences": "max_num_seqs", "memory": "gpu_memory_utilization"})
 REPORT = TuneReport(question=QUESTION)
@@ -106,7 +108,7 @@ def test_no_result_has_a_reason() -> None:
     assert slo_checks(limited) == ["attainment(ttft<=2s) >= 0"] and slo_checks(QUESTION) == []
 
 
-def test_users_are_read_between_the_levels_around_the_slo() -> None:
+def test_users_are_read_between_the_levels_around_the_slo(wording: Wording) -> None:
     levels, loads = users_ladder("chat", Load(user="chat", users=8, duration_s=60))
     assert list(levels.values()) == [2, 4, 8, 16, 32] == [load.users for load in loads.values()]
     open_levels, open_loads = users_ladder("o", Load(user="chat", users=8, duration_s=60, arrivals=Arrivals(rate=0.5)))
@@ -121,7 +123,8 @@ def test_users_are_read_between_the_levels_around_the_slo() -> None:
     assert users(1, 1, 1, 1, 1) == 32
     assert users(0.475, 0.2, 0.1, 0, 0) == pytest.approx(1.0), "half the share at two users"
     none = users(0, 0, 0, 0, 0)
-    assert isinstance(none, Reason) and (none.code, none.text) == ("slo_broken", "chat-1: no requests met the SLOs")
+    assert isinstance(none, Reason) and none.code == "slo_broken"
+    wording(none.text)
 
 
 def test_a_load_of_the_search_ends_once_enough_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,14 +189,18 @@ def test_a_fallback_is_found() -> None:
     assert find_fallback(replace(first, effective={}), first) is None, "not reported"
 
 
-def test_a_load_that_lemonade_only_reports_is_found() -> None:
+def test_a_load_that_lemonade_only_reports_is_found(wording: Wording) -> None:
     old = RunningModel(name="m", recipe="vllm", pid=1, recipe_options={"ctx_size": 4096}, checkpoint="c")
     new = replace(old, pid=2, recipe_options={"ctx_size": 8192})
     asked = {"ctx_size": 8192, "vllm_args": ""}
     assert find_other_load(asked, old, new) is None
-    assert "not loaded again" in str(find_other_load(asked, old, replace(new, pid=1)))
-    assert "runs with ctx_size 4096" in str(find_other_load(asked, old, replace(old, pid=2)))
-    assert "its recipe is 'llamacpp'" in str(find_other_load(asked, old, replace(new, recipe="llamacpp")))
+    wording(str(find_other_load(asked, old, replace(new, pid=1))))
+    assert "ctx_size" in str(find_other_load(asked, old, replace(old, pid=2))) and "4096" in str(
+        find_other_load(asked, old, replace(old, pid=2))
+    )
+    wording(str(find_other_load(asked, old, replace(old, pid=2))))
+    assert "'llamacpp'" in str(find_other_load(asked, old, replace(new, recipe="llamacpp")))
+    wording(str(find_other_load(asked, old, replace(new, recipe="llamacpp"))))
     assert find_other_load({"ctx_size": 4096}, old, old) is None, "nothing to change"
 
 
@@ -269,28 +276,32 @@ FOUND = changed_report(
 )
 
 
-def test_the_first_line_is_the_answer() -> None:
-    gain = "42 % more output tokens a second (35 to 49 %)"
-    assert answer_line(FOUND) == f"Set max_num_seqs to 5: {gain}, proven on new prompts"
+def test_the_first_line_is_the_answer(wording: Wording) -> None:
+    assert "max_num_seqs" in answer_line(FOUND)
+    wording(answer_line(FOUND))
     two = changed_report(
         FOUND, settings={"max_num_seqs": 5, "enforce_eager": True, "x": 1}, defaults={"max_num_seqs": 4}
     )
-    assert answer_line(two).startswith("Set max_num_seqs to 5 (was 4), enforce_eager to true and x to 1: 42 %")
+    assert "max_num_seqs" in answer_line(two) and "enforce_eager" in answer_line(two)
+    wording(answer_line(two))
     kept = changed_report(FOUND, verdict="keep", settings={}, ratio=1.004, low=0.99, high=1.018)
-    assert answer_line(kept).startswith("Keep the default: 2 other settings tried, none brings 2\u00a0% more output")
-    assert answer_line(kept).endswith("0.4 % more output tokens a second (1 % fewer to 1.8 % more)")
+    wording(answer_line(kept))
+    assert "0.4" in answer_line(kept) and "1.8" in answer_line(kept)
+    wording(answer_line(kept))
     unsure = changed_report(FOUND, verdict="inconclusive", needed=8)
-    assert answer_line(unsure) == f"Not proven: set max_num_seqs to 5: {gain}; 8 repeats would settle it"
+    assert "max_num_seqs" in answer_line(unsure)
+    wording(answer_line(unsure))
     invalid = changed_report(unsure, needed=None, reasons=[because("proof_invalid", "x")])
-    assert answer_line(invalid) == f"Not proven: set max_num_seqs to 5: {gain}; the proof is INVALID"
+    assert "max_num_seqs" in answer_line(invalid)
+    wording(answer_line(invalid))
     missing = changed_report(unsure, ratio=None, needed=None, reasons=[because("proof_missing", "x")])
-    assert answer_line(missing).endswith(
-        "40 % more output tokens a second in the search; the records of the proof are missing"
-    )
+    assert "40" in answer_line(missing)
+    wording(answer_line(missing))
     only = changed_report(FOUND, settings={"gpu_memory_utilization": 0.75}, ratio=None, low=None, high=None)
-    assert answer_line(only) == "Set gpu_memory_utilization to 0.75: the default gave no result"
+    assert "gpu_memory_utilization" in answer_line(only) and "0.75" in answer_line(only)
+    wording(answer_line(only))
     none = changed_report(verdict="inconclusive", reasons=[because("nothing_started", "no settings")])
-    assert answer_line(none) == "No answer: no settings gave a result"
+    wording(answer_line(none))
 
 
 @pytest.mark.parametrize(
@@ -309,12 +320,14 @@ def test_a_gain_is_a_change_of_the_metric(goal: Goal, ratio: float, low: float, 
     assert gain_text(changed_report(REPORT, goal=goal), ratio, low, high) == text
 
 
-def test_a_search_without_an_answer_says_what_has_not_ended() -> None:
+def test_a_search_without_an_answer_says_what_has_not_ended(wording: Wording) -> None:
     begun = changed_report(FOUND, verdict=None)
     command = "`harness tune --resume 'my runs/r'` goes on"
-    assert answer_line(begun) == f"No answer yet: the search has not ended; {command}"
+    assert str(command) in answer_line(begun)
+    wording(answer_line(begun))
     ended = changed_report(begun, ended=because("tune_patience", "x"))
-    assert answer_line(ended) == f"No answer yet: the proof has not ended; {command}"
+    assert str(command) in answer_line(ended)
+    wording(answer_line(ended))
 
 
 def test_the_exit_code_says_how_the_settings_failed() -> None:
@@ -333,7 +346,7 @@ def test_the_exit_code_says_how_the_settings_failed() -> None:
 def test_a_page_of_a_search_has_no_findings_and_no_failed_settings() -> None:
     numbers = Numbers(sent=1, succeeded=1, failed=0, unfinished=0)
     rows = [
-        Row(server=name, load="l", cells=[], wall=[], output_tok_s=[], pooled=numbers, failed=failed)
+        row_of(numbers, name, "l", failed=failed)
         for name, failed in (("default", because("setting_not_started", "long")), ("try-2", None))
     ]
     finding = RunFinding(code="f", rows=["try-2"], measured="m", means="m", why="w", actions=[], cost=None)
@@ -352,7 +365,7 @@ def test_a_page_of_a_search_has_no_findings_and_no_failed_settings() -> None:
         assert (shown.reasons, shown.valid) == (left, not left)
 
 
-def test_a_running_server_that_takes_no_settings_is_not_one_that_is_down() -> None:
+def test_a_running_server_that_takes_no_settings_is_not_one_that_is_down(wording: Wording) -> None:
     class Server(Handler):
         def do_GET(self) -> None:
             self.answer(200 if self.path == "/v1/models" else 404, b'{"data": [{"id": "m"}]}')
@@ -364,9 +377,11 @@ def test_a_running_server_that_takes_no_settings_is_not_one_that_is_down() -> No
 
     with listening(Server) as url:
         healthy = refused(url)
-    assert "takes no settings while it runs" in healthy.what and "--url" in healthy.next_step
+    assert "--url" in healthy.next_step
+    wording(healthy.what)
     down = refused(url)
-    assert "no answer from" in down.what and "settings" not in down.what
+    assert "settings" not in down.what
+    wording(down.what)
 
 
 def compared(word: Literal["same", "worse", "inconclusive"], difference: float) -> SameAnswers:
@@ -378,22 +393,26 @@ def compared(word: Literal["same", "worse", "inconclusive"], difference: float) 
     )  # fmt: skip
 
 
-def test_the_answer_says_whether_settings_answer_the_same() -> None:
+def test_the_answer_says_whether_settings_answer_the_same(wording: Wording) -> None:
     same, worse = compared("same", 0.001), compared("worse", -0.08)
     faster = replace(verdict(1.42, 1.35, 1.49), word="faster")
     found = changed_report(FOUND, same_answers=True, answers=[same], verdicts=[faster])
-    points, gain = "+0.1 points (-0.9 to +1.1)", "42 % more output tokens a second (35 to 49 %)"
-    assert answer_line(found) == f"Set max_num_seqs to 5: {gain}, proven on new prompts; it answers the same: {points}"
+    assert "max_num_seqs" in answer_line(found)
+    wording(answer_line(found))
     kept = changed_report(found, verdict="keep", settings={}, ratio=None, low=None, high=None, answers=[worse])
-    assert answer_line(kept).endswith(f"brings {gain}, but it answers worse: -8.0 points (-9.0 to -7.0)")
+    assert "8.0" in answer_line(kept) and "9.0" in answer_line(kept)
+    wording(answer_line(kept))
     unsure = changed_report(found, verdict="inconclusive", answers=[compared("inconclusive", -0.03)])
-    assert "whether it answers the same is inconclusive: -3.0 points" in answer_line(unsure)
-    assert answer_line(changed_report(unsure, answers=[None])).endswith("whether it answers the same is not known")
+    assert "3.0" in answer_line(unsure)
+    wording(answer_line(unsure))
+    wording(answer_line(changed_report(unsure, answers=[None])))
     reason = because("answers_worse", "worse")
     left_out = Trial(server="try-4", settings={"memory": 0.8}, cause="other", reason=reason)
     text = markdown.render(tune_page(changed_report(found, trials=[*found.trials.starts, left_out])))
-    assert "left out: gpu_memory_utilization 0.8: worse" in text.replace("\\", "")
-    assert "Answers of max_num_seqs 5 to 1,000 questions: SAME" in text.replace("\\", "")
+    assert "gpu_memory_utilization" in text.replace("\\", "") and "0.8" in text.replace("\\", "")
+    wording(text.replace("\\", ""))
+    assert "max_num_seqs" in text.replace("\\", "") and "1,000" in text.replace("\\", "")
+    wording(text.replace("\\", ""))
 
 
 def test_the_proof_asks_the_questions_and_does_not_count_their_speed(tmp_path: Path) -> None:
@@ -442,7 +461,7 @@ def test_delays_of_the_load_generator_widen_the_answer_in_their_direction() -> N
 
     def row(server: str, **error: tuple[float, float]) -> Row:
         pooled = Numbers(sent=1, succeeded=1, failed=0, unfinished=0)
-        return Row(server=server, load="l", cells=[], wall=[], output_tok_s=[], pooled=pooled, client_error=error)
+        return row_of(pooled, server, "l", client_error=error)
 
     summary = Summary(run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=[], cells=[])
     late = replace(summary, rows=[row("default", output_tok_s=(0.0, 0.3)), row("first")])
@@ -457,14 +476,12 @@ def test_delays_of_the_load_generator_widen_the_answer_in_their_direction() -> N
     assert (widened.verdict, (widened.low or 0) < 1 < (widened.ratio or 0)) == ("inconclusive", True)
 
 
-def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that_is_missing() -> None:
+def test_an_answer_without_a_proof_has_the_ratio_of_the_search_and_the_time_that_is_missing(wording: Wording) -> None:
     cut = changed_report(
         FOUND, verdict="inconclusive", ratio=None, low=None, high=None, sides=[], verdicts=[], more_s=1140.0
     )
-    assert answer_line(cut) == (
-        "Not proven: set max_num_seqs to 5: 40 % more output tokens a second in the search; "
-        "19 min 0 s more would settle it"
-    )
+    assert "max_num_seqs" in answer_line(cut) and "40" in answer_line(cut)
+    wording(answer_line(cut))
     assert "command: `harness tune --resume 'my runs/r' --budget 83min`" in markdown.render(tune_page(cut))
     assert "--budget 83min" in markdown.render(tune_page(changed_report(cut, spent_s=3600.0)))
     short = changed_report(cut, budget_s=90.0, spent_s=60.0, more_s=47.0)
@@ -509,15 +526,17 @@ def test_a_stored_answer_is_that_of_the_proofs_records(tmp_path: Path) -> None:
     ],
 )
 def test_a_stored_answer_without_the_records_of_its_proof_is_not_printed(
-    tmp_path: Path, changes: dict[str, Any], codes: list[str]
+    tmp_path: Path, changes: dict[str, Any], codes: list[str], wording: Wording
 ) -> None:
     folder = searched_and_proven(tmp_path, {"default": 44.0, "first": 66.0}, **changes)
     report = read_answered(folder)
     assert report is not None
     assert (report.proof.verdict, report.proof.ratio, report.proof.paste) == ("inconclusive", None, {})
     assert [reason.code for reason in report.proof.reasons] == codes
-    assert answer_line(report).startswith("Not proven: set max_num_seqs to ") and "9.0" not in answer_line(report)
-    assert "40 % more output tokens a second in the search" in answer_line(report), "what it saw"
+    assert "max_num_seqs" in answer_line(report) and "9.0" not in answer_line(report)
+    wording(answer_line(report))
+    assert "40" in answer_line(report)
+    wording(answer_line(report))
     with pytest.raises(Exit) as ended:
         exit_after_tune(report)
     assert ended.value.exit_code == 5
@@ -561,11 +580,12 @@ def test_a_larger_budget_goes_on_with_what_the_smaller_one_ended() -> None:
         with_budget(spent, 3000)
 
 
-def test_a_broken_limit_says_how_many_requests_met_it() -> None:
+def test_a_broken_limit_says_how_many_requests_met_it(wording: Wording) -> None:
     broken = value_of([cell(slos=met(0.3, 1.0))], replace(QUESTION, slos=[SLO]))
     assert isinstance(broken, Reason)
     start = Trial(server="default", reason=broken, met=0.3)
-    assert result_text(start) == "30 % met the SLOs"
+    assert "30" in result_text(start)
+    wording(result_text(start))
     best = replace(start, reason=because("slo_broken", "l: 80% of the requests met the SLOs", attainment=0.8))
     (reason,) = search_reasons(QUESTION, [start, best], None, 1.0)
     assert reason.code == "nothing_started" and "80%" in reason.text
@@ -574,24 +594,20 @@ def test_a_broken_limit_says_how_many_requests_met_it() -> None:
     assert codes == ["tune_disturbed", "tune_over_budget"], "the budget is an hour"
 
 
-def test_options_that_were_not_given_back_are_named(tmp_path: Path) -> None:
+def test_options_that_were_not_given_back_are_named(tmp_path: Path, wording: Wording) -> None:
     given = replace(scenario(), servers={"default": Server(template="running", variables={"vllm_args": "--x 1"})})
     said = io.StringIO()
     target = Target("http://127.0.0.1:9")
     with restored(Experiment(tmp_path, given, target), Progress(Console(file=said, width=300))):
         pass
-    assert "did not take its own options back" in said.getvalue() and "--x 1" in said.getvalue()
+    assert "--x 1" in said.getvalue()
+    wording(said.getvalue())
 
 
-def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
+def test_the_page_has_the_history_and_the_picture(tmp_path: Path, wording: Wording) -> None:
     page = tune_page(FOUND)
     (grid,) = (element for element in page if isinstance(element, Grid))
-    assert [row[1:] for row in grid.rows] == [
-        ["the default", "reference", "1 (reference)", ""],
-        ["gpu_memory_utilization 0.9", "reference", "memory: x", ""],
-        ["max_num_seqs 5", "finding f", "1.40x", "yes"],
-        ["max_num_seqs 5", "new prompts", "1.42x (1.35 to 1.49)", "yes"],
-    ]
+    wording([row[1:] for row in grid.rows])
     (chart,) = (element for element in page if isinstance(element, Chart))
     starts, proof = chart.figure["data"]
     assert (starts["name"], starts["x"], starts["y"]) == ("start", [1, 3], [1.0, 1.4]), "the reference is at 1"
@@ -599,8 +615,9 @@ def test_the_page_has_the_history_and_the_picture(tmp_path: Path) -> None:
     axis = chart.figure["layout"]["xaxis"]
     assert (axis["tickvals"], axis["ticktext"]) == ([1, 2, 3, 4], ["1", "2", "3", "proof"])
     shown = html.render_page(page, "Tune", ["tune"])
-    assert "on new prompts: `harness report 'my runs/p'`" in markdown.render(page), "with its folder, and the space"
-    assert "memory: x" in shown and "Set max_num_seqs to 5" in markdown.render(page).replace("\\", "")
+    assert "`harness report 'my runs/p'`" in markdown.render(page), "with its folder, and the space"
+    assert "memory: x" in shown
+    wording(markdown.render(page))
     assert isinstance(page[0], Paragraph) and page[0].style == "lead"
     printed, command = io.StringIO(), "llama-server " + "--flag 1 " * 20 + "--last"
     terminal.print_page(tune_page(changed_report(FOUND, paste={"command": command})), Console(file=printed, width=80))
