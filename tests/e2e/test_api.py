@@ -17,6 +17,7 @@ from harness.numbers.summarize import summarize as summarize_folder
 from harness.numbers.summarize import write_summary
 from harness.records.manifest import write_run
 from harness.report.export import record_columns
+from tests.support.wording import Wording
 
 BEFORE, AFTER = ROOT / "examples" / "before", ROOT / "examples" / "after"
 
@@ -52,21 +53,24 @@ def test_a_run_is_loaded_and_summarized() -> None:
         summarize(run, checks=["output_tok_s >= 0.8 * baseline"], baseline=BEFORE)
 
 
-def test_a_published_run_has_its_stored_summary(tmp_path: Path) -> None:
+def test_a_published_run_has_its_stored_summary(tmp_path: Path, wording: Wording) -> None:
     """A summary made without the records would say that nothing was sent."""
     for name in ("run.json", "report.md"):
         (tmp_path / name).write_bytes((BEFORE / name).read_bytes() if name == "run.json" else b"")
     stored = summarize_folder(BEFORE)
     write_summary(tmp_path, stored)
     assert summarize(tmp_path) == stored
-    with pytest.raises(HarnessError, match="requests.jsonl is missing"):
+    with pytest.raises(HarnessError) as caught:
         summarize(tmp_path, checks=["error_rate == 0"])
+    wording(caught.value)
     (tmp_path / "summary.json").unlink()
-    with pytest.raises(HarnessError, match="requests.jsonl is missing"):
+    with pytest.raises(HarnessError) as caught:
         summarize(tmp_path)
+    wording(caught.value)
     (tmp_path / "requests.jsonl.gz").write_bytes(gzip.compress((BEFORE / "requests.jsonl").read_bytes()))
-    with pytest.raises(HarnessError, match="requests.jsonl is missing"):
+    with pytest.raises(HarnessError) as caught:
         summarize(tmp_path)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize("checks", ["error_rate == 0", ["speed < 3"], ["nosuch/load: error_rate == 0"]])
@@ -77,14 +81,16 @@ def test_wrong_checks_are_refused(checks: list[str]) -> None:
         compare(BEFORE, AFTER, checks=checks)
 
 
-def test_checks_of_a_comparison_are_for_the_rows_of_the_other_runs(tmp_path: Path) -> None:
+def test_checks_of_a_comparison_are_for_the_rows_of_the_other_runs(tmp_path: Path, wording: Wording) -> None:
     """They may name a server that the baseline does not have; then the runs are unlike, and not the check."""
     manifest = load_run(AFTER).manifest
     servers = {"renamed": manifest.scenario.servers["engine"]}
     cells = [replace(cell, server="renamed") for cell in manifest.cells]
     write_run(tmp_path, replace(manifest, scenario=replace(manifest.scenario, servers=servers), cells=cells))
-    with pytest.raises(HarnessError, match="'engine' is not a server"):
+    with pytest.raises(HarnessError) as caught:
         compare(BEFORE, tmp_path, checks=["engine/one-at-a-time: error_rate == 0"])
+    assert "'engine'" in str(caught.value)
+    wording(caught.value)
     with pytest.raises(HarnessError) as raised:
         compare(BEFORE, tmp_path, checks=["renamed/one-at-a-time: error_rate == 0"])
     assert "is not a server" not in str(raised.value)
@@ -95,9 +101,13 @@ def test_checks_of_a_comparison_are_for_the_rows_of_the_other_runs(tmp_path: Pat
     [(0, {}, "items"), (1.5, {}, "items"), (10, {"deadline_s": float("nan")}, "deadline_s"),
      (10, {"price_per_kwh": -1.0}, "price_per_kwh")],
 )  # fmt: skip
-def test_items_deadline_and_price_must_be_possible(items: int, amounts: dict[str, float], name: str) -> None:
-    with pytest.raises(HarnessError, match=f"{name}: a .*number of at least"):
+def test_items_deadline_and_price_must_be_possible(
+    items: int, amounts: dict[str, float], name: str, wording: Wording
+) -> None:
+    with pytest.raises(HarnessError) as caught:
         plan(BEFORE, items, **amounts)
+    assert str(name) in str(caught.value)
+    wording(caught.value)
 
 
 def test_records_are_a_table(tmp_path: Path) -> None:
@@ -123,9 +133,10 @@ def test_runs_are_compared() -> None:
         compare(BEFORE)
 
 
-def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="not a run directory") as raised:
+def test_errors_say_what_is_wrong(tmp_path: Path, wording: Wording) -> None:
+    with pytest.raises(HarnessError) as raised:
         summarize(tmp_path)
+    wording(raised.value)
     assert raised.value.__notes__ == [raised.value.next_step]
     source = ROOT / "tests" / "runs" / "server-died"
     for name in ("requests.jsonl", "processes.jsonl"):

@@ -9,10 +9,11 @@ from harness.base.errors import HarnessError
 from harness.base.units import GIB
 from harness.run.experiment import Experiment, Target, prepare
 from harness.run.machine_fit import resolve_auto
-from tests.support.command import harness, write
+from tests.support.command import experiment_of, harness, write
 from tests.support.load_runs import composed
 from tests.support.machines import gpu, host, strix_halo_carve_out
-from tests.unit.hardware.test_fit import qwen3
+from tests.support.made_models import qwen3
+from tests.support.wording import Wording
 
 
 def rocm(**variables: Any) -> dict[str, Any]:
@@ -20,10 +21,6 @@ def rocm(**variables: Any) -> dict[str, Any]:
 
 
 ROCM = rocm()
-
-
-def experiment(folder: Path, **servers: Any) -> Experiment:
-    return prepare(write(folder, servers=servers))
 
 
 def utilizations(filled: Experiment) -> dict[str, Any]:
@@ -42,7 +39,9 @@ def ignore(_line: str) -> None: ...
 
 def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
     lines: list[str] = []
-    filled = resolve_auto(experiment(tmp_path, vllm=ROCM), lines.append, strix_halo_carve_out(tmp_path / "root"))
+    filled = resolve_auto(
+        experiment_of(tmp_path, {"vllm": ROCM}), lines.append, strix_halo_carve_out(tmp_path / "root")
+    )
     assert utilizations(filled) == {"vllm": 0.92}
     why = "0.92 = (94.50 GiB free - 2.89 GiB reserve) / 96.00 GiB total = 0.9543, down to hundredths, at most 0.92"
     (formula,) = filled.computed.values()
@@ -51,13 +50,13 @@ def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
     assert '"--gpu-memory-utilization"\n      - "0.92"' in composed(filled.scenario, "vllm")
     # With a local model, the memory that is left for it is shown.
     qwen3(tmp_path / "m")
-    with_model = experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m")))
+    with_model = experiment_of(tmp_path, {"vllm": rocm(model_path=str(tmp_path / "m"))})
     resolve_auto(with_model, lines.append, tmp_path / "root")
     assert "    KV cache size: 788,480 to 802,528 tokens" in lines
 
 
 def test_numbers_stay_and_a_running_server_is_not_checked(tmp_path: Path) -> None:
-    numbers = experiment(tmp_path, vllm=rocm(gpu_memory_utilization=0.6), other={"template": "vllm-rocm"})
+    numbers = experiment_of(tmp_path, {"vllm": rocm(gpu_memory_utilization=0.6), "other": {"template": "vllm-rocm"}})
     running = prepare(write(tmp_path, servers={"vllm": ROCM}), Target("http://127.0.0.1:1"))
     for before in (numbers, running):
         assert resolve_auto(before, pytest.fail, tmp_path) is before
@@ -72,7 +71,7 @@ def test_servers_on_the_same_memory_get_equal_numbers(tmp_path: Path) -> None:
 
     elsewhere = rocm(devices=["/dev/kfd", "/dev/dri/renderD128"])
     servers = {"a": ROCM, "a-again": ROCM, "other-flags": rocm(max_num_seqs=8), "other": elsewhere}
-    filled = resolve_auto(experiment(tmp_path, **servers), fill_memory, root)
+    filled = resolve_auto(experiment_of(tmp_path, servers), fill_memory, root)
     assert utilizations(filled) == {"a": 0.92, "a-again": 0.92, "other-flags": 0.92, "other": 0.35}
 
 
@@ -88,7 +87,7 @@ def test_servers_on_the_same_memory_get_equal_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_gpus_of_the_server_count(tmp_path: Path, variables: dict[str, Any], expected: float) -> None:
-    filled = resolve_auto(experiment(tmp_path, vllm=rocm(**variables)), ignore, four_gpus(tmp_path / "root"))
+    filled = resolve_auto(experiment_of(tmp_path, {"vllm": rocm(**variables)}), ignore, four_gpus(tmp_path / "root"))
     assert utilizations(filled) == {"vllm": expected}
 
 
@@ -103,31 +102,32 @@ def test_only_the_gpus_of_the_server_count(tmp_path: Path, variables: dict[str, 
 def test_lemonade_has_the_number_in_its_arguments(tmp_path: Path, given: str, expected: str) -> None:
     server = {"template": "lemonade", "variables": {"vllm_args": given}}
     root = strix_halo_carve_out(tmp_path / "root")
-    filled = resolve_auto(experiment(tmp_path, lemonade=server), ignore, root)
+    filled = resolve_auto(experiment_of(tmp_path, {"lemonade": server}), ignore, root)
     assert filled.scenario.servers["lemonade"].variables == {"vllm_args": expected}
     assert list(filled.computed) == ([] if given == expected else ["servers.lemonade.vllm_args"])
 
 
-def test_gpu_names_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+def test_gpu_names_that_are_not_numbers_are_refused(tmp_path: Path, wording: Wording) -> None:
     named = rocm(environment={"ROCR_VISIBLE_DEVICES": "GPU-0123456789abcdef"})
-    with pytest.raises(HarnessError, match="ROCR_VISIBLE_DEVICES names 'GPU-0123456789abcdef'") as caught:
-        resolve_auto(experiment(tmp_path, vllm=named), pytest.fail, strix_halo_carve_out(tmp_path / "root"))
-    assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75.")
-
-
-def test_without_a_gpu_auto_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HarnessError) as caught:
-        resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail, tmp_path)
-    assert caught.value.what == (
-        "server 'vllm': gpu_memory_utilization is auto, and it cannot be computed: "
-        "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
-    )
-    assert caught.value.next_step.startswith(
-        "Set gpu_memory_utilization to a number such as 0.75. `harness expect --free"
-    )
+        resolve_auto(experiment_of(tmp_path, {"vllm": named}), pytest.fail, strix_halo_carve_out(tmp_path / "root"))
+    assert "'GPU-0123456789abcdef'" in str(caught.value)
+    wording(caught.value)
+    assert "gpu_memory_utilization" in caught.value.next_step and "0.75" in caught.value.next_step
+    wording(caught.value)
+
+
+def test_without_a_gpu_auto_is_refused(tmp_path: Path, wording: Wording) -> None:
+    with pytest.raises(HarnessError) as caught:
+        resolve_auto(experiment_of(tmp_path, {"vllm": ROCM}), pytest.fail, tmp_path)
+    assert "'vllm'" in caught.value.what and "gpu_memory_utilization" in caught.value.what
+    wording(caught.value)
+    assert "gpu_memory_utilization" in caught.value.next_step and "0.75" in caught.value.next_step
+    wording(caught.value)
     root = gpu(tmp_path / "root", 110501, vram_gib=96, gtt_gib=15, vram_used_gib=95)
-    with pytest.raises(HarnessError, match="is auto, and no memory is left for vLLM"):
-        resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail, root)
+    with pytest.raises(HarnessError) as caught:
+        resolve_auto(experiment_of(tmp_path, {"vllm": ROCM}), pytest.fail, root)
+    wording(caught.value)
 
 
 def test_check_shows_it_and_run_refuses_before_anything_is_written(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from harness.numbers.summarize import read_summary
 from harness.records.manifest import read_run
-from tests.e2e.test_resume import assert_whole, records_of
 from tests.support.command import harness, only_run, server, write
+from tests.support.run_files import assert_whole, records_of
 
 SHORT = {"user": "batch", "batch_size": 2, "requests": 6, "output_tokens": 5}
 ROWS = ("one-short", "two-short")

@@ -15,6 +15,7 @@ from benchmarks.calibrate import CalibrationPoint, calibration_point, describe_r
 from harness.base.errors import RunError
 from harness.base.files import ROOT
 from harness.records.records import ProcessMark, Request
+from tests.support.wording import Wording
 
 
 def write(folder: Path, errors_s: list[float], *, coalesced: int = 0, error: str | None = None) -> Path:
@@ -36,7 +37,7 @@ def write(folder: Path, errors_s: list[float], *, coalesced: int = 0, error: str
     return sent
 
 
-def test_the_error_is_the_recorded_minus_the_sending_time(tmp_path: Path) -> None:
+def test_the_error_is_the_recorded_minus_the_sending_time(tmp_path: Path, wording: Wording) -> None:
     point = calibration_point(tmp_path, write(tmp_path, [0.001] * 9 + [0.003]), 1)
     assert point.error_p50_s == pytest.approx(0.001)
     assert point.error_p99_s == pytest.approx(0.003, rel=0.1)
@@ -45,7 +46,7 @@ def test_the_error_is_the_recorded_minus_the_sending_time(tmp_path: Path) -> Non
     # A chunk that came with the next one has no error of its own.
     point = calibration_point(tmp_path, write(tmp_path, [0.0, 0.1, 0.0, 0.0], coalesced=1), 1)
     assert point.shared == 0.25 and point.error_p99_s < 1e-9
-    assert point.doubts == ["more than 1% of the chunks shared a read"]
+    wording(point.doubts)
     with pytest.raises(RunError, match="1 of 1 requests to the embedded engine failed"):
         calibration_point(tmp_path, write(tmp_path, [0.0], error="timeout"), 1)
 
@@ -56,7 +57,7 @@ def make_point(streams: int, **different: float) -> CalibrationPoint:
 
 
 def test_doubtful_points_are_measured_twice(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
     points = iter([make_point(10, shared=0.02), make_point(10), *[make_point(50, shared=0.02)] * 2])
     monkeypatch.setattr(calibrate_module, "_measure", lambda *_: next(points))
@@ -65,7 +66,7 @@ def test_doubtful_points_are_measured_twice(
         "Trusted for 10 streams at once, 500 chunks a second: 99 % of the chunk times are right within 0.1 ms. "
         "With 50, twice: more than 1% of the chunks shared a read."
     )
-    assert describe_readings([make_point(10, error_p99_s=0.5)]).startswith("This machine's load generator is not to be")
+    wording(describe_readings([make_point(10, error_p99_s=0.5)]))
 
 
 def test_it_measures_until_there_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from harness import summarize
 from harness.base.errors import HarnessError
-from harness.base.reason import sentence
 from harness.numbers.formulas import waited_in_listen_queue
 from harness.questions.capacity.blocks import FLUSH_S, BlockCutter, ProbeBlock, parse_slos, scenario_slos
 from harness.questions.capacity.decide import find_crossovers, find_drift, level_step, load_at
@@ -33,6 +32,7 @@ from harness.serve.lifecycle import attach_to_server
 from tests.support.command import Done, called, going, harness, only_run, reasons_but_slowness, server, until, write
 from tests.support.made_runs import request, value_of
 from tests.support.simulated import spawned
+from tests.support.wording import Wording
 
 EASY, HARD = "ttft_p50<=20s", "ttft_p50<=0.001ms"  # a median is decided by fewer blocks than a p95
 QUICK: dict[str, Any] = {
@@ -53,31 +53,54 @@ def report_of(folder: Path) -> CapacityReport:
     return report
 
 
-def test_the_maximum_is_an_answer_and_its_run_is_valid(tmp_path: Path) -> None:
-    done = capacity(tmp_path, "--check", EASY, "--max-users", "1")
+@pytest.fixture(scope="module")
+def at_maximum(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A search that ends at its maximum of one user, and its folder."""
+    folder = tmp_path_factory.mktemp("maximum")
+    return folder, capacity(folder, "--check", EASY, "--max-users", "1")
+
+
+def test_the_maximum_is_an_answer(at_maximum: tuple[Path, Done]) -> None:
+    folder, done = at_maximum
     assert done.code == 0, done.out + done.err
-    assert "one (embedded engine, no real server): holds at least 1 user, proven: the maximum" in done.out
-    assert "at most 30 min 0 s for 1 server" in done.out
-    (one,) = report_of(tmp_path).servers
+    assert "(embedded engine" in done.out and "30 min" in done.out, "what is measured, and how long it may take"
+    (one,) = report_of(folder).servers
     assert one.slo is not None and one.slo.kind == "more_than" and one.slo.low is not None
     assert one.probes[0].purpose == "ramp"
     assert {probe.state for probe in one.probes if probe.purpose == "slo"} == {"pass"}
     assert one.settle_s is None and not one.reasons
-    run = read_run(only_run(tmp_path / "runs"))
+
+
+def test_the_run_of_a_search_is_valid(at_maximum: tuple[Path, Done]) -> None:
+    folder, _ = at_maximum
+    (one,) = report_of(folder).servers
+    run = read_run(only_run(folder / "runs"))
     assert (run.status, run.order) == ("valid", [cell for probe in one.probes for cell in probe.cells])
     assert all(cell.stopped_after_s for cell in run.cells), "each load was stopped as planned"
     assert len({cell.seed for cell in run.cells}) == len(run.cells), "each probe has prompts of its own"
     assert len({cell.served_by.url for cell in run.cells}) == 1, "one start of the server"
-    page = (only_run(tmp_path / "runs") / "report.html").read_text()
-    assert "holds at least 1 user" in page and "Share of requests within the SLOs over users" in page
-    shown = harness("report", run.id, "--runs", "runs", cwd=tmp_path)
-    assert shown.code == 0 and "holds at least 1 user" in shown.out
-    other = harness("report", run.id, "--check", "ttft_p99<=20s", "--runs", "runs", "--format", "json", cwd=tmp_path)
+
+
+def test_the_reports_of_a_search_have_its_answer(at_maximum: tuple[Path, Done]) -> None:
+    folder, done = at_maximum
+    run, report = only_run(folder / "runs"), report_of(folder)
+    (answer, *_) = answer_reasons(report, report.servers[0])
+    page = (run / "report.html").read_text()
+    shown = harness("report", run.name, "--runs", "runs", cwd=folder)
+    assert shown.code == 0
+    assert all(answer.text in " ".join(text.split()) for text in (done.out, shown.out, page)), answer
+    assert 'id="chart-capacity"' in page
+
+
+def test_the_records_of_a_search_answer_another_slo(at_maximum: tuple[Path, Done]) -> None:
+    folder, _ = at_maximum
+    asked = ("report", only_run(folder / "runs").name, "--check", "ttft_p99<=20s", "--runs", "runs", "--format", "json")
+    other = harness(*asked, cwd=folder)
     assert other.code == 5, "so few requests say little about one in a hundred"
     assert json.loads(other.out)["what_if"][0]["code"] == "capacity_unproven"
 
 
-def test_json_of_servers_that_do_not_start_are_too_slow_or_fail(tmp_path: Path) -> None:
+def test_json_of_servers_that_do_not_start_are_too_slow_or_fail(tmp_path: Path, wording: Wording) -> None:
     servers = {
         "broken": server("--fail-start", "no memory left for it"),
         "one": server(),
@@ -92,19 +115,18 @@ def test_json_of_servers_that_do_not_start_are_too_slow_or_fail(tmp_path: Path) 
     failures = next(reason for reason in busy["reasons"] if reason["code"] == "capacity_failures_always")["values"]
     assert 0 < failures["failed"] < failures["answers"], "not the latency alone is the cause"
     assert "no memory left for it" in done.err, "progress goes to stderr"
-    lines = capacity_lines(report_of(tmp_path))
-    assert lines[0].startswith("broken") and ": not measured: the server did not start" in lines[0]
-    assert lines[1].endswith(f"does not hold even 1 user: {HARD} is broken")
+    wording(capacity_lines(report_of(tmp_path))[:2])
 
 
-def test_a_level_at_which_the_server_dies_is_not_held(tmp_path: Path) -> None:
+def test_a_level_at_which_the_server_dies_is_not_held(tmp_path: Path, wording: Wording) -> None:
     done = capacity(tmp_path, "--check", EASY, "--max-users", "2", servers={"one": server("--fault", "exit@60")})
     assert done.code == 0, done.out + done.err
     (one,) = report_of(tmp_path).servers
     assert one.slo is not None and one.slo.kind == "none"
     assert {probe.state for probe in one.probes} == {"died"}, "each time it was started again"
     assert {reason.code for reason in one.reasons} == {"capacity_died"}
-    assert "does not hold even 1 user: the server died" in done.out
+    assert capacity_lines(report_of(tmp_path))[0] in " ".join(done.out.split())
+    wording(capacity_lines(report_of(tmp_path))[0])
     run = read_run(only_run(tmp_path / "runs"))
     shown = harness("report", run.id, "--runs", "runs", cwd=tmp_path)
     assert (run.status, shown.code) == ("valid", 0) and "INVALID" not in shown.out, "a death is an answer"
@@ -125,11 +147,11 @@ def test_an_interrupted_search_can_be_read(tmp_path: Path) -> None:
     assert harness("report", run.id, "--runs", "runs", cwd=tmp_path).code == 3
 
 
-def test_a_probe_waits_for_the_requests_of_the_last_one() -> None:
+def test_a_probe_waits_for_the_requests_of_the_last_one(wording: Wording) -> None:
     lines: list[str] = []
     left = iter([3.0, 1.0, 0.0])
     assert not wait_until_idle(lambda: next(left), 60.0, lines.append)
-    assert lines == [f"waiting for {words} of the last probe to end" for words in ("3 requests", "1 request")]
+    wording(lines)
     assert wait_until_idle(lambda: None, 60.0, lines.append) is None, "its metrics do not say"
     assert wait_until_idle(lambda: 2.0, 0.0, lines.append) == 2.0
     with spawned("--preset", "instant", quiet=True) as running:
@@ -281,23 +303,20 @@ def test_drift_is_noticed_beyond_chance() -> None:
     assert find_drift(1, first[:1], first) is None
 
 
-def test_an_unproven_answer_says_what_is_known() -> None:
+def test_an_unproven_answer_says_what_is_known(wording: Wording) -> None:
     slo = CapacityAnswer(kind="between", level=14, low=8, high=15, complete=True, above=16, broken="ttft_p95<=2s")
     report = CapacityReport(
         run="r", load="people", unit="users", step=1.0, max_level=256, slos=["ttft_p95<=2s"], shares=[0.95],
         budget_s=60.0, servers=[ServerCapacity(server="s", slo=slo)],
     )  # fmt: skip
-    assert capacity_lines(report) == [
-        "s: holds at least 8 users, proven; 14 is likely; at 16 ttft_p95<=2s is broken. The levels in between are too "
-        "close to the SLOs to decide"
-    ]
+    wording(capacity_lines(report))
     assert [report.holds(server) for server in report.servers] == [True]
     for level, holds in ((8, True), (12, None), (16, False)):
         asked = replace(report, at_least=float(level), at_least_level=level)
         assert asked.holds(asked.servers[0]) is holds
 
 
-def test_what_a_stopped_search_measured_is_in_its_answer() -> None:
+def test_what_a_stopped_search_measured_is_in_its_answer(wording: Wording) -> None:
     def probe(level: int, *counts: tuple[int, int], missed: int = 0, queued: int = 0) -> MeasuredProbe:
         return MeasuredProbe(
             cells=["c"], level=level, purpose="slo", state="stopped", blocks=1, answers=9, seconds=9.0,
@@ -314,10 +333,7 @@ def test_what_a_stopped_search_measured_is_in_its_answer() -> None:
     assert [(each["met"], each["total"], each["loads"][0]["amount"]) for each in answer.values["known"]] == [
         (51, 51, 3.0), (1, 9, 6.0),
     ]  # fmt: skip
-    assert sentence(answer) == (
-        "about 3 users (between 3 and 6); not proven yet. `--budget 45min` should settle it. "
-        "7 of 8 misses waited in the server's listen queue"
-    )
+    wording(answer)
     assert [round_budget(seconds) for seconds in (1.0, 301.0, 7200.0, 7201.0, 90000.0)] == [
         "5min", "10min", "2h", "3h", "25h",
     ]  # fmt: skip
@@ -414,21 +430,23 @@ def knees(server: str, rates: dict[int, list[float]]) -> ServerCapacity:
     return ServerCapacity(server=server, probes=probes)
 
 
-def test_two_servers_cross() -> None:
+def test_two_servers_cross(wording: Wording) -> None:
     llamacpp = knees("llamacpp", {1: [50.0, 50.1], 2: [80.0, 80.2], 4: [100.0], 8: [110.0, 110.1], 16: [112.0]})
     vllm = knees("vllm", {1: [20.0, 20.02], 2: [40.0, 40.1], 4: [80.0], 8: [150.0, 150.3], 16: [250.0]})
     (found,) = find_crossovers([llamacpp, vllm])
     assert (found.base, found.side, found.kind) == ("llamacpp", "vllm", "from")
-    said = sentence(crossover_reason(found))
-    assert said.startswith("vllm gives more tok/s than llamacpp from 6 users, 95 % interval ")
-    assert said.endswith("; with fewer, llamacpp does")
+    reason = crossover_reason(found)
+    assert (reason.code, reason.values["side"], reason.values["base"]) == ("crossing_from", "vllm", "llamacpp")
+    wording(reason)
     (turned,) = find_crossovers([vllm, llamacpp])
-    assert turned.kind == "until"
-    assert "llamacpp gives more tok/s than vllm below 6 users" in sentence(crossover_reason(turned))
+    assert (turned.kind, turned.side, crossover_reason(turned).code) == ("until", "llamacpp", "crossing_until")
+    wording(crossover_reason(turned))
     assert find_crossovers([vllm]) == []
     lower, higher = {1: [1.0, 1.01], 2: [2.0, 2.01]}, {1: [3.0, 3.01], 2: [4.0, 4.01]}
     (always,) = find_crossovers([knees("a", lower), knees("b", higher)])
-    assert sentence(crossover_reason(always)) == "b gives more tok/s than a at all levels measured, 1 to 2 users"
+    reason = crossover_reason(always)
+    assert (reason.code, reason.values["first"], reason.values["last"]) == ("crossing_always", 1, 2)
+    wording(reason)
 
 
 def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one_each_with_the_slos_of_its_own_checks(tmp_path: Path) -> None:
@@ -440,7 +458,9 @@ def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one_each_with_the_slos_of
     (one,) = report.servers
     assert one.slo is not None and (one.slo.kind, one.slo.broken) == ("none", "job: ttft_p50 <= 0.001ms")
     answer = answer_reasons(report, one)[0]
-    assert sentence(answer).startswith("does not hold even 1 job user next to 3 people users: ")
+    assert (answer.code, answer.values["next_to"]) == (
+        "capacity_none", [{"amount": 3.0, "unit": "users", "load": "people"}],
+    )  # fmt: skip
     run = read_run(only_run(tmp_path / "runs"))
     assert run.status == "valid" and {f"r1-one-both-1.{load}" for load in MIX["loads"]} <= set(run.order)
     assert (run.scenario.loads["both-1.people"].users, run.scenario.loads["both-1.job"].users) == (3, 1)
@@ -459,7 +479,7 @@ def test_a_load_of_which_no_request_fits_is_refused_before_it_is_sent(command: s
     options = ["--check", EASY, "--max-users", "2"] if command == "capacity" else []
     path = write(tmp_path, **(QUICK | TOO_LONG))
     done = harness(command, str(path), "--runs", "runs", *options, cwd=tmp_path)
-    assert done.code == 2 and "256 tokens for one request" in done.out + done.err
+    assert done.code == 2 and "256 tokens" in done.out + done.err
     assert (only_run(tmp_path / "runs") / "requests.jsonl").read_text() == ""
 
 

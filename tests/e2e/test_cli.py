@@ -13,11 +13,13 @@ import pytest
 import yaml
 
 from harness import __version__
+from harness.base.errors import INTERRUPTED
 from harness.base.process import free_port
 from harness.base.reason import sentences
 from harness.records.manifest import read_run
 from tests.support import prefork
 from tests.support.command import HARNESS, PATIENCE_S, called, going, harness, only_run, until, write
+from tests.support.wording import Wording
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +75,19 @@ def test_the_first_mistake_of_a_command_line_is_reported(tmp_path: Path, argumen
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_all_mistakes_of_a_scenario_are_reported(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_scenario_are_reported(tmp_path: Path, wording: Wording) -> None:
     path = write(tmp_path, checks=["wall"], api_key_env="NOT_SET_AT_ALL")
     done = called("run", path.name, cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
-    assert [line.split(": ")[:2] for line in done.err.splitlines()[:-1]] == [
-        ["error", "small.yaml"],
-        ["$.checks[0] (line 22)", "check 'wall'"],
-        [
-            "$.api_key_env (line 23)",
-            "the environment variable NOT_SET_AT_ALL, which should hold the API key, is not set",
-        ],
+    assert [line.split(": ")[0] for line in done.err.splitlines()[:-1]] == [
+        "error",
+        "$.checks[0] (line 22)",
+        "$.api_key_env (line 23)",
     ]
+    wording(done.err)
 
 
-def test_check_shows_the_plan(tmp_path: Path) -> None:
+def test_check_shows_the_plan(tmp_path: Path, wording: Wording) -> None:
     loads = {
         "one": {"user": "batch", "requests": 10, "output_tokens": 20},
         "ten": {"user": "chat", "users": 10, "duration_s": 30},
@@ -95,23 +95,11 @@ def test_check_shows_the_plan(tmp_path: Path) -> None:
     path = write(tmp_path, loads=loads, repeats=2, baseline={"server": "one", "load": "ten"})
     done = called("check", path.name, cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
-    assert [line.rstrip() for line in done.out.splitlines()] == [
-        "small.yaml: valid",
-        "Does the smallest run work?",
-        "",
-        "Server  Load  Work",
-        "one     one   batch user, bursts: requests 10, output_tokens 20",
-        "one     ten   chat user, closed loop: users 10, duration_s 30, output_tokens 128  baseline",
-        "",
-        "4 cells: 2 repeats, interleaved; 4 server starts: a fresh server for each cell (cold)",
-        "order: r1-one-one, r1-one-ten, r2-one-ten, r2-one-one",
-        "estimated time: 1 min 41 s (assumed: no time for prompts and 30 ms per token, however many answers come at "
-        "once, 1 s per start of the embedded engine)",
-    ]
+    wording(done.out)
     assert list(tmp_path.iterdir()) == [path], "nothing was run or written"
 
 
-def test_compose(tmp_path: Path) -> None:
+def test_compose(tmp_path: Path, wording: Wording) -> None:
     servers = {"a": {"template": "simulated", "container": False}, "b": {"template": "vllm-rocm"}}
     path = write(tmp_path, servers=servers)
     for option, template in (((), "simulated"), (("--server", "b"), "vllm-rocm")):
@@ -119,12 +107,13 @@ def test_compose(tmp_path: Path) -> None:
         assert (found["x-amd-llm-load"]["template"], set(found["services"])) == (template, {"server", "locust"})
     done = called("compose", path.name, "--server", "c", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
-    assert done.err == "error: --server: small.yaml has no server 'c'; known: a, b\n"
+    wording(done.err)
 
 
-def test_runs(folder_with_run: Path, tmp_path: Path) -> None:
+def test_runs(folder_with_run: Path, tmp_path: Path, wording: Wording) -> None:
     done = called("list", "runs", "--runs", "nowhere", cwd=tmp_path)
-    assert (done.code, done.err) == (0, "") and done.out.startswith("no runs in nowhere; ")
+    assert (done.code, done.err) == (0, "")
+    wording(done.out)
     by_option = called("list", "runs", "--runs", str(folder_with_run / "runs"), cwd=tmp_path)
     by_variable = called("list", "runs", cwd=tmp_path, env={"HARNESS_RUNS": str(folder_with_run / "runs")})
     assert by_option == by_variable
@@ -197,7 +186,7 @@ def test_a_misspelt_run(folder_with_run: Path) -> None:
     run = only_run(folder_with_run / "runs").name
     done = called("report", f"{run[:-1]}x", cwd=folder_with_run)
     assert (done.code, done.out) == (1, "")
-    assert done.err.splitlines()[0].endswith(f"nor the id of a run in runs; did you mean '{run}'?")
+    assert f"'{run}'" in done.err.splitlines()[0]
 
 
 def without_reader(start: Any, arguments: list[str], **options: Any) -> tuple[int, bytes]:
@@ -233,7 +222,7 @@ def test_a_terminal_that_is_not_in_utf_8_gets_the_table(folder_with_run: Path) -
     assert in_ascii == harness("report", run, cwd=folder_with_run).out.encode("ascii", "backslashreplace").decode()
 
 
-def test_a_live_load_ends_with_ctrl_c(tmp_path: Path) -> None:
+def test_a_live_load_ends_with_ctrl_c(tmp_path: Path, wording: Wording) -> None:
     path, port = write(tmp_path), free_port()
     with going("live", path.name, "--port", str(port), "--runs", "runs", cwd=tmp_path) as live:
 
@@ -248,24 +237,26 @@ def test_a_live_load_ends_with_ctrl_c(tmp_path: Path) -> None:
         live.interrupt()
         done = live.end()
         live.nothing_left()
-    assert (done.code, done.err) == (130, "interrupted; everything that was started has been torn down\n")
+    assert (done.code, done.err) == (130, f"{INTERRUPTED}\n")
     assert f"Locust: http://127.0.0.1:{port}\n" in done.out
     manifest = read_run(only_run(tmp_path / "runs"))
-    assert (manifest.status, sentences(manifest.reasons)) == ("live", ["a live load, changed by hand, has no verdicts"])
+    assert manifest.status == "live"
+    wording(sentences(manifest.reasons))
 
 
 def test_live_on_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
         done = called("live", write(tmp_path).name, "--port", str(port), cwd=tmp_path)
-    assert (done.code, done.out) == (1, "") and done.err.startswith(f"error: --port: {port} is in use already\n")
+    assert (done.code, done.out) == (1, "") and f"--port: {port} " in done.err
 
 
-def test_live_takes_one_load_and_no_mix(tmp_path: Path) -> None:
+def test_live_takes_one_load_and_no_mix(tmp_path: Path, wording: Wording) -> None:
     load = {"user": "batch", "batch_size": 1, "duration_s": 5}
     loads, mixes = {"a": load, "b": load}, {"both": ["a", "b"]}
     path = write(tmp_path, loads=loads, mixes=mixes, checks=[], warmup={"duration_s": 1})
     for given in ("both", "both.b"):  # of which b would come alone, without a word
         done = called("live", path.name, "--load", given, cwd=tmp_path)
-        assert (done.code, done.out) == (1, "") and done.err.startswith("error: --load: 'both' is a mix, which ")
+        assert (done.code, done.out) == (1, "")
+        wording(done.err)
         assert done.err.endswith("next: Give --load a or --load b, or use `harness run`.\n")

@@ -28,6 +28,7 @@ from tests.support.command import harness, write
 from tests.support.faults import fault
 from tests.support.made_runs import scenario, write_made_run
 from tests.support.report_runs import write_report
+from tests.support.wording import Wording
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ CASES: dict[str, Any] = {
 }
 
 
-def test_a_damaged_run_is_one_line_in_the_list_and_an_error_elsewhere(tmp_path: Path) -> None:
+def test_a_damaged_run_is_one_line_in_the_list_and_an_error_elsewhere(tmp_path: Path, wording: Wording) -> None:
     write_made_run(tmp_path / "runs" / "good")
     for name, change in CASES.items():
         damaged(tmp_path / "runs", name, change)
@@ -105,10 +106,13 @@ def test_a_damaged_run_is_one_line_in_the_list_and_an_error_elsewhere(tmp_path: 
         assert time.process_time() - begin < 2
         assert caught.value.what.startswith(f"{tmp_path / 'runs' / name / 'run.json'}:"), caught.value.what
         assert "\n" not in caught.value.what
-    with pytest.raises(HarnessError, match=r"the scenario has no load 'other' - at `\$\.cells\[1\]"):
+    with pytest.raises(HarnessError) as caught:
         read_run(tmp_path / "runs" / "no-such-load")
+    assert "'other'" in str(caught.value)
+    wording(caught.value)
     done = harness("report", "runs/no-servers", cwd=tmp_path)
-    assert (done.code, done.out, done.err.splitlines()[1]) == (1, "", "next: The file was changed or damaged.")
+    assert (done.code, done.out) == (1, "")
+    wording(done.err)
 
 
 @pytest.mark.parametrize(
@@ -167,19 +171,22 @@ def test_a_long_log_is_explained_in_a_short_time() -> None:
     assert cause is not None and cause.id == "mem.hip_oom"
 
 
-def test_a_scenario_is_checked_in_a_short_time_and_told_in_a_few_lines(tmp_path: Path) -> None:
+def test_a_scenario_is_checked_in_a_short_time_and_told_in_a_few_lines(tmp_path: Path, wording: Wording) -> None:
     path = write(tmp_path)
     good = path.read_text()
     path.write_text(good + "".join(f"u{number}: 1\n" for number in range(10_000)))
     done = harness("check", "small.yaml", cwd=tmp_path)
-    assert done.code == 1 and done.err.startswith("error: small.yaml: 10,000 problems\n")
+    assert done.code == 1 and "10,000" in done.err
+    wording([done.err.splitlines()[0], *done.err.splitlines()[-2:]])
     assert done.err.splitlines()[-2:] == ["and 9,950 more", "next: Correct the file and run `harness check` on it."]
     path.write_text(good + "# " + "x" * 300_000)
     done = harness("check", "small.yaml", cwd=tmp_path)
-    assert done.err.startswith("error: small.yaml: the scenario cannot be read (it is larger than 256 KiB)\n")
+    assert "256 KiB" in done.err
+    wording(done.err)
     path.write_text(good.replace("Does", '"\\e[31mDoes\\u009b1m\\a').replace("work?", 'work?"'))
     done = harness("check", "small.yaml", cwd=tmp_path)
-    assert (done.code, done.out) == (1, "") and "a text has no control characters" in done.err
+    assert (done.code, done.out) == (1, "")
+    wording(done.err)
 
 
 NO_JSON = {"not UTF-8": b'{"cell": "\xff", "message": "\xff"}', "too deep": b'{"cell":' + b"[" * 100_000}
@@ -204,16 +211,16 @@ def test_json_that_cannot_be_decoded_is_damage_in_every_reader(tmp_path: Path, l
         parse_json(line)
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+def test_a_newer_format_is_refused(tmp_path: Path, wording: Wording) -> None:
     folder = Path(shutil.copytree(ROOT / "examples" / "before", tmp_path / "before"))
     path = folder / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": FORMAT_VERSION + 1, "new": 1}))
     done = harness("report", "before", cwd=tmp_path)
-    error = "error: before/run.json: format 2 was written by a newer harness; this one reads up to 1\n"
-    assert (done.code, done.out, done.err) == (1, "", f"{error}next: Update the harness.\n")
+    assert (done.code, done.out) == (1, "")
+    wording(done.err)
     path.write_text(path.read_text().replace('"format_version": 2', '"format_version": "1"'))
     done = harness("report", "before", cwd=tmp_path)
-    assert (done.code, "cannot be read (Expected `int` - at `$.format_version`)" in done.err) == (1, True)
+    assert done.code == 1 and "$.format_version" in done.err
 
 
 def test_a_summary_without_its_records_is_shown_as_it_is(tmp_path: Path) -> None:
@@ -224,6 +231,4 @@ def test_a_summary_without_its_records_is_shown_as_it_is(tmp_path: Path) -> None
     assert done.code == 0 and "\nPASSED: " in done.out
     assert (tmp_path / "run" / "summary.json").read_bytes() == before
     judged = harness("report", "run", "--check", "error_rate == 0", cwd=tmp_path)
-    assert (judged.code, judged.err.splitlines()[0]) == (
-        1, "error: run: requests.jsonl is missing",
-    )  # fmt: skip
+    assert judged.code == 1 and "requests.jsonl" in judged.err.splitlines()[0]

@@ -17,6 +17,7 @@ from harness.records.records import Request, read_requests
 from harness.report.terminal import print_page
 from harness.run.drive import scenario_mistake
 from tests.support.command import HARNESS, PATIENCE_S, harness, only_run, server, write
+from tests.support.wording import Wording
 
 FAILED = """\
 2026-11-21T09:15:01.0000Z (APIServer pid=1) WARNING 11-21 09:15:01 [system_utils.py:255] Found ulimit of 20000 and \
@@ -43,12 +44,12 @@ def explained_text(log: str | Path) -> str:
     return " ".join(capture.get().split())
 
 
-def test_a_log_is_explained(tmp_path: Path) -> None:
+def test_a_log_is_explained(tmp_path: Path, wording: Wording) -> None:
     (tmp_path / "vllm.log").write_text(FAILED)
     done = harness("explain", "vllm.log", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     text = " ".join(done.out.split())
-    assert text.startswith("vllm.log: 6 lines cause gpu_memory_utilization 0.92 asks for 88.32 GiB, but only 76.45 of ")
+    wording(done.out)
     assert "line 5 ValueError: Free memory on device cuda:0 (76.45/96.0 GiB)" in text
     assert "came through line 6: RuntimeError: Engine core initialization failed." in text
     assert "fix set gpu_memory_utilization lower (to 0.78 or less)" in text
@@ -76,11 +77,11 @@ def test_for_programs_and_from_a_pipe(tmp_path: Path) -> None:
         assert piped.stdout.startswith(f"{name}: 6 lines\n")
 
 
-def test_nothing_recognised_has_an_exit_code_and_a_next_step(tmp_path: Path) -> None:
+def test_nothing_recognised_has_an_exit_code_and_a_next_step(tmp_path: Path, wording: Wording) -> None:
     (tmp_path / "some.log").write_text("all is well\nFound ulimit of 20000 and failed to automatically increase\n")
     done = harness("explain", "some.log", cwd=tmp_path)
     assert (done.code, done.err) == (4, "")
-    assert "No failure that the table knows is in this log." in done.out
+    wording(done.out)
 
 
 STARTS = Path(__file__).parents[1] / "data" / "startup"
@@ -93,13 +94,12 @@ GOOD_STARTS = {
 
 
 @pytest.mark.parametrize("server_name", GOOD_STARTS)
-def test_a_good_start_is_said_to_be_one(server_name: str) -> None:
+def test_a_good_start_is_said_to_be_one(server_name: str, wording: Wording) -> None:
     text = GOOD_STARTS[server_name]
     said = explained_text(text)
-    ready = 3 if server_name == "vLLM" else 2
-    assert f"It started well, and the log names no failure after that. line {ready} it says that it is ready" in said
-    assert "No failure that the table knows" not in said and "DEBUG" not in said
-    assert ("got over the GPU's memory is used up" in said) == ("HIP" in text)
+    wording(said)
+    assert "DEBUG" not in said
+    assert ("got over" in said) == ("HIP" in text)
     assert (explained(text)["started"], explained(text)["cause"]) == (True, None)
 
 
@@ -118,10 +118,10 @@ STOPS = {"vllm": 6, "vllm-busy": 7, "llamacpp": 20, "lemonade-vllm": 8, "ollama"
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_logs_of_servers_that_were_stopped(name: str) -> None:
+def test_logs_of_servers_that_were_stopped(name: str, wording: Wording) -> None:
     found, said = explained(STOPPED / f"{name}.txt"), explained_text(STOPPED / f"{name}.txt")
     assert (found["stopped"], found["cause"], found["findings"], found["recognised"]) == (True, None, [], False)
-    assert f"It stopped normally. line {STOPS[name]} it began to stop" in said
+    wording(said)
     assert "No failure that the table knows" not in said and "It started well" not in said
 
 
@@ -165,14 +165,11 @@ def failing(message: str, count: int = FIRST_REQUESTS) -> list[Request]:
     return [made] * count
 
 
-def test_the_rule_that_ends_a_load() -> None:
+def test_the_rule_that_ends_a_load(wording: Wording) -> None:
     wrong = "status 404: NotFoundError 404: The model `nope` does not exist."
     said = scenario_mistake(failing(wrong))
     assert said is not None
-    assert sentence(said).startswith(
-        "the load was ended because the first 5 requests all failed because of a scenario error: "
-        "the server has no model named nope; to solve it: set `model` to the id that its /v1/models names"
-    )
+    wording(sentence(said))
     good = replace(failing(wrong)[0], error=None, message=None)
     assert scenario_mistake([*failing(wrong, 4), good]) is None, "one that succeeded is enough to go on"
     assert scenario_mistake(failing("status 500: boom")) is None
@@ -192,9 +189,9 @@ def test_requests_that_do_not_fit_end_the_load_at_once(tmp_path: Path) -> None:
     assert [len(cell.problems) for cell in manifest.cells] == [1, 1]
     mistake = manifest.cells[0].problems[0]
     assert (mistake.code, mistake.values["requests"]) == ("scenario_mistake", 5)
-    assert mistake.values["cause"].startswith("a request does not fit into the server's context (of 2048 tokens")
+    assert "2048" in mistake.values["cause"]
     assert "Why requests failed" in done.out
-    assert "(http): a request does not fit into the server's context" in " ".join(done.out.split())
+    assert "(http): " in " ".join(done.out.split())
     markdown = harness("report", run.name, "--runs", "runs", "--format", "markdown", cwd=tmp_path).out
     assert "### Why requests failed\n\n- one / burst: " in markdown
     page = (run / "report.html").read_text()

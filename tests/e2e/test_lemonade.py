@@ -33,6 +33,7 @@ from harness.serve.probe import StartupWatch
 from tests.support.command import PATIENCE_S, called
 from tests.support.doubles.lemonade.spawn import Spawned, spawned
 from tests.support.made_runs import scenario, write_made_run
+from tests.support.wording import Wording
 
 MINE = {
     "Tiny": {"checkpoint": "/models/tiny", "recipe": "vllm"},
@@ -92,7 +93,7 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("version", ["2026.39.1", "2026.45.3"])
-def test_the_same_facts_with_old_and_with_new_status_codes(tmp_path: Path, version: str) -> None:
+def test_the_same_facts_with_old_and_with_new_status_codes(tmp_path: Path, version: str, wording: Wording) -> None:
     is_new = version == "2026.45.3"
     with lemonade(tmp_path, version=version) as server:
         api = server.url + "/api/v1"
@@ -111,7 +112,8 @@ def test_the_same_facts_with_old_and_with_new_status_codes(tmp_path: Path, versi
         assert loaded_model(server)["recipe_options"]["ctx_size"] == 2048
         with pytest.raises(ServerError) as caught:
             bring_up(server, model="user.Absent")
-    assert "Model 'user.Absent'" in str(caught.value) and "NoSuch" not in str(caught.value)
+    assert "'user.Absent'" in str(caught.value) and "NoSuch" not in str(caught.value)
+    wording(caught.value)
 
 
 def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_a_load_is_waited_for_longer_than_lemonades_two_attempts(tmp_path: Path)
     given: dict[str, Any] = {"never_ready": 2, "defaults": {"global_timeout": 1}}
     with lemonade(tmp_path, **given) as server, pytest.raises(ServerError) as caught:
         bring_up(server, timeout_s=1.5)
-    assert "HTTP 500: Failed to load model 'user.Tiny': vllm-server failed to start within timeout" in str(caught.value)
+    assert "500" in str(caught.value) and "'user.Tiny'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,9 @@ def test_what_changed_between_two_moments(before: LemonadeState, now: LemonadeSt
     assert [reason.code for reason in find_changes(before, now)] == codes
 
 
-def test_a_running_model_is_loaded_again_with_other_options_and_its_files_stay(tmp_path: Path) -> None:
+def test_a_running_model_is_loaded_again_with_other_options_and_its_files_stay(
+    tmp_path: Path, wording: Wording
+) -> None:
     saved = {"user.Tiny": {"ctx_size": 2048, "vllm_args": "--max-num-seqs 1"}}
     with lemonade(tmp_path, recipe_options=saved) as server:
         assert running_options(server.url, "user.Tiny", None) == saved["user.Tiny"]
@@ -236,7 +240,7 @@ def test_a_running_model_is_loaded_again_with_other_options_and_its_files_stay(t
             load_with_options(server.url, "user.Tiny", {"vllm_args": "--gpu-memory-utilization 0.92"}, None)
         load_with_options(server.url, "user.Tiny", saved["user.Tiny"], None)
         assert running_options(server.url, "user.Tiny", None) == saved["user.Tiny"]
-    assert "failed to start" in refused.value.what
+    wording(refused.value)
     kept = tmp_path / ".config" / "lemonade" / "recipe_options.json"
     assert json.loads(kept.read_text()) == saved
 

@@ -23,6 +23,7 @@ from harness.workload.job import decode_job
 from tests.support.doubles.lemonade import arguments as double
 from tests.support.load_runs import composed
 from tests.support.made_runs import server_problems_of
+from tests.support.wording import Wording
 
 EVIL = "a\"b\\c: {'d'} # ${x} \u2028é"
 
@@ -175,11 +176,9 @@ def test_the_load_by_hand_asks_for_the_name_that_vllm_knows(model: str, variable
 
 
 @pytest.mark.parametrize("model", ["extra.Mine", "builtin.Mine"])
-def test_a_checkpoint_cannot_be_registered_under_lemonades_own_prefixes(model: str) -> None:
+def test_a_checkpoint_cannot_be_registered_under_lemonades_own_prefixes(model: str, wording: Wording) -> None:
     found = server_problems_of(scenario(model, checkpoint="org/m", recipe="vllm"), {})
-    assert found == [
-        f"$.model: Lemonade registers a checkpoint as user.NAME only (got '{model}'). Write Mine or user.Mine."
-    ]
+    wording(found)
     assert server_problems_of(scenario(model), {}) == []
 
 
@@ -216,11 +215,14 @@ def notes(template: str, load: Load, prompts: Prompts = Prompts(tokens=10), **va
         ("lemonade", {"ctx_size": 5000, "llamacpp_args": "--parallel ²"}, "ctx_size leaves it 5,000"),
     ],
 )
-def test_a_note_on_a_load_longer_than_the_context(template: str, variables: dict[str, Any], limit: str) -> None:
+def test_a_note_on_a_load_longer_than_the_context(
+    template: str, variables: dict[str, Any], limit: str, wording: Wording
+) -> None:
     lengths = Lengths(uniform=[100, 4000])
     load, prompts = Load(user="batch", output_tokens=Lengths(uniform=[10, 2000])), Prompts(tokens=lengths)
     (note,) = notes(template, load, prompts, **variables)
-    assert f"up to 6,000 tokens, and {limit}" in note
+    assert "6,000" in note and str(limit) in note
+    wording(note)
     assert notes("vllm-rocm", load, prompts, max_model_len=6000) == []
     assert notes("vllm-rocm", load, prompts, max_model_len=None) == notes("simulated", load, prompts) == []
 
@@ -284,11 +286,13 @@ def test_a_running_server_reports_its_context(engine: str | None, limit: int | N
     assert is_refused(both, startup) != fits
 
 
-def test_notes_on_lemonades_queue_and_on_an_override_of_the_gpu() -> None:
+def test_notes_on_lemonades_queue_and_on_an_override_of_the_gpu(wording: Wording) -> None:
     (note,) = notes("lemonade", Load(user="batch", users=2, batch_size=20, requests=80, output_tokens=10))
-    assert "40 requests will be in flight, and Lemonade serves at most 32 at once" in note
+    assert "40" in note and "32" in note
+    wording(note)
     (note,) = notes("vllm-rocm", Load(user="batch"), environment={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"})
-    assert note.startswith("server 's': HSA_OVERRIDE_GFX_VERSION overrides GPU detection")
+    assert "'s'" in note
+    wording(note)
 
 
 @pytest.mark.parametrize(

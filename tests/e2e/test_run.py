@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from harness.base.errors import INTERRUPTED
-from harness.base.reason import sentences
+from harness.base.reason import Reason
 from harness.numbers.summarize import read_summary
 from harness.records.manifest import Run, read_run
-from harness.records.records import Request, read_marks, read_requests
+from harness.records.records import read_marks
 from tests.support.command import (
     ENDED,
     Going,
@@ -29,6 +29,7 @@ from tests.support.command import (
     write,
 )
 from tests.support.faults import fault
+from tests.support.load_runs import records_of
 from tests.support.simulated import spawned
 
 VALID = r"\b(VALID: |PASSED: .*)all conditions of a trustworthy measurement held"
@@ -42,18 +43,10 @@ PARTS = {
 }  # fmt: skip
 
 
-def records(run: Path) -> list[Request]:
-    """Return the records of a run, of which no line is damaged."""
-    damaged: list[int] = []
-    requests = list(read_requests(run / "requests.jsonl", damaged))
-    assert damaged == []
-    return requests
-
-
 def assert_complete(run: Path) -> None:
     """The run directory holds all that docs/run-directory.md says, and no line of its records is damaged."""
     assert {path.name for path in run.iterdir()} == PARTS
-    records(run)
+    records_of(run)
 
 
 def in_mid_run(command: Going, runs: Path, minimum: int = 20) -> Path:
@@ -77,10 +70,10 @@ def test_a_small_run(tmp_path: Path) -> None:
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     run = only_run(tmp_path / "runs")
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith(f"Run {run.name}: 2 cells. Records go to runs/{run.name}\n")
-    assert "SIMULATED ENGINE: these numbers come from a model, not from hardware" in done.out
+    assert done.out.startswith(f"Run {run.name}: ") and f"runs/{run.name}" in done.out.splitlines()[0]
+    assert "SIMULATED ENGINE" in done.out
     assert re.search(VALID, done.out)
-    assert done.out.endswith(f"Report: runs/{run.name}/report.html\n")
+    assert done.out.endswith(f"runs/{run.name}/report.html\n")
     assert_complete(run)
 
     manifest = read_run(run)
@@ -94,7 +87,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert manifest.started_wall_s < manifest.cells[0].started_wall_s < ended_s
     assert ended_s < manifest.cells[1].started_wall_s < manifest.ended_wall_s
 
-    sent = records(run)
+    sent = records_of(run)
     assert Counter((request.cell, request.phase) for request in sent) == {
         (f"r{repeat}-one-burst", phase): number
         for repeat in (1, 2)
@@ -133,7 +126,7 @@ def test_two_load_processes_and_chat_users_on_one_server_start_per_repeat(tmp_pa
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     run = only_run(tmp_path / "runs")
     assert done.code in (0, 3) and reasons_but_slowness(run) == [], done
-    measured = [request for request in records(run) if request.phase == "measured" and request.cell.startswith("r1")]
+    measured = [request for request in records_of(run) if request.phase == "measured" and request.cell.startswith("r1")]
     sent = [request for request in measured if request.load == "burst"]
     assert sorted(request.index for request in sent) == list(range(40))
     marks = [mark for mark in read_marks(run / "processes.jsonl") if mark.cell == "r1-one-burst"]
@@ -201,17 +194,14 @@ def test_failing_loads(tmp_path: Path) -> None:
     }
     manifest = read_run(ran(write(tmp_path, loads=loads, warmup={"requests": 0}, restart=False), 3))
     assert manifest.status == "invalid"
-    reasons = {
-        cell: [reason for reason in sentences(manifest.reasons) if reason.startswith(f"{cell}:")]
-        for cell in manifest.order
-    }
-    assert [reason.partition(": ")[2] for reason in reasons["r1-one-raises"]] == [
-        "the load generator ended with exit code 1; its log has ValueError: boom",
-        "6 measured requests were planned and 5 were sent",
-    ]
-    (stopped,) = (reason for reason in reasons["r1-one-stops"] if "ended before the load did" in reason)
-    assert stopped.startswith("r1-one-stops: 1 user of 3 ended before the load did (an exception, or StopUser in ")
-    assert re.search(r": [1-7] of 8 users had started at the end of the measured time", reasons["r1-one-late"][0])
+    reasons = {cell: [reason for reason in manifest.reasons if reason.cell == cell] for cell in manifest.order}
+    raised, missing = reasons["r1-one-raises"]
+    assert (raised.code, raised.values) == ("generator_exit", {"exit_code": 1, "exception": "ValueError: boom"})
+    assert (missing.code, missing.values) == ("requests_missing", {"planned": 6, "sent": 5})
+    (stopped,) = (reason for reason in reasons["r1-one-stops"] if reason.code == "users_gone")
+    assert stopped.values == {"gone": 1, "users": 3}
+    late = reasons["r1-one-late"][0]
+    assert (late.code, late.values["users"]) == ("users_missing", 8) and 1 <= late.values["came"] <= 7
 
 
 @fault("server", "every third request is answered 503",
@@ -222,7 +212,7 @@ def test_too_many_errors(tmp_path: Path) -> None:
     assert re.search(INVALID, ENDED[-1].out)
     assert_complete(run)
     assert [(reason.code, reason.cell) for reason in read_run(run).reasons] == [("error_rate", "r1-one-burst")]
-    assert Counter(request.error for request in records(run)) == {None: 5, "rejected": 3}
+    assert Counter(request.error for request in records_of(run)) == {None: 5, "rejected": 3}
 
 
 @pytest.mark.parametrize(
@@ -246,20 +236,18 @@ def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> Non
         done = command.end()
         command.nothing_left()
     assert done.code == 130
-    assert done.err == "interrupted; everything that was started has been torn down\n"
-    assert done.out.endswith(
-        f"harness report runs/{run.name}\nTo measure the rest: harness run --resume runs/{run.name}\n"
-    )
+    assert done.err == f"{INTERRUPTED}\n"
+    assert done.out.endswith(f"harness run --resume runs/{run.name}\n")
     assert_complete(run)
     manifest = read_run(run)
-    assert (manifest.status, sentences(manifest.reasons)) == ("interrupted", ["interrupted before all cells had run"])
+    assert (manifest.status, [reason.code for reason in manifest.reasons]) == ("interrupted", ["interrupted"])
     assert {mark.event for mark in read_marks(run / "processes.jsonl")} == {"start", "end"}
     # What was in flight is there too, as unfinished; between two bursts that is nothing.
-    by_process = Counter(request.process for request in records(run))
+    by_process = Counter(request.process for request in records_of(run))
     for mark in read_marks(run / "processes.jsonl"):
         if mark.event == "end":
             assert (mark.sent, mark.recorded) == (by_process[mark.process], by_process[mark.process])
-    assert {request.error for request in records(run)} <= {None, "unfinished"}
+    assert {request.error for request in records_of(run)} <= {None, "unfinished"}
 
 
 @fault("harness", "Ctrl-C, SIGTERM or SIGHUP while the program is still being imported",
@@ -286,7 +274,7 @@ def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
         command.interrupt()
         done = command.end()
         command.nothing_left()
-    assert (done.code, done.err) == (130, "interrupted; everything that was started has been torn down\n")
+    assert (done.code, done.err) == (130, f"{INTERRUPTED}\n")
     run = only_run(tmp_path / "runs")
     assert read_run(run).status == "interrupted"
     assert called("report", run.name, "--runs", "runs", cwd=tmp_path).code == 3  # of its verdict
@@ -303,13 +291,13 @@ def test_killed(tmp_path: Path) -> None:
         command.process.kill()
         assert command.end().code == -signal.SIGKILL
         command.nothing_left()
-    assert len(records(run)) > 20
+    assert len(records_of(run)) > 20
     assert {mark.event for mark in read_marks(run / "processes.jsonl")} == {"start", "end"}
     assert read_run(run).status == "running"
 
     shown = called("report", str(run), cwd=tmp_path)
     assert (shown.code, shown.err) == (3, "")
-    assert "- only 0 of 1 planned cells ran\n" in shown.out
+    assert "0 of 1 " in shown.out
     assert not (run / "report.html").exists()
     listed = called("list", "runs", "--runs", "runs", cwd=tmp_path)
     # Its two load processes, the engine and other tests share the cores, which may be reported, too.
@@ -348,7 +336,7 @@ def test_killed_while_a_load_process_computes(tmp_path: Path) -> None:
         assert command.end().code == -signal.SIGKILL
         command.nothing_left()
     run = only_run(tmp_path / "runs")
-    assert len(records(run)) == 40
+    assert len(records_of(run)) == 40
     shown = called("report", str(run), cwd=tmp_path)
     assert (shown.code, shown.err) == (3, "")
 
@@ -360,7 +348,7 @@ def kill_one(processes: list[psutil.Process]) -> int:
     return int(victim.pid)
 
 
-def reasons_after(command: Going, run: Path) -> list[str]:
+def reasons_after(command: Going, run: Path) -> list[Reason]:
     """The command ends by itself, INVALID, and with nothing left; its reasons."""
     done = command.end()
     command.nothing_left()
@@ -369,7 +357,7 @@ def reasons_after(command: Going, run: Path) -> list[str]:
     manifest: Run = read_run(run)
     assert manifest.status == "invalid"
     assert_complete(run)
-    return sentences(manifest.reasons)
+    return manifest.reasons
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -383,11 +371,9 @@ def test_a_load_process_is_killed(tmp_path: Path, processes: int) -> None:
         pid = kill_one(command.others("locust"))
         reasons = reasons_after(command, run)
     # The exit code of the only process, if a fork (tests/support/prefork.py) reports it early enough.
-    codes = ["r1-one-burst: the load generator ended with exit code -9"] if processes == 1 else []
-    assert reasons[0] in [*codes, "r1-one-burst: the load was stopped because a load process was killed"]
-    assert reasons[1].startswith(
-        f"r1-one-burst: load process {pid} was killed or lost: what was sent and not yet recorded is "
-    )
+    assert reasons[0].code == "process_killed" or (processes == 1 and reasons[0].code == "generator_exit")
+    assert (reasons[1].code, reasons[1].values["processes"]) == ("processes_killed", [str(pid)])
+    assert {reason.cell for reason in reasons[:2]} == {"r1-one-burst"}
 
 
 @fault("load process", "SIGTERM or SIGINT to a load process (earlyoom, an eviction)",
@@ -401,11 +387,9 @@ def test_a_load_process_that_gets_a_signal_before_its_time(tmp_path: Path) -> No
         (victim,) = command.others("locust")
         victim.terminate()
         reasons = reasons_after(command, run)
-    assert re.fullmatch(
-        rf"r1-one-timed: load process {victim.pid} was stopped \(SIGTERM or SIGINT\) [1-6]?\d\.\d s before the end of "
-        "the 60 s to measure; run again",
-        reasons[0],
-    )
+    reason = reasons[0]
+    assert (reason.code, reason.cell, reason.values["process"]) == ("stopped_early", "r1-one-timed", str(victim.pid))
+    assert 0 < reason.values["left_s"] < 60 == reason.values["asked_s"]
 
 
 @fault("server", "kill -9 of the server under load", seen="the server died during the load: it ended with exit code -9",
@@ -416,7 +400,7 @@ def test_server_killed(tmp_path: Path) -> None:
         run = in_mid_run(command, tmp_path / "runs")
         kill_one(command.others("harness.simulated"))
         reasons = reasons_after(command, run)
-    assert reasons[0].startswith("r1-one-burst: the server died during the load: it ended with exit code -9: it was k")
+    assert (reasons[0].code, reasons[0].cell) == ("server_died", "r1-one-burst")
     death = read_run(run).cells[0].served_by.death
     assert death is not None and (death.how, death.exit_code) == ("ended", -9) and death.failure is not None
 
@@ -427,8 +411,8 @@ def test_a_running_server_dies(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:30") as there:
         run = ran(path, 3, "--url", there.url)
-    reason = f"r1-running-burst: the server died during the load: nothing listens at {there.url} any more"
-    assert reason in sentences(read_run(run).reasons)
+    reasons = [reason for reason in read_run(run).reasons if reason.code == "server_died"]
+    assert [reason.cell for reason in reasons] == ["r1-running-burst"] and there.url in reasons[0].text, reasons
 
 
 @fault("harness", "the reader of the output goes away (`harness run ... | head`)",
@@ -476,7 +460,7 @@ def test_the_limit_of_open_files_is_raised_and_named_when_it_is_hit(tmp_path: Pa
     path = write(tmp_path, loads={"mine": {"user": "mine.py", "users": 1, "requests": 200, "output_tokens": 5}})
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, before=partial(files_allowed, 60, 150))
     assert done.code == 3
-    sent = records(only_run(tmp_path / "runs"))
+    sent = records_of(only_run(tmp_path / "runs"))
     ((error, message),) = {(request.error, request.message) for request in sent if request.error}
     assert error == "client" and (message or "").startswith("too many open files: raise the limit")
     assert sum(request.error is None for request in sent) > 60

@@ -1,14 +1,11 @@
 """The embedded engine as a process, through the same door as a container."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,21 +15,12 @@ from harness.base.errors import ServerError
 from harness.base.files import ROOT
 from harness.base.reason import sentence
 from harness.base.redact import register_secrets
-from harness.scenario import Load, Scenario, Server
 from harness.serve.containers import LogFile
-from harness.serve.lifecycle import Endpoint, serve
+from harness.serve.lifecycle import Endpoint
 from tests.support.command import PATIENCE_S, until
+from tests.support.embedded import served
 from tests.support.faults import fault
-
-
-@contextlib.contextmanager
-def served(folder: Path, timeout_s: float = PATIENCE_S, **variables: Any) -> Iterator[Endpoint]:
-    server = Server(template="simulated", container=False, variables=variables, startup_timeout_s=timeout_s)
-    scenario = Scenario(
-        version=1, question="q", model="sim", servers={"s": server}, loads={"l": Load(user="chat", requests=1)}
-    )
-    with serve(scenario, "s", run_id="r", cell_id="c", run_folder=folder) as endpoint:
-        yield endpoint
+from tests.support.wording import Wording
 
 
 def engine_of(endpoint: Endpoint) -> psutil.Process:
@@ -75,18 +63,20 @@ def test_a_death_in_mid_run_is_noticed(tmp_path: Path) -> None:
         assert endpoint.served_by.exit_code == -9
 
 
-def test_a_failed_start_is_explained_at_once(tmp_path: Path) -> None:
+def test_a_failed_start_is_explained_at_once(tmp_path: Path, wording: Wording) -> None:
     line = "ValueError: No available memory for the cache blocks."
     with (
-        pytest.raises(ServerError, match="it ended with exit code 3: the model's weights and working memory") as caught,
+        pytest.raises(ServerError) as caught,
         served(tmp_path, extra_args=["--fail-start", line, "--exit-code", 3]),
     ):
         pass
+    wording(caught.value)
     shown, known, where = caught.value.detail.splitlines()
     assert known == "known from: vLLM, vllm/v1/core/kv_cache_utils.py [mem.no_cache_blocks]"
     assert shown.startswith("line ") and shown.endswith(f": {line}")
     assert where == f"the whole log: {tmp_path}/logs/c.server.log"
-    assert "raise gpu_memory_utilization" in caught.value.next_step
+    assert "gpu_memory_utilization" in caught.value.next_step
+    wording(caught.value)
     assert caught.value.exit_code == 2
 
 

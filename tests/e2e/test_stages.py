@@ -26,7 +26,8 @@ from harness.workload import workload_sha256
 from harness.workload.job import JobStage
 from tests.support.command import called, going, harness, only_run, reasons_but_slowness, until
 from tests.support.made_runs import cells_in, request, write_lines
-from tests.unit.scenario.test_scenario import problems_of, write
+from tests.support.scenario_texts import problems_of, write
+from tests.support.wording import Wording
 
 HEAD = """
 version: 1
@@ -79,21 +80,22 @@ def test_invalid_stages(tmp_path: Path, load: str, expected: list[str]) -> None:
     assert problems_of(tmp_path, f"{HEAD}  p: {load}\n") == expected
 
 
-def test_a_load_has_no_name_of_a_stage_and_a_mix_no_stages(tmp_path: Path) -> None:
+def test_a_load_has_no_name_of_a_stage_and_a_mix_no_stages(tmp_path: Path, wording: Wording) -> None:
     text = HEAD + "  p@4: {user: chat, duration_s: 4}\n"
-    assert problems_of(tmp_path, text) == ["$.loads.p@4 (line 8): an '@' is in the names of stages only"]
+    wording(problems_of(tmp_path, text))
     mixed = (
         f"{HEAD}  job: {{user: batch, duration_s: 9}}\n{UP}mixes: {{both: [job, people]}}\nwarmup: {{duration_s: 1}}\n"
     )
     (problem,) = problems_of(tmp_path, mixed)
-    assert problem.startswith("$.mixes.both (line 10): each part needs a 'duration_s', and cannot have stages")
+    assert "10" in problem and "'duration_s'" in problem
+    wording(problem)
 
 
-def test_the_users_of_each_stage_must_divide_among_the_workers() -> None:
+def test_the_users_of_each_stage_must_divide_among_the_workers(wording: Wording) -> None:
     stages = {f"p@{users}": Load(user="chat", users=users, duration_s=5.0) for users in (4, 3)}
     with pytest.raises(HarnessError) as caught:
         parse_workers("2", "127.0.0.1", stages)
-    assert caught.value.what == "$.loads.p@3: 3 users cannot be divided among 2 load processes"
+    wording(caught.value)
 
 
 def course(folder: Path, *durations_s: float, **more: Any) -> Sequencer:

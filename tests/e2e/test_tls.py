@@ -13,8 +13,8 @@ from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.records.samples import read_metrics
 from harness.serve.lifecycle import attach_to_server
-from tests.e2e.test_serve_embedded import served
 from tests.support.command import called, harness, write
+from tests.support.embedded import served
 from tests.support.faults import fault
 from tests.support.tls import Signed, sign, wrapped
 
@@ -51,7 +51,7 @@ def test_a_run_through_tls_with_key_and_metrics(signed: Signed, tmp_path: Path) 
     assert len(asked) > 8
     assert all(f"Authorization: Bearer {KEY}\r\n".encode() in data for data in asked)
     assert refused.code == 2
-    assert f"no answer from {url}/v1/models: its certificate is not trusted (" in refused.err
+    assert f"{url}/v1/models" in refused.err and "certificate" in refused.err
     assert "--ca FILE" in refused.err
     assert (done.code, done.err) == (0, "")
     folder = next(folder for folder in (tmp_path / "runs").iterdir() if read_run(folder).status == "valid")
@@ -90,8 +90,9 @@ def test_a_certificate_for_another_name_is_refused_although_its_authority_is_kno
 
 def test_what_is_no_certificate_is_refused_early(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("hello")
-    with pytest.raises(HarnessError, match=r"--ca: .*ca\.pem holds no certificate"):
+    with pytest.raises(HarnessError) as caught:
         trust_authority(tmp_path / "ca.pem")
+    assert "--ca" in str(caught.value) and "ca.pem" in str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["run", "live"])

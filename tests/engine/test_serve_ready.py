@@ -18,6 +18,7 @@ from harness.serve.containers import LogFile
 from harness.serve.lifecycle import attach_to_server, wait_ready
 from harness.serve.probe import StartupWatch, parse_base_url
 from tests.support.http_double import Handler, listening
+from tests.support.wording import Wording
 
 Answer = tuple[int, str, str]  # status, content type, body
 MODELS: Answer = (200, "application/json", json.dumps({"data": [{"id": "one"}]}))
@@ -102,17 +103,18 @@ def test_a_server_that_loads_on_request_is_asked_to(tmp_path: Path) -> None:
     assert [line.split(" ", 3)[3] for line in seen if "/load" in line] == ['{"model_name": "one", "ctx_size": 8192}']
 
 
-def test_a_model_that_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_explained(tmp_path: Path, wording: Wording) -> None:
     serving = Serving(template="lemonade", port=1, health="/health", load=LoadCall(path="/load", body={}))
     text = "Failed to load model 'x': vLLM argument '--model' in vllm_args is managed by Lemonade"
     failed: Answer = (500, "application/json", json.dumps({"error": {"message": text}}))
     said = pytest.raises(ServerError, match="could not load 'one': HTTP 500: Failed to load model 'x'")
     with server({**GOOD, "POST /load": failed}) as url, said as caught:
         wait_ready(url, serving, "one", waiting(tmp_path))
-    assert "Lemonade sets --model itself" in caught.value.next_step
+    assert "--model" in caught.value.next_step
+    wording(caught.value)
 
 
-def test_never_ready_ends_at_the_time_limit_with_the_last_lines(tmp_path: Path) -> None:
+def test_never_ready_ends_at_the_time_limit_with_the_last_lines(tmp_path: Path, wording: Wording) -> None:
     begin = time.monotonic()
     said = "did not become ready within 0.5 s; last seen at GET .*: connection refused"
     with pytest.raises(ServerError, match=said) as caught:
@@ -122,7 +124,7 @@ def test_never_ready_ends_at_the_time_limit_with_the_last_lines(tmp_path: Path) 
     log = "We couldn't connect to 'https://huggingface.co'"  # is read
     with pytest.raises(ServerError) as caught:
         ready(f"http://127.0.0.1:{free_port()}", waiting(tmp_path, log=log, timeout_s=0.1))
-    assert "the hub cannot be reached" in caught.value.next_step
+    wording(caught.value)
 
 
 def test_a_death_during_the_first_answer_is_noticed(tmp_path: Path) -> None:
@@ -147,13 +149,17 @@ def test_a_death_during_the_first_answer_is_noticed(tmp_path: Path) -> None:
 TWO: Answer = (200, "application/json", '{"data": [{"id": "a"}, {"id": "b"}]}')
 
 
-def test_a_model_is_chosen_of_those_that_are_served(tmp_path: Path) -> None:
+def test_a_model_is_chosen_of_those_that_are_served(tmp_path: Path, wording: Wording) -> None:
     with server({**GOOD, "GET /v1/models": TWO}) as url:
-        with pytest.raises(ServerError, match="does not serve 'one'; it serves 'a', 'b'"):
+        with pytest.raises(ServerError) as caught:
             ready(url, waiting(tmp_path))
+        assert "'one'" in str(caught.value) and "'a'" in str(caught.value)
+        wording(caught.value)
         assert attach_to_server(url, None, others=["b"]).served_by.model == "a", "the first"
-        with pytest.raises(ServerError, match="does not serve 'c'; it serves 'a', 'b'"):
+        with pytest.raises(ServerError) as caught:
             attach_to_server(url, None, others=["a", "c"])
+        assert "'c'" in str(caught.value) and "'a'" in str(caught.value)
+        wording(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -198,17 +204,19 @@ def test_one_broken_answer_is_asked_again(tmp_path: Path, path: str, broken: Ans
         assert attach_to_server(url, "one").served_by.model == "one"
 
 
-def test_a_wrong_key_is_not_a_missing_one(tmp_path: Path) -> None:
+def test_a_wrong_key_is_not_a_missing_one(tmp_path: Path, wording: Wording) -> None:
     answers: dict[str, Answer] = {**GOOD, "GET /v1/models": (401, "text/plain", "")}
     with server(answers) as url:
         with pytest.raises(ServerError) as caught:
             attach_to_server(url, "one", "k-123", key_name="MY_KEY")
-        assert caught.value.what == f"the server rejected the key in MY_KEY ({url} answers HTTP 401)"
-        assert caught.value.next_step == "Export the right key as MY_KEY."
-        with pytest.raises(ServerError, match="the server rejected the key in MY_KEY"):
+        assert str(url) in caught.value.what and "401" in caught.value.what
+        wording(caught.value)
+        with pytest.raises(ServerError) as caught:
             wait_ready(url, SERVING, "one", waiting(tmp_path), api_key="k-123", key_name="MY_KEY")
-        with pytest.raises(ServerError, match="wants an API key"):
+        wording(caught.value)
+        with pytest.raises(ServerError) as caught:
             attach_to_server(url, "one", key_name="MY_KEY")
+        wording(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +236,11 @@ def test_a_key_that_the_server_repeats_is_masked(tmp_path: Path, path: str, answ
         assert "my-o" not in f"{caught.value} {caught.value.next_step} {caught.value.detail}"
 
 
-def test_a_wrong_model_says_how_to_give_another() -> None:
-    with server(GOOD) as url, pytest.raises(ServerError, match="does not serve 'onne'; it serves 'one'") as caught:
+def test_a_wrong_model_says_how_to_give_another(wording: Wording) -> None:
+    with server(GOOD) as url, pytest.raises(ServerError) as caught:
         attach_to_server(url, "onne")
+    assert "'onne'" in str(caught.value) and "'one'" in str(caught.value)
+    wording(caught.value)
     assert "`--model one`" in caught.value.next_step
     with server({**GOOD, "GET /metrics": HTML}) as url:  # a web page is no metrics
         assert attach_to_server(url, "one").metrics_url is None
@@ -248,21 +258,22 @@ def test_a_running_server_is_attached_to() -> None:
         assert endpoint.check_alive() is None
 
 
-def test_where_nothing_answers() -> None:
+def test_where_nothing_answers(wording: Wording) -> None:
     for address, why in (
         ("127.0.0.1:9", "connection refused, nothing"),
         ("http://no-such-host.invalid", "name is not k"),
     ):
         with pytest.raises(ServerError, match=why) as caught:
             attach_to_server(address, "one")
-        assert caught.value.next_step == "Check the address and that the server runs."
+        wording(caught.value)
 
 
-def test_however_the_address_is_written() -> None:
+def test_however_the_address_is_written(wording: Wording) -> None:
     meant = {
         "127.0.0.1:8000": "http://127.0.0.1:8000", "http://h:1/": "http://h:1", "http://h:1/v1": "http://h:1",
         "https://h/api/v1/": "https://h/api", "http://h:1/v1/chat/completions": "http://h:1",
     }  # fmt: skip
     assert {written: parse_base_url(written) for written in meant} == meant
-    with pytest.raises(HarnessError, match="'ftp://h' is not the address of a server"):
+    with pytest.raises(HarnessError) as caught:
         parse_base_url("ftp://h")
+    wording(caught.value)

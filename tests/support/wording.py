@@ -35,7 +35,7 @@ def shown(said: object, temporary: Path, **names: object) -> str:
         text = text.replace(str(value), name)
     text = text.replace(str(ROOT), "ROOT")
     text = re.sub(rf"{re.escape(str(temporary))}/[\w.-]+", "DIR", text)
-    text = re.sub(r"\b127\.0\.0\.1:(3[2-9]|4\d|5\d|60)\d{3}\b", "127.0.0.1:PORT", text)  # one that was free
+    text = re.sub(r"\b(127\.0\.0\.1|localhost):([1-5]\d|6[0-4])\d{3}\b", r"\1:PORT", text)  # one that was free
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) or "nothing"
 
 
