@@ -54,4 +54,4 @@ def test_a_time_without_unit_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     for given in ("soon", "0h", "-1h"):
         done = harness("run", path.name, f"--budget={given}", cwd=tmp_path)
-        assert done.code == 1 and f"--budget: a time above 0 with its unit is expected, got '{given}'" in done.err
+        assert done.code == 1 and "--budget: " in done.err and f"'{given}'" in done.err

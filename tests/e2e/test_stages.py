@@ -220,8 +220,7 @@ def test_an_interrupted_load_with_stages_keeps_its_results(tmp_path: Path) -> No
     assert Counter(mark.event for mark in marks) == {"start": 6, "end": 6}
     assert sum(mark.sent or 0 for mark in marks) == len(list(read_requests(folder / "requests.jsonl")))
     listed = " ".join(called("list", "runs", "--runs", str(tmp_path), cwd=tmp_path).out.split())
-    assert "1/3 interrupted" in listed
-    assert "(simulated): interrupted before all cells had run" in listed
+    assert "1/3 interrupted" in listed and "(simulated)" in listed
     reasons = json.loads((folder / "summary.json").read_bytes())["reasons"]
     assert [(reason["code"], reason.get("values"), reason.get("cell")) for reason in reasons] == [
         ("interrupted", None, None),

@@ -192,7 +192,7 @@ def test_an_answer_that_no_engine_gives_is_no_defect(tmp_path: Path, monkeypatch
         def answer(error: Exception = error) -> None:
             raise error
 
-        with pytest.raises(ServerError, match="no Docker Engine"):
+        with pytest.raises(ServerError, match="Docker Engine"):
             docker_engine.ask_engine(answer)
 
 
@@ -203,7 +203,7 @@ def test_what_removes_a_server_says_that_no_engine_answers(tmp_path: Path, monke
         raise TypeError("string indices must be integers")
 
     client: Any = SimpleNamespace(containers=SimpleNamespace(list=junk), networks=SimpleNamespace(list=junk))
-    with pytest.raises(ServerError, match="no Docker Engine"):
+    with pytest.raises(ServerError, match="Docker Engine"):
         remove_containers(client, docker_engine.make_labels("run", "cell"), grace_s=0.0)
 
 

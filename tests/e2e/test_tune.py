@@ -87,8 +87,7 @@ def test_a_killed_search_goes_on_and_a_spent_budget_is_inconclusive(tmp_path: Pa
     assert (run.status, [cell.id for cell in run.cells], len(run.resumed)) == ("valid", start.cells, 1)
     shown = harness("report", folder.name, "--runs", "runs", cwd=tmp_path)
     assert shown.code == 5 and answer_line(report_of(tmp_path)) in " ".join(shown.out.split()), shown.out + shown.err
-    assert "What was tried" in shown.out
-    assert "What was tried" in (folder / "report.html").read_text()
+    assert "What was tried" in shown.out and "What was tried" in (folder / "report.html").read_text()
     with reopened(folder, start.cells, Progress(Console(quiet=True))) as running:  # what is known of the starts stays
         report = report_of(tmp_path)
         search = TuneSearch(running, report.question, report.trials, 0.0)

@@ -143,7 +143,7 @@ def test_an_own_locustfile_with_mistakes(tmp_path: Path, engine: str) -> None:
     assert sorted(r.index for r in records_of(tmp_path)) == [0, 2, 4]
     assert {r.user_class for r in records_of(tmp_path)} == {"Careless"}
     assert "a mistake in the locustfile" in log_of(tmp_path)
-    assert "ValueError: request 4 was sent already; take() another one" in log_of(tmp_path)
+    assert "ValueError: request 4 " in log_of(tmp_path)
 
 
 def test_a_load_process_imports_no_heavy_package() -> None:

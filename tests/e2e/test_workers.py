@@ -239,7 +239,7 @@ def test_unexpected_workers_and_messages_are_rejected(tmp_path: Path, engine_pro
     assert done.code == 0, done.out + done.err
     rejection = f"worker {here} was rejected: it has version 0.0.1 of the harness, and the master {__version__}"
     assert rejection in log.read_text()
-    assert log.read_text().count("ignored a message to the master that is not from a worker") == 3
+    assert log.read_text().count("ignored a message") == 3
 
 
 @contextmanager
@@ -269,7 +269,7 @@ def test_a_worker_without_the_key_is_named(
         done = run.end()
         assert done.code == 3, done.out + done.err
         error = done.err.splitlines()[0]
-        assert error.startswith("error: cell r1-running-l: the load could not start: worker ")
+        assert error.startswith("error: cell r1-running-l: ")
         assert "SCALE_OUT_KEY" in error
         assert sentences(read_run(only_run(tmp_path)).reasons) == [error.removeprefix("error: ")]
         for worker in workers:

