@@ -4,6 +4,7 @@ The reference is started, then one change after the other; the best is proven ag
 
 command.py   the command
 search.py    starts what is decided, and stores what was asked and tried as it goes; puts a user's server back
+advised.py   what a finding of a run advises, which is tried instead of a search
 proof_run.py runs the proof, and stores what it says
 decide.py    which settings come next, and what the proof says: pure functions of the starts so far
 proof.py     the results of each start and of each side of the proof, from their records

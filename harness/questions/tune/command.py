@@ -36,6 +36,18 @@ SlosOpt = Annotated[
         callback=cli.split_given,
     ),
 ]
+SameAnswersFlag = Annotated[
+    bool,
+    cli.flag(
+        "--same-answers",
+        "Recommend only what answers 1,000 questions as the default does; also try what may change answers.",
+    ),
+]
+BudgetOpt = Annotated[
+    str | None, cli.option("TIME", "How long it may take in all, such as 40min (default: 2h; resumed: as before).")
+]
+FindingOpt = Annotated[str | None, cli.option("CODE", "With RUN: another finding than the worst one.")]
+KeepFlag = Annotated[bool, cli.flag("--keep", "Leave a running server with the settings that are proven to be better.")]
 DEFAULT_BUDGET_S = 7200.0
 ResumeOpt = Annotated[Path | None, cli.option("RUN", "Go on with a search or its proof, after any end.")]
 
@@ -47,23 +59,13 @@ def tune(
     load: Annotated[str | None, cli.option("NAME", "Tune for this load (default: all loads together).")] = None,
     server: cli.ServerOpt = None,
     checks: SlosOpt = None,
-    same_answers: Annotated[
-        bool,
-        cli.flag(
-            "--same-answers",
-            "Recommend only what answers 1,000 questions as the default does; also try what may change answers.",
-        ),
-    ] = False,
-    budget: Annotated[
-        str | None, cli.option("TIME", "How long it may take in all, such as 40min (default: 2h; resumed: as before).")
-    ] = None,
+    same_answers: SameAnswersFlag = False,
+    budget: BudgetOpt = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
-    finding: Annotated[str | None, cli.option("CODE", "With RUN: another finding than the worst one.")] = None,
-    keep: Annotated[
-        bool, cli.flag("--keep", "Leave a running server with the settings that are proven to be better.")
-    ] = False,
+    finding: FindingOpt = None,
+    keep: KeepFlag = False,
     resume: ResumeOpt = None,
     as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,
     runs: cli.RunsDir = cli.RUNS,
