@@ -1,6 +1,7 @@
 """Commands that start something and are no question of their own: runs, live loads, the check of a scenario."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from harness.cli import common as cli
 
 if TYPE_CHECKING:
     from harness.numbers.summary import Reference
+    from harness.run.draft import Given
     from harness.run.experiment import Experiment, Target
     from harness.scenario import Scenario
 
@@ -325,7 +327,7 @@ def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:
 
 
 def _draft(
-    question: str, given: list[str], url: str | None, models: list[str], machine: str
+    question: str, given: list[str], url: str | None, models: list[str], machine: str, own: "Given"
 ) -> tuple[str, list[str], str | None]:
     """Return the text of a scenario, its servers, and the address of the one that runs. It asks for what is missing."""
     from harness.questions.quick import search as quickly
@@ -345,40 +347,60 @@ def _draft(
         if servers == [RUNNING_SERVER] and running is not None:
             url, models = running[0], models or [running[1]]
     if url is not None:
-        return drafts.draft_running(question, models[0] if models else quickly.model_of(url), machine), servers, url
+        model = models[0] if models else quickly.model_of(url, own.api_key_env)
+        return drafts.draft_running(question, model, machine, own), servers, url
     chosen = [drafts.choose("--server", name, draft_models) for name in servers]
-    return drafts.draft(question, chosen, models, machine), servers, None
+    return drafts.draft(question, chosen, models, machine, own), servers, None
 
 
-@cli.command(short_help="Write a scenario of your own from a few answers.")
+QuestionOpt = Annotated[
+    str | None,
+    cli.option(
+        "KIND",
+        "What you want to know: batching, compare, chat-users, agents or classifications; without it you are asked, "
+        "or with --url or --prompts it is batching.",
+    ),
+]
+ServersOpt = Annotated[
+    list[str] | None,
+    cli.option(
+        "NAME",
+        "The server; give it twice to compare two, or two images of one (ROCm and Vulkan); without it you are asked.",
+    ),
+]
+DraftUrlOpt = Annotated[
+    str | None,
+    cli.option("URL", "Instead: a server that already runs; one of this machine is found.", callback=cli.validate_url),
+]
+DraftChecksOpt = Annotated[
+    list[str] | None,
+    cli.option(
+        "CHECK",
+        'What must hold, such as "ttft_p95 <= 2s"; may be repeated.',
+        "--check",
+        callback=cli.split_given,
+    ),
+]
+
+
+@cli.command(short_help="Write a scenario of your own from a few answers, or from options.")
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The scenario to write.")] = Path("my-scenario.yaml"),
-    question: Annotated[
-        str | None,
-        cli.option(
-            "KIND",
-            "What you want to know: batching, compare, chat-users, agents or classifications; "
-            "without it you are asked.",
-        ),
-    ] = None,
-    server: Annotated[
-        list[str] | None,
-        cli.option(
-            "NAME",
-            "The server; give it twice to compare two, or two images of one (ROCm and Vulkan); "
-            "without it you are asked.",
-        ),
-    ] = None,
-    url: Annotated[
-        str | None,
-        cli.option(
-            "URL", "Instead: a server that already runs; one of this machine is found.", callback=cli.validate_url
-        ),
-    ] = None,
+    question: QuestionOpt = None,
+    server: ServersOpt = None,
+    url: DraftUrlOpt = None,
     model: Annotated[list[str] | None, cli.option("NAME", "The model of each server, as the server knows it.")] = None,
     machine: Annotated[str | None, cli.option("KIND", "strix-halo, radeon, instinct or none (default: found).")] = None,
+    prompts: Annotated[Path | None, cli.option("FILE", 'Your prompts: lines such as {"prompt": "..."}.')] = None,
+    checks: DraftChecksOpt = None,
+    api_key_env: Annotated[
+        str | None, cli.option("NAME", "The environment variable with the server's API key.", "--api-key-env")
+    ] = None,
 ) -> None:
-    """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
+    """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts.
+
+    With --url, or with --server and --question, nothing is asked.
+    """
     from harness.machine.gpus import read_machine
     from harness.run import draft as drafts
     from harness.run.experiment import prepare
@@ -388,10 +410,13 @@ def init(
     kind = drafts.choose("--machine", machine or drafts.machine_kind(read_machine().gpus), drafts.CONCURRENCY)
     wanted = drafts.choose(
         "--question",
-        question or ask_choice("What do you want to know?", "--question", drafts.QUESTIONS),
+        question
+        or ("batching" if url or prompts else ask_choice("What do you want to know?", "--question", drafts.QUESTIONS)),
         drafts.QUESTIONS,
     )
-    text, servers, url = _draft(wanted, list(server or []), url, model or [], kind)
+    place = None if prompts is None else os.path.relpath(prompts, file.parent)
+    own = drafts.Given(prompts=place, checks=checks or [], api_key_env=api_key_env)
+    text, servers, url = _draft(wanted, list(server or []), url, model or [], kind, own)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

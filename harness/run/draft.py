@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct
+
 from harness.base.errors import HarnessError, did_you_mean
 from harness.base.files import dump_yaml
 from harness.base.units import count
@@ -78,7 +80,18 @@ def server_count(question: str) -> int:
     return 2 if question == "compare" else 1
 
 
-def draft(question: str, servers: list[str], models: list[str], machine: str) -> str:
+class Given(Struct, frozen=True, kw_only=True):
+    """What the user gives in place of what a draft has."""
+
+    prompts: str | None = None  # a file, by its path from the scenario
+    checks: Sequence[str] = ()
+    api_key_env: str | None = None
+
+
+NOTHING_GIVEN = Given()
+
+
+def draft(question: str, servers: list[str], models: list[str], machine: str, given: Given = NOTHING_GIVEN) -> str:
     """Return the text of a scenario. `models`: of each server; a missing one is its default. Raises HarnessError.
 
     The same server twice compares two of its images, or two settings of one without an image.
@@ -109,20 +122,20 @@ def draft(question: str, servers: list[str], models: list[str], machine: str) ->
     named = next((models[at] for at, name in enumerate(servers) if name in own_names), None)
     model = named or models[0].rpartition("/")[2].partition(":")[0]
     names = list(images) or ([OLD, NEW] if is_twice else servers)
-    return _scenario(question, model, dict(zip(names, server_drafts, strict=True)), concurrency)
+    return _scenario(question, model, dict(zip(names, server_drafts, strict=True)), concurrency, given)
 
 
-def draft_running(question: str, model: str, machine: str) -> str:
+def draft_running(question: str, model: str, machine: str, given: Given = NOTHING_GIVEN) -> str:
     """Return the text of a scenario for a server that already runs. Raises HarnessError."""
     if server_count(question) > 1:
         raise HarnessError(
             f"--url: the question '{question}' takes two servers, which the scenario starts",
             next_step="Give --server twice, or another question.",
         )
-    return _scenario(question, model, {RUNNING_SERVER: {"template": RUNNING_SERVER}}, CONCURRENCY[machine])
+    return _scenario(question, model, {RUNNING_SERVER: {"template": RUNNING_SERVER}}, CONCURRENCY[machine], given)
 
 
-def _scenario(question: str, model: str, servers: dict[str, Any], concurrency: int) -> str:
+def _scenario(question: str, model: str, servers: dict[str, Any], concurrency: int, given: Given) -> str:
     scenario: dict[str, Any] = {
         "version": 1,
         "question": QUESTIONS[question],
@@ -130,6 +143,14 @@ def _scenario(question: str, model: str, servers: dict[str, Any], concurrency: i
         "servers": servers,
         **_loads_and_checks(question, concurrency),
     }
+    if given.api_key_env is not None:
+        scenario["api_key_env"] = given.api_key_env
+    if given.checks:
+        scenario["checks"] = list(given.checks)
+    if given.prompts is not None:
+        scenario["prompts"] = {"kind": "file", "file": given.prompts}
+        loads = scenario["loads"]
+        scenario["loads"] = {name: load | {"output": "natural", "output_tokens": 256} for name, load in loads.items()}
     text = dump_yaml(scenario, default_flow_style=None, width=120)
     todo = ""
     if list(servers) == [OLD, NEW]:

@@ -223,3 +223,28 @@ def test_settings_that_answer_worse_are_left_out(tmp_path: Path) -> None:
     assert left_out.settings["kv_type"] == "fp8" and left_out.blamed == ["kv_type"]
     assert not any("kv_cache_dtype" in settings for settings in [report.proof.settings, *report.proof.sides])
     assert all(one is not None and one.word == "same" for one in report.proof.answers)
+
+
+def test_what_a_run_advises_is_tried_and_proven(tmp_path: Path) -> None:
+    """Ten requests at once do not fit the KV cache of the seed's evening; five do."""
+    loads = {
+        f"{size}-at-a-time": {"user": "batch", "batch_size": size, "requests": 2 * size, "output_tokens": 10}
+        for size in (5, 10)
+    }
+    variables = STORY["servers"]["vllm"]["variables"] | {"gpu_memory_utilization": 0.78}
+    servers = {"vllm": STORY["servers"]["vllm"] | {"variables": variables}}
+    write(tmp_path, **STORY | {"loads": loads, "servers": servers, "prompts": {"tokens": 400}})
+    harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
+    reported = harness("report", "last", "--runs", "runs", "--format", "json", cwd=tmp_path)
+    finding = json.loads(reported.out)["findings"][0]
+    run = only_run(tmp_path / "runs").name
+    assert (finding["code"], finding["actions"][0]["verify"]) == ("kv_cache_full", f"harness tune {run}"), finding
+    for option in (["--load", "10-at-a-time"], ["--server", "vllm"], ["--finding", "none"], ["--keep"]):
+        refused = harness("tune", "last", "--runs", "runs", *option, cwd=tmp_path)
+        assert (refused.code, option[0] in refused.err) == (1, True), refused.err
+    done = harness("tune", "last", "--runs", "runs", "--json", cwd=tmp_path)
+    answer = json.loads(done.out)
+    assert (done.code, answer["verdict"], answer["of_run"]) == (0, "set", run), done.out + done.err
+    assert [trial.get("why", "first") for trial in answer["trials"]] == ["first", "finding"]
+    assert answer["settings"] == {"max_num_seqs": finding["actions"][0]["changes"]["sequences"]}
+    assert answer["low"] > 1 + MARGIN and answer["blocks"] >= 2

@@ -281,7 +281,7 @@ def test_the_advice_of_a_run_is_tried_and_the_server_is_as_it_was(
     done = harness("run", str(path), "--url", on_llamacpp.url, "--runs", "runs", cwd=tmp_path)
     say(done.out + done.err)
     run = only_run(tmp_path / "runs").name
-    options = ["--finding", "queue_with_room", "--runs", "runs", "--json"]
+    options = ["--finding", "queue_with_room", "--runs", "runs", "--json", "--budget", "2min"]
     tuned = harness("tune", "last", *options, cwd=tmp_path)
     say(tuned.out + tuned.err)
     answer = json.loads(tuned.out)

@@ -120,9 +120,9 @@ def find_running() -> tuple[str, str] | None:
     return None
 
 
-def model_of(url: str) -> str:
+def model_of(url: str, key_name: str | None = None) -> str:
     """Return the model that a server has loaded, or its first chat model. Raises as `choose_model`."""
-    return choose_model(probe.parse_base_url(url), None, None)
+    return choose_model(probe.parse_base_url(url), None, key_name)
 
 
 def quick_scenario(

@@ -44,11 +44,13 @@ SameAnswersFlag = Annotated[
     ),
 ]
 BudgetOpt = Annotated[
-    str | None, cli.option("TIME", "How long it may take in all, such as 40min (default: 2h; resumed: as before).")
+    str | None,
+    cli.option("TIME", "How long it may take in all, such as 40min (default: 2h, of a run 30min; resumed: as before)."),
 ]
 FindingOpt = Annotated[str | None, cli.option("CODE", "With RUN: another finding than the worst one.")]
 KeepFlag = Annotated[bool, cli.flag("--keep", "Leave a running server with the settings that are proven to be better.")]
 DEFAULT_BUDGET_S = 7200.0
+TRIAL_BUDGET_S = 1800.0  # of what a finding advises
 ResumeOpt = Annotated[Path | None, cli.option("RUN", "Go on with a search or its proof, after any end.")]
 
 
@@ -93,13 +95,15 @@ def tune(
     elif scenario is None:
         raise HarnessError("no scenario", next_step="Give a scenario, a run, or --resume RUN.")
     else:
-        asked = (goal, checks or [], budget_s or DEFAULT_BUDGET_S)
+        asked = (goal, checks or [])
         if (of_run := _run_folder(scenario, runs)) is not None:
             _refuse({"--load": load, "--server": server, "--model": model}, f"{scenario} is a run, which has it")
-            experiment, question = _try_advice(of_run, target, finding, *asked)
+            experiment, question = _try_advice(of_run, target, finding, *asked, budget_s or TRIAL_BUDGET_S)
         else:
             _refuse({"--finding": finding}, f"{scenario} is a scenario, and has no findings")
-            experiment, question = _search(scenario, target, model, load, server, *asked, say=progress.line)
+            experiment, question = _search(
+                scenario, target, model, load, server, *asked, budget_s or DEFAULT_BUDGET_S, say=progress.line
+            )
         if keep and experiment.target is None:
             raise HarnessError(
                 "--keep: the server is started for this, and removed at the end", next_step="Leave it out."

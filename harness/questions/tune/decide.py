@@ -38,6 +38,7 @@ FAILING = 0.3  # assumed share of failures among candidates that need more memor
 HOPE = 0.05  # no start for a candidate with a smaller chance of bringing MARGIN more than the best
 PATIENCE = 8  # trials without MARGIN more than the best before them, after which the search ends
 REFERENCE_EVERY = 4  # starts, of which one is of the reference: the machine may drift
+MAX_DISTURBED = 4  # starts of what a finding advises and of the reference, with those that were disturbed
 MAX_FAILED = 6  # starts; when none succeeds, something else is wrong
 TOGETHER = 0.15  # standard deviation of what settings do only together, as a share of what they do alone
 EXPECTED_SD, EXPECTED_FREEDOM = 0.015, 4  # of the logarithm of equal starts, until the reference shows more
@@ -470,8 +471,9 @@ def _suggested(search: Search, trials: Sequence[Trial], suggestions: Sequence[Su
 
 def next_advised(search: Search, trials: Sequence[Trial], advised: Suggestion) -> Proposal | Reason:
     """The next start where only what a finding advises is tried: the server as it is, then with that."""
-    if not trials:
-        return Proposal(settings={}, why="first")
+    last = trials[-1] if trials else Trial()
+    if not trials or (is_disturbed(last) and len(trials) < MAX_DISTURBED):  # what disturbed it may be gone
+        return Proposal(settings=last.settings, why=last.why, finding=last.finding)
     if reference(trials) is None:
         return because("tune_nothing_starts", "the server as it is gave no result", starts=len(trials))
     if any(trial.settings for trial in trials):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from harness.base.units import count
 from harness.numbers.summarize import summarize_with_counts
-from harness.questions.tune.decide import CUT_PROOF_BLOCKS, ProofPlan, Trial, plan_proof, reference
+from harness.questions.tune.decide import CUT_PROOF_BLOCKS, MAX_PROOF_BLOCKS, ProofPlan, Trial, plan_proof, reference
 from harness.questions.tune.page import GOALS, format_settings
 from harness.questions.tune.proof import DEFAULT, QUESTIONS, SIDES, answered
 from harness.questions.tune.record import TuneProof, TuneQuestion, TuneReport, read_tune, write_tune
@@ -61,8 +61,10 @@ def _prove(folder: Path, experiment: Experiment, runs: Path, progress: Progress,
         begun = len(read_run(runs / stored.run).scenario.servers) - 1
         plan = replace(plan_proof(search, trials.starts, math.inf if begun > 1 else 0.0) or plan, missing_s=0.0)
     if plan is not None:
-        first = CUT_PROOF_BLOCKS if question.advised else plan.blocks  # a finding's gain is large; else more follow
-        plan = replace(plan, blocks=max(first, stored.needed or 0))
+        first, most = plan.blocks, math.inf
+        if question.advised:  # in minutes: a finding's gain is large, else a few more follow
+            first, most = CUT_PROOF_BLOCKS, MAX_PROOF_BLOCKS
+        plan = replace(plan, blocks=int(min(most, max(first, stored.needed or 0))))
     if plan is not None and not plan.missing_s:
         base = reference(trials.starts) or {}
         text = ", or ".join(format_settings(question.spell(settings)) for settings in plan.sides or [base])

@@ -12,6 +12,7 @@ import pytest
 from harness.base.errors import HarnessError
 from harness.run import draft
 from harness.run.experiment import Target, prepare
+from harness.scenario.file import load_scenario
 from tests.support.command import HARNESS, PATIENCE_S, called, harness
 
 
@@ -157,3 +158,18 @@ def test_the_shell_completes_commands_scenarios_and_runs(tmp_path: Path) -> None
     assert completed("harness run first-l", 2) == ["first-look"]
     assert completed("harness report 2026", 2) == ["20261124-here"]
     assert harness("run", "-h", cwd=tmp_path) == harness("run", "--help", cwd=tmp_path)
+
+
+def test_a_scenario_from_options_alone(tmp_path: Path) -> None:
+    """Prompts, checks and the key are in it, with the paths as the scenario needs them."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "What is 2 + 2?"}\n{"prompt": "Name a colour."}\n')
+    options = ["--url", "http://127.0.0.1:9", "--model", "m", "--prompts", "prompts.jsonl", "--api-key-env", "MY_KEY"]
+    checks = ["--check", "ttft_p95 <= 2s", "--check", "error_rate == 0"]
+    done = harness("init", "mine/s.yaml", *options, *checks, cwd=tmp_path, env={"MY_KEY": "abcdefgh"})
+    assert (done.code, done.err) == (0, "")
+    scenario = load_scenario(tmp_path / "mine" / "s.yaml")
+    assert (scenario.prompts.kind, scenario.prompts.file) == ("file", "../prompts.jsonl")
+    assert (scenario.checks, scenario.api_key_env) == (["ttft_p95 <= 2s", "error_rate == 0"], "MY_KEY")
+    assert {load.output for load in scenario.loads.values()} == {"natural"}
+    assert "abcdefgh" not in done.out
