@@ -27,8 +27,11 @@ from harness.records.samples import read_metrics, read_telemetry
 from harness.scenario import Trace
 from harness.scenario.file import load_scenario
 from harness.serve.compose_file import parse_compose, read_compose
+from harness.workload.agent_traces.context_fit import fit_conversation
+from harness.workload.agent_traces.prefix_reuse import prompt_reuse
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay
+from tests.support.agent_traces import made_files, read_all
 from tests.support.made_runs import scenario, write_made_run
 from tests.support.nightly import draws
 
@@ -175,3 +178,20 @@ def test_files(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     survives(lambda: read_rows(folder / "prompts"))
     scanned = scan(io.BytesIO(bytes_changed(rng.choice(LOGS).read_bytes(), rng)))
     assert len(scanned.findings) <= MAX_FINDINGS and "\x1b" not in scanned.last
+
+
+@given(seed=SEEDS)
+@FUZZ
+def test_agent_traces(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    """A changed trace of each format; what can be read can also be counted."""
+    rng, folder = random.Random(seed), tmp_path_factory.mktemp("traces")
+
+    def read(path: Path) -> None:
+        for made in read_all(path):
+            prompt_reuse(made)
+            fit_conversation(made, 100)
+            assert all(step.delay_s >= 0 for step in made.steps)
+
+    for path in made_files(folder).values():
+        write_changed(path, path.read_bytes(), rng)
+        survives(partial(read, path))

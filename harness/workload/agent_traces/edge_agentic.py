@@ -24,18 +24,18 @@ from harness.workload.agent_traces.trace_rows import Label, Seconds, TokenCount,
 _SETTINGS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stream")
 
 
-class _Function(Struct, frozen=True):
+class _EdgeFunction(Struct, frozen=True):
     name: Label
     arguments: str | dict[str, Any]  # JSON
 
 
-class _Call(Struct, frozen=True):
+class _EdgeCall(Struct, frozen=True):
     id: Label
-    function: _Function
+    function: _EdgeFunction
     type: Literal["function"] = "function"
 
 
-class _Result(Struct, frozen=True):
+class _EdgeResult(Struct, frozen=True):
     tool_call_id: Label
     content: str
 
@@ -49,8 +49,8 @@ class EdgeRow(Struct, frozen=True, kw_only=True):
     content: str | None = None
     system: str | None = None
     tools: list[Any] | None = None
-    tool_calls: list[_Call] | None = None
-    tool_results: list[_Result] | None = None
+    tool_calls: list[_EdgeCall] | None = None
+    tool_results: list[_EdgeResult] | None = None
     reasoning_content: str | None = None
     delay_seconds: Seconds | None = None
     model: Label | None = None
@@ -69,11 +69,11 @@ class EdgeRow(Struct, frozen=True, kw_only=True):
 _decoder = msgspec.json.Decoder(EdgeRow)
 
 
-class _RowId(Struct, frozen=True):
+class _EdgeRowId(Struct, frozen=True):
     conversation_id: str
 
 
-_id_decoder = msgspec.json.Decoder(_RowId)
+_id_decoder = msgspec.json.Decoder(_EdgeRowId)
 
 
 def edge_conversation_id(piece: TracePiece) -> str:

@@ -36,7 +36,7 @@ _CHAT = ("chat", "text_completion", "generate_content")
 _ERROR = 2  # status.code
 
 
-class _Session(Struct, frozen=True):
+class _SpanDocument(Struct, frozen=True):
     trace_id: Id
     spans: Annotated[list[msgspec.Raw], Meta(max_length=10 * MAX_STEPS)]
 
@@ -70,17 +70,17 @@ class GenAiSpan(Struct, frozen=True, kw_only=True):
     status: _Status = _Status()
 
 
-class _Function(Struct, frozen=True):
+class _SpanFunction(Struct, frozen=True):
     name: Label
     arguments: str | dict[str, Any] = ""
 
 
-class _ToolCall(Struct, frozen=True):
-    function: _Function
+class _SpanToolCall(Struct, frozen=True):
+    function: _SpanFunction
     id: Label = ""
 
 
-class _MessagePart(Struct, frozen=True):
+class _SpanMessagePart(Struct, frozen=True):
     """A part of a message in the newer form of the conventions."""
 
     type: Label
@@ -96,13 +96,13 @@ class _MessagePart(Struct, frozen=True):
 class _SpanMessage(Struct, frozen=True):
     role: Label
     content: str | list[Any] | None = None
-    parts: list[_MessagePart] | None = None
-    tool_calls: list[_ToolCall] | None = None
+    parts: list[_SpanMessagePart] | None = None
+    tool_calls: list[_SpanToolCall] | None = None
     tool_call_id: Label | None = None
     reasoning_content: str | None = None
 
 
-class _Call(NamedTuple):
+class _CallSpan(NamedTuple):
     span: GenAiSpan
     place: str
     raw: msgspec.Raw
@@ -110,7 +110,7 @@ class _Call(NamedTuple):
     end: float
 
 
-_session_decoder = msgspec.json.Decoder(_Session)
+_session_decoder = msgspec.json.Decoder(_SpanDocument)
 _span_decoder = msgspec.json.Decoder(GenAiSpan)
 
 
@@ -137,7 +137,7 @@ def read_otel_session(pieces: Sequence[TracePiece]) -> Conversation:
     )
 
 
-def _read_calls(piece: TracePiece, session: _Session) -> list[_Call]:
+def _read_calls(piece: TracePiece, session: _SpanDocument) -> list[_CallSpan]:
     """Return the model calls among the spans; others, such as those of tools, are left out."""
     calls = []
     for number, raw in enumerate(session.spans):
@@ -149,11 +149,11 @@ def _read_calls(piece: TracePiece, session: _Session) -> list[_Call]:
         end = parse_time(piece, f"{place}.end_time", span.end_time)
         if end < start:
             refuse(piece, f"{place}.end_time", "must not be before start_time", span.end_time, raw)
-        calls.append(_Call(span, place, raw, start, end))
+        calls.append(_CallSpan(span, place, raw, start, end))
     return calls
 
 
-def _step(piece: TracePiece, calls: Sequence[_Call], number: int, needed: tuple[int, ...]) -> TraceStep:
+def _step(piece: TracePiece, calls: Sequence[_CallSpan], number: int, needed: tuple[int, ...]) -> TraceStep:
     call = calls[number]
     attributes = call.span.attributes
     messages = _read_list(piece, call, "gen_ai.input.messages", attributes.messages, list[_SpanMessage])
@@ -184,7 +184,7 @@ def _step(piece: TracePiece, calls: Sequence[_Call], number: int, needed: tuple[
     )
 
 
-def _output(piece: TracePiece, call: _Call) -> ChatMessage | None:
+def _output(piece: TracePiece, call: _CallSpan) -> ChatMessage | None:
     """Return the recorded answer; None if the span has none."""
     attributes = call.span.attributes
     found = _read_list(piece, call, "gen_ai.output.messages", attributes.output_messages, list[_SpanMessage])
@@ -193,7 +193,7 @@ def _output(piece: TracePiece, call: _Call) -> ChatMessage | None:
     return None if attributes.output_text is None else {"role": "assistant", "content": attributes.output_text}
 
 
-def _read_list(piece: TracePiece, call: _Call, name: str, value: str | list[Any] | None, kind: Any) -> Any:
+def _read_list(piece: TracePiece, call: _CallSpan, name: str, value: str | list[Any] | None, kind: Any) -> Any:
     """Return the value of an attribute, which is a list or a list as JSON text; None if there is none."""
     if value is None:
         return None
@@ -220,7 +220,7 @@ def _chat_messages(message: _SpanMessage) -> list[ChatMessage]:
     return [chat]
 
 
-def _messages_of_parts(role: str, parts: Sequence[_MessagePart]) -> list[ChatMessage]:
+def _messages_of_parts(role: str, parts: Sequence[_SpanMessagePart]) -> list[ChatMessage]:
     results: list[ChatMessage] = []
     texts, reasoning, calls = list[str](), list[str](), list[ChatMessage]()
     for part in parts:

@@ -22,6 +22,7 @@ MAX_CONVERSATIONS = 1_000_000
 _SUFFIXES = (".json", ".jsonl", ".ndjson")
 _HEAD_BYTES = (65_536, 4 * 1024**2)  # of a file whose keys show its format; more if the first are not enough
 _BOM = b"\xef\xbb\xbf"
+_SPLIT = "Remove this conversation from the trace, or split it."
 _TOKEN = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*(:?)|[{}\[\]]')
 
 
@@ -66,7 +67,7 @@ def find_conversations(path: Path, format: str | None = None) -> list[Conversati
         try:
             found += _index_file(file, format)
         except OSError as error:
-            raise HarnessError(f"{file}: the trace cannot be read ({error.strerror})") from None
+            raise _unreadable(file, error) from None
         if len(found) > MAX_CONVERSATIONS:
             raise HarnessError(f"{path}: more than {MAX_CONVERSATIONS:,} conversations", next_step="Use fewer files.")
     return found
@@ -82,8 +83,12 @@ def read_conversation(place: ConversationPlace) -> Conversation:
                 file.seek(offset)
                 pieces.append(TracePiece(place.path, line, file.read(size)))
     except OSError as error:
-        raise HarnessError(f"{place.path}: the trace cannot be read ({error.strerror})") from None
+        raise _unreadable(place.path, error) from None
     return AGENT_TRACE_FORMATS[place.format].read(pieces)
+
+
+def _unreadable(path: Path, error: OSError) -> HarnessError:
+    return HarnessError(f"{path}: the trace cannot be read ({error.strerror})", next_step="Check the path.")
 
 
 def _trace_files(path: Path) -> list[Path]:
@@ -96,7 +101,8 @@ def _trace_files(path: Path) -> list[Path]:
         if len(files) > MAX_FILES:
             raise HarnessError(f"{path}: more than {MAX_FILES:,} files", next_step="Use a smaller folder.")
     if not files:
-        raise HarnessError(f"{path}: no file of the folder ends with {', '.join(_SUFFIXES)}")
+        names = ", ".join(_SUFFIXES)
+        raise HarnessError(f"{path}: no file of the folder ends with {names}", next_step="Check the path.")
     return sorted(files)
 
 
@@ -137,7 +143,9 @@ def _index_rows(path: Path, file: BinaryIO, name: str, kind: AgentTraceFormat) -
 def _whole_file(path: Path, file: BinaryIO, name: str, start: int) -> ConversationPlace:
     size = file.seek(0, 2) - start
     if size > MAX_PIECE_BYTES:
-        raise HarnessError(f"{path}: the document has {size:,} bytes; at most {MAX_PIECE_BYTES:,} are read")
+        raise HarnessError(
+            f"{path}: the document has {size:,} bytes, and at most {MAX_PIECE_BYTES:,} are read", next_step=_SPLIT
+        )
     return ConversationPlace(path, name, array("q", (start, size, 1)))
 
 
@@ -147,7 +155,7 @@ def _lines(path: Path, file: BinaryIO, start: int) -> Iterator[tuple[int, int, b
     while data := file.readline(MAX_PIECE_BYTES + 1):
         number += 1
         if len(data) > MAX_PIECE_BYTES:
-            raise HarnessError(f"{path}:{number}: the line has more than {MAX_PIECE_BYTES:,} bytes")
+            raise HarnessError(f"{path}:{number}: the line has more than {MAX_PIECE_BYTES:,} bytes", next_step=_SPLIT)
         if data.strip():
             yield offset, number, data
         offset += len(data)

@@ -82,7 +82,7 @@ def _error(path: Path, line: int, field: str, problem: str) -> HarnessError:
 
 
 def _value_at(data: bytes, path: str) -> Any:
-    """Return the value at a path of msgspec such as `.tokens[3]`; None where it cannot be found."""
+    """Return the value at a path of msgspec such as `.tokens[3]`; None where it cannot be found, or is null."""
     if len(data) > _MAX_SHOWN_BYTES:
         return None
     try:
@@ -91,7 +91,7 @@ def _value_at(data: bytes, path: str) -> Any:
             value = value[int(index)] if index else value[key]
     except (*UNDECODABLE, LookupError, TypeError, ValueError):
         return None
-    return value if isinstance(value, str | int | float | bool) else type(value).__name__ if value is None else value
+    return value
 
 
 def parse_time(piece: TracePiece, field: str, text: str) -> float:

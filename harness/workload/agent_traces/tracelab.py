@@ -39,12 +39,12 @@ _INPUTS = ("user_message", "tool_result")
 _OUTPUTS = ("reasoning", "text", "tool_call")
 
 
-class _Event(Struct, frozen=True):
+class _TraceLabEvent(Struct, frozen=True):
     event_type: Label
     timestamp: Label
 
 
-class _Tool(Struct, frozen=True):
+class _TraceLabTool(Struct, frozen=True):
     tool_name: Label
     tool_wall_latency_ms: Milliseconds | None = None
     is_error: bool | None = None
@@ -62,18 +62,18 @@ class TraceLabRow(Struct, frozen=True, kw_only=True):
     prefix_tokens: TokenCount
     newly_append_tokens: TokenCount
     output_tokens: TokenCount
-    timing_events: Annotated[list[_Event], Meta(max_length=100_000)] = []
-    tools: Annotated[list[_Tool], Meta(max_length=10_000)] = []
+    timing_events: Annotated[list[_TraceLabEvent], Meta(max_length=100_000)] = []
+    tools: Annotated[list[_TraceLabTool], Meta(max_length=10_000)] = []
 
 
 _decoder = msgspec.json.Decoder(TraceLabRow)
 
 
-class _RowId(Struct, frozen=True):
+class _TraceLabRowId(Struct, frozen=True):
     session_id: Id
 
 
-_id_decoder = msgspec.json.Decoder(_RowId)
+_id_decoder = msgspec.json.Decoder(_TraceLabRowId)
 
 
 class _Round(NamedTuple):
@@ -186,6 +186,6 @@ def _parts(ids: Sequence[int], tokens: int, number: int) -> tuple[Part, ...]:
     return (blocks, FillerPart(f"tail {number}", tail)) if tail else (blocks,)
 
 
-def _call(tool: _Tool) -> RecordedCall:
+def _call(tool: _TraceLabTool) -> RecordedCall:
     duration_s = None if tool.tool_wall_latency_ms is None else tool.tool_wall_latency_ms / 1000
     return RecordedCall(name=tool.tool_name, duration_s=duration_s, failed=tool.is_error)

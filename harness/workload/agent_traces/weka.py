@@ -137,8 +137,9 @@ class _Builder:
         last = {first + index for index in range(len(requests))}
         for needed in dependencies:
             last -= {first + other for other in needed}
-        ends = self._add_sub_agents(agent, entries, first, start_s, cause)
-        return (*sorted(last), *ends)
+        waiting = self._add_sub_agents(agent, entries, first, start_s, cause)
+        last -= {started.launcher for started in waiting if started.launcher is not None}
+        return (*sorted(last), *(step for started in waiting for step in started.last_steps))
 
     def _decode(self, raw: msgspec.Raw, place: str) -> _Entry:
         entry = decode_part(self.piece, _entry_decoder, raw, place)
@@ -146,9 +147,7 @@ class _Builder:
             full = entry.tokens // self.block_size
             if len(entry.hash_ids) != full:
                 problem = f"there must be an id for each of the {full:,} full blocks of `in` ({entry.tokens:,} tokens)"
-                refuse(
-                    self.piece, f"{place}.hash_ids", f"{problem}, but there are {len(entry.hash_ids):,} ids", None, raw
-                )
+                refuse(self.piece, f"{place}.hash_ids", problem, len(entry.hash_ids), raw)
             self.blocks += full
             if self.blocks > MAX_BLOCKS:
                 refuse(self.piece, f"{place}.hash_ids", f"a conversation has at most {MAX_BLOCKS:,} ids", None, raw)
@@ -234,8 +233,8 @@ class _Builder:
         first: int,
         start_s: float,
         cause: _Cause,
-    ) -> tuple[int, ...]:
-        """Add the sub-agents of an agent; its next request waits for them. Return the steps that end the agent."""
+    ) -> list[_Started]:
+        """Add the sub-agents of an agent, whose next request waits for them. Return those without a next request."""
         place, waiting = -1, list[_Started]()  # place: of the last request, in the agent's steps
         for at, entry in enumerate(entries):
             if isinstance(entry.value, _Request):
@@ -248,7 +247,7 @@ class _Builder:
             launcher = self.steps[first + place] if place >= 0 else None
             started = self._add_sub_agent(agent, entry, launcher, following, start_s, cause)
             waiting += [] if started is None else [started]
-        return tuple(step for started in waiting for step in started.last_steps)
+        return waiting
 
     def _add_sub_agent(
         self,
