@@ -6,4 +6,6 @@ trace_rows.py     decodes untrusted parts of a file and names what is wrong
 edge_agentic.py, weka.py, otel.py, tracelab.py, copilot.py    the readers
 prefix_reuse.py   how much of each prompt an earlier prompt starts with
 context_fit.py    which steps fit into a server's context
+replay_plan.py    when each step is sent
+step_messages.py  the messages of a step
 """

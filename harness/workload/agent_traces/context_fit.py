@@ -101,7 +101,7 @@ def fit_conversation(
     by_step = (tokens or recorded_tokens())(conversation)
     needed = [None if each.prompt is None else each.prompt + max(1, each.output or 0) for each in by_step]
     too_long = {number for number, size in enumerate(needed) if size is not None and size > context_tokens}
-    left_out = _with_dependents(conversation, too_long)
+    left_out = with_dependents(conversation, too_long)
     numbers = range(len(conversation.steps))
     kept = tuple(number for number in numbers if number not in left_out)
     return ConversationFit(
@@ -152,7 +152,7 @@ def dependents(conversation: Conversation) -> dict[int, list[int]]:
     return found
 
 
-def _with_dependents(conversation: Conversation, numbers: set[int]) -> set[int]:
+def with_dependents(conversation: Conversation, numbers: set[int]) -> set[int]:
     """Return the steps and all that depend on them, directly or not."""
     following = dependents(conversation)
     found, todo = set(numbers), list(numbers)

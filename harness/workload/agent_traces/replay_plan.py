@@ -1,0 +1,194 @@
+"""When each step of a conversation is sent: a closed loop by dependency. Nothing here waits, sends or reads a clock.
+
+The caller notes the start of the conversation and the end of each answer, and gets the steps to send with their times.
+"""
+
+import random
+from collections.abc import Collection, Sequence
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
+
+from harness.workload.agent_traces.context_fit import dependents, with_dependents
+from harness.workload.agent_traces.conversation import Conversation, TraceStep
+
+
+class DelayRule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What becomes of recorded delays."""
+
+    scale: Annotated[float, Meta(ge=0, le=1000)] = 1.0  # 0: no delays
+    max_s: Annotated[float, Meta(ge=0)] | None = None  # after scaling
+
+    def applied(self, delay_s: float) -> float:
+        scaled = delay_s * self.scale
+        return scaled if self.max_s is None else min(scaled, self.max_s)
+
+    def removed_s(self, delay_s: float) -> float:
+        """Return the seconds that the rule removes from a delay, or from the longer one that the scale makes of it."""
+        return max(delay_s, delay_s * self.scale) - self.applied(delay_s)
+
+
+class DueStep(NamedTuple):
+    """A step to send, and when, on the caller's clock."""
+
+    number: int
+    at_s: float
+
+
+class ReplayCounts(NamedTuple):
+    """What became of the steps of a conversation. Each is in exactly one of the first six counts."""
+
+    before_start: int  # recorded before the start inside the trace: not sent
+    too_long: int  # left out for the context, with those that depend on them
+    ended: int
+    failed: int
+    open: int  # due or sent, without an end
+    not_sent: int  # they depend on a step that failed, or that has not ended
+    removed_s: float  # of the delays of sent steps
+    delays_s: float  # as recorded, of sent steps
+
+
+class ConversationReplay:
+    """The replay of one conversation."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        kept: Collection[int] | None = None,
+        rule: DelayRule | None = None,
+        offset: float = 0.0,
+    ) -> None:
+        """kept: the steps that fit into the context; default: all.
+
+        offset: where in the trace to start, as a share of its recorded time (of its steps, where it has no times).
+        """
+        steps = conversation.steps
+        self._steps = steps
+        self._rule = rule or DelayRule()
+        self._following = dependents(conversation)
+        self._conversation = conversation
+        kept_steps = frozenset(range(len(steps)) if kept is None else kept)
+        self._begin_s, earlier = _start_inside(conversation, kept_steps, offset)
+        self._before_start = earlier
+        self._left_out = frozenset(range(len(steps))) - kept_steps - earlier
+        self._waiting = set(range(len(steps))) - earlier - self._left_out
+        self._open: set[int] = set()  # due or sent
+        self._ended: set[int] = set()
+        self._failed: set[int] = set()
+        self._aborted: set[int] = set()
+        self._removed_s = self._delays_s = 0.0
+
+    def start(self, at_s: float) -> list[DueStep]:
+        """Return the steps that wait for none."""
+        ready = sorted(number for number in self._waiting if self._is_ready(number))
+        return [self._release(number, at_s, self._first_delay(number)) for number in ready]
+
+    def end(self, number: int, at_s: float, failed: bool = False) -> list[DueStep]:
+        """Note the end of a step's answer. Return the steps that waited for it last.
+
+        After a failed step, those that depend on it are never sent. Raises ValueError for a step that is not open.
+        """
+        if number not in self._open:
+            raise ValueError(f"step {number} was not sent, or has ended")
+        self._open.remove(number)
+        if failed:
+            self._failed.add(number)
+            new = with_dependents(self._conversation, {number}) & self._waiting
+            self._aborted |= new
+            self._waiting -= new
+            return []
+        self._ended.add(number)
+        ready = [one for one in self._following.get(number, ()) if one in self._waiting and self._is_ready(one)]
+        return [self._release(one, at_s, self._steps[one].delay_s) for one in ready]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is open. Then none will be: a step is released when the last that it waits for has ended."""
+        return not self._open
+
+    @property
+    def first_prompts(self) -> list[int]:
+        """The steps whose prompts fill a cache as it was at the start inside the trace: the last of each agent.
+
+        Only of agents that go on.
+        """
+        going_on = {self._steps[number].agent for number in self._waiting | self._open}
+        last = {self._steps[number].agent: number for number in sorted(self._before_start)}
+        return sorted(number for agent, number in last.items() if agent in going_on)
+
+    def counts(self) -> ReplayCounts:
+        return ReplayCounts(
+            before_start=len(self._before_start),
+            too_long=len(self._left_out),
+            ended=len(self._ended),
+            failed=len(self._failed),
+            open=len(self._open),
+            not_sent=len(self._aborted) + len(self._waiting),
+            removed_s=self._removed_s,
+            delays_s=self._delays_s,
+        )
+
+    def _is_ready(self, number: int) -> bool:
+        return all(one in self._ended or one in self._before_start for one in self._steps[number].depends_on)
+
+    def _first_delay(self, number: int) -> float:
+        """Return the delay of a step that waits for none: of one inside the trace, what is left of it."""
+        step = self._steps[number]
+        if not self._before_start:
+            return step.delay_s
+        return 0.0 if step.start_s is None else min(step.delay_s, max(0.0, step.start_s - self._begin_s))
+
+    def _release(self, number: int, at_s: float, delay_s: float) -> DueStep:
+        self._waiting.remove(number)
+        self._open.add(number)
+        self._delays_s += delay_s
+        self._removed_s += self._rule.removed_s(delay_s)
+        return DueStep(number, at_s + self._rule.applied(delay_s))
+
+
+class Lap(NamedTuple):
+    """A conversation to replay."""
+
+    place: int  # in the trace
+    repetition: int  # 0: it is replayed for the first time; each has a salt of its own
+    offset: float  # where to start inside it
+
+
+def lap_at(index: int, conversations: int, seed: int, starts: Sequence[float] = (0.0, 0.0)) -> Lap:
+    """Return the conversation that the replay starts as number `index`, from 0, in the order of the trace.
+
+    starts: bounds of the offset, of the first conversations only: later ones start at their beginning.
+    """
+    repetition, place = divmod(index, conversations)
+    draw = random.Random(f"{seed}:offset:{index}").random()
+    return Lap(place, repetition, starts[0] + draw * (starts[1] - starts[0]))
+
+
+def _start_inside(conversation: Conversation, kept: frozenset[int], offset: float) -> tuple[float, frozenset[int]]:
+    """Return the recorded time of a start inside a conversation, and the steps before it.
+
+    At least one step that fits is after it.
+    """
+    steps = conversation.steps
+    order = sorted(steps, key=_start_of) if all(step.start_s is not None for step in steps) else list(steps)
+    fitting = [step for step in order if step.number in kept]
+    if offset <= 0 or len(fitting) < 2:
+        return 0.0, frozenset()
+    timed = fitting[-1].start_s is not None and order[0].start_s is not None
+    first, last = _start_of(order[0]), _start_of(fitting[-1])
+    if timed and last > first:
+        begin_s = first + offset * (last - first)
+        earlier = {step.number for step in order if _start_of(step) < begin_s}
+    else:
+        begin_s = 0.0
+        earlier = {step.number for step in order[: int(offset * len(fitting))]}
+    todo = list(earlier)
+    while todo:  # what they depend on has been sent, too
+        new = [one for one in steps[todo.pop()].depends_on if one not in earlier]
+        earlier.update(new)
+        todo += new
+    return begin_s, frozenset(earlier & kept)
+
+
+def _start_of(step: TraceStep) -> float:
+    return step.start_s or 0.0
