@@ -120,7 +120,8 @@ def test_a_start_inside_the_trace_sends_what_was_recorded_after_it(with_sub_agen
     """At 0.2 of 57 s (11.4 s) the sub-agents are at work: one has its next step 1.6 s later, not after all its 4 s."""
     replay = ConversationReplay(with_sub_agents, offset=0.2)
     sent = replayed(replay, recorded(with_sub_agents))
-    assert sent == [(4, pytest.approx(1.6)), (1, pytest.approx(7.35)), (2, pytest.approx(14.35))]
+    assert [number for number, _ in sent] == [4, 1, 2]
+    assert [at_s for _, at_s in sent] == pytest.approx([1.6, 7.35, 14.35])
     assert (replay.counts().before_start, replay.counts().ended) == (3, 3)
 
 
