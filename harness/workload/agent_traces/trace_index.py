@@ -8,7 +8,7 @@ from typing import BinaryIO, NamedTuple
 
 from harness.base.errors import HarnessError
 from harness.base.files import open_file
-from harness.workload.agent_traces.conversation import Conversation
+from harness.workload.agent_traces.conversation import MAX_STEPS, Conversation
 from harness.workload.agent_traces.copilot import read_copilot_session
 from harness.workload.agent_traces.edge_agentic import edge_conversation_id, read_edge_conversation
 from harness.workload.agent_traces.otel import read_otel_session
@@ -19,6 +19,7 @@ from harness.workload.agent_traces.weka import read_weka_trace
 MAX_PIECE_BYTES = 256 * 1024**2  # of a line, or of a document
 MAX_FILES = 100_000
 MAX_CONVERSATIONS = 1_000_000
+MAX_ROWS = 2 * MAX_STEPS  # of a conversation: a request and an answer each
 _SUFFIXES = (".json", ".jsonl", ".ndjson")
 _HEAD_BYTES = (65_536, 4 * 1024**2)  # of a file whose keys show its format; more if the first are not enough
 _BOM = b"\xef\xbb\xbf"
@@ -76,6 +77,10 @@ def find_conversations(path: Path, format: str | None = None) -> list[Conversati
 def read_conversation(place: ConversationPlace) -> Conversation:
     """Return a conversation. Raises HarnessError for a damaged one, with its file, line, field and value."""
     pieces = []
+    size = sum(place.places[1::3])
+    if size > MAX_PIECE_BYTES:
+        problem = f"the conversation has {size:,} bytes, and at most {MAX_PIECE_BYTES:,} are read"
+        raise HarnessError(f"{place.path}:{place.places[2]}: {problem}", next_step=_SPLIT)
     try:
         with open_file(place.path) as file:
             for at in range(0, len(place.places), 3):
@@ -135,7 +140,10 @@ def _index_rows(path: Path, file: BinaryIO, name: str, kind: AgentTraceFormat) -
         one = kind.conversation_id(piece)
         if kind.is_consecutive and one != previous and one in found:
             refuse(piece, "conversation_id", "the rows of a conversation must follow each other", one)
-        found.setdefault(one, array("q")).extend((offset, len(data), line))
+        places = found.setdefault(one, array("q"))
+        places.extend((offset, len(data), line))
+        if len(places) > 3 * MAX_ROWS:
+            refuse(piece, "", f"a conversation has at most {MAX_ROWS:,} rows")
         previous = one
     return [ConversationPlace(path, name, places) for places in found.values()]
 

@@ -67,7 +67,7 @@ def decode_part(
         offset = 0 if part is None else max(piece.data.find(bytes(part)), 0)
         if (at := _BYTE.search(text)) is not None:
             offset += int(at[1])
-        value = _value_at(bytes(data), path) if isinstance(error, msgspec.ValidationError) else None
+        value = _value_at(bytes(data), path) if path and isinstance(error, msgspec.ValidationError) else None
         got = "" if value is None else f" (got {shown_value(value)})"
         field = f"{place}{path}".removeprefix(".")
         raise _error(piece.path, piece.line + piece.data.count(b"\n", 0, offset), field, f"{problem}{got}") from None

@@ -123,6 +123,10 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert problem(path) == "w.json:1: the line has more than 500 bytes"
     write_document(path, weka_with_sub_agents(), indent=1)
     assert problem(path).startswith("w.json: the document has ")
+    rows = write_rows(tmp_path / "t.jsonl", [{**row, "tools": []} for row in tracelab_rows()])
+    assert problem(rows).startswith("t.jsonl:1: the conversation has ")
+    monkeypatch.setattr(trace_index, "MAX_ROWS", 2)
+    assert problem(rows) == "t.jsonl:3: a conversation has at most 2 rows"
 
 
 # --- edge-agentic
