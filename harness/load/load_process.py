@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gevent
@@ -33,6 +34,7 @@ from harness.scenario import Arrivals, Load, connections_per_process, model_at, 
 from harness.scenario.behaviour import AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Workload
+from harness.workload.agent_traces.trace_totals import conversation_places
 from harness.workload.job import Job, cells_of, loads_of, read_api_key, secrets_of_server, workload_of
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay, cached_replay
@@ -226,7 +228,7 @@ class LoadProcess:
         """Send the request and collect the response, until it ends or the user leaves."""
         path, body = PATHS[self._load(work).endpoint], partial(self._encode_body, work)
         if not exchange.embeddings:
-            exchange.max_tokens = self._workloads[work.load_number].output_tokens(work.question_index)
+            exchange.max_tokens = self._max_tokens(work)
         if work.leave is None:
             client.send(path, body, exchange)
             return
@@ -280,7 +282,14 @@ class LoadProcess:
     def _asked_tokens(self, work: Work) -> int | None:
         """Return the most tokens of the answer; None for embeddings."""
         is_embedding = self._load(work).endpoint == "embeddings"
-        return None if is_embedding else self._workloads[work.load_number].output_tokens(work.question_index)
+        return None if is_embedding else self._max_tokens(work)
+
+    def _max_tokens(self, work: Work) -> int:
+        planned = work.max_tokens
+        return self._workloads[work.load_number].output_tokens(work.question_index) if planned is None else planned
+
+    def _has_exact_length(self, work: Work) -> bool:
+        return self._load(work).output == "fixed" if work.exact_length is None else work.exact_length
 
     def _request_id(self, work: Work) -> str:
         """Return the id of a request, unique among all runs: servers write it into their logs."""
@@ -292,13 +301,13 @@ class LoadProcess:
         more = {} if load.answer is None else answer_fields(load.answer, workload.choices(index))
         more |= {} if work.tools is None else work.tools.fields()
         model = model_at(load, work.index) or self.model()
-        return encode_request(load, model, work.messages, workload.output_tokens(index), more)
+        load = msgspec.structs.replace(load, output="fixed" if self._has_exact_length(work) else "natural")
+        return encode_request(load, model, work.messages, self._max_tokens(work), more)
 
     def _finish_answer(self, work: Work, exchange: Exchange) -> Answer:
         try:
             answer = exchange.finish_answer()
-            max_tokens = self._workloads[work.load_number].output_tokens(work.question_index)
-            answer.drop_impossible_counts(max_tokens, exchange.request_bytes)
+            answer.drop_impossible_counts(self._max_tokens(work), exchange.request_bytes)
             return answer
         except Exception as error:
             return _defect_answer(error)
@@ -321,7 +330,7 @@ class LoadProcess:
             connect_retries=exchange.connect_retries,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
             asked_tokens=self._asked_tokens(work),
-            fixed_length=load.output == "fixed" and not exchange.embeddings,
+            fixed_length=self._has_exact_length(work) and not exchange.embeddings,
             asked_prompt_tokens=workload.prompt_tokens(index) if is_planned else None,
             tool_calls=None if tools is None else len(answer.calls),
             tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
@@ -481,6 +490,9 @@ def load_inputs(job: Job, host: str) -> tuple[ApiAddress, list[Workload], str | 
     target = ApiAddress.parse(host)
     rows = read_rows(job.prompt_file) if job.prompt_file else []
     workloads = [workload_of(load_job, rows, load_replay(load_job)) for load_job in loads_of(job)]
+    for load_job in loads_of(job):
+        if load_job.load.agent_trace is not None and load_job.trace_file is not None:
+            conversation_places(Path(load_job.trace_file), load_job.load.agent_trace.format)  # not during the load
     return target, workloads, read_api_key(job.api_key_env)
 
 

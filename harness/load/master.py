@@ -331,6 +331,8 @@ def _read_files(job: Job) -> dict[str, bytes]:
     files = {}
     for load_job in loads_of(job):
         for path in filter(None, [load_job.prompt_file, load_job.trace_file, load_job.trace_marks]):
+            if Path(path).is_dir():
+                raise HarnessError(f"{path}: a folder cannot be sent to workers", next_step="Use one file.")
             if Path(path).stat().st_size > _MAX_FILE_BYTES:
                 raise HarnessError(f"{path}: too large to be sent to workers (at most {_MAX_FILE_BYTES >> 20} MiB)")
             files[path] = read_bytes(path)

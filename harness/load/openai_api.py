@@ -129,18 +129,27 @@ class Tools(NamedTuple):
 
     def is_valid(self, call: Call) -> bool:
         """Whether the call names an existing tool, and its arguments are a JSON object with the required fields."""
-        functions = {tool["function"]["name"]: tool["function"] for tool in self.definitions}
-        if call.name not in functions:
+        function = next((one for one in map(_function_of, self.definitions) if one.get("name") == call.name), None)
+        if function is None or not call.name:
             return False
         try:
             arguments = msgspec.json.decode(call.arguments or "{}")
         except (ValueError, RecursionError):
             return False
-        return isinstance(arguments, dict) and set(functions[call.name]["parameters"]["required"]) <= arguments.keys()
+        parameters = function.get("parameters")
+        required = parameters.get("required") if isinstance(parameters, dict) else None
+        needed = required if isinstance(required, list) else []
+        return isinstance(arguments, dict) and all(isinstance(key, str) and key in arguments for key in needed)
 
     def first_valid(self, calls: Sequence[Call]) -> Call | None:
         """Return the first call that can be continued: a valid one with an id."""
         return next((call for call in calls if call.id and self.is_valid(call)), None)
+
+
+def _function_of(definition: Any) -> dict[str, Any]:
+    """Return the function of a tool; that of a recorded trace may have any form."""
+    function = definition.get("function") if isinstance(definition, dict) else None
+    return function if isinstance(function, dict) else {}
 
 
 def _tool_definition(name: str, description: str, parameters: dict[str, str]) -> dict[str, Any]:

@@ -76,6 +76,7 @@ OPTIONS = {  # of the web form and the command line
     "--stream": Option("load.stream", "stream the answers", choices=["yes", "no"]),
     "--batch-size": Option("load.batch_size", "batch agents: requests sent at once"),
     "--in-flight": Option("load.in_flight", "batch agents: requests always in flight, instead of bursts"),
+    "--agent-trace": Option("load.agent_trace.file", "recorded agents: a file or folder of traces", is_text=True),
     "--steps": Option("load.agent.steps", "agents with tools: model calls of a task"),
     "--sub-agents": Option("load.agent.sub_agents", "agents with tools: sub-agents that each task starts"),
     "--documents": Option("load.rag.documents", "users of documents: number of documents"),
@@ -104,6 +105,8 @@ def _option_text(name: str, job: Job) -> str:
         return job.prompt_file or job.prompts.kind
     if name == "--think" and load.think is None:
         return " ".join(f"{number:g}" for number in load.think_s or [])
+    if name == "--agent-trace":
+        return "" if load.agent_trace is None else load.agent_trace.file
     value: Any = job
     for key in option.field.split("."):
         value = getattr(value, key)
@@ -126,6 +129,10 @@ def _set_option(raw: dict[str, Any], name: str, text: str, problems: list[Proble
         kind = text if text in ("synthetic", "classification") else "file"
         raw["prompts"]["kind"], raw["prompt_file"] = kind, text if kind == "file" else None
         return
+    if name == "--agent-trace":
+        raw["load"]["agent_trace"] = {"file": text} if text else None
+        raw["trace_file"] = text or None
+        return
     *parents, key = option.field.split(".")
     for parent in parents:
         raw = raw[parent]
@@ -147,7 +154,7 @@ def _set_option(raw: dict[str, Any], name: str, text: str, problems: list[Proble
 
 _CLASS_OPTIONS = (  # options that a user class ignores unless its `uses` names them
     "--batch-size", "--in-flight", "--steps", "--sub-agents", "--documents", "--document-tokens", "--turns",
-    "--abandon", "--regenerate",
+    "--abandon", "--regenerate", "--agent-trace",
 )  # fmt: skip
 _START_ONLY = {  # not in the web form
     "--job": ("FILE", "job file, written by the harness, or its text"),

@@ -91,6 +91,8 @@ class Work(msgspec.Struct, frozen=True):
     follows: bool = False  # it follows an earlier request of its group and has no due time of its own
     tools: Tools | None = None
     leave: Abandon | None = None  # when the user leaves
+    max_tokens: int | None = None  # of the answer; None: as the load says
+    exact_length: bool | None = None  # the answer has exactly `max_tokens`; None: as the load says
 
     @property
     def cell_number(self) -> int:

@@ -105,6 +105,37 @@ class LLMUser(User):
         """The scenario's seed. Decisions that depend on it and the index of a request are the same in every run."""
         return self._process.job.seed
 
+    @property
+    def words(self) -> Sequence[str]:
+        """The words of one token each, where tokens are counted; else none."""
+        return self._process.job.words
+
+    @property
+    def salt(self) -> str:
+        """The words of the cell, with which prompts start; empty if the load has none."""
+        return self._process.loads[self.load_number].salt or ""
+
+    @property
+    def trace_file(self) -> str | None:
+        """The path of the load's trace."""
+        return self._process.loads[self.load_number].trace_file
+
+    @property
+    def user_count(self) -> int:
+        """The number of users of this load."""
+        if self._process.is_stock and self.environment.runner is not None:
+            return max(1, int(self.environment.runner.target_user_count))
+        return self.load.users
+
+    def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        """Run a function that reads a large file, while other users go on. Its HarnessError ends the load."""
+        try:
+            result: T = gevent.get_hub().threadpool.apply(function, arguments)
+            return result
+        except HarnessError as error:
+            generator_of(self.environment).give_up(error)
+            raise StopUser from None
+
     def text(self, tokens: int, place: str) -> str:
         """Return a text of this length for a named place, such as a document: the same in every run."""
         return text(tokens, self.seed, place, self._process.job.words)

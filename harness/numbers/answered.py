@@ -81,7 +81,7 @@ def has_free_lengths(load: Load, prompts: Prompts) -> bool:
     Labels, structured answers and tool calls are short; those of a trace have the lengths of its rows.
     """
     is_text = load.endpoint != "embeddings" and load.answer is None and prompts.kind != "classification"
-    return is_text and load.user != "agent" and load.trace is None
+    return is_text and load.user != "agent" and load.trace is None and load.agent_trace is None
 
 
 def are_stubs(requests: Answered, asked_tokens: float | None) -> bool:

@@ -399,7 +399,8 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
     if not numbers.succeeded and evidence.was_reached and (numbers.failed or not is_cut):
         yield because("none_succeeded", "no measured request succeeded")
     if wrong := int(formulas.has_wrong_length(evidence.good).sum()):
-        trace, tokens = load.trace is not None, load.output_tokens if isinstance(load.output_tokens, int) else None
+        trace = load.trace is not None or load.agent_trace is not None
+        tokens = load.output_tokens if isinstance(load.output_tokens, int) else None
         text = f"{wrong:,} of {numbers.succeeded:,} answers do not have the fixed length "
         text += f"{f'of {tokens:,} tokens ' if tokens else ''}that "
         text += "their row of the trace asks for" if trace else "was asked for"

@@ -402,7 +402,7 @@ def work_metric(loads: Sequence[Load]) -> str:
     for load in loads:
         form = None if load.answer is None else (load.answer.choice, load.answer.json_schema)
         fixed = (load.user, load.requests, load.output, load.turns, load.stream, load.endpoint, load.regenerate)
-        spread = (load.output_tokens, load.think_s, load.think, load.agent, load.rag, load.abandon)
+        spread = (load.output_tokens, load.think_s, load.think, load.agent, load.rag, load.abandon, load.agent_trace)
         work.add((*fixed, repr((*spread, form, load.arrivals, load.trace))))  # as text: lists have no hash
     if len(work) == 1 and all(
         load.requests is not None

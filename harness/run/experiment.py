@@ -38,6 +38,7 @@ from harness.scenario.workers import Workers, parse_workers
 from harness.serve.lint import find_server_problems
 from harness.serve.security import find_open_secrets_in_text
 from harness.workload import local_words, pairs_of
+from harness.workload.agent_traces.trace_totals import trace_totals
 from harness.workload.job import read_api_key
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import cached_replay
@@ -180,6 +181,7 @@ def input_files(scenario: Scenario) -> list[str]:
     lengths = [*(prompt.tokens for prompt in prompts), *(load.output_tokens for load in loads)]
     names = [*(prompt.file for prompt in prompts), *(length.file for length in lengths if isinstance(length, Lengths))]
     names += [load.trace.file for load in loads if load.trace is not None]
+    names += [load.agent_trace.file for load in loads if load.agent_trace is not None]
     names += [prompt.tokenizer for prompt in prompts if prompt.tokenizer != SERVER_TOKENIZER]
     return list(dict.fromkeys(name for name in names if name))
 
@@ -201,6 +203,9 @@ def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callab
         yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
         if load.trace is not None:
             yield f"$.loads.{name}.trace", partial(cached_replay, folder.resolve() / load.trace.file, load.trace)
+        if load.agent_trace is not None:
+            trace = folder.resolve() / load.agent_trace.file
+            yield f"$.loads.{name}.agent_trace", partial(trace_totals, trace, load.agent_trace)
         if load.user not in USERS and load.user not in users:
             users.add(load.user)
             # A container has packages of its own, so an import on this host proves nothing.

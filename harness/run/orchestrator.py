@@ -396,8 +396,9 @@ def make_job(
     for cell in cells:
         load = scenario.loads[cell.load]
         prompts = prompts_of(scenario, load)
-        trace = None if load.trace is None else (folder / load.trace.file).resolve()
-        marks = None if trace is None else trace.with_name("processes.jsonl")
+        traced = load.trace or load.agent_trace
+        trace = None if traced is None else (folder / traced.file).resolve()
+        marks = None if trace is None or load.trace is None else trace.with_name("processes.jsonl")
         salt_source = f"{cell.id}/{resumed}" if resumed else cell.id
         job = Job(
             run=run_id[-4:],  # the random part

@@ -249,7 +249,8 @@ def needs_docker(experiment: Experiment) -> bool:
 
 def digest_files(paths: Sequence[Path]) -> str:
     """Return a digest of the content of files. Raises OSError."""
-    return hashlib.sha256(b"".join(sorted(read_bytes(path) for path in paths))).hexdigest()[:16]
+    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    return hashlib.sha256(b"".join(sorted(read_bytes(path) for path in files))).hexdigest()[:16]
 
 
 def _git_commit() -> str | None:

@@ -12,6 +12,7 @@ from harness.scenario.behaviour import (
     PAIR,
     Abandon,
     Agent,
+    AgentTrace,
     Lengths,
     NotNegative,
     Pause,
@@ -153,7 +154,7 @@ class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
-    # `agent`, `batch`, `chat`, `rag` ([what they do](users.md)), or the path of your own locustfile
+    # `agent`, `agent_trace`, `batch`, `chat`, `rag` ([what they do](users.md)), or the path of your own locustfile
     user: Line
     users: Users = 1  # virtual users or agents; in an open loop the maximum at once
     # `[{users: 5, for_s: 60}, {users: 20, for_s: 60}]`, in place of `users` and `duration_s`: each is a row LOAD@USERS
@@ -174,6 +175,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     regenerate: Share = 0.0  # chat: share of the questions that are asked again, word for word
     agent: Agent | None = None  # agent: its steps and tools
     rag: Rag | None = None  # rag: the documents
+    agent_trace: AgentTrace | None = None  # agent_trace: the recorded conversations
     prompts: Prompts | None = None  # of this load; default: those of the scenario
     # of its requests, in place of the scenario's; of a list they take them in turn: `[a, a, b, b]` changes every second
     model: str | list[str] | None = None
@@ -358,7 +360,8 @@ class RequestTokens(Struct, frozen=True):
 
 def request_tokens(load: Load, prompts: Prompts) -> RequestTokens | None:
     """Return the tokens of a load's first requests; None where files or an own locustfile decide them."""
-    if load.user not in USERS or load.trace is not None or prompts.kind != "synthetic" or asks_known(load):
+    traced = load.trace is not None or load.agent_trace is not None
+    if load.user not in USERS or traced or prompts.kind != "synthetic" or asks_known(load):
         return None
     if is_length_file(prompts.tokens) or is_length_file(load.output_tokens):
         return None

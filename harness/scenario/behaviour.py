@@ -165,6 +165,22 @@ class Agent(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     sub_agents: Annotated[int, Meta(ge=0, le=1000)] = 0  # started together by the first step of each task
 
 
+class AgentTrace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Recorded conversations of agents, which are replayed in a closed loop; docs/agent-traces.md."""
+
+    # a file, or a folder with files, relative to the scenario
+    file: Annotated[str, Meta(min_length=1, max_length=1000, pattern=r"^[^\n\r]*$")]
+    # default: detected by the keys of the first object
+    format: Literal["edge-agentic", "weka", "otel", "tracelab", "copilot"] | None = None
+    context_tokens: Tokens | None = None  # of the server; a conversation ends at the first step that is longer
+    delay_scale: Annotated[float, Meta(ge=0, le=1000)] = 1.0  # of the recorded delays; 0: none
+    max_delay_s: NotNegative | None = None  # longer delays, after scaling, are cut to it
+    # [min, max] of the share of its first conversation that a user skips; random, with the seed
+    start: Annotated[list[Share], PAIR] | None = None
+    # of an estimate where only the text is recorded, for `context_tokens`; without it such steps are all sent
+    characters_per_token: Annotated[float, Meta(gt=0, le=100)] | None = None
+
+
 class Rag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The documents of a rag load."""
 

@@ -25,6 +25,7 @@ _FILES: dict[type, tuple[str, ...]] = {  # relative to the scenario
     Trace: ("file",),
 }
 _EXCLUDED = {  # keys that a load with this key cannot have
+    "agent_trace": ("arrivals", "trace", "answer", "think", "think_s"),
     "in_flight": ("batch_size", "think", "think_s", "arrivals", "trace"),
     "stages": ("requests", "duration_s", "arrivals", "trace"),
     "think": ("think_s",),
@@ -35,6 +36,7 @@ _KEYS_OF_USER = {
     "chat": ("turns", "abandon", "regenerate"),
     "agent": ("agent",),
     "rag": ("rag",),
+    "agent_trace": ("agent_trace",),
 }
 _NO_PATTERN = "the harness does not check it, because a pattern may backtrack without end; use 'enum', or leave it out"
 Rule = tuple[object, str, str]  # whether it is broken, the path, the text
@@ -126,6 +128,16 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     for other, keys in _KEYS_OF_USER.items():
         for key in keys if ships and user != other else ():
             yield getattr(load, key), f".{key}", f"belongs to 'user: {other}', and this is {user}; remove it"
+    yield user == "agent_trace" and load.agent_trace is None, ".agent_trace", "the file of the conversations is missing"
+    text = "the conversations of a trace need the endpoint chat; remove it"
+    yield load.agent_trace is not None and load.endpoint != "chat", ".endpoint", text
+    text = "stages change the number of users, and with it which conversations each replays; use 'users'"
+    yield load.agent_trace is not None and load.stages, ".stages", text
+    if load.agent_trace is not None:
+        start, file = load.agent_trace.start, load.agent_trace.file
+        yield start is not None and start[0] > start[1], ".agent_trace.start", _order_text(start)
+        text = f"there is no file or folder {file} next to the scenario"
+        yield not (folder / file).exists(), ".agent_trace.file", text
     needs_chat = user in ("agent", "rag") or (user == "chat" and embeds)
     text = f"'user: {user}' needs the endpoint chat; remove it or use 'user: batch'"
     yield load.endpoint not in ("chat", "messages") and needs_chat, ".endpoint", text

@@ -14,6 +14,7 @@ from harness.base.errors import HarnessError
 from harness.base.files import read_text
 from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, prompts_of, requests_per_task
 from harness.scenario.behaviour import Lengths, Pairs, length_at, read_length_file
+from harness.workload.agent_traces.trace_totals import trace_totals
 from harness.workload.prompt_file import Message as Message
 from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Replay, cached_replay, sha256_of
@@ -318,6 +319,10 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
         if load.trace is not None:
             digest.update(msgspec.json.encode(_trace_parameters(load.trace, scenario.seed, folder)))
             continue
+        if load.agent_trace is not None:
+            totals = trace_totals(folder.resolve() / load.agent_trace.file, load.agent_trace)
+            digest.update(msgspec.json.encode([totals.sha256, totals.fit.kept_sha256]))
+            continue
         prompts, lengths = prompts_of(scenario, load), pairs_of(load.output_tokens, folder)
         rows, pairs = rows_of[prompts.file], pairs_of(prompts.tokens, folder)
         workload = Workload(prompts, load, scenario.seed, None, rows, pairs, lengths, words)
@@ -347,7 +352,18 @@ def _load_parameters(load: Load) -> Any:
     shape = {key: getattr(load, key) for key in keys}
     shape |= {} if load.endpoint == "chat" else {"endpoint": load.endpoint}
     shape |= {} if load.answer is None else {"answer": load.answer}
-    behaviour = ("think", "abandon", "regenerate", "in_flight", "agent", "rag", "stages", "omit", "model")
+    behaviour = (
+        "think",
+        "abandon",
+        "regenerate",
+        "in_flight",
+        "agent",
+        "rag",
+        "agent_trace",
+        "stages",
+        "omit",
+        "model",
+    )
     shape |= {key: value for key in behaviour if (value := getattr(load, key))}
     shape |= {} if load.arrivals is None else {"arrivals": load.arrivals}
     return msgspec.to_builtins(shape)

@@ -8,4 +8,5 @@ prefix_reuse.py   how much of each prompt an earlier prompt starts with
 context_fit.py    which steps fit into a server's context
 replay_plan.py    when each step is sent
 step_messages.py  the messages of a step
+trace_totals.py   the sums of a trace, what of it fits, and the places of its conversations for a load
 """

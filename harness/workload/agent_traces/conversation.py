@@ -10,6 +10,7 @@ from msgspec import Struct
 ChatMessage = dict[str, Any]  # as in the API of OpenAI: role, content, tool_calls, tool_call_id, reasoning_content
 
 MAX_STEPS = 20_000  # of a conversation; the longest of the public ones has 561
+MAX_AGENTS = 1_000  # of a conversation
 MAX_OPEN_STEPS = 1_000  # of an agent, at the same time
 MAX_TOKENS = 10_000_000  # of one prompt or answer; more is a mistake
 MAX_BLOCKS = 20_000_000  # ids of a conversation, in all its prompts: 160 MB

@@ -154,12 +154,14 @@ class Lap(NamedTuple):
     offset: float  # where to start inside it
 
 
-def lap_at(index: int, conversations: int, seed: int, starts: Sequence[float] = (0.0, 0.0)) -> Lap:
+def lap_at(index: int, conversations: int, seed: int, starts: Sequence[float] | None = None) -> Lap:
     """Return the conversation that the replay starts as number `index`, from 0, in the order of the trace.
 
-    starts: bounds of the offset, of the first conversations only: later ones start at their beginning.
+    starts: bounds of the offset; default: the conversation starts at its beginning.
     """
     repetition, place = divmod(index, conversations)
+    if starts is None:
+        return Lap(place, repetition, 0.0)
     draw = random.Random(f"{seed}:offset:{index}").random()
     return Lap(place, repetition, starts[0] + draw * (starts[1] - starts[0]))
 

@@ -74,12 +74,12 @@ class StepMessages:
         return text(tokens, self._seed, f"{self._salt} {self._scope} {place}", self._words)
 
 
-def answer_tokens(step: TraceStep, max_tokens: int) -> tuple[int, bool]:
-    """Return `max_tokens` of a step's answer, and whether the answer must have exactly that length.
+def answer_tokens(step: TraceStep) -> tuple[int | None, bool]:
+    """Return `max_tokens` of a step's answer, and whether the answer has exactly that length; None: as the load says.
 
     Where only lengths are recorded, the length is exact; 1 for an empty answer, because servers refuse 0. A recorded
-    text is no length for another model: its answer stops by itself, at most at `max_tokens` or the step's own limit.
+    text is no length for another model: its answer stops by itself, at most at the step's own limit or the load's.
     """
     if step.output is None and step.output_tokens is not None:
         return max(1, step.output_tokens), True
-    return max(1, step.max_output_tokens or max_tokens), False
+    return step.max_output_tokens or None, False

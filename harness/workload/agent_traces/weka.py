@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from harness.workload.agent_traces.conversation import (
+    MAX_AGENTS,
     MAX_BLOCKS,
     MAX_OPEN_STEPS,
     MAX_SECONDS,
@@ -39,7 +40,6 @@ from harness.workload.agent_traces.trace_rows import (
 _CLOCK_S = 1.0  # `t` has whole seconds
 _BETTER_BLOCKS = 16  # by which the prefix of an earlier request must be longer to be reported
 _MAX_DEPTH = 8  # of sub-agents of sub-agents
-_MAX_AGENTS = 1_000  # of a conversation
 
 _RawList = Annotated[list[msgspec.Raw], Meta(max_length=MAX_STEPS)]
 
@@ -261,8 +261,8 @@ class _Builder:
         """Add a sub-agent; return None if the parent does not wait for it."""
         value = entry.value
         assert isinstance(value, _SubAgent)
-        if len(self.agents) == _MAX_AGENTS:
-            refuse(self.piece, entry.place, f"a conversation has at most {_MAX_AGENTS:,} agents", None, entry.raw)
+        if len(self.agents) == MAX_AGENTS:
+            refuse(self.piece, entry.place, f"a conversation has at most {MAX_AGENTS:,} agents", None, entry.raw)
         ready = 0.0 if launcher is None else (launcher.start_s or 0.0) + (launcher.duration_s or 0.0) - start_s
         begin, end = self._sub_agent_span(value, ready, following)
         is_joined = end is not None

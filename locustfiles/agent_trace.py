@@ -1,0 +1,87 @@
+"""Recorded agents: each user replays conversations of a trace, one after the other.
+
+Stock Locust:  locust -f locustfiles/agent_trace.py --host http://127.0.0.1:8000 --agent-trace traces/
+"""
+
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import msgspec
+from locust import task
+from locust.exception import StopUser
+
+from harness.load.openai_api import Tools
+from harness.load.sequencer import Work
+from harness.load.user import LLMUser
+from harness.scenario.behaviour import AgentTrace
+from harness.workload import Message
+from harness.workload.agent_traces.conversation import MAX_AGENTS, Conversation, TraceStep
+from harness.workload.agent_traces.replay_plan import ConversationReplay, DueStep, Lap, lap_at
+from harness.workload.agent_traces.step_messages import StepMessages, answer_tokens
+from harness.workload.agent_traces.trace_index import read_conversation
+from harness.workload.agent_traces.trace_totals import conversation_places, delay_rule, fit_of
+
+_NOTHING_FITS_S = 0.1  # pause after a conversation of which nothing fits
+
+
+class AgentTraceUser(LLMUser):
+    """Sends each step when the steps that it depends on have ended, with the recorded history; sub-agents in parallel.
+
+    User number u of N replays the conversations u, u + N, u + 2N ... of the trace, however long answers take.
+    """
+
+    endpoints = ("chat",)
+    uses = ("--agent-trace",)
+    laps = 0  # conversations that this user has started
+
+    @task
+    def replay_next_conversation(self) -> None:
+        trace = self.load.agent_trace
+        if trace is None or self.trace_file is None:
+            raise StopUser
+        places = conversation_places(Path(self.trace_file), trace.format)
+        lap_number = self.number + self.laps * self.user_count
+        self.laps += 1
+        lap = lap_at(lap_number, len(places), self.seed, trace.start if self.laps == 1 else None)
+        conversation = self.in_thread(read_conversation, places[lap.place])
+        self.replay(conversation, trace, lap, lap_number)
+
+    def replay(self, conversation: Conversation, trace: AgentTrace, lap: Lap, lap_number: int) -> None:
+        kept = fit_of(conversation, trace).kept
+        replay = ConversationReplay(conversation, kept, delay_rule(trace), lap.offset)
+        salt = f"{self.salt} {lap.repetition}" if lap.repetition else self.salt
+        messages = StepMessages(conversation, self.seed, salt, self.words)
+
+        def send(due: DueStep) -> list[DueStep]:
+            """Send a step when it is due, and return those that waited for it."""
+            self.pause(max(0.0, due.at_s - time.monotonic()))
+            if self.over():
+                return []
+            step = conversation.steps[due.number]
+            work = prepared(self.take()[0], step, messages)
+            tools = Tools(step.tools, "auto") if step.tools else None
+            number = lap_number * MAX_AGENTS + step.agent
+            answer = self.ask(work, conversation=number, turn=step.index + 1, tools=tools)
+            return replay.end(step.number, time.monotonic(), failed=answer.error is not None)
+
+        def follow(due: list[DueStep]) -> None:
+            """Send steps, and all that follow them."""
+            with suppress(StopUser):  # the next task ends the user
+                while len(due) == 1:
+                    due = send(due[0])
+                if due:
+                    self.at_once([partial(follow, [one]) for one in due])
+
+        follow(replay.start(time.monotonic()))
+        if not kept:
+            self.pause(_NOTHING_FITS_S)
+
+
+def prepared(work: Work, step: TraceStep, messages: StepMessages) -> Work:
+    """Return the request of a step."""
+    tokens, is_exact = answer_tokens(step)
+    work = work.with_messages(cast(list[Message], messages.of(step)))
+    return msgspec.structs.replace(work, max_tokens=tokens, exact_length=is_exact)

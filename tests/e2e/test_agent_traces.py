@@ -1,0 +1,94 @@
+"""Recorded agents on the embedded engine: order, sub-agents, lengths, history, failures."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.records.records import Request
+from harness.scenario import Load
+from harness.scenario.behaviour import AgentTrace
+from tests.support.agent_traces import (
+    edge_rows,
+    weka_file,
+    weka_request,
+    weka_with_sub_agents,
+    write_document,
+    write_rows,
+)
+from tests.support.load_runs import by_hand, driven
+from tests.support.simulated import spawned
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    with spawned("--preset", "instant", "--served-model-name", "m") as server:
+        yield server.url
+
+
+def replayed(folder: Path, url: str, path: Path, requests: int, users: int = 1, **trace: object) -> list[Request]:
+    replay = AgentTrace(file=path.name, delay_scale=0.01, **trace)  # type: ignore[arg-type]
+    load = Load(user="agent_trace", users=users, requests=requests, output_tokens=12, agent_trace=replay)
+    return driven(folder, url, load, trace_file=str(path))
+
+
+def test_sub_agents_run_in_parallel_and_the_parent_waits_for_them(tmp_path: Path, engine: str) -> None:
+    path = write_document(tmp_path / "w.json", weka_with_sub_agents())
+    records = replayed(tmp_path, engine, path, 6)
+    assert [record.error for record in records] == [None] * 6
+    root, one, other = 0, 1, 2
+    assert sorted((r.conversation, r.turn) for r in records) == [
+        (root, 1), (root, 2), (root, 3), (one, 1), (one, 2), (other, 1)]  # fmt: skip
+    ends = {(r.conversation, r.turn): r.sent_s + r.ended_s for r in records}
+    sent = {(r.conversation, r.turn): r.sent_s for r in records}
+    assert min(sent[one, 1], sent[other, 1]) >= ends[root, 1]
+    assert sent[root, 2] >= max(ends[one, 2], ends[other, 1])
+    assert {(r.asked_tokens, r.output_tokens, r.fixed_length) for r in records} == {(10, 10, True)}
+    lengths = {(r.conversation, r.turn): r.prompt_tokens for r in records}
+    overhead = (lengths[root, 1] or 0) - 9
+    assert [lengths[root, 2], lengths[root, 3], lengths[one, 2]] == [17 + overhead, 21 + overhead, 14 + overhead]
+
+
+def test_recorded_texts_and_their_tools_are_sent_and_the_answers_stop_by_themselves(
+    tmp_path: Path, engine: str
+) -> None:
+    path = write_rows(tmp_path / "e.jsonl", [*edge_rows(), *edge_rows("house")])
+    records = replayed(tmp_path, engine, path, 6, users=2)
+    assert [record.error for record in records] == [None] * 6
+    by_conversation = {
+        number: [(r.turn, r.asked_tokens, r.fixed_length) for r in records if r.conversation == number]
+        for number in (0, 1000)
+    }
+    assert by_conversation == dict.fromkeys((0, 1000), [(1, 12, False), (2, 12, False), (3, 9, False)])
+    assert {record.tool_calls for record in records} == {0}
+
+
+def test_a_repetition_has_a_salt_and_other_conversations_follow(tmp_path: Path, engine: str) -> None:
+    one, other = (weka_file(weka_request(0, 2000, list(range(500))), id=id) for id in ("one", "other"))
+    path = write_rows(tmp_path / "w.jsonl", [one, other])
+    records = replayed(tmp_path, engine, path, 4)
+    assert [(r.conversation, r.turn) for r in records] == [(0, 1), (1000, 1), (2000, 1), (3000, 1)]
+    assert all((r.cached_tokens or 0) < 50 for r in records)
+
+
+def test_after_a_failed_step_the_next_conversation_is_replayed(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "e.jsonl", [*edge_rows(), *edge_rows("house")])
+    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "503@2") as server:
+        records = replayed(tmp_path, server.url, path, 4)
+    assert [(r.conversation, r.turn, r.error) for r in records] == [
+        (0, 1, None), (0, 2, "rejected"), (1000, 1, None), (1000, 2, "rejected")]  # fmt: skip
+
+
+def test_steps_that_do_not_fit_are_not_sent(tmp_path: Path, engine: str) -> None:
+    path = write_document(tmp_path / "w.json", weka_with_sub_agents())
+    records = replayed(tmp_path, engine, path, 6, context_tokens=23)
+    assert [(r.conversation, r.turn) for r in records] == [(0, 1), (1, 1), (2, 1), (1000, 1), (1001, 1), (1002, 1)]
+
+
+def test_stock_locust_replays_a_trace(tmp_path: Path, engine: str) -> None:
+    path = write_rows(tmp_path / "e.jsonl", edge_rows())
+    records = by_hand(
+        tmp_path, engine, "agent_trace", "--agent-trace", str(path), "--output-tokens", "5", run_time="6s"
+    )
+    assert len(records) >= 2 and {record.error for record in records} <= {None, "unfinished"}
+    assert {record.turn for record in records} <= {1, 2, 3}
