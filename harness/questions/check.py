@@ -19,7 +19,7 @@ from harness.report.elements import Element, Paragraph, plain_grid
 from harness.run.experiment import Experiment
 from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
 from harness.scenario import Load, Scenario, Sweep, max_concurrency, prompts_of, requests_per_task, warmup_of
-from harness.scenario.behaviour import Agent, Rag, mean_pause_s, typical_length
+from harness.scenario.behaviour import Agent, AgentTrace, Rag, mean_pause_s, typical_length
 from harness.scenario.plan import (
     Schedule,
     baseline_of,
@@ -29,6 +29,8 @@ from harness.scenario.plan import (
     steadiness,
 )
 from harness.serve.lint import length_notes, list_notes, pin_notes
+from harness.workload.agent_traces.conversation import NOTES
+from harness.workload.agent_traces.trace_totals import trace_totals
 from harness.workload.traces import Replay, cached_replay
 
 ASSUMED = RequestSpeed(0.0, 0.03)  # the speed of a server is unknown before the run
@@ -165,6 +167,32 @@ def _plan_notes(experiment: Experiment) -> Iterator[str]:
                 f"{name}: {load.trace.file} is read as {replay.format}, its last row is due after "
                 f"{units.duration(replay.at_s[-1])}{less}"
             )
+        if load.agent_trace is not None:
+            yield from (f"{name}: {note}" for note in _agent_trace_notes(experiment.folder, load.agent_trace))
+
+
+def _agent_trace_notes(folder: Path, trace: AgentTrace) -> Iterator[str]:
+    """Yield what a trace of agents holds, what of it fits into the context, and what its readers found odd."""
+    totals = trace_totals(folder.resolve() / trace.file, trace)
+    fit, agents = totals.fit, totals.agents - totals.conversations
+    held = [count(totals.conversations, "conversation"), count(agents, "sub-agent"), count(totals.steps, "step")]
+    delays = f"delays of {units.duration(totals.delays_s)}"
+    removed = f", {units.duration(totals.removed_s)} of them removed" if totals.removed_s else ""
+    yield f"{trace.file} is read as {', '.join(totals.formats)}: {', '.join(held)}, {delays}{removed}"
+    if trace.context_tokens is not None:
+        kept, left_out = fit.kept_tokens, fit.left_out_tokens
+        shares = [f"{fit.kept_steps:,} of {totals.steps:,} steps are sent"]
+        if kept.prompt is not None:
+            shares.append(f"{kept.prompt:,} of {kept.prompt + (left_out.prompt or 0):,} prompt tokens")
+        if kept.output is not None:
+            shares.append(f"{kept.output:,} of {kept.output + (left_out.output or 0):,} output tokens")
+        states = f"that fit {fit.fits:,}, that end early {fit.ends_early:,}, left out {fit.left_out:,}"
+        yield f"context of {trace.context_tokens:,} tokens: conversations {states}; {', '.join(shares)}"
+        if fit.unknown_steps:
+            unknown = count(fit.unknown_steps, "step")
+            yield f"the tokens of {unknown} are unknown, so they are sent; `characters_per_token` estimates them"
+    for code, steps_with in sorted(totals.notes.items()):
+        yield f"{steps_with:,} x {NOTES[code]}"
 
 
 def sweep_lines(swept: Sweep) -> Iterator[str]:

@@ -128,16 +128,7 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     for other, keys in _KEYS_OF_USER.items():
         for key in keys if ships and user != other else ():
             yield getattr(load, key), f".{key}", f"belongs to 'user: {other}', and this is {user}; remove it"
-    yield user == "agent_trace" and load.agent_trace is None, ".agent_trace", "the file of the conversations is missing"
-    text = "the conversations of a trace need the endpoint chat; remove it"
-    yield load.agent_trace is not None and load.endpoint != "chat", ".endpoint", text
-    text = "stages change the number of users, and with it which conversations each replays; use 'users'"
-    yield load.agent_trace is not None and load.stages, ".stages", text
-    if load.agent_trace is not None:
-        start, file = load.agent_trace.start, load.agent_trace.file
-        yield start is not None and start[0] > start[1], ".agent_trace.start", _order_text(start)
-        text = f"there is no file or folder {file} next to the scenario"
-        yield not (folder / file).exists(), ".agent_trace.file", text
+    yield from _rules_of_agent_trace(load, folder)
     needs_chat = user in ("agent", "rag") or (user == "chat" and embeds)
     text = f"'user: {user}' needs the endpoint chat; remove it or use 'user: batch'"
     yield load.endpoint not in ("chat", "messages") and needs_chat, ".endpoint", text
@@ -185,6 +176,22 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
         yield load.answer.known is not None and not single, ".answer.known", text
         text = "an answer of a form ends where the form ends; add 'output: natural' to the load"
         yield load.output == "fixed", ".answer", text
+
+
+def _rules_of_agent_trace(load: Load, folder: Path) -> Iterator[Rule]:
+    trace = load.agent_trace
+    missing = load.user == "agent_trace" and trace is None
+    yield missing, ".agent_trace", "the file of the conversations is missing; write `agent_trace: {file: ...}`"
+    if trace is None:
+        return
+    text = "the conversations of a trace need the endpoint chat; remove it"
+    yield load.endpoint != "chat", ".endpoint", text
+    text = "stages change the number of users, and with it which conversations each replays; use 'users'"
+    yield load.stages, ".stages", text
+    text = f"there is no file or folder {trace.file} next to the scenario"
+    yield not (folder / trace.file).exists(), ".agent_trace.file", text
+    if trace.start is not None:
+        yield trace.start[0] > trace.start[1], ".agent_trace.start", _order_text(trace.start)
 
 
 def _order_text(values: object) -> str:
