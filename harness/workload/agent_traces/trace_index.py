@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from harness.base.errors import HarnessError
-from harness.base.files import open_file
+from harness.base.files import DOCS, open_file
 from harness.workload.agent_traces.conversation import MAX_STEPS, Conversation
 from harness.workload.agent_traces.copilot import read_copilot_session
 from harness.workload.agent_traces.edge_agentic import edge_conversation_id, read_edge_conversation
@@ -186,7 +186,7 @@ def _detect_format(path: Path, file: BinaryIO, start: int) -> str:
     shown = f"its first object has the keys {shown_value(found)}" if keys else "it does not start with a JSON object"
     raise HarnessError(
         f"{path}:1: the format of the trace is not known: {shown}",
-        next_step=f"Known: {', '.join(AGENT_TRACE_FORMATS)}.",
+        next_step=f"Known: {', '.join(AGENT_TRACE_FORMATS)}. {DOCS}/agent-traces.md says what each holds.",
     )
 
 

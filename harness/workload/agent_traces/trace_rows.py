@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from harness.base.errors import HarnessError
-from harness.base.files import UNDECODABLE, describe_decode_error
+from harness.base.files import DOCS, UNDECODABLE, describe_decode_error
 from harness.base.redact import masked
 from harness.workload.agent_traces.conversation import MAX_SECONDS, MAX_TOKENS
 
@@ -77,7 +77,7 @@ def _error(path: Path, line: int, field: str, problem: str) -> HarnessError:
     where = f"{field}: " if field else ""
     return HarnessError(
         f"{path}:{line}: {where}{problem}",
-        next_step="Correct or remove this part of the trace. Nothing of a damaged trace is replayed.",
+        next_step=f"Correct or remove this part of the trace. {DOCS}/agent-traces.md lists the formats.",
     )
 
 

@@ -1,0 +1,108 @@
+"""What a scenario with a trace of agents says before anything is sent."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.base.errors import HarnessError
+from harness.scenario import Load, Prompts, Scenario, Server, Stage, Trace
+from harness.scenario.behaviour import AgentTrace
+from harness.scenario.contradictions import contradictions
+from harness.workload import workload_sha256
+from harness.workload.agent_traces.trace_totals import trace_totals
+from tests.support.agent_traces import (
+    made_files,
+    weka_file,
+    weka_request,
+    weka_with_sub_agents,
+    write_document,
+)
+from tests.support.command import called
+
+
+def test_the_totals_are_of_all_files_of_a_folder(tmp_path: Path) -> None:
+    made_files(tmp_path)
+    totals = trace_totals(tmp_path, AgentTrace(file=".", context_tokens=120, max_delay_s=2.0))
+    assert totals.formats == ("copilot", "edge-agentic", "otel", "tracelab", "weka")
+    assert (totals.conversations, totals.agents, totals.steps) == (7, 9, 25)
+    assert totals.delays_s == pytest.approx(2 * 3.25 + 12.0 + 2.5 + 2.0 + 2 * 7.0)
+    assert totals.removed_s == pytest.approx(2 * 1.0 + (1.75 + 2.0 + 1.0) + 2 * 3.5)
+    assert (totals.fit.kept_steps, totals.fit.too_long_steps, totals.fit.after_steps) == (18, 5, 2)
+    assert totals.notes == {"cut_segments": 2, "overlap": 1}
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path, trace = tmp_path / "w.json", AgentTrace(file="w.json")
+    write_document(path, weka_file(weka_request(0, 4, [1])))
+    first = trace_totals(path, trace)
+    write_document(path, weka_with_sub_agents())
+    second = trace_totals(path, trace)
+    assert (first.steps, second.steps) == (1, 6) and first.sha256 != second.sha256
+
+
+def test_a_context_in_which_nothing_fits_is_refused(tmp_path: Path) -> None:
+    path = write_document(tmp_path / "w.json", weka_with_sub_agents())
+    with pytest.raises(HarnessError, match="no step of the trace fits into a context of 5 tokens"):
+        trace_totals(path, AgentTrace(file="w.json", context_tokens=5))
+
+
+def load(**given: Any) -> Load:
+    trace = AgentTrace(file="w.json", **given.pop("trace", {}))
+    return Load(**{"user": "agent_trace", "requests": 6, "agent_trace": trace, **given})
+
+
+@pytest.mark.parametrize(
+    ("made", "path"),
+    [
+        (load(agent_trace=None), ".agent_trace"),
+        (load(user="chat"), ".agent_trace"),
+        (load(endpoint="completions"), ".endpoint"),
+        (load(think_s=[1.0, 2.0]), ".think_s"),
+        (load(trace={"start": [0.5, 0.25]}), ".agent_trace.start"),
+        (load(agent_trace=AgentTrace(file="none.json")), ".agent_trace.file"),
+    ],
+)
+def test_contradictions(tmp_path: Path, made: Load, path: str) -> None:
+    write_document(tmp_path / "w.json", weka_with_sub_agents())
+    assert [problem.path for problem in contradictions(made, tmp_path, Prompts())] == [path]
+    assert list(contradictions(load(), tmp_path, Prompts())) == []
+    assert list(contradictions(load(agent_trace=AgentTrace(file=".")), tmp_path, Prompts())) == []
+
+
+def test_stages_and_open_loops_do_not_go_with_it(tmp_path: Path) -> None:
+    write_document(tmp_path / "w.json", weka_with_sub_agents())
+    stages = load(requests=None, stages=[Stage(users=1, for_s=1.0), Stage(users=2, for_s=1.0)])
+    assert ".stages" in [problem.path for problem in contradictions(stages, tmp_path, Prompts())]
+    traced = Load(user="agent_trace", agent_trace=AgentTrace(file="w.json"), trace=Trace(file="w.json"))
+    assert ".trace" in [problem.path for problem in contradictions(traced, tmp_path, Prompts())]
+
+
+def test_runs_that_keep_other_steps_have_another_workload(tmp_path: Path) -> None:
+    write_document(tmp_path / "w.json", weka_with_sub_agents())
+
+    def sha256(**trace: Any) -> str:
+        made = Scenario(version=1, question="?", model="m", servers={"s": Server(template="simulated")},
+                        loads={"a": load(trace=trace)})  # fmt: skip
+        return workload_sha256(made, tmp_path)
+
+    assert sha256() == sha256() != sha256(context_tokens=23)
+
+
+def test_harness_check_prints_what_fits(tmp_path: Path) -> None:
+    write_document(tmp_path / "w.json", weka_with_sub_agents())
+    (tmp_path / "s.yaml").write_text(
+        "{version: 1, question: '?', model: simulated, servers: {s: {template: simulated, container: false}}, "
+        "loads: {a: {user: agent_trace, requests: 6, agent_trace: {file: w.json, context_tokens: 23, max_delay_s: 2}}}}"
+    )
+    done = called("check", "s.yaml", cwd=tmp_path)
+    text = " ".join(done.out.split())
+    assert done.code == 0
+    assert (
+        "w.json is read as weka: 1 conversation, 2 sub-agents, 6 steps, delays of 12 s, 4.75 s of them removed" in text
+    )
+    assert "context of 23 tokens: conversations that fit 0, that end early 1, left out 0; 3 of 6 steps are sent" in text
+    assert "29 of 81 prompt tokens, 30 of 60 output tokens" in text
+    (tmp_path / "w.json").write_text('{"block_size": 4, "requests": [{"type": "s", "t": -1}]}')
+    done = called("check", "s.yaml", cwd=tmp_path)
+    assert done.code == 1 and "w.json:1: " in done.err and "Traceback" not in done.err
