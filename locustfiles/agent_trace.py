@@ -73,7 +73,7 @@ class AgentTraceUser(LLMUser):
                 while len(due) == 1:
                     due = send(due[0])
                 if due:
-                    self.at_once([partial(follow, [one]) for one in due])
+                    self.at_once([partial(follow, [step]) for step in due])
 
         follow(replay.start(time.monotonic()))
         if not kept:

@@ -129,7 +129,7 @@ class Tools(NamedTuple):
 
     def is_valid(self, call: Call) -> bool:
         """Whether the call names an existing tool, and its arguments are a JSON object with the required fields."""
-        function = next((one for one in map(_function_of, self.definitions) if one.get("name") == call.name), None)
+        function = next((item for item in map(_function_of, self.definitions) if item.get("name") == call.name), None)
         if function is None or not call.name:
             return False
         try:

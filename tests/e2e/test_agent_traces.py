@@ -92,3 +92,10 @@ def test_stock_locust_replays_a_trace(tmp_path: Path, engine: str) -> None:
     )
     assert len(records) >= 2 and {record.error for record in records} <= {None, "unfinished"}
     assert {record.turn for record in records} <= {1, 2, 3}
+
+
+def test_a_start_inside_the_trace_sends_only_what_was_recorded_after_it(tmp_path: Path, engine: str) -> None:
+    path = write_document(tmp_path / "w.json", weka_with_sub_agents())
+    records = replayed(tmp_path, engine, path, 4, start=[0.2, 0.2])
+    assert [(r.conversation, r.turn) for r in records] == [(1, 2), (0, 2), (0, 3), (1000, 1)]  # then from the start
+    assert [r.error for r in records] == [None] * 4

@@ -73,7 +73,7 @@ def recorded_tokens(characters_per_token: float | None = None) -> Callable[[Conv
 
     def tokens(conversation: Conversation) -> list[StepTokens]:
         prompts: list[int | None] = []  # in characters, where there is text
-        found = []
+        counts = []
         for step in conversation.steps:
             before = 0 if step.continues is None else prompts[step.continues]
             own = _characters(step)
@@ -83,8 +83,8 @@ def recorded_tokens(characters_per_token: float | None = None) -> Callable[[Conv
                 prompt = _estimate(prompts[-1], characters_per_token, step)
             if output is None and step.output is not None:
                 output = _estimate(message_characters(step.output), characters_per_token)
-            found.append(StepTokens(prompt, output))
-        return found
+            counts.append(StepTokens(prompt, output))
+        return counts
 
     return tokens
 
@@ -99,8 +99,8 @@ def fit_conversation(
     tokens: returns the tokens of each step; default: the recorded ones. A step without known prompt tokens is kept.
     """
     by_step = (tokens or recorded_tokens())(conversation)
-    needed = [None if each.prompt is None else each.prompt + max(1, each.output or 0) for each in by_step]
-    too_long = {number for number, size in enumerate(needed) if size is not None and size > context_tokens}
+    needed = [None if size.prompt is None else size.prompt + max(1, size.output or 0) for size in by_step]
+    too_long = {number for number, total in enumerate(needed) if total is not None and total > context_tokens}
     left_out = with_dependents(conversation, too_long)
     numbers = range(len(conversation.steps))
     kept = tuple(number for number in numbers if number not in left_out)
@@ -145,22 +145,22 @@ def sum_fits(context_tokens: int, fits: Iterable[ConversationFit]) -> TraceFit:
 
 def dependents(conversation: Conversation) -> dict[int, list[int]]:
     """Return for each step the steps that depend on it directly."""
-    found: dict[int, list[int]] = defaultdict(list)
+    following: dict[int, list[int]] = defaultdict(list)
     for step in conversation.steps:
         for other in step.depends_on:
-            found[other].append(step.number)
-    return found
+            following[other].append(step.number)
+    return following
 
 
 def with_dependents(conversation: Conversation, numbers: set[int]) -> set[int]:
     """Return the steps and all that depend on them, directly or not."""
     following = dependents(conversation)
-    found, todo = set(numbers), list(numbers)
+    steps, todo = set(numbers), list(numbers)
     while todo:
-        new = [number for number in following.get(todo.pop(), ()) if number not in found]
-        found.update(new)
+        new = [number for number in following.get(todo.pop(), ()) if number not in steps]
+        steps.update(new)
         todo += new
-    return found
+    return steps
 
 
 def _characters(step: TraceStep) -> int | None:
@@ -174,8 +174,8 @@ def _estimate(characters: int | None, characters_per_token: float | None, step: 
     """Return the estimated tokens of a text. `step`: its definitions of tools are part of the prompt."""
     if step is not None and characters is None:
         counts = [part_tokens(part) for part in step.parts]
-        known = [count for count in counts if count is not None]
-        return sum(known) if step.continues is None and len(known) == len(counts) else None
+        sizes = [count for count in counts if count is not None]
+        return sum(sizes) if step.continues is None and len(sizes) == len(counts) else None
     if characters is None or characters_per_token is None:
         return None
     tools = 0 if step is None or step.tools is None else len(msgspec.json.encode(step.tools))

@@ -119,7 +119,7 @@ def prompt_parts(conversation: Conversation, step: TraceStep) -> list[Part]:
     chain = [step]
     while chain[-1].continues is not None:
         chain.append(conversation.steps[chain[-1].continues])
-    return [part for each in reversed(chain) for part in each.parts]
+    return [part for step in reversed(chain) for part in step.parts]
 
 
 def part_tokens(part: Part) -> int | None:
@@ -152,7 +152,7 @@ def dependencies_by_time(
     spans: start and end of each, in the order of the starts. tolerance_s: of the clock; a request that ends so long
     after another has started counts as ended. None if more than MAX_OPEN_STEPS are open at the same time.
     """
-    found: list[tuple[int, ...]] = []
+    dependencies: list[tuple[int, ...]] = []
     open_steps: list[int] = []  # running, or ended without a successor
     for number, (start, _) in enumerate(spans):
         kept, needed, last_start = [number], list[int](), float("-inf")
@@ -167,8 +167,8 @@ def dependencies_by_time(
         if len(kept) > MAX_OPEN_STEPS:
             return None
         open_steps = kept[::-1]
-        found.append(tuple(reversed(needed)))
-    return found
+        dependencies.append(tuple(reversed(needed)))
+    return dependencies
 
 
 def agent_steps(conversation: Conversation, agent: int) -> Iterator[TraceStep]:

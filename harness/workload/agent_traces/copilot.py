@@ -105,8 +105,8 @@ def read_copilot_session(pieces: Sequence[TracePiece]) -> Conversation:
             calls.append(_TimedCall(call, start, start + (call.duration_ms or 0.0) / 1000))
     if not 0 < len(calls) <= MAX_STEPS:
         refuse(piece, "turns", f"must have 1 to {MAX_STEPS:,} model calls", len(calls))
-    calls.sort(key=lambda each: each.start)
-    needed = dependencies_by_time([(each.start, each.end) for each in calls])
+    calls.sort(key=lambda timed: timed.start)
+    needed = dependencies_by_time([(timed.start, timed.end) for timed in calls])
     if needed is None:
         refuse(piece, "turns", f"more than {MAX_OPEN_STEPS:,} model calls are open at the same time")
     steps = tuple(_step(calls, number, needed[number], tools) for number in range(len(calls)))
@@ -120,8 +120,8 @@ def read_copilot_session(pieces: Sequence[TracePiece]) -> Conversation:
             ("overlap", sum(step.number - 1 not in step.depends_on for step in steps[1:])),
             ("uncertain_delay", sum(step.delay_is_uncertain for step in steps)),
             ("empty_output", sum(step.output_tokens == 0 for step in steps)),
-            ("cut_segments", sum(_segment_tokens(each.call) > (each.call.tokens.prompt or 0) for each in calls
-                                 if each.call.tokens.prompt is not None)),
+            ("cut_segments", sum(_segment_tokens(timed.call) > (timed.call.tokens.prompt or 0) for timed in calls
+                                 if timed.call.tokens.prompt is not None)),
         ),
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ def _parts(call: _LlmCall, number: int) -> tuple[Part, ...]:
     """Return the segments of a prompt, cut to its tokens, and a tail for tokens that no segment has."""
     left = _segment_tokens(call) if call.tokens.prompt is None else call.tokens.prompt
     parts: list[Part] = []
-    for segment in sorted(call.message_metadata, key=lambda each: each.sequenceId):
+    for segment in sorted(call.message_metadata, key=lambda segment: segment.sequenceId):
         tokens = min(segment.token_len, left)
         if tokens:
             parts.append(FillerPart(f"{segment.type} {segment.role}", tokens))

@@ -121,9 +121,9 @@ def _check_order(piece: TracePiece, row: EdgeRow, previous: EdgeRow | None) -> N
     if row.role == "tool":
         if not row.tool_results:
             refuse(piece, "tool_results", "a row of role tool must have at least one result")
-        known = {call.id for call in (previous.tool_calls if previous else None) or ()}
+        call_ids = {call.id for call in (previous.tool_calls if previous else None) or ()}
         for place, result in enumerate(row.tool_results):
-            if result.tool_call_id not in known:
+            if result.tool_call_id not in call_ids:
                 field = f"tool_results[{place}].tool_call_id"
                 refuse(piece, field, "must be the id of a call in the row before", result.tool_call_id)
     if previous is not None and row.system is not None:

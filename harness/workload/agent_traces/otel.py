@@ -172,14 +172,14 @@ def _step(piece: TracePiece, calls: Sequence[_CallSpan], number: int, needed: tu
         duration_s=call.end - call.start,
         depends_on=needed,
         delay_s=max(0.0, call.start - ready),
-        parts=tuple(MessagePart(message) for one in messages for message in _chat_messages(one)),
+        parts=tuple(MessagePart(message) for span_message in messages for message in _chat_messages(span_message)),
         prompt_tokens=attributes.prompt_tokens if input_tokens is None else input_tokens,
         output_tokens=attributes.completion_tokens if output_tokens is None else output_tokens,
         max_output_tokens=attributes.max_tokens,
         settings={key: value for key, value in settings.items() if value is not None},
         tools=_read_list(piece, call, "gen_ai.tool.definitions", attributes.tools, list[Any]) or None,
         output=output,
-        calls=tuple(RecordedCall(**one["function"]) for one in calls_of_tools),
+        calls=tuple(RecordedCall(**tool_call["function"]) for tool_call in calls_of_tools),
         outcome="error" if call.span.status.code in (_ERROR, "ERROR", "STATUS_CODE_ERROR") else "ok",
     )
 
@@ -187,9 +187,9 @@ def _step(piece: TracePiece, calls: Sequence[_CallSpan], number: int, needed: tu
 def _output(piece: TracePiece, call: _CallSpan) -> ChatMessage | None:
     """Return the recorded answer; None if the span has none."""
     attributes = call.span.attributes
-    found = _read_list(piece, call, "gen_ai.output.messages", attributes.output_messages, list[_SpanMessage])
-    if found:
-        return _chat_messages(found[0])[0]
+    messages = _read_list(piece, call, "gen_ai.output.messages", attributes.output_messages, list[_SpanMessage])
+    if messages:
+        return _chat_messages(messages[0])[0]
     return None if attributes.output_text is None else {"role": "assistant", "content": attributes.output_text}
 
 
@@ -213,7 +213,7 @@ def _chat_messages(message: _SpanMessage) -> list[ChatMessage]:
         chat["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         chat["tool_calls"] = [
-            _tool_call(one.id, one.function.name, one.function.arguments) for one in message.tool_calls
+            _tool_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
         ]
     if message.tool_call_id is not None:
         chat["tool_call_id"] = message.tool_call_id

@@ -30,11 +30,11 @@ class _PromptEnd(NamedTuple):
     digest: bytes
 
 
-def leading_known(ids: Iterable[object], known: Container[object]) -> int:
-    """Return how many ids at the start are known."""
+def leading_known(ids: Iterable[object], earlier: Container[object]) -> int:
+    """Return how many ids at the start are among earlier ones."""
     count = 0
-    for one in ids:
-        if one not in known:
+    for id_ in ids:
+        if id_ not in earlier:
             break
         count += 1
     return count
@@ -50,7 +50,7 @@ def prompt_reuse(
     seen: set[object] = set()
     last: dict[int, tuple[int, set[object]]] = {}  # the previous step of each agent, and its keys
     ends: dict[int, _PromptEnd] = {}
-    found = []
+    reuse = []
     for step in conversation.steps if order is None else order:
         start = _PromptEnd(0, b"") if step.continues is None else ends[step.continues]
         keys, sizes, ends[step.number] = _keys_of(step, start)
@@ -63,8 +63,8 @@ def prompt_reuse(
         else:
             shared = start.size if number == step.continues else 0
         last[step.agent] = (step.number, set(keys) if of == "agent" else previous)
-        found.append(PromptReuse(ends[step.number].size, shared))
-    return found
+        reuse.append(PromptReuse(ends[step.number].size, shared))
+    return reuse
 
 
 def _keys_of(step: TraceStep, start: _PromptEnd) -> tuple[list[object], list[int], _PromptEnd]:

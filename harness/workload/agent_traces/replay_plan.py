@@ -98,8 +98,8 @@ class ConversationReplay:
             self._waiting -= new
             return []
         self._ended.add(number)
-        ready = [one for one in self._following.get(number, ()) if one in self._waiting and self._is_ready(one)]
-        return [self._release(one, at_s, self._steps[one].delay_s) for one in ready]
+        ready = [other for other in self._following.get(number, ()) if other in self._waiting and self._is_ready(other)]
+        return [self._release(other, at_s, self._steps[other].delay_s) for other in ready]
 
     @property
     def is_over(self) -> bool:
@@ -129,7 +129,7 @@ class ConversationReplay:
         )
 
     def _is_ready(self, number: int) -> bool:
-        return all(one in self._ended or one in self._before_start for one in self._steps[number].depends_on)
+        return all(other in self._ended or other in self._before_start for other in self._steps[number].depends_on)
 
     def _first_delay(self, number: int) -> float:
         """Return the delay of a step that waits for none: of one inside the trace, what is left of it."""
@@ -186,7 +186,7 @@ def _start_inside(conversation: Conversation, kept: frozenset[int], offset: floa
         earlier = {step.number for step in order[: int(offset * len(fitting))]}
     todo = list(earlier)
     while todo:  # what they depend on has been sent, too
-        new = [one for one in steps[todo.pop()].depends_on if one not in earlier]
+        new = [other for other in steps[todo.pop()].depends_on if other not in earlier]
         earlier.update(new)
         todo += new
     return begin_s, frozenset(earlier & kept)

@@ -55,7 +55,7 @@ class StepMessages:
         before = hashlib.blake2b(digest_size=8)  # of all parts so far: a filler is equal only after equal parts
         for part in parts:
             if isinstance(part, BlockPart):
-                pieces += [self._block(one, part.tokens) for one in part.ids]
+                pieces += [self._block(block, part.tokens) for block in part.ids]
                 before.update(repr(part.ids[-1:]).encode())
             elif isinstance(part, FillerPart):
                 before.update(f"{part.seed} {part.tokens}".encode())
@@ -65,10 +65,10 @@ class StepMessages:
         return " ".join(pieces)
 
     def _block(self, id: int, tokens: int) -> str:
-        found = self._blocks.get((id, tokens))
-        if found is None:
-            found = self._blocks[id, tokens] = self._text(tokens, f"block {id}")
-        return found
+        block = self._blocks.get((id, tokens))
+        if block is None:
+            block = self._blocks[id, tokens] = self._text(tokens, f"block {id}")
+        return block
 
     def _text(self, tokens: int, place: str) -> str:
         return text(tokens, self._seed, f"{self._salt} {self._scope} {place}", self._words)

@@ -63,15 +63,15 @@ def find_conversations(path: Path, format: str | None = None) -> list[Conversati
 
     Raises HarnessError for a file that cannot be read or has no known format.
     """
-    found: list[ConversationPlace] = []
+    places: list[ConversationPlace] = []
     for file in _trace_files(path):
         try:
-            found += _index_file(file, format)
+            places += _index_file(file, format)
         except OSError as error:
             raise _unreadable(file, error) from None
-        if len(found) > MAX_CONVERSATIONS:
+        if len(places) > MAX_CONVERSATIONS:
             raise HarnessError(f"{path}: more than {MAX_CONVERSATIONS:,} conversations", next_step="Use fewer files.")
-    return found
+    return places
 
 
 def read_conversation(place: ConversationPlace) -> Conversation:
@@ -133,19 +133,19 @@ def _index_file(path: Path, format: str | None) -> list[ConversationPlace]:
 def _index_rows(path: Path, file: BinaryIO, name: str, kind: AgentTraceFormat) -> list[ConversationPlace]:
     """Return the places of conversations with several rows, in the order of their first rows."""
     assert kind.conversation_id is not None
-    found: dict[str, array[int]] = {}
+    places_of: dict[str, array[int]] = {}
     previous = None
     for offset, line, data in _lines(path, file, file.tell()):
         piece = TracePiece(path, line, data)
-        one = kind.conversation_id(piece)
-        if kind.is_consecutive and one != previous and one in found:
-            refuse(piece, "conversation_id", "the rows of a conversation must follow each other", one)
-        places = found.setdefault(one, array("q"))
+        id_ = kind.conversation_id(piece)
+        if kind.is_consecutive and id_ != previous and id_ in places_of:
+            refuse(piece, "conversation_id", "the rows of a conversation must follow each other", id_)
+        places = places_of.setdefault(id_, array("q"))
         places.extend((offset, len(data), line))
         if len(places) > 3 * MAX_ROWS:
             refuse(piece, "", f"a conversation has at most {MAX_ROWS:,} rows")
-        previous = one
-    return [ConversationPlace(path, name, places) for places in found.values()]
+        previous = id_
+    return [ConversationPlace(path, name, places) for places in places_of.values()]
 
 
 def _whole_file(path: Path, file: BinaryIO, name: str, start: int) -> ConversationPlace:
@@ -182,8 +182,8 @@ def _detect_format(path: Path, file: BinaryIO, start: int) -> str:
                     return name
         if len(head) < size:
             break
-    found = ", ".join(sorted(key.decode("utf-8", "replace") for key in keys))[:200]
-    shown = f"its first object has the keys {shown_value(found)}" if keys else "it does not start with a JSON object"
+    names = ", ".join(sorted(key.decode("utf-8", "replace") for key in keys))[:200]
+    shown = f"its first object has the keys {shown_value(names)}" if keys else "it does not start with a JSON object"
     raise HarnessError(
         f"{path}:1: the format of the trace is not known: {shown}",
         next_step=f"Known: {', '.join(AGENT_TRACE_FORMATS)}. {DOCS}/agent-traces.md says what each holds.",

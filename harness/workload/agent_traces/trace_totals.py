@@ -52,10 +52,10 @@ def fit_of(conversation: Conversation, trace: AgentTrace) -> ConversationFit:
 @lru_cache(maxsize=4)
 def conversation_places(path: Path, format: str | None) -> list[ConversationPlace]:
     """Return the places of a trace's conversations. A process reads an unchanged trace once. Raises HarnessError."""
-    found = find_conversations(path, format)
-    if not found:
+    places = find_conversations(path, format)
+    if not places:
         raise HarnessError(f"{path}: there is no conversation in it", next_step="Check the path.")
-    return found
+    return places
 
 
 def trace_totals(path: Path, trace: AgentTrace) -> TraceTotals:

@@ -95,29 +95,29 @@ def read_tracelab_session(pieces: Sequence[TracePiece]) -> Conversation:
         refuse(pieces[MAX_STEPS], "session_id", f"a session has at most {MAX_STEPS:,} rows")
     rounds, duplicates = _distinct([_read_round(piece) for piece in pieces])
     session = rounds[0].row.session_id
-    first = next((each.sent for each in rounds if each.sent is not None), 0.0)
+    first = next((round_.sent for round_ in rounds if round_.sent is not None), 0.0)
     steps: list[TraceStep] = []
     ids: list[int] = []  # of the round before
     minted, uncertain = 0, 0
     _refuse_many_blocks(pieces[0], rounds)
-    for number, each in enumerate(rounds):
-        row = each.row
+    for number, round_ in enumerate(rounds):
+        row = round_.row
         kept = min(row.prefix_tokens // _BLOCK_TOKENS, len(ids))
         total = row.input_tokens_total // _BLOCK_TOKENS
         ids = [*ids[:kept], *range(minted, minted + total - kept)]
         minted += total - kept
         before = rounds[number - 1].ended if number else first
-        is_known = each.sent is not None and before is not None
+        is_known = round_.sent is not None and before is not None
         uncertain += not is_known
         steps.append(
             TraceStep(
                 number=number,
                 index=number,
                 model=row.model,
-                start_s=None if each.sent is None else each.sent - first,
-                duration_s=None if each.sent is None or each.ended is None else max(0.0, each.ended - each.sent),
+                start_s=None if round_.sent is None else round_.sent - first,
+                duration_s=_duration_s(round_),
                 depends_on=(number - 1,) if number else (),
-                delay_s=max(0.0, (each.sent or 0.0) - (before or 0.0)) if is_known else 0.0,
+                delay_s=max(0.0, (round_.sent or 0.0) - (before or 0.0)) if is_known else 0.0,
                 delay_is_uncertain=not is_known,
                 parts=_parts(ids, row.input_tokens_total, number),
                 prompt_tokens=row.input_tokens_total,
@@ -142,8 +142,12 @@ def read_tracelab_session(pieces: Sequence[TracePiece]) -> Conversation:
     )
 
 
+def _duration_s(round_: _Round) -> float | None:
+    return None if round_.sent is None or round_.ended is None else max(0.0, round_.ended - round_.sent)
+
+
 def _refuse_many_blocks(piece: TracePiece, rounds: Sequence[_Round]) -> None:
-    blocks = sum(each.row.input_tokens_total // _BLOCK_TOKENS for each in rounds)
+    blocks = sum(round_.row.input_tokens_total // _BLOCK_TOKENS for round_ in rounds)
     if blocks > MAX_BLOCKS:
         most = MAX_BLOCKS * _BLOCK_TOKENS
         refuse(piece, "input_tokens_total", f"a session has at most {most:,} prompt tokens in all its rows")
@@ -167,16 +171,16 @@ def _distinct(rounds: Sequence[_Round]) -> tuple[list[_Round], int]:
 
     Rounds of one index are not always the same: only those with equal times and tokens are.
     """
-    found: dict[tuple[object, ...], _Round] = {}
-    for each in rounds:
-        row = each.row
+    distinct: dict[tuple[object, ...], _Round] = {}
+    for round_ in rounds:
+        row = round_.row
         tokens = (row.input_tokens_total, row.prefix_tokens, row.output_tokens)
-        found.setdefault((row.round_index, row.round_id, each.sent, each.ended, *tokens), each)
-    kept = list(found.values())
-    if all(each.sent is not None for each in kept):
-        kept.sort(key=lambda each: (each.sent or 0.0, each.row.round_index))
+        distinct.setdefault((row.round_index, row.round_id, round_.sent, round_.ended, *tokens), round_)
+    kept = list(distinct.values())
+    if all(round_.sent is not None for round_ in kept):
+        kept.sort(key=lambda round_: (round_.sent or 0.0, round_.row.round_index))
     else:
-        kept.sort(key=lambda each: each.row.round_index)
+        kept.sort(key=lambda round_: round_.row.round_index)
     return kept, len(rounds) - len(kept)
 
 

@@ -164,10 +164,10 @@ class _Builder:
                 refuse(self.piece, f"{entry.place}.t", f"must not be before {previous:g}", request.t, entry.raw)
             previous = request.t
             spans.append((request.t, request.t + (request.api_time or 0.0)))
-        found = dependencies_by_time(spans, _CLOCK_S)
-        if found is None:
+        dependencies = dependencies_by_time(spans, _CLOCK_S)
+        if dependencies is None:
             refuse(self.piece, requests[0].place, f"more than {MAX_OPEN_STEPS:,} requests are open at the same time")
-        return found
+        return dependencies
 
     def _add_step(
         self,
@@ -302,7 +302,7 @@ class _Builder:
         launchers = {started.launcher for started in waiting}  # their ends are implied
         self.steps[number] = msgspec.structs.replace(
             step,
-            depends_on=(*(one for one in step.depends_on if one not in launchers), *joined),
+            depends_on=(*(other for other in step.depends_on if other not in launchers), *joined),
             delay_s=max(0.0, at_s - max(started.end_s for started in waiting)),
             delay_is_uncertain=False,
         )

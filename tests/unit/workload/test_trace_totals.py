@@ -99,7 +99,7 @@ def test_harness_check_prints_what_fits(tmp_path: Path) -> None:
     text = " ".join(done.out.split())
     assert done.code == 0
     assert (
-        "w.json is read as weka: 1 conversation, 2 sub-agents, 6 steps, delays of 12 s, 4.75 s of them removed" in text
+        "w.json is read as weka: 1 conversation, 2 sub-agents, 6 steps, delays of 12 s, 4.8 s of them removed" in text
     )
     assert "context of 23 tokens: conversations that fit 0, that end early 1, left out 0; 3 of 6 steps are sent" in text
     assert "29 of 81 prompt tokens, 30 of 60 output tokens" in text
