@@ -1,6 +1,7 @@
 """Recorded conversations of agents: what each format says, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from tests.support.agent_traces import (
     write_document,
     write_rows,
 )
+from tests.support.wording import Wording
 
 
 def problem(path: Path) -> str:
@@ -48,6 +50,13 @@ def problem(path: Path) -> str:
         read_all(path)
     assert "\n" not in caught.value.what and caught.value.next_step
     return caught.value.what.removeprefix(f"{path.parent}/")
+
+
+def place_of(text: str) -> str:
+    """Line, field and value of a problem: `3: turn (got 4)`."""
+    match = re.fullmatch(r"[^:]+:(\d+): ([^:\s]+): .*?( \(got .*)?", text)
+    assert match is not None, text
+    return f"{match[1]}: {match[2]}{match[3] or ''}"
 
 
 def messages(made: Conversation, step: int) -> list[Json]:
@@ -157,32 +166,34 @@ def test_edge_prompts_are_the_recorded_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "change", "wrong"),
     [
-        (2, {"turn": 4}, "3: turn: must be 3: the rows of a conversation are numbered from 1 without gaps (got 4)"),
-        (0, {"turn": 0}, "1: turn: Expected `int` >= 1 (got 0)"),
-        (0, {"role": "tool"}, "1: role: must be user at the start (got 'tool')"),
-        (3, {"role": "user"}, "4: role: must be assistant after a row of role tool (got 'user')"),
-        (4, {"role": "assistant"}, "5: role: must be user or tool after a row of role assistant (got 'assistant')"),
-        (4, {"content": None}, "5: content: a row of role user must have a text"),
+        (2, {"turn": 4}, "3: turn (got 4)"),
+        (0, {"turn": 0}, "1: turn (got 0)"),
+        (0, {"role": "tool"}, "1: role (got 'tool')"),
+        (3, {"role": "user"}, "4: role (got 'user')"),
+        (4, {"role": "assistant"}, "5: role (got 'assistant')"),
+        (4, {"content": None}, "5: content"),
         (3, {"content": None},
-         "4: content: a row of role assistant must have content, reasoning_content or tool_calls"),
-        (2, {"tool_results": []}, "3: tool_results: a row of role tool must have at least one result"),
+         "4: content"),
+        (2, {"tool_results": []}, "3: tool_results"),
         (2, {"tool_results": [{"tool_call_id": "z", "content": ""}]},
-         "3: tool_results[0].tool_call_id: must be the id of a call in the row before (got 'z')"),
-        (2, {"delay_seconds": -0.5}, "3: delay_seconds: Expected `float` >= 0.0 (got -0.5)"),
+         "3: tool_results[0].tool_call_id (got 'z')"),
+        (2, {"delay_seconds": -0.5}, "3: delay_seconds (got -0.5)"),
         (1, {"tool_calls": [{"id": "a", "function": {"name": 7}}]},
-         "2: tool_calls[0].function.name: Expected `str`, got `int` (got 7)"),
-        (4, {"system": "Again"}, "5: system: only the first row of a conversation has a system prompt (got 'Again')"),
+         "2: tool_calls[0].function.name (got 7)"),
+        (4, {"system": "Again"}, "5: system (got 'Again')"),
         (1, {"conversation_id": "other"},
-         "3: conversation_id: the rows of a conversation must follow each other (got 'boat')"),
-        (1, {"conversation_id": 7}, "2: conversation_id: Expected `str`, got `int` (got 7)"),
+         "3: conversation_id (got 'boat')"),
+        (1, {"conversation_id": 7}, "2: conversation_id (got 7)"),
         (4, {"content": "api_key: sk-abcdefghijklmnop1234", "turn": "api_key: sk-abcdefghijklmnop1234"},
-         "5: turn: Expected `int`, got `str` (got 'api_key: ***')"),
+         "5: turn (got 'api_key: ***')"),
     ],
 )  # fmt: skip
-def test_a_wrong_edge_row_is_named(tmp_path: Path, row: int, change: Json, wrong: str) -> None:
+def test_a_wrong_edge_row_is_named(tmp_path: Path, row: int, change: Json, wrong: str, wording: Wording) -> None:
     rows = edge_rows()
     rows[row] |= change
-    assert problem(write_rows(tmp_path / "e.jsonl", rows)) == f"e.jsonl:{wrong}"
+    told = problem(write_rows(tmp_path / "e.jsonl", rows))
+    assert place_of(told) == wrong
+    wording(told)
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -313,20 +324,21 @@ def test_what_is_odd_in_a_weka_file_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"in": -1}, "requests[1].in: Expected `int` >= 0 (got -1)"),
-        ({"in": 10**30}, "requests[1].in: "),
-        ({"out": "ten"}, "requests[1].out: Expected `int`, got `str` (got 'ten')"),
-        ({"hash_ids": [1, None]}, "requests[1].hash_ids[1]: Expected `int`, got `null`"),
-        ({"t": -1}, "requests[1].t: Expected `float` >= 0.0 (got -1)"),
-        ({"t": 1}, "requests[1].t: must not be before 2 (got 1.0)"),
-        ({"type": "other"}, "requests[1].type: Invalid value 'other' (got 'other')"),
-        ({"model": "x" * 600}, "requests[1].model: Expected `str` of length <= 500 (got 'xxx"),
+        ({"in": -1}, "requests[1].in (got -1)"),
+        ({"in": 10**30}, "requests[1].in"),
+        ({"out": "ten"}, "requests[1].out (got 'ten')"),
+        ({"hash_ids": [1, None]}, "requests[1].hash_ids[1]"),
+        ({"t": -1}, "requests[1].t (got -1)"),
+        ({"t": 1}, "requests[1].t (got 1.0)"),
+        ({"type": "other"}, "requests[1].type (got 'other')"),
+        ({"model": "x" * 600}, "requests[1].model (got 'xxx"),
     ],
 )
-def test_a_wrong_weka_request_is_named(tmp_path: Path, change: Json, wrong: str) -> None:
+def test_a_wrong_weka_request_is_named(tmp_path: Path, change: Json, wrong: str, wording: Wording) -> None:
     made = weka_file(weka_request(2, 4, [1]), {**weka_request(3, 8, [1, 2]), **change})
-    found = problem(write_document(tmp_path / "w.json", made))
-    assert found.startswith(f"w.json:1: {wrong}") and len(found) < 250
+    told = problem(write_document(tmp_path / "w.json", made))
+    assert place_of(told).startswith(f"1: {wrong}") and len(told) < 250
+    wording(told)
 
 
 def test_the_line_of_a_wrong_request_in_an_indented_document(tmp_path: Path) -> None:
@@ -391,19 +403,20 @@ def test_otel_parts_tools_and_old_names(tmp_path: Path) -> None:
     ("change", "wrong"),
     [
         ({"start_time": "yesterday"},
-         "spans[0].start_time: must be a time such as 2026-03-21T10:06:14.210Z (got 'yesterday')"),
+         "spans[0].start_time (got 'yesterday')"),
         ({"end_time": "2026-05-04T09:00:00"},
-         "spans[0].end_time: must not be before start_time (got '2026-05-04T09:00:00')"),
+         "spans[0].end_time (got '2026-05-04T09:00:00')"),
         ({"attributes": {"gen_ai.input.messages": "[{]"}},
-         "spans[0].attributes.gen_ai.input.messages: JSON is malformed"),
-        ({"attributes": {"gen_ai.input.messages": []}}, "spans[0].attributes.gen_ai.input.messages: must not be empty"),
-        ({"attributes": {}}, "spans: must have at least one model call with gen_ai.input.messages"),
+         "spans[0].attributes.gen_ai.input.messages"),
+        ({"attributes": {"gen_ai.input.messages": []}}, "spans[0].attributes.gen_ai.input.messages"),
+        ({"attributes": {}}, "spans"),
     ],
 )  # fmt: skip
-def test_a_wrong_otel_span_is_named(tmp_path: Path, change: Json, wrong: str) -> None:
-    one = {**span("a", "00", "01", [says("user", "Hello")]), **change}
-    found = problem(write_document(tmp_path / "o.json", {"trace_id": "t", "spans": [one]}))
-    assert found.startswith(f"o.json:1: {wrong}")
+def test_a_wrong_otel_span_is_named(tmp_path: Path, change: Json, wrong: str, wording: Wording) -> None:
+    span_ = {**span("a", "00", "01", [says("user", "Hello")]), **change}
+    told = problem(write_document(tmp_path / "o.json", {"trace_id": "t", "spans": [span_]}))
+    assert place_of(told).startswith(f"1: {wrong}")
+    wording(told)
 
 
 # --- TraceLab
