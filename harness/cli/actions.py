@@ -391,7 +391,9 @@ def init(
     url: DraftUrlOpt = None,
     model: Annotated[list[str] | None, cli.option("NAME", "The model of each server, as the server knows it.")] = None,
     machine: Annotated[str | None, cli.option("KIND", "strix-halo, radeon, instinct or none (default: found).")] = None,
-    prompts: Annotated[Path | None, cli.option("FILE", 'Your prompts: lines such as {"prompt": "..."}.')] = None,
+    prompts: Annotated[
+        Path | None, cli.option("FILE", "Your prompts: a JSON object in each line (docs/scenarios.md).")
+    ] = None,
     checks: DraftChecksOpt = None,
     api_key_env: Annotated[
         str | None, cli.option("NAME", "The environment variable with the server's API key.", "--api-key-env")
