@@ -82,7 +82,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
     reasons = [*run_reasons, *(problem for cell in measured for problem in cell.problems)]
     if not_run:
         ran, planned = len(run.order) - len(not_run), len(run.order)
-        text = f"only {ran} of {planned} planned cells ran"
+        text = f"{ran} of {planned} planned cells are complete"
         reasons.insert(len(run_reasons), because("cells_missing", text, ran=ran, planned=planned))
     if run.scenario.swept and failed and not measured:
         reasons.append(because("settings_failed", "every setting of the sweep failed"))

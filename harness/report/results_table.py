@@ -60,11 +60,11 @@ class TableLine(Struct, frozen=True, kw_only=True):
 
     @property
     def metric(self) -> str:
-        """The metric of the first verdict and a space, if it is a latency."""
+        """By which latency the speed is; empty if it is by the work."""
         verdict = self.verdict
         if verdict is None or not METRICS[verdict.metric].latency:
             return ""
-        return f"{METRICS[verdict.metric].title} "
+        return f" by {METRICS[verdict.metric].title}"
 
 
 def table_lines(summary: Summary, run: Run) -> list[TableLine]:
@@ -138,7 +138,7 @@ def _format_speedup(line: TableLine) -> str:
         return units.NOTHING
     against = line.against.removeprefix(f"{line.row.server} / ").removesuffix(f" / {line.row.load}")
     against = f" of {against}" if against else ""
-    return CellText(f"{line.metric}{units.factor(line.verdict.ratio)}×{against}", format_interval(line.verdict))
+    return CellText(f"{units.factor(line.verdict.ratio)}×{against}{line.metric}", format_interval(line.verdict))
 
 
 def _format_verdict(line: TableLine) -> str:

@@ -323,5 +323,8 @@ def design_sentence(run: Run) -> str:
     stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
     fresh = f"a fresh server for each{stages}" if scenario.restart else "warm: one server per repeat"
     order = ", interleaved" if scenario.repeats > 1 else ""
+    ran = max((cell.repeat for cell in run.cells), default=0)
     repeats = count(scenario.repeats, "repeat")
+    if 0 < ran < scenario.repeats and run.status not in ("running", "live"):
+        repeats = f"{ran} of {repeats}"
     return f"{repeats} of every row{order}, {fresh}; seed {scenario.seed}."

@@ -140,7 +140,10 @@ def _more_at_once(row: RowFacts, slots: int, fits: int, expected: Reason | None)
     """
     context = row.whole("context") if row.shares_context else None
     changes: dict[str, object] = {"sequences": fits}
-    do, risk = f"Up to {count(fits, 'sequence')} at once", "each answer is slower while more run at once"
+    do, risk = (
+        f"Run up to {count(fits, 'sequence')} at once (now {slots})",
+        "each answer is slower while more run at once",
+    )
     if context is None:
         return [row.action(do, changes, gain=expected, risk=risk)]
     needed = slot_context(row)

@@ -11,6 +11,7 @@ from harness.hardware.bounds import decode_bound, run_gpu, run_model, ttft_floor
 from harness.numbers.summary import ENOUGH
 from harness.questions.findings.rules import RowFacts, RuleResult, gain, rule, shorter
 from harness.scenario.check_syntax import parse_check
+from harness.scenario.plan import load_of_stage
 
 SMALL_SHM = 64 << 20  # Docker's default
 FIRST_SLOW, FIRST_PART = 3.0, 0.1  # times the usual TTFT; of the time of all requests
@@ -170,7 +171,7 @@ def load_generator(row: RowFacts) -> RuleResult | None:
     if not row.is_quick:
         action = row.action(
             f"{more} load processes, or another machine for the load",
-            settings={f"loads.{row.row.load}": f"processes: {more}"},
+            settings={f"loads.{load_of_stage(row.row.load) or row.row.load}": f"processes: {more}"},
             risk="they need cores, which the server may need too",
         )
     return RuleResult(

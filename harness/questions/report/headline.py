@@ -147,7 +147,7 @@ def _so_far(result: CheckResult) -> str:
     if unit is None or (result.value is None and values.get("above") is None):
         return "" if row_evidence is None else sentence(row_evidence)
     shown: float = values["above"] if result.value is None else result.value
-    text = f"{result.row} has {'more than ' if result.value is None else ''}{format_check_value(shown, unit)}"
+    text = f"{result.row} has {'at least ' if result.value is None else ''}{format_check_value(shown, unit)}"
     text += " so far" if result.status == "inconclusive" else ""
     if against and against["value"]:
         base = f"{format_check_value(against['value'], unit)} of {against['name']}"
@@ -167,7 +167,8 @@ def _settled_by(result: CheckResult) -> str:
     if result.code == "unknown_requests":
         values = result.evidence[0].values if result.evidence else {}
         unknown, requests = (values.get("unknown") or 0) + (values.get("censored") or 0), values.get("requests") or 0
-        return f" {unknown:,} of {count(requests, 'request')} were cut or have no such latency, which leaves it open."
+        text = f" {unknown:,} of {count(requests, 'request')} were cut, or their users left, before it could be known"
+        return f"{text}; more requests of the same kind would not decide it."
     return ""
 
 
@@ -221,7 +222,7 @@ def _interference_answer(summary: Summary) -> str:
     if worst is None:
         unknown = largest_effect(effects)
         seen = "" if unknown is None else f": {unknown.side} is {undecided_text(unknown)}"
-        return f"No part of the mix is shown to be slower together than alone{seen}."
+        return f"It is not shown that a part of the mix is slower together than alone{seen}."
     alone, together = (_format_pooled_metric(rows[name], worst.metric) for name in (worst.baseline, worst.side))
     slower = ("higher", "lower") if METRICS[worst.metric].more_is_better else ("shorter", "longer")
     factor = format_speedup(worst.ratio or 0.0, *slower)
