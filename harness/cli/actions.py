@@ -423,7 +423,12 @@ def init(
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise HarnessError(f"{file}: cannot be written ({error.strerror})", next_step="Name another file.") from None
-    prepare(file, cli.make_target(url))
+    try:
+        prepare(file, cli.make_target(url))
+    except HarnessError as error:
+        file.unlink()  # the options are wrong, and may hold what belongs in no file
+        next_step = "Correct the options: no file is written."
+        raise HarnessError(error.what, detail=error.detail, next_step=next_step) from None
     about = (
         "no AMD GPU was found; --machine names one" if kind == "none" and not machine else f"for the machine '{kind}'"
     )

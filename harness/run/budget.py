@@ -28,7 +28,8 @@ def budget_steps(seconds: float, max_repeats: int = MAX_REPEATS, min_repeats: in
             running.progress.line(f"Budget: {remaining}; repeat {repeat[0].repeat}")
             ids = [cell.id for cell in repeat]
             repeats = max(scenario.repeats, repeat[0].repeat)
-            file.update(planned=ids, scenario=replace(scenario, repeats=repeats), budget_s=seconds)
+            decides = seconds if repeat[0].repeat < max_repeats else None  # else the number that was asked for does
+            file.update(planned=ids, scenario=replace(scenario, repeats=repeats), budget_s=decides)
             yield from run_cells(running, repeat)
             took_s = time.monotonic() - begun_s
 

@@ -280,7 +280,7 @@ def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
     assert called("report", run.name, "--runs", "runs", cwd=tmp_path).code == 3  # of its verdict
 
 
-@fault("harness", "kill -9 of the harness in the middle of a load", seen="only 0 of 1 planned cells ran", code=3,
+@fault("harness", "kill -9 of the harness in the middle of a load", seen="0 of 1 planned cells are complete", code=3,
        kept="all records; `harness report` shows them, INVALID",
        left="nothing: Locust and the embedded engine end by themselves")  # fmt: skip
 def test_killed(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ class Spinning(LLMUser):
 
 
 @fault("harness", "kill -9 of the harness while a load process computes and handles no signal",
-       seen="only 0 of 1 planned cells ran", code=3, kept="all records", left="nothing, 15 s later")  # fmt: skip
+       seen="0 of 1 planned cells are complete", code=3, kept="all records", left="nothing, 15 s later")  # fmt: skip
 def test_killed_while_a_load_process_computes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SPINNING.replace("SPINS", repr(str(tmp_path / "spins"))))
     load = {"user": "mine.py", "users": 1, "batch_size": 8, "requests": 4000, "output_tokens": 5}

@@ -93,15 +93,19 @@ def forum_page(report: CombinationsReport) -> list[Element]:
 
 
 def lead_of_combinations(found: Sequence[CombinationNumbers]) -> str:
-    """Return the answer in a sentence: one user with the shortest context, and the most of all together."""
+    """Return the answer in a sentence, of one prompt and context: one user, and the most of all together."""
     alone = next((one for one in found if one.users == 1 and one.tg is not None), None)
-    most = max((one for one in found if one.tok_s is not None), key=_together, default=None)
+    first = alone or next((one for one in found if one.tok_s is not None), None)
+    if first is None:
+        return "No speed: no request was answered."
+    alike = [one for one in found if (one.prompt, one.depth) == (first.prompt, first.depth) and one.tok_s is not None]
+    most = max(alike, key=_together, default=first)
     parts = [] if alone is None else [f"{_text(alone.tg)} tok/s for one user"]
     if alone is not None and alone.pp is not None:
         parts.append(f"{_text(alone.pp)} tok/s of its prompt")
-    if most is not None and most is not alone:
-        parts.append(f"{_text(most.tok_s)} tok/s together with {_load_text(most)} ({_test('pp', most)})")
-    return ", ".join(parts) or "No speed: no answer came in pieces."
+    if most is not alone:
+        parts.append(f"{_text(most.tok_s)} tok/s together with {_load_text(most)}")
+    return f"{_test('both', first)}: {', '.join(parts)}"
 
 
 def _together(one: CombinationNumbers) -> float:
@@ -247,6 +251,11 @@ def combination_notes(found: Sequence[CombinationNumbers]) -> list[str]:
     unknown = [one for one in deep if one.cached_share is None]
     short = [one for one in found if one.answer_tokens is not None and one.answer_tokens < one.output]
     notes = []
+    if any(one.tg is None and one.answers > one.failed for one in found):
+        notes.append(
+            "tg and TPOT are not known where an answer came in fewer than 5 pieces, with no interval where only one "
+            "repeat has them: a longer --output has more pieces."
+        )
     if lost:
         worst = min(lost, key=lambda one: one.cached_share or 0.0)
         notes.append(

@@ -1,5 +1,6 @@
 """`harness tune`: the settings found, tested, and verified on new prompts."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -50,6 +51,7 @@ BudgetOpt = Annotated[
 FindingOpt = Annotated[str | None, cli.option("CODE", "With RUN: another finding than the worst one.")]
 KeepFlag = Annotated[bool, cli.flag("--keep", "Leave a running server with the settings that are proven to be better.")]
 DEFAULT_BUDGET_S = 7200.0
+LEAVE_OUT = "Leave it out."
 TRIAL_BUDGET_S = 1800.0  # of what a finding advises
 ResumeOpt = Annotated[Path | None, cli.option("RUN", "Go on with a search or its proof, after any end.")]
 
@@ -90,24 +92,20 @@ def tune(
     budget_s = None if budget is None else read_duration("--budget", budget)
     progress, target = cli.make_progress(stderr=as_json), cli.make_target(url, ca=ca)
     if resume is not None:
-        folder = cli.find_run(resume, runs)
+        folder = _find_run(resume, runs, is_tune=True)
         report = tuning.resume_tune(folder, folder.resolve().parent, progress, target, budget_s)  # where its proof is
     elif scenario is None:
         raise HarnessError("no scenario", next_step="Give a scenario, a run, or --resume RUN.")
     else:
-        asked = (goal, checks or [])
         if (of_run := _run_folder(scenario, runs)) is not None:
             _refuse({"--load": load, "--server": server, "--model": model}, f"{scenario} is a run, which has it")
-            experiment, question = _try_advice(of_run, target, finding, *asked, budget_s or TRIAL_BUDGET_S)
+            experiment, question = _try_advice(of_run, target, finding, goal, checks or [], budget_s or TRIAL_BUDGET_S)
         else:
             _refuse({"--finding": finding}, f"{scenario} is a scenario, and has no findings")
-            experiment, question = _search(
-                scenario, target, model, load, server, *asked, budget_s or DEFAULT_BUDGET_S, say=progress.line
-            )
+            asked = (goal, checks or [], budget_s or DEFAULT_BUDGET_S)
+            experiment, question = _search(scenario, target, model, load, server, *asked, say=progress.line)
         if keep and experiment.target is None:
-            raise HarnessError(
-                "--keep: the server is started for this, and removed at the end", next_step="Leave it out."
-            )
+            raise HarnessError("--keep: the server is started for this, and removed at the end", next_step=LEAVE_OUT)
         question = replace(question, same_answers=same_answers)
         folder, report = tuning.tune(experiment, question, runs, progress, keep=keep)
     if as_json:
@@ -121,13 +119,32 @@ def tune(
 def _run_folder(given: Path, runs: Path) -> Path | None:
     """The run that is meant; None: a scenario is."""
     is_run = str(given) == cli.LAST or any((folder / "run.json").exists() for folder in (given, runs / given))
-    return cli.find_run(given, runs) if is_run else None
+    return _find_run(given, runs, is_tune=False) if is_run else None
+
+
+def _find_run(given: Path, runs: Path, *, is_tune: bool) -> Path:
+    """The run that is meant. `last` is a search of settings, or a run that is neither that nor its proof."""
+    from harness.questions.tune.record import TuneReport, read_tune
+    from harness.records.directory import run_folders
+
+    if str(given) != cli.LAST or not runs.is_dir():
+        return cli.find_run(given, runs)
+    tunes, folders = dict[Path, TuneReport](), run_folders(runs)
+    for folder in folders:
+        with contextlib.suppress(HarnessError):  # a damaged one is not taken without its name
+            if (report := read_tune(folder)) is not None:
+                tunes[folder] = report
+    proofs = {report.proof.run for report in tunes.values()}
+    meant = (
+        list(tunes) if is_tune else [folder for folder in folders if folder not in tunes and folder.name not in proofs]
+    )
+    return meant[-1] if meant else cli.find_run(given, runs)
 
 
 def _refuse(options: dict[str, str | None], why: str) -> None:
     for option, value in options.items():
         if value is not None:
-            raise HarnessError(f"{option}: {why}", next_step="Leave it out.")
+            raise HarnessError(f"{option}: {why}", next_step=LEAVE_OUT)
 
 
 def _try_advice(
