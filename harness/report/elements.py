@@ -305,14 +305,14 @@ def with_names(value: _T, names: Mapping[str, str]) -> _T:
     """
     if not names:
         return value
-    known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<![\w.@/-])(?:{known})(?![\w@/-])")
+    alternatives = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w.@/-])(?:{alternatives})(?![\w@/-])")
 
     def renamed(part: Any) -> Any:
         if isinstance(part, CellText):
             return CellText(renamed(part.value), renamed(part.more), part.kind)
         if isinstance(part, str):
-            return pattern.sub(lambda found: names[found[0]], part)
+            return pattern.sub(lambda match: names[match[0]], part)
         if isinstance(part, list | tuple):
             are_numbers = bool(part) and isinstance(part[0], float)  # of a chart, which may have thousands
             return part if are_numbers else type(part)(map(renamed, part))

@@ -25,7 +25,7 @@ STYLES = {
 
 def print_page(page: Sequence[Element], console: Console, *, explain: bool = False) -> None:
     """Print a page. `explain`: with what is folded, and with the meaning of each column."""
-    page = [each for each in lined_up(page) if explain or not isinstance(each, Fold) or each.hint]
+    page = [part for part in lined_up(page) if explain or not isinstance(part, Fold) or part.hint]
     for before, element in zip([None, *page], page, strict=False):
         if before is not None and _is_apart(before, element):
             console.print()

@@ -96,13 +96,17 @@ def request_first_answer(
 
 
 def retry(attempt: Callable[[], T]) -> T:
-    """Return the result of `attempt`, which is made again after a ServerError, for MAX_RETRY_S."""
+    """Return the result of `attempt`, which is made again after a ServerError: once, however long the first one took,
+    then for MAX_RETRY_S.
+    """
     last_try = time.monotonic() + MAX_RETRY_S
+    attempts = 0
     while True:
         try:
             return attempt()
         except ServerError:
-            if time.monotonic() + RETRY_EVERY_S > last_try:
+            attempts += 1
+            if attempts > 1 and time.monotonic() + RETRY_EVERY_S > last_try:
                 raise
         time.sleep(RETRY_EVERY_S)
 

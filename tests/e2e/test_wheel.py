@@ -69,9 +69,11 @@ def test_the_metadata_is_complete_and_valid_as_a_package_index_checks_it(install
 
 
 def test_scenarios_are_listed_and_found_by_each_name(installed: Path, tmp_path: Path) -> None:
-    lines = run(installed, "list", "scenarios", cwd=tmp_path).splitlines()
-    listed = [line.removeprefix("- ").partition(":")[0] for line in lines if line.startswith("- scenarios/")]
-    assert listed == sorted(str(path.relative_to(ROOT)) for path in SCENARIOS.glob("*.yaml"))
+    listed = json.loads(run(installed, "list", "scenarios", "--json", cwd=tmp_path))
+    assert sorted(scenario["path"] for scenario in listed) == sorted(
+        str(path.relative_to(ROOT)) for path in SCENARIOS.glob("*.yaml")
+    )
+    assert all(scenario["needs"] and scenario["estimated_s"] for scenario in listed)
     for name in ("first-look", "first-look.yaml", "scenarios/first-look.yaml"):
         assert "/site-packages/" in run(installed, "check", name, cwd=tmp_path).splitlines()[0]
 

@@ -270,6 +270,7 @@ def running_now(server: Lemond) -> str | None:
     return None if found is None else str(found.recipe_options.get("llamacpp_args"))
 
 
+@pytest.mark.nightly  # minutes; on a busy machine the finding may be the load generator
 def test_the_advice_of_a_run_is_tried_and_the_server_is_as_it_was(
     on_llamacpp: Lemond, tmp_path: Path, say: Say
 ) -> None:
@@ -286,7 +287,8 @@ def test_the_advice_of_a_run_is_tried_and_the_server_is_as_it_was(
     say(tuned.out + tuned.err)
     answer = json.loads(tuned.out)
     assert (answer["of_run"], answer["finding"]) == (run, "queue_with_room")
-    assert answer["advised"]["sequences"] > 1 and len(answer["sides"]) == 1 and answer["blocks"] > 1
+    tried = [trial["settings"]["sequences"] for trial in answer["trials"] if trial.get("settings")]
+    assert set(tried) == {answer["advised"]["sequences"]} and tried[0] > 1
     assert running_options(on_llamacpp.url, "Gguf", None) == own
     kept = json.loads(harness("tune", run, "--keep", *options, cwd=tmp_path).out)
     assert (running_options(on_llamacpp.url, "Gguf", None) != own) is (kept["verdict"] == "set")

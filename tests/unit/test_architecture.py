@@ -340,7 +340,6 @@ KEYS = {  # of scenarios, run directories and the class of a user, which have th
     "scenario/behaviour.py": {"known"},
     "scenario/plan.py": {"again"},
 }
-UNNAMED = ("questions/expect/page.py", "questions/quick/", "report/elements.py", "report/terminal.py")  # still to do
 
 
 def test_a_name_is_a_noun() -> None:
@@ -348,7 +347,7 @@ def test_a_name_is_a_noun() -> None:
         str(path.relative_to(ROOT / "harness")): {name for name in source(path).names if name.strip("_") in NO_NOUNS}
         for path in modules()
     }
-    assert {path: names for path, names in given.items() if names and not path.startswith(UNNAMED)} == KEYS
+    assert {path: names for path, names in given.items() if names} == KEYS
     assert not any(source(path).names & NO_NOUNS for path in LOCUSTFILES)
 
 

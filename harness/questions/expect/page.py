@@ -12,72 +12,76 @@ from harness.questions.expect.decide import Expectation, range_text
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
 
 
-def expect_page(found: Expectation) -> list[Element]:
+def expect_page(expectation: Expectation) -> list[Element]:
     """The answer, the sentence first."""
-    page: list[Element] = [Paragraph(found.sentence, "lead")] if found.sentence else []
-    if found.share_of_measured is not None and found.measured_bandwidth_gb_s is not None:
+    page: list[Element] = [Paragraph(expectation.sentence, "lead")] if expectation.sentence else []
+    if expectation.share_of_measured is not None and expectation.measured_bandwidth_gb_s is not None:
         note = (
             ": the measured bandwidth is too low"
-            if found.share_of_measured > 1 and found.share_of_tok_s == found.users_max_tok_s
+            if expectation.share_of_measured > 1 and expectation.share_of_tok_s == expectation.users_max_tok_s
             else ""
         )
-        share = f"{100 * found.share_of_measured:.0f} %"
+        share = f"{100 * expectation.share_of_measured:.0f} %"
         page.append(
-            Paragraph(f"It is {share} of the {figures(found.measured_bandwidth_gb_s)} GB/s measured here{note}.")
+            Paragraph(f"It is {share} of the {figures(expectation.measured_bandwidth_gb_s)} GB/s measured here{note}.")
         )
-    if found.bandwidth_source is not None and found.bandwidth_source != "--bandwidth":
-        source = f"Bandwidth: {figures(found.bandwidth_gb_s or 0)} GB/s ({found.bandwidth_source})."
+    if expectation.bandwidth_source is not None and expectation.bandwidth_source != "--bandwidth":
+        source = f"Bandwidth: {figures(expectation.bandwidth_gb_s or 0)} GB/s ({expectation.bandwidth_source})."
         page.append(Paragraph(source))
-    if found.one_user_max_tok_s is not None:
-        page += _speed_tables(found)
-    return [*page, *_memory_elements(found), *(Paragraph(f"Note: {doubt}.") for doubt in found.doubts)]
+    if expectation.one_user_max_tok_s is not None:
+        page += _speed_tables(expectation)
+    return [*page, *_memory_elements(expectation), *(Paragraph(f"Note: {doubt}.") for doubt in expectation.doubts)]
 
 
-def _speed_tables(found: Expectation) -> list[Element]:
+def _speed_tables(expectation: Expectation) -> list[Element]:
     tables: list[Element] = []
-    if found.contexts:
+    if expectation.contexts:
         tables += _table(
             [
-                ["One user, context of", *(f"{each.context:,} tokens" for each in found.contexts)],
-                ["tok/s at most", *(figures(each.max_tok_s) for each in found.contexts)],
-                ["typical", *(range_text(each.typical_tok_s) for each in found.contexts)],
+                ["One user, context of", *(f"{bound.context:,} tokens" for bound in expectation.contexts)],
+                ["tok/s at most", *(figures(bound.max_tok_s) for bound in expectation.contexts)],
+                ["typical", *(range_text(bound.typical_tok_s) for bound in expectation.contexts)],
             ]
         )
-    context = found.many_users[0].context
+    context = expectation.many_users[0].context
     rows = [
         [
             f"Users, context {context:,}" if context else "Users at once",
-            *(f"{each.users:,}" for each in found.many_users),
+            *(f"{bound.users:,}" for bound in expectation.many_users),
         ],
-        ["tok/s of all at most", *(figures(each.max_tok_s) for each in found.many_users)],
+        ["tok/s of all at most", *(figures(bound.max_tok_s) for bound in expectation.many_users)],
     ]
-    if any(each.spread_max_tok_s is not None for each in found.many_users):
-        rows.append(["with all users' experts", *(figures(each.spread_max_tok_s or 0) for each in found.many_users)])
+    if any(bound.spread_max_tok_s is not None for bound in expectation.many_users):
+        rows.append(
+            ["with all users' experts", *(figures(bound.spread_max_tok_s or 0) for bound in expectation.many_users)]
+        )
     tables += _table(rows)
-    if found.prompts and found.prompts[0].typical_ttft_s is not None:
+    if expectation.prompts and expectation.prompts[0].typical_ttft_s is not None:
         tables += _table(
             [
-                ["Prompt, none cached", *(f"{each.tokens:,} tokens" for each in found.prompts)],
-                ["TTFT at least", *(_time(each.min_ttft_s) for each in found.prompts)],
-                ["typical", *(_time_range(each.typical_ttft_s) for each in found.prompts)],
+                ["Prompt, none cached", *(f"{bound.tokens:,} tokens" for bound in expectation.prompts)],
+                ["TTFT at least", *(_time(bound.min_ttft_s) for bound in expectation.prompts)],
+                ["typical", *(_time_range(bound.typical_ttft_s) for bound in expectation.prompts)],
             ]
         )
-    if found.weights:
+    if expectation.weights:
         names = {True: "yes", False: "NO", None: NOTHING}
-        fits = "fits" if found.model is not None and found.model.kv_token_bytes is not None else "weights fit"
-        title = "Other weights" if found.users == 1 else f"Other weights, {found.users:,} users"
-        title += f", context {found.context:,}" if found.context and found.contexts else ""
+        fits = (
+            "fits" if expectation.model is not None and expectation.model.kv_token_bytes is not None else "weights fit"
+        )
+        title = "Other weights" if expectation.users == 1 else f"Other weights, {expectation.users:,} users"
+        title += f", context {expectation.context:,}" if expectation.context and expectation.contexts else ""
         rows = [
-            [title, *(each.name for each in found.weights)],
-            ["GB a token reads", *(figures(each.read_bytes / 1e9) for each in found.weights)],
-            ["tok/s at most", *(figures(each.max_tok_s) for each in found.weights)],
-            ["with all users' experts", *(figures(each.spread_max_tok_s or 0) for each in found.weights)],
-            ["typical", *(range_text(each.typical_tok_s) for each in found.weights)],
-            [fits, *(names[each.fits] for each in found.weights)],
+            [title, *(bound.name for bound in expectation.weights)],
+            ["GB a token reads", *(figures(bound.read_bytes / 1e9) for bound in expectation.weights)],
+            ["tok/s at most", *(figures(bound.max_tok_s) for bound in expectation.weights)],
+            ["with all users' experts", *(figures(bound.spread_max_tok_s or 0) for bound in expectation.weights)],
+            ["typical", *(range_text(bound.typical_tok_s) for bound in expectation.weights)],
+            [fits, *(names[bound.fits] for bound in expectation.weights)],
         ]
-        first = found.weights[0]
-        known = (True, True, True, first.spread_max_tok_s, first.typical_tok_s, first.fits)
-        tables += _table([row for row, value in zip(rows, known, strict=True) if value is not None])
+        first = expectation.weights[0]
+        is_shown = (True, True, True, first.spread_max_tok_s, first.typical_tok_s, first.fits)
+        tables += _table([row for row, value in zip(rows, is_shown, strict=True) if value is not None])
         tables.append(
             Paragraph(
                 "To go faster: weights of fewer bytes, or speculative decoding (times the accepted tokens a step)."
@@ -104,17 +108,19 @@ def _table(rows: Sequence[Sequence[str]]) -> list[Element]:
     return [Grid(columns=columns, rows=below)]
 
 
-def _memory_elements(found: Expectation) -> list[Element]:
+def _memory_elements(expectation: Expectation) -> list[Element]:
     """The memory of the GPUs, and how the model fits."""
-    elements: list[Element] = [Paragraph(format_pool(pool)) for pool in found.pools]
-    if found.memory is not None:
-        elements += _described(format_share(found.memory, is_gguf=found.fit is not None and found.fit.is_gguf))
-    if found.fit is not None:
-        elements += _described(format_fit(found.fit))
-    if found.excess_bytes > 0 and (found.fit is None or found.fit.fits is not False):
-        elements.append(Paragraph(f"does not fit: the weights need {gib(found.excess_bytes)} more on each GPU"))
-    elif found.model is not None and found.memory is None and found.measured_tok_s is None:
-        weights = gib(found.model.weights_bytes)
+    elements: list[Element] = [Paragraph(format_pool(pool)) for pool in expectation.pools]
+    if expectation.memory is not None:
+        elements += _described(
+            format_share(expectation.memory, is_gguf=expectation.fit is not None and expectation.fit.is_gguf)
+        )
+    if expectation.fit is not None:
+        elements += _described(format_fit(expectation.fit))
+    if expectation.excess_bytes > 0 and (expectation.fit is None or expectation.fit.fits is not False):
+        elements.append(Paragraph(f"does not fit: the weights need {gib(expectation.excess_bytes)} more on each GPU"))
+    elif expectation.model is not None and expectation.memory is None and expectation.measured_tok_s is None:
+        weights = gib(expectation.model.weights_bytes)
         text = f"whether weights of {weights} fit is not known: --free and --total give the memory in GiB"
         elements.append(Paragraph(text))
     return elements

@@ -192,7 +192,7 @@ def read_combinations(
             f"--output: one length is expected (got {', '.join(map(str, lengths))})",
             next_step="Run the command once for each length.",
         )
-    found = Combinations(
+    wanted = Combinations(
         prompts=_read_list("--prompt", prompt or [PROMPT], _read_tokens),
         depths=_read_list("--depth", depth or ["0"], _read_depth),
         output=lengths[0],
@@ -203,9 +203,9 @@ def read_combinations(
         fixed=fixed,
         budget_s=budget_s,
     )
-    if found.number > MAX_COMBINATIONS:
+    if wanted.number > MAX_COMBINATIONS:
         raise HarnessError(
-            f"the options make {found.number:,} combinations; at most {MAX_COMBINATIONS} are measured",
+            f"the options make {wanted.number:,} combinations; at most {MAX_COMBINATIONS} are measured",
             next_step="Give fewer values of --prompt, --depth, --users or --rate.",
         )
     if number is not None and counts and number < max(counts):
@@ -213,7 +213,7 @@ def read_combinations(
             f"--requests: {number:,} requests cannot be those of {max(counts):,} users at once",
             next_step=f"Give --requests {max(counts)} or more, or fewer --users.",
         )
-    return found
+    return wanted
 
 
 def _read_list(option: str, given: Sequence[str], read: Callable[[str, str], T]) -> list[T]:

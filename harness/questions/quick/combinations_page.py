@@ -57,16 +57,16 @@ _TOGETHER = (
 )  # fmt: skip
 
 
-def combination_elements(found: Sequence[CombinationNumbers]) -> list[Element]:
+def combination_elements(combinations: Sequence[CombinationNumbers]) -> list[Element]:
     """Return the tables: one of one user, in tests of prompt and answer; one of several users, and of rates."""
-    alone = [one for one in found if one.users == 1]
-    tests = [row for one in alone for row in _tests(one)]
-    shared = [_shared(one) for one in found] if len(alone) < len(found) else []
+    alone = [combination for combination in combinations if combination.users == 1]
+    tests = [row for combination in alone for row in _tests(combination)]
+    shared = [_shared(combination) for combination in combinations] if len(alone) < len(combinations) else []
     return [
         *([Grid(id="tests", title="One user", columns=_ALONE, rows=tests)] if tests else []),
         *([Grid(id="loads", title="Users and rates", columns=_TOGETHER, rows=shared)] if shared else []),
-        Paragraph(_legend(found), "fine"),
-        *_notes(found),
+        Paragraph(_legend(combinations), "fine"),
+        *_notes(combinations),
     ]  # fmt: skip
 
 
@@ -92,13 +92,19 @@ def forum_page(report: CombinationsReport) -> list[Element]:
     ]
 
 
-def lead_of_combinations(found: Sequence[CombinationNumbers]) -> str:
+def lead_of_combinations(combinations: Sequence[CombinationNumbers]) -> str:
     """Return the answer in a sentence, of one prompt and context: one user, and the most of all together."""
-    alone = next((one for one in found if one.users == 1 and one.tg is not None), None)
-    first = alone or next((one for one in found if one.tok_s is not None), None)
+    alone = next(
+        (combination for combination in combinations if combination.users == 1 and combination.tg is not None), None
+    )
+    first = alone or next((combination for combination in combinations if combination.tok_s is not None), None)
     if first is None:
         return "No speed: no request was answered."
-    alike = [one for one in found if (one.prompt, one.depth) == (first.prompt, first.depth) and one.tok_s is not None]
+    alike = [
+        combination
+        for combination in combinations
+        if (combination.prompt, combination.depth) == (first.prompt, first.depth) and combination.tok_s is not None
+    ]
     most = max(alike, key=_together, default=first)
     parts = [] if alone is None else [f"{_text(alone.tg)} tok/s for one user"]
     if alone is not None and alone.pp is not None:
@@ -108,8 +114,8 @@ def lead_of_combinations(found: Sequence[CombinationNumbers]) -> str:
     return f"{_test('both', first)}: {', '.join(parts)}"
 
 
-def _together(one: CombinationNumbers) -> float:
-    return 0.0 if one.tok_s is None else one.tok_s.value
+def _together(combination: CombinationNumbers) -> float:
+    return 0.0 if combination.tok_s is None else combination.tok_s.value
 
 
 def machine_facts(run: Run, ran: CellRun, *, is_here: bool) -> dict[str, str | None]:
@@ -141,7 +147,7 @@ def machine_facts(run: Run, ran: CellRun, *, is_here: bool) -> dict[str, str | N
 
 def _engine_name(ran: CellRun) -> str | None:
     name = None if ran.served_by.startup is None else ran.served_by.startup.engine
-    return next((one.title for one in engines() if one.name == name), None)
+    return next((engine.title for engine in engines() if engine.name == name), None)
 
 
 def _gpu_name(card: Mapping[str, object]) -> str | None:
@@ -174,7 +180,7 @@ def _weights(ran: CellRun) -> str | None:
     """The quantization, or the type of the weights, as the server reports it, and their size."""
     effective, size = ran.served_by.effective, run_model(ran)
     kinds = (effective.get(key) for key in ("quantization", "model_ftype", "dtype"))
-    kind = next((str(one) for one in kinds if one and str(one).lower() != "none"), None)
+    kind = next((str(text) for text in kinds if text and str(text).lower() != "none"), None)
     return ", ".join(filter(None, [kind, None if size is None else gib(size.weights_bytes)])) or None
 
 
@@ -186,34 +192,51 @@ def _state(report: CombinationsReport) -> Iterator[Element]:
         yield Bullets([Bullet(text, "bad") for text in report.reasons])
 
 
-def _test(kind: str, one: CombinationNumbers) -> str:
+def _test(kind: str, combination: CombinationNumbers) -> str:
     """The name of a test: pp512, tg128, pp512+tg128, each with its context."""
-    names = {"pp": f"pp{one.prompt}", "tg": f"tg{one.output}", "both": f"pp{one.prompt}+tg{one.output}"}
-    return names[kind] + (f" @ d{one.depth}" if one.depth else "")
+    names = {
+        "pp": f"pp{combination.prompt}",
+        "tg": f"tg{combination.output}",
+        "both": f"pp{combination.prompt}+tg{combination.output}",
+    }
+    return names[kind] + (f" @ d{combination.depth}" if combination.depth else "")
 
 
-def _tests(one: CombinationNumbers) -> Iterator[list[str]]:
-    prompt, limited = NOTHING if one.prompt_tokens is None else f"{one.prompt_tokens:,}", one.client_limited
+def _tests(combination: CombinationNumbers) -> Iterator[list[str]]:
+    prompt, limited = (
+        NOTHING if combination.prompt_tokens is None else f"{combination.prompt_tokens:,}",
+        combination.client_limited,
+    )
     pp, tg, ttft, tpot = (
         _text(number, is_limited=field in limited)
-        for number, field in ((one.pp, "ttft"), (one.tg, "tpot"), (one.ttft_ms, "ttft"), (one.tpot_ms, "tpot"))
+        for number, field in (
+            (combination.pp, "ttft"),
+            (combination.tg, "tpot"),
+            (combination.ttft_ms, "ttft"),
+            (combination.tpot_ms, "tpot"),
+        )
     )
-    yield [_test("pp", one), pp, ttft, "", prompt, _answers(one)]
-    yield [_test("tg", one), tg, "", tpot, "", ""]
+    yield [_test("pp", combination), pp, ttft, "", prompt, _answers(combination)]
+    yield [_test("tg", combination), tg, "", tpot, "", ""]
 
 
-def _shared(one: CombinationNumbers) -> list[str]:
-    numbers = ((one.tok_s, "output_tok_s"), (one.tg, "tpot"), (one.ttft_ms, "ttft"), (one.tpot_ms, "tpot"))
-    texts = [_text(number, is_limited=field in one.client_limited) for number, field in numbers]
-    return [_load_text(one), _test("both", one), *texts, _answers(one)]
+def _shared(combination: CombinationNumbers) -> list[str]:
+    numbers = (
+        (combination.tok_s, "output_tok_s"),
+        (combination.tg, "tpot"),
+        (combination.ttft_ms, "ttft"),
+        (combination.tpot_ms, "tpot"),
+    )
+    texts = [_text(number, is_limited=field in combination.client_limited) for number, field in numbers]
+    return [_load_text(combination), _test("both", combination), *texts, _answers(combination)]
 
 
-def _load_text(one: CombinationNumbers) -> str:
-    return count(one.users, "user") if one.users is not None else f"{one.rate:g} requests/s"
+def _load_text(combination: CombinationNumbers) -> str:
+    return count(combination.users, "user") if combination.users is not None else f"{combination.rate:g} requests/s"
 
 
-def _answers(one: CombinationNumbers) -> str:
-    return f"{one.answers}, {one.failed} FAILED" if one.failed else f"{one.answers}"
+def _answers(combination: CombinationNumbers) -> str:
+    return f"{combination.answers}, {combination.failed} FAILED" if combination.failed else f"{combination.answers}"
 
 
 def _text(number: Repeated | None, *, is_limited: bool = False) -> str:
@@ -226,38 +249,54 @@ def _text(number: Repeated | None, *, is_limited: bool = False) -> str:
     return f"{value} ± " + ("over 100 %" if number.plus_minus > number.value else figures(number.plus_minus, 2))
 
 
-def _legend(found: Sequence[CombinationNumbers]) -> str:
-    repeats = max((one.repeats for one in found), default=0)
+def _legend(combinations: Sequence[CombinationNumbers]) -> str:
+    repeats = max((combination.repeats for combination in combinations), default=0)
     interval = f"±: the 95 % interval of the mean over {repeats} repeats (Student's t, the wider side)."
     if repeats < 2:
         interval = "One repeat has no interval; --repeats 3 gives one."
-    depth = " @ d: after a context that a request before put into the cache." if any(one.depth for one in found) else ""
-    limited = f" {LIMITED}: the load generator was late." if any(one.client_limited for one in found) else ""
+    depth = (
+        " @ d: after a context that a request before put into the cache."
+        if any(combination.depth for combination in combinations)
+        else ""
+    )
+    limited = (
+        f" {LIMITED}: the load generator was late."
+        if any(combination.client_limited for combination in combinations)
+        else ""
+    )
     return (
         f"{interval} pp: uncached prompt tokens / TTFT of one request at a time, over HTTP. tg: after the first token, "
         f"with the prompt before it.{depth}{limited}"
     )
 
 
-def _notes(found: Sequence[CombinationNumbers]) -> Iterator[Element]:
-    if texts := combination_notes(found):
+def _notes(combinations: Sequence[CombinationNumbers]) -> Iterator[Element]:
+    if texts := combination_notes(combinations):
         yield Bullets([Bullet(text, "inconclusive") for text in texts])
 
 
-def combination_notes(found: Sequence[CombinationNumbers]) -> list[str]:
+def combination_notes(combinations: Sequence[CombinationNumbers]) -> list[str]:
     """Return what is missing, or is not what it seems."""
-    deep = [one for one in found if one.depth and one.users == 1]
-    lost = [one for one in deep if one.cached_share is not None and one.cached_share < MIN_CACHED]
-    unknown = [one for one in deep if one.cached_share is None]
-    short = [one for one in found if one.answer_tokens is not None and one.answer_tokens < one.output]
+    deep = [combination for combination in combinations if combination.depth and combination.users == 1]
+    lost = [
+        combination
+        for combination in deep
+        if combination.cached_share is not None and combination.cached_share < MIN_CACHED
+    ]
+    unknown = [combination for combination in deep if combination.cached_share is None]
+    short = [
+        combination
+        for combination in combinations
+        if combination.answer_tokens is not None and combination.answer_tokens < combination.output
+    ]
     notes = []
-    if any(one.tg is None and one.answers > one.failed for one in found):
+    if any(combination.tg is None and combination.answers > combination.failed for combination in combinations):
         notes.append(
             "tg and TPOT are not known where an answer came in fewer than 5 pieces, with no interval where only one "
             "repeat has them: a longer --output has more pieces."
         )
     if lost:
-        worst = min(lost, key=lambda one: one.cached_share or 0.0)
+        worst = min(lost, key=lambda combination: combination.cached_share or 0.0)
         notes.append(
             f"The server had {100 * (worst.cached_share or 0.0):.0f} % of a context of {worst.depth:,} tokens in its "
             "cache, so pp at that depth is not known, and TTFT includes computing the rest."
@@ -265,9 +304,9 @@ def combination_notes(found: Sequence[CombinationNumbers]) -> list[str]:
     if unknown:
         notes.append("The server does not report cached tokens, so pp @ d is not known; TTFT is.")
     if short:
-        one = min(short, key=lambda each: (each.answer_tokens or 0) / each.output)
+        combination = min(short, key=lambda candidate: (candidate.answer_tokens or 0) / candidate.output)
         notes.append(
-            f"Answers ended after {one.answer_tokens} of {one.output} tokens (median); --ignore-eos gives all of them "
-            "the same length, where the server can."
+            f"Answers ended after {combination.answer_tokens} of {combination.output} tokens (median); --ignore-eos "
+            "gives all of them the same length, where the server can."
         )
     return notes

@@ -232,8 +232,8 @@ def _run_combinations(target: "Target", wanted: "Combinations", given: dict[str,
     progress, key_name = cli.make_progress(stderr=stderr), given["--api-key-env"]
     model, speed = search.first_answer(target, given["--model"], key_name, progress.line)
     is_exact = search.counts_text(target, model, key_name)
-    made = combinations.combinations_scenario(wanted, model, key_name, exact=is_exact)
-    with scenario_path(None, target, QUICK, lambda _: made) as path:
+    draft = combinations.combinations_scenario(wanted, model, key_name, exact=is_exact)
+    with scenario_path(None, target, QUICK, lambda _: draft) as path:
         experiment = experiments.prepare(path, target)
 
         def estimate(scenario: "Scenario") -> float:
@@ -249,18 +249,21 @@ def found_server(model: str | None, key_name: str | None, say: "Callable[[str], 
     """Return the address of the only server of this machine, once the user agrees. Raises HarnessError."""
     from harness.questions.quick import search as quickly
 
-    found = {url: quickly.describe_server(url, model, key_name) for url in quickly.find_servers()}
-    (url, about), *others = found.items()
-    again = command_line("harness", "quick", url, *option_words({"--model": model, "--api-key-env": key_name}))
+    servers = {url: quickly.describe_server(url, model, key_name) for url in quickly.find_servers()}
+    (url, about), *others = servers.items()
+    command = command_line("harness", "quick", url, *option_words({"--model": model, "--api-key-env": key_name}))
     if others:
-        what, detail = f"{len(found)} servers run on this machine, and no address is given", "\n".join(found.values())
-        raise HarnessError(what, detail=detail, next_step=f"Give the address of one, such as: {again}")
+        what, detail = (
+            f"{len(servers)} servers run on this machine, and no address is given",
+            "\n".join(servers.values()),
+        )
+        raise HarnessError(what, detail=detail, next_step=f"Give the address of one, such as: {command}")
     if is_agreed:
         say(about)
         return url
     if not cli.has_terminal():
         what = f"no address is given, and there is no terminal to ask whether this server may get load: {about}"
-        raise HarnessError(what, next_step=f"{again} (or --yes)")
+        raise HarnessError(what, next_step=f"{command} (or --yes)")
     say(about)
     say("It gets 1, 4 and 8 concurrent requests for about 15 s. Measure it? [Y/n]")
     try:

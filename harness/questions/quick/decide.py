@@ -123,17 +123,17 @@ def combination_numbers(data: RunData, summary: Summary) -> list[CombinationNumb
     names = [name for name in data.planned if name in data.cells]
     shown = [name for name in names if name in valid] or names
     is_above = any(note.code == "prefill_above_hardware" for note in summary.notes)  # then prefill is not given
-    scenario, found = data.run.scenario, list[CombinationNumbers]()
+    scenario, combinations = data.run.scenario, list[CombinationNumbers]()
     limited = {row.load: row.client_limited for row in summary.rows}
     for name, load in scenario.loads.items():
         cells = [data.cells[cell] for cell in shown if data.planned[cell].load == name]
         if cells:
             prompts = prompts_of(scenario, load)
             lengths = (max_length(prompts.tokens), prompts.system_tokens)
-            one = _combination(name, load, lengths, cells)
-            one = replace(one, client_limited=limited.get(name, []))
-            found.append(replace(one, pp=None) if is_above else one)
-    return found
+            combination = _combination(name, load, lengths, cells)
+            combination = replace(combination, client_limited=limited.get(name, []))
+            combinations.append(replace(combination, pp=None) if is_above else combination)
+    return combinations
 
 
 def _combination(name: str, load: Load, lengths: tuple[int, int], cells: Sequence[CellData]) -> CombinationNumbers:
@@ -142,8 +142,8 @@ def _combination(name: str, load: Load, lengths: tuple[int, int], cells: Sequenc
     is_alone = load.users == 1 and load.arrivals is None
     is_cached = not depth or (cached is not None and cached >= MIN_CACHED)
 
-    def repeated(of: Callable[[QuickLevel], float | None]) -> Repeated | None:
-        return _repeated([of(level) for level in levels])
+    def repeated(value_of: Callable[[QuickLevel], float | None]) -> Repeated | None:
+        return _repeated([value_of(level) for level in levels])
 
     return CombinationNumbers(
         load=name,
@@ -167,19 +167,19 @@ def _combination(name: str, load: Load, lengths: tuple[int, int], cells: Sequenc
 
 
 def _repeated(values: Sequence[float | None]) -> Repeated | None:
-    known = [value for value in values if value is not None and value > 0]
-    if not known:
+    positive = [value for value in values if value is not None and value > 0]
+    if not positive:
         return None
-    value, low, high = mean_of_repeats(known)
+    value, low, high = mean_of_repeats(positive)
     wider = None if low is None or high is None else max(value - low, high - value)
-    return Repeated(value=value, plus_minus=wider, repeats=known)
+    return Repeated(value=value, plus_minus=wider, repeats=positive)
 
 
 def _cached_share(cells: Sequence[CellData], depth: int) -> float | None:
     """The share of the context that was in the cache, of the answers for which the server reports it."""
     tokens = np.concatenate([cell.counted.cached_tokens[cell.counted.good] for cell in cells])
-    known = tokens[~np.isnan(tokens)]
-    return min(1.0, float(known.mean()) / depth) if depth and len(known) else None
+    reported = tokens[~np.isnan(tokens)]
+    return min(1.0, float(reported.mean()) / depth) if depth and len(reported) else None
 
 
 def _median_answer(cells: Sequence[CellData]) -> int | None:
@@ -248,9 +248,9 @@ def _user_tok_s(cell: CellData, rows: Rows) -> float | None:
             inside_s = later_s[later_s <= until_s[at]]
             tokens[at] *= len(inside_s) / max(1, len(later_s))
             span_s[at] = inside_s.max() - rows.first_arrival_s[at] if len(inside_s) else 0.0
-    known = ~np.isnan(tokens)
-    total_s = float(span_s[known].sum())
-    return float(tokens[known].sum()) / total_s if total_s > 0 else None
+    is_reported = ~np.isnan(tokens)
+    total_s = float(span_s[is_reported].sum())
+    return float(tokens[is_reported].sum()) / total_s if total_s > 0 else None
 
 
 def counts_tokens(cells: Sequence[CellData]) -> bool:
@@ -267,11 +267,11 @@ def median_prompt(cells: Sequence[CellData]) -> int | None:
 
 def _seconds_per_token(rows: Rows) -> Floats:
     """TPOT; where the tokens are not known, the time per chunk after the first arrival."""
-    known = np.isnan(rows.output_tokens) & (rows.arrivals >= formulas.MIN_ARRIVALS)
-    steps = np.where(known, rows.chunks - rows.first_arrival_chunks, np.nan)
+    is_uncounted = np.isnan(rows.output_tokens) & (rows.arrivals >= formulas.MIN_ARRIVALS)
+    steps = np.where(is_uncounted, rows.chunks - rows.first_arrival_chunks, np.nan)
     tpot_s = formulas.latency_s(rows, "tpot")
-    found: Floats = np.where(np.isnan(tpot_s), (rows.last_chunk_s - rows.first_arrival_s) / steps, tpot_s)
-    return np.where(found > 0, found, np.nan)
+    spaced_s: Floats = np.where(np.isnan(tpot_s), (rows.last_chunk_s - rows.first_arrival_s) / steps, tpot_s)
+    return np.where(spaced_s > 0, spaced_s, np.nan)
 
 
 def _all_tok_s(cell: CellData, counted_tok_s: float | None) -> float | None:

@@ -99,9 +99,9 @@ def _about(report: QuickReport) -> str:
     prompt = "" if report.prompt_tokens is None else f"prompts of about {count(report.prompt_tokens, 'token')}, "
     level = "" if report.level_s is None else f", {report.level_s:g}\u00a0s for each number of users"
     counted = "" if report.tokens_counted else "; the server reports no tokens, so each chunk counts as one"
-    visible = next((one.visible_ms for one in report.users if one.visible_ms is not None), None)
+    visible = next((level.visible_ms for level in report.users if level.visible_ms is not None), None)
     text = "no text is visible within these tokens" if visible is None else f"text comes after {figures(visible)} ms"
-    reasons = f"; the model reasons first, {text}" if any(one.reasons for one in report.users) else ""
+    reasons = f"; the model reasons first, {text}" if any(level.reasons for level in report.users) else ""
     asked = f"{prompt}answers of at most {report.answer_tokens} tokens{level}"
     prefill = "; prefill is that of one request at a time, since others make it wait" if report.prefill_tok_s else ""
     return f"{LEGEND} {asked[:1].upper()}{asked[1:]}{counted}{reasons}{prefill}."

@@ -76,7 +76,7 @@ _ANSWERS = 2.2  # of one user, that a level has time for
 
 def find_servers(ports: Sequence[int] | None = None) -> list[str]:
     """Return the addresses of the servers on this machine. Raises ServerError without any, and says where it looked."""
-    found, seen = list[str](), dict[str, list[str]]()
+    urls, seen = list[str](), dict[str, list[str]]()
     for port in PORTS if ports is None else ports:
         url = f"http://127.0.0.1:{port}"
         try:
@@ -86,11 +86,11 @@ def find_servers(ports: Sequence[int] | None = None) -> list[str]:
             seen.setdefault(probe.explain_connection_error(error), []).append(str(port))
             continue
         if response.status_code in (401, *probe.BUSY) or probe.has_models(response):
-            found.append(url)
+            urls.append(url)
         else:
             seen.setdefault(f"another program answers (HTTP {response.status_code})", []).append(str(port))
-    if found:
-        return found
+    if urls:
+        return urls
     looked = "; ".join(f"port {', '.join(closed)}: {text}" for text, closed in seen.items())
     raise ServerError(
         f"no LLM server was found on 127.0.0.1 ({looked})",
@@ -168,7 +168,7 @@ def counts_text(target: Target, model: str, key_name: str | None = None) -> bool
 def choose_effort(speed: RequestSpeed) -> Effort:
     """Return the largest answers of which one user gets two or more in the time of a level."""
 
-    fitting = (one for one in EFFORTS if _ANSWERS * speed.answer_s(one.output_tokens) <= one.level_s)
+    fitting = (effort for effort in EFFORTS if _ANSWERS * speed.answer_s(effort.output_tokens) <= effort.level_s)
     return next(fitting, EFFORTS[-1])
 
 
@@ -247,11 +247,11 @@ def speed_of(request: Request) -> RequestSpeed:
 
 def quick_report(folder: Path, target: Target, options: Mapping[str, object]) -> QuickReport:
     """Return what a finished run of a `quick_scenario` found. `options`: those of the command line for this server."""
-    made = with_findings(summarize_with_counts(folder))
-    data, summary = made.data, made.summary
+    summarized = with_findings(summarize_with_counts(folder))
+    data, summary = summarized.data, summarized.summary
     load, ran = next(iter(data.run.scenario.loads.values())), next(iter(data.run.cells))
     levels, cells = quick_levels(data, summary), list(data.cells.values())
-    one, share = levels[0], next(iter(summary.hardware_shares), None)
+    alone, share = levels[0], next(iter(summary.hardware_shares), None)
     death = death_answer(summary, data.run) or None
     return QuickReport(
         run=str(folder),
@@ -262,9 +262,9 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
         valid=bool(summary.valid),
         reasons=group_reasons(summary.reasons),
         death=death,
-        one_user_tok_s=one.user_tok_s,
-        prefill_tok_s=one.prefill_tok_s,
-        ttft_ms=one.ttft_ms,
+        one_user_tok_s=alone.user_tok_s,
+        prefill_tok_s=alone.prefill_tok_s,
+        ttft_ms=alone.ttft_ms,
         users=levels,
         tokens_counted=counts_tokens(cells),
         prompt_tokens=median_prompt(cells),
@@ -274,18 +274,18 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
         share_sentence=None if share is None else sentence(share),
         finding=next(iter(summary.findings or []), None),
         notes=quick_notes(summary),
-        next=next_commands(data.run, target.url, one.user_tok_s, options, died=bool(death)),
+        next=next_commands(data.run, target.url, alone.user_tok_s, options, died=bool(death)),
     )
 
 
 def combinations_report(folder: Path, target: Target, options: Mapping[str, object]) -> CombinationsReport:
     """Return what a finished run of combinations found. `options`: those of the command line for this server."""
-    made = summarize_with_counts(folder)
-    data, summary = made.data, made.summary
-    found, ran = combination_numbers(data, summary), next(iter(data.run.cells))
+    summarized = summarize_with_counts(folder)
+    data, summary = summarized.data, summarized.summary
+    combinations, ran = combination_numbers(data, summary), next(iter(data.run.cells))
     is_here = is_this_machine(urlsplit(ran.served_by.url or target.url).hostname or "")
     where = option_words({"--runs": options.get("--runs")})
-    again = {name: value for name, value in options.items() if name not in ("--runs", "--ca")}
+    repeat_options = {name: value for name, value in options.items() if name not in ("--runs", "--ca")}
     return CombinationsReport(
         run=str(folder),
         url=target.url,
@@ -293,13 +293,13 @@ def combinations_report(folder: Path, target: Target, options: Mapping[str, obje
         simulated=summary.simulated,
         valid=bool(summary.valid),
         reasons=group_reasons(summary.reasons),
-        combinations=found,
-        notes=combination_notes(found),
+        combinations=combinations,
+        notes=combination_notes(combinations),
         facts=machine_facts(data.run, ran, is_here=is_here),
         next={
             command_line("harness", "report", data.run.id, *where): "all percentiles, findings and charts",
             command_line(
-                "harness", "capacity", "--url", target.url, *option_words(again)
+                "harness", "capacity", "--url", target.url, *option_words(repeat_options)
             ): f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
         },
     )
@@ -315,7 +315,7 @@ def next_commands(
         return {command_line("harness", "explain", "LOG"): "why the server ended, by its own log"}
     given = list(option_words(options))
     measured = [] if tok_s is None else ["--measured", f"{tok_s:.3g}"]
-    again = command_line("harness", "quick", url, *given)
+    command = command_line("harness", "quick", url, *given)
     where = option_words({"--runs": options.get("--runs")})
     more = {
         command_line("harness", "live", "--url", url, *given): "its numbers under a load that you set in the browser"
@@ -331,5 +331,5 @@ def next_commands(
     return {
         capacity: f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
         **more,
-        f"{again} && {command_line('harness', 'compare', run.id, 'last', *where)}": "whether a change made it faster",
+        f"{command} && {command_line('harness', 'compare', run.id, 'last', *where)}": "whether a change made it faster",
     }
