@@ -179,6 +179,9 @@ def _agent_trace_notes(folder: Path, trace: AgentTrace) -> Iterator[str]:
     delays = f"delays of {units.duration(totals.delays_s)}"
     removed = f", {units.duration(totals.removed_s)} of them removed" if totals.removed_s else ""
     yield f"{trace.file} is read as {', '.join(totals.formats)}: {', '.join(held)}, {delays}{removed}"
+    if totals.shared_share is not None:
+        share = units.short_percent(totals.shared_share)
+        yield f"{share} of the prompts is the start of an earlier prompt, which a prefix cache can have"
     if trace.context_tokens is not None:
         kept, left_out = fit.kept_tokens, fit.left_out_tokens
         shares = [f"{fit.kept_steps:,} of {totals.steps:,} steps are sent"]

@@ -329,7 +329,7 @@ def test_no_function_is_long() -> None:
     assert [name for path in [*modules(), *LOCUSTFILES] for name in source(path).long] == []
 
 
-# A name is the noun of what it holds: a row, a cell, a request. These words are none.
+# A name is the noun of what it holds: a row, a cell, a request. These words are no nouns.
 NO_NOUNS = {"again", "each", "found", "known", "made", "one"}
 KEYS = {  # of scenarios, run directories and the class of a user, which have these names
     "load/sequencer.py": {"again"},

@@ -109,7 +109,9 @@ def lead_of_combinations(combinations: Sequence[CombinationNumbers]) -> str:
     parts = [] if alone is None else [f"{_text(alone.tg)} tok/s for one user"]
     if alone is not None and alone.pp is not None:
         parts.append(f"{_text(alone.pp)} tok/s of its prompt")
-    if most is not alone:
+    if most is not alone and most.users == 1:
+        parts.append(f"{_text(most.tok_s)} tok/s for one user, the wait for the first token included")
+    elif most is not alone:
         parts.append(f"{_text(most.tok_s)} tok/s together with {_load_text(most)}")
     return f"{_test('both', first)}: {', '.join(parts)}"
 

@@ -93,7 +93,7 @@ class CombinationNumbers(Struct, frozen=True, kw_only=True):
     failed: int
     prompt_tokens: int | None  # as the server counts them, the context included; the median, as of the following
     answer_tokens: int | None
-    cached_share: float | None  # of the context; None: there is none, or the server does not report it
+    cached_share: float | None  # of the context; None: without a context, or not reported
     pp: Repeated | None  # uncached prompt tokens / TTFT, of one user; None where the context was not in the cache
     tg: Repeated | None  # output tokens a second of one user after the first token
     tok_s: Repeated | None  # of all together

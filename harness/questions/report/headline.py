@@ -167,8 +167,8 @@ def _settled_by(result: CheckResult) -> str:
     if result.code == "unknown_requests":
         values = result.evidence[0].values if result.evidence else {}
         unknown, requests = (values.get("unknown") or 0) + (values.get("censored") or 0), values.get("requests") or 0
-        text = f" {unknown:,} of {count(requests, 'request')} were cut, or their users left, before it could be known"
-        return f"{text}; more requests of the same kind would not decide it."
+        text = f" Of {count(requests, 'request')}, {unknown:,} were cut before it could be known."
+        return f"{text} A longer run settles it where the end of the run cut them, but not where their users left."
     return ""
 
 

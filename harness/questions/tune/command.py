@@ -135,9 +135,8 @@ def _find_run(given: Path, runs: Path, *, is_tune: bool) -> Path:
             if (report := read_tune(folder)) is not None:
                 tunes[folder] = report
     proofs = {report.proof.run for report in tunes.values()}
-    meant = (
-        list(tunes) if is_tune else [folder for folder in folders if folder not in tunes and folder.name not in proofs]
-    )
+    others = [folder for folder in folders if folder not in tunes and folder.name not in proofs]
+    meant = list(tunes) if is_tune else others
     return meant[-1] if meant else cli.find_run(given, runs)
 
 

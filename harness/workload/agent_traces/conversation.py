@@ -2,7 +2,7 @@
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -24,7 +24,7 @@ class MessagePart(Struct, frozen=True):
 
 
 class BlockPart(Struct, frozen=True):
-    """Blocks of a prompt, of which only the ids are recorded. An id stands for its block and all that is before it.
+    """Blocks of a prompt, of which only the ids are recorded. An id identifies its block and all that is before it.
 
     Equal ids (of equal scope) are equal tokens.
     """
@@ -110,6 +110,7 @@ NOTES = {
     "started_at_t": "`t` of the sub-agent's entry is its start, not its end",
     "background_agent": "the parent did not wait for the sub-agent",
     "duplicate": "the same request was recorded twice; one was dropped",
+    "settings_not_sent": "sampling settings such as a temperature were recorded, and are not sent",
     "cut_segments": "the recorded segments have more tokens than the prompt",
 }
 
@@ -169,11 +170,6 @@ def dependencies_by_time(
         open_steps = kept[::-1]
         dependencies.append(tuple(reversed(needed)))
     return dependencies
-
-
-def agent_steps(conversation: Conversation, agent: int) -> Iterator[TraceStep]:
-    """Yield the steps of an agent in their order."""
-    return (step for step in conversation.steps if step.agent == agent)
 
 
 def count_notes(*counts: tuple[str, int]) -> dict[str, int]:

@@ -194,7 +194,7 @@ def _output(piece: TracePiece, call: _CallSpan) -> ChatMessage | None:
 
 
 def _read_list(piece: TracePiece, call: _CallSpan, name: str, value: str | list[Any] | None, kind: Any) -> Any:
-    """Return the value of an attribute, which is a list or a list as JSON text; None if there is none."""
+    """Return the value of an attribute, which is a list or a list as JSON text; None without one."""
     if value is None:
         return None
     try:

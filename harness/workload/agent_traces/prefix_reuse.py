@@ -70,7 +70,7 @@ def prompt_reuse(
 def _keys_of(step: TraceStep, start: _PromptEnd) -> tuple[list[object], list[int], _PromptEnd]:
     """Return keys and sizes of a step's own parts, and the end of its prompt.
 
-    A key stands for its part and all before it. start: the end of the prompt that it continues.
+    A key identifies its part and all before it. start: the end of the prompt that it continues.
     """
     keys: list[object] = []
     sizes: list[int] = []

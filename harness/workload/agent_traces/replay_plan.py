@@ -106,16 +106,6 @@ class ConversationReplay:
         """Whether no step is open. Then none will be: a step is released when the last that it waits for has ended."""
         return not self._open
 
-    @property
-    def first_prompts(self) -> list[int]:
-        """The steps whose prompts fill a cache as it was at the start inside the trace: the last of each agent.
-
-        Only of agents that go on.
-        """
-        going_on = {self._steps[number].agent for number in self._waiting | self._open}
-        last = {self._steps[number].agent: number for number in sorted(self._before_start)}
-        return sorted(number for agent, number in last.items() if agent in going_on)
-
     def counts(self) -> ReplayCounts:
         return ReplayCounts(
             before_start=len(self._before_start),

@@ -19,6 +19,7 @@ from harness.workload.agent_traces.context_fit import (
     sum_fits,
 )
 from harness.workload.agent_traces.conversation import Conversation
+from harness.workload.agent_traces.prefix_reuse import prompt_reuse
 from harness.workload.agent_traces.replay_plan import DelayRule
 from harness.workload.agent_traces.trace_index import ConversationPlace, find_conversations, read_conversation
 
@@ -35,6 +36,8 @@ class TraceTotals(Struct, frozen=True, kw_only=True):
     delays_s: float
     removed_s: float  # of these delays, by the rule of the load
     notes: dict[str, int]
+    # Of the prompts, that an earlier prompt of their conversation starts with. None: some are text and some are tokens.
+    shared_share: float | None
     fit: TraceFit
     sha256: str  # of the files
 
@@ -67,13 +70,16 @@ def trace_totals(path: Path, trace: AgentTrace) -> TraceTotals:
 def _trace_totals(path: Path, trace: AgentTrace, _changed: tuple[float, ...]) -> TraceTotals:
     conversation_places.cache_clear()
     places, rule, notes = conversation_places(path, trace.format), delay_rule(trace), Counter[str]()
-    agents, steps, delays_s, removed_s = 0, 0, 0.0, 0.0
+    agents, steps, delays_s, removed_s, size, shared = 0, 0, 0.0, 0.0, 0, 0
 
     def fits() -> Iterator[ConversationFit]:
-        nonlocal agents, steps, delays_s, removed_s
+        nonlocal agents, steps, delays_s, removed_s, size, shared
         for place in places:
             conversation = read_conversation(place)
             notes.update(conversation.notes)
+            notes.update(settings_not_sent=sum(bool(step.settings) for step in conversation.steps))
+            reuse = prompt_reuse(conversation)
+            size, shared = size + sum(prompt.size for prompt in reuse), shared + sum(prompt.shared for prompt in reuse)
             agents += len(conversation.agents)
             steps += len(conversation.steps)
             delays_s += sum(step.delay_s for step in conversation.steps)
@@ -95,7 +101,8 @@ def _trace_totals(path: Path, trace: AgentTrace, _changed: tuple[float, ...]) ->
         steps=steps,
         delays_s=delays_s,
         removed_s=removed_s,
-        notes=dict(notes),
+        notes={code: number for code, number in notes.items() if number},
+        shared_share=shared / size if size and len(formats) == 1 else None,
         fit=fit,
         sha256=digest,
     )

@@ -1,6 +1,6 @@
 """Read WEKA traces: one JSON document a conversation, with lengths, times, ids of blocks and sub-agents, without text.
 
-The prompt of a request is its full blocks by their ids, then a tail without an id. An id stands for its block and all
+The prompt of a request is its full blocks by their ids, then a tail without an id. An id identifies its block and all
 that is before it. (https://github.com/callanjfox/kv-cache-tester, traces/)
 """
 

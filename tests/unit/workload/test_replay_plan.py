@@ -125,17 +125,11 @@ def test_a_start_inside_the_trace_sends_what_was_recorded_after_it(with_sub_agen
     assert (replay.counts().before_start, replay.counts().ended) == (3, 3)
 
 
-def test_a_cache_is_filled_with_the_last_prompt_of_each_agent_that_goes_on(with_sub_agents: Conversation) -> None:
-    assert ConversationReplay(with_sub_agents, offset=0.2).first_prompts == [0, 3]  # step 5 was the last of its agent
-    assert ConversationReplay(with_sub_agents, offset=1.0).first_prompts == [1]
-    assert ConversationReplay(with_sub_agents).first_prompts == []
-
-
 def test_a_start_inside_a_trace_without_times_is_at_a_step(tmp_path: Path) -> None:
     made = read_all(write_rows(tmp_path / "e.jsonl", edge_rows()))[0]
     replay = ConversationReplay(made, offset=0.5)
     assert replayed(replay, lambda number: 1.0) == [(1, 0.0), (2, 4.0)]
-    assert replay.first_prompts == [] and replay.counts().before_start == 1
+    assert replay.counts().before_start == 1
     assert ConversationReplay(made, kept=[0, 1], offset=0.9).counts()[:2] == (1, 1)  # a step that fits is after it
 
 

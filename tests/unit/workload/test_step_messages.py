@@ -26,7 +26,7 @@ def test_made_prompts_have_the_length_and_share_what_the_trace_shared(tmp_path: 
         assert [len(one) for one in words] == [step.prompt_tokens for step in made.steps]
         reuse = prompt_reuse(made)
         for number in range(1, len(words)):
-            # Words that are equal by chance may follow.
+            # Words that are equal by accident may follow.
             found = max(shared(words[number], words[earlier]) for earlier in range(number))
             assert reuse[number].shared <= found <= reuse[number].shared + 3, (name, number)
 

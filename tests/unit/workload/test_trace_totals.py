@@ -30,7 +30,13 @@ def test_the_totals_are_of_all_files_of_a_folder(tmp_path: Path) -> None:
     assert totals.delays_s == pytest.approx(2 * 3.25 + 12.0 + 2.5 + 2.0 + 2 * 7.0)
     assert totals.removed_s == pytest.approx(2 * 1.0 + (1.75 + 2.0 + 1.0) + 2 * 3.5)
     assert (totals.fit.kept_steps, totals.fit.too_long_steps, totals.fit.after_steps) == (18, 5, 2)
-    assert totals.notes == {"cut_segments": 2, "overlap": 1}
+    assert totals.notes == {"cut_segments": 2, "overlap": 1, "settings_not_sent": 2}
+    assert totals.shared_share is None, "some prompts are text, and some are tokens"
+
+
+def test_how_much_a_prefix_cache_can_have(tmp_path: Path) -> None:
+    path = write_document(tmp_path / "w.json", weka_file(weka_request(0, 4, [1]), weka_request(1, 8, [1, 2])))
+    assert trace_totals(path, AgentTrace(file="w.json")).shared_share == pytest.approx(4 / 12)
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
