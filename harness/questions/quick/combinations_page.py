@@ -112,7 +112,8 @@ def lead_of_combinations(combinations: Sequence[CombinationNumbers]) -> str:
     if most is not alone and most.users == 1:
         parts.append(f"{_text(most.tok_s)} tok/s for one user, the wait for the first token included")
     elif most is not alone:
-        parts.append(f"{_text(most.tok_s)} tok/s together with {_load_text(most)}")
+        load = f"{'at' if most.users is None else 'with'} {_load_text(most)}"
+        parts.append(f"{_text(most.tok_s)} tok/s together {load}")
     return f"{_test('both', first)}: {', '.join(parts)}"
 
 
