@@ -174,6 +174,7 @@ class Action(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     do: str
     settings: dict[str, str] = {}  # by place, such as "servers.vllm.variables" of the scenario: the text to paste
+    commands: dict[str, str] = {}  # by place, such as a shell: the command to paste
     changes: dict[str, Any] = {}  # the same for programs: setting, by its name in the engine's file, and value
     # What to expect: which `metric` becomes how many times (`factor`) its value. None: no number of this run shows it.
     gain: Reason | None = None

@@ -1,11 +1,9 @@
 """The elements of a page. A page is a list of them, made once; terminal.py, markdown.py and html.py print it."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from harness.base import units
 
@@ -19,7 +17,6 @@ class Paragraph(Struct, frozen=True):
     "unsure", "bad", "simulated". `word`: of a state, such as VALID; text has it before the sentence.
     """
 
-    NAMED: ClassVar = ("text",)
     text: str
     style: str = ""
     word: str = ""
@@ -32,18 +29,23 @@ class Paragraph(Struct, frozen=True):
 class Bullet(Struct, frozen=True):
     """An item of a list. `style`: the word of a verdict, the status of a check, "fine" or "bad"."""
 
-    NAMED: ClassVar = ("text", "mark", "parts")
     text: str
     style: str = ""
     mark: str = ""  # a word before it
     code: str = ""  # what it is about, verbatim; in a part of a finding it may have several lines
+    is_command: bool = False  # `code` is pasted into a shell: it may be broken between its words
     parts: "Sequence[Bullet]" = ()  # of a finding
+
+
+def pasted_parts(commands: Mapping[str, str], texts: Mapping[str, str] | None = None) -> list[Bullet]:
+    """Parts of a finding: by place the commands for a shell, and the texts of files."""
+    pasted = [Bullet("", mark=place, code=command, is_command=True) for place, command in commands.items()]
+    return [*pasted, *(Bullet("", mark=place, code=text) for place, text in (texts or {}).items())]
 
 
 class Bullets(Struct, frozen=True):
     """A list. `kind`: of verdicts a page shows their words, of findings their parts."""
 
-    NAMED: ClassVar = ("items",)
     items: Sequence[Bullet]
     kind: Literal["verdicts", "checks", "findings", ""] = ""
 
@@ -51,7 +53,6 @@ class Bullets(Struct, frozen=True):
 class Fact(Struct, frozen=True):
     """A text with a word before it. `style`: as of a bullet or a paragraph."""
 
-    NAMED: ClassVar = ("label", "text")
     label: str
     text: str
     style: str = ""
@@ -60,7 +61,6 @@ class Fact(Struct, frozen=True):
 class Facts(Struct, frozen=True):
     """Texts with a word before each, one below the other."""
 
-    NAMED: ClassVar = ("items",)
     items: Sequence[Fact]
 
 
@@ -128,7 +128,6 @@ class TableColumn(Struct, frozen=True):
 class Grid(Struct, frozen=True, kw_only=True):
     """A table of texts."""
 
-    NAMED: ClassVar = ("title", "rows", "below", "note")
     id: str = ""  # on a page
     title: str = ""
     columns: Sequence[TableColumn]
@@ -146,7 +145,6 @@ class Grid(Struct, frozen=True, kw_only=True):
 class Fold(Struct, frozen=True):
     """Elements that a page shows on demand. `hint`: how to see them in a terminal; empty: nothing is said there."""
 
-    NAMED: ClassVar = ("title", "elements")
     title: str
     elements: "Sequence[Element]"
     hint: str = ""
@@ -159,7 +157,6 @@ class Section(Struct, frozen=True):
     `is_titled`: the terminal and Markdown show the title as well. The first section is the answer, and has no title.
     """
 
-    NAMED: ClassVar = ("elements",)
     id: str
     title: str
     elements: "Sequence[Element]"
@@ -169,7 +166,6 @@ class Section(Struct, frozen=True):
 class Sides(Struct, frozen=True):
     """Two lists of elements, next to each other where the page is wide enough."""
 
-    NAMED: ClassVar = ("left", "right")
     left: "Sequence[Element]"
     right: "Sequence[Element]"
 
@@ -180,7 +176,6 @@ class Sides(Struct, frozen=True):
 class Chart(Struct, frozen=True, kw_only=True):
     """A chart with its texts and its numbers as a table."""
 
-    NAMED: ClassVar = ("title", "caption", "figure", "head", "body", "findings", "empty")
     id: str
     title: str
     caption: str
@@ -195,7 +190,6 @@ class Chart(Struct, frozen=True, kw_only=True):
 class Key(Struct, frozen=True, kw_only=True):
     """An entry of a legend that several charts share."""
 
-    NAMED: ClassVar = ("name",)
     name: str
     colour: str  # CSS variable
     stroke: str = ""  # SVG dash pattern
@@ -205,7 +199,6 @@ class Key(Struct, frozen=True, kw_only=True):
 class Charts(Struct, frozen=True, kw_only=True):
     """Charts next to each other, with the legend that they share. `shape`: how many fit into the width of a page."""
 
-    NAMED: ClassVar = ("title", "text", "charts", "keys")
     title: str = ""
     text: str = ""
     charts: Sequence[Chart]
@@ -233,14 +226,12 @@ class Timelines(Struct, frozen=True, kw_only=True):
 class Tile(Struct, frozen=True):
     """A number that a reader looks for first, with its name and the row that has it."""
 
-    NAMED: ClassVar = ("label", "value", "where")
     label: str
     value: str
     where: str
 
 
 class Tiles(Struct, frozen=True):
-    NAMED: ClassVar = ("items",)
     items: Sequence[Tile]
 
 
@@ -292,35 +283,3 @@ def walk(page: "Sequence[Element]") -> "Iterator[Element]":
 def plain_grid(head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Grid:
     """A table of texts without explanations. `styles`: of the column "Verdict"."""
     return Grid(columns=[TableColumn(title.lower(), title, group="name") for title in head], rows=rows, styles=styles)
-
-
-_T = TypeVar("_T")
-
-
-def with_names(value: _T, names: Mapping[str, str]) -> _T:
-    """The same elements, or other texts, with the loads of these names called otherwise.
-
-    Each class of elements lists the fields that may name a load. What a user types keeps the names: `code`, checks
-    (SERVER/LOAD), keys of a scenario (loads.LOAD).
-    """
-    if not names:
-        return value
-    alternatives = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<![\w.@/-])(?:{alternatives})(?![\w@/-])")
-
-    def renamed(part: Any) -> Any:
-        if isinstance(part, CellText):
-            return CellText(renamed(part.value), renamed(part.more), part.kind)
-        if isinstance(part, str):
-            return pattern.sub(lambda match: names[match[0]], part)
-        if isinstance(part, list | tuple):
-            are_numbers = bool(part) and isinstance(part[0], float)  # of a chart, which may have thousands
-            return part if are_numbers else type(part)(map(renamed, part))
-        if isinstance(part, dict):
-            return {key: renamed(inner) for key, inner in part.items()}
-        if isinstance(part, Struct):
-            return replace(part, **{field: renamed(getattr(part, field)) for field in getattr(part, "NAMED", ())})
-        return part
-
-    changed: _T = renamed(value)
-    return changed

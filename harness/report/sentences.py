@@ -16,7 +16,7 @@ from harness.numbers.summary import ENOUGH, Row, RunFinding, Summary
 from harness.numbers.validity import DEATHS, RESTARTS
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
-from harness.report.elements import Bullet, Paragraph
+from harness.report.elements import Bullet, Paragraph, pasted_parts
 from harness.report.verdict_text import limit_text, verdict_sentence, verdict_style
 from harness.scenario import asks_known
 from harness.scenario.plan import mix_of
@@ -276,12 +276,12 @@ def finding_parts(finding: RunFinding) -> Iterator[Bullet]:
         yield Bullet(f"up to {units.figures(100 * finding.cost, 2)} % of the time", mark="Cost")
     for action in finding.actions:
         yield Bullet(action.do, mark="Do")
-        yield from (Bullet("", mark=place, code=text) for place, text in action.settings.items())
+        yield from pasted_parts(action.commands, action.settings)
         if action.gain is not None:
             yield Bullet(sentence(action.gain), mark="Expect")
         if action.risk:
             yield Bullet(action.risk, mark="Risk")
-        yield Bullet("", mark="Verify", code=action.verify)
+        yield from pasted_parts({"Verify": action.verify})
 
 
 def method_sentence(comparison: Comparison) -> str:

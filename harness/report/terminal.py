@@ -114,30 +114,28 @@ def _print_part(console: Console, part: Bullet) -> None:
     lines = list(map(words.neutral, part.code.splitlines()))
     if any(len(line) + len(mark) + 3 > console.width for line in lines):  # it is pasted
         console.print(Text("  ") + mark)
-        indent = "    " if _COMMAND.match(lines[0]) else ""  # of a setting in a file, the spaces count
-        for row in (row for line in lines for row in fold_command(line, console.width - len(indent))):
-            console.print(Text(f"{indent}{row}"), soft_wrap=True)
+        if part.is_command:
+            lines = [f"    {row}" for row in fold_command(part.code, console.width - 4)]
+        for line in lines:  # of a setting in a file, the spaces count
+            console.print(Text(line), soft_wrap=True)
         return
     grid.add_row(Text(" "), mark, Text("\n".join(lines) or join_units(words.one_line(part.text), _GLUE)))
     print_trimmed(console, grid)
 
 
-_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:harness |[\w./-]+ (?:.* )?--?\w)")  # a program with options
 _ONE_WORD = r"(?:\$'(?:[^'\\]|\\.)*'|[^\s'\"\\]|\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\")+"
 _WORD = re.compile(rf"--?[a-z][\w-]*\s+(?![-&|]){_ONE_WORD}|{_ONE_WORD}")  # an option has its value with it
 
 
-def fold_command(line: str, width: int) -> list[str]:
-    """Break a long shell command between its words, so that it is pasted as one. Other lines stay whole."""
-    text = line.strip()
-    if len(line) <= width or not _COMMAND.match(text) or _WORD.sub("", text).strip():
-        return [line]
-    indent = line[: len(line) - len(line.lstrip())]
-    rows = [indent]
-    for word in _WORD.findall(text):
+def fold_command(command: str, width: int) -> list[str]:
+    """Break a long shell command between its words, so that it is pasted as one."""
+    if len(command) <= width or _WORD.sub("", command).strip():  # with an open quote: it stays whole
+        return [command]
+    rows = [""]
+    for word in _WORD.findall(command):
         if rows[-1].strip() and len(rows[-1]) + len(word) + 3 > width:  # " \\" ends the row
             rows[-1] += " \\"
-            rows.append(f"{indent}  ")
+            rows.append("  ")
         rows[-1] += f" {word}" if rows[-1].strip() else word
     return rows
 

@@ -2,7 +2,6 @@
 
 import re
 import unicodedata
-from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -15,10 +14,8 @@ from harness.base.units import milliseconds
 from harness.numbers.comparison import SameAnswers
 from harness.numbers.schedule import load_kind
 from harness.numbers.summary import Row
-from harness.records.manifest import Run
 from harness.report.elements import missing
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
-from harness.scenario.plan import load_of_stage
 
 _FIRST = ("ttft", "ttfo")
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
@@ -67,27 +64,6 @@ def neutral(text: str) -> str:
     """A line from outside without control characters; its spaces stay."""
     controls = ("Cc", "Cf", "Cs", "Zl", "Zp")
     return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in controls else c for c in text)
-
-
-def load_names(run: Run, levels: Collection[str] = ()) -> dict[str, str]:
-    """What people read in place of the names of loads that the harness made: "4 users", of several "chat, 4 users".
-
-    These are stages, loads that vary only their users, and the `levels` of `harness tune --for users`.
-    """
-    loads, swept, names = run.scenario.loads, run.scenario.swept, dict[str, str]()
-    stages = {name: stage for name in loads if (stage := load_of_stage(name)) is not None}
-    varied = {} if swept is None else swept.loads
-    sweeps = {name: varied[name].of for name in loads if name in varied and list(varied[name].settings) == ["users"]}
-    level_loads = {name: name.rpartition("-")[0] for name in loads if name in levels and loads[name].arrivals is None}
-    generated = stages | sweeps | level_loads
-    is_alone = len(generated) == len(loads) and len(set(generated.values())) == 1
-    for name, group in generated.items():
-        text = ("" if is_alone else f"{group}, ") + units.count(loads[name].users, "user")
-        duplicates = sum(
-            other.startswith(text) and other.removeprefix(text)[:2] in ("", " (") for other in names.values()
-        )
-        names[name] = f"{text} ({duplicates + 1})" if duplicates else text
-    return names
 
 
 def max_in_flight(load: Load) -> int:

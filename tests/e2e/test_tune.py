@@ -196,7 +196,7 @@ def test_the_evening_of_the_seed_ends_with_its_two_settings(tmp_path: Path) -> N
     assert answer["ratio"] > 2.5 and 1 + MARGIN < answer["low"] < answer["ratio"] < answer["high"]
     proof = report.proof
     assert proof.run is not None and read_run(tmp_path / "runs" / proof.run).status == "valid"
-    assert "--max-num-seqs" in proof.paste["command of the embedded engine"]
+    assert "--max-num-seqs" in proof.commands["command of the embedded engine"]
 
 
 @pytest.mark.nightly  # a minute

@@ -38,7 +38,7 @@ def measured(server: Lemond, folder: Path, model: str) -> RowFacts:
 
 
 def paste(row: RowFacts, changes: dict[str, Any], say: Say) -> None:
-    (command,) = row.action("", changes).settings.values()
+    (command,) = row.action("", changes).commands.values()
     say(command)
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE_S)
     assert '"status":"success"' in done.stdout, done.stdout + done.stderr
@@ -65,7 +65,7 @@ def test_settings_of_llamacpp(on_llamacpp: Lemond, tmp_path: Path, say: Say, nam
         on_llamacpp.load(name)
     row = measured(on_llamacpp, tmp_path / "after", name)
     assert (row.setting("sequences"), row.setting("context")) == (4, 2048)
-    assert row.action("", LLAMACPP).settings == {}, "they are in use already"
+    assert row.action("", LLAMACPP).commands == {}, "they are in use already"
     saved = requests.get(on_llamacpp.url + "/api/v1/models/user.Gguf/options", timeout=PATIENCE_S).json()["saved"]
     assert saved["ctx_size"] == 8192 and "--parallel 4" in saved["llamacpp_args"]
     requests.delete(on_llamacpp.url + "/api/v1/models/user.Gguf/options", timeout=PATIENCE_S)

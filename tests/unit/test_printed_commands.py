@@ -147,7 +147,7 @@ def of_lemonade(folder: Path, word: str) -> Iterator[str]:
     options = {"recipe_options": {"ctx_size": 4096, "llamacpp_args": f"--parallel 1 --x {word}"}}
     startup = Startup(engine="llama.cpp")
     (text,) = (
-        row_of(made(folder, word, effective=options, startup=startup)).action("", {"sequences": 4}).settings.values()
+        row_of(made(folder, word, effective=options, startup=startup)).action("", {"sequences": 4}).commands.values()
     )
     yield text
 
@@ -188,9 +188,7 @@ def of_settings(folder: Path, word: str) -> Iterator[str]:
         "running": Server(template="running", variables={"llamacpp_args": word.replace("$$", "$")}),
     }
     for name in servers:
-        for place, text in to_paste(scenario(servers=servers, api_key_env="KEY"), name, "http://h").items():
-            if place != "compose.yaml":
-                yield text
+        yield from to_paste(scenario(servers=servers, api_key_env="KEY"), name, "http://h").commands.values()
 
 
 def plain(word: str) -> str:
@@ -541,16 +539,16 @@ def test_lemonade_gets_no_argument_that_it_refuses(tmp_path: Path) -> None:
     """It switches the cache on itself, unless its user has switched it off."""
     options = {"recipe_options": {"vllm_args": "--no-enable-prefix-caching --max-num-seqs=2"}}
     data = made(tmp_path, "m", effective=options, startup=Startup(engine="vllm"))
-    (command,) = row_of(data).action("", {"prefix_cache": None, "sequences": 5}).settings.values()
+    (command,) = row_of(data).action("", {"prefix_cache": None, "sequences": 5}).commands.values()
     assert json.loads(shlex.split(command)[-1])["vllm_args"] == "--max-num-seqs 5"
     options["recipe_options"]["vllm_args"] = "--max-num-seqs=2"
     data = made(tmp_path / "on", "m", effective=options, startup=Startup(engine="vllm"))
-    assert row_of(data).action("", {"prefix_cache": None}).settings == {}, "it is on already"
+    assert row_of(data).action("", {"prefix_cache": None}).commands == {}, "it is on already"
 
 
 @pytest.mark.parametrize("word", HOSTILE)
 def test_a_compose_file_is_what_it_was_made_of(word: str) -> None:
     variables = {"extra_args": ["--x", plain(word)], "environment": {"A": plain(word)}}
     known = scenario(servers={"s": Server(template="vllm-rocm", variables=variables)})
-    service = parse_compose(to_paste(known, "s")["compose.yaml"]).server
+    service = parse_compose(to_paste(known, "s").texts["compose.yaml"]).server
     assert (service.command or [])[-2:] == ["--x", plain(word)] and service.environment["A"] == plain(word)

@@ -305,6 +305,7 @@ class RowFacts(Struct, frozen=True, dict=True):
         return Action(
             do=do,
             settings=(settings or {}) | self._spell(has),
+            commands=self._spell_load(has),
             changes=has,
             gain=gain,
             risk="; ".join(filter(None, [risk, *(engine_settings[name].risk for name in has)])),
@@ -366,9 +367,9 @@ class RowFacts(Struct, frozen=True, dict=True):
         """By place the text that makes these changes, as this server is configured."""
         if self.engine is None or self.front is None or not changes:
             return {}
-        wanted = with_linked(self.front, self.engine, changes)
         if self.front.options is not None:
-            return self._spell_options(wanted)
+            return {} if self.served.template is None else self._lines(self._options_with(changes))
+        wanted = with_linked(self.front, self.engine, changes)
         variables = self._known_variables
         changed = changed_variables(self.front, self.engine, variables, wanted)
         words = [] if EXTRA_ARGUMENTS in variables else changed.pop(EXTRA_ARGUMENTS, [])
@@ -390,17 +391,22 @@ class RowFacts(Struct, frozen=True, dict=True):
         lines = [f"{name}: {inline_yaml(value)}" for name, value in variables.items()]
         return {f"servers.{self.row.server}.variables": "\n".join(lines)} if lines else {}
 
-    def _spell_options(self, wanted: dict[str, Any]) -> dict[str, str]:
-        """The options of a load: those in use, with these changes."""
-        assert self.front is not None and self.front.options is not None and self.engine is not None
-        used = self.served.effective.get(self.front.options.known_by)
-        options = known_options(self.front, used if isinstance(used, dict) else {})
-        changed = changed_variables(self.front, self.engine, options, wanted)
-        changed = {name: "" if value is None else value for name, value in changed.items() if name != ENVIRONMENT}
-        entry = options | changed
-        if entry == options or HIDDEN in str(entry):  # a secret argument, which is in no file
+    def _spell_load(self, changes: dict[str, Any]) -> dict[str, str]:
+        """By place the command that loads the model with these changes."""
+        if self.front is None or not (options := self._options_with(changes)):
             return {}
         scenario, is_ours = self.data.run.scenario, self.served.template is not None
         url, key_env = (None, None) if is_ours else (self.served.url, scenario.api_key_env)
-        load = load_command(self.front, url, key_env, self.served.model or scenario.model, entry)
-        return (self._lines(entry) if is_ours else {}) | load
+        return load_command(self.front, url, key_env, self.served.model or scenario.model, options)
+
+    def _options_with(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """The options of a load: those in use with these changes; empty where they change nothing, or are secret."""
+        if self.engine is None or self.front is None or self.front.options is None or not changes:
+            return {}
+        used = self.served.effective.get(self.front.options.known_by)
+        options = known_options(self.front, used if isinstance(used, dict) else {})
+        wanted = with_linked(self.front, self.engine, changes)
+        changed = changed_variables(self.front, self.engine, options, wanted)
+        changed = {name: "" if value is None else value for name, value in changed.items() if name != ENVIRONMENT}
+        entry = options | changed
+        return {} if entry == options or HIDDEN in str(entry) else entry  # a secret argument, which is in no file

@@ -29,7 +29,7 @@ from harness.questions.tune.page import answer_line, tune_elements, tune_questio
 from harness.questions.tune.proof import read_answered
 from harness.questions.tune.record import TuneReport
 from harness.records.manifest import Run
-from harness.report import sentences, words
+from harness.report import sentences
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.comparisons import verdict_grid, verdicts
 from harness.report.elements import (
@@ -45,7 +45,6 @@ from harness.report.elements import (
     Sides,
     Tile,
     Tiles,
-    with_names,
 )
 from harness.report.html import render_page
 from harness.report.results_table import machine_table, results_table, schedule_table, time_table
@@ -117,7 +116,7 @@ def run_page(
             html_parts.method_section([results, cells, *details, *machine]),
             *html_parts.what_ran(run),
         ]
-    return with_names(page, load_names(run, searched.tune))
+    return page
 
 
 _NO_ERRORS = Paragraph("None: no measured request failed.", "fine")
@@ -156,11 +155,6 @@ def _verdicts(summary: Summary, run: Run, *, charted: bool) -> Section:
     )
     elements = run_verdicts(summary, run, "" if charted else _RUN_HINT)
     return Section("verdicts", "Verdicts", [*elements, *([folded] if charted else []), *same], is_titled=True)
-
-
-def load_names(run: Run, tune: TuneReport | None) -> dict[str, str]:
-    """What people read in place of the names of loads that the harness made."""
-    return words.load_names(run, [] if tune is None else tune.levels)
 
 
 def shown_summary(summary: Summary, tune: TuneReport | None) -> Summary:

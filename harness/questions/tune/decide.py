@@ -305,10 +305,15 @@ def excluded(search: Search, at: Candidates, trials: Sequence[Trial]) -> NDArray
 
 
 def _failed_alike(trial: Trial, other: Trial) -> bool:
-    """Whether two starts failed with the same words, whatever the numbers in them."""
+    """Whether two starts failed for one cause, with the same words of the server, whatever the numbers in them."""
     if trial.reason is None or other.reason is None or trial.cause != other.cause:
         return False
-    return re.sub(r"\d+", "", trial.reason.text) == re.sub(r"\d+", "", other.reason.text)
+    return _kind_of(trial.reason) == _kind_of(other.reason)
+
+
+def _kind_of(reason: Reason) -> tuple[str, dict[str, str]]:
+    words = {key: re.sub(r"\d+", "", value) for key, value in reason.values.items() if isinstance(value, str)}
+    return reason.code, words
 
 
 def start_chance(search: Search, at: Candidates, started: Sequence[Trial]) -> Floats:

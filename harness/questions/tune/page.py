@@ -18,7 +18,7 @@ from harness.questions.tune.decide import Trial
 from harness.questions.tune.record import Goal, TuneProof, TuneReport, resume_command
 from harness.report import words
 from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
-from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
+from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn, pasted_parts
 from harness.report.sections import simulated_note
 from harness.report.verdict_text import format_bounds, shown_bounds
 
@@ -193,12 +193,12 @@ def tune_elements(report: TuneReport) -> list[Element]:
     about += f", {count(proof.blocks, 'block')} of them for the proof on new prompts" if proof.blocks else ""
     if proof.run is not None:
         about += f": `{command_line('harness', 'report', Path(report.folder).parent / proof.run)}`"
-    pasted = [Bullet("", mark=place, code=text) for place, text in proof.paste.items()]
+    pasted = pasted_parts(proof.commands, proof.paste)
     title = "To keep the default, change nothing." if proof.verdict == "keep" else "To paste"
     if proof.more_s and question.run:
         minutes = math.ceil((max(question.budget_s, report.spent_s) + 1.2 * proof.more_s) / 60)
         command = f"{resume_command(Path(report.folder))} --budget {minutes}min"
-        title, pasted = "To go on", [Bullet("", mark="command", code=command)]
+        title, pasted = "To go on", pasted_parts({"command": command})
     tried: list[Element] = [Paragraph("What was tried", "heading"), history(report)] if report.trials.starts else []
     notes = _notes(report)
     return [
@@ -235,7 +235,7 @@ def changed_elements(report: TuneReport) -> list[Element]:
     text += f"Its owner's settings: {format_settings(changed.options)}. To put them back, without going on:"
     runs = Path(report.folder).resolve().parent
     command = command_line("harness", "clean", "--runs", runs)
-    return [Bullets([Bullet(text, "bad", parts=[Bullet("", mark="command", code=command)])], "findings")]
+    return [Bullets([Bullet(text, "bad", parts=pasted_parts({"command": command}))], "findings")]
 
 
 def tune_page(report: TuneReport) -> list[Element]:

@@ -49,7 +49,7 @@ def read_answered(folder: Path) -> TuneReport | None:
         return stored
     proof = answered(stored, folder.resolve().parent)
     is_same = (proof.verdict, proof.settings) == (stored.proof.verdict, stored.proof.settings)
-    return replace(stored, proof=proof if is_same else replace(proof, more_s=None, paste={}))
+    return replace(stored, proof=proof if is_same else replace(proof, more_s=None, paste={}, commands={}))
 
 
 def answered(report: TuneReport, runs: Path, nearest: Mapping[str, Any] | None = None) -> TuneProof:

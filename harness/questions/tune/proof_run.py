@@ -17,7 +17,7 @@ from harness.questions.tune.decide import CUT_PROOF_BLOCKS, MAX_PROOF_BLOCKS, Pr
 from harness.questions.tune.page import GOALS, format_settings
 from harness.questions.tune.proof import DEFAULT, QUESTIONS, SIDES, answered
 from harness.questions.tune.record import TuneProof, TuneQuestion, TuneReport, read_tune, write_tune
-from harness.questions.tune.spelling import search_of, to_paste, with_settings
+from harness.questions.tune.spelling import Pasted, search_of, to_paste, with_settings
 from harness.records.manifest import CellRun, Run, read_run
 from harness.run.budget import budget_steps
 from harness.run.experiment import Experiment
@@ -101,7 +101,7 @@ def _answer(folder: Path, report: TuneReport, plan: ProofPlan | None, runs: Path
     question, trials = report.question, report.trials
     report = replace(report, proof=replace(report.proof, spent_s=spent_s))
     proof = answered(report, runs, plan.sides[0] if plan is not None and plan.sides else None)
-    more_s, paste = 0.0, dict[str, str]()
+    more_s, paste = 0.0, Pasted({}, {})
     if proof.verdict == "inconclusive":
         planned_s = 0.0 if plan is None else plan.block_s * (max(plan.blocks, proof.needed or 0) - proof.blocks)
         if not proof.run and (plan is None or not plan.sides) and trials.ended and trials.ended.code == "tune_budget":
@@ -110,7 +110,7 @@ def _answer(folder: Path, report: TuneReport, plan: ProofPlan | None, runs: Path
     if proof.verdict == "set":
         settings = next(trial.settings for trial in trials.starts if question.spell(trial.settings) == proof.settings)
         paste = pasted(read_run(folder), question.server, settings)
-    return replace(proof, more_s=more_s or None, paste=paste)
+    return replace(proof, more_s=more_s or None, paste=paste.texts, commands=paste.commands)
 
 
 def proof_scenario(
@@ -162,8 +162,8 @@ def questions_like(load: Load) -> Load:
     return Load(**form, answer=Structured(known="computed"), omit=load.omit, model=load.model)
 
 
-def pasted(run: Run, name: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return by place the text that brings these settings to a server."""
+def pasted(run: Run, name: str, settings: Mapping[str, Any]) -> Pasted:
+    """Return what brings these settings to a server."""
     scenario, urls = run.scenario, [cell.served_by.url for cell in run.cells if cell.served_by.template is None]
     server = with_settings(scenario.servers[DEFAULT], scenario.model, settings)
     return to_paste(replace(scenario, servers={name: server}), name, next(filter(None, urls), None))

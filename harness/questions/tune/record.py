@@ -77,6 +77,7 @@ class TuneProof(Struct, frozen=True, kw_only=True):
     answers: list[SameAnswers | None] = []  # of each side, with `same_answers`; None: its answers are not known
     reasons: list[Reason] = []  # what limits the answer
     paste: dict[str, str] = {}  # by place: the text
+    commands: dict[str, str] = {}  # by place: the command
 
 
 class TuneReport(Struct, frozen=True, kw_only=True):

@@ -181,7 +181,8 @@ def users_ladder(name: str, load: Load) -> tuple[dict[str, float], dict[str, Loa
     """Return the amounts of a load at which a start is measured for `--for users`, and these loads, by name."""
     own = load.users if load.arrivals is None else load.arrivals.rate or 1.0
     amounts = dict.fromkeys(own * share if load.arrivals else max(1, round(own * share)) for share in USERS_LADDER)
-    levels = {f"{name}-{number}": float(amount) for number, amount in enumerate(amounts, 1)}
+    unit = "users" if load.arrivals is None else "rate"
+    levels = {f"{name}-{unit}-{amount:g}".replace(".", "-"): float(amount) for amount in amounts}
     return levels, {level: load_at(load, amount, MAX_LOAD_S) for level, amount in levels.items()}
 
 

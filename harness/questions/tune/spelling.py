@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -172,9 +172,16 @@ def safe_share_in_log(path: Path) -> float | None:
     return None if safe is None else float(safe)
 
 
-def to_paste(scenario: Scenario, name: str, url: str | None = None) -> dict[str, str]:
-    """Return by place the text that brings a server's settings to where they are used. `url`: of a running server."""
-    server, pasted = scenario.servers[name], dict[str, str]()
+class Pasted(NamedTuple):
+    """What brings settings to where they are used, by place."""
+
+    texts: dict[str, str]  # of files
+    commands: dict[str, str]  # of a shell
+
+
+def to_paste(scenario: Scenario, name: str, url: str | None = None) -> Pasted:
+    """Return what brings a server's settings to where they are used. `url`: of a running server."""
+    server, commands = scenario.servers[name], dict[str, str]()
     (front, engine), template = engines_of(server, scenario.model), find_template(server.template)
     if front.options is not None:
         is_own = server.variables.get("checkpoint") and not scenario.model.startswith(MODEL_PREFIXES)
@@ -183,15 +190,15 @@ def to_paste(scenario: Scenario, name: str, url: str | None = None) -> dict[str,
         options, arguments = known_options(front, server.variables), front.options.arguments[engine.name]
         if arguments in server.variables:  # without any, those that the server keeps must go
             options.setdefault(arguments, "")
-        pasted |= load_command(front, url, key_env, model, options)
+        commands |= load_command(front, url, key_env, model, options)
     if template is None:  # a running server
-        return pasted
+        return Pasted({}, commands)
     text = server_document(scenario, name)
     compose = parse_compose(text)
     service = compose.server
     is_whole = len(compose.services) == 1 and not service.configs  # no second container, no files
     if server.container and is_whole:
-        pasted["docker run"] = docker_run(service)
+        commands["docker run"] = docker_run(service)
     if front.options is None and is_whole:
         program = (template.program or "").strip("[]").replace(",", " ")
         words = [*(service.entrypoint or program.split()), *(service.command or [])]
@@ -203,7 +210,5 @@ def to_paste(scenario: Scenario, name: str, url: str | None = None) -> dict[str,
             for name, value in service.environment.items()
             if not value.startswith(("/", f"${{{name}"))
         ]
-        pasted[f"command of {front.title}"] = shell_text(["env", *given, *words] if given else words)
-    if server.container:
-        pasted["compose.yaml"] = text.rstrip()
-    return pasted
+        commands[f"command of {front.title}"] = shell_text(["env", *given, *words] if given else words)
+    return Pasted({"compose.yaml": text.rstrip()} if server.container else {}, commands)

@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
@@ -20,7 +19,6 @@ from harness.numbers.time_split import TimeSplit
 from harness.questions.capacity.page import capacity_page
 from harness.questions.capacity.record import CapacityReport
 from harness.questions.report.page import print_report, run_page
-from harness.records.manifest import Run
 from harness.report import markdown, sentences, terminal
 from harness.report.elements import (
     LIMITED,
@@ -33,14 +31,11 @@ from harness.report.elements import (
     TableColumn,
     lined_up,
     plain_grid,
-    with_names,
 )
 from harness.report.results_table import format_errors, table_columns, table_lines
 from harness.report.terminal import fold_command, print_page
-from harness.report.words import load_names
 from harness.run.progress import wrapped
-from harness.scenario import Load, Server, Stage, Sweep, SweepRow
-from harness.scenario.plan import expand_stages
+from harness.scenario import Load, Server, Stage
 from tests.support.faults import fault
 from tests.support.made_runs import scenario, write_made_run
 from tests.support.made_summaries import FEW, MANY, numbers, row, run, summary
@@ -168,41 +163,6 @@ def test_the_sign_of_a_late_load_generator_is_explained_only_where_a_number_has_
         print_report(of, run(), Path("x"), Console(file=out, width=150), explain=True)
         for text in (out.getvalue(), markdown.render(run_page(of, run()))):
             assert text.count("load generator") and (LIMITED in text) == has_sign
-
-
-def generated(of: dict[str, str], **changes: Any) -> tuple[Summary, Run]:
-    """The summary with other names of its loads."""
-    text = msgspec.json.encode(summary()).decode()
-    for name, other in of.items():
-        text = text.replace(f"vllm / {name}", f"vllm / {other}").replace(f'"load":"{name}"', f'"load":"{other}"')
-    loads = {other: replace(run().scenario.loads[name], users=users, batch_size=None)
-             for users, (name, other) in zip((1, 4), of.items(), strict=True)}  # fmt: skip
-    made = replace(run(), scenario=replace(run().scenario, loads=loads, **changes))
-    return msgspec.json.decode(text, type=Summary), made
-
-
-def test_people_read_the_users_of_a_load_that_the_harness_named() -> None:
-    rows = {f"u-users-{users}": SweepRow(of="u", settings={"users": users}) for users in (1, 4)}
-    for of, made in (
-        generated({"one": "chat@1", "ten": "chat@4"}),
-        generated({"one": "u-users-1", "ten": "u-users-4"}, swept=Sweep(loads=rows)),
-    ):
-        names = [each.load for each in of.rows]
-        found = Bullet("vllm / chat@1: chat@4, slow", code="loads.chat@1 vllm/chat@1")
-        failed = replace(of, checks=[replace(of.checks[0], check=f"vllm/{names[0]}: error_rate == 0")])
-        text = markdown.render(run_page(failed, made))
-        assert "3.13x" in text and "| vllm | 4 users |" in text
-        assert [line for line in text.splitlines() if names[1] in line and "batch user" not in line] == []
-        assert f"`vllm/{names[0]}: error_rate == 0`" in text, "a check is what a user types"
-        assert with_names(found, {"chat@1": "1 user", "chat@4": "4 users"}) == replace(
-            found, text="vllm / 1 user: 4 users, slow"
-        )
-    of, made = generated({"one": "a@1", "ten": "b@4"})
-    assert load_names(made) == {"a@1": "a, 1 user", "b@4": "b, 4 users"}
-    of, made = generated({"one": "a-1", "ten": "a-2"})
-    assert (load_names(made), load_names(made, ["a-1", "a-2"])) == ({}, {"a-1": "1 user", "a-2": "4 users"})
-    twice = replace(made, scenario=expand_stages(replace(made.scenario, loads={"a": STAGED})))
-    assert list(load_names(twice).values()) == ["5 users", "20 users", "5 users (2)"]
 
 
 def test_only_what_failed_is_red() -> None:
@@ -383,15 +343,14 @@ def test_a_long_command_continues_below_and_is_pasted_as_one() -> None:
         "harness run a.yaml --check 'ttft_p95 <= 2s' \\", f"  --model {'m' * 50} \\", "  && harness list"
     ]  # fmt: skip
     assert shlex.split("\n".join(rows).replace("\\\n", "")) == shlex.split(" ".join(words))
-    setting = f"  extra_args: [{', '.join(['--enable-prefix-caching'] * 5)}]"
-    for whole in ("harness list", setting, f"harness 'an open quote {'w ' * 50}", f"docker run {'--rm ' * 20}\\"):
+    for whole in ("harness list", f"harness 'an open quote {'w ' * 50}", f"docker run {'--rm ' * 20}\\"):
         assert fold_command(whole, 60) == [whole]
 
 
 def test_the_parts_of_a_finding_are_indented_where_they_are_long() -> None:
     out = io.StringIO()
     verify = "harness run scenarios/first-look.yaml --url http://127.0.0.1:8000 --repeats 5"
-    finding = Bullet("slow", parts=[Bullet("", mark="Verify", code=verify)])
+    finding = Bullet("slow", parts=[Bullet("", mark="Verify", code=verify, is_command=True)])
     terminal.print_page([Bullets([finding], "findings")], Console(file=out, width=60))
     assert out.getvalue().splitlines()[1:] == [
         "  Verify:", "    harness run scenarios/first-look.yaml \\", "      --url http://127.0.0.1:8000 --repeats 5"

@@ -26,7 +26,7 @@ from harness.hardware.bounds import share
 from harness.machine.gpus import read_gpu_memory, read_machine
 from harness.machine.telemetry import Meter, find_files, read_files
 from harness.numbers.summarize import Summarized, summarize, summarize_with_counts
-from harness.numbers.summary import Row, RunFinding, Summary
+from harness.numbers.summary import Action, Row, RunFinding, Summary
 from harness.questions.findings.decide import RULES, _row_facts, with_findings
 from harness.questions.findings.rules import RowFacts
 from harness.questions.report.page import print_report, run_html, run_page
@@ -631,12 +631,16 @@ def loaded(settings: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     return body.pop("model_name"), body
 
 
-def first_settings(folder: Path, code: str, **served: Any) -> dict[str, str]:
+def first_action(folder: Path, code: str, **served: Any) -> Action:
     cause = CAUSES[code]
     template = served.pop("template", "simulated")
     setup = replace(cause.setup, startup=served.pop("startup", {}), served=served)
     findings = found(folder, cause, setup, template=template)
-    return next(one for one in findings if one.code == code).actions[0].settings
+    return next(one for one in findings if one.code == code).actions[0]
+
+
+def first_settings(folder: Path, code: str, **served: Any) -> dict[str, str]:
+    return first_action(folder, code, **served).settings
 
 
 @pytest.mark.parametrize("code", ["load_generator", "cold_start"])
@@ -683,7 +687,7 @@ def test_ten_at_once_took_two_and_a_half_times_as_long(tmp_path: Path) -> None:
     (one, *_) = made.findings
     args = "--gpu-memory-utilization 0.78 --max-num-seqs 5"
     entry = {"ctx_size": 8192, "vllm_args": args}
-    assert (one.code, loaded(one.actions[0].settings)) == ("more_is_slower", ("Qwen3.5-0.8B-FP16-vLLM", entry))
+    assert (one.code, loaded(one.actions[0].commands)) == ("more_is_slower", ("Qwen3.5-0.8B-FP16-vLLM", entry))
 
 
 def test_a_context_of_256k_is_not_needed(tmp_path: Path) -> None:
@@ -693,7 +697,7 @@ def test_a_context_of_256k_is_not_needed(tmp_path: Path) -> None:
     story = Cause(EngineSetup(engine=engine, startup=VLLM, served=served), {"five": batch(5)}, more={"template": None})
     (one,) = found(tmp_path / "run", story)
     entry = {"ctx_size": 8192}  # no less: a usual conversation needs it
-    assert (one.code, loaded(one.actions[0].settings)) == ("context_unused", ("user.M", entry))
+    assert (one.code, loaded(one.actions[0].commands)) == ("context_unused", ("user.M", entry))
 
 
 def test_litellm_took_six_percent(tmp_path: Path) -> None:
@@ -718,7 +722,7 @@ def one_slot(context: int = 8192, engine: EngineConfig = HEALTHY, **startup: Any
 
 
 def entry_of(one: RunFinding, action: int) -> dict[str, Any]:
-    model, entry = loaded(one.actions[action].settings)
+    model, entry = loaded(one.actions[action].commands)
     assert model == "user.M"
     return entry
 
@@ -828,14 +832,14 @@ def test_a_setting_is_spelled_as_the_server_is_configured(tmp_path: Path) -> Non
     assert first_settings(tmp_path / "a", "more_is_slower") == {"servers.a.variables": "max_num_seqs: 5"}
     attached = first_settings(tmp_path / "b", "more_is_slower", template=None, **vllm)
     assert attached == {"arguments of vLLM": "--max-num-seqs 5"}
-    lemonade = first_settings(
+    lemonade = first_action(
         tmp_path / "c", "more_is_slower", template=None, effective=of_lemonade, model="Qwen3.5-0.8B-FP16-vLLM", **vllm
     )
     entry = {"ctx_size": 8192, "vllm_args": "--gpu-memory-utilization 0.78 --max-num-seqs 5"}
-    assert loaded(lemonade) == ("Qwen3.5-0.8B-FP16-vLLM", entry)
-    started = first_settings(tmp_path / "d", "more_is_slower", template="lemonade", effective=of_lemonade, **vllm)
-    assert list(started) == ["servers.a.variables", LOAD]
-    assert yaml.safe_load(started["servers.a.variables"]) == entry == loaded(started)[1]
+    assert loaded(lemonade.commands) == ("Qwen3.5-0.8B-FP16-vLLM", entry)
+    started = first_action(tmp_path / "d", "more_is_slower", template="lemonade", effective=of_lemonade, **vllm)
+    assert (list(started.settings), list(started.commands)) == (["servers.a.variables"], [LOAD])
+    assert yaml.safe_load(started.settings["servers.a.variables"]) == entry == loaded(started.commands)[1]
     llama = {"engine": "llama.cpp"}
     slots = {"parallel": 2, "ctx_per_slot": 4096}
     changed = first_settings(tmp_path / "e", "queue_with_room", template="llamacpp", effective=slots, startup=llama)

@@ -142,17 +142,20 @@ def test_a_failed_start_excludes_what_is_worse_by_the_same_cause(
 
 def test_of_starts_that_fail_with_the_same_words_what_they_share_is_to_blame() -> None:
     """No compiler, with whatever else: the third start does not try compiled settings again."""
-    words = because("start_failed", "no compiler at address {}")
+
+    def reason(error: str) -> Reason:
+        return because("setting_not_started", f"did not start: {error}", error=error)
+
     tried: list[dict[str, object]] = [{"compiled": True, "sequences": 16}, {"compiled": True, "memory": 0.8}]
     failed = [
-        Trial(settings=one, cause="other", reason=replace(words, text=words.text.format(at)))
+        Trial(settings=one, cause="other", reason=reason(f"no compiler at address {at}"))
         for at, one in enumerate(tried)
     ]
     points = search().array([Trial(settings={"compiled": True}), Trial(settings={"memory": 0.8})])
     assert excluded(search(), points, failed).tolist() == [True, False]
     started = Trial(settings={"compiled": True, "kv_type": "fp8"}, value=1.0)
     assert excluded(search(), points, [*failed, started]).tolist() == [False, False]
-    other = replace(failed[1], reason=replace(words, text="another reason"))
+    other = replace(failed[1], reason=reason("another reason"))
     assert excluded(search(), points, [failed[0], other]).tolist() == [False, False]
 
 

@@ -222,29 +222,31 @@ def test_what_is_pasted_is_that_of_the_server(tmp_path: Path) -> None:
         template="lemonade", variables={"checkpoint": "a/b", "recipe": "vllm", "ctx_size": 4096, "vllm_args": "--x 1"}
     )
     pasted = to_paste(scenario(servers={"s": lemonade}, model="M"), "s")
-    load, *places = pasted
-    words = shlex.split(pasted[load])
+    ((load, command),) = pasted.commands.items()
+    words = shlex.split(command)
     body = {"model_name": "user.M", "ctx_size": 4096, "vllm_args": "--x 1", "save_options": True}
     assert words[:2] == ["curl", "http://127.0.0.1:13305/api/v1/load"] and json.loads(words[-1]) == body
-    assert places == ["compose.yaml"], "its files and its second container are of Compose"
+    assert list(pasted.texts) == ["compose.yaml"], "its files and its second container are of Compose"
     running = replace(lemonade, template="running", variables={"ctx_size": 4096, "vllm_args": "--x 1"})
-    ours = to_paste(scenario(servers={"s": running}, model="M", api_key_env="KEY"), "s", "http://h:1/")
+    ours = to_paste(scenario(servers={"s": running}, model="M", api_key_env="KEY"), "s", "http://h:1/").commands
     command = """curl http://h:1/api/v1/load --header 'Authorization: Bearer'" ${KEY}" --header """
     assert list(ours) == [load] and ours[load].startswith(command)
     assert json.loads(shlex.split(ours[load])[-1])["model_name"] == "M"
     cleared = replace(running, variables={"ctx_size": 4096, "vllm_args": None})
-    (without,) = to_paste(scenario(servers={"s": cleared}, model="M"), "s").values()
+    (without,) = to_paste(scenario(servers={"s": cleared}, model="M"), "s").commands.values()
     assert json.loads(shlex.split(without)[-1])["vllm_args"] == "", "else the server keeps those that it has saved"
     llama = Server(template="llamacpp", variables={"model_path": "/m.gguf", "parallel": 4})
-    pasted = to_paste(scenario(servers={"s": llama}, model="M"), "s")
-    own = shlex.split(pasted["command of llama.cpp"])
-    assert own[:5] == ["llama-server", "--alias", "M", "--host", "127.0.0.1"] and "--parallel 4" in pasted["docker run"]
-    assert "--publish 127.0.0.1:8080:8080" in pasted["docker run"] and "--host 0.0.0.0" in pasted["docker run"]
-    assert parse_compose(pasted["compose.yaml"]).server.ports == ["127.0.0.1:8080:8080"]
+    texts, commands = to_paste(scenario(servers={"s": llama}, model="M"), "s")
+    own = shlex.split(commands["command of llama.cpp"])
+    assert (
+        own[:5] == ["llama-server", "--alias", "M", "--host", "127.0.0.1"] and "--parallel 4" in commands["docker run"]
+    )
+    assert "--publish 127.0.0.1:8080:8080" in commands["docker run"] and "--host 0.0.0.0" in commands["docker run"]
+    assert parse_compose(texts["compose.yaml"]).server.ports == ["127.0.0.1:8080:8080"]
     vllm = Server(template="vllm-rocm", variables={"environment": {"VLLM_ROCM_USE_AITER": "1", "K": "${K}"}})
-    pasted = to_paste(scenario(servers={"s": vllm}, model="M"), "s")
-    assert pasted["command of vLLM"].startswith("env VLLM_NO_USAGE_STATS=1 VLLM_ROCM_USE_AITER=1 vllm serve M ")
-    assert "--ulimit memlock=-1:-1" in pasted["docker run"]
+    commands = to_paste(scenario(servers={"s": vllm}, model="M"), "s").commands
+    assert commands["command of vLLM"].startswith("env VLLM_NO_USAGE_STATS=1 VLLM_ROCM_USE_AITER=1 vllm serve M ")
+    assert "--ulimit memlock=-1:-1" in commands["docker run"]
 
 
 def verdict(ratio: float, low: float, high: float) -> Verdict:
