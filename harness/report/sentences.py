@@ -84,7 +84,7 @@ _UNCHECKED = {
     "running": ("UNFINISHED", "the run is still in progress, or was killed; its records so far are shown"),
     "interrupted": ("INTERRUPTED", "the run was stopped before its end; its records so far are shown"),
     "live": ("LIVE", "controlled in the web UI, so it has no verdict; its records are shown"),
-    "failed": ("FAILED", "the run could not be carried out; its records so far are shown"),
+    "failed": ("NOT COMPLETED", "the run could not be carried out; its records so far are shown"),
 }
 
 

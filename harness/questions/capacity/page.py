@@ -151,7 +151,7 @@ def _range(report: CapacityReport, slo: CapacityAnswer, next_to: str) -> str:
     met = min(slo.met, slo.level or 0) if slo.met else None  # the newest probe of a level may seem better than all
     if not met or not slo.missed:
         return ("" if slo.missed else " or more") + next_to
-    return f"{next_to} (between {format_level(report, met)} and {format_level(report, slo.missed)})"
+    return f"{next_to} (at {format_level(report, met)} the SLOs were met, at {format_level(report, slo.missed)} not)"
 
 
 def _asked_answer(report: CapacityReport, slo: CapacityAnswer, asked: str, broken: str, settle_s: float | None) -> str:

@@ -29,7 +29,7 @@ from harness.questions.tune.page import answer_line, tune_elements, tune_questio
 from harness.questions.tune.proof import read_answered
 from harness.questions.tune.record import TuneReport
 from harness.records.manifest import Run
-from harness.report import sentences
+from harness.report import sentences, words
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.comparisons import verdict_grid, verdicts
 from harness.report.elements import (
@@ -51,7 +51,8 @@ from harness.report.results_table import machine_table, results_table, schedule_
 from harness.report.sections import checks, simulated_note
 from harness.report.terminal import print_page
 
-_RUN_HINT = "--explain shows them"
+_RUN_HINT = "with --explain"
+_SHORT_TEXT = 400  # characters
 _REASONS = 4  # why a run is INVALID: so many are not folded
 # Notes that are not folded: results of a sweep, what a container may do, and answers that say nothing.
 _SHOWN = ("setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong")
@@ -97,9 +98,10 @@ def run_page(
         _answer_section(summary, run, searched, results, first_charts, charted=data is not None),
         Section("results", "Results", [
             *(combination_elements(searched.combinations) if searched.combinations else []),
-            results,
+            *([results] if results.rows else []),
             *([Paragraph(LEGEND, "fine")] if searched.levels else []),
             design(summary, run),
+            *([] if data is not None or searched.tune is not None else _variables_of_servers(run)),
             *([] if data is None else html_parts.servers_differ(run)),
         ]),
         _verdicts(summary, run, charted=data is not None),
@@ -223,6 +225,25 @@ def _some(items: Sequence[Bullet], number: int, title: str, kind: Literal["findi
 
 def design(summary: Summary, run: Run) -> Paragraph:
     return Paragraph(f"{summary.scenario}, run {summary.run}. {sentences.design_sentence(run)}", "fine")
+
+
+def _variables_of_servers(run: Run) -> list[Element]:
+    """The variables in which the servers of a run differ, where they fit into a few lines."""
+    servers = run.scenario.servers
+    names = {name for server in servers.values() for name in server.variables}
+    values = {name: [server.variables.get(name) for server in servers.values()] for name in sorted(names)}
+    differing = [name for name, given in values.items() if any(value != given[0] for value in given[1:])]
+    if not differing:
+        return []
+    texts = []
+    for name, server in servers.items():
+        own = {key: server.variables.get(key) for key in differing}
+        given = [
+            f"{key} {words.format_setting(value)}" for key, value in own.items() if value not in (None, "", [], {})
+        ]
+        texts.append(f"{name} has {', '.join(given) or 'the values of its template'}")
+    text = f"The servers differ in their variables: {'; '.join(texts)}."
+    return [Paragraph(text, "fine")] if len(text) <= _SHORT_TEXT else []
 
 
 def findings(summary: Summary) -> list[Element]:

@@ -110,7 +110,7 @@ def test_what_did_not_finish_is_no_error(failed: int, unfinished: int, text: str
         ("interrupted", False, [], "INTERRUPTED", "unsure"),
         ("running", True, ["failed"], "UNFINISHED", "unsure"),
         ("live", None, [], "LIVE", "unsure"),
-        ("failed", False, [], "FAILED", "bad"),
+        ("failed", False, [], "NOT COMPLETED", "bad"),
     ],
 )
 def test_a_run_has_one_word_and_one_that_was_cut_is_not_red(
