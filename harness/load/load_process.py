@@ -30,12 +30,20 @@ from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Due, Quota, Sequencer, Shard, Work
 from harness.records.records import ErrorKind, Request
-from harness.scenario import Arrivals, Load, connections_per_process, model_at, requests_per_task
+from harness.scenario import (
+    Arrivals,
+    Load,
+    asks_own_words,
+    connections_per_process,
+    model_at,
+    requests_per_task,
+)
 from harness.scenario.behaviour import AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Workload
 from harness.workload.agent_traces.trace_totals import conversation_places
-from harness.workload.job import Job, cells_of, loads_of, read_api_key, secrets_of_server, workload_of
+from harness.workload.job import Job, cells_of, loads_of, most_users, read_api_key, secrets_of_server, workload_of
+from harness.workload.own_words import OwnWords, WordOwner, ask_for
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay, cached_replay
 
@@ -115,6 +123,12 @@ class LoadProcess:
         self._no_request_due_until_s = 0.0  # monotonic: the latest end of a user's known wait
         self.is_stock = not job.load_name
         self._target, self._workloads, self._secret = load_inputs(job, host)
+        self._asks_own_words = [asks_own_words(load_job.load, load_job.prompts) for load_job in self.loads]
+        self._own_words = OwnWords(
+            job.seed,
+            [most_users(load_job) if asks else 0
+             for load_job, asks in zip(self.loads, self._asks_own_words, strict=True)],
+        )  # fmt: skip
         register_secrets(secrets_of_server())
         self._model = job.model
         self._model_error: HarnessError | None = None
@@ -171,8 +185,29 @@ class LoadProcess:
         headers = key_header(self._secret) | (anthropic_api.HEADERS if spec.endpoint == "messages" else {})
         return Client(self._dialer, self._reader, timeout_s=spec.timeout_s, headers=headers)
 
-    def with_messages(self, work: Work) -> Work:
-        return msgspec.structs.replace(work, messages=self._workloads[work.load_number].messages(work.index))
+    def with_messages(self, work: Work, user: int) -> Work:
+        """Return the request with its messages, and with the word of its user, where the load has such words."""
+        messages = self._workloads[work.load_number].messages(work.index)
+        if self._asks_own_words[work.load_number]:
+            last = messages[-1]
+            text = ask_for(self._own_words.word(work.load_number, user), last["content"])
+            messages = [*messages[:-1], {**last, "content": text}]
+        return msgspec.structs.replace(work, messages=messages)
+
+    def _word_fields(self, answer: Answer, work: Work) -> dict[str, Any]:
+        """Return the fields of a record about the words of users in an answer."""
+        if not self._asks_own_words[work.load_number]:
+            return {}
+        arguments = [call.arguments for call in answer.calls]
+        text = "\n".join([answer.text, "".join(answer.reasoning_texts), *arguments])
+        own, owners = WordOwner(work.load_number, work.user), self._own_words.owners(text)
+        foreign = min(owners - {own}, default=None)
+        is_whole = answer.error is None and answer.text.strip() != ""
+        fields: dict[str, Any] = {"own_word": own in owners if is_whole else None}
+        if foreign is not None:
+            name = None if foreign.load == own.load else self.loads[foreign.load].load_name
+            fields |= {"foreign_user": foreign.user, "foreign_load": name}
+        return fields
 
     def model(self) -> str:
         """Return the model of the job, or the first one of the server. Raises HarnessError.
@@ -338,6 +373,7 @@ class LoadProcess:
             answer_right=check.right,
             answer_digest=check.digest,
             item=workload.item(index),
+            **self._word_fields(answer, work),
             bad_fields=list(answer.bad.values()),
             status=exchange.status,
             **{name: getattr(work, name) for name in _WORK_FIELDS},
@@ -484,8 +520,7 @@ def load_replay(job: Job) -> Replay | None:
 
 def load_inputs(job: Job, host: str) -> tuple[ApiAddress, list[Workload], str | None]:
     """Return host, the requests of each load, and API key of a job. Raises HarnessError if one cannot be used."""
-    users = max((stage.users for stage in job.stages), default=job.load.users)
-    first = msgspec.structs.replace(job.load, users=users)
+    first = msgspec.structs.replace(job.load, users=most_users(job))
     refuse_too_few_files(connections_per_process(first, *(load_job.load for load_job in job.others)))
     target = ApiAddress.parse(host)
     rows = read_rows(job.prompt_file) if job.prompt_file else []

@@ -165,7 +165,7 @@ class LLMUser(User):
                 self._stage, due_s = taken[0].stage, taken[0].due_s
                 self._group_started, self._burst = False, frozenset()
                 self._wait_until(due_s, _PROMPT_AHEAD_S)
-                works = [self._process.with_messages(work) for work in taken]
+                works = [self._process.with_messages(work, self.number) for work in taken]
                 self._wait_until(due_s)
                 if due_s is not None and self._state == LOCUST_STATE_STOPPING:
                     break

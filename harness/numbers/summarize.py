@@ -33,6 +33,7 @@ from harness.numbers.schedule import load_kind, schedule_kept, summarize_warmup
 from harness.numbers.summary import BadFields, CellSummary, Reference, Row, Summary
 from harness.numbers.time_split import common_limit, limited_by, mean_split, time_split, timed_others
 from harness.numbers.turns import turn_numbers
+from harness.numbers.user_words import isolation_of
 from harness.numbers.verdicts import compare_rows, drift_notes, is_paced
 from harness.records import run_data
 from harness.records.columns import Rows
@@ -542,6 +543,7 @@ def _summarize_rows(
             time=mean_split([cell.time for cell in row_cells]),
             limited_by=common_limit([cell.limited_by for cell in row_cells]),
             turns=turn_numbers([data.cells[cell.id] for cell in row_cells]) if is_agent else [],
+            isolation=isolation_of([data.cells[cell.id] for cell in row_cells]),
         )
         if _knows_cached(run, row):
             row = replace(row, prefill_tok_s=prefill_tok_s([data.cells[cell.id] for cell in row_cells]))

@@ -11,6 +11,7 @@ from harness.failures.diagnosis import FailedRequests
 from harness.numbers.comparison import CheckResult, Comparison, SameAnswers, Verdict
 from harness.numbers.schedule import WarmupResult
 from harness.numbers.time_split import LimitedBy, TimeSplit
+from harness.numbers.user_words import Isolation
 from harness.records.samples import MachineLoad, ServerLoad
 
 ENOUGH = 20  # requests of a row, from which on its times show a cause
@@ -145,6 +146,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     time: TimeSplit | None = None  # means over the cells with a known time
     limited_by: LimitedBy | None = None  # the limit of more than half of its cells
     turns: list[TurnNumbers] = []  # of agents
+    isolation: Isolation | None = None  # of users who have a word of their own
     # Uncached prompt tokens / TTFT, both means, of the requests that had no other in flight until their first token;
     # None: most had, the tokens are not known, or it is more than the hardware allows.
     prefill_tok_s: float | None = None

@@ -20,6 +20,7 @@ from harness.numbers.hang import Hang, find_hang
 from harness.numbers.latencies import latency_sample
 from harness.numbers.load_generator import killed_processes, process_name, users_remedy
 from harness.numbers.schedule import WarmupResult, counts_arrivals
+from harness.numbers.user_words import isolation_reasons
 from harness.records.columns import Rows, Words
 from harness.records.manifest import CellRun, Run
 from harness.records.records import CLOSING_S, OBSERVED, SLACK_S, ProcessMark
@@ -97,6 +98,7 @@ def check_cell(evidence: Evidence) -> list[Reason]:
         *_server_reasons(evidence),
         *(() if evidence.imported else (*_process_reasons(evidence), *_contradiction_reasons(evidence))),
         *_model_reasons(evidence),
+        *isolation_reasons(evidence.data),
         *finish_reasons(evidence, invalid=True),
         *hang_reasons(evidence, invalid=True),
         *_work_reasons(evidence),

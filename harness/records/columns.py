@@ -130,6 +130,8 @@ class Rows:
     answer_valid: Floats  # 1 or 0
     answer_right: Floats
     item: Floats
+    own_word: Floats  # 1 or 0
+    foreign_user: Floats
     turn: Floats
     retry_after_s: Floats
     load: Words
@@ -140,6 +142,7 @@ class Rows:
     odd_text: Words
     via: Words
     answer_digest: Words
+    foreign_load: Words
     message: Words  # of failed requests: one example of all that differ only in numbers
 
     def __init__(self, rows: "Rows | None" = None, chosen: Any = None, **columns: Any) -> None:
@@ -313,12 +316,13 @@ def records_at(path: Path, places: Iterable[int]) -> Iterator[Request]:
 
 _TOKEN_COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
 _FLAGS = ("resent", "fixed_length", "refused")
-_WORDS = ("load", "error", "finish", "model", "fingerprint", "odd_text", "via", "answer_digest")
+_WORDS = ("load", "error", "finish", "model", "fingerprint", "odd_text", "via", "answer_digest", "foreign_load")
 _NUMBERS = (
     "user", "sent_s", "ended_s", "batch", "scheduled_s", "connect_s", "connect_retries", "headers_s", "textless",
     "first_visible_s", "coalesced", "coalesced_late", "text_chars", "first_arrival_chars", "first_words",
     "asked_tokens", "asked_prompt_tokens", "reasoning_chunks", "tool_chunks", "tool_calls", "tool_calls_valid",
-    "vectors", "answer_valid", "answer_right", "item", "turn", "retry_after_s", "first_text_s", "unread",
+    "vectors", "answer_valid", "answer_right", "item", "own_word", "foreign_user", "turn", "retry_after_s",
+    "first_text_s", "unread",
 )  # fmt: skip
 
 

@@ -166,6 +166,10 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     answer_right: bool | None = None  # whether it is the label, or the answer, that is known to be right
     item: Count | None = None  # number of the question, where the right answers are known: it may be asked again
     answer_digest: str | None = None  # of the answer in one spelling, where the right answers are known
+    # Whether the answer has the word of its user, which the prompts ask to repeat; None: they do not, or it has no text
+    own_word: bool | None = None
+    foreign_user: Count | None = None  # whose word the answer has, although it is of this user; None: of none
+    foreign_load: str | None = None  # of the load of that user, where it is another one
     finish: str | None = None  # finish reason
     model: str | None = None  # that the text of the answer is of, as the server says; "A then B" if it changed
     fingerprint: str | None = None  # `system_fingerprint` of the text, likewise

@@ -189,6 +189,9 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # completions: the messages as one text; messages: Anthropic's, see [endpoints](scenarios.md#endpoints)
     endpoint: Literal["chat", "completions", "embeddings", "messages"] = "chat"
     answer: Structured | None = None  # the form that answers must have; the share of valid answers is reported
+    # chat, agent: prompts ask to repeat a word of their user, which must be in no other user's answer; by default they
+    # do with `output: natural` and synthetic prompts whose tokens are not counted
+    isolation: bool | None = None
     # a load of hours: the report shows drift, growth of memory, events of the kernel and the first failure
     soak: bool = False
     ramp_s: NotNegative = 0.0  # all users are spawned within this time; the warm-up lasts at least as long
@@ -275,6 +278,22 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     generator: Literal["process", "container"] = "process"  # of the load: on this host, or the project's Dockerfile
     api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
     swept: Sweep | None = None  # made from `vary` when the file is read; None: nothing is varied
+
+
+def asks_own_words(load: Load, prompts: Prompts) -> bool:
+    """Return whether the prompts of a load have a word of their user, by `isolation` or by default.
+
+    By default they do where this changes nothing that was asked for: chats and agents with made prompts and answers
+    that may end by themselves. Recorded prompts, prompts of an exact length and answers of a fixed length stay.
+    """
+    return can_ask_own_words(load, prompts) and load.isolation is not False
+
+
+def can_ask_own_words(load: Load, prompts: Prompts) -> bool:
+    """Return whether the prompts and answers of a load have room for a word of their user."""
+    is_free = load.output == "natural" and load.answer is None and load.endpoint != "embeddings"
+    is_made = (load.prompts or prompts).kind == "synthetic" and prompts.tokenizer is None
+    return load.user in ("chat", "agent") and load.trace is None and is_free and is_made
 
 
 def prompts_of(scenario: Scenario, load: Load) -> Prompts:

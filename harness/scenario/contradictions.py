@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from harness.base.errors import Problem, did_you_mean
-from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Server, Trace, Warmup
+from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Server, Trace, Warmup, can_ask_own_words
 from harness.scenario.behaviour import Abandon, AnswerSchema, Lengths, Lognormal, Structured, is_length_file
 from harness.scenario.shape import decode
 
@@ -129,6 +129,8 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
         for key in keys if ships and user != other else ():
             yield getattr(load, key), f".{key}", f"belongs to 'user: {other}', and this is {user}; remove it"
     yield from _rules_of_agent_trace(load, folder)
+    text = "needs a chat or an agent with 'output: natural', synthetic prompts without 'tokenizer', and no 'answer'"
+    yield load.isolation and not can_ask_own_words(load, prompts), ".isolation", text
     needs_chat = user in ("agent", "rag") or (user == "chat" and embeds)
     text = f"'user: {user}' needs the endpoint chat; remove it or use 'user: batch'"
     yield load.endpoint not in ("chat", "messages") and needs_chat, ".endpoint", text

@@ -38,6 +38,7 @@ FAULTS: dict[str, tuple[float | None, str]] = {  # kind: default parameter, and 
     "invalid": (None, "a structured answer has not the form that was asked for"),
     "mistakes": (0.1, "so large a share of the questions that ship is answered wrong, always the same ones"),
     "flips": (0.02, "so large a share of the answers to them is another one than usual"),
+    "leak": (None, "the answer has the word that another request asked to repeat"),
     "exit": (10, "command line only: the process ends with status 1 after so many requests"),
     "never-ready": (None, "command line only: /health answers 503 forever"),
 }
@@ -122,10 +123,12 @@ class CompletionAnswer:
     """Sends tokens as events, or as one JSON body, and notes when each was sent (CLOCK_MONOTONIC)."""
 
     def __init__(self, http: HttpRequest, request: wire.CompletionRequest, sent: Sent, faults: Active,
-                 number: int, words: list[str] | None = None, vectors: int = 0) -> None:  # fmt: skip
+                 number: int, words: list[str] | None = None, vectors: int = 0,
+                 first_word: str | None = None) -> None:  # fmt: skip
         self.http, self.request, self.sent, self.faults = http, request, sent, faults
         self.number = number  # hash of the prompt
         self.words = words  # of an answer with a form; None: any words
+        self.first_word = first_word  # that the prompt asks to begin with
         self.vectors = vectors  # number of embeddings to send instead of text
         self.stopped_at: int | None = None  # index of the first token of a stop string
         self.last_s: float | None = None  # time of the last token
@@ -165,6 +168,8 @@ class CompletionAnswer:
             return ""
         if self.words is not None:
             return self.words[index] if index < len(self.words) else ""
+        if index == 0 and self.first_word is not None:
+            return f"{self.first_word}:"
         return wire.WORDS[wire.output_word(self.number, index)]
 
     def close(self, finish: str, usage: dict[str, Any]) -> None:

@@ -65,6 +65,7 @@ class SimulatedServer:
         self._wake = asyncio.Event()
         self._created = int(time.time())
         self._count = 0  # completion requests
+        self._asked_words: list[str | None] = [None, None]  # with which answers begin: the last, and another before
         self._exit_after = next((f.parameter for f in config.faults if f.kind == "exit"), None)
         self._never_ready = any(f.kind == "never-ready" for f in config.faults)
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], None]] = {
@@ -187,7 +188,8 @@ class SimulatedServer:
         if form is not None:
             words = wire.form_words(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
         sent = Sent(request_id, http.received_s, len(request.prompt))
-        answer = CompletionAnswer(http, request, sent, faults, number, words, vectors)
+        first_word = self._first_word(text, leaks="leak" in faults)
+        answer = CompletionAnswer(http, request, sent, faults, number, words, vectors, first_word)
         if "delay" in faults:
             asyncio.get_running_loop().call_later(faults["delay"], self._start_answer, answer)
         elif config.other_models:
@@ -196,6 +198,15 @@ class SimulatedServer:
             task.add_done_callback(self._starting.discard)
         else:
             self._start_answer(answer)
+
+    def _first_word(self, prompt: str, *, leaks: bool) -> str | None:
+        """The word with which a prompt asks to begin the answer; where it leaks, that of another prompt before."""
+        word = wire.asked_word(prompt)
+        if word is None:
+            return None
+        if word != self._asked_words[-1]:
+            self._asked_words = [self._asked_words[-1], word]
+        return self._asked_words[0] or word if leaks else word
 
     def _count_request(self, http: HttpRequest) -> Active:
         """Count a completion request, and return its faults."""

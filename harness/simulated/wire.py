@@ -6,6 +6,7 @@ Each piece is one socket write. Connections are kept alive. Each word between sp
 import asyncio
 import json
 import random
+import re
 import socket
 import time
 import zlib
@@ -157,6 +158,15 @@ class BadRequest(Exception):
     def __init__(self, message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError"):
         super().__init__(message)
         self.message, self.param, self.status, self.kind = message, param, status, kind
+
+
+_ASKED_WORD = re.compile(r"Begin each answer with the word ([a-z-]{1,100})\.")
+
+
+def asked_word(prompt: str) -> str | None:
+    """The word with which a prompt asks to begin each answer; the last one, if there are several."""
+    words = _ASKED_WORD.findall(prompt)
+    return words[-1] if words else None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,16 @@ import msgspec
 
 from harness.base.errors import HarnessError
 from harness.base.files import read_text
-from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, prompts_of, requests_per_task
+from harness.scenario import (
+    SERVER_TOKENIZER,
+    Load,
+    Prompts,
+    Scenario,
+    Trace,
+    asks_own_words,
+    prompts_of,
+    requests_per_task,
+)
 from harness.scenario.behaviour import Lengths, Pairs, length_at, read_length_file
 from harness.workload.agent_traces.trace_totals import trace_totals
 from harness.workload.prompt_file import Message as Message
@@ -315,7 +324,7 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
     files = {prompts_of(scenario, load).file for load in scenario.loads.values()}
     rows_of = {file: read_rows(folder / file) if file else [] for file in files}
     for name, load in sorted(scenario.loads.items()):
-        digest.update(msgspec.json.encode([name, scenario.seed, _load_parameters(load)]))
+        digest.update(msgspec.json.encode([name, scenario.seed, _load_parameters(load, scenario.prompts)]))
         if load.trace is not None:
             digest.update(msgspec.json.encode(_trace_parameters(load.trace, scenario.seed, folder)))
             continue
@@ -347,7 +356,7 @@ def local_words(prompts: Prompts, folder: Path) -> tuple[str, ...]:
     return words_of_tokenizer(folder / prompts.tokenizer)
 
 
-def _load_parameters(load: Load) -> Any:
+def _load_parameters(load: Load, prompts: Prompts) -> Any:
     keys = ("user", "users", "requests", "duration_s", "batch_size", "turns", "think_s", "output_tokens", "output")
     shape = {key: getattr(load, key) for key in keys}
     shape |= {} if load.endpoint == "chat" else {"endpoint": load.endpoint}
@@ -366,4 +375,5 @@ def _load_parameters(load: Load) -> Any:
     )
     shape |= {key: value for key in behaviour if (value := getattr(load, key))}
     shape |= {} if load.arrivals is None else {"arrivals": load.arrivals}
+    shape |= {"own_words": True} if asks_own_words(load, prompts) else {}
     return msgspec.to_builtins(shape)

@@ -89,6 +89,11 @@ def user_count(job: Job) -> int:
     return sum(load_job.load.users for load_job in loads_of(job))
 
 
+def most_users(job: Job) -> int:
+    """Return how many users a load has at most."""
+    return max((stage.users for stage in job.stages), default=job.load.users)
+
+
 def workload_of(job: Job, rows: Sequence[PromptRow], replay: Replay | None = None) -> Workload:
     """Return the requests of a job. `rows`: of its prompt file; `replay`: of its trace."""
     return Workload(

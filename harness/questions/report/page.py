@@ -17,6 +17,7 @@ from harness.numbers.summary import Summary
 from harness.questions.agents import turn_tables
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.capacity.record import CapacityReport, read_capacity
+from harness.questions.isolation import isolation_elements
 from harness.questions.quick.combinations_page import combination_elements, lead_of_combinations
 from harness.questions.quick.decide import CombinationNumbers, QuickLevel, quick_notes
 from harness.questions.quick.page import LEGEND, lead, levels_grid
@@ -101,6 +102,7 @@ def run_page(
             *([results] if results.rows else []),
             *([Paragraph(LEGEND, "fine")] if searched.levels else []),
             design(summary, run),
+            *isolation_elements(summary),
             *([] if data is not None or searched.tune is not None else _variables_of_servers(run)),
             *([] if data is None else html_parts.servers_differ(run)),
         ]),
