@@ -36,7 +36,7 @@ def test_functions_stay_functions_whatever_is_imported_first(lines: str) -> None
 def test_no_module_has_the_name_of_a_public_one() -> None:
     assert {module.name for module in pkgutil.iter_modules(harness.__path__)} & set(harness.__all__) == set()
     assert set(harness.__all__) <= set(dir(harness)) & set(dir(harness.api))
-    with pytest.raises(AttributeError, match="has no attribute 'load_runs'"):
+    with pytest.raises(AttributeError, match="'load_runs'"):
         _ = harness.load_runs
 
 

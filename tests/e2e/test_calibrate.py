@@ -47,8 +47,9 @@ def test_the_error_is_the_recorded_minus_the_sending_time(tmp_path: Path, wordin
     point = calibration_point(tmp_path, write(tmp_path, [0.0, 0.1, 0.0, 0.0], coalesced=1), 1)
     assert point.shared == 0.25 and point.error_p99_s < 1e-9
     wording(point.doubts)
-    with pytest.raises(RunError, match="1 of 1 requests"):
+    with pytest.raises(RunError, match="1 of 1") as caught:
         calibration_point(tmp_path, write(tmp_path, [0.0], error="timeout"), 1)
+    wording(caught.value)
 
 
 def make_point(streams: int, **different: float) -> CalibrationPoint:
@@ -62,10 +63,9 @@ def test_doubtful_points_are_measured_twice(
     points = iter([make_point(10, shared=0.02), make_point(10), *[make_point(50, shared=0.02)] * 2])
     monkeypatch.setattr(calibrate_module, "_measure", lambda *_: next(points))
     calibrate_module.show_readings(Console(width=200), None, 1, as_json=False)
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "Trusted for 10 streams at once, 500 chunks a second: 99 % of the chunk times are right within 0.1 ms. "
-        "With 50, twice: more than 1% of the chunks shared a read."
-    )
+    *_, last = capsys.readouterr().out.splitlines()
+    assert " 10 " in last and " 500 " in last and " 0.1 ms" in last and " 50," in last
+    wording(last)
     wording(describe_readings([make_point(10, error_p99_s=0.5)]))
 
 

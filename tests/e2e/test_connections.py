@@ -40,6 +40,7 @@ from tests.support.fake_server import (
 from tests.support.faults import fault
 from tests.support.load_runs import ROOT, make_job, records_of
 from tests.support.tls import sign
+from tests.support.wording import Wording
 
 REQUESTS = 3_000  # six for each port, which the kernel keeps for a minute after its connection is closed
 PORTS = 500
@@ -64,10 +65,11 @@ def test_ports_do_not_run_out(tmp_path: Path) -> None:
 
 
 @fault("network", "no free local port is left", seen="no free local port", kept="one record for each request")
-def test_when_ports_have_run_out_the_error_says_so(tmp_path: Path) -> None:
+def test_when_ports_have_run_out_the_error_says_so(tmp_path: Path, wording: Wording) -> None:
     in_own_network(tmp_path, Load(user="batch", users=10, requests=50, output_tokens=2), ports=4)
-    messages = {record.message for record in records_of(tmp_path) if record.error == "connect"}
-    assert messages == {"127.0.0.1:8000: no free local port (or no local address that it could be reached from)"}
+    (message,) = {record.message for record in records_of(tmp_path) if record.error == "connect"}
+    assert (message or "").startswith("127.0.0.1:8000: ")
+    wording(message)
 
 
 # What opening a connection takes is no part of TTFT.
@@ -307,6 +309,7 @@ def test_a_server_that_reads_requests_and_resets_them_later_has_failed_them(tmp_
 
 NAME = "pods.example"
 PODS = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+UNKNOWN = "no such name"
 
 
 class Names:
@@ -321,7 +324,7 @@ class Names:
         self.asked += 1
         gevent.sleep(self.takes_s)
         if not self.addresses or host not in (NAME, NAME.encode()):
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            raise socket.gaierror(socket.EAI_NONAME, UNKNOWN)
         self.addresses.append(self.addresses.pop(0))  # name servers turn them round
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in self.addresses]
 
@@ -443,7 +446,7 @@ def test_many_users_share_one_slow_look_up(known: bool, resolver: Callable[[Name
     everybody = [gevent.spawn(user) for _ in range(WAITING_USERS)]
     gevent.joinall(everybody)
     ticking.kill()
-    assert {one.get() for one in everybody} == {None if known else "Name or service not known"}
+    assert {one.get() for one in everybody} == {None if known else UNKNOWN}
     assert names.asked == 1
     assert len(ticks) > 3  # the event loop goes on meanwhile; it would tick once before and after
 
@@ -464,4 +467,4 @@ def test_what_cannot_be_a_name_fails_as_one_that_is_unknown(tmp_path: Path) -> N
         answer = process.send(process.create_client(), work())
     assert answer.error == "connect"
     (record,) = records_of(tmp_path)
-    assert (record.message or "").startswith(f"{host}:8000: not a host name (")
+    assert (record.message or "").startswith(f"{host}:8000: ")

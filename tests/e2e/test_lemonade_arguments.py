@@ -265,7 +265,9 @@ def test_a_load_of_which_no_request_fits(template: str, variables: dict[str, Any
         (None, 3999, False), (None, 5000, True), ("vllm", None, True),
     ],
 )  # fmt: skip
-def test_a_running_server_reports_its_context(engine: str | None, limit: int | None, fits: bool) -> None:
+def test_a_running_server_reports_its_context(
+    engine: str | None, limit: int | None, fits: bool, wording: Wording
+) -> None:
     load, prompts = Load(user="batch", output_tokens=2000), Prompts(tokens=4000)
     made = Scenario(
         version=1, question="q", model="m", servers={"s": Server(template="vllm-rocm")}, loads={"l": load},
@@ -277,7 +279,8 @@ def test_a_running_server_reports_its_context(engine: str | None, limit: int | N
     short = replace(load, prompts=Prompts(tokens=10), output_tokens=10)
     swept = replace(made, loads={"l": load, "short": short}, swept=Sweep(loads={"l": SweepRow(of="l", settings={})}))
     assert not is_refused(swept, startup)
-    assert any("under l: no request fits" in note for note in length_notes(swept, startup)) != fits
+    assert list(refuse_too_long(swept, swept.servers, swept.loads, startup)) == ([] if fits else ["l"])
+    wording(length_notes(swept, startup) or None)
     assert not any("under short" in note for note in length_notes(swept, startup))
     # The document of a rag load is in each prompt.
     rag = Load(user="rag", output_tokens=2000, rag=Rag(document_tokens=3900), prompts=Prompts(tokens=100))

@@ -31,6 +31,7 @@ from tests.support.command import (
 from tests.support.faults import fault
 from tests.support.load_runs import records_of
 from tests.support.simulated import spawned
+from tests.support.wording import Wording
 
 VALID = r"\b(VALID: |PASSED: .*)all conditions of a trustworthy measurement held"
 INVALID = r"\bINVALID: do not trust the rows concerned; the run is not compared with other runs\n"
@@ -301,7 +302,7 @@ def test_killed(tmp_path: Path) -> None:
     assert not (run / "report.html").exists()
     listed = called("list", "runs", "--runs", "runs", cwd=tmp_path)
     # Its two load processes, the engine and other tests share the cores, which may be reported, too.
-    assert re.search(r"0/1    killed(, load generator at its limit)? \(simulated\)", listed.out)
+    assert re.search(r"0/1    killed\b.* \(simulated\)", listed.out)
 
 
 SPINNING = """
@@ -436,24 +437,23 @@ def files_allowed(soft: int, hard: int) -> None:
 @fault("load process", "more requests at once than the system lets a process open files",
        seen="200 requests at once in one load process need 264 open files, and the system allows it 150", code=1,
        kept="no run is begun")  # fmt: skip
-def test_more_connections_than_the_process_may_open_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_more_connections_than_the_process_may_open_are_refused_before_anything_starts(
+    tmp_path: Path, wording: Wording
+) -> None:
     path = write(tmp_path, loads={"many": {"user": "batch", "users": 200, "requests": 400, "output_tokens": 5}})
     search = ("capacity", "--check", "e2e_p90 <= 2s", "--max-users", "200")
-    for arguments, remedy in ((("run",), "or fewer users.\n"), (search, "or a smaller --max-users.\n")):
+    for arguments in (("run",), search):
         command = (*arguments, path.name, "--runs", "runs")
         done = harness(*command, cwd=tmp_path, before=partial(files_allowed, 150, 150))
         assert (done.code, done.out) == (1, "")
-        assert done.err.startswith(
-            "error: 200 requests at once in one load process need 264 open files, and the system allows it 150 "
-            "(RLIMIT_NOFILE)\n"
-        )
-        assert done.err.endswith(remedy)
+        assert all(f" {number} " in done.err for number in (200, 264, 150)) and "(RLIMIT_NOFILE)" in done.err
+        wording(done.err)
     assert not list(tmp_path.glob("runs/*"))
 
 
 @fault("load process", "a locustfile opens more connections than files are allowed", seen="an error rate of", code=3,
        kept="all records; the error names the limit, not the server")  # fmt: skip
-def test_the_limit_of_open_files_is_raised_and_named_when_it_is_hit(tmp_path: Path) -> None:
+def test_the_limit_of_open_files_is_raised_and_named_when_it_is_hit(tmp_path: Path, wording: Wording) -> None:
     """A server is not to blame for a connection that the load process could not open."""
 
     (tmp_path / "mine.py").write_text(GREEDY)
@@ -462,7 +462,8 @@ def test_the_limit_of_open_files_is_raised_and_named_when_it_is_hit(tmp_path: Pa
     assert done.code == 3
     sent = records_of(only_run(tmp_path / "runs"))
     ((error, message),) = {(request.error, request.message) for request in sent if request.error}
-    assert error == "client" and (message or "").startswith("too many open files")
+    assert error == "client"
+    wording(message)
     assert sum(request.error is None for request in sent) > 60
 
 

@@ -21,6 +21,7 @@ from harness.scenario import Load, Warmup
 from tests.support.load_runs import end, log_of, make_job, records_of, start_job, wait_for_records
 from tests.support.made_runs import both_marks, request
 from tests.support.simulated import spawned
+from tests.support.wording import Wording
 
 LOAD = Load(user="batch", users=2, requests=4, output_tokens=11)
 MORE = "use more 'processes' (1) or machines (--workers), or fewer streams at once"
@@ -83,15 +84,13 @@ def test_a_limit(
     assert (why.code, why.values["numbers"], limit.invalid) == (f"client_{what}", numbers, False)
 
 
-def test_a_limit_in_words() -> None:
+def test_a_limit_in_words(wording: Wording) -> None:
     [(_, why)] = limits_with_lags(four(**SHARED_READ | {"chunks_s": FIRST_SHARED}), LOAD, core_wait=0.25)
-    assert sentence(why) == (
-        "the load generator was too slow for TTFT, TTFO and chunk gaps: 9.1 % of the chunks and 100.0 % of the first "
-        "chunks were fetched late, together with a later one: their times are upper bounds; at most 1 % is allowed; "
-        "other processes used its core during 25 % of the time: stop them, or send from another machine"
-    )
+    assert all(f" {share} %" in sentence(why) for share in ("9.1", "100.0", "1", "25"))
+    wording(why)
     [(_, why)] = limits_with_lags(four(clock="read"), LOAD, loop_lag_p99_s=0.0123)
-    assert sentence(why).endswith(f"12.3 ms or more late; at most 5 ms is allowed; {MORE}")
+    assert " 12.3 ms" in sentence(why) and " 5 ms" in sentence(why)
+    wording(why)
     one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot", "wall"])
     assert limited_fields(["wall", "ttft", "tpot"], [one]) == ["wall", "tpot"]
 

@@ -218,13 +218,15 @@ def test_the_delays_on_the_path_to_the_last_answer(
     assert found == pytest.approx((delay_s, span_s))
 
 
-def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path) -> None:
+def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path, wording: Wording) -> None:
     for folder in (run, limited_run(tmp_path / "well"), limited_run(tmp_path / "without")):
         if folder.name != "without":
             write_summary(folder, summarize(folder))
     done = harness("list", "runs", "--runs", ".", cwd=tmp_path)
     status = {line.split()[0]: line.strip().split("  ")[-1] for line in done.out.splitlines()[1:]}
-    assert status == {"made": "valid, load generator at its limit", "well": "valid", "without": "valid"}
+    assert status.pop("made").startswith("valid, ")
+    assert status == {"well": "valid", "without": "valid"}
+    wording(done.out.splitlines()[1:])
 
 
 def test_every_report_says_it(run: Path, wording: Wording) -> None:

@@ -94,25 +94,31 @@ def cell(**more: object) -> CellRun:
     return CellRun(id="r1-a-x", server="a", load="x", repeat=1, started_wall_s=0, ended_wall_s=1, served_by=served_by)
 
 
-def test_a_death_is_marked_where_connections_broke() -> None:
+def marked(events: list[TimelineEvent]) -> list[tuple[float, bool, str]]:
+    """Where the marks are, whether each is bad, and its label."""
+    return [(event.at_s, event.bad, event.label) for event in events]
+
+
+def test_a_death_is_marked_where_connections_broke(wording: Wording) -> None:
     failures = {
         "rejected": ChartFailures(3, 1.0), "disconnect": ChartFailures(7, 4.5), "connect": ChartFailures(1, 4.6),
     }  # fmt: skip
-    assert timeline_events(timeline(failures=failures), None, cell(exit_code=137, oom_killed=True)) == [
-        TimelineEvent(0.0, "measurement starts", label="start"),
-        TimelineEvent(1.0, "the first of 3 requests fails: rejected", True),
-        TimelineEvent(4.5, "the first of 7 requests fails: disconnect", True),
-        TimelineEvent(4.5, "the server died, out of memory", True, "died"),
-        TimelineEvent(4.6, "a request fails: connect", True),
-    ]
+    events = timeline_events(timeline(failures=failures), None, cell(exit_code=137, oom_killed=True))
+    start = (0.0, False, "start")
+    assert marked(events) == [start, (1.0, True, ""), (4.5, True, ""), (4.5, True, "died"), (4.6, True, "")]
+    for event, kind in zip((events[1], events[2], events[4]), failures, strict=True):
+        assert event.text.endswith(f": {kind}")
+    wording([event.text for event in events])
     removed, unreachable = ServerDeath(how="removed"), ServerDeath(how="unreachable", detail="the tunnel ended")
     for of, last in (
-        (cell(exit_code=1), TimelineEvent(10.0, "the server died, exit code 1", True, "died")),
-        (cell(death=removed), TimelineEvent(10.0, "the server died", True, "died")),
-        (cell(), TimelineEvent(0.0, "measurement starts", label="start")),
-        (cell(death=unreachable), TimelineEvent(0.0, "measurement starts", label="start")),
+        (cell(exit_code=1), (10.0, True, "died")),
+        (cell(death=removed), (10.0, True, "died")),
+        (cell(), start),
+        (cell(death=unreachable), start),
     ):
-        assert timeline_events(timeline(), None, of)[-1] == last
+        *_, event = timeline_events(timeline(), None, of)
+        assert marked([event]) == [last]
+        wording(event.text)
 
 
 def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:

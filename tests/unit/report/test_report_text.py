@@ -61,8 +61,9 @@ def test_a_narrow_terminal_has_two_tables_or_a_block_for_each_row(wording: Wordi
     *text, page = printed(summary(), 40).splitlines()
     assert max(len(line.rstrip()) for line in text) <= 40
     begin = text.index("vllm / one")
-    assert text[begin : begin + 2] == ["vllm / one", "Wall time          13.07 s"]
-    assert "Errors             2 of 25" in text[text.index("vllm / ten") :]
+    assert text[begin + 1].endswith(" 13.07 s")
+    assert any(line.endswith(" 2 of 25") for line in text[text.index("vllm / ten") :])
+    wording([" ".join(line.split()) for line in text[begin:]])
 
 
 def test_a_table_too_wide_for_the_terminal_is_several_or_a_list(wording: Wording) -> None:

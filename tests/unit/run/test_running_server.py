@@ -67,7 +67,9 @@ def test_a_shipped_scenario_is_measured_with_the_only_model_of_the_server(
     with listening(double(["bge-m3", "the-only"])) as url:
         made = prepare_for(soak, Target(url), None, lines.append, 2)
         assert (made.scenario.model, made.scenario.repeats) == ("the-only", 2)
-        assert lines == ["The server has only the-only: it is measured instead of the scenario's Qwen/Qwen3-4B."]
+        (line,) = lines
+        assert "the-only" in line and "Qwen/Qwen3-4B" in line
+        wording(line)
         # A model that was asked for stays, and loads that name models, and scenarios of the user.
         assert prepare_for(soak, Target(url), "mine", lines.append).scenario.model == "mine"
         switching = prepare_for(SCENARIOS / "model-switching.yaml", Target(url), None, lines.append)

@@ -158,13 +158,14 @@ def test_invalid_sweeps(tmp_path: Path, server: str, load: str, problem: str) ->
     assert text_of_problem.startswith(problem)
 
 
-def test_an_unknown_variable_is_reported_once(tmp_path: Path) -> None:
+def test_an_unknown_variable_is_reported_once(tmp_path: Path, wording: Wording) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text(text("vary: {max_num_seqz: [1, 2, 4]}"))
     with pytest.raises(ScenarioError) as caught:
         experiments.prepare(path)
     (problem,) = caught.value.problems
-    assert all(part in problem for part in ("max_num_seqz", "did you mean 'max_num_seqs'?", "(line 7)"))
+    assert all(part in problem for part in ("max_num_seqz", "'max_num_seqs'", "(line 7)"))
+    wording(problem)
 
 
 def test_a_server_restarts_only_when_one_of_its_settings_changes(tmp_path: Path) -> None:
@@ -187,19 +188,16 @@ def test_a_server_restarts_only_when_one_of_its_settings_changes(tmp_path: Path)
     assert (len(plan(again)), count_server_starts(again)) == (12, 12)
 
 
-def test_the_preview_shows_cells_starts_and_minutes(tmp_path: Path) -> None:
+def test_the_preview_shows_cells_starts_and_minutes(tmp_path: Path, wording: Wording) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text(text(SEQS, SIZES))
     done = called("check", path.name, cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     lines = [line.rstrip() for line in done.out.splitlines()]
-    assert "sweep of the server 's', 3 rows: max_num_seqs 1, 2, 4" in lines
-    assert "sweep of the load 'l', 4 rows: batch_size 1, 2, 4, 8" in lines
-    assert (
-        "75 cells (15 of them repeat the first of a server start at its end, to show drift): 5 repeats, interleaved; "
-        "15 server starts: one per server and repeat (warm)" in lines
-    )
+    assert any("'s'" in line and line.endswith(": max_num_seqs 1, 2, 4") for line in lines)
+    assert any("'l'" in line and line.endswith(": batch_size 1, 2, 4, 8") for line in lines)
     assert any(line.startswith("estimated time: ") for line in lines)
+    wording([line for line in lines if not line.startswith("estimated time: ")])
     plan = json.loads(called("check", path.name, "--json", cwd=tmp_path).out)
     assert (plan["server_starts"], len(plan["order"]), len(plan["rows"])) == (15, 75, 12)
     assert plan["rows"][5]["settings"] == {"max_num_seqs": 2, "batch_size": 2}

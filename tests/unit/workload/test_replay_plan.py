@@ -20,6 +20,7 @@ from tests.support.agent_traces import (
     write_document,
     write_rows,
 )
+from tests.support.wording import Wording
 
 
 def replayed(
@@ -133,13 +134,14 @@ def test_a_start_inside_a_trace_without_times_is_at_a_step(tmp_path: Path) -> No
     assert ConversationReplay(made, kept=[0, 1], offset=0.9).counts()[:2] == (1, 1)  # a step that fits is after it
 
 
-def test_a_step_ends_once(with_sub_agents: Conversation) -> None:
+def test_a_step_ends_once(with_sub_agents: Conversation, wording: Wording) -> None:
     replay = ConversationReplay(with_sub_agents)
     replay.start(0.0)
     replay.end(0, 1.0)
     for number in (0, 1):
-        with pytest.raises(ValueError, match="was not sent, or has ended"):
+        with pytest.raises(ValueError, match=str(number)) as caught:
             replay.end(number, 2.0)
+        wording(caught.value)
     assert not replay.is_over and replay.counts()[2:6] == (1, 0, 2, 3)
 
 

@@ -48,10 +48,11 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert (first.steps, second.steps) == (1, 6) and first.sha256 != second.sha256
 
 
-def test_a_context_in_which_nothing_fits_is_refused(tmp_path: Path) -> None:
+def test_a_context_in_which_nothing_fits_is_refused(tmp_path: Path, wording: Wording) -> None:
     path = write_document(tmp_path / "w.json", weka_with_sub_agents())
-    with pytest.raises(HarnessError, match="no step of the trace fits into a context of 5 tokens"):
+    with pytest.raises(HarnessError, match="5 tokens") as caught:
         trace_totals(path, AgentTrace(file="w.json", context_tokens=5))
+    wording(caught.value)
 
 
 def load(**given: Any) -> Load:

@@ -191,8 +191,7 @@ def test_each_pair_has_the_metric_of_its_loads(wording: Wording) -> None:
         ("b / work", "a / work", "wall", "faster"),
         ("b / vectors", "a / vectors", "input_tok_s", "faster"),
     ]
-    wording(verdict_sentence(found.verdicts[1]))
-    assert [" by wall time (" in verdict_sentence(v) for v in found.verdicts].count(True) == 1
+    wording([verdict_sentence(v) for v in found.verdicts])
 
 
 def cell(server: str, load: str, repeat: int, open_loop: bool, **latencies: float) -> CellSummary:

@@ -69,10 +69,13 @@ def test_a_model_by_hand(tmp_path: Path, bits: str, tok_s: float, word: str | No
     ("given", "params", "active"),
     [("14B", "14B", None), ("0.6b", "0.6b", None), ("30B-A3B", "30B", "3B"), ("500m", "500m", None)],
 )
-def test_a_size_is_enough_for_a_model(tmp_path: Path, given: str, params: str, active: str | None) -> None:
+def test_a_size_is_enough_for_a_model(
+    tmp_path: Path, given: str, params: str, active: str | None, wording: Wording
+) -> None:
     by_hand = answer(Question(params=params, active_params=active, gpu="gfx1151"), tmp_path)
     assert answer(Question(model=given, gpu="gfx1151"), tmp_path) == by_hand
-    assert by_hand.sentence.startswith(f"{given.upper()} at 16 bit on ")
+    assert by_hand.sentence.startswith(f"{given.upper()} ")
+    wording(by_hand.sentence)
 
 
 def test_a_folder_whose_name_is_a_size_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
