@@ -10,6 +10,7 @@ from harness.run.experiment import prepare
 from harness.scenario.behaviour import Structured, check_answer
 from harness.scenario.file import load_scenario
 from tests.support.command import called
+from tests.support.wording import Wording
 
 SCENARIO = """version: 1
 question: q
@@ -28,54 +29,56 @@ def scenario(server: str = "", load: str = REQUESTS, more: str = "") -> str:
 
 
 REFUSED: dict[str, tuple[str, str]] = {
-    "nan in a range": (scenario(", vary: {x: {from: .nan, to: 3, step: 1}}"), "a finite number is expected, got nan"),
-    "nan as an end": (scenario(", vary: {x: {from: 1, to: .nan, step: 1}}"), "a finite number is expected, got nan"),
-    "inf in a list": (scenario(", vary: {x: [.inf, 1]}"), "a finite number is expected, got inf"),
-    "inf as an exponent": (scenario(", vary: {x: {from: 1, to: 1e999, step: 1}}"), "a finite number is expected"),
-    "nan as a variable": (scenario().replace("preset: instant", "preset: .nan"), "a finite number is expected"),
-    "an endless range": (scenario(", vary: {x: {from: -1e308, to: 1e308, step: 1e307}}"), "values; at most 1,000"),
-    "many rows": (scenario(", vary: {x: {from: 1, to: 1.79e308, factor: 10}}"), "it has 309 servers; at most 200"),
-    "a long condition": (scenario(f"{LARGE}, where: ['{'a' * 50_000} > 1']"), "is neither varied nor set here"),
-    "many conditions": (scenario(f"{LARGE}, where: [{'a > b, ' * 21}]"), "it has 21 items; at most 20 are read"),
-    "a name with a line end": (scenario().replace("{s:", '{"s\\n":'), "a key has no line ends"),
-    "a name with a control character": (scenario().replace("{l:", '{"l\\e[31m":'), "no control characters"),
-    "a model with a line end": (scenario().replace("model: m", 'model: "m\\nx"'), "a text of one line"),
-    "a file with NUL": (scenario(more='prompts: {kind: file, file: "a\\0b"}'), "a text has no control characters"),
-    "a variable's name with a line end": (scenario(more='api_key_env: "A\\n"'), "expected the NAME"),
+    "nan in a range": (scenario(", vary: {x: {from: .nan, to: 3, step: 1}}"), "got nan"),
+    "nan as an end": (scenario(", vary: {x: {from: 1, to: .nan, step: 1}}"), "got nan"),
+    "inf in a list": (scenario(", vary: {x: [.inf, 1]}"), "got inf"),
+    "inf as an exponent": (scenario(", vary: {x: {from: 1, to: 1e999, step: 1}}"), "got inf"),
+    "nan as a variable": (scenario().replace("preset: instant", "preset: .nan"), "got nan"),
+    "an endless range": (scenario(", vary: {x: {from: -1e308, to: 1e308, step: 1e307}}"), " at most 1,000"),
+    "many rows": (scenario(", vary: {x: {from: 1, to: 1.79e308, factor: 10}}"), " 309 "),
+    "a long condition": (scenario(f"{LARGE}, where: ['{'a' * 50_000} > 1']"), ".where"),
+    "many conditions": (scenario(f"{LARGE}, where: [{'a > b, ' * 21}]"), "it has 21 "),
+    "a name with a line end": (scenario().replace("{s:", '{"s\\n":'), "line 4: "),
+    "a name with a control character": (scenario().replace("{l:", '{"l\\e[31m":'), "line 5: "),
+    "a model with a line end": (scenario().replace("model: m", 'model: "m\\nx"'), "$.model"),
+    "a file with NUL": (scenario(more='prompts: {kind: file, file: "a\\0b"}'), "$.prompts.file"),
+    "a variable's name with a line end": (scenario(more='api_key_env: "A\\n"'), "$.api_key_env"),
     "a nested schema": (
         scenario(load=f"{NATURAL}{{json_schema: {'{items: ' * 300}{{}}{'}' * 300}}}"),
         "nested too deeply",
     ),
     "a pattern": (
         scenario(load=f"{NATURAL}{{json_schema: {{pattern: '(a+)+$'}}}}"),
-        "answer.json_schema.pattern (line 5): the harness does not check it",
+        "answer.json_schema.pattern (line 5): ",
     ),
-    "stages": (scenario(load=f"stages: [{'{users: 1, for_s: 1}, ' * 5000}]"), "it has 5,000 items; at most 100"),
-    "metrics at every moment": (scenario(more="metrics_interval_s: 1e-9"), "a number of at least 0.1 is expected"),
-    "a moment as time limit": (scenario(load=f"{REQUESTS}, timeout_s: 1e-9"), "a number of at least 0.001 is expected"),
-    "comparisons": (scenario(more=f"compare: [{'{row: a/b, against: c/d}, ' * 3000}]"), "at most 200 are read"),
-    "checks": (scenario(more=f"checks: [{'ttft_p95 <= 1s, ' * 3000}]"), "at most 1,000 are read"),
-    "a long check": (scenario(more=f"checks: ['{' ' * 200_000}']"), "a check has at most 1,000 characters"),
+    "stages": (scenario(load=f"stages: [{'{users: 1, for_s: 1}, ' * 5000}]"), "it has 5,000 "),
+    "metrics at every moment": (scenario(more="metrics_interval_s: 1e-9"), " 0.1 "),
+    "a moment as time limit": (scenario(load=f"{REQUESTS}, timeout_s: 1e-9"), " 0.001 "),
+    "comparisons": (scenario(more=f"compare: [{'{row: a/b, against: c/d}, ' * 3000}]"), " 3,000 "),
+    "checks": (scenario(more=f"checks: [{'ttft_p95 <= 1s, ' * 3000}]"), " 3,000 "),
+    "a long check": (scenario(more=f"checks: ['{' ' * 200_000}']"), " 1,000 "),
     "aliases of aliases": (
         "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
         + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
-        "it has more than 50,000 values, counting what aliases (*name) repeat",
+        " 50,000 ",
     ),
-    "aliases of a text": (f"a: &a {'x' * 200_000}\nb: [{'*a, ' * 10_000}]\n", "more than 1,048,576 characters"),
-    "an alias of itself": ("a: &a [*a]\n", "an alias (*name) refers to what contains it"),
+    "aliases of a text": (f"a: &a {'x' * 200_000}\nb: [{'*a, ' * 10_000}]\n", " 1,048,576 "),
+    "an alias of itself": ("a: &a [*a]\n", "(*name)"),
     "brackets": (f"a: {'[' * 5000}", "nested too deeply"),
-    "a long key": (f"? {'k' * 100_000}\n: 1\n", "a key has at most 200 characters (got 100,000)"),
+    "a long key": (f"? {'k' * 100_000}\n: 1\n", "(got 100,000)"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_too_much_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_is_too_much_is_refused(tmp_path: Path, name: str, wording: Wording) -> None:
     text, problem = REFUSED[name]
     path = tmp_path / "s.yaml"
     path.write_text(text)
     with pytest.raises(HarnessError) as caught:
         prepare(path)
-    assert problem in f"{caught.value.what}\n{caught.value.detail}"
+    told = f"{caught.value.what}\n{caught.value.detail}"
+    assert problem in told
+    wording(told)
     assert caught.value.exit_code == 1
 
 

@@ -41,37 +41,40 @@ def test_version_and_help(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["run"], "neither a scenario nor --url is given\nnext: Name a scenario"),
-        (["quick", "not an address"], "address: 'not an address' is not the address of a server"),
-        (["run", "S", "--url", "http://x", "--api-key-env", "KEY"], "--api-key-env does not go with scenario"),
-        (["liv"], "no such command 'liv'. Did you mean 'live'?\nnext: `harness --help` lists the commands."),
-        (["import", "none.json"], "none.json: cannot be read (No such file or directory)\nnext: Give the file"),
-        (["run", "first-look", "--repeats", "0"], "--repeats: Input should be greater than or equal to 1 (got '0')"),
-        (["worker", "--master", "x", "--processes", "2k"], "--processes: Input should be a valid integer"),
-        (["compare", "a", "b", "--format", "csv"], "--format: 'csv' is not one of 'terminal', 'markdown', 'json'"),
+        (["run"], ""),
+        (["quick", "not an address"], "address: 'not an address' "),
+        (["run", "S", "--url", "http://x", "--api-key-env", "KEY"], "--api-key-env"),
+        (["liv"], "no such command 'liv'"),
+        (["import", "none.json"], "none.json: "),
+        (["run", "first-look", "--repeats", "0"], "--repeats: "),
+        (["worker", "--master", "x", "--processes", "2k"], "--processes: "),
+        (["compare", "a", "b", "--format", "csv"], "--format: 'csv' "),
         (["list", "--nope"], "no such option: --nope"),
         (["check", "first-look", "y"], "got unexpected extra argument(s) (y)"),
-        (["live", "first-look", "--model=-x"], "--model: '-x' is no model's name"),
+        (["live", "first-look", "--model=-x"], "--model: '-x' "),
         (["run", "S", "--metrics-url", "http://127.0.0.1:1"], "--metrics-url needs --url"),
         (["run", "S", "--bind", "1.2.3.4"], "--bind needs --workers"),
         (["report", "some", "--about", "image"], "--about needs --baseline"),
         (
             ["run", "--resume", "x", "--repeats", "3", "--check", "x"],
-            "--resume does not go with --repeats, --check\nnext: Leave",
+            "--resume ",
         ),
         (["run", "S", "--workers", ""], "--workers: "),
-        (["run", "S", "--workers", "1", "--bind", "1/2"], "--bind: '1/2' is not an address"),
-        (["run", "S", "--check", "foo < 1"], "--check 'foo < 1': 'foo' is not a metric"),
-        (["run", "S", "--slo", "foo < 1"], "--check 'foo < 1': 'foo' is not a metric"),
-        (["run", "S", "--check", "two/burst: wall < 1 s"], "--check 'two/burst: wall < 1 s': 'two' is not a server"),
-        (["run", "S", "--baseline", "gone"], "gone: neither a run directory nor the id of a run in runs"),
+        (["run", "S", "--workers", "1", "--bind", "1/2"], "--bind: '1/2' "),
+        (["run", "S", "--check", "foo < 1"], "--check 'foo < 1': 'foo' "),
+        (["run", "S", "--slo", "foo < 1"], "--check 'foo < 1': 'foo' "),
+        (["run", "S", "--check", "two/burst: wall < 1 s"], "--check 'two/burst: wall < 1 s': 'two' "),
+        (["run", "S", "--baseline", "gone"], "gone: "),
     ],
 )
-def test_the_first_mistake_of_a_command_line_is_reported(tmp_path: Path, arguments: list[str], error: str) -> None:
+def test_the_first_mistake_of_a_command_line_is_reported(
+    tmp_path: Path, arguments: list[str], error: str, wording: Wording
+) -> None:
     path = write(tmp_path)
     done = called(*[str(path) if word == "S" else word for word in arguments], cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(f"error: {error}")
+    wording(done.err)
     assert list(tmp_path.iterdir()) == [path]
 
 

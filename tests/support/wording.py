@@ -39,6 +39,11 @@ def shown(said: object, temporary: Path, **names: object) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) or "nothing"
 
 
+def short_id(value: object) -> str | None:
+    """The name of a parameter in the golden file, for parameters that are long texts: the last 40 characters."""
+    return value[-40:] if isinstance(value, str) else None
+
+
 def golden_file(test: Path) -> Path:
     """The file of a test's folder: tests/unit/machine has unit-machine.txt."""
     return FOLDER / f"{'-'.join(test.parent.relative_to(ROOT / 'tests').parts)}.txt"

@@ -347,44 +347,46 @@ def test_gpus_share_heads_and_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"mamba_d_state": 16}, "layers of another form (mamba_d_state in config.json), and it does not say which"),
-        ({"layernorm_linear_attention_alpha": 3.5}, "layers of another form (layernorm_linear_attention_alpha"),
-        ({"layer_types": ["a_new_one"] * 28}, "layers of the type a_new_one"),
-        ({"layer_types": [["full_attention"]] * 28}, "layers of the type ['full_attention']"),
-        ({"hybrid_override_pattern": "M*X"}, "layers of the type X in hybrid_override_pattern"),
-        ({"attn_type_list": [2] * 28}, "attn_type_list has other values than 0 and 1"),
-        ({"full_attn_idxs": [28]}, "the numbers of its attention layers are beyond its layers"),
-        ({"linear_attn_config": {"full_attn_layers": ["1"]}}, "the numbers of its attention layers are beyond"),
-        ({"num_kv_shared_layers": 28}, "num_kv_shared_layers is 28, of 28 layers"),
+        ({"mamba_d_state": 16}, "mamba_d_state"),
+        ({"layernorm_linear_attention_alpha": 3.5}, "layernorm_linear_attention_alpha"),
+        ({"layer_types": ["a_new_one"] * 28}, " a_new_one"),
+        ({"layer_types": [["full_attention"]] * 28}, "['full_attention']"),
+        ({"hybrid_override_pattern": "M*X"}, " X in hybrid_override_pattern"),
+        ({"attn_type_list": [2] * 28}, "attn_type_list "),
+        ({"full_attn_idxs": [28]}, "attention layers"),
+        ({"linear_attn_config": {"full_attn_layers": ["1"]}}, "attention layers"),
+        ({"num_kv_shared_layers": 28}, "num_kv_shared_layers is 28"),
         ({"full_attention_interval": 0}, "full_attention_interval is 0"),
-        ({"index_topk": 2048}, "a cache of another form (index_topk in config.json)"),
-        ({"mb_per_layer": 2}, "a cache of another form (mb_per_layer in config.json)"),
+        ({"index_topk": 2048}, "index_topk"),
+        ({"mb_per_layer": 2}, "mb_per_layer"),
         ({"num_hidden_layers": 1 << 29}, "num_hidden_layers is 536870912"),
-        ({"num_key_value_heads": [8]}, "num_key_value_heads has not one number for each layer"),
+        ({"num_key_value_heads": [8]}, "num_key_value_heads "),
     ],
 )
-def test_what_config_json_does_not_tell_has_its_reason(more: dict[str, Any], why: str) -> None:
+def test_what_config_json_does_not_tell_has_its_reason(more: dict[str, Any], why: str, wording: Wording) -> None:
     with pytest.raises(UnknownShapeError) as caught:
         parse_geometry(QWEN3 | more)
-    assert str(caught.value).startswith(why)
+    assert why in str(caught.value)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (keys("new", 4, 8, 2, 64, ssm__state_size=16), "layers of another form (ssm.state_size), and the file does"),
-        (keys("new", 4, 8, 2, 64, attention__sliding_window=512), "'new' has a sliding window, its file has no"),
+        (keys("new", 4, 8, 2, 64, ssm__state_size=16), "ssm.state_size"),
+        (keys("new", 4, 8, 2, 64, attention__sliding_window=512), "'new' "),
         (keys("new", 4, 8, 2, 64, attention__sliding_window=512, attention__sliding_window_pattern=[True]),
-         "sliding_window_pattern has 1 values for 4 layers"),
-        (keys("deepseek4", 4, 8, 1, 64, attention__compress_ratios=[0, 4, 128, 4]), "a cache of another form"),
-        (keys("new", 4, 8, 16, 64), "it has more key heads than heads"),
+         "sliding_window_pattern has 1 "),
+        (keys("deepseek4", 4, 8, 1, 64, attention__compress_ratios=[0, 4, 128, 4]), "cache"),
+        (keys("new", 4, 8, 16, 64), "key heads"),
         (keys("new", 4, 8, 2, 64, nextn_predict_layers=4), "nextn_predict_layers is 4"),
     ],
 )  # fmt: skip
-def test_what_a_gguf_file_does_not_tell_has_its_reason(given: dict[str, Any], why: str) -> None:
+def test_what_a_gguf_file_does_not_tell_has_its_reason(given: dict[str, Any], why: str, wording: Wording) -> None:
     with pytest.raises(UnknownShapeError) as caught:
         geometry_of(Known(None, given, 0), "gguf")
-    assert str(caught.value).startswith(why)
+    assert why in str(caught.value)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize("key", ["layer_group_size", "attention.recurrent_layers", "linear_attn.head_count"])

@@ -265,44 +265,47 @@ def test_other_definitions_and_other_work_are_refused(tmp_path: Path, wording: W
     [
         ("vllm-chat.json", lambda raw: raw["ttfts"].__setitem__(2, "x"),
          r"\$\.ttfts\[2\]: Expected `float`, got `str`"),
-        ("vllm-chat.json", lambda raw: raw["errors"].pop(), "the lists are not equally long: .*errors 11"),
+        ("vllm-chat.json", lambda raw: raw["errors"].pop(), "errors 11"),
         ("vllm-chat.json", lambda raw: raw.pop("duration"), "missing required field `duration`"),
         ("vllm-chat.json", lambda raw: raw.update(total_output_tokens=10**400),
          r"\$\.total_output_tokens: Expected `int` <= "),
         ("vllm-chat.json", lambda raw: raw.update(completed=9),
-         r"\$\.completed says 9, and requests listed without an error are 12"),
+         "\\$\\.completed .* 9.* 12"),
         ("vllm-chat.json", lambda raw: raw["output_lens"].__setitem__(3, 9),
-         r"\.total_output_tokens says 96, and those of its list come to 97"),
+         "\\.total_output_tokens .* 96.* 97"),
         ("vllm-plain.json", lambda raw: raw.update(completed=9),
-         "num_prompts says 12, and completed and failed .* are 9"),
+         "num_prompts .* 12.* 9"),
     ],
 )  # fmt: skip
 def test_a_file_with_a_wrong_value_or_contradictory_totals_is_refused(
-    name: str, change: Any, text: str, tmp_path: Path
+    name: str, change: Any, text: str, tmp_path: Path, wording: Wording
 ) -> None:
-    with pytest.raises(HarnessError, match=text):
+    with pytest.raises(HarnessError, match=text) as caught:
         import_file(changed(name, tmp_path / "x.json", change), tmp_path / "runs")
+    wording(caught.value)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_that_is_damaged_or_of_no_known_tool_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_damaged_or_of_no_known_tool_is_refused(tmp_path: Path, wording: Wording) -> None:
     lines = [json.dumps(RESULT) + "\n"] * 12
-    vllm = (DATA / "vllm-chat.json").read_text()
+    vllm, told = (DATA / "vllm-chat.json").read_text(), []
     for text, given, error in (
         ("".join(lines[:-1]) + lines[-1][:100], None, r"line 12 of 12 is not JSON \(Input data was truncated\)"),
         ("".join(lines[:4]) + "{oops}\n" + "".join(lines[5:]), None, r"line 5 of 12 is not JSON \(.*\)"),
-        (vllm[:500], None, r"neither JSON nor JSON Lines \(Input data was truncated\)"),
-        ("<html>", None, "not a file of any tool that is known"),
-        ("Metric,avg\nTime to First Token (ms),40\n", None, "not a file of any tool that is known"),
+        (vllm[:500], None, r"\(Input data was truncated\)"),
+        ("<html>", None, "x.json"),
+        ("Metric,avg\nTime to First Token (ms),40\n", None, "x.json"),
         ("", None, "empty"),
-        ("[]", None, "not a file of any tool that is known"),
-        ('{"hello": 1}', None, r"not a file of any tool that is known \(its keys: hello\)"),
-        (vllm, "lemonade", "not what lemonade writes; it looks like vllm"),
-        (vllm, "vlm", "there is no format 'vlm'; did you mean 'vllm'?"),
+        ("[]", None, "x.json"),
+        ('{"hello": 1}', None, r"\(.*: hello\)"),
+        (vllm, "lemonade", "lemonade .* vllm"),
+        (vllm, "vlm", "'vlm'.*'vllm'"),
     ):
         (tmp_path / "x.json").write_text(text)
-        with pytest.raises(HarnessError, match=error):
+        with pytest.raises(HarnessError, match=error) as caught:
             import_file(tmp_path / "x.json", tmp_path / "runs", given)
+        told.append(caught.value.what)
+    wording(told)
     assert not (tmp_path / "runs").exists()
     (tmp_path / "x.json").write_text('{"hello": 1}')
     with pytest.raises(HarnessError) as caught:
@@ -417,16 +420,17 @@ def test_results_of_a_vllm_sweep_with_equal_settings_are_repeats(tmp_path: Path)
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        ([1], r"\$\[1\]: not a result of vllm bench serve"),
-        ({"hello": 1}, r"\$\[1\]: not a result of vllm bench serve"),
+        ([1], "\\$\\[1\\]: "),
+        ({"hello": 1}, "\\$\\[1\\]: "),
         (RESULT | {"duration": "x"}, r"\$\[1\]\.duration: Expected `float`"),
-        (RESULT | {"model_id": "other"}, "results of 2 models; import a file of one model each"),
-        (RESULT | {"output_throughput": None, "total_output_tokens": None}, "a benchmark of embeddings"),
+        (RESULT | {"model_id": "other"}, " 2 models"),
+        (RESULT | {"output_throughput": None, "total_output_tokens": None}, "embeddings"),
     ],
 )
-def test_a_faulty_result_among_several_is_named(second: Any, text: str, tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match=text):
+def test_a_faulty_result_among_several_is_named(second: Any, text: str, tmp_path: Path, wording: Wording) -> None:
+    with pytest.raises(HarnessError, match=text) as caught:
         import_text(json.dumps([RESULT, second]), tmp_path)
+    wording(caught.value)
 
 
 def test_a_number_that_cannot_be_is_missing_with_its_reason(tmp_path: Path) -> None:
@@ -673,23 +677,27 @@ def stats(mean: Any, least: Any = None, most: Any = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("scenario", "reason"),
     [
-        ({"output_tokens": 1, "tps": stats(1e6)}, "1,000,000 tok/s is of answers of 1 token"),
-        ({"output_tokens": 1, "tps": stats(0.58)}, "0.58 tok/s is of answers of 1 token"),
-        ({"tps": stats(250_000.0)}, "250,000 tok/s is more than one user can get"),
-        ({"tps": stats(9_100.0, 40.0, 1e6)}, "1,000,000 tok/s is more than one user can get"),
-        ({"tps": {"mean": 20.0, "min": 0.0, "max": 40.0}}, "0 tok/s is no speed"),
-        ({"tps": {"mean": 0.0, "min": 0.0, "max": 0.0}}, "0 tok/s is no speed"),
+        ({"output_tokens": 1, "tps": stats(1e6)}, "1,000,000 tok/s "),
+        ({"output_tokens": 1, "tps": stats(0.58)}, "0.58 tok/s "),
+        ({"tps": stats(250_000.0)}, "250,000 tok/s "),
+        ({"tps": stats(9_100.0, 40.0, 1e6)}, "1,000,000 tok/s "),
+        ({"tps": {"mean": 20.0, "min": 0.0, "max": 40.0}}, "0 tok/s "),
+        ({"tps": {"mean": 0.0, "min": 0.0, "max": 0.0}}, "0 tok/s "),
         ({"tps": {"mean": float("inf"), "min": 40.0, "max": float("inf")}}, "tps is null"),
         ({"tps": {"mean": float("nan"), "min": 40.0, "max": 45.0}}, "tps is null"),
     ],
 )
-def test_a_speed_of_lemonade_that_cannot_be_is_missing(scenario: Any, reason: str, tmp_path: Path) -> None:
+def test_a_speed_of_lemonade_that_cannot_be_is_missing(
+    scenario: Any, reason: str, tmp_path: Path, wording: Wording
+) -> None:
     _, summary = lemonade_with(tmp_path, **scenario)
     row, other = summary.rows
     assert (row.pooled.output_tok_s, row.output_tok_s, other.pooled.output_tok_s) == (None, [], 25.6)
     assert (row.pooled.ttft.mean, row.pooled.e2e.mean) == (0.08, 3.0), "its other numbers stay"
     notes = [note.values for note in summary.notes if note.code == "import_unknown"]
-    assert [note["rows"] for note in notes if reason in note["why"]] == [["llamacpp-vulkan / chat-short"]]
+    (note,) = [note for note in notes if reason in note["why"]]
+    assert note["rows"] == ["llamacpp-vulkan / chat-short"]
+    wording(note["why"])
     assert summary.comparison is not None
     assert [verdict.ratio for verdict in summary.comparison.verdicts] == [None]
 

@@ -36,18 +36,21 @@ def test_machines_are_named_or_counted() -> None:
     ("given", "bind", "loads", "error"),
     [
         ("gen1", None, {"a": CHAT},
-         "--workers needs --bind: the address of this machine at which the workers find it"),
-        ("a,b,a", "h", {"a": CHAT}, "--workers: must be different host names, or a count (got 'a,b,a')"),
-        ("2", "h:0", {"a": CHAT}, "--bind: 'h:0' is not an address"),
-        ("3", "h", {"a": CHAT}, "$.loads.a: 4 users cannot be divided among 3 load processes"),
+         "--bind"),
+        ("a,b,a", "h", {"a": CHAT}, "'a,b,a'"),
+        ("2", "h:0", {"a": CHAT}, "--bind: 'h:0' "),
+        ("3", "h", {"a": CHAT}, "$.loads.a: 4 "),
         ("2", "h", {"a": CHAT, "b": Load(user="chat", users=4, requests=8, processes=2)},
-         "--workers: the loads differ in 'processes', and a worker is started once for all of them"),
+         "'processes'"),
     ],
 )  # fmt: skip
-def test_invalid_options_are_refused(given: str, bind: str | None, loads: dict[str, Load], error: str) -> None:
+def test_invalid_options_are_refused(
+    given: str, bind: str | None, loads: dict[str, Load], error: str, wording: Wording
+) -> None:
     with pytest.raises(HarnessError) as caught:
         parse_workers(given, bind, loads)
-    assert caught.value.what == error
+    assert error in caught.value.what
+    wording(caught.value)
 
 
 def test_a_port_that_cannot_be_listened_at_is_refused(wording: Wording) -> None:

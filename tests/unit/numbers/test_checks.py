@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from harness.base.files import SCENARIOS
 from harness.base.measured import Distribution, LogSpread, Numbers, SloAttainment
-from harness.base.metrics import LATENCIES
 from harness.base.reason import because, evidence
 from harness.numbers import share_test
 from harness.numbers.checks import evaluate, undecidable_checks
@@ -86,35 +85,34 @@ def test_the_grammar(text: str, fields: dict[str, Any]) -> None:
     assert parse_check(text) == Check(text=text.strip(), **fields)
 
 
-NO_SLOS = "SLOs in parentheses belong to attainment and goodput: goodput(ttft<=1s, tpot<=50ms) >= 0.95"
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("ttft_p96 <= 2s", "'ttft_p96' is not a metric; known: ttft_p50, ttft_p90, ttft_p95, ttft_p99, ttft_mean"),
-        ("errorrate == 0", "'errorrate' is not a metric; did you mean 'error_rate'?"),
-        ("error_rate = 0", "'=' is not a comparison; use one of <= >= == < >"),
-        ("wall < ten s", "'ten s' is neither a number nor a multiple such as '0.97 * baseline'"),
-        ("wall < 10", "the unit of wall is missing after 10; use 's' or 'ms'"),
-        ("error_rate < 1 s", "'s' is not a unit of error_rate; use no unit or '%'"),
-        ("goodput >= 0.95", NO_SLOS),
+        ("ttft_p96 <= 2s", "'ttft_p96'"),
+        ("errorrate == 0", "'error_rate'"),
+        ("error_rate = 0", "'='"),
+        ("wall < ten s", "'ten s'"),
+        ("wall < 10", "'ms'"),
+        ("error_rate < 1 s", "'s'"),
+        ("goodput >= 0.95", " attainment "),
         ("goodput(ttft_p95<=1s) >= 1",
-         f"'ttft_p95' is not a latency of a request; known: {', '.join(one.name for one in LATENCIES if one.slo)}"),
-        ("goodput(ttft<=1s tpot<=1s) >= 1", "'s tpot<=1s' is not a unit of ttft; use 's' or 'ms'"),
+         "'ttft_p95'"),
+        ("goodput(ttft<=1s tpot<=1s) >= 1", "'s tpot<=1s'"),
         ("goodput(ttft<=1s) >= 2",
-         "a share is at most 1; for requests a second write goodput with 'req/s'"),
-        ("wall < baseline * 2", "'baseline * 2' is neither a number nor a multiple such as '0.97 * baseline'"),
-        ("speedup >= 0.9 * baseline", "'speedup' is relative to the baseline already; use a plain number"),
-        ("ttft_p95 <= 3", "the unit of ttft_p95 is missing after 3; use 's' or 'ms'"),
-        ("A/b: wall < 1s", "'A/b' is neither SERVER/LOAD nor LOAD"),
-        ("wall(ttft<=1s) < 3 s", NO_SLOS),
+         "'req/s'"),
+        ("wall < baseline * 2", "'baseline * 2'"),
+        ("speedup >= 0.9 * baseline", "'speedup'"),
+        ("ttft_p95 <= 3", "ttft_p95 "),
+        ("A/b: wall < 1s", "'A/b'"),
+        ("wall(ttft<=1s) < 3 s", " attainment "),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_check(text: str, error: str) -> None:
+def test_what_is_wrong_with_a_check(text: str, error: str, wording: Wording) -> None:
     with pytest.raises(ValueError) as raised:
         parse_check(text)
-    assert str(raised.value) == f"check '{text}': {error}"
+    told = str(raised.value)
+    assert told.startswith(f"check '{text}': ") and error in told.removeprefix(f"check '{text}': ")
+    wording(told)
 
 
 @given(st.text(max_size=40))
@@ -301,20 +299,21 @@ def test_failed_weighs_more_than_inconclusive_and_that_more_than_passed(wording:
         ("ttft_p95 < 1.5s", "broken", "a / x: 1.5 s"),
         ("ttft_p50 > 0.3 s", "met", "a / x: 400 ms"),
         ("ttft_p50 >= 0.5 s", "broken", "a / x: 400 ms"),
-        ("ttft_p99 < 10s", "too_few_requests", "a / x: needs 662 successful requests that have ttft; there are 200"),
-        ("ttfo_mean < 10s", "no_value", "a / x: no successful request has ttfo; 1 needed: only"),
-        ("e2e_sched_p50 < 10s", "no_value", "a / x: no successful request has e2e_sched; 11 needed"),
-        ("gap_p99 < 1s", "too_few_requests", "a / x: needs 662 successful requests that have gap; there are 200"),
+        ("ttft_p99 < 10s", "too_few_requests", "a / x: needs 662 "),
+        ("ttfo_mean < 10s", "no_value", "a / x: "),
+        ("e2e_sched_p50 < 10s", "no_value", "a / x: "),
+        ("gap_p99 < 1s", "too_few_requests", "a / x: needs 662 "),
         ("error_rate == 0", "met", "a / x: 0 %"),
         ("output_tok_s >= 151", "broken", "a / x: 150"),
         ("requests_per_s == 3", "met", "a / x: 3"),
-        ("b/x: wall < 1s", "no_row", "there is no row that it applies to"),
-        ("nonsense", "unreadable", "check 'nonsense': 'nonsense' is not a metric; known: "),
+        ("b/x: wall < 1s", "no_row", ""),
+        ("nonsense", "unreadable", "check 'nonsense': "),
     ],
 )  # fmt: skip
-def test_values_and_evidence(text: str, code: str, evidence: str) -> None:
+def test_values_and_evidence(text: str, code: str, evidence: str, wording: Wording) -> None:
     status = {"met": "passed", "broken": "failed", "no_row": "failed", "unreadable": "failed"}.get(code, "inconclusive")
     assert outcome(text)[:2] == (status, code) and outcome(text)[2].startswith(evidence)
+    wording(outcome(text)[2])
 
 
 def test_speedup_is_that_of_the_comparison(wording: Wording) -> None:

@@ -91,13 +91,14 @@ def test_numbers_sizes_and_groups(wording: Wording) -> None:
     assert problems("vllm-rocm", groups=[44, "992"], mem_limit="${MEM}", kv_cache_memory_bytes="4G") == []
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording) -> None:
     there, missing = tmp_path / "there", tmp_path / "not there"
     there.mkdir()
     engine_socket = tmp_path / "docker.sock"
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine_socket}")
-    advice = f"there is no {missing} on this machine; correct the path, or make the folder: mkdir -p '{missing}'"
-    assert problems("vllm-rocm", volumes=[f"{there}:/a", f"{missing}:/b:ro", "${X}:/c"]) == [f"variables: {advice}"]
+    (problem,) = problems("vllm-rocm", volumes=[f"{there}:/a", f"{missing}:/b:ro", "${X}:/c"])
+    assert problem.startswith("variables: ") and problem.endswith(f" mkdir -p '{missing}'")
+    wording(problem, MISSING=missing)
     monkeypatch.setenv("DOCKER_HOST", "unix:///proc")  # the socket alone is mounted into this container
     assert problems("llamacpp", models=str(missing)) == []
 
@@ -105,19 +106,20 @@ def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("volume", "problem"),
     [
-        ("${NOSUCH:-/}:/x", "'${NOSUCH:-/}:/x' would give the whole host to the container"),
-        ("${ROOT}:/x", "'${ROOT}:/x' would give the whole host to the container"),
-        ("${NOSUCH:-/no-such-folder}:/x", "there is no /no-such-folder on this machine"),
-        ("${NAMED}:/x", "there is no volume 'other' in this file"),
+        ("${NOSUCH:-/}:/x", "'${NOSUCH:-/}:/x'"),
+        ("${ROOT}:/x", "'${ROOT}:/x'"),
+        ("${NOSUCH:-/no-such-folder}:/x", " /no-such-folder "),
+        ("${NAMED}:/x", "'other'"),
     ],
 )
 def test_a_volume_is_checked_with_its_variables_filled_in(
-    monkeypatch: pytest.MonkeyPatch, volume: str, problem: str
+    monkeypatch: pytest.MonkeyPatch, volume: str, problem: str, wording: Wording
 ) -> None:
     monkeypatch.setenv("ROOT", "/")
     monkeypatch.setenv("NAMED", "other")
     (text,) = problems("vllm-rocm", volumes=[volume])
     assert text.startswith("variables") and problem in text
+    wording(text)
     assert problems("vllm-rocm", volumes=["${NOSUCH}:/x"]) == []  # not set yet
 
 

@@ -431,13 +431,14 @@ def test_the_time_of_requests_that_the_end_of_a_load_cut_counts() -> None:
     assert (work.done, work.wall_s, work.is_enough) == (2, 10.0, False) and work.rate == pytest.approx(0.2)
 
 
-def test_wrong_input_is_named(tmp_path: Path) -> None:
+def test_wrong_input_is_named(tmp_path: Path, wording: Wording) -> None:
     write_run_of(tmp_path / "runs" / "one", server_of(), repeats=1)
     for options, said in (
-        (["0"], "--items: a whole number from 1 to 1,000,000,000,000 is expected, got '0'"),
-        (["9", "--deadline", "soon"], "--deadline: a time above 0 with its unit is expected, got 'soon'"),
-        (["9", "--price", "-1/kWh"], "--price: a price per kWh is expected, got '-1/kWh'"),
+        (["0"], "--items: "),
+        (["9", "--deadline", "soon"], "--deadline: "),
+        (["9", "--price", "-1/kWh"], "--price: "),
     ):
         done = called("plan", "one", "--items", *options, cwd=tmp_path)
         assert (done.code, done.out) == (1, "")
-        assert said in done.err and "next: " in done.err
+        assert done.err.startswith(f"error: {said}") and f"'{options[-1]}'" in done.err and "next: " in done.err
+        wording(done.err)

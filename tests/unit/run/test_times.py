@@ -12,6 +12,7 @@ from harness.cli.actions import _repeat
 from harness.questions.compare.sides import compare_runs
 from harness.records.manifest import Run, read_run
 from tests.support.command import called, going, harness, until, write
+from tests.support.wording import Wording
 
 
 def runs_of(folder: Path) -> list[Run]:
@@ -83,13 +84,14 @@ def test_ctrl_c_between_two_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (["--times", "2", "--resume", "x"], "--resume does not go with scenario, --times"),
+        (["--times", "2", "--resume", "x"], "--resume"),
         (["--every", "1h"], "--every needs --times"),
-        (["--times", "2", "--every", "60"], "--every: a time above 0 with its unit is expected, got '60'"),
-        (["--check", ""], "invalid value for '--check' / '--slo': a check is expected"),
-        (["--times", "0"], "--times: Input should be greater than or equal to 1 (got '0')"),
+        (["--times", "2", "--every", "60"], "--every: "),
+        (["--check", ""], "invalid value for '--check'"),
+        (["--times", "0"], "--times: "),
     ],
 )
-def test_what_does_not_go_together(tmp_path: Path, given: list[str], reason: str) -> None:
+def test_what_does_not_go_together(tmp_path: Path, given: list[str], reason: str, wording: Wording) -> None:
     done = called("run", write(tmp_path).name, *given, cwd=tmp_path)
     assert done.code == 1 and done.err.startswith(f"error: {reason}")
+    wording(done.err)

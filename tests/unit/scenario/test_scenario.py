@@ -14,7 +14,7 @@ from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import baseline_of, plan
 from tests.support.scenario_texts import GOOD, problems_of, write
-from tests.support.wording import Wording
+from tests.support.wording import Wording, short_id
 
 
 def test_a_small_scenario_gets_the_documented_defaults_and_an_interleaved_plan(tmp_path: Path) -> None:
@@ -100,51 +100,58 @@ compare: [{row: a/whol, against: a/who}, {row: a/who, against: a/who}]
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("seed: 1\nseed: 2", "$.seed (line 10): written twice; keep one"),
-        ('"\\ude00": 1', "line 9: \\ud800 to \\udfff are halves of a character; write the whole character"),
-        ("seed: 1:30", "$.seed (line 9): '1:30' is not a plain whole number of at most 30 digits"),
-        ("seed: " + "9" * 5000, "$.seed (line 9): '9999999999999999999999999999999999999999' is not a plain whole"),
-        ("repeats: 100000", "$.repeats (line 9): a whole number of at most 1000 is expected, got 100000"),
+        ("seed: 1\nseed: 2", "$.seed (line 10): "),
+        ('"\\ude00": 1', "line 9: "),
+        ("seed: 1:30", "$.seed (line 9): '1:30' "),
+        ("seed: " + "9" * 5000, "$.seed (line 9): '9999999999999999999999999999999999999999' "),
+        ("repeats: 100000", "$.repeats (line 9): "),
         ("metrics_interval_s: .inf",
-         "$.metrics_interval_s (line 9): a finite number is expected, got inf"),
-        ("checks: &a [*a]", "its lists and mappings are nested too deeply, or an alias (*name) refers to what"),
+         "$.metrics_interval_s (line 9): "),
+        ("checks: &a [*a]", "its "),
         (
             "checks: [&a [x, x, x, x, x, x, x, x, x], &b [*a, *a, *a, *a, *a, *a, *a, *a, *a], "
             "&c [*b, *b, *b, *b, *b, *b, *b, *b, *b], &d [*c, *c, *c, *c, *c, *c, *c, *c, *c], "
             "&e [*d, *d, *d, *d, *d, *d, *d, *d, *d], &f [*e, *e, *e, *e, *e, *e, *e, *e, *e]]",
-            "it has more than 50,000 values, counting what aliases (*name) repeat",
+            "it has more than 50,000 ",
         ),
-        ("checks: " + 5000 * "[", "its lists and mappings are nested too deeply, or"),
-        ("? [a]\n: 1", "$ (line 9): a key is a name; neither a list or mapping, nor << to merge"),
-        ("<<: {seed: 1}", "$ (line 9): a key is a name; neither a list or mapping, nor << to merge"),
+        ("checks: " + 5000 * "[", "its "),
+        ("? [a]\n: 1", "$ (line 9): "),
+        ("<<: {seed: 1}", "$ (line 9): "),
         ("api_key_env: sk-SECRET-123",
-         "$.api_key_env (line 9): expected the NAME of an environment variable, never the key itself"),
+         "$.api_key_env (line 9): "),
         ("checks: ['ttft_p95 <= " + "9" * 400 + "s']", "$.checks[0] (line 9): "),
     ],
+    ids=short_id,
 )  # fmt: skip
-def test_traps_of_yaml_typing_errors_and_a_pasted_key(tmp_path: Path, line: str, problem: str) -> None:
+def test_traps_of_yaml_typing_errors_and_a_pasted_key(
+    tmp_path: Path, line: str, problem: str, wording: Wording
+) -> None:
     (text,) = problems_of(tmp_path, f"{GOOD}{line}\n")
     assert text.startswith(problem) and len(text) <= 1003
+    wording(text)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("question: q\n", "$ (line 1): 'version' is missing"),
-        ('version: "1"\n', "$.version (line 1): expected one of 1, got '1'"),
-        ("version: 2\n", "$.version: 2 was written for a newer harness; this one reads version 1"),
-        ("version: [1\n", "not valid YAML at line 2, column 1: expected ',' or ']', but got '<stream end>'"),
-        ("- 1\n", "$: a scenario is a mapping"),
+        ("question: q\n", "$ (line 1): 'version' "),
+        ('version: "1"\n', "$.version (line 1): "),
+        ("version: 2\n", "$.version: "),
+        ("version: [1\n", "not valid YAML at line 2, column 1: "),
+        ("- 1\n", "$: "),
         ("\x00", "not valid YAML"),
-        ("version: 1\nservers: {a: vllm}\n", "$.servers.a (line 2): a mapping (name: value) is expected, got 'vllm'"),
-        ("version: 1\nloads: [1]\n", "$.loads (line 2): a mapping (name: value) is expected, got [1]"),
-        ("version: 1\nchecks: x\n", "$.checks (line 2): a list is expected, got 'x'"),
+        ("version: 1\nservers: {a: vllm}\n", "$.servers.a (line 2): "),
+        ("version: 1\nloads: [1]\n", "$.loads (line 2): "),
+        ("version: 1\nchecks: x\n", "$.checks (line 2): "),
         ("version: 1\nquestion: [q]\n",
-         "$.question (line 2): a text of at most 10,000 characters is expected, got ['q']"),
+         "$.question (line 2): "),
     ],
+    ids=short_id,
 )  # fmt: skip
-def test_problems_use_the_terms_of_the_file(tmp_path: Path, text: str, problem: str) -> None:
-    assert any(each.startswith(problem) for each in problems_of(tmp_path, text))
+def test_problems_use_the_terms_of_the_file(tmp_path: Path, text: str, problem: str, wording: Wording) -> None:
+    found = problems_of(tmp_path, text)
+    assert any(each.startswith(problem) for each in found)
+    wording(found)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +246,11 @@ def test_a_missing_and_a_too_large_scenario_are_refused(tmp_path: Path, wording:
         load_scenario(tmp_path / "nothing.yaml")
     wording(caught.value)
     for count, repeats, problem in (
-        (201, 1, "it has 201 servers; at most 200 are read"),
-        (120, 1000, "a plan of 120,000 cells (servers x loads x repeats); at most 100,000 are read"),
+        (201, 1, "it has 201 "),
+        (120, 1000, " 120,000 "),
     ):
         changes: dict[str, Any] = {"servers": {f"s{number}": {"template": "simulated"} for number in range(count)}}
         changes |= {"loads": {"l": {"user": "batch", "requests": 1}}, "repeats": repeats}
-        assert any(problem in each for each in problems_of(tmp_path, yaml.safe_dump(yaml.safe_load(GOOD) | changes)))
+        found = problems_of(tmp_path, yaml.safe_dump(yaml.safe_load(GOOD) | changes))
+        (told,) = [each for each in found if problem in each]
+        wording(told)

@@ -14,6 +14,7 @@ from harness.scenario.behaviour import (
     fits_schema,
 )
 from harness.scenario.contradictions import contradictions
+from tests.support.wording import Wording
 
 LABELS = ["billing", "delivery"]
 SCHEMA: dict[str, Any] = {
@@ -79,23 +80,21 @@ def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: boo
 
 
 @pytest.mark.parametrize(
-    ("form", "problem"),
+    ("form", "path"),
     [
-        (Structured(choice="auto", json_schema={}), ": give exactly one of 'choice', 'json_schema' and 'known'"),
-        (Structured(choice=["a"]), ".choice: two or more different texts are expected, got ['a']"),
-        (Structured(choice=["a", " b"]), ".choice: two or more different texts are expected, got ['a', ' b']"),
-        (Structured(json_schema={"type": "text"}), ".json_schema.type: expected one of array, boolean, integer, null, "
-         "number, object, string, got 'text'"),
-        (Structured(json_schema={"pattern": "(a+)+$"}), ".json_schema.pattern: the harness does not check it, because "
-         "a pattern may backtrack without end; use 'enum', or leave it out"),
-        (Structured(json_schema={"format": "date"}), ".json_schema.format: unknown key; known: $schema, "
-         "additionalProperties, anyOf, const, default, description, enum, examples, items, maxItems, maxLength, "
-         "maximum, minItems, minLength, minimum, properties, required, title, type"),
-        (Structured(json_schema={"enum": 3}), ".json_schema.enum: a list is expected, got 3"),
+        (Structured(choice="auto", json_schema={}), ""),
+        (Structured(choice=["a"]), ".choice"),
+        (Structured(choice=["a", " b"]), ".choice"),
+        (Structured(json_schema={"type": "text"}), ".json_schema.type"),
+        (Structured(json_schema={"pattern": "(a+)+$"}), ".json_schema.pattern"),
+        (Structured(json_schema={"format": "date"}), ".json_schema.format"),
+        (Structured(json_schema={"enum": 3}), ".json_schema.enum"),
     ],
 )  # fmt: skip
-def test_an_invalid_form_is_refused(form: Structured, problem: str) -> None:
-    assert [f"{one.path}: {one.text}" for one in contradictions(form, Path(), Prompts())] == [problem]
+def test_an_invalid_form_is_refused(form: Structured, path: str, wording: Wording) -> None:
+    (found,) = contradictions(form, Path(), Prompts())
+    assert found.path == path
+    wording(found.text)
 
 
 def test_an_unknown_keyword_is_refused_at_any_depth() -> None:

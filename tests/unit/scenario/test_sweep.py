@@ -116,46 +116,45 @@ def test_conditions(tmp_path: Path, condition: str, left: list[str], wording: Wo
 @pytest.mark.parametrize(
     ("condition", "problem"),
     [
-        ("max_num_seq > 1", "'max_num_seq' is neither varied nor set here; did you mean 'max_num_seqs'?"),
-        ("preset > 1", "'preset' is not a number here"),
-        ("max_num_seqs", "'max_num_seqs' is not a condition such as max_num_batched_tokens >= max_num_seqs"),
-        ("port / 0 > 1", "'port / 0 > 1' is not a condition such as max_num_batched_tokens >= max_num_seqs"),
-        ("().__class__ > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("max_num_seq > 1", "'max_num_seqs'"),
+        ("preset > 1", "'preset'"),
+        ("max_num_seqs", "'max_num_seqs'"),
+        ("port / 0 > 1", "'port / 0 > 1'"),
+        ("().__class__ > 1", "'().__class__ > 1'"),
     ],
 )  # fmt: skip
-def test_invalid_conditions(tmp_path: Path, condition: str, problem: str) -> None:
+def test_invalid_conditions(tmp_path: Path, condition: str, problem: str, wording: Wording) -> None:
     (text_of_problem,) = problems(tmp_path, text(f'{SEQS}, where: ["{condition}"]').replace("8000", "8000, preset: a"))
-    assert text_of_problem.split("(s): ")[1].endswith(problem)
+    assert problem in text_of_problem.split("(s): ")[1]
+    wording(text_of_problem)
 
 
 @pytest.mark.parametrize(
     ("server", "load", "problem"),
     [
-        ("vary: {max_num_seqs: []}", "", "$.servers.s.vary.max_num_seqs (s): it is empty; list values, or write "),
-        ("vary: {max_num_seqs: {from: 1, to: 4}}", "", "$.servers.s.vary.max_num_seqs (s): give exactly one of 'step'"),
-        ("vary: {max_num_seqs: {from: 0, to: 4, factor: 2}}", "", "$.servers.s.vary.max_num_seqs (s): expected: "),
-        ("vary: {max_num_seqs: {from: 1, to: 9999999, step: 1}}", "", "$.servers.s.vary.max_num_seqs (s): it has "
-         "9,999,999 values; at most 1,000 are read"),
+        ("vary: {max_num_seqs: []}", "", "$.servers.s.vary.max_num_seqs (s): "),
+        ("vary: {max_num_seqs: {from: 1, to: 4}}", "", "$.servers.s.vary.max_num_seqs (s): "),
+        ("vary: {max_num_seqs: {from: 0, to: 4, factor: 2}}", "", "$.servers.s.vary.max_num_seqs (s): "),
+        ("vary: {max_num_seqs: {from: 1, to: 9999999, step: 1}}", "",
+         "$.servers.s.vary.max_num_seqs (s): it has 9,999,999 "),
         ("vary: {max_num_seqs: {from: 1, to: 300, step: 1}, port: {from: 1, to: 300, step: 1}}", "",
-         "$.servers.s.vary (s): it has 90,000 combinations; at most 10,000 are read"),
-        ("vary: {preset: [a.b, a-b]}", "", "$.servers.s.vary (s): two servers would have this name; rename one, or "
-         "change its values (of row 's-preset-a-b')"),
-        ("where: ['port > 1']", "", "$.servers.s.where (s): belongs to 'vary'"),
-        ("vary: {no-name: [1]}", "", "$.servers.s.vary.no-name (s): a variable of the template is expected"),
-        ("", "vary: {userz: [1, 2]}", "$.loads.l.vary (l): userz: unknown key; did you mean 'user'? (of row "
-         "'l-userz-1')"),
-        ("", "vary: {stages: [1]}", "$.loads.l.vary.stages (l): cannot be varied"),
-        ("", "vary: {users.x: [1]}", "$.loads.l.vary (l): users.x: 'users' has no keys of its own here"),
+         "$.servers.s.vary (s): it has 90,000 "),
+        ("vary: {preset: [a.b, a-b]}", "", "$.servers.s.vary (s): "),
+        ("where: ['port > 1']", "", "$.servers.s.where (s): "),
+        ("vary: {no-name: [1]}", "", "$.servers.s.vary.no-name (s): "),
+        ("", "vary: {userz: [1, 2]}", "$.loads.l.vary (l): userz: "),
+        ("", "vary: {stages: [1]}", "$.loads.l.vary.stages (l): "),
+        ("", "vary: {users.x: [1]}", "$.loads.l.vary (l): users.x: "),
         ("", "vary: {abandon.a-very-long-key-that-does-not-fit-into-a-name: [1]}",
-         "$.loads.l.vary (l): the name 'l-a-very-long-key-that-does-not-fit-into-a-name-1' has 49 characters"),
+         "$.loads.l.vary (l): the name 'l-a-very-long-key-that-does-not-fit-into-a-name-1' "),
         # What only follows from a value is the problem of its row.
-        ("", "processes: 4, vary: {users: [2, 8]}", "$.loads.l-users-2.processes (l): 4 load processes for 2 users; "
-         "use at most one per user"),
+        ("", "processes: 4, vary: {users: [2, 8]}", "$.loads.l-users-2.processes (l): "),
     ],
 )  # fmt: skip
-def test_invalid_sweeps(tmp_path: Path, server: str, load: str, problem: str) -> None:
+def test_invalid_sweeps(tmp_path: Path, server: str, load: str, problem: str, wording: Wording) -> None:
     (text_of_problem,) = problems(tmp_path, text(server, load))
     assert text_of_problem.startswith(problem)
+    wording(text_of_problem)
 
 
 def test_an_unknown_variable_is_reported_once(tmp_path: Path, wording: Wording) -> None:

@@ -128,35 +128,37 @@ def test_a_template_prints_declared_and_quoted_values_only(
 @pytest.mark.parametrize(
     ("template", "given", "problem"),
     [
-        ("vllm-rok", {}, "$.servers.s.template: there is no server template 'vllm-rok'; did you mean 'vllm-rocm'?"),
+        ("vllm-rok", {}, "'vllm-rocm'"),
         (
             "running",
             {},
-            "$.servers.s.template: there is no server template 'running'; 'running' is the server of --url",
+            "--url",
         ),
-        ("vllm-rocm", {"max_num_seq": 1}, ".variables.max_num_seq: unknown variable; did you mean 'max_num_seqs'?"),
-        ("vllm-rocm", {"max_num_seqs": "10"}, ".variables.max_num_seqs: a whole number is expected, got '10'"),
-        ("vllm-rocm", {"extra_args": "--x"}, ".extra_args: a list of texts or numbers is expected, got '--x'"),
-        ("vllm-rocm", {"environment": {"A": [1]}}, "a mapping from names to texts or numbers is expected"),
-        ("vllm-rocm", {"model": "x"}, ".variables.model: comes from the scenario's own 'model'; remove it here"),
-        ("vllm-rocm", {"environment": {"HF_TOKEN": "hf_abc"}}, "HF_TOKEN: a secret must not be in the scenario"),
-        ("vllm-rocm", {"ipc": "host", "shm_size": "16g"}, "shm_size: 16g would have no effect"),
-        ("vllm-rocm", {"shm_size": "sixteen"}, "'sixteen' is not a size; write it like 16g or 512m"),
-        ("vllm-rocm", {"volumes": ["/:/host"]}, "'/:/host' would give the whole host to the container"),
-        ("vllm-rocm", {"volumes": ["//../:/host"]}, "would give the whole host to the container"),
-        ("vllm-rocm", {"volumes": ["./m:/models"]}, "is neither an absolute path nor the name of a volume"),
-        ("vllm-rocm", {"devices": ["kfd"]}, "'kfd' is not a device"),
-        ("vllm-rocm", {"devices": ["/dev/../etc/shadow"]}, "is not a device"),
-        ("vllm-rocm", {"publish": "everywhere"}, "is not a published port; write it like 127.0.0.1:8000:8000"),
-        ("simulated", {"port": 0}, "$.servers.s.variables.port: a number from 1 to 65535 is expected, got 0"),
-        ("simulated", {"preset": "instnt"}, ".variables.preset: there is no 'instnt'; did you mean 'instant'?"),
-        ("simulated", {"cpus": float("nan")}, "$.servers.s.variables.cpus: a number is expected, got nan"),
-        ("vllm-rocm", {"gpu_memory_utilization": 1.01}, "a number from 0.01 to 1 is expected, got 1.01"),
-        ("lemonade", {"ctx_size": 0}, "$.servers.s.variables.ctx_size: a number of at least 1 is expected, got 0"),
+        ("vllm-rocm", {"max_num_seq": 1}, "'max_num_seqs'"),
+        ("vllm-rocm", {"max_num_seqs": "10"}, ".variables.max_num_seqs: "),
+        ("vllm-rocm", {"extra_args": "--x"}, ".extra_args: "),
+        ("vllm-rocm", {"environment": {"A": [1]}}, "environment"),
+        ("vllm-rocm", {"model": "x"}, ".variables.model: "),
+        ("vllm-rocm", {"environment": {"HF_TOKEN": "hf_abc"}}, "HF_TOKEN: "),
+        ("vllm-rocm", {"ipc": "host", "shm_size": "16g"}, "shm_size: 16g "),
+        ("vllm-rocm", {"shm_size": "sixteen"}, "'sixteen'"),
+        ("vllm-rocm", {"volumes": ["/:/host"]}, "'/:/host'"),
+        ("vllm-rocm", {"volumes": ["//../:/host"]}, "'//../:/host'"),
+        ("vllm-rocm", {"volumes": ["./m:/models"]}, "'./m:/models'"),
+        ("vllm-rocm", {"devices": ["kfd"]}, "'kfd'"),
+        ("vllm-rocm", {"devices": ["/dev/../etc/shadow"]}, "'/dev/../etc/shadow'"),
+        ("vllm-rocm", {"publish": "everywhere"}, "'everywhere:0:8000'"),
+        ("simulated", {"port": 0}, "$.servers.s.variables.port: "),
+        ("simulated", {"preset": "instnt"}, "'instant'"),
+        ("simulated", {"cpus": float("nan")}, "$.servers.s.variables.cpus: "),
+        ("vllm-rocm", {"gpu_memory_utilization": 1.01}, "1.01"),
+        ("lemonade", {"ctx_size": 0}, "$.servers.s.variables.ctx_size: "),
     ],
 )
-def test_a_bad_server_is_refused_in_words(template: str, given: dict[str, Any], problem: str) -> None:
-    assert problem in "\n".join(server_problems_of(scenario(Server(template=template, variables=given)), {}))
+def test_a_bad_server_is_refused_in_words(template: str, given: dict[str, Any], problem: str, wording: Wording) -> None:
+    told = "\n".join(server_problems_of(scenario(Server(template=template, variables=given)), {}))
+    assert problem in told
+    wording(told)
 
 
 def test_a_problem_has_the_line_of_its_variable() -> None:
@@ -347,17 +349,19 @@ def test_interpolation(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("$U", "$.k: the environment variable U is not set; export it, or write ${U-} where it may be missing"),
-        ("5$", "$.k: a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"),
-        ("${A", "$.k: a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"),
-        ("${A:+x}", "$.k: a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"),
-        ("${A:-${B}}", "$.k: a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"),
+        ("$U", "${U-}"),
+        ("5$", "$$"),
+        ("${A", "$$"),
+        ("${A:+x}", "$$"),
+        ("${A:-${B}}", "$$"),
     ],
 )
-def test_what_cannot_be_interpolated_is_said(text: str, problem: str) -> None:
+def test_what_cannot_be_interpolated_is_said(text: str, problem: str, wording: Wording) -> None:
     problems: list[Problem] = []
     interpolate({"k": text}, {"A": "1", "E": ""}, problems)
-    assert problem in map(str, problems)
+    told = [*map(str, problems)]
+    assert any(one.startswith("$.k: ") and problem in one for one in told)
+    wording(told)
 
 
 def test_the_short_forms_of_values() -> None:
@@ -485,19 +489,20 @@ def test_what_the_harness_never_carries_out(key: str, wording: Wording) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        *(({"environment": {name: "x"}}, "cannot be the name of a variable") for name in ("A=B", "")),
-        *(
-            ({"environment": {name: "x"}}, "a key has no line ends and no control characters")
-            for name in ("A\nB", "A\0B")
-        ),
-        ({"extra_args": ["--a\0b"]}, "a text has no control characters"),
-        ({"environment": {"A": "b\0"}}, "a text has no control characters"),
-        ({"volumes": ["/tmp\0:/x"]}, "a text has no control characters"),
+        *(({"environment": {name: "x"}}, f"'{name}'") for name in ("A=B", "")),
+        *(({"environment": {name: "x"}}, f"(got {name!r})") for name in ("A\nB", "A\0B")),
+        ({"extra_args": ["--a\0b"]}, r"(got '--a\x00b')"),
+        ({"environment": {"A": "b\0"}}, "environment.A"),
+        ({"volumes": ["/tmp\0:/x"]}, "volumes[0]"),
     ],
 )
-def test_no_program_is_given_a_nul_or_a_name_that_no_variable_can_have(given: dict[str, Any], problem: str) -> None:
+def test_no_program_is_given_a_nul_or_a_name_that_no_variable_can_have(
+    given: dict[str, Any], problem: str, wording: Wording
+) -> None:
     server = Server(template="simulated", variables=given)
-    assert problem in "".join(server_problems_of(scenario(server), {}))
+    told = "\n".join(server_problems_of(scenario(server), {}))
+    assert problem in told
+    wording(told)
 
 
 # A gateway in front of a server: one Compose file, started in order.

@@ -109,24 +109,30 @@ def test_in_the_web_ui_a_person_starts_and_ends_the_load(tmp_path: Path, wording
 @pytest.mark.parametrize(
     ("loads", "more", "given", "said"),
     [
-        ({"a": BASE, "b": BASE}, {}, {}, ["--load: required, because the scenario has 2 loads", "--load a or --load"]),
-        ({"a": BASE}, {}, {"load": "b"}, ["--load:", "has no load 'b'; known: a"]),
+        ({"a": BASE, "b": BASE}, {}, {}, ["--load: ", "--load a or --load"]),
+        ({"a": BASE}, {}, {"load": "b"}, ["--load:", "'b'"]),
         ({"a": STAGES}, {}, {},
-         ["loads.a.stages: the web UI has one number of users", "--load a@2 or --load a@4, or --headless"]),
+         ["loads.a.stages: ", "--load a@2 or --load a@4, or --headless"]),
         ({"a": {"user": "batch", "duration_s": 9}, "b": {"user": "batch", "duration_s": 9}},
-         {"mixes": {"both": ["a", "b"]}}, {"load": "both"}, ["--load: 'both' is a mix", "--load a or --load b"]),
-        ({"a": BASE}, {"prompts": {"tokenizer": "server"}}, {}, ["prompts.tokenizer: 'server' needs the running"]),
-        ({"a": BASE}, {}, {"headless": True}, ["--headless: needs --records"]),
-        ({"a": BASE}, {}, {"headless": True, "records": Path("/proc"), "workers": 2}, ["--workers: goes with the web"]),
-        ({"a": BASE}, {}, {"records": Path("nowhere")}, ["--records: nowhere is not a folder"]),
+         {"mixes": {"both": ["a", "b"]}}, {"load": "both"}, ["--load: 'both' ", "--load a or --load b"]),
+        ({"a": BASE}, {"prompts": {"tokenizer": "server"}}, {}, ["prompts.tokenizer: 'server' "]),
+        ({"a": BASE}, {}, {"headless": True}, ["--headless: ", "--records"]),
+        ({"a": BASE}, {}, {"headless": True, "records": Path("/proc"), "workers": 2}, ["--workers: "]),
+        ({"a": BASE}, {}, {"records": Path("nowhere")}, ["--records: nowhere "]),
     ],
 )  # fmt: skip
 def test_what_the_file_cannot_express_is_refused_by_name(
-    loads: dict[str, Any], more: dict[str, Any], given: dict[str, Any], said: list[str], tmp_path: Path
+    loads: dict[str, Any],
+    more: dict[str, Any],
+    given: dict[str, Any],
+    said: list[str],
+    tmp_path: Path,
+    wording: Wording,
 ) -> None:
     with pytest.raises(HarnessError) as caught:
         compose_file(prepared(tmp_path, loads, **more), **given)
     assert all(text in f"{caught.value.what} {caught.value.next_step}" for text in said), caught.value
+    wording(caught.value)
 
 
 def test_one_stage_alone_can_be_loaded_from_the_web_ui(tmp_path: Path) -> None:

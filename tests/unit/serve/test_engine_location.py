@@ -9,6 +9,7 @@ import pytest
 
 from harness.base.errors import ServerError
 from harness.serve.docker_engine import connect, engine_address, engine_shares_files
+from tests.support.wording import Wording
 
 
 def context(folder: Path, name: str, **endpoint: Any) -> None:
@@ -58,15 +59,21 @@ def test_the_socket_alone_is_mounted_into_a_container(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("variable", "value", "message", "next_step"),
     [
-        ("DOCKER_CONTEXT", "none", "the Docker context 'none' does not exist", "`docker context ls`"),
+        ("DOCKER_CONTEXT", "none", "'none'", "`docker context ls`"),
         ("DOCKER_CONTEXT", "broken", "Detected corrupted meta file for context broken", "`docker context ls`"),
-        ("DOCKER_CONTEXT", "gpubox", "the Docker Engine at ssh://ada@gpubox cannot be used", "with --url"),
-        ("DOCKER_HOST", "ssh://ada@gpubox", "the Docker Engine at ssh://ada@gpubox cannot be used", "with --url"),
-        ("DOCKER_HOST", "tcp://127.0.0.1:2375", "the Docker Engine at tcp://127.0.0.1:2375 cannot", "with --url"),
+        ("DOCKER_CONTEXT", "gpubox", "ssh://ada@gpubox ", "with --url"),
+        ("DOCKER_HOST", "ssh://ada@gpubox", "ssh://ada@gpubox ", "with --url"),
+        ("DOCKER_HOST", "tcp://127.0.0.1:2375", "tcp://127.0.0.1:2375 ", "with --url"),
     ],
 )
 def test_an_engine_that_is_not_of_this_machine_is_refused(
-    docker_config: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str, next_step: str
+    docker_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    message: str,
+    next_step: str,
+    wording: Wording,
 ) -> None:
     context(docker_config, "gpubox", Host="ssh://ada@gpubox")
     path = docker_config / "contexts/meta" / hashlib.sha256(b"broken").hexdigest() / "meta.json"
@@ -78,3 +85,4 @@ def test_an_engine_that_is_not_of_this_machine_is_refused(
     with pytest.raises(ServerError, match=message) as caught:
         connect()
     assert next_step in caught.value.next_step
+    wording(caught.value)

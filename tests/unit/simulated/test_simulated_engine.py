@@ -10,6 +10,7 @@ import pytest
 from harness.failures.diagnosis import explain
 from harness.simulated.__main__ import main
 from harness.simulated.engine import MEMORY, PRESETS, BlockPool, EngineConfig, Sequence, SimulatedEngine, block_hashes
+from tests.support.wording import Wording
 
 PLAIN = EngineConfig(
     step_base_s=1.0, step_per_sequence_s=0.1, prefill_per_token_s=0.01, enable_prefix_caching=False, max_model_len=1024,
@@ -192,15 +193,16 @@ def test_the_same_seed_gives_the_same_schedule_and_jitter_is_small() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
-        ({"jitter": -1.0}, "jitter must not be negative, got -1.0"),
-        ({"slowdown": 0.0}, "a step must take time"),
-        ({"max_model_len": 2048}, "tokens that can be stored in KV cache (1024)"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"jitter": -1.0}, "jitter"),
+        ({"slowdown": 0.0}, "step"),
+        ({"max_model_len": 2048}, "(1024)"),
     ],
 )
-def test_impossible_parameters_are_refused(changes: dict[str, object], text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
+def test_impossible_parameters_are_refused(changes: dict[str, object], text: str, wording: Wording) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
         engine(**changes)
+    wording(caught.value)
 
 
 # The preset reproduces the published numbers that it is fitted to.

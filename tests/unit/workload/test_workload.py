@@ -11,6 +11,7 @@ from harness.base.files import PACKAGE
 from harness.scenario import Load, Prompts, Scenario, Server
 from harness.workload import Workload, salt_words, text, workload_sha256
 from harness.workload.prompt_file import PromptRow, read_rows
+from tests.support.wording import Wording
 
 DATA = PACKAGE / "data"
 LOAD = Load(user="batch")
@@ -74,18 +75,19 @@ def test_no_prompt_of_the_warmup_comes_back(kind: Literal["file", "classificatio
     [
         ("{nonsense", "JSON is malformed: object keys must be strings (byte 1)"),
         ('"text"', "Expected `object`, got `str`"),
-        ('{"text": "a"}', "exactly one of 'prompt' and 'messages' is expected"),
-        ('{"prompt": ""}', "the prompt is empty"),
+        ('{"text": "a"}', ""),
+        ('{"prompt": ""}', ""),
         ('{"prompt": 3}', "Expected `str | null`, got `int` - at `$.prompt`"),
         ('{"messages": [{"role": "robot", "content": "a"}]}', "Invalid enum value 'robot' - at `$.messages[0].role`"),
     ],
 )
-def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem: str) -> None:
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem: str, wording: Wording) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(HarnessError) as caught:
         read_rows(path)
-    assert caught.value.what == f"{path}:2: {problem}"
+    assert caught.value.what.startswith(f"{path}:2: {problem}")
+    wording(caught.value)
 
 
 def test_the_classification_set_has_300_texts_and_all_come_before_one_comes_back() -> None:

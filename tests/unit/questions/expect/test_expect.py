@@ -343,27 +343,28 @@ FREE, TOTAL = ["--free", "76.45"], ["--total", "96"]
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (["--free", "1", "--total", "0"], "two sizes in GiB are expected"),
-        (["--free", "1", "--total", "inf"], "--total': a finite number is expected, got inf"),
-        ([*FREE, *TOTAL, "--kv-cache-dtype", "fp9"], "--kv-cache-dtype: 'fp9' is not known here; did you mean 'fp8'?"),
+        (["--free", "1", "--total", "0"], "GiB"),
+        (["--free", "1", "--total", "inf"], "--total"),
+        ([*FREE, *TOTAL, "--kv-cache-dtype", "fp9"], "'fp8'"),
         (FREE, "--free needs --total"),
-        (["--bits", "4"], "--bits goes with a size"),
-        (["m", "--active-params", "1B"], "--active-params goes with a size"),
-        (["acme/Big-30B-A3B"], "there is no config.json of 'acme/Big-30B-A3B'"),
-        (["1B", "--bits", "5"], "--bits: '5' is no type of weights"),
+        (["--bits", "4"], "--bits"),
+        (["m", "--active-params", "1B"], "--active-params"),
+        (["acme/Big-30B-A3B"], "'acme/Big-30B-A3B'"),
+        (["1B", "--bits", "5"], "--bits: '5' "),
         (["1B", "--active-params", "2B"], "--active-params: "),
-        (["1B", "--gpu", "RTX 4090"], "--gpu: 'RTX 4090' is not in the table"),
-        (["1B", "--gpu", "MI300X", "--measure"], "--measure does not go with"),
-        (["absent.gguf"], "absent.gguf: there is no such file"),
-        (["absent/model"], "there is no config.json of 'absent/model'"),
+        (["1B", "--gpu", "RTX 4090"], "--gpu: 'RTX 4090' "),
+        (["1B", "--gpu", "MI300X", "--measure"], "--measure"),
+        (["absent.gguf"], "absent.gguf: "),
+        (["absent/model"], "'absent/model'"),
         (["1B", "--gpu", "MI300X", "--measured", "nan"], "--measured"),
         (["1B", "--bandwidth", "0"], "--bandwidth"),
     ],
 )
-def test_questions_that_cannot_be_meant(tmp_path: Path, given: list[str], what: str) -> None:
+def test_questions_that_cannot_be_meant(tmp_path: Path, given: list[str], what: str, wording: Wording) -> None:
     done = harness("expect", *given, cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert what in done.err.splitlines()[0]
+    wording(done.err)
 
 
 def test_a_model_that_is_not_here_can_be_asked_for_by_its_size(tmp_path: Path) -> None:
