@@ -12,7 +12,7 @@ def test_a_measurement_that_fails_leaves_no_container() -> None:
     """There is no GPU here, or no torch in the image."""
     with pytest.raises(ServerError, match="^--measure: "):
         measure_gpu(BASE)
-    with pytest.raises(ServerError, match="is not on this machine") as caught:
+    with pytest.raises(ServerError, match="amd-llm-load-test/absent:1") as caught:
         measure_gpu("amd-llm-load-test/absent:1")
     assert caught.value.next_step == "docker pull amd-llm-load-test/absent:1"
     assert connect().containers.list(all=True, filters={"label": f"{RUN_LABEL}=expect"}) == []

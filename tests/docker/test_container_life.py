@@ -180,7 +180,7 @@ def test_a_program_that_the_image_lacks_is_named(client: docker.DockerClient, im
 def test_a_port_in_use_is_named(served: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=f"the port 127.0.0.1:{port} is in use already"), served(host_port=port):
+        with pytest.raises(ServerError, match=rf" 127\.0\.0\.1:{port} "), served(host_port=port):
             pass
 
 
@@ -192,7 +192,7 @@ def test_a_port_in_use_is_named(served: Served) -> None:
 )
 def test_never_ready_ends_in_time(served: Served) -> None:
     with (
-        pytest.raises(ServerError, match="did not become ready within 8 s; last seen at GET .*/health") as caught,
+        pytest.raises(ServerError, match=r" 8 s\b.* GET .*/health") as caught,
         served(timeout_s=8, extra_args=["--startup-s", 60]),
     ):
         pass

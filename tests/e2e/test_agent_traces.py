@@ -1,9 +1,6 @@
 """Recorded agents on the embedded engine: order, sub-agents, lengths, history, failures."""
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from harness.records.records import Request
 from harness.scenario import Load
@@ -18,12 +15,6 @@ from tests.support.agent_traces import (
 )
 from tests.support.load_runs import by_hand, driven
 from tests.support.simulated import spawned
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[str]:
-    with spawned("--preset", "instant", "--served-model-name", "m") as server:
-        yield server.url
 
 
 def replayed(folder: Path, url: str, path: Path, requests: int, users: int = 1, **trace: object) -> list[Request]:

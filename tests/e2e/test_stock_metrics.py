@@ -23,9 +23,9 @@ from harness.load.live_outputs import LATENCIES
 from harness.numbers.summarize import summarize
 from harness.serve.document import list_panels, make_prometheus_config
 from tests.support.command import PATIENCE_S, Done, called, until
+from tests.support.expositions import samples_of
 from tests.support.live_deltas import request
 from tests.support.load_runs import by_hand, end, log_of, start
-from tests.unit.load.test_live_outputs import samples_of
 
 
 def test_what_stock_locust_writes_is_what_was_recorded(tmp_path: Path, engine: str) -> None:

@@ -16,9 +16,8 @@ from harness.serve.facts import parse_log_lines
 from harness.serve.lifecycle import attach_to_server
 from harness.serve.template import render_server
 from tests.support.doubles.sglang import serving, text
-from tests.support.made_runs import server_problems_of
+from tests.support.made_runs import scenario_of, server_problems_of
 from tests.support.wording import Wording
-from tests.unit.serve.test_compose import scenario
 
 LOG = Path(__file__).parents[1] / "data" / "startup" / "sglang-cpu.txt"
 
@@ -101,5 +100,5 @@ def test_the_template_gives_flags_that_it_knows() -> None:
 def test_flags_that_the_template_sets_are_refused(wording: Wording) -> None:
     for words in (["--tp", "2"], ["--model", "x"]):
         server = Server(template="sglang-rocm", variables={"extra_args": words})
-        (problem,) = server_problems_of(scenario(server), {})
+        (problem,) = server_problems_of(scenario_of(server), {})
         wording(problem)

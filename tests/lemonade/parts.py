@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import requests
+import yaml
 from msgspec import Struct
 
 from harness.base.process import free_port
@@ -160,3 +161,23 @@ def _make_gpu(folder: Path) -> None:
     hub = folder / "home/.cache/huggingface/hub" / f"models--{str(QWEN3_4M).replace('/', '--')}" / "snapshots/x"
     hub.mkdir(parents=True)
     (hub / "config.json").write_text('{"quantization_config": {"quant_method": "none"}}')
+
+
+SCENARIO: dict[str, Any] = {
+    "version": 1,
+    "question": "How does a Lemonade that already runs answer?",
+    "model": "Gguf",
+    "servers": {"s": {"template": "lemonade"}},
+    "loads": {"four": {"user": "batch", "batch_size": 4, "requests": 12, "output_tokens": 8}},
+    "prompts": {"tokens": 20},
+    "warmup": {"requests": 1},
+    "repeats": 1,
+    "restart": False,
+}
+
+
+def write(folder: Path, **keys: Any) -> Path:
+    """A scenario of a Lemonade that runs already."""
+    path = folder / "attached.yaml"
+    path.write_text(yaml.safe_dump(SCENARIO | keys))
+    return path

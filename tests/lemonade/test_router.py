@@ -17,7 +17,7 @@ from harness.records.samples import fetch_metrics
 from harness.run.experiment import Target
 from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import accepts_connections, find_loaded, make_token_counter
-from tests.lemonade.test_attached import write
+from tests.lemonade.parts import write
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
 from tests.support.command import PATIENCE_S, harness

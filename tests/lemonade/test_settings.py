@@ -10,8 +10,7 @@ import requests
 from harness.numbers.summarize import summarize_data
 from harness.questions.findings.rules import RowFacts
 from harness.records.run_data import load
-from tests.lemonade.parts import Lemond
-from tests.lemonade.test_attached import write
+from tests.lemonade.parts import Lemond, write
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
 from tests.support.command import PATIENCE_S, harness

@@ -16,8 +16,7 @@ from harness.records.records import read_requests
 from harness.serve.lemonade import LemonadeMonitor
 from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import make_token_counter
-from tests.lemonade.parts import Lemond, versions
-from tests.lemonade.test_attached import write
+from tests.lemonade.parts import Lemond, versions, write
 from tests.real.conftest import Say
 from tests.real.parts import run_folder
 from tests.support.command import PATIENCE_S, harness

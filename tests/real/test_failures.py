@@ -126,7 +126,7 @@ def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Pat
     assert "to solve it: look for 'Out of memory' and for GPU faults in `dmesg`" in evidence
     told = [failed for failed in ran.summary.failures if failed.cause is not None]
     assert told != [] and {failed.id for failed in told} <= {"req.engine_dead", "req.disconnected", "req.refused"}
-    assert "1 of 2 planned cells are complete" in sentences(ran.manifest.reasons)
+    assert any("1 of 2 " in reason for reason in sentences(ran.manifest.reasons))
     assert "r1-s-more is not run: the server died" in ran.said
     good = [record for record in ran.records if record.error is None]
     cut = [record.error for record in ran.records if record.error is not None]

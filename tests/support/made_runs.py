@@ -80,6 +80,13 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario(**(values | changes))
 
 
+def scenario_of(server: Server, **loads: Load) -> Scenario:
+    """A scenario of one server."""
+    return Scenario(
+        version=1, question="q", model="org/model", servers={"s": server}, loads=loads or {"l": Load(user="chat")}
+    )
+
+
 def served_by(**changes: Any) -> ServedBy:
     values: dict[str, Any] = {
         "url": "http://127.0.0.1:8000",

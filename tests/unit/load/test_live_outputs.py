@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from harness.load.live_metrics import ALL, LiveNumbers, Observed, RequestInFlight
@@ -28,6 +27,7 @@ from harness.load.live_outputs import (
     whole_csv,
 )
 from harness.scenario.check_syntax import parse_check
+from tests.support.expositions import samples_of
 from tests.support.live_deltas import Worker, delta, request
 from tests.support.wording import Wording
 
@@ -43,15 +43,6 @@ def numbers_of(*requests: Any, slos: str = SLOS) -> LiveNumbers:
     numbers.add_delta("a", delta(counter, {"Chat": 2}))
     numbers.tick(3, Observed(None))
     return numbers
-
-
-def samples_of(text: str) -> dict[tuple[str, ...], float]:
-    """The samples of an exposition: by name and the values of labels."""
-    return {
-        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 REQUESTS = (

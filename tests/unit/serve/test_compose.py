@@ -33,7 +33,7 @@ from harness.serve.lint import list_notes
 from harness.serve.security import collect_secrets, find_exposures, require_consent
 from harness.serve.template import add_gateway, read_variables, render, templates
 from tests.support.load_runs import composed
-from tests.support.made_runs import server_problems_of
+from tests.support.made_runs import scenario_of, server_problems_of
 from tests.support.wording import Wording
 
 EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
@@ -43,12 +43,6 @@ NAMES = templates()
 def rendered(template: str, given: dict[str, Any] | None = None, model: str = "org/model") -> str:
     required = {"image": "any/engine:1"} if template == "openai" else {}
     return render(template, required | (given or {}), model=model, host_port=18000, groups=[44, 992])
-
-
-def scenario(server: Server, **loads: Load) -> Scenario:
-    return Scenario(
-        version=1, question="q", model="org/model", servers={"s": server}, loads=loads or {"l": Load(user="chat")}
-    )
 
 
 @pytest.mark.parametrize("template", NAMES)
@@ -156,7 +150,7 @@ def test_a_template_prints_declared_and_quoted_values_only(
     ],
 )
 def test_a_bad_server_is_refused_in_words(template: str, given: dict[str, Any], problem: str, wording: Wording) -> None:
-    told = "\n".join(server_problems_of(scenario(Server(template=template, variables=given)), {}))
+    told = "\n".join(server_problems_of(scenario_of(Server(template=template, variables=given)), {}))
     assert problem in told
     wording(told)
 
@@ -178,7 +172,7 @@ servers:
 """
     raw, lines = load_yaml(text, [])
     servers = {name: Server(**server) for name, server in raw["servers"].items()}
-    found = server_problems_of(msgspec.structs.replace(scenario(servers["s"]), servers=servers), lines)
+    found = server_problems_of(msgspec.structs.replace(scenario_of(servers["s"]), servers=servers), lines)
     assert [problem.partition(":")[0] for problem in found] == [
         "$.servers.s.variables.seed (line 5)",
         "$.servers.s.variables.extra_args[1] (line 8)",
@@ -212,7 +206,7 @@ HUB = "hf_abcdefgh12345678"
 def test_a_secret_that_is_written_out_is_refused_and_not_shown(
     given: dict[str, Any], at: str, name: str, wording: Wording
 ) -> None:
-    (problem,) = server_problems_of(scenario(Server(template="vllm-rocm", variables=given)), {})
+    (problem,) = server_problems_of(scenario_of(Server(template="vllm-rocm", variables=given)), {})
     assert str(at) in problem
     wording(problem)
     assert str(name) in problem
@@ -232,7 +226,7 @@ def test_a_secret_that_is_written_out_is_refused_and_not_shown(
     ],
 )  # fmt: skip
 def test_what_is_no_secret_is_let_through(given: dict[str, Any]) -> None:
-    assert server_problems_of(scenario(Server(template="vllm-rocm", variables=given)), {}) == []
+    assert server_problems_of(scenario_of(Server(template="vllm-rocm", variables=given)), {}) == []
 
 
 def test_what_must_not_be_in_a_log() -> None:
@@ -307,9 +301,9 @@ def test_a_secret_is_filled_in_at_the_start_and_never_rendered(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_test")
     server = Server(template="vllm-rocm", variables={"environment": {"MY_API_KEY": "${MY_API_KEY}"}})
-    text = composed(scenario(server))
+    text = composed(scenario_of(server))
     assert "hf_secret" not in text
-    compose = parse_compose(server_document(scenario(server), "s"))
+    compose = parse_compose(server_document(scenario_of(server), "s"))
     assert compose.server.environment["HF_TOKEN"] == "${HF_TOKEN-}"
     filled = fill_variables(compose, {"HF_TOKEN": "hf_secret", "MY_API_KEY": "k"})
     assert (filled.server.environment["HF_TOKEN"], filled.server.environment["MY_API_KEY"]) == ("hf_secret", "k")
@@ -452,16 +446,16 @@ def test_the_ipc_of_the_host_needs_consent() -> None:
 )  # fmt: skip
 def test_consent_is_given_in_the_scenario_and_shown(variables: dict[str, Any], code: Any, wording: Wording) -> None:
     server = Server(template="vllm-rocm", variables=variables)
-    (problem,) = server_problems_of(scenario(server), {})
+    (problem,) = server_problems_of(scenario_of(server), {})
     assert "needs consent" in problem and str(code) in problem
     wording(problem)
     agreed = msgspec.structs.replace(server, allow=[code])
-    assert server_problems_of(scenario(agreed), {}) == []
-    (note,) = list_notes(scenario(agreed))
+    assert server_problems_of(scenario_of(agreed), {}) == []
+    (note,) = list_notes(scenario_of(agreed))
     assert str(code) in note
     wording(note)
     with pytest.raises(ServerError) as caught:
-        require_consent(server, parse_compose(server_document(scenario(server), "s")))
+        require_consent(server, parse_compose(server_document(scenario_of(server), "s")))
     wording(caught.value)
 
 
@@ -470,7 +464,7 @@ def test_a_link_to_what_needs_consent_needs_it(tmp_path: Path) -> None:
     (tmp_path / "engine").symlink_to("/var/run/docker.sock")
     for name, code in (("models", "host-files"), ("engine", "docker-socket")):
         server = Server(template="simulated", variables={"volumes": [f"{tmp_path}/{name}:/x"]})
-        assert f"allow: [{code}]" in "".join(server_problems_of(scenario(server), {}))
+        assert f"allow: [{code}]" in "".join(server_problems_of(scenario_of(server), {}))
 
 
 @pytest.mark.parametrize(
@@ -500,7 +494,7 @@ def test_no_program_is_given_a_nul_or_a_name_that_no_variable_can_have(
     given: dict[str, Any], problem: str, wording: Wording
 ) -> None:
     server = Server(template="simulated", variables=given)
-    told = "\n".join(server_problems_of(scenario(server), {}))
+    told = "\n".join(server_problems_of(scenario_of(server), {}))
     assert problem in told
     wording(told)
 

@@ -13,7 +13,7 @@ import yaml
 from harness.base.errors import HarnessError
 from harness.questions.live import compose_file
 from harness.run.experiment import Experiment, prepare
-from harness.scenario import Gateway, Load, Scenario, Server, Warmup
+from harness.scenario import Gateway, Server, Warmup
 from harness.serve import template
 from harness.serve.compose_file import Service
 from harness.serve.document import docker_run
@@ -21,14 +21,8 @@ from harness.workload.job import Job, decode_job
 from tests.support.command import write
 from tests.support.faults import fault
 from tests.support.load_runs import composed
+from tests.support.made_runs import scenario_of
 from tests.support.wording import Wording
-
-
-def scenario(server: Server, **loads: Load) -> Scenario:
-    return Scenario(
-        version=1, question="q", model="org/model", servers={"s": server}, loads=loads or {"l": Load(user="chat")}
-    )
-
 
 BASE: dict[str, Any] = {"user": "batch", "requests": 10}
 STAGES: dict[str, Any] = {"user": "chat", "stages": [{"users": 2, "for_s": 3}, {"users": 4, "for_s": 5}]}
@@ -142,7 +136,7 @@ def test_one_stage_alone_can_be_loaded_from_the_web_ui(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("container", [True, False])
 def test_the_document_is_the_same_at_every_call(container: bool, wording: Wording) -> None:
-    given = scenario(Server(template="simulated", container=container))
+    given = scenario_of(Server(template="simulated", container=container))
     text = composed(given)
     assert text == composed(given)
     raw = yaml.safe_load(text)
@@ -156,7 +150,7 @@ def test_the_document_is_the_same_at_every_call(container: bool, wording: Wordin
 
 def test_the_load_generator_has_no_more_rights_than_it_needs(tmp_path: Path) -> None:
     for options in ({}, {"workers": 2}, {"headless": True, "records": tmp_path}):
-        services = yaml.safe_load(composed(scenario(Server(template="simulated")), **options))["services"]
+        services = yaml.safe_load(composed(scenario_of(Server(template="simulated")), **options))["services"]
         for name in services.keys() - {"server"}:
             service = services[name]
             assert (service["read_only"], service["tmpfs"], service["cap_drop"]) == (True, ["/tmp"], ["ALL"])
@@ -164,19 +158,19 @@ def test_the_load_generator_has_no_more_rights_than_it_needs(tmp_path: Path) -> 
 
 
 def test_headless_there_is_no_port_and_the_records_are_a_folder_of_the_host(tmp_path: Path) -> None:
-    text = composed(scenario(Server(template="simulated")), headless=True, records=tmp_path)
+    text = composed(scenario_of(Server(template="simulated")), headless=True, records=tmp_path)
     locust = yaml.safe_load(text)["services"]["locust"]
     assert "ports" not in locust and "--headless" in locust["command"]
     assert locust["volumes"] == [{"type": "bind", "source": str(tmp_path), "target": "/records"}]
     assert locust["user"] == f"{os.getuid()}:{os.getgid()}"
     assert job_in(text).requests_path == "/records/requests.jsonl"
     assert " docker compose up --exit-code-from locust; docker compose down\n" in text
-    lemonade = composed(scenario(Server(template="lemonade")), headless=True, records=tmp_path)
+    lemonade = composed(scenario_of(Server(template="lemonade")), headless=True, records=tmp_path)
     assert "docker compose run --rm locust; docker compose down\n" in lemonade
 
 
 def test_the_ports_of_the_document_are_those_asked_for() -> None:
-    given = scenario(Server(template="simulated", variables={"port": 9000, "host_port": 9001}, container=False))
+    given = scenario_of(Server(template="simulated", variables={"port": 9000, "host_port": 9001}, container=False))
     text = composed(given, ui_port=9099)
     services = yaml.safe_load(text)["services"]
     assert services["locust"]["ports"] == ["127.0.0.1:9099:8089"]
@@ -186,7 +180,7 @@ def test_the_ports_of_the_document_are_those_asked_for() -> None:
 
 
 def test_the_document_has_workers_beside_the_web_ui() -> None:
-    given = scenario(Server(template="simulated"))
+    given = scenario_of(Server(template="simulated"))
     raw = yaml.safe_load(composed(given, workers=2))
     assert list(raw["services"]) == ["server", "locust", "worker"]
     master, worker = raw["services"]["locust"], raw["services"]["worker"]
@@ -204,7 +198,7 @@ def test_the_document_has_workers_beside_the_web_ui() -> None:
 
 def test_with_a_gateway_the_load_generator_waits_for_it_and_the_head_names_both() -> None:
     server = Server(template="vllm-cpu", gateway=Gateway(template="litellm"))
-    text = composed(scenario(server))
+    text = composed(scenario_of(server))
     raw = yaml.safe_load(text)
     assert raw["services"]["locust"]["depends_on"] == {"gateway": {"condition": "service_healthy"}}
     assert raw["services"]["locust"]["command"][3:5] == ["--host", "http://gateway:4000"]
@@ -217,7 +211,7 @@ def test_with_a_gateway_the_load_generator_waits_for_it_and_the_head_names_both(
 @pytest.mark.parametrize("gateway", [None, Gateway(template="litellm")])
 def test_no_name_adds_to_the_document_or_is_obeyed_where_it_is_printed(gateway: Gateway | None) -> None:
     variables = {"environment": {"A": "\u202eb\u200b"}, "extra_args": ["\u2066c"]}
-    known = scenario(Server(template="vllm-cpu", variables=variables, gateway=gateway))
+    known = scenario_of(Server(template="vllm-cpu", variables=variables, gateway=gateway))
     names = [Path("s.yaml"), Path("s\nservices: {evil: {image: x}}\n\x9b2J\u202e.yaml")]
     texts = [compose_file(Experiment(path, known), "s") for path in names]
     assert all(text.replace("\n", "").isprintable() for text in texts)
@@ -233,7 +227,7 @@ def test_the_document_tells_that_no_group_was_found(monkeypatch: pytest.MonkeyPa
         ([44], "vllm-rocm", False),
     ):
         monkeypatch.setattr(template, "find_device_groups", lambda groups=groups: groups)
-        assert (note in composed(scenario(Server(template=template_name)))) is expected
+        assert (note in composed(scenario_of(Server(template=template_name)))) is expected
 
 
 def test_docker_run_has_what_the_service_has() -> None:
