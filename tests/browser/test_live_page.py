@@ -116,7 +116,7 @@ def test_the_form_proposes_the_scenario_and_shows_what_is_wrong(browser: webdriv
     users.send_keys("99999999")
     script(browser, "[...document.querySelectorAll('button')].find((b) => /^start/i.test(b.textContent)).click()")
     alert = wait(browser, "return document.querySelector('form [role=alert]')?.textContent")
-    assert alert == "--users: must be a whole number of 1 to 100,000 (got '99999999')."
+    assert alert.startswith("--users: ") and "'99999999'" in alert
     assert script(browser, "return document.querySelector('[role=tab]') === null"), "the form is still there"
     keep(browser, "live-form-refused")
     (status,) = complaints(browser)  # which the browser writes of every 4xx
@@ -320,7 +320,7 @@ def test_edit_changes_the_users_of_a_running_load_and_offers_nothing_else(
 
     edit("100001")
     alert = wait(browser, "return document.querySelector('main > [role=alert]')?.textContent")
-    assert alert == "--users: must be a whole number of 1 to 100,000 (got '100001')."
+    assert alert.startswith("--users: ") and "'100001'" in alert
     keep(browser, "live-edit-refused")
     edit("3")
     until(lambda: live_json(url)["users"] == 3)

@@ -2,6 +2,7 @@
 
 import gzip
 import pkgutil
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,18 +83,20 @@ def test_wrong_checks_are_refused(checks: list[str]) -> None:
 
 
 def test_checks_of_a_comparison_are_for_the_rows_of_the_other_runs(tmp_path: Path, wording: Wording) -> None:
-    """They may name a server that the baseline does not have; then the runs are unlike, and not the check."""
+    """They may name a server that the baseline does not have; then the runs have no row in common, and the check is right."""
     manifest = load_run(AFTER).manifest
     servers = {"renamed": manifest.scenario.servers["engine"]}
     cells = [replace(cell, server="renamed") for cell in manifest.cells]
-    write_run(tmp_path, replace(manifest, scenario=replace(manifest.scenario, servers=servers), cells=cells))
+    renamed = Path(shutil.copytree(AFTER, tmp_path / "renamed"))
+    write_run(renamed, replace(manifest, scenario=replace(manifest.scenario, servers=servers), cells=cells))
     with pytest.raises(HarnessError) as caught:
-        compare(BEFORE, tmp_path, checks=["engine/one-at-a-time: error_rate == 0"])
+        compare(BEFORE, renamed, checks=["engine/one-at-a-time: error_rate == 0"])
     assert "'engine'" in str(caught.value)
     wording(caught.value)
     with pytest.raises(HarnessError) as raised:
-        compare(BEFORE, tmp_path, checks=["renamed/one-at-a-time: error_rate == 0"])
-    assert "is not a server" not in str(raised.value)
+        compare(BEFORE, renamed, checks=["renamed/one-at-a-time: error_rate == 0"])
+    assert "after has renamed / one-at-a-time" in str(raised.value)
+    wording(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def four_gpus(root: Path, used_gib: tuple[int, ...] = (0, 3, 10, 18)) -> Path:
 def ignore(_line: str) -> None: ...
 
 
-def test_auto_becomes_a_number_and_says_why(tmp_path: Path, wording: Wording) -> None:
+def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
     lines: list[str] = []
     filled = resolve_auto(
         experiment_of(tmp_path, {"vllm": ROCM}), lines.append, strix_halo_carve_out(tmp_path / "root")
@@ -48,10 +48,13 @@ def test_auto_becomes_a_number_and_says_why(tmp_path: Path, wording: Wording) ->
     assert list(filled.computed) == ["servers.vllm.gpu_memory_utilization"] and formula.values["max_share"] == 0.92
     assert lines == [f"server 'vllm': gpu_memory_utilization {why} (the engine's default)"]
     assert '"--gpu-memory-utilization"\n      - "0.92"' in composed(filled.scenario, "vllm")
-    # With a local model, the memory that is left for it is shown.
+
+
+def test_with_a_local_model_the_size_of_its_kv_cache_is_shown(tmp_path: Path, wording: Wording) -> None:
+    lines: list[str] = []
     qwen3(tmp_path / "m")
     with_model = experiment_of(tmp_path, {"vllm": rocm(model_path=str(tmp_path / "m"))})
-    resolve_auto(with_model, lines.append, tmp_path / "root")
+    resolve_auto(with_model, lines.append, strix_halo_carve_out(tmp_path / "root"))
     (size,) = [line for line in lines if "788,480" in line and "802,528" in line]
     wording(size)
 

@@ -66,6 +66,9 @@ def test_doubtful_points_are_measured_twice(
     *_, last = capsys.readouterr().out.splitlines()
     assert " 10 " in last and " 500 " in last and " 0.1 ms" in last and " 50," in last
     wording(last)
+
+
+def test_a_machine_that_no_reading_trusts(wording: Wording) -> None:
     wording(describe_readings([make_point(10, error_p99_s=0.5)]))
 
 

@@ -440,7 +440,9 @@ def test_names_keep_words_of_a_key() -> None:
     for word in ("lemonade", "p4ss", "12345678"):
         register_secrets({word: True})
         assert masked(f"a {word}", "sure") == f"a {word}" and masked(f"a {word}", "known") == "a ***"
-    # What is named in the environment and is no secret is masked as a whole only.
+
+
+def test_what_is_named_in_the_environment_and_is_no_secret_is_masked_as_a_whole_only() -> None:
     register_secrets({"Qwen/Qwen3-0.6B": False})
     assert masked("Qwen/Qwen3-0.6B or Qwen/Qwen3-8B", "known") == "*** or Qwen/Qwen3-8B"
     assert masked("Qwen/Qwen3-0.6B", "sure") == "Qwen/Qwen3-0.6B"

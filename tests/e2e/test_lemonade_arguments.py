@@ -262,35 +262,48 @@ def test_a_load_of_which_no_request_fits(template: str, variables: dict[str, Any
     assert any("no request fits" in note for note in list_notes(made, 8)) != fits
 
 
-@pytest.mark.parametrize(
+CONTEXTS = pytest.mark.parametrize(
     ("engine", "limit", "fits"),
     [
         ("vllm", 5999, False), ("vllm", 6000, True), ("llama.cpp", 4000, True), ("llama.cpp", 3999, False),
         (None, 3999, False), (None, 5000, True), ("vllm", None, True),
     ],
 )  # fmt: skip
-def test_a_running_server_reports_its_context(
+LONG = Load(user="batch", output_tokens=2000)
+SHORT = Load(user="batch", prompts=Prompts(tokens=10), output_tokens=10)
+
+
+def on_running(swept: bool = False, **loads: Load) -> Scenario:
+    """Loads whose prompts have 4,000 tokens, unless they say otherwise."""
+    return Scenario(
+        version=1, question="q", model="m", servers={"s": Server(template="vllm-rocm")}, loads=loads,
+        prompts=Prompts(tokens=4000), swept=Sweep(loads={"l": SweepRow(of="l", settings={})}) if swept else None,
+    )  # fmt: skip
+
+
+@CONTEXTS
+def test_a_running_server_reports_its_context(engine: str | None, limit: int | None, fits: bool) -> None:
+    assert is_refused(on_running(l=LONG), Startup(engine=engine, max_model_len=limit)) != fits
+
+
+@CONTEXTS
+def test_a_sweep_runs_while_a_row_fits_and_the_others_are_named(
     engine: str | None, limit: int | None, fits: bool, wording: Wording
 ) -> None:
-    load, prompts = Load(user="batch", output_tokens=2000), Prompts(tokens=4000)
-    made = Scenario(
-        version=1, question="q", model="m", servers={"s": Server(template="vllm-rocm")}, loads={"l": load},
-        prompts=prompts,
-    )  # fmt: skip
     startup = Startup(engine=engine, max_model_len=limit)
-    assert is_refused(made, startup) != fits
-    # A sweep runs while a row fits, and the others are named.
-    short = replace(load, prompts=Prompts(tokens=10), output_tokens=10)
-    swept = replace(made, loads={"l": load, "short": short}, swept=Sweep(loads={"l": SweepRow(of="l", settings={})}))
+    swept = on_running(swept=True, l=LONG, short=SHORT)
     assert not is_refused(swept, startup)
     assert list(refuse_too_long(swept, swept.servers, swept.loads, startup)) == ([] if fits else ["l"])
-    wording(length_notes(swept, startup) or None)
     assert not any("under short" in note for note in length_notes(swept, startup))
-    # The document of a rag load is in each prompt.
+    if limit is not None:
+        wording(length_notes(swept, startup) or None)
+    assert is_refused(on_running(swept=True, l=LONG, more=LONG), startup) != fits
+
+
+@CONTEXTS
+def test_the_document_of_a_rag_load_is_in_each_prompt(engine: str | None, limit: int | None, fits: bool) -> None:
     rag = Load(user="rag", output_tokens=2000, rag=Rag(document_tokens=3900), prompts=Prompts(tokens=100))
-    assert is_refused(replace(made, loads={"l": rag}), startup) != fits
-    both = replace(swept, loads={"l": load, "more": load})
-    assert is_refused(both, startup) != fits
+    assert is_refused(on_running(l=rag), Startup(engine=engine, max_model_len=limit)) != fits
 
 
 def test_notes_on_lemonades_queue_and_on_an_override_of_the_gpu(wording: Wording) -> None:

@@ -91,6 +91,9 @@ def test_a_limit_in_words(wording: Wording) -> None:
     [(_, why)] = limits_with_lags(four(clock="read"), LOAD, loop_lag_p99_s=0.0123)
     assert " 12.3 ms" in sentence(why) and " 5 ms" in sentence(why)
     wording(why)
+
+
+def test_a_limit_is_of_the_numbers_that_it_names() -> None:
     one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot", "wall"])
     assert limited_fields(["wall", "ttft", "tpot"], [one]) == ["wall", "tpot"]
 

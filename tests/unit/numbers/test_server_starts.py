@@ -95,7 +95,9 @@ def test_kv_caches_of_different_sizes_are_told_before_the_verdicts(tmp_path: Pat
     text = render(comparison_page(compared))
     assert text.index("KV cache") < text.index("- a / x")
     assert {d.key for d in compared.differences} == {"servers.*.startup.kv_cache_tokens"}
-    # Of a run whose servers differ in their cache.
+
+
+def test_servers_of_a_run_whose_kv_caches_differ_are_noted(tmp_path: Path, wording: Wording) -> None:
     half, whole = serving({"kv_cache_tokens": 50_000}), serving()
     write_made_run(tmp_path / "run", served=lambda cell: (half if cell.server == "a" else whole)(cell))
     (note,) = [note for note in sentences(summarize(tmp_path / "run").notes) if "KV cache" in note]

@@ -111,7 +111,7 @@ def two_runs(folder: Path) -> None:
     write_made_run(folder / "runs" / "new", lambda cell: 9 + 0.01 * cell.repeat, served=lambda _: other)
 
 
-def test_a_comparison_of_runs(tmp_path: Path, wording: Wording) -> None:
+def test_each_gate_of_a_comparison_has_its_outcome(wording: Wording) -> None:
     def verdict(word: str) -> Verdict:
         refused = because("run_error", "<because> & so on")
         return Verdict(
@@ -126,6 +126,9 @@ def test_a_comparison_of_runs(tmp_path: Path, wording: Wording) -> None:
     assert [word for word, _ in outcomes] == ["passed", "failure", "skipped", "skipped", "skipped"]
     assert "<because> & so on" in outcomes[1][1]
     wording(outcomes[1][1])
+
+
+def test_a_comparison_of_runs(tmp_path: Path, wording: Wording) -> None:
     two_runs(tmp_path)
     checks = ("--check", "output_tok_s >= 2 * baseline", "--check", "wall <= 1.2 * baseline")
     done = called("compare", "old", "new", "--about", "version", "--format", "junit", *checks, cwd=tmp_path)
@@ -146,14 +149,26 @@ def test_a_comparison_of_runs(tmp_path: Path, wording: Wording) -> None:
     properties = properties_of(done.out)
     assert properties["differs.servers.*.version"] == f"old: {served_by().version}; new: 0.30"
     assert (properties["baseline"], properties["side.1"], "method" in properties) == ("old", "new", True)
-    for form, check, code, shown in (
-        ("terminal", "wall <= 0.5 * baseline", 4, "- FAILED wall <= 0.5 * baseline: a / x: 9.03 s, 0.9 times the "),
-        ("markdown", "ttft_p95 <= baseline", 5, "- **inconclusive**: `ttft_p95 <= baseline`: a / x: needs 130 "),
+
+
+@pytest.mark.parametrize(
+    ("form", "check", "code", "shown"),
+    [
+        ("terminal", "wall <= 0.5 * baseline", 4, "wall <= 0.5 * baseline: a / x: 9.03 s"),
+        ("markdown", "ttft_p95 <= baseline", 5, "`ttft_p95 <= baseline`: a / x: needs 130 "),
         ("json", "wall <= 0.5 * baseline", 4, '"code": "broken"'),
-    ):
-        options = ("--about", "version", "--check", check, "--format", form)
-        done = called("compare", "old", "new", *options, cwd=tmp_path)
-        assert (done.code, shown in done.out) == (code, True), done
+    ],
+)
+def test_each_format_shows_the_checks_of_a_comparison(
+    tmp_path: Path, form: str, check: str, code: int, shown: str, wording: Wording
+) -> None:
+    two_runs(tmp_path)
+    options = ("--about", "version", "--check", check, "--format", form)
+    done = called("compare", "old", "new", *options, cwd=tmp_path)
+    assert done.code == code
+    assert shown in done.out
+    if form != "json":
+        wording([line for line in done.out.splitlines() if check in line and line.startswith("- ")])
 
 
 @pytest.mark.parametrize(
