@@ -83,7 +83,7 @@ def test_wrong_checks_are_refused(checks: list[str]) -> None:
 
 
 def test_checks_of_a_comparison_are_for_the_rows_of_the_other_runs(tmp_path: Path, wording: Wording) -> None:
-    """They may name a server that the baseline does not have; then the runs have no row in common, and the check is right."""
+    """They may name a server that the baseline does not have; then no row is in common, and the check is right."""
     manifest = load_run(AFTER).manifest
     servers = {"renamed": manifest.scenario.servers["engine"]}
     cells = [replace(cell, server="renamed") for cell in manifest.cells]
