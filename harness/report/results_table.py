@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.base import units
 from harness.base.measured import PERCENTILES, TAIL_PERCENTILES, Numbers, median_of_known
@@ -396,9 +397,10 @@ def schedule_table(summary: Summary, run: Run) -> list[Grid]:
 
 def time_table(summary: Summary) -> list[Grid]:
     """Where the time of each row's requests went; none if no server reports it."""
-    return _detail_grid(
-        "times", "Where the time goes, mean of each request", TIME, [(row, row) for row in summary.rows]
-    )
+    title = "Where the time goes, mean of each request"
+    grids = _detail_grid("times", title, TIME, [(row, row) for row in summary.rows])
+    names = {column.key for grid in grids for column in grid.columns}
+    return [replace(grid, title="What limits each row") for grid in grids] if names == {"row", "limit"} else grids
 
 
 def machine_table(summary: Summary) -> list[Grid]:

@@ -13,7 +13,7 @@ from harness.base.units import count
 from harness.failures.diagnosis import FailedRequests
 from harness.numbers.comparison import Comparison, Verdict
 from harness.numbers.summary import ENOUGH, Row, RunFinding, Summary
-from harness.numbers.validity import DEATHS, RESTARTS
+from harness.numbers.validity import BROKEN, DEATHS, RESTARTS
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
 from harness.report.elements import Bullet, Paragraph, pasted_parts
@@ -95,7 +95,8 @@ def validity(summary: Summary, run: Run) -> tuple[str, str]:
     if summary.valid:
         failed = sum(row.failed is not None for row in summary.rows)
         result = f"; {failed} of {count(len(summary.rows), 'row')} failed, which is their result" if failed else ""
-        return "VALID", f"all conditions of a trustworthy measurement held{result}"
+        doubted = ", but for the numbers with ‡" if any(row.client_limited for row in summary.rows) else ""
+        return "VALID", f"all conditions of a trustworthy measurement held{doubted}{result}"
     if summary.valid is None:
         return "UNCHECKED", (
             "an imported file does not show whether the load generator kept up, the server stayed up and the tokens "
@@ -223,15 +224,24 @@ def failure_sentences(summary: Summary) -> list[str]:
     groups: dict[tuple[str, str | None, str], list[FailedRequests]] = defaultdict(list)
     for failed in summary.failures:
         groups[failed.kind, failed.id, _NUMBER.sub("#", failed.cause or failed.message)].append(failed)
-    return list(map(_failure_sentence, groups.values()))
+    dead = {
+        (cell.server, cell.load) for cell in summary.cells if any(problem.code in DEATHS for problem in cell.problems)
+    }
+
+    def is_of_death(rows: Sequence[FailedRequests]) -> bool:
+        return rows[0].kind in BROKEN and all((row.server, row.load) in dead for row in rows)
+
+    return [_failure_sentence(rows, is_dead=is_of_death(rows)) for rows in groups.values()]
 
 
-def _failure_sentence(rows: list[FailedRequests]) -> str:
+def _failure_sentence(rows: list[FailedRequests], *, is_dead: bool) -> str:
     first = rows[0]
     counts = ", ".join(f"{row.server} / {row.load}: {count(row.count, 'request')}" for row in rows)
     repeated = not first.message or first.message[-20:] in (first.cause or "")
     message = "" if repeated else f'. Message: "{first.message}"'
     cause = "nothing known of it" if first.cause is None else f"{first.cause}; to solve it: {first.fix}"
+    if is_dead:
+        cause, message = "the server had died", ""
     return f"{counts} ({first.kind}): {cause}{message}"
 
 

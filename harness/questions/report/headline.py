@@ -23,6 +23,7 @@ from harness.questions.soak import soak_answer
 from harness.records.manifest import QUICK, Run
 from harness.report import words
 from harness.report.comparisons import gates_answer, largest_effect, levels_by_server, short_row_names, speedup_answer
+from harness.report.elements import LIMITED
 from harness.report.sentences import death_answer
 from harness.report.verdict_text import format_speedup, undecided_text
 from harness.scenario import asks_known
@@ -53,7 +54,8 @@ def _why_unanswered(summary: Summary, run: Run) -> str:
     if summary.soaks or death_answer(summary, run):
         return ""
     if run.status in _CUT:
-        return "No answer: the run did not come to its end."
+        is_failed = run.status == "failed" and bool(run.reasons)
+        return f"No answer: {sentence(run.reasons[0])}." if is_failed else "No answer: the run did not come to its end."
     if summary.valid is not False or run.status == "live":
         return ""
     why = next((reason.text for reason in summary.reasons), "")
@@ -259,15 +261,16 @@ def _measurements_answer(rows: Sequence[Row]) -> str:
 
 
 def _describe_numbers(row: Row) -> str:
-    numbers = row.pooled
+    numbers, limited = row.pooled, row.client_limited
     parts = [f"{units.seconds(numbers.wall)} wall time"] if numbers.wall is not None else []
     if numbers.output_tok_s is not None:
-        parts.append(f"{units.significant(numbers.output_tok_s)} tok/s")
+        parts.append(f"{units.significant(numbers.output_tok_s)}{LIMITED if 'output_tok_s' in limited else ''} tok/s")
     elif numbers.input_tok_s is not None:
         parts.append(f"{units.significant(numbers.input_tok_s)} prompt tok/s")
     for name, sample in (("TTFT", numbers.ttft), ("E2E", numbers.e2e)):
         if sample.p50 is not None:
-            parts.append(f"median {name} {units.milliseconds(sample.p50)}\u00a0ms")
+            mark = LIMITED if name.lower() in limited else ""
+            parts.append(f"median {name} {units.milliseconds(sample.p50)}{mark}\u00a0ms")
             break
     if parts:
         return ", ".join(parts)
