@@ -13,12 +13,14 @@ import msgspec
 from locust import task
 from locust.exception import StopUser
 
-from harness.load.openai_api import Tools
+from harness.load.openai_api import Answer, Tools
 from harness.load.sequencer import Work
 from harness.load.user import LLMUser
+from harness.records.records import CUT, ReplayedConversation
 from harness.scenario.behaviour import AgentTrace
 from harness.workload import Message
 from harness.workload.agent_traces.conversation import MAX_AGENTS, Conversation, TraceStep
+from harness.workload.agent_traces.prefix_reuse import PrefixCache, planned_tokens
 from harness.workload.agent_traces.replay_plan import ConversationReplay, DueStep, Lap, lap_at
 from harness.workload.agent_traces.step_messages import StepMessages, answer_tokens
 from harness.workload.agent_traces.trace_index import read_conversation
@@ -51,7 +53,9 @@ class AgentTraceUser(LLMUser):
 
     def replay(self, conversation: Conversation, trace: AgentTrace, lap: Lap, lap_number: int) -> None:
         kept = fit_of(conversation, trace).kept
+        root = lap_number * MAX_AGENTS
         replay = ConversationReplay(conversation, kept, delay_rule(trace), lap.offset)
+        cache, unfilled = PrefixCache(conversation), replay.begun_agents
         salt = f"{self.salt} {lap.repetition}" if lap.repetition else self.salt
         messages = StepMessages(conversation, self.seed, salt, self.words)
 
@@ -61,11 +65,18 @@ class AgentTraceUser(LLMUser):
             if self.over():
                 return []
             step = conversation.steps[due.number]
-            work = prepared(self.take()[0], step, messages)
+            fills_cache = step.agent in unfilled  # the first request after a start inside the trace fills the cache
+            unfilled.discard(step.agent)
+            work = prepared(self.take(fills_cache=fills_cache)[0], conversation, step, messages, cache)
             tools = Tools(step.tools, "auto") if step.tools else None
-            number = lap_number * MAX_AGENTS + step.agent
-            answer = self.ask(work, conversation=number, turn=step.index + 1, tools=tools)
-            return replay.end(step.number, time.monotonic(), failed=answer.error is not None)
+            following: list[DueStep] = []
+
+            def note_end(answer: Answer) -> None:
+                if answer.error not in CUT:
+                    following.extend(replay.end(step.number, time.monotonic(), failed=answer.error is not None))
+
+            self.ask(work, conversation=root + step.agent, turn=step.index + 1, tools=tools, on_answer=note_end)
+            return following
 
         def follow(due: list[DueStep]) -> None:
             """Send steps, and all that follow them."""
@@ -75,13 +86,35 @@ class AgentTraceUser(LLMUser):
                 if due:
                     self.at_once([partial(follow, [step]) for step in due])
 
-        follow(replay.start(time.monotonic()))
+        try:
+            follow(replay.start(time.monotonic()))
+        finally:
+            if cache.prompts or not kept:  # else the load ended before its first request
+                self.note_replay(replayed(root, lap, replay))
         if not kept:
             self.pause(_NOTHING_FITS_S)
 
 
-def prepared(work: Work, step: TraceStep, messages: StepMessages) -> Work:
+def replayed(root: int, lap: Lap, replay: ConversationReplay) -> ReplayedConversation:
+    counts = replay.counts()._asdict()
+    return ReplayedConversation(conversation=root, place=lap.place, repetition=lap.repetition, **counts)
+
+
+def prepared(
+    work: Work, conversation: Conversation, step: TraceStep, messages: StepMessages, cache: PrefixCache
+) -> Work:
     """Return the request of a step."""
     tokens, is_exact = answer_tokens(step)
     work = work.with_messages(cast(list[Message], messages.of(step)))
-    return msgspec.structs.replace(work, max_tokens=tokens, exact_length=is_exact)
+    continues = step.continues if step.continues in cache else None
+    plan = planned_tokens(conversation, step, cache.add(step))
+    return msgspec.structs.replace(
+        work,
+        max_tokens=tokens,
+        exact_length=is_exact,
+        step=step.number,
+        agent=step.agent,
+        continues=continues,
+        planned_prompt_tokens=plan.prompt,
+        planned_cached_tokens=plan.cached,
+    )

@@ -366,7 +366,7 @@ class LoadProcess:
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
             asked_tokens=self._asked_tokens(work),
             fixed_length=self._has_exact_length(work) and not exchange.embeddings,
-            asked_prompt_tokens=workload.prompt_tokens(index) if is_planned else None,
+            asked_prompt_tokens=workload.prompt_tokens(index) if is_planned else work.planned_prompt_tokens,
             tool_calls=None if tools is None else len(answer.calls),
             tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
             answer_valid=check.valid,

@@ -23,7 +23,7 @@ from harness.base.redact import masked
 from harness.load.live_metrics import RequestInFlight
 from harness.load.reader import IdleQueue
 from harness.load.sequencer import Work
-from harness.records.records import KNOWN_FINISHES, ProcessMark, Request
+from harness.records.records import KNOWN_FINISHES, ProcessMark, ReplayedConversation, Request
 from harness.scenario.workers import MACHINE
 from harness.workload.job import Job, cells_of, in_flight_file, loads_of
 
@@ -189,6 +189,7 @@ class Recorder:
         self._cells = [cell for cell, _ in cells_of(job)] if job.load_name else ["by-hand"]  # of stages, or of a mix
         self._stage = 0  # the last measured one
         self._sent_of = [0] * len(self._cells)
+        self._replays_of: dict[int, list[ReplayedConversation]] = {}  # by load
         self._recorded_of = [0] * len(self._cells)
         self._health_by_stage: dict[int, dict[str, float | None]] = {}  # of stages that are over
         self._pid = os.getpid()
@@ -220,6 +221,9 @@ class Recorder:
                 self._health_by_stage[self._stage] = self.health.end_mark_fields()
                 self.health, self._stage = Health(), work.stage
             self.health.begin()
+
+    def note_replay(self, replayed: ReplayedConversation, load: int = 0) -> None:
+        self._replays_of.setdefault(load, []).append(replayed)
 
     def add(self, request: Request, cell_number: int = 0) -> None:
         self._recorded_of[cell_number] += 1
@@ -322,6 +326,7 @@ class Recorder:
             "left_s": None if self.unmeasured_s is None else self.unmeasured_s[stage],
             "users": None if self.users is None else self.users[load],
             "users_gone": None if self.users is None else self.users_gone[load],
+            "replays": self._replays_of.get(load),
             "cpu_s": time.process_time() - self._cpu_s,
             **(self.health.end_mark_fields() if stage == self._stage else self._health_by_stage.get(stage, {})),
         }

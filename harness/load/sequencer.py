@@ -87,6 +87,13 @@ class Work(msgspec.Struct, frozen=True):
     conversation: int | None = None
     turn: int | None = None
     batch: int | None = None
+    # Of a replayed trace, as in the record; `planned_prompt_tokens`: the tokens of the prompt, where it has no text.
+    step: int | None = None
+    agent: int | None = None
+    planned_cached_tokens: int | None = None
+    continues: int | None = None
+    planned_prompt_tokens: int | None = None
+    fills_cache: bool = False  # it fills the cache for others: never measured
     again: bool = False
     follows: bool = False  # it follows an earlier request of its group and has no due time of its own
     tools: Tools | None = None
@@ -206,11 +213,12 @@ class Sequencer:
             counts.loads[load].users += 1
             return self._quotas[load].shard.global_number(counts.loads[load].users - 1)
 
-    def take(self, max_slots: int = 1, load: int = 0) -> list[Work]:
+    def take(self, max_slots: int = 1, load: int = 0, *, fills_cache: bool = False) -> list[Work]:
         """Return the next `max_slots` slots, of one phase and in order: one burst, or one conversation.
 
         Return none if no slot is left, or if it is too early for the next (see `early`). Groups of the warm-up are
         never shortened, so that the server has the full concurrency. The last measured group is shortened to the quota.
+        `fills_cache`: the request fills the cache for others. Its slot is one of the warm-up, also in the measurement.
         """
         now_s = time.monotonic()
         quota, self.early[load] = self._quotas[load], False
@@ -218,6 +226,8 @@ class Sequencer:
             self._start_next_stage(counts, now_s)
             if counts.started_s is None:
                 counts.started_s = now_s
+            if fills_cache:
+                return self._take_cache_fill(counts, now_s, load)
             if counts.measured_s is None:
                 if self._is_warming_up(counts, now_s):
                     return self._take_warmup(counts, now_s, max_slots, load)
@@ -249,6 +259,12 @@ class Sequencer:
             own.arrived += 1
         own.measured_taken += number
         return [Work("measured", quota.shard.index_at(first + i), due_s, counts.stage, load) for i in range(number)]
+
+    def _take_cache_fill(self, counts: Counts, now_s: float, load: int) -> list[Work]:
+        own, requests, remaining_s = counts.loads[load], self._requests[load], self._left_s(counts)
+        if (requests is not None and own.measured_taken >= requests) or (remaining_s is not None and remaining_s <= 0):
+            return []
+        return [msgspec.structs.replace(work, fills_cache=True) for work in self._take_warmup(counts, now_s, 1, load)]
 
     def _take_warmup(self, counts: Counts, now_s: float, max_slots: int, load: int) -> list[Work]:
         quota, own, due_s = self._quotas[load], counts.loads[load], None
@@ -283,7 +299,8 @@ class Sequencer:
         otherwise it would begin with first turns only. Such a turn may also start the measured time.
         """
         duration_s = self._durations_s[work.stage]
-        if duration_s is None or self._quotas[work.load_number].schedule is not None or work.phase == "measured":
+        is_open = self._quotas[work.load_number].schedule is not None
+        if duration_s is None or is_open or work.phase == "measured" or work.fills_cache:
             return work
         now_s = time.monotonic()
         with self._locked_counts() as counts:

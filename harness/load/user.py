@@ -38,7 +38,7 @@ from harness.load.client import Client
 from harness.load.locust_plugin import generator_of
 from harness.load.openai_api import Answer, Tools
 from harness.load.sequencer import Work
-from harness.records.records import CUT
+from harness.records.records import CUT, ReplayedConversation
 from harness.scenario import Load, behaviour
 from harness.scenario.behaviour import Abandon
 from harness.workload import Message, text
@@ -144,12 +144,12 @@ class LLMUser(User):
         """Return a text for the start of requests. It begins with the cell's salt: no cache has it of another cell."""
         return " ".join(filter(None, [self._process.loads[self.load_number].salt, self.text(tokens, place)]))
 
-    def take(self, max_slots: int = 1) -> list[Work]:
+    def take(self, max_slots: int = 1, *, fills_cache: bool = False) -> list[Work]:
         """Return the next requests to send: one to `max_slots`. If none is left, wait for the end of the user.
 
         They follow each other in the sequence. So requests that are taken together (a burst, a conversation) are the
         same in every run, however long answers take. Requests that were taken before and never sent, for example
-        after an exception in the task, are given up.
+        after an exception in the task, are given up. `fills_cache`: the request fills the cache and is never measured.
         """
         self._give_up_unsent()
         try:
@@ -159,7 +159,7 @@ class LLMUser(User):
             raise StopUser from None
         max_slots = 1 if self.load.trace is not None else max_slots  # each row of a trace has its own due time
         while self._state != LOCUST_STATE_STOPPING:
-            taken = self._process.sequencer.take(max_slots, self.load_number)
+            taken = self._process.sequencer.take(max_slots, self.load_number, fills_cache=fills_cache)
             if taken:
                 self._unsent = {work.index: work for work in taken}
                 self._stage, due_s = taken[0].stage, taken[0].due_s
@@ -187,19 +187,21 @@ class LLMUser(User):
         again: bool = False,
         leave: Abandon | None = None,
         tools: Tools | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
     ) -> Answer:
         """Send one request, after the messages of `history`, and wait for its answer.
 
         `answer.error` is None if it succeeded, and `abandoned` if the user left (see `leave`). `again`: it repeats the
         question of the previous request. `tools` are offered to the model; its calls are in `answer.calls`.
-        Raises ValueError if the request was sent before.
+        `on_answer` gets the answer before the pause that follows a rejection. Raises ValueError if the request was sent
+        before.
         """
         messages = [*history, *work.messages] if history else work.messages
         prepared = self._prepare(
             work, messages=messages, conversation=conversation, turn=turn, batch=batch, again=again, leave=leave,
             tools=tools,
         )  # fmt: skip
-        return self._send(prepared)
+        return self._send(prepared, on_answer)
 
     def begin(self, work: Work) -> None:
         """Send one request without waiting for its answer."""
@@ -226,7 +228,7 @@ class LLMUser(User):
         own = {"user_class": self.user_class or type(self).__name__, "user": self.number, "follows": follows}
         return msgspec.structs.replace(self._process.sequencer.when_sent(work), **own, **fields)
 
-    def _send(self, work: Work) -> Answer:
+    def _send(self, work: Work, on_answer: Callable[[Answer], None] | None = None) -> Answer:
         client = self._idle_clients.pop() if self._idle_clients else self._process.create_client(self.load_number)
         in_flight_of = self._process.recorder.in_flight_of
         in_flight_of[work.user_class] += 1
@@ -235,12 +237,18 @@ class LLMUser(User):
         finally:
             in_flight_of[work.user_class] -= 1
         self._idle_clients.append(client)
+        if on_answer is not None:
+            on_answer(answer)
         unanswered = answer.error in ("connect", "rejected") or (answer.error == "disconnect" and answer.status is None)
         # In an open loop the next arrival is another user, which does not wait: only the rest of a conversation or
         # burst does.
         if unanswered and (work.due_s is None or self._unsent):
             self.pause(max(_NO_ANSWER_PAUSE_S, answer.retry_after_s or 0.0))
         return answer
+
+    def note_replay(self, replayed: ReplayedConversation) -> None:
+        """Store what became of a conversation of a trace."""
+        self._process.recorder.note_replay(replayed, self.load_number)
 
     def ask_all(self, works: Sequence[Work]) -> list[Answer]:
         """Send all requests at once and wait for the last answer."""

@@ -132,7 +132,12 @@ class Rows:
     item: Floats
     own_word: Floats  # 1 or 0
     foreign_user: Floats
+    conversation: Floats
     turn: Floats
+    step: Floats
+    agent: Floats
+    planned_cached_tokens: Floats
+    continues: Floats
     retry_after_s: Floats
     load: Words
     error: Words
@@ -323,6 +328,7 @@ _NUMBERS = (
     "asked_tokens", "asked_prompt_tokens", "reasoning_chunks", "tool_chunks", "tool_calls", "tool_calls_valid",
     "vectors", "answer_valid", "answer_right", "item", "own_word", "foreign_user", "turn", "retry_after_s",
     "first_text_s", "unread",
+    "conversation", "step", "agent", "planned_cached_tokens", "continues",
 )  # fmt: skip
 
 

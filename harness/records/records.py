@@ -121,6 +121,12 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     conversation: Whole | None = None  # index of its first request: those of one conversation follow each other
     turn: Count | None = None  # place in the conversation
     batch: Whole | None = None  # index of the first request of its burst
+    # Of a replayed trace: the number of the step in its conversation, its agent (0: the root), and how many tokens of
+    # the prompt a cache without bounds could have (None: not known).
+    step: Count | None = None
+    agent: Count | None = None
+    planned_cached_tokens: Count | None = None
+    continues: Count | None = None  # number of an earlier step that was sent: this prompt starts with its whole prompt
     again: bool = False  # the question before, asked once more: the user wants another answer
     scheduled_s: Seconds | None = None  # when the plan wanted it sent (negative: sent late); None in a closed loop
     resent: bool = False  # the server was closing the kept connection: sent again on a new one, within this record
@@ -185,6 +191,26 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     message: str | None = None  # what the error was, shortened; never the model's output
 
 
+class ReplayedConversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """What became of the steps of a conversation that a load replayed. Each step is in exactly one of the counts."""
+
+    conversation: Count  # that of its requests, without the number of the agent
+    place: Count  # in the trace
+    repetition: Count = 0  # 0: it was replayed for the first time
+    before_start: Count = 0  # recorded before the start inside the conversation: not sent
+    too_long: Count = 0  # left out for the context, with those that depend on them
+    ended: Count = 0
+    failed: Count = 0
+    open: Count = 0  # not ended, or not sent, because the load ended
+    not_sent: Count = 0  # they depend on a step that failed
+    delays_s: Duration = 0.0  # as recorded, of steps that were due
+    removed_s: Duration = 0.0  # of these delays, by the load's limits
+
+    @property
+    def is_whole(self) -> bool:
+        return self.ended > 0 and not (self.before_start or self.too_long or self.failed or self.open or self.not_sent)
+
+
 class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One line of processes.jsonl: the start or the end of a load process.
 
@@ -206,6 +232,7 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     left_s: Duration | None = None  # measured time left when it was asked to stop (end only); None: no time is set
     users: Count | None = None  # that it had in total (end only); None: their number changes with the stages
     users_gone: Count | None = None  # that ended before they were asked to (end only)
+    replays: list[ReplayedConversation] | None = None  # (end only); None: the load replays no conversations
     cpu_s: Duration | None = None  # CPU time of the process since its start mark (end only)
     # Highest share of one core over any 5 s from the first measured request on; over the time from there to the end
     # where that is between 1 and 5 s (end only). A lifetime's mean would hide a few seconds of saturation.

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from harness.records.records import Request
+import pytest
+
+from harness.records.records import ReplayedConversation, Request, read_marks
 from harness.scenario import Load
 from harness.scenario.behaviour import AgentTrace
 from tests.support.agent_traces import (
@@ -13,6 +15,7 @@ from tests.support.agent_traces import (
     write_document,
     write_rows,
 )
+from tests.support.command import PATIENCE_S
 from tests.support.load_runs import by_hand, driven
 from tests.support.simulated import spawned
 
@@ -21,6 +24,12 @@ def replayed(folder: Path, url: str, path: Path, requests: int, users: int = 1, 
     replay = AgentTrace(file=path.name, delay_scale=0.01, **trace)  # type: ignore[arg-type]
     load = Load(user="agent_trace", users=users, requests=requests, output_tokens=12, agent_trace=replay)
     return driven(folder, url, load, trace_file=str(path))
+
+
+def replays_of(folder: Path) -> list[ReplayedConversation]:
+    """What became of the conversations, in their order."""
+    marks = [mark for mark in read_marks(folder / "processes.jsonl") if mark.event == "end"]
+    return sorted((one for mark in marks for one in mark.replays or ()), key=lambda one: one.conversation)
 
 
 def test_sub_agents_run_in_parallel_and_the_parent_waits_for_them(tmp_path: Path, engine: str) -> None:
@@ -35,6 +44,13 @@ def test_sub_agents_run_in_parallel_and_the_parent_waits_for_them(tmp_path: Path
     assert min(sent[one, 1], sent[other, 1]) >= ends[root, 1]
     assert sent[root, 2] >= max(ends[one, 2], ends[other, 1])
     assert {(r.asked_tokens, r.output_tokens, r.fixed_length) for r in records} == {(10, 10, True)}
+    assert {(r.step, r.agent) for r in records} == {(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2)}
+    planned = {r.step: (r.asked_prompt_tokens, r.planned_cached_tokens) for r in records if r.agent != 2}
+    assert planned[0] == (9, 0) and planned[1] == (17, 8) and planned[2] == (21, 16) and planned[4] == (14, 8)
+    assert sum(r.planned_cached_tokens or 0 for r in records) == 40  # the sub-agents' first prompts share 8 of their 12
+    (replay,) = replays_of(tmp_path)
+    assert replay.is_whole and (replay.ended, replay.delays_s) == (6, 12.0)
+    assert replay.removed_s == pytest.approx(11.88)
     lengths = {(r.conversation, r.turn): r.prompt_tokens for r in records}
     overhead = (lengths[root, 1] or 0) - 9
     assert [lengths[root, 2], lengths[root, 3], lengths[one, 2]] == [17 + overhead, 21 + overhead, 14 + overhead]
@@ -52,6 +68,18 @@ def test_recorded_texts_and_their_tools_are_sent_and_the_answers_stop_by_themsel
     }
     assert by_conversation == dict.fromkeys((0, 1000), [(1, 12, False), (2, 12, False), (3, 9, False)])
     assert {record.tool_calls for record in records} == {0}
+    expected = {1: (0, None), 2: (None, 0), 3: (None, 1)}
+    assert all((r.planned_cached_tokens, r.continues) == expected[r.turn or 0] for r in records)
+
+
+def test_what_the_end_of_the_load_cuts_is_open_and_not_failed(tmp_path: Path, engine: str) -> None:
+    path = write_rows(tmp_path / "e.jsonl", edge_rows())
+    replay = AgentTrace(file=path.name, max_delay_s=PATIENCE_S, delay_scale=1000)
+    load = Load(user="agent_trace", users=1, duration_s=1, drain_s=0, output_tokens=12, agent_trace=replay)
+    (record,) = driven(tmp_path, engine, load, trace_file=str(path))
+    (one,) = replays_of(tmp_path)
+    assert record.error is None
+    assert (one.ended, one.failed, one.open, one.not_sent) == (1, 0, 2, 0)
 
 
 def test_a_repetition_has_a_salt_and_other_conversations_follow(tmp_path: Path, engine: str) -> None:
@@ -66,6 +94,8 @@ def test_after_a_failed_step_the_next_conversation_is_replayed(tmp_path: Path) -
     path = write_rows(tmp_path / "e.jsonl", [*edge_rows(), *edge_rows("house")])
     with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "503@2") as server:
         records = replayed(tmp_path, server.url, path, 4)
+    states = [(one.place, one.ended, one.failed, one.not_sent, one.open) for one in replays_of(tmp_path)]
+    assert states == [(0, 1, 1, 1, 0), (1, 1, 1, 1, 0)]
     assert [(r.conversation, r.turn, r.error) for r in records] == [
         (0, 1, None), (0, 2, "rejected"), (1000, 1, None), (1000, 2, "rejected")]  # fmt: skip
 
@@ -73,6 +103,7 @@ def test_after_a_failed_step_the_next_conversation_is_replayed(tmp_path: Path) -
 def test_steps_that_do_not_fit_are_not_sent(tmp_path: Path, engine: str) -> None:
     path = write_document(tmp_path / "w.json", weka_with_sub_agents())
     records = replayed(tmp_path, engine, path, 6, context_tokens=23)
+    assert [(one.ended, one.too_long, one.is_whole) for one in replays_of(tmp_path)] == [(3, 3, False)] * 2
     assert [(r.conversation, r.turn) for r in records] == [(0, 1), (1, 1), (2, 1), (1000, 1), (1001, 1), (1002, 1)]
 
 
@@ -88,5 +119,21 @@ def test_stock_locust_replays_a_trace(tmp_path: Path, engine: str) -> None:
 def test_a_start_inside_the_trace_sends_only_what_was_recorded_after_it(tmp_path: Path, engine: str) -> None:
     path = write_document(tmp_path / "w.json", weka_with_sub_agents())
     records = replayed(tmp_path, engine, path, 4, start=[0.2, 0.2])
-    assert [(r.conversation, r.turn) for r in records] == [(1, 2), (0, 2), (0, 3), (1000, 1)]  # then from the start
-    assert [r.error for r in records] == [None] * 4
+    fills = [r for r in records if r.phase == "warmup"]  # the first of each agent that was at work
+    assert sorted((r.conversation, r.turn) for r in fills) == [(0, 2), (1, 2)]
+    measured = [(r.conversation, r.turn) for r in records if r not in fills]
+    assert measured[:2] == [(0, 3), (1000, 1)] and sorted(measured[2:]) == [(1001, 1), (1002, 1)]
+    assert [r.error for r in records] == [None] * 6
+    first, second = replays_of(tmp_path)
+    assert (first.before_start, first.ended, first.is_whole) == (3, 3, False)
+    assert (second.conversation, second.repetition, second.ended, second.open) == (1000, 1, 3, 3)
+
+
+def test_two_load_processes_store_their_conversations(tmp_path: Path, engine: str) -> None:
+    path = write_rows(tmp_path / "e.jsonl", [row for name in "abcd" for row in edge_rows(name)])
+    replay = AgentTrace(file=path.name, delay_scale=0)
+    load = Load(user="agent_trace", users=2, processes=2, requests=12, output_tokens=2, agent_trace=replay)
+    driven(tmp_path, engine, load, trace_file=str(path))
+    replays = replays_of(tmp_path)
+    assert sum(one.ended for one in replays) == 12 and [one.place for one in replays][:2] == [0, 1]
+    assert {one.conversation % 1000 for one in replays} == {0}

@@ -42,10 +42,10 @@ class ReplayCounts(NamedTuple):
     too_long: int  # left out for the context, with those that depend on them
     ended: int
     failed: int
-    open: int  # due or sent, without an end
-    not_sent: int  # they depend on a step that failed, or that has not ended
-    removed_s: float  # of the delays of sent steps
-    delays_s: float  # as recorded, of sent steps
+    open: int  # due or sent without an end, or they depend on such a step
+    not_sent: int  # they depend on a step that failed
+    removed_s: float  # of the delays of steps that were due
+    delays_s: float  # as recorded, of steps that were due
 
 
 class ConversationReplay:
@@ -102,6 +102,11 @@ class ConversationReplay:
         return [self._release(other, at_s, self._steps[other].delay_s) for other in ready]
 
     @property
+    def begun_agents(self) -> set[int]:
+        """The agents whose first step in this replay continues what was recorded before its start."""
+        return {self._steps[number].agent for number in self._before_start}
+
+    @property
     def is_over(self) -> bool:
         """Whether no step is open. Then none will be: a step is released when the last that it waits for has ended."""
         return not self._open
@@ -112,8 +117,8 @@ class ConversationReplay:
             too_long=len(self._left_out),
             ended=len(self._ended),
             failed=len(self._failed),
-            open=len(self._open),
-            not_sent=len(self._aborted) + len(self._waiting),
+            open=len(self._open) + len(self._waiting),
+            not_sent=len(self._aborted),
             removed_s=self._removed_s,
             delays_s=self._delays_s,
         )

@@ -123,7 +123,7 @@ def test_a_start_inside_the_trace_sends_what_was_recorded_after_it(with_sub_agen
     sent = replayed(replay, recorded(with_sub_agents))
     assert [number for number, _ in sent] == [4, 1, 2]
     assert [at_s for _, at_s in sent] == pytest.approx([1.6, 7.35, 14.35])
-    assert (replay.counts().before_start, replay.counts().ended) == (3, 3)
+    assert (replay.counts().before_start, replay.counts().ended, replay.begun_agents) == (3, 3, {0, 1, 2})
 
 
 def test_a_start_inside_a_trace_without_times_is_at_a_step(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_step_ends_once(with_sub_agents: Conversation, wording: Wording) -> No
         with pytest.raises(ValueError, match=str(number)) as caught:
             replay.end(number, 2.0)
         wording(caught.value)
-    assert not replay.is_over and replay.counts()[2:6] == (1, 0, 2, 3)
+    assert not replay.is_over and replay.counts()[2:6] == (1, 0, 5, 0)  # three steps wait for the two open ones
 
 
 def test_laps_go_through_the_trace_and_repeat_it_with_another_number() -> None:
