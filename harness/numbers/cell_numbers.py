@@ -201,21 +201,17 @@ def _answered(cell: CellData) -> list[tuple[CellData, Rows, Bools]]:
 
 def _rates(cell: CellData, good: Rows) -> dict[str, Any]:
     """The window of one cell and the rates in it, as fields of Numbers; empty where there is no such time."""
-    rows = cell.counted
-    if not len(rows):
+    window_s = _window_s(cell)
+    if window_s is None or window_s <= 0:
         return {}
     prompts = np.concatenate([answered_rows.prompt_tokens[inside] for _, answered_rows, inside in _answered(cell)])
     if cell.window_s is None:
-        window_s = float((rows.sent_s + rows.ended_s).max()) - float(rows.sent_s.min())
         tokens, ended = float(np.nansum(good.output_tokens)), len(good)
         window: dict[str, Any] = {"window": "wall", "wall": window_s}
         cut_chunks = float(cell.rows.chunks[cell.rows.measured & cell.rows.error.is_in("abandoned")].sum())
     else:
-        window_s = cell.window_s[1] - cell.window_s[0]
         ended, window = len(prompts), {"window": "timed"}
         tokens, cut_chunks = tokens_inside(cell, cell.window_s)
-    if window_s <= 0:
-        return {}
     chunks, carried = _carried([good])
     if chunks:  # a chunk of a request that was cut has about as many tokens as the others
         tokens += cut_chunks * carried / chunks
@@ -227,6 +223,30 @@ def _rates(cell: CellData, good: Rows) -> dict[str, Any]:
         "input_tok_s": float(prompts.sum()) / window_s if len(good) and not np.isnan(prompts).any() else None,
         "requests_per_s": ended / window_s,
     }
+
+
+def uncached_tok_s(cell: CellData) -> float | None:
+    """Prompt tokens that came from no cache, of the requests that ended inside the window / window.
+
+    None where the server reports no cached tokens. One that reports some leaves them out where they are 0.
+    """
+    inside = [rows.where(answered) for _, rows, answered in _answered(cell)]
+    prompts = np.concatenate([rows.prompt_tokens for rows in inside])
+    cached = np.concatenate([rows.cached_tokens for rows in inside])
+    window_s = _window_s(cell)
+    if not window_s or np.isnan(prompts).any() or np.isnan(cached).all():
+        return None
+    return float((prompts - np.nan_to_num(cached)).sum()) / window_s
+
+
+def _window_s(cell: CellData) -> float | None:
+    """The seconds that the rates of a cell refer to; None without a request."""
+    rows = cell.counted
+    if not len(rows):
+        return None
+    if cell.window_s is not None:
+        return cell.window_s[1] - cell.window_s[0]
+    return float((rows.sent_s + rows.ended_s).max()) - float(rows.sent_s.min())
 
 
 def tokens_inside(cell: CellData, window_s: tuple[float, float]) -> tuple[float, float]:

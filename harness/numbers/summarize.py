@@ -29,6 +29,7 @@ from harness.numbers.latencies import latency_sample
 from harness.numbers.load_generator import client_errors, client_limits, limited_fields, with_client_errors
 from harness.numbers.other_clients import find_other_clients
 from harness.numbers.prefill import prefill_tok_s
+from harness.numbers.replays import replay_numbers
 from harness.numbers.schedule import load_kind, schedule_kept, summarize_warmup
 from harness.numbers.summary import BadFields, CellSummary, Reference, Row, Summary
 from harness.numbers.time_split import common_limit, limited_by, mean_split, time_split, timed_others
@@ -544,6 +545,9 @@ def _summarize_rows(
             limited_by=common_limit([cell.limited_by for cell in row_cells]),
             turns=turn_numbers([data.cells[cell.id] for cell in row_cells]) if is_agent else [],
             isolation=isolation_of([data.cells[cell.id] for cell in row_cells]),
+            replay=replay_numbers(
+                [data.cells[cell.id] for cell in row_cells], [data.marks.get(cell.id, []) for cell in row_cells]
+            ),
         )
         if _knows_cached(run, row):
             row = replace(row, prefill_tok_s=prefill_tok_s([data.cells[cell.id] for cell in row_cells]))

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from harness.base.measured import Numbers
+from harness.base.measured import NO_SAMPLE, Distribution, Numbers
 from harness.base.reason import Reason
 from harness.base.versions import FORMAT_VERSION
 from harness.failures.diagnosis import FailedRequests
@@ -125,6 +125,58 @@ class TurnNumbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ttft_p50: float | None = None  # seconds
 
 
+class StepRange(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Some steps of a replayed trace: means over the successful requests. None: not known."""
+
+    first: int  # of the steps of an agent, from 1; or of the tokens of a prompt
+    last: int
+    requests: int
+    prompt_tokens: float | None = None  # as the server counts them: new + cached + recomputed
+    new_tokens: float | None = None  # no cache could have them
+    cached_tokens: float | None = None  # that the server had in its cache
+    recomputed_tokens: float | None = None  # a cache without bounds had them, and the server computed them
+    ttft_p50: float | None = None  # seconds
+    ttft_p90: float | None = None  # None: fewer than 64 requests
+
+
+class CacheHits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Prompt tokens that a prefix cache could have, and those that the server's had, of the requests that have both."""
+
+    requests: int
+    prompt_tokens: int  # as the server counts them
+    planned: int  # tokens that a cache without bounds could have
+    served: int  # those of them that the server took from its cache, of each request at most the planned ones
+    beyond: int  # further tokens that it took from its cache: of the chat template, or of other conversations
+    # Tokens that the chat template adds to a prompt, the same for all; None: they differ, so `planned` is scaled by the
+    # ratio of the counted tokens to the planned ones, or the trace has text instead of tokens.
+    template_tokens: int | None = None
+    is_scaled: bool = False
+
+
+class ReplayNumbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a replay of a trace showed: its steps, conversations and cache hits. Steps of the warm-up count as steps."""
+
+    conversations: int  # that were replayed, in whole or in part
+    whole: int  # those of which every step was sent and answered
+    ended: int  # steps; each step of these conversations is in one of the six counts
+    failed: int
+    not_sent: int  # they depend on a failed step
+    too_long: int  # left out for the context, with those that depend on them
+    before_start: int  # recorded before the start inside the conversation
+    open: int  # not ended, or not sent, because the load ended
+    delays_s: float  # as recorded, of steps that were due
+    removed_s: float  # of these delays, by the load's limits
+    # Of the conversations that were replayed whole, without a step in the warm-up: the time from the first request to
+    # the last answer, the time of it in which a request was in flight, and the rest: the tools' time.
+    duration: Distribution = NO_SAMPLE
+    served: Distribution = NO_SAMPLE
+    tools: Distribution = NO_SAMPLE
+    by_step: list[StepRange] = []
+    by_depth: list[StepRange] = []  # by tokens of the prompt
+    uncached_tok_s: float | None = None  # prompt tokens without cached ones, as `input_tok_s`; median over the cells
+    hits: CacheHits | None = None  # None: no request has both numbers
+
+
 class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server under one load, all repeats. The run-level values are the sample of a verdict."""
 
@@ -147,6 +199,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     limited_by: LimitedBy | None = None  # the limit of more than half of its cells
     turns: list[TurnNumbers] = []  # of agents
     isolation: Isolation | None = None  # of users who have a word of their own
+    replay: ReplayNumbers | None = None  # of a load that replays a trace of agents
     # Uncached prompt tokens / TTFT, both means, of the requests that had no other in flight until their first token;
     # None: most had, the tokens are not known, or it is more than the hardware allows.
     prefill_tok_s: float | None = None
