@@ -16,7 +16,6 @@ from locust.exception import StopUser
 from harness.load.openai_api import Answer, Tools
 from harness.load.sequencer import Work
 from harness.load.user import LLMUser
-from harness.records.records import CUT, ReplayedConversation
 from harness.scenario.behaviour import AgentTrace
 from harness.workload import Message
 from harness.workload.agent_traces.conversation import MAX_AGENTS, Conversation, TraceStep
@@ -72,7 +71,7 @@ class AgentTraceUser(LLMUser):
             following: list[DueStep] = []
 
             def note_end(answer: Answer) -> None:
-                if answer.error not in CUT:
+                if answer.error != "unfinished":
                     following.extend(replay.end(step.number, time.monotonic(), failed=answer.error is not None))
 
             self.ask(work, conversation=root + step.agent, turn=step.index + 1, tools=tools, on_answer=note_end)
@@ -90,14 +89,9 @@ class AgentTraceUser(LLMUser):
             follow(replay.start(time.monotonic()))
         finally:
             if cache.prompts or not kept:  # else the load ended before its first request
-                self.note_replay(replayed(root, lap, replay))
+                self.note_replay(replay.outcome(root, lap))
         if not kept:
             self.pause(_NOTHING_FITS_S)
-
-
-def replayed(root: int, lap: Lap, replay: ConversationReplay) -> ReplayedConversation:
-    counts = replay.counts()._asdict()
-    return ReplayedConversation(conversation=root, place=lap.place, repetition=lap.repetition, **counts)
 
 
 def prepared(

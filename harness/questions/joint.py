@@ -12,7 +12,8 @@ from harness.numbers import validity
 from harness.numbers.summarize import Summarized, has_only_summary, read_summary, summarize_with_counts
 from harness.numbers.summary import Summary
 from harness.questions import soak, switching
-from harness.questions.agents import turn_answers
+from harness.questions.agents.replay import replay_answers
+from harness.questions.agents.turns import turn_answers
 from harness.questions.crossover.decide import setting_answers
 from harness.questions.findings.decide import with_findings
 from harness.questions.same_answers.decide import same_answers
@@ -29,7 +30,11 @@ def with_answers(analysis: Summarized) -> Summarized:
         answers = [*setting_answers(run, working, summary.cells), *switching.switching_answers(data, summary.cells)]
     added = replace(
         summary,
-        answers=answers or turn_answers(summary.rows, run.scenario.loads),
+        answers=answers
+        or [
+            *turn_answers(summary.rows, run.scenario.loads),
+            *replay_answers(summary.rows, run.scenario.loads),
+        ],
         soaks=soak.soak_results(data),
         same_answers=same_answers(data) if is_valid else [],
     )

@@ -14,7 +14,8 @@ from harness.base.command_line import command_line
 from harness.base.reason import Reason, sentence
 from harness.numbers.summarize import Summarized
 from harness.numbers.summary import Summary
-from harness.questions.agents import turn_tables
+from harness.questions.agents.replay import replay_elements
+from harness.questions.agents.turns import turn_tables
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.capacity.record import CapacityReport, read_capacity
 from harness.questions.isolation import isolation_elements
@@ -106,6 +107,7 @@ def run_page(
             *([] if data is not None or searched.tune is not None else _variables_of_servers(run)),
             *([] if data is None else html_parts.servers_differ(run)),
         ]),
+        Section("replay", "Replay of the trace", replay_elements(summary), is_titled=True),
         _verdicts(summary, run, charted=data is not None),
         Section("details", "Details", html_parts.folded_details(details, machine) if data else [*details, *machine]),
         Section("errors", "Errors", failures(summary) or ([_NO_ERRORS] if data is not None else [])),

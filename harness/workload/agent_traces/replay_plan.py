@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
+from harness.records.records import ReplayedConversation
 from harness.workload.agent_traces.context_fit import dependents, with_dependents
 from harness.workload.agent_traces.conversation import Conversation, TraceStep
 
@@ -100,6 +101,11 @@ class ConversationReplay:
         self._ended.add(number)
         ready = [other for other in self._following.get(number, ()) if other in self._waiting and self._is_ready(other)]
         return [self._release(other, at_s, self._steps[other].delay_s) for other in ready]
+
+    def outcome(self, conversation: int, lap: "Lap") -> ReplayedConversation:
+        """Return what became of the steps, as it is stored. `conversation`: its number in the records of requests."""
+        counts = self.counts()._asdict()
+        return ReplayedConversation(conversation=conversation, place=lap.place, repetition=lap.repetition, **counts)
 
     @property
     def begun_agents(self) -> set[int]:
