@@ -17,7 +17,7 @@ from harness.base.reason import Reason, because
 from harness.engines.flags import group_words, without_options
 from harness.numbers.comparison import Difference
 from harness.numbers.summary import Row
-from harness.records.manifest import DEFINITIONS, CellRun, Run, ServedBy, UnlikeError
+from harness.records.manifest import DEFINITIONS, CellRun, KeptSteps, Run, ServedBy, UnlikeError
 
 # Keys that differ as a consequence of another one: two images also have two versions.
 IMPLIED_DIFFERENCES = {
@@ -38,7 +38,7 @@ _IGNORED_SCENARIO_KEYS = (
 )  # fmt: skip
 _IGNORED_SERVER_KEYS = ("startup_timeout_s", "allow")
 _IGNORED_HOST_CONFIG_KEYS = ("NetworkMode", "PortBindings")
-_NEVER_EXCUSED = ("workload_sha256", "simulated")  # must be equal in every comparison
+_NEVER_EXCUSED = ("workload_sha256", "kept_steps", "simulated")  # must be equal in every comparison
 # A difference in these is no reason to refuse. The commit also changes when results are committed, and `versions` has a
 # checksum of the code that measures. The load does not depend on the number of machines that send it.
 SHOWN_ONLY = ("git_commit", "load_machines")
@@ -166,7 +166,7 @@ def _excused_keys(about: str | None, differing: Sequence[str]) -> set[str]:
     """The keys that a comparison about `about` allows to differ, including implied ones."""
     if about is None:
         return set()
-    direct = {key for key in differing if _contains_steps(key, about) and key not in _NEVER_EXCUSED}
+    direct = {key for key in differing if _contains_steps(key, about) and key.rpartition(".")[2] not in _NEVER_EXCUSED}
     causes = {step for key in direct for step in key.split(".")} & IMPLIED_DIFFERENCES.keys()
     implied = [name for cause in causes for name in IMPLIED_DIFFERENCES[cause]]
     return direct | {key for key in differing if any(_contains_steps(key, name) for name in implied)}
@@ -180,12 +180,14 @@ def _contains_steps(key: str, name: str) -> bool:
 def collect_facts(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """The manifest as flat keys, most telling first, for these rows (server, load). Random values are left out."""
     scenario = msgspec.to_builtins(run.scenario)
+    loads = dict.fromkeys(load for _, load in rows)
     facts: dict[str, Any] = {
+        **{f"loads.{load}.kept_steps": _kept_text(run.kept_steps[load]) for load in loads if load in run.kept_steps},
         "workload_sha256": run.workload_sha256,
         "simulated": run.simulated,
         "model": run.scenario.model,
     }
-    for load in dict.fromkeys(load for _, load in rows):
+    for load in loads:
         flatten(f"loads.{load}", scenario["loads"][load], facts)
         if (digest := run.locustfiles.get(run.scenario.loads[load].user)) is not None:
             facts[f"loads.{load}.locustfile"] = digest
@@ -204,6 +206,10 @@ def collect_facts(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     if run.origin is None:
         facts["load_machines"] = 1 if run.workers is None else run.workers.machines
     return facts
+
+
+def _kept_text(steps: KeptSteps) -> str:
+    return f"{steps.kept:,} of {steps.total:,} ({steps.sha256[:8]})"
 
 
 def _served_facts(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:

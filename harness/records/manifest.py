@@ -246,6 +246,14 @@ class Resumption(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     again: list[str] = []  # cells whose earlier attempt was incomplete or not valid
 
 
+class KeptSteps(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The steps of a trace that fit into the context that its load names: a replay sends no others."""
+
+    kept: Whole
+    total: Whole
+    sha256: str  # of the kept steps
+
+
 class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """run.json."""
 
@@ -261,6 +269,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scenario_name: str  # file name without its ending
     scenario: Scenario  # resolved, with defaults filled in
     workload_sha256: str
+    kept_steps: dict[str, KeptSteps] = {}  # by load that replays a trace of agents
     order: list[str] = []  # cell ids as planned
     cells: list[CellRun] = []  # cells that were started, in that order
     machine: Machine

@@ -29,7 +29,7 @@ from harness.machine.gpus import read_machine
 from harness.numbers.summarize import summarize_with_counts, with_checks, write_reference
 from harness.numbers.summary import Reference, Summary
 from harness.records.directory import INPUTS, prepare_folder, release_space
-from harness.records.manifest import CellRun, Run, RunKind, ServedBy, Status, write_run
+from harness.records.manifest import CellRun, KeptSteps, Run, RunKind, ServedBy, Status, write_run
 from harness.run.experiment import Experiment, input_files, locustfile_sources
 from harness.run.progress import OnEnd, Progress
 from harness.scenario import Scenario, locustfile_of, models_of_loads
@@ -37,7 +37,7 @@ from harness.scenario.plan import Cell
 from harness.serve.docker_engine import get_engine_version
 from harness.serve.facts import find_ignored_settings
 from harness.serve.lifecycle import refuse_absent_models
-from harness.workload import workload_sha256
+from harness.workload import agent_traces, workload_sha256
 from harness.workload.job import read_api_key
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
@@ -231,6 +231,10 @@ def manifest_of(
         scenario_name=name,
         scenario=scenario,
         workload_sha256=workload_sha256(scenario, folder),
+        kept_steps={
+            name: KeptSteps(kept=totals.fit.kept_steps, total=totals.steps, sha256=totals.fit.kept_sha256)
+            for name, totals in agent_traces(scenario, folder).items()
+        },
         order=[cell.id for cell in cells],
         machine=read_machine(docker=get_engine_version() if needs_docker(experiment) else None),
         versions=versions,

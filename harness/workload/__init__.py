@@ -23,7 +23,7 @@ from harness.scenario import (
     requests_per_task,
 )
 from harness.scenario.behaviour import Lengths, Pairs, length_at, read_length_file
-from harness.workload.agent_traces.trace_totals import trace_totals
+from harness.workload.agent_traces.trace_totals import TraceTotals, trace_totals
 from harness.workload.prompt_file import Message as Message
 from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Replay, cached_replay, sha256_of
@@ -323,14 +323,14 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
         digest.update(b"tokens counted by the server" if tokenizer == SERVER_TOKENIZER else b"tokens counted")
     files = {prompts_of(scenario, load).file for load in scenario.loads.values()}
     rows_of = {file: read_rows(folder / file) if file else [] for file in files}
+    traces = agent_traces(scenario, folder)
     for name, load in sorted(scenario.loads.items()):
         digest.update(msgspec.json.encode([name, scenario.seed, _load_parameters(load, scenario.prompts)]))
         if load.trace is not None:
             digest.update(msgspec.json.encode(_trace_parameters(load.trace, scenario.seed, folder)))
             continue
-        if load.agent_trace is not None:
-            totals = trace_totals(folder.resolve() / load.agent_trace.file, load.agent_trace)
-            digest.update(msgspec.json.encode([totals.sha256, totals.fit.kept_sha256]))
+        if name in traces:
+            digest.update(msgspec.json.encode([traces[name].sha256, traces[name].fit.kept_sha256]))
             continue
         prompts, lengths = prompts_of(scenario, load), pairs_of(load.output_tokens, folder)
         rows, pairs = rows_of[prompts.file], pairs_of(prompts.tokens, folder)
@@ -342,6 +342,15 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
         if any(row.max_tokens is not None for row in rows) or not isinstance(load.output_tokens, int):
             digest.update(msgspec.json.encode([workload.output_tokens(index) for index in range(count)]))
     return digest.hexdigest()
+
+
+def agent_traces(scenario: Scenario, folder: Path) -> dict[str, TraceTotals]:
+    """Return the sums of the trace of each load that replays one. Raises HarnessError."""
+    return {
+        name: trace_totals(folder.resolve() / load.agent_trace.file, load.agent_trace)
+        for name, load in scenario.loads.items()
+        if load.agent_trace is not None
+    }
 
 
 def pairs_of(lengths: int | Lengths, folder: Path) -> Pairs:
@@ -368,7 +377,6 @@ def _load_parameters(load: Load, prompts: Prompts) -> Any:
         "in_flight",
         "agent",
         "rag",
-        "agent_trace",
         "stages",
         "omit",
         "model",
@@ -376,4 +384,7 @@ def _load_parameters(load: Load, prompts: Prompts) -> Any:
     shape |= {key: value for key in behaviour if (value := getattr(load, key))}
     shape |= {} if load.arrivals is None else {"arrivals": load.arrivals}
     shape |= {"own_words": True} if asks_own_words(load, prompts) else {}
+    if load.agent_trace is not None:  # what is in its file, and which steps fit, is in the hash by itself
+        plain = {"file": "", "context_tokens": None, "characters_per_token": None}
+        shape["agent_trace"] = msgspec.structs.replace(load.agent_trace, **plain)
     return msgspec.to_builtins(shape)

@@ -33,7 +33,7 @@ def _answer(row: Row, replay: ReplayNumbers, users: int, *, is_named: bool) -> R
         of = f" ({_middle_name(whole)} of {whole.n:,})"
         parts.append(f"a conversation {duration(whole_s)}{of}, {_tools_text(middle_s(tools))}")
     else:
-        parts.append("no conversation was replayed whole and measured")
+        parts.append(_no_time_text(replay))
     text = f"{count(users, 'agent')} at once: {', '.join(parts)}."
     return because("replay", f"{row.name}: {text}" if is_named else text, row=row.name, **values)
 
@@ -101,10 +101,17 @@ def _percentiles(sample: Distribution, of: str) -> str:
 def _conversation_text(replay: ReplayNumbers) -> str:
     whole = [middle_s(sample) for sample in (replay.duration, replay.served, replay.tools)]
     if None in whole or not replay.duration.n:
-        return "no time: none was replayed whole without a request in the warm-up"
+        return _no_time_text(replay)
     with_tools, without, tools = (duration(value or 0.0) for value in whole)
     text = f"{with_tools} with the tools' time, {without} without it; the tools {tools}"
     return f"{text} ({_middle_name(replay.duration)} of {replay.duration.n:,} that were replayed whole)"
+
+
+def _no_time_text(replay: ReplayNumbers) -> str:
+    """Why no conversation has a time, and what would give it one."""
+    if replay.whole:
+        return "each conversation that was replayed whole began in the warm-up (`warmup: {requests: 0}` has none)"
+    return "no conversation was replayed whole (more `requests` or `duration_s` reach the end of some)"
 
 
 def _output_text(row: Row) -> str:
@@ -114,9 +121,9 @@ def _output_text(row: Row) -> str:
         parts.append(f"{units.significant(row.pooled.output_tok_s)} tok/s of all together")
     tpot = row.pooled.tpot
     if tpot.p50:
-        parts.append(f"while an answer streams {units.significant(1 / tpot.p50)} tok/s (p50)")
+        parts.append(f"one answer streams at {units.significant(1 / tpot.p50)} tok/s (p50)")
     if tpot.p90:
-        parts.append(f"and {units.significant(1 / tpot.p90)} tok/s or less in the slowest tenth")
+        parts.append(f"one of the slowest tenth at {units.significant(1 / tpot.p90)} tok/s or less")
     return ", ".join(parts)
 
 
@@ -171,12 +178,12 @@ def _delays_text(replay: ReplayNumbers) -> str:
 
 
 def _tables(replay: ReplayNumbers, name: str) -> list[Grid]:
-    by_step = _table("replay-steps", f"By step of the agent{name}", "Steps", replay.by_step)
-    by_depth = _table("replay-depth", f"By tokens of the prompt{name}", "Prompt tokens", replay.by_depth)
+    by_step = _table(f"By step of the agent{name}", "Steps", replay.by_step)
+    by_depth = _table(f"By tokens of the prompt{name}", "Prompt tokens", replay.by_depth)
     return [*by_step, *by_depth]
 
 
-def _table(id: str, title: str, first: str, ranges: Sequence[StepRange]) -> list[Grid]:
+def _table(title: str, first: str, ranges: Sequence[StepRange]) -> list[Grid]:
     columns = [
         TableColumn("range", first, group="name"),
         TableColumn("requests", "Requests", "Successful requests"),
@@ -203,7 +210,7 @@ def _table(id: str, title: str, first: str, ranges: Sequence[StepRange]) -> list
         ]
         for one in ranges
     ]
-    return [Grid(id=id, title=title, columns=columns, rows=rows)] if rows else []
+    return [Grid(title=title, columns=columns, rows=rows)] if rows else []
 
 
 def _range_text(one: StepRange) -> str:
