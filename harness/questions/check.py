@@ -30,7 +30,7 @@ from harness.scenario.plan import (
 )
 from harness.serve.lint import length_notes, list_notes, pin_notes
 from harness.workload.agent_traces.conversation import NOTES
-from harness.workload.agent_traces.trace_totals import trace_totals
+from harness.workload.agent_traces.trace_totals import min_duration_s, trace_totals
 from harness.workload.traces import Replay, cached_replay
 
 ASSUMED = RequestSpeed(0.0, 0.03)  # the speed of a server is unknown before the run
@@ -168,10 +168,11 @@ def _plan_notes(experiment: Experiment) -> Iterator[str]:
                 f"{units.duration(replay.at_s[-1])}{less}"
             )
         if load.agent_trace is not None:
-            yield from (f"{name}: {note}" for note in _agent_trace_notes(experiment.folder, load.agent_trace))
+            notes = _agent_trace_notes(experiment.folder, load.agent_trace, load.users)
+            yield from (f"{name}: {note}" for note in notes)
 
 
-def _agent_trace_notes(folder: Path, trace: AgentTrace) -> Iterator[str]:
+def _agent_trace_notes(folder: Path, trace: AgentTrace, users: int) -> Iterator[str]:
     """Yield what a trace of agents holds, what of it fits into the context, and what its readers found odd."""
     totals = trace_totals(folder.resolve() / trace.file, trace)
     fit, agents = totals.fit, totals.agents - totals.conversations
@@ -179,6 +180,8 @@ def _agent_trace_notes(folder: Path, trace: AgentTrace) -> Iterator[str]:
     delays = f"delays of {units.duration(totals.delays_s)}"
     removed = f", {units.duration(totals.removed_s)} of them removed" if totals.removed_s else ""
     yield f"{trace.file} is read as {', '.join(totals.formats)}: {', '.join(held)}, {delays}{removed}"
+    at_least = units.duration(min_duration_s(totals, users))
+    yield f"all conversations once take {at_least} or more with {count(users, 'user')}: delays alone, without answers"
     if totals.shared_share is not None:
         share = units.short_percent(totals.shared_share)
         yield f"{share} of the prompts is the start of an earlier prompt, which a prefix cache can have"

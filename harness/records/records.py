@@ -121,10 +121,10 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     conversation: Whole | None = None  # index of its first request: those of one conversation follow each other
     turn: Count | None = None  # place in the conversation
     batch: Whole | None = None  # index of the first request of its burst
-    # Of a replayed trace: the number of the step in its conversation, its agent (0: the root), and how many tokens of
-    # the prompt a cache without bounds could have (None: not known).
-    step: Count | None = None
-    agent: Count | None = None
+    step: Count | None = None  # of a replayed trace: number in the conversation
+    agent: Count | None = None  # of a replayed trace: 0 is the root
+    # Of a replayed trace: tokens of the prompt, without a chat template, that a cache without bounds could have. None:
+    # not known.
     planned_cached_tokens: Count | None = None
     continues: Count | None = None  # number of an earlier step that was sent: this prompt starts with its whole prompt
     again: bool = False  # the question before, asked once more: the user wants another answer

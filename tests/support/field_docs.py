@@ -17,18 +17,20 @@ from harness.records import manifest, records, samples
 # Of each file: its types, the first one with a heading of its own.
 FILES: dict[str, tuple[Any, ...]] = {
     "requests.jsonl": (records.Request, records.BadField),
-    "processes.jsonl": (records.ProcessMark,),
+    "processes.jsonl": (records.ProcessMark, records.ReplayedConversation),
     "telemetry.jsonl": (
         samples.TelemetrySample, samples.GpuSample, samples.HostSample, samples.ContainerSample,
     ),
     "metrics.jsonl": (samples.MetricsSample,),
     "run.json": (
         manifest.Run, manifest.CellRun, manifest.ServedBy, manifest.Startup, manifest.Phase, manifest.Contents,
-        manifest.ServerDeath, manifest.GpuMemory, manifest.Machine, manifest.Resumption, manifest.Origin,
+        manifest.KeptSteps, manifest.ServerDeath, manifest.GpuMemory, manifest.Machine, manifest.Resumption,
+        manifest.Origin,
         manifest.RowOrigin, reason.Reason,
     ),
     "summary.json": (
-        summary.Summary, summary.Row, summary.CellSummary, measured.Numbers, measured.Distribution, measured.LogSpread,
+        summary.Summary, summary.Row, summary.TurnNumbers, summary.ReplayNumbers, summary.StepRange, summary.CacheHits,
+        summary.CellSummary, measured.Numbers, measured.Distribution, measured.LogSpread,
         measured.SloAttainment, measured.ScheduleKept, measured.Answers, measured.PromptLengths, samples.ServerLoad,
         samples.MachineLoad, time_split.TimeSplit, summary.ClientLimit, schedule.WarmupResult, summary.BadFields,
         diagnosis.FailedRequests, comparison.CheckResult, comparison.Comparison, comparison.Verdict,

@@ -3,6 +3,7 @@
 The caller notes the start of the conversation and the end of each answer, and gets the steps to send with their times.
 """
 
+import heapq
 import random
 from collections.abc import Collection, Sequence
 from typing import Annotated, NamedTuple
@@ -145,6 +146,19 @@ class ConversationReplay:
         self._delays_s += delay_s
         self._removed_s += self._rule.removed_s(delay_s)
         return DueStep(number, at_s + self._rule.applied(delay_s))
+
+
+def delays_of_longest_chain_s(conversation: Conversation, kept: Collection[int], rule: DelayRule) -> float:
+    """Return the time that a conversation takes if each answer takes none: the delays that wait for each other."""
+    replay = ConversationReplay(conversation, kept, rule)
+    due, last_s = replay.start(0.0), 0.0
+    heap = [(one.at_s, one.number) for one in due]
+    heapq.heapify(heap)
+    while heap:
+        last_s, number = heapq.heappop(heap)
+        for one in replay.end(number, last_s):
+            heapq.heappush(heap, (one.at_s, one.number))
+    return last_s
 
 
 class Lap(NamedTuple):

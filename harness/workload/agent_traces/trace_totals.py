@@ -1,6 +1,7 @@
 """What a trace holds and what of it fits, for `harness check` and before a run; and its conversations for the load."""
 
 import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -20,7 +21,7 @@ from harness.workload.agent_traces.context_fit import (
 )
 from harness.workload.agent_traces.conversation import Conversation
 from harness.workload.agent_traces.prefix_reuse import prompt_reuse
-from harness.workload.agent_traces.replay_plan import DelayRule
+from harness.workload.agent_traces.replay_plan import DelayRule, delays_of_longest_chain_s
 from harness.workload.agent_traces.trace_index import ConversationPlace, find_conversations, read_conversation
 
 _NO_LIMIT = 2**60  # tokens of a context
@@ -35,11 +36,17 @@ class TraceTotals(Struct, frozen=True, kw_only=True):
     steps: int
     delays_s: float
     removed_s: float  # of these delays, by the rule of the load
+    chains_s: tuple[float, ...]  # of each conversation: the delays that wait for each other, by this rule
     notes: dict[str, int]
     # Of the prompts, that an earlier prompt of their conversation starts with. None: some are text and some are tokens.
     shared_share: float | None
     fit: TraceFit
     sha256: str  # of the files
+
+
+def min_duration_s(totals: TraceTotals, users: int) -> float:
+    """Return how long the replay of all conversations takes at least: the delays of the user who has most of them."""
+    return max(sum(totals.chains_s[user::users]) for user in range(users))
 
 
 def delay_rule(trace: AgentTrace) -> DelayRule:
@@ -70,6 +77,7 @@ def trace_totals(path: Path, trace: AgentTrace) -> TraceTotals:
 def _trace_totals(path: Path, trace: AgentTrace, _changed: tuple[float, ...]) -> TraceTotals:
     conversation_places.cache_clear()
     places, rule, notes = conversation_places(path, trace.format), delay_rule(trace), Counter[str]()
+    chains_s = array("d")
     agents, steps, delays_s, removed_s, size, shared = 0, 0, 0.0, 0.0, 0, 0
 
     def fits() -> Iterator[ConversationFit]:
@@ -84,7 +92,9 @@ def _trace_totals(path: Path, trace: AgentTrace, _changed: tuple[float, ...]) ->
             steps += len(conversation.steps)
             delays_s += sum(step.delay_s for step in conversation.steps)
             removed_s += sum(rule.removed_s(step.delay_s) for step in conversation.steps)
-            yield fit_of(conversation, trace)
+            fit = fit_of(conversation, trace)
+            chains_s.append(delays_of_longest_chain_s(conversation, fit.kept, rule))
+            yield fit
 
     fit = sum_fits(trace.context_tokens or _NO_LIMIT, fits())
     if not fit.kept_steps:
@@ -101,6 +111,7 @@ def _trace_totals(path: Path, trace: AgentTrace, _changed: tuple[float, ...]) ->
         steps=steps,
         delays_s=delays_s,
         removed_s=removed_s,
+        chains_s=tuple(chains_s),
         notes={code: number for code, number in notes.items() if number},
         shared_share=shared / size if size and len(formats) == 1 else None,
         fit=fit,

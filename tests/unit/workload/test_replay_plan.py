@@ -8,7 +8,7 @@ import pytest
 
 from harness.workload.agent_traces.context_fit import fit_conversation
 from harness.workload.agent_traces.conversation import Conversation
-from harness.workload.agent_traces.replay_plan import ConversationReplay, DelayRule, lap_at
+from harness.workload.agent_traces.replay_plan import ConversationReplay, DelayRule, delays_of_longest_chain_s, lap_at
 from tests.support.agent_traces import (
     edge_rows,
     made_files,
@@ -143,6 +143,15 @@ def test_a_step_ends_once(with_sub_agents: Conversation, wording: Wording) -> No
             replay.end(number, 2.0)
         wording(caught.value)
     assert not replay.is_over and replay.counts()[2:6] == (1, 0, 5, 0)  # three steps wait for the two open ones
+
+
+def test_the_delays_that_wait_for_each_other(with_sub_agents: Conversation) -> None:
+    """0.5 and 4 s of the longer sub-agent, and 6.75 s of the parent; the other sub-agent waits at the same time."""
+    every = range(6)
+    assert delays_of_longest_chain_s(with_sub_agents, every, DelayRule()) == 0.5 + 4.0 + 3.75 + 3.0
+    assert delays_of_longest_chain_s(with_sub_agents, every, DelayRule(max_s=1)) == 0.5 + 3.0
+    assert delays_of_longest_chain_s(with_sub_agents, [0, 3, 5], DelayRule()) == 0.75
+    assert delays_of_longest_chain_s(with_sub_agents, [], DelayRule()) == 0.0
 
 
 def test_laps_go_through_the_trace_and_repeat_it_with_another_number() -> None:

@@ -10,13 +10,14 @@ from harness.scenario import Load, Prompts, Scenario, Server, Stage, Trace
 from harness.scenario.behaviour import AgentTrace
 from harness.scenario.contradictions import contradictions
 from harness.workload import workload_sha256
-from harness.workload.agent_traces.trace_totals import trace_totals
+from harness.workload.agent_traces.trace_totals import min_duration_s, trace_totals
 from tests.support.agent_traces import (
     made_files,
     weka_file,
     weka_request,
     weka_with_sub_agents,
     write_document,
+    write_rows,
 )
 from tests.support.command import called
 from tests.support.wording import Wording
@@ -32,6 +33,15 @@ def test_the_totals_are_of_all_files_of_a_folder(tmp_path: Path) -> None:
     assert (totals.fit.kept_steps, totals.fit.too_long_steps, totals.fit.after_steps) == (18, 5, 2)
     assert totals.notes == {"cut_segments": 2, "overlap": 1, "settings_not_sent": 2}
     assert totals.shared_share is None, "some prompts are text, and some are tokens"
+
+
+def test_the_user_with_most_delays_sets_the_least_time(tmp_path: Path) -> None:
+    texts = [weka_file(weka_request(0, 4, [1], api_time=1.0), weka_request(1 + after, 4, [1], think_time=float(after)),
+                       id=str(after)) for after in (2, 30, 5, 1)]  # fmt: skip
+    path = write_rows(tmp_path / "w.jsonl", texts)
+    totals = trace_totals(path, AgentTrace(file="w.jsonl", max_delay_s=10))
+    assert totals.chains_s == (2.0, 10.0, 5.0, 1.0)
+    assert [min_duration_s(totals, users) for users in (1, 2, 3, 9)] == [18.0, 11.0, 10.0, 10.0]
 
 
 def test_how_much_a_prefix_cache_can_have(tmp_path: Path) -> None:
