@@ -4,6 +4,7 @@ Stock Locust:  locust -f locustfiles/agent_trace.py --host http://127.0.0.1:8000
 """
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -54,27 +55,34 @@ class AgentTraceUser(LLMUser):
         kept = fit_of(conversation, trace).kept
         root = lap_number * MAX_AGENTS
         replay = ConversationReplay(conversation, kept, delay_rule(trace), lap.offset)
-        cache, unfilled = PrefixCache(conversation), replay.begun_agents
+        cache = PrefixCache(conversation)
         salt = f"{self.salt} {lap.repetition}" if lap.repetition else self.salt
         messages = StepMessages(conversation, self.seed, salt, self.words)
+
+        def ask(step: TraceStep, work: Work, on_answer: Callable[[Answer], None] | None = None) -> None:
+            tools = Tools(step.tools, "auto") if step.tools else None
+            self.ask(work, conversation=root + step.agent, turn=step.index + 1, tools=tools, on_answer=on_answer)
+
+        def fill_cache(number: int) -> None:
+            """Send the prompt of a step before the start, with an answer of one token. It is never measured."""
+            step = conversation.steps[number]
+            with suppress(StopUser):
+                work = prepared(self.take(fills_cache=True)[0], conversation, step, messages, cache)
+                ask(step, msgspec.structs.replace(work, max_tokens=1, exact_length=False))
 
         def send(due: DueStep) -> list[DueStep]:
             """Send a step when it is due, and return those that waited for it."""
             self.pause(max(0.0, due.at_s - time.monotonic()))
             if self.over():
                 return []
-            step = conversation.steps[due.number]
-            fills_cache = step.agent in unfilled  # the first request after a start inside the trace fills the cache
-            unfilled.discard(step.agent)
-            work = prepared(self.take(fills_cache=fills_cache)[0], conversation, step, messages, cache)
-            tools = Tools(step.tools, "auto") if step.tools else None
-            following: list[DueStep] = []
+            step, following = conversation.steps[due.number], list[DueStep]()
+            work = prepared(self.take()[0], conversation, step, messages, cache)
 
             def note_end(answer: Answer) -> None:
                 if answer.error != "unfinished":
                     following.extend(replay.end(step.number, time.monotonic(), failed=answer.error is not None))
 
-            self.ask(work, conversation=root + step.agent, turn=step.index + 1, tools=tools, on_answer=note_end)
+            ask(step, work, note_end)
             return following
 
         def follow(due: list[DueStep]) -> None:
@@ -86,6 +94,8 @@ class AgentTraceUser(LLMUser):
                     self.at_once([partial(follow, [step]) for step in due])
 
         try:
+            if numbers := replay.steps_to_cache():
+                self.at_once([partial(fill_cache, number) for number in numbers])
             follow(replay.start(time.monotonic()))
         finally:
             if cache.prompts or not kept:  # else the load ended before its first request

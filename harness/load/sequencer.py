@@ -159,6 +159,8 @@ class LoadCounts(msgspec.Struct, array_like=True):
     settled: int = 0  # taken slots whose request has ended, in either phase
     early_warmup: int = 0  # warm-up slots, and
     early: int = 0  # slots of either phase, that were taken before all users of this stage ran
+    fills: int = 0  # warm-up slots that fill the cache for others, in addition to the planned warm-up ...
+    open_fills: int = 0  # ... and those of them that are not settled: the warm-up lasts until they are
     sample_count: int = 0  # answers of the warm-up that were checked
     steady: bool = False  # whether these were steady
 
@@ -218,7 +220,8 @@ class Sequencer:
 
         Return none if no slot is left, or if it is too early for the next (see `early`). Groups of the warm-up are
         never shortened, so that the server has the full concurrency. The last measured group is shortened to the quota.
-        `fills_cache`: the request fills the cache for others. Its slot is one of the warm-up, also in the measurement.
+        `fills_cache`: the request fills the cache for others. Its slot is one more of the warm-up, which lasts until
+        it is settled.
         """
         now_s = time.monotonic()
         quota, self.early[load] = self._quotas[load], False
@@ -264,6 +267,8 @@ class Sequencer:
         own, requests, remaining_s = counts.loads[load], self._requests[load], self._left_s(counts)
         if (requests is not None and own.measured_taken >= requests) or (remaining_s is not None and remaining_s <= 0):
             return []
+        own.fills += 1
+        own.open_fills += 1
         return [msgspec.structs.replace(work, fills_cache=True) for work in self._take_warmup(counts, now_s, 1, load)]
 
     def _take_warmup(self, counts: Counts, now_s: float, max_slots: int, load: int) -> list[Work]:
@@ -306,7 +311,9 @@ class Sequencer:
         with self._locked_counts() as counts:
             if counts.stage == work.stage and counts.measured_s is None:
                 own = counts.loads[work.load_number]
-                is_unanswered = own.settled - own.early < self._warmup_requests[work.load_number]
+                is_unanswered = (
+                    own.settled - own.early - (own.fills - own.open_fills) < self._warmup_requests[work.load_number]
+                )
                 must_wait = self._is_scheduled and self._quotas[work.load_number].shard.machines > 1  # for the others
                 if is_unanswered or must_wait or self._is_warming_up(counts, now_s):
                     return work
@@ -324,6 +331,7 @@ class Sequencer:
         load, stage = (0, 0) if work is None else (work.load_number, work.stage)
         with self._locked_counts() as counts:
             counts.loads[load].settled += count
+            counts.loads[load].open_fills -= count if work is not None and work.fills_cache else 0
             if sample is not None and counts.stage == stage and counts.measured_s is None:
                 self._note_sample(sample, counts, load)
 
@@ -420,7 +428,8 @@ class Sequencer:
             if counts.users_complete_s is None:
                 counts.users_complete_s = time.monotonic()
                 for own in counts.loads:
-                    own.early_warmup, own.early = own.warmup_taken, own.warmup_taken + own.measured_taken
+                    own.early_warmup = own.warmup_taken - own.fills
+                    own.early = own.warmup_taken + own.measured_taken
 
     def _is_next_stage_due(self, counts: Counts, now_s: float) -> bool:
         is_last = counts.stage == len(self._durations_s) - 1
@@ -452,11 +461,13 @@ class Sequencer:
 
     def _is_load_warming_up(self, counts: Counts, now_s: float, load: int, held: bool) -> bool:
         quota, own, users_complete_s = self._quotas[load], counts.loads[load], self._users_complete_s(counts, load)
+        if own.open_fills:
+            return True
         if not (quota.warmup_requests or quota.warmup_s or quota.steady):
             return self.has_stages and users_complete_s is None
         if users_complete_s is None:
             return True
-        taken = own.warmup_taken - own.early_warmup
+        taken = own.warmup_taken - own.fills - own.early_warmup
         if quota.steady is not None:
             max_s, max_requests = quota.steady.max_s, quota.steady.max_requests
             at_max_requests = max_requests is not None and taken >= quota.shard.count_of(max_requests)

@@ -119,14 +119,16 @@ def test_stock_locust_replays_a_trace(tmp_path: Path, engine: str) -> None:
 def test_a_start_inside_the_trace_sends_only_what_was_recorded_after_it(tmp_path: Path, engine: str) -> None:
     path = write_document(tmp_path / "w.json", weka_with_sub_agents())
     records = replayed(tmp_path, engine, path, 4, start=[0.2, 0.2])
-    fills = [r for r in records if r.phase == "warmup"]  # the first of each agent that was at work
-    assert sorted((r.conversation, r.turn) for r in fills) == [(0, 2), (1, 2)]
-    measured = [(r.conversation, r.turn) for r in records if r not in fills]
-    assert measured[:2] == [(0, 3), (1000, 1)] and sorted(measured[2:]) == [(1001, 1), (1002, 1)]
+    fills = [r for r in records if r.phase == "warmup"]  # the last before the start of each agent that has more
+    assert sorted((r.conversation, r.turn, r.output_tokens) for r in fills) == [(0, 1, 1), (1, 1, 1)]
+    measured = [r for r in records if r not in fills]
+    assert [(r.conversation, r.turn) for r in measured] == [(1, 2), (0, 2), (0, 3), (1000, 1)]  # then from the start
+    assert [r.planned_cached_tokens for r in measured] == [8, 8, 16, 0]
+    assert min(r.sent_s for r in measured) > max(r.sent_s + r.ended_s for r in fills)
     assert [r.error for r in records] == [None] * 6
     first, second = replays_of(tmp_path)
     assert (first.before_start, first.ended, first.is_whole) == (3, 3, False)
-    assert (second.conversation, second.repetition, second.ended, second.open) == (1000, 1, 3, 3)
+    assert (second.conversation, second.repetition, second.ended, second.open) == (1000, 1, 1, 5)
 
 
 def test_two_load_processes_store_their_conversations(tmp_path: Path, engine: str) -> None:

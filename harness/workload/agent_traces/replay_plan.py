@@ -108,10 +108,14 @@ class ConversationReplay:
         counts = self.counts()._asdict()
         return ReplayedConversation(conversation=conversation, place=lap.place, repetition=lap.repetition, **counts)
 
-    @property
-    def begun_agents(self) -> set[int]:
-        """The agents whose first step in this replay continues what was recorded before its start."""
-        return {self._steps[number].agent for number in self._before_start}
+    def steps_to_cache(self) -> list[int]:
+        """Return the last step before the start of each agent that has later ones.
+
+        Their prompts hold what a server's cache had at that moment of the recording.
+        """
+        later = {self._steps[number].agent for number in self._waiting}
+        last = {self._steps[number].agent: number for number in sorted(self._before_start)}
+        return [number for agent, number in sorted(last.items()) if agent in later]
 
     @property
     def is_over(self) -> bool:

@@ -115,6 +115,26 @@ def test_the_loads_of_a_mix_have_one_measured_time(tmp_path: Path, clock: list[f
     assert one.is_finished()
 
 
+@pytest.mark.parametrize("duration_s", [None, 5.0])
+def test_the_warm_up_lasts_until_the_cache_is_filled(
+    tmp_path: Path, clock: list[float], duration_s: float | None
+) -> None:
+    """What fills the cache is in addition to the planned warm-up, and is never measured."""
+    quota = Quota(requests=None if duration_s else 9, duration_s=duration_s, warmup_requests=1)
+    one, other = (Sequencer(str(tmp_path / "t"), quota) for _ in range(2))  # of two processes
+    (fill,) = one.take(fills_cache=True)
+    assert (fill.phase, fill.fills_cache) == ("warmup", True)
+    assert [other.take()[0].phase for _ in range(3)] == ["warmup"] * 3
+    one.settle(work=fill)
+    assert [other.take()[0].phase for _ in range(2)] == ["measured"] * 2
+    (late,) = one.take(fills_cache=True)
+    assert (late.phase, one.when_sent(late)) == ("warmup", late)
+    assert other.take()[0].phase == "measured", "the measurement goes on"
+    one.settle(work=late)
+    clock[0] += 5.0
+    assert one.take(fills_cache=True) == [] if duration_s else len(one.take(fills_cache=True)) == 1
+
+
 def test_users_of_all_machines_have_numbers_of_their_own(tmp_path: Path) -> None:
     numbers = []
     for k in range(2):
