@@ -20,8 +20,8 @@ _FIRST_DEPTH = 1024  # tokens; each further range ends at twice as many
 
 def replay_numbers(cells: Sequence[CellData], marks: Sequence[Sequence[ProcessMark]]) -> ReplayNumbers | None:
     """The numbers of a row's cells, each with its marks; None for a load that replays no conversations."""
-    replays = [[one for mark in cell_marks for one in mark.replays or ()] for cell_marks in marks]
-    every = [one for cell_replays in replays for one in cell_replays]
+    replays = [[replay for mark in cell_marks for replay in mark.replays or ()] for cell_marks in marks]
+    every = [replay for cell_replays in replays for replay in cell_replays]
     good = [cell.counted.where(cell.counted.good) for cell in cells]
     if not every and not any((~np.isnan(rows.step)).any() for rows in good):
         return None
@@ -32,15 +32,15 @@ def replay_numbers(cells: Sequence[CellData], marks: Sequence[Sequence[ProcessMa
     steps, depths = (np.concatenate([getattr(rows, name) for rows in good]) for name in ("turn", "prompt_tokens"))
     return ReplayNumbers(
         conversations=len(every),
-        whole=sum(one.is_whole for one in every),
-        ended=sum(one.ended for one in every),
-        failed=sum(one.failed for one in every),
-        not_sent=sum(one.not_sent for one in every),
-        too_long=sum(one.too_long for one in every),
-        before_start=sum(one.before_start for one in every),
-        open=sum(one.open for one in every),
-        delays_s=sum(one.delays_s for one in every),
-        removed_s=sum(one.removed_s for one in every),
+        whole=sum(replay.is_whole for replay in every),
+        ended=sum(replay.ended for replay in every),
+        failed=sum(replay.failed for replay in every),
+        not_sent=sum(replay.not_sent for replay in every),
+        too_long=sum(replay.too_long for replay in every),
+        before_start=sum(replay.before_start for replay in every),
+        open=sum(replay.open for replay in every),
+        delays_s=sum(replay.delays_s for replay in every),
+        removed_s=sum(replay.removed_s for replay in every),
         duration=_distribution(times[:, 0]),
         served=_distribution(times[:, 1]),
         tools=_distribution(times[:, 0] - times[:, 1]),
@@ -88,9 +88,9 @@ def _planned(every: Rows, rows: Rows) -> Floats:
 def _conversation_times(rows: Rows, replays: Sequence[ReplayedConversation]) -> Iterator[tuple[float, float]]:
     """Yield the time of each whole conversation that was measured, and its time with a request in flight."""
     roots = rows.conversation - rows.agent
-    for one in replays:
-        own = np.flatnonzero(roots == one.conversation)
-        if not one.is_whole or len(own) != one.ended or not rows.measured[own].all():
+    for replay in replays:
+        own = np.flatnonzero(roots == replay.conversation)
+        if not replay.is_whole or len(own) != replay.ended or not rows.measured[own].all():
             continue
         starts = rows.sent_s[own]
         order = np.argsort(starts, kind="stable")
@@ -132,7 +132,7 @@ def _ranges(
     values: Floats, ends: Iterable[int], good: Sequence[Rows], prompts: Sequence[_PromptTokens]
 ) -> list[StepRange]:
     """The requests in ranges of a value, of which `ends` are the last ones. Empty ranges are left out."""
-    known = values[~np.isnan(values)]
+    highest = float(np.nanmax(values, initial=0.0))
     ttft = np.concatenate([formulas.ttft(rows) for rows in good])
     counted, cached, planned = (
         np.concatenate([getattr(cell, name) for cell in prompts]) for name in ("counted", "cached", "planned")
@@ -146,7 +146,7 @@ def _ranges(
     }
     ranges, first = list[StepRange](), 1
     for last in ends:
-        if not len(known) or first > known.max():
+        if first > highest:
             break
         chosen = (first <= values) & (values <= last)
         if chosen.any():
@@ -170,17 +170,17 @@ def _cache_hits(prompts: Sequence[_PromptTokens]) -> CacheHits | None:
     counted, cached, planned = (
         np.concatenate([getattr(cell, name) for cell in prompts]) for name in ("counted", "cached", "planned")
     )
-    known = ~np.isnan(counted) & ~np.isnan(cached) & ~np.isnan(planned)
-    if not known.any():
+    has_all = ~np.isnan(counted) & ~np.isnan(cached) & ~np.isnan(planned)
+    if not has_all.any():
         return None
-    served = np.minimum(cached[known], planned[known])
+    served = np.minimum(cached[has_all], planned[has_all])
     templates = {cell.template for cell in prompts if len(cell.counted)}
     return CacheHits(
-        requests=int(known.sum()),
-        prompt_tokens=int(counted[known].sum()),
-        planned=int(planned[known].sum()),
+        requests=int(has_all.sum()),
+        prompt_tokens=int(counted[has_all].sum()),
+        planned=int(planned[has_all].sum()),
         served=int(served.sum()),
-        beyond=int((cached[known] - served).sum()),
+        beyond=int((cached[has_all] - served).sum()),
         template_tokens=templates.pop() if len(templates) == 1 else None,
         is_scaled=any(cell.is_scaled for cell in prompts),
     )

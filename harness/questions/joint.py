@@ -12,8 +12,8 @@ from harness.numbers import validity
 from harness.numbers.summarize import Summarized, has_only_summary, read_summary, summarize_with_counts
 from harness.numbers.summary import Summary
 from harness.questions import soak, switching
+from harness.questions.agents.agent_turns import turn_answers
 from harness.questions.agents.replay import replay_answers
-from harness.questions.agents.turns import turn_answers
 from harness.questions.crossover.decide import setting_answers
 from harness.questions.findings.decide import with_findings
 from harness.questions.same_answers.decide import same_answers

@@ -85,17 +85,17 @@ def _facts(row: Row, replay: ReplayNumbers) -> list[Fact]:
 
 
 def _percentiles(sample: Distribution, of: str) -> str:
-    known = [
+    parts = [
         f"{name} {duration(value)}" for name in ("p50", "p90", "p99") if (value := getattr(sample, name)) is not None
     ]
     if sample.mean is None:
         return ""
-    if len(known) < 2:
-        known = [
+    if len(parts) < 2:
+        parts = [
             f"{_middle_name(sample)} {duration(middle_s(sample) or 0.0)}",
             f"longest {duration(sample.max or 0.0)}",
         ]
-    return f"{', '.join(known)} ({of}; n = {sample.known_count:,})"
+    return f"{', '.join(parts)} ({of}; n = {sample.known_count:,})"
 
 
 def _conversation_text(replay: ReplayNumbers) -> str:
@@ -199,22 +199,22 @@ def _table(title: str, first: str, ranges: Sequence[StepRange]) -> list[Grid]:
     ]  # fmt: skip
     rows = [
         [
-            _range_text(one),
-            f"{one.requests:,}",
+            _range_text(steps),
+            f"{steps.requests:,}",
             *(
                 _tokens(value)
-                for value in (one.prompt_tokens, one.new_tokens, one.cached_tokens, one.recomputed_tokens)
+                for value in (steps.prompt_tokens, steps.new_tokens, steps.cached_tokens, steps.recomputed_tokens)
             ),
-            units.milliseconds(one.ttft_p50),
-            units.milliseconds(one.ttft_p90),
+            units.milliseconds(steps.ttft_p50),
+            units.milliseconds(steps.ttft_p90),
         ]
-        for one in ranges
+        for steps in ranges
     ]
     return [Grid(title=title, columns=columns, rows=rows)] if rows else []
 
 
-def _range_text(one: StepRange) -> str:
-    return f"{one.first:,}" if one.first == one.last else f"{one.first:,} to {one.last:,}"
+def _range_text(steps: StepRange) -> str:
+    return f"{steps.first:,}" if steps.first == steps.last else f"{steps.first:,} to {steps.last:,}"
 
 
 def _tokens(value: float | None) -> str:

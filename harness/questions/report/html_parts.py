@@ -13,7 +13,7 @@ from harness.base.measured import Distribution
 from harness.base.metrics import LIVE
 from harness.numbers.comparable import server_differences
 from harness.numbers.summary import Row, Summary
-from harness.questions.agents.turns import turn_charts
+from harness.questions.agents.agent_turns import turn_charts
 from harness.questions.capacity.chart import attainment_chart
 from harness.questions.capacity.record import CapacityReport
 from harness.questions.compare.page import differences

@@ -14,8 +14,8 @@ from harness.base.command_line import command_line
 from harness.base.reason import Reason, sentence
 from harness.numbers.summarize import Summarized
 from harness.numbers.summary import Summary
+from harness.questions.agents.agent_turns import turn_tables
 from harness.questions.agents.replay import replay_elements
-from harness.questions.agents.turns import turn_tables
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.capacity.record import CapacityReport, read_capacity
 from harness.questions.isolation import isolation_elements

@@ -154,14 +154,13 @@ class ConversationReplay:
 
 def delays_of_longest_chain_s(conversation: Conversation, kept: Collection[int], rule: DelayRule) -> float:
     """Return the time that a conversation takes if each answer takes none: the delays that wait for each other."""
-    replay = ConversationReplay(conversation, kept, rule)
-    due, last_s = replay.start(0.0), 0.0
-    heap = [(one.at_s, one.number) for one in due]
-    heapq.heapify(heap)
-    while heap:
-        last_s, number = heapq.heappop(heap)
-        for one in replay.end(number, last_s):
-            heapq.heappush(heap, (one.at_s, one.number))
+    replay, last_s = ConversationReplay(conversation, kept, rule), 0.0
+    waiting = [(due.at_s, due.number) for due in replay.start(0.0)]
+    heapq.heapify(waiting)
+    while waiting:
+        last_s, number = heapq.heappop(waiting)
+        for due in replay.end(number, last_s):
+            heapq.heappush(waiting, (due.at_s, due.number))
     return last_s
 
 

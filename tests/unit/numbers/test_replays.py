@@ -145,5 +145,11 @@ def test_what_the_server_does_not_report_is_unknown() -> None:
     assert (found.hits, found.uncached_tok_s) == (None, None)
 
 
+def test_without_prompt_tokens_there_is_no_depth() -> None:
+    records = [step(0, 0, 0.0, 2.0, turn=1, prompt_tokens=None)]
+    found = numbers(records, ReplayedConversation(conversation=0, place=0, ended=1))
+    assert (found.by_depth, found.by_step[0].prompt_tokens, found.by_step[0].requests) == ([], None, 1)
+
+
 def test_other_loads_have_no_replay() -> None:
     assert replay_numbers([cell_data([request()])], [[mark()]]) is None

@@ -3,7 +3,7 @@
 from harness.base.measured import Numbers
 from harness.numbers.summary import Row, TurnNumbers
 from harness.numbers.turns import turn_numbers
-from harness.questions.agents.turns import turn_answers
+from harness.questions.agents.agent_turns import turn_answers
 from harness.records.run_data import cell_data
 from harness.scenario import Load
 from tests.support.faults import fault
