@@ -37,7 +37,7 @@ from harness.scenario.plan import Cell
 from harness.serve.docker_engine import get_engine_version
 from harness.serve.facts import find_ignored_settings
 from harness.serve.lifecycle import refuse_absent_models
-from harness.workload import agent_traces, workload_sha256
+from harness.workload import totals_of_traces, workload_sha256
 from harness.workload.job import read_api_key
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
@@ -233,7 +233,7 @@ def manifest_of(
         workload_sha256=workload_sha256(scenario, folder),
         kept_steps={
             name: KeptSteps(kept=totals.fit.kept_steps, total=totals.steps, sha256=totals.fit.kept_sha256)
-            for name, totals in agent_traces(scenario, folder).items()
+            for name, totals in totals_of_traces(scenario, folder).items()
         },
         order=[cell.id for cell in cells],
         machine=read_machine(docker=get_engine_version() if needs_docker(experiment) else None),

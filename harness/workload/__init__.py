@@ -323,7 +323,7 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
         digest.update(b"tokens counted by the server" if tokenizer == SERVER_TOKENIZER else b"tokens counted")
     files = {prompts_of(scenario, load).file for load in scenario.loads.values()}
     rows_of = {file: read_rows(folder / file) if file else [] for file in files}
-    traces = agent_traces(scenario, folder)
+    traces = totals_of_traces(scenario, folder)
     for name, load in sorted(scenario.loads.items()):
         digest.update(msgspec.json.encode([name, scenario.seed, _load_parameters(load, scenario.prompts)]))
         if load.trace is not None:
@@ -344,7 +344,7 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
     return digest.hexdigest()
 
 
-def agent_traces(scenario: Scenario, folder: Path) -> dict[str, TraceTotals]:
+def totals_of_traces(scenario: Scenario, folder: Path) -> dict[str, TraceTotals]:
     """Return the sums of the trace of each load that replays one. Raises HarnessError."""
     return {
         name: trace_totals(folder.resolve() / load.agent_trace.file, load.agent_trace)
