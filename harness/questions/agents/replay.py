@@ -30,7 +30,7 @@ def _answer(row: Row, replay: ReplayNumbers, users: int, *, is_named: bool) -> R
         parts.append(f"a turn takes {duration(turn_s)} ({_spread(turn)})")
     if (whole_s := middle_s(whole)) is not None:
         values |= {"conversation_s": whole_s, "tools_s": middle_s(tools) or 0.0}
-        of = f" ({_middle_name(whole)} of {whole.n:,})"
+        of = f" ({_middle_name(whole)} of {whole.n:,})" if whole.n > 1 else ""
         parts.append(f"a conversation {duration(whole_s)}{of}, {_tools_text(middle_s(tools))}")
     else:
         parts.append(_no_time_text(replay))
@@ -104,6 +104,8 @@ def _conversation_text(replay: ReplayNumbers) -> str:
         return _no_time_text(replay)
     with_tools, without, tools = (duration(value or 0.0) for value in whole)
     text = f"{with_tools} with the tools' time, {without} without it; the tools {tools}"
+    if replay.duration.n == 1:
+        return f"{text} (of the one that was replayed whole)"
     return f"{text} ({_middle_name(replay.duration)} of {replay.duration.n:,} that were replayed whole)"
 
 
@@ -194,8 +196,8 @@ def _table(title: str, first: str, ranges: Sequence[StepRange]) -> list[Grid]:
             "recomputed", "Computed again", "Tokens that a cache without bounds had, and the server computed",
             "planned hits − cached, of each request at least 0",
         ),
-        TableColumn("ttft_p50", "TTFT p50", unit="ms"),
-        TableColumn("ttft_p90", "TTFT p90", "Needs 64 requests", unit="ms"),
+        TableColumn("ttft_p50", "TTFT p50, ms"),
+        TableColumn("ttft_p90", "TTFT p90, ms", "Needs 64 requests"),
     ]  # fmt: skip
     rows = [
         [

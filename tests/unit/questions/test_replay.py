@@ -101,7 +101,7 @@ def test_the_slow_tail_of_a_speed_is_the_inverse_of_the_slow_tail_of_its_seconds
         {"hits": replace(HITS, served=93_024, beyond=540, template_tokens=None)},
         {"hits": replace(HITS, is_scaled=True, template_tokens=None)},
         {"hits": None, "uncached_tok_s": None},
-        {"delays_s": 0.0, "removed_s": 0.0, "open": 0},
+        {"delays_s": 0.0, "removed_s": 0.0, "open": 0, "duration": times(1, 20.0)},
     ],
 )
 def test_what_was_not_sent_and_what_is_not_known_is_printed(changes: dict[str, Any], wording: Wording) -> None:
