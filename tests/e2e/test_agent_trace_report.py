@@ -8,8 +8,9 @@ import pytest
 from harness.numbers.summarize import read_summary
 from harness.numbers.summary import Row
 from harness.records.manifest import read_run
-from tests.support.agent_traces import Json, sub_agent, weka_file, weka_request, write_document
-from tests.support.command import harness
+from tests.support.agent_traces import Json, sub_agent, weka_file, weka_request, write_document, write_rows
+from tests.support.command import harness, only_run, run_with_workers
+from tests.support.simulated import Spawned
 
 SCENARIO = """
 version: 1
@@ -115,3 +116,16 @@ def test_a_context_that_leaves_nothing_out_is_the_same_work(whole: Path) -> None
     assert read_run(larger).workload_sha256 == read_run(whole).workload_sha256
     done = harness("compare", str(whole), str(larger), "--about", "context_tokens", cwd=whole)
     assert done.code in (0, 4, 5), done.err
+
+
+def test_each_worker_stores_its_conversations(tmp_path: Path, engine_process: Spawned) -> None:
+    write_rows(tmp_path / "traces.jsonl", [conversation("one"), conversation("two")])
+    trace = {"file": "traces.jsonl", "delay_scale": 0}
+    load = {"user": "agent_trace", "users": 2, "requests": 14, "agent_trace": trace}
+    with run_with_workers(tmp_path, engine_process, load, warmup={"requests": 0}) as (command, _):
+        done = command.end()
+    assert done.code in (0, 3), done.err
+    replay = row_of(only_run(tmp_path)).replay
+    assert replay is not None and replay.hits is not None
+    assert (replay.conversations, replay.whole, replay.ended, replay.duration.n) == (2, 2, 14, 2)
+    assert (replay.hits.planned, replay.hits.requests) == (320, 14)
