@@ -159,10 +159,10 @@ class LoadCounts(msgspec.Struct, array_like=True):
     settled: int = 0  # taken slots whose request has ended, in either phase
     early_warmup: int = 0  # warm-up slots, and
     early: int = 0  # slots of either phase, that were taken before all users of this stage ran
-    fills: int = 0  # warm-up slots that fill the cache for others, in addition to the planned warm-up ...
-    open_fills: int = 0  # ... and those of them that are not settled: the warm-up lasts until they are
     sample_count: int = 0  # answers of the warm-up that were checked
     steady: bool = False  # whether these were steady
+    fills: int = 0  # warm-up slots that fill the cache for others, in addition to the planned warm-up ...
+    open_fills: int = 0  # ... and those of them that are not settled: the warm-up lasts until they are
 
     def is_settled(self) -> bool:
         return self.settled >= self.warmup_taken + self.measured_taken

@@ -194,7 +194,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 class ReplayedConversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """What became of the steps of a conversation that a load replayed. Each step is in exactly one of the counts."""
 
-    conversation: Count  # that of its requests, without the number of the agent
+    conversation: Whole  # that of its requests, without the number of the agent
     place: Count  # in the trace
     repetition: Count = 0  # 0: it was replayed for the first time
     before_start: Count = 0  # recorded before the start inside the conversation: not sent
@@ -203,8 +203,8 @@ class ReplayedConversation(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
     failed: Count = 0
     open: Count = 0  # not ended, or not sent, because the load ended
     not_sent: Count = 0  # they depend on a step that failed
-    delays_s: Duration = 0.0  # as recorded, of steps that were due
-    removed_s: Duration = 0.0  # of these delays, by the load's limits
+    delays_s: Number = 0.0  # as recorded, of steps that were due
+    removed_s: Number = 0.0  # of these delays, by the load's limits
 
     @property
     def is_whole(self) -> bool:

@@ -244,5 +244,7 @@ def _metric_advice(metric: str) -> str:
         return f"known: {', '.join(f'{family}_{statistic}' for statistic in STATISTICS)}"
     rate, _, statistic = metric.rpartition("_")
     if statistic in PERCENTILES and rate.endswith("tok_s"):  # the p90 of a rate is the fastest tenth
+        if rate == "input_tok_s":
+            return f"use ttft_{statistic}, whose tail are the slow prompts: 'ttft_{statistic} <= 2s'"
         return f"use tpot_{statistic}, whose tail are the slow answers: 'tpot_{statistic} <= 50ms' is 20 tok/s or more"
     return did_you_mean(metric, UNITS)

@@ -94,7 +94,7 @@ def test_the_page_says_what_a_turn_and_a_conversation_take(whole: Path) -> None:
     assert (answer.code, answer.values["users"], answer.values["conversations"]) == ("replay", 2, 2)
     assert answer.values["turns"] == 14
     page = harness("report", str(whole), cwd=whole).out
-    assert answer.text[:40] in page and "320 tokens" in " ".join(page.split())
+    assert answer.text[:40] in page and "of 320 tokens" in " ".join(page.split())
     html = (whole / "report.html").read_text()
     assert 'id="replay"' in html
 

@@ -143,7 +143,10 @@ def _cache_text(replay: ReplayNumbers) -> str:
         return "hits not known: the server does not report cached tokens, or the trace does not show what is shared"
     about = "about " if hits.is_scaled else ""
     share = f" ({units.short_percent(hits.served / hits.planned)})" if hits.planned else ""
-    text = f"of {about}{hits.planned:,} tokens that a cache could have, the server took {hits.served:,} from it{share}"
+    of_prompts = (
+        f"{about}{hits.planned:,} tokens ({units.short_percent(hits.planned / hits.prompt_tokens)} of the prompts)"
+    )
+    text = f"of {of_prompts} that a cache could have, the server took {hits.served:,} from it{share}"
     text += f"; {hits.beyond:,} more came from the cache" if hits.beyond else ""
     return text + _template_text(hits)
 
