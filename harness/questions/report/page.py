@@ -104,7 +104,7 @@ def run_page(
             *([Paragraph(LEGEND, "fine")] if searched.levels else []),
             design(summary, run),
             *isolation_elements(summary),
-            *([] if data is not None or searched.tune is not None else _variables_of_servers(run)),
+            *([] if searched.tune is not None else _variables_of_servers(run)),
             *([] if data is None else html_parts.servers_differ(run)),
         ]),
         Section("replay", "Replay of the trace", replay_elements(summary), is_titled=True),
