@@ -95,8 +95,7 @@ def validity(summary: Summary, run: Run) -> tuple[str, str]:
     if summary.valid:
         failed = sum(row.failed is not None for row in summary.rows)
         result = f"; {failed} of {count(len(summary.rows), 'row')} failed, which is their result" if failed else ""
-        doubted = ", but for the numbers with ‡" if any(row.client_limited for row in summary.rows) else ""
-        return "VALID", f"all conditions of a trustworthy measurement held{doubted}{result}"
+        return "VALID", f"all conditions of a trustworthy measurement held{result}"
     if summary.valid is None:
         return "UNCHECKED", (
             "an imported file does not show whether the load generator kept up, the server stayed up and the tokens "
@@ -111,12 +110,13 @@ def validity(summary: Summary, run: Run) -> tuple[str, str]:
     return "INVALID", "do not trust the rows concerned; the run is not compared with other runs"
 
 
-def state(summary: Summary, run: Run) -> Paragraph:
+def state(summary: Summary, run: Run, sign: str = "") -> Paragraph:
     """One word on a run with its sentence, and its colour: the validity, else the result of its checks.
 
-    A run that was stopped before its end is not "bad".
+    A run that was stopped before its end is not "bad". `sign`: that some of its numbers have.
     """
     (word, text), total = validity(summary, run), count(len(summary.checks), "check")
+    text += f", but for the numbers with {sign}" if sign and word == "VALID" else ""
     if run.status in _UNCHECKED or summary.valid is False:
         style = "bad" if run.status == "failed" or run.status not in _UNCHECKED else "unsure"
         return Paragraph(text, style, word)

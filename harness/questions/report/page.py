@@ -210,7 +210,7 @@ def state(summary: Summary, run: Run, shown_numbers: Iterable[str]) -> list[Elem
     others = [note for note in summary.notes if note not in shown]
     notes = [Bullet(text, "fine") for text in (*limits, *sentences.group_reasons(others))]
     return [
-        sentences.state(summary, run),
+        sentences.state(summary, run, sign),
         *_some(reasons, _REASONS, f"{units.count(len(reasons) - _REASONS, 'more reason')}"),
         *([Bullets([Bullet(text, "bad") for text in sentences.group_reasons(shown)])] if shown else []),
         *(
