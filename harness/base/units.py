@@ -122,6 +122,11 @@ def count(number: int, singular: str, many: str = "") -> str:
     return f"{number:,} {singular if number == 1 else many or singular + 's'}"
 
 
+def verb(number: int, singular: str, many: str) -> str:
+    """The form of a verb whose subject is so many things, where other words are between: "1 of 20 requests was"."""
+    return singular if number == 1 else many
+
+
 def date_time(wall_s: float) -> str:
     """A Unix time: "2026-01-31 23:59 UTC"."""
     return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -145,16 +150,18 @@ def read_duration(option: str, given: str) -> float:
 
 
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6}
-_MOST = 10**12
+_MAX_COUNT = 10**12
 
 
-def read_count(option: str, given: str) -> int:
-    """A whole number such as 500000, 500,000, 500k or 1.5M. Raises HarnessError."""
+def read_count(
+    option: str, given: str, max_count: int = _MAX_COUNT, example: str = "500000, 500,000, 500k or 1.5M"
+) -> int:
+    """A whole number such as 500000, 500,000, 500k or 1.5M. Raises HarnessError, which shows the example."""
     match = re.fullmatch(r"(\d{1,13}|\d{1,3}(?:,\d{3}){1,4}|\d{1,9}\.\d{1,6}(?=[kKmM]))([kKmM]?)", given.strip())
     number = Fraction(match[1].replace(",", "")) * _THOUSANDS[match[2].lower()] if match else Fraction()
-    if number.denominator != 1 or not 1 <= number <= _MOST:
+    if number.denominator != 1 or not 1 <= number <= max_count:
         raise HarnessError(
-            f"{option}: a whole number from 1 to {_MOST:,} is expected, got '{given[:100]}'",
-            next_step="Write 500000, 500,000, 500k or 1.5M.",
+            f"{option}: a whole number from 1 to {max_count:,} is expected (got '{given[:100]}')",
+            next_step=f"Write {example}.",
         )
     return int(number)

@@ -347,6 +347,10 @@ def _draft(
         if servers == [RUNNING_SERVER] and running is not None:
             url, models = running[0], models or [running[1]]
     if url is not None:
+        if len(models) > 1:
+            raise HarnessError(f"--model: {len(models)} models for one server", next_step="Give one.")
+        if models:
+            quickly.refuse_unlisted_model(url, models[0], own.api_key_env)
         model = models[0] if models else quickly.model_of(url, own.api_key_env)
         return drafts.draft_running(question, model, machine, own), servers, url
     chosen = [drafts.choose("--server", name, draft_models) for name in servers]

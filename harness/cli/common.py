@@ -21,6 +21,7 @@ from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, closest_name, did_you_mean, reason_of
 from harness.base.files import pretty_json
 from harness.base.redact import printable
+from harness.base.units import count
 
 COMMANDS = {  # in the order of use
     "Measure": ("quick", "run", "capacity", "tune", "live", "check", "init"),
@@ -148,12 +149,21 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
     param = getattr(error, "param", None)
     text = error.format_message()
     if details and param is not None:
-        reason = details[0].get("ctx", {}).get("error", details[0]["msg"])
+        reason = _expected_range(param) or details[0].get("ctx", {}).get("error", details[0]["msg"])
         text = f"{param.opts[0]}: {reason} (got '{details[0]['input']}')"
     text = text[:1].lower() + text[1:].rstrip(".")
     path = "harness" if ctx is None else ctx.command_path
     listed = "commands" if text.startswith("no such command") else "options"
     return HarnessError(text, next_step=f"`{path} --help` lists the {listed}.")
+
+
+def _expected_range(param: Any) -> str | None:
+    """Return which numbers an option takes; None for one without limits."""
+    low, high = getattr(param, "min", None), getattr(param, "max", None)
+    if low is None:
+        return None
+    kind = "a number" if param.type_descriptor.annotation is float else "a whole number"
+    return f"{kind} of {low:,} or more is expected" if high is None else f"{kind} from {low:,} to {high:,} is expected"
 
 
 if TYPE_CHECKING:
@@ -534,7 +544,7 @@ def find_runs(given: Path, runs: Path) -> list[Path]:
     folders = _runs_of(name, runs)
     if not 1 <= int(number) <= len(folders):
         raise HarnessError(
-            f"{given}: {runs} has {len(folders)} runs of {name}",
+            f"{given}: {runs} has {count(len(folders), 'run')} of {name}",
             next_step=f"`{command_line('harness', 'list', 'runs', '--runs', runs)}` lists them.",
         )
     return folders[-int(number) :]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from msgspec import Struct, structs
 
 from harness.base.errors import HarnessError
-from harness.base.units import GIB, figures
+from harness.base.units import GIB, count, figures, verb
 from harness.hardware.model import (
     DTYPE_BYTES,
     Capacity,
@@ -140,10 +140,11 @@ def _list_advice(fit: ModelFit, longest: int) -> list[str]:
             choices.append(f"a shorter {length} (at most {min(capacity.longest, longest)})")
         return [f"take {', '.join(choices)}, or free memory"]
     if capacity is not None and fit.max_num_seqs is not None and capacity.concurrency < fit.max_num_seqs:
-        count = int(capacity.concurrency)
-        fact = f"{count} requests of {fit.max_model_len:,} tokens fit at once, and the others wait"
-        slots = f"--parallel {count} --ctx-size {count * fit.max_model_len}"
-        return [f"{fact}: {slots if fit.is_gguf else f'--max-num-seqs {count}'} makes that certain"]
+        fitting = int(capacity.concurrency)
+        fact = f"{count(fitting, 'request')} of {fit.max_model_len:,} tokens {verb(fitting, 'fits', 'fit')} at once, "
+        fact += "and the others wait"
+        slots = f"--parallel {fitting} --ctx-size {fitting * fit.max_model_len}"
+        return [f"{fact}: {slots if fit.is_gguf else f'--max-num-seqs {fitting}'} makes that certain"]
     return []
 
 

@@ -69,9 +69,7 @@ class Source(Struct, frozen=True):
         if not self.noise:
             return []
         first = " ".join(printable(self.noise[0]).split())[:_MAX_SHOWN]
-        text = (
-            f"{count(len(self.noise), 'line')} of the file that are of other programs were left out, such as: {first}"
-        )
+        text = f"{count(len(self.noise), 'line')} of other programs in the file left out, such as: {first}"
         return [because("import_noise", text, lines=len(self.noise), first=first)]
 
     def written_s(self) -> float:

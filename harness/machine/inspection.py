@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from harness.base.command_line import command_line
-from harness.base.units import GIB, gib
+from harness.base.units import GIB, count, gib
 from harness.engines import VLLM_DEFAULT_UTILIZATION, Standing, vllm_accepts
 from harness.machine import gpus
 from harness.machine.findings import Finding, Level, make_finding
@@ -28,9 +28,9 @@ def gpu_findings(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:
         yield _explain_missing_gpu(root)
         return
     descriptions = []
-    for target, count in Counter(str(gpu["target"]) for gpu in cards).items():
+    for target, number in Counter(str(gpu["target"]) for gpu in cards).items():
         row = gpus.find_target(target)
-        times = f"{count} x " if count > 1 else ""
+        times = f"{number} x " if number > 1 else ""
         descriptions.append(f"{times}{target}: {row.family if row else 'family unknown'}")
     yield make_finding("gpu.present", "ok", "; ".join(descriptions))
     for target in dict.fromkeys(str(gpu["target"]) for gpu in gpus.select_serving_gpus(cards)):
@@ -305,7 +305,8 @@ def _check_gpu_processes(root: Path) -> Finding:
     """Return the processes that use GPU memory."""
     processes, unreadable = gpus.find_gpu_processes(root)
     listed = [process for process in processes if process.bytes >= _MIN_LISTED_BYTES][:5]
-    unseen = f"; {unreadable} processes of other users cannot be seen (sudo shows them)" if unreadable else ""
+    hidden = count(unreadable, "process of another user", "processes of other users")
+    unseen = f"; {hidden} cannot be seen (sudo shows what it is)" if unreadable else ""
     sizes = {f"{process.name} (pid {process.pid})": process.bytes for process in listed}
     fact = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
     large = [name for name, size in sizes.items() if size >= _LARGE_BYTES]

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from harness.base.measured import Numbers
 from harness.base.reason import Reason, because
-from harness.base.units import count
+from harness.base.units import count, verb
 from harness.records.samples import ServerLoad
 
 LimitedBy = Literal["client", "kv_cache", "queue", "api", "prefill", "decode"]
@@ -54,7 +54,8 @@ def timed_others(numbers: Numbers, load: ServerLoad) -> Reason | None:
     if load.timed_requests is not None:
         how = f"timed {count(round(counted), 'request')}"
     text = f"where the time of requests went is not known: the server {how}, and the client's times are of the "
-    text += f"{count(numbers.succeeded, 'request')} that succeeded; {numbers.abandoned:,} were abandoned, "
+    text += f"{count(numbers.succeeded, 'request')} that succeeded; "
+    text += f"{numbers.abandoned:,} {verb(numbers.abandoned, 'was', 'were')} abandoned, "
     text += f"{others - numbers.abandoned:,} failed or did not finish"
     return because(
         "timed_others",

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from harness.base.measured import Numbers
 from harness.base.plausible import MAX_USER_TOK_S
 from harness.base.reason import Reason, because
-from harness.base.units import GIB, count, gib, percent
+from harness.base.units import GIB, count, gib, percent, verb
 from harness.numbers import formulas
 from harness.numbers.cell_numbers import generated_tokens, prompt_lengths
 from harness.numbers.formulas import MIN_PROMPT_SHARE
@@ -301,7 +301,7 @@ def refused_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
     if evidence.imported or not counted or not rows.good.any() or (number > MAX_REFUSED * answers) != invalid:
         return
     kinds = {"refused": int(refused.sum()), "empty": int((empty & ~refused).sum())}
-    text = f"{number:,} of {count(answers, 'answer')} {'is' if number == 1 else 'are'} refused or empty "
+    text = f"{number:,} of {count(answers, 'answer')} {verb(number, 'is', 'are')} refused or empty "
     text += f"({counts_text({name: kind for name, kind in kinds.items() if kind})})"
     if not invalid:
         yield because("answers_refused", f"{text}, which count as answers", **kinds, answers=answers, invalid=False)
@@ -377,7 +377,8 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
     if schedule is not None and schedule.never_sent and load.requests is None:
         what, remedy = "arrivals" if counts_arrivals(load) else "requests", users_remedy(load, evidence.marks)
         never_sent, planned = schedule.never_sent, schedule.planned or 0
-        text = f"{never_sent:,} of the {planned:,} {what} that were due in the measured time were never sent; "
+        text = f"{never_sent:,} of the {planned:,} {what} that were due in the measured time "
+        text += f"{verb(never_sent, 'was', 'were')} never sent; "
         text += f"{remedy.text}"
         yield because("never_sent", text, never_sent=never_sent, planned=planned, what=what, remedy=remedy)
     if load.requests is not None and numbers.unfinished:
@@ -403,7 +404,9 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
     if wrong := int(formulas.has_wrong_length(evidence.good).sum()):
         trace = load.trace is not None or load.agent_trace is not None
         tokens = load.output_tokens if isinstance(load.output_tokens, int) else None
-        text = f"{wrong:,} of {numbers.succeeded:,} answers do not have the fixed length "
+        text = (
+            f"{wrong:,} of {count(numbers.succeeded, 'answer')} {verb(wrong, 'does', 'do')} not have the fixed length "
+        )
         text += f"{f'of {tokens:,} tokens ' if tokens else ''}that "
         text += "their row of the trace asks for" if trace else "was asked for"
         yield because("wrong_length", text, wrong=wrong, answers=numbers.succeeded, tokens=tokens, trace=trace)
@@ -451,7 +454,8 @@ def counts_text(counts: Mapping[str, int]) -> str:
 
 def resent_reason(numbers: Numbers, **values: float) -> Reason:
     """Requests that were sent twice. `max_share`: of the requests, if more were than are allowed."""
-    text = f"{numbers.resent:,} of {count(numbers.sent, 'request')} were sent twice: the server closed a kept "
+    text = f"{numbers.resent:,} of {count(numbers.sent, 'request')} {verb(numbers.resent, 'was', 'were')} sent twice: "
+    text += "the server closed a kept "
     text += f"connection within {CLOSING_S:g} s after a response"
     if values:
         text += f"; at most {percent(MAX_RESENT, 0)} is allowed, because the server may process them twice"
@@ -464,14 +468,16 @@ def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
     prompts = evidence.numbers.prompts
     # A chat template adds the same number of tokens to all prompts.
     if evidence.exact_prompts and prompts is not None and prompts.otherwise:
-        text = f"{prompts.otherwise:,} of {prompts.requests:,} prompts do not have the exact length that was asked for "
+        text = f"{prompts.otherwise:,} of {count(prompts.requests, 'prompt')} {verb(prompts.otherwise, 'does', 'do')} "
+        text += "not have the exact length that was asked for "
         text += f"(beyond the {prompts.added:,} tokens that were added to most of them): the tokenizer is not the "
         text += "server's"
         numbers = {"otherwise": prompts.otherwise, "prompts": prompts.requests, "added": prompts.added}
         yield because("prompt_lengths", text, **numbers)
     short, lengths = int(formulas.has_short_prompt(good).sum()), prompt_lengths([good])
     if short and lengths is not None:
-        text = f"the server counted far fewer tokens than {short:,} of {count(lengths.requests, 'prompt')} have words "
+        text = f"the server counted far fewer tokens than {short:,} of {count(lengths.requests, 'prompt')} "
+        text += f"{verb(short, 'has', 'have')} words "
         text += (
             f"({lengths.got:,} of {lengths.asked:,} in total; at least {percent(MIN_PROMPT_SHARE, 0)} is needed): it "
         )

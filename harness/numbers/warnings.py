@@ -48,9 +48,9 @@ def _context_note(served: ServedBy, tokens: RequestTokens | None) -> Iterator[Re
         yield because("context_short", text, needed=needed, limit=limit)
 
 
-def queue_notes(served: ServedBy, load: Load) -> Iterator[Reason]:
-    """Yield a note if this load has more requests in flight than the server, or its engine, works on at once."""
-    in_flight, slots = max_concurrency(load), served.effective.get("parallel")
+def queue_notes(served: ServedBy, loads: Sequence[Load]) -> Iterator[Reason]:
+    """Yield a note if one of the loads has more requests in flight than the server, or its engine, works on at once."""
+    in_flight, slots = max(map(max_concurrency, loads)), served.effective.get("parallel")
     if isinstance(slots, int) and in_flight > slots:
         text = f"up to {in_flight:,} requests are in flight, and the engine has {count(slots, 'slot')}: the others "
         text += "wait in its queue. For more, raise the engine's --parallel, and the context with it"
@@ -101,7 +101,9 @@ def _server_notes(evidence: Evidence) -> Iterator[Reason]:
         yield from (note for note in notes if is_messages or note.code != "engine_direct")
         yield from _context_note(evidence.ran.served_by, evidence.tokens)
         # Of slots, the finding `queue_with_room` says what they cost.
-        yield from (note for note in queue_notes(evidence.ran.served_by, evidence.load) if note.code != "engine_slots")
+        yield from (
+            note for note in queue_notes(evidence.ran.served_by, [evidence.load]) if note.code != "engine_slots"
+        )
     if (warmup := evidence.warmup) is not None and warmup.steady is not None:
         after = "its bound" if warmup.seconds is None else f"{warmup.seconds:.1f} s"
         sent = count(warmup.requests, "warm-up request")
@@ -286,8 +288,8 @@ def _missing_notes(evidence: Evidence) -> Iterator[Reason]:
     if load.requests is None and numbers.unfinished:
         drained = ended_normally(evidence.ran, evidence.marks) and evidence.stopped_after_s is None
         when = f"within drain_s ({load.drain_s:g} s) after the end" if drained else "before the load was ended early"
-        text = f"{count(numbers.unfinished, 'request')} did not finish {when}: in percentiles they are longer than "
-        text += "their age"
+        text = f"{count(numbers.unfinished, 'request')} did not finish {when}: in percentiles each is longer than "
+        text += "its age"
         yield because("unfinished", text, requests=numbers.unfinished, drain_s=load.drain_s if drained else None)
 
 

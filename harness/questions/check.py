@@ -187,7 +187,7 @@ def _agent_trace_notes(folder: Path, trace: AgentTrace, users: int) -> Iterator[
         yield f"{share} of the prompts is the start of an earlier prompt, which a prefix cache can have"
     if trace.context_tokens is not None:
         kept, left_out = fit.kept_tokens, fit.left_out_tokens
-        shares = [f"{fit.kept_steps:,} of {totals.steps:,} steps are sent"]
+        shares = [f"sent: {fit.kept_steps:,} of {count(totals.steps, 'step')}"]
         if kept.prompt is not None:
             shares.append(f"{kept.prompt:,} of {kept.prompt + (left_out.prompt or 0):,} prompt tokens")
         if kept.output is not None:

@@ -12,7 +12,7 @@ from harness.base.reason import Reason, evidence, sentence
 from harness.base.units import count
 from harness.failures.diagnosis import FailedRequests
 from harness.numbers.comparison import Comparison, Verdict
-from harness.numbers.summary import ENOUGH, Row, RunFinding, Summary
+from harness.numbers.summary import ENOUGH, CellSummary, Row, RunFinding, Summary
 from harness.numbers.validity import BROKEN, DEATHS, RESTARTS
 from harness.records.manifest import OTHERWISE, Run
 from harness.report import words
@@ -50,9 +50,11 @@ def death_answer(summary: Summary, run: Run) -> str:
     what = "The gateway of the server" if values.get("of_gateway") else "The server"
     name = f" {cell.server}" if len({row.server for row in summary.rows}) > 1 else ""
     sent, after_s = values.get("sent", cell.numbers.sent), values.get("after_s")
-    when = f"after {count(sent, 'request')}" + (f" of {cell.load}" if cell.stage is not None else "")
+    when = f"after {count(sent + _sent_before(cell, summary, run), 'request')}"
     if after_s is not None:
-        when += f", {f'{units.figures(after_s)} s' if after_s < 90 else units.duration(after_s)} into the load"
+        load = "the load" if len(run.order) == 1 else cell.load
+        load += f" of repeat {cell.repeat}" if run.scenario.repeats > 1 else ""
+        when += f", {f'{units.figures(after_s)} s' if after_s < 90 else units.duration(after_s)} into {load}"
     facts = [f"exit code {values['exit_code']}"] if values.get("exit_code") is not None else []
     facts += ["out of memory"] if any(reason.code == "out_of_memory" for reason in reasons) else []
     why = values.get("cause") or values.get("detail")
@@ -65,6 +67,20 @@ def death_answer(summary: Summary, run: Run) -> str:
     if ran is not None and ran.served_by.template is None:
         log = "Read its own log (`harness explain LOG`)."
     return f"{what}{name} {ended} {when}{': ' * bool(facts)}{', '.join(facts)}. {whose} cannot be used. {log}"
+
+
+def _sent_before(cell: CellSummary, summary: Summary, run: Run) -> int:
+    """The requests that the server of a cell got in earlier cells, warm-up included, since it was started."""
+    ran = list(run.ran)
+    before = set(ran[: ran.index(cell.id)] if cell.id in ran else [])
+    served_by = run.ran[cell.id].served_by if cell.id in ran else None
+    is_started = served_by is not None and served_by.template is not None  # by the harness, for some of the cells
+    earlier = [other for other in summary.cells if other.id in before and other.server == cell.server]
+    if is_started and run.scenario.restart:
+        earlier = [other for other in earlier if cell.group and other.group == cell.group]
+    elif is_started:
+        earlier = [other for other in earlier if other.repeat == cell.repeat]
+    return sum(other.numbers.sent + (other.warmup.requests if other.warmup else 0) for other in earlier)
 
 
 def in_flight(row: Row, run: Run) -> int | None:

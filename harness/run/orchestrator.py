@@ -16,7 +16,7 @@ from harness.base.errors import HarnessError, RunError, ServerError, StartError,
 from harness.base.files import open_file
 from harness.base.process import refuse_too_few_files
 from harness.base.reason import Reason, because, sentence
-from harness.base.units import count
+from harness.base.units import count, verb
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
 from harness.numbers.warnings import queue_notes
@@ -162,7 +162,8 @@ def _disk_error(error: BaseException, file: RunFile) -> RunError | None:
         recorded = sum(block.count(b"\n") for block in iter(lambda: requests.read(2**20), b""))
     return RunError(
         f"{folder}: the disk is full ({error.strerror}): {len(manifest.ran)} of {count(len(manifest.order), 'cell')} "
-        f"have run, {count(recorded, 'request')} recorded; the rest was not measured",
+        f"{verb(len(manifest.ran), 'has', 'have')} run, {count(recorded, 'request')} recorded; the rest was not "
+        "measured",
         next_step="Make room, or give a folder on another disk with --runs DIR, and run it again.",
     )
 
@@ -285,9 +286,10 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
     job = replace(prepare_job(running, cells, endpoint), report_after_s=report_after_s)
     start = prepare_generator(running, job, endpoint)
     monitor, before = Monitor(job, watch), endpoint.state()
-    for cell, load_job in zip(cells, loads_of(job), strict=False):
-        for note in queue_notes(endpoint.started, load_job.load):
-            running.progress.note(cell.server, cell.load, sentence(note))
+    # Of all rows of the plan, so that one note says it.
+    loads = [*running.scenario.loads.values(), *(load_job.load for load_job in loads_of(job))]
+    for note in queue_notes(endpoint.started, loads):
+        running.progress.note(cells[0].server, note)
     running.progress.start_load(monitor)
     with watch_server(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
         begun_s, stage = time.time(), 0

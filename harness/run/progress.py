@@ -18,6 +18,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from harness.base.metrics import METRICS
+from harness.base.reason import Reason, sentence
 from harness.base.redact import masked
 from harness.base.units import NO_BREAK, count, duration, gib, join_units, percent
 from harness.numbers.summarize import Summarized, summarize_with_counts, write_summary
@@ -57,7 +58,7 @@ class Progress:
         self._monitor: Monitor | None = None
         self._numbers: dict[str, str] | None = None  # of the monitor, in words by name
         self._read_s = 0.0
-        self._notes: set[tuple[str, str, str]] = set()  # printed ones
+        self._notes: set[tuple[str, str]] = set()  # servers and codes of the printed ones
 
     @contextmanager
     def live(self) -> Iterator["Progress"]:
@@ -75,11 +76,11 @@ class Progress:
         width = self.console.width if self.console.is_terminal else PLAIN_WIDTH
         self.console.print(text if whole else wrapped(text, width), soft_wrap=True)
 
-    def note(self, server: str, load: str, text: str) -> None:
-        """Print a note on a row once, however often it is measured."""
-        if (server, load, text) not in self._notes:
-            self._notes.add((server, load, text))
-            self.line(f"note: {server} / {load}: {text}")
+    def note(self, server: str, note: Reason) -> None:
+        """Print a note on a server once, however many rows it concerns."""
+        if (server, note.code) not in self._notes:
+            self._notes.add((server, note.code))
+            self.line(f"note: {server}: {sentence(note)}")
 
     def start_cell(self, number: int, cells: int, cell: Cell, remaining_s: float | None) -> None:
         """Show the next cell. `remaining_s`: the estimated time for it and all later cells."""

@@ -69,13 +69,13 @@ def resume(
         kept = complete_cells(folder, run)
         remaining = [cell for cell in cells if cell.id not in kept]
         if not remaining and budget_s is None:
-            progress.line(f"Run {run.id}: all of its {count(len(cells), 'cell')} are complete and valid.")
+            progress.line(f"Run {run.id}: complete and valid, {count(len(cells), 'cell')}.")
             RunFile(folder, run, progress.on_end, make_reference).finish()
             return folder
         experiment = preflight(experiment, progress.line)
         progress.line(
-            f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} are complete and valid and stay; "
-            f"{count(len(remaining), 'cell')} to run. Records go to {folder}"
+            f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} kept (complete and valid), {len(remaining)} to "
+            f"run. Records go to {folder}"
         )
         running = Running(
             RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference), experiment, progress
@@ -91,7 +91,7 @@ def reopened(
     with lock_folder(folder):
         run, experiment = read_run(folder), recorded_experiment(folder, target)
         _remove_leftovers(run, experiment, progress)
-        progress.line(f"Run {run.id}: {count(len(kept), 'cell')} stay. Records go to {folder}")
+        progress.line(f"Run {run.id}: {count(len(kept), 'cell')} kept. Records go to {folder}")
         yield Running(
             RunFile(folder, _reopen(folder, run, set(kept), list(recorded_cells(run).values())), progress.on_end),
             experiment,

@@ -276,9 +276,9 @@ def list_notes(scenario: Scenario, threads: int | None = None) -> list[str]:
     for name, server in scenario.servers.items():
         if "HSA_OVERRIDE_GFX_VERSION" in (server.variables.get(ENVIRONMENT) or {}):
             notes.append(f"server '{name}': {_OVERRIDE_NOTE}")
-        for load_name, load in scenario.loads.items():
-            load_notes = (_note_queue(server, load, threads), _note_slots(server, load, scenario.model))
-            notes += [f"server '{name}' under {load_name}: {note}" for note in load_notes if note is not None]
+        load_name, busiest = max(scenario.loads.items(), key=lambda item: max_concurrency(item[1]))
+        load_notes = (_note_queue(server, busiest, threads), _note_slots(server, busiest, scenario.model))
+        notes += [f"server '{name}' under {load_name}: {note}" for note in load_notes if note is not None]
         compose = prepare_server(scenario, name).compose if server.allow else None
         if compose is not None:
             notes += [f"server '{name}': {sentence(note)}" for note in make_access_notes(compose)]

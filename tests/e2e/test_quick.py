@@ -78,3 +78,31 @@ def test_a_line_of_combinations_is_a_run(tmp_path: Path) -> None:
     assert cached is not None and cached >= 8 * 1000
     shown = harness("report", "last", cwd=tmp_path)
     assert shown.code == 0 and "pp32 @ d1024" in shown.out
+
+
+def test_a_context_beyond_that_of_the_server_is_refused_before_the_load(tmp_path: Path) -> None:
+    flags = ("--preset", "instant", "--max-model-len", "1024", "--model", "a-model")
+    with spawned(*flags, quiet=True) as running:
+        too_long = harness("quick", running.url, "--depth", "0,32k", "--users", "1,4", cwd=tmp_path)
+        template = harness("quick", running.url, "--prompt", "892", "--output", "124", cwd=tmp_path)
+        fits = harness(
+            "quick",
+            running.url,
+            "--prompt",
+            "891",
+            "--output",
+            "124",
+            "-r",
+            "1",
+            "--requests",
+            "1",
+            "--json",
+            cwd=tmp_path,
+        )
+    assert (too_long.code, template.code) == (1, 1)
+    assert (
+        too_long.err.startswith("error: --depth: ") and "1,024" in too_long.err and "prompts.tokens" not in too_long.err
+    )
+    assert template.err.startswith("error: --prompt: ") and "--prompt 891 or less" in template.err
+    assert fits.code == 0, fits.err
+    assert [row["answers"] for row in json.loads(fits.out)["combinations"]] == [1]

@@ -1,6 +1,7 @@
 """The golden files of what tests were told (tests/support/wording.py)."""
 
 import ast
+import re
 from pathlib import Path
 
 from harness.base.errors import HarnessError
@@ -39,3 +40,19 @@ def test_what_differs_between_runs_of_a_test_has_a_name(tmp_path: Path) -> None:
     assert shown(because("few", "too few of them"), tmp_path) == "few: too few of them"
     assert shown(["a  ", "", "run 7"], tmp_path, RUN="run 7") == "a\n\nRUN"
     assert shown("", tmp_path) == "nothing"
+
+
+PLURAL = "are|were|have|do|stay|take|need|use|run|get|ask|go|fit|wait|remain|share|end|count|vary|contradict"
+
+
+def test_a_number_that_can_be_one_has_no_verb_of_several() -> None:
+    """ "1 cell stay": what `count` returns is the subject of no verb that has a form for one; `verb` has both forms."""
+    wrong = re.compile(rf"count\([^{{}}]*\)\}} (?:that )?(?:{PLURAL})\b")
+    lines = [
+        (path.name, line.strip())
+        for path in (ROOT / "harness").rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if wrong.search(line)
+    ]
+    allowed = ("the times of {", "the chunk times of {", "if len(still_open) > 1")  # several, whatever the number
+    assert [(name, line) for name, line in lines if not any(text in line for text in allowed)] == []

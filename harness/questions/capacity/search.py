@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from harness.base.errors import HarnessError, ServerError, StartError
 from harness.base.process import pause, refuse_too_few_files
 from harness.base.reason import Reason, because
-from harness.base.units import count, duration, duration_up, figures, short_percent
+from harness.base.units import count, duration, duration_up, figures, short_percent, verb
 from harness.numbers.answered import (
     MIN_UNSERVED,
     are_shorter,
@@ -433,8 +433,8 @@ class ServerSearch:
             return because("capacity_refused", text, loads=loads, share=share)
         waiting = 0 if is_open_loop(load) else unserved(requests, at_once)
         if waiting and waiting >= MIN_UNSERVED * at_once:
-            text = f"at {at} {waiting:,} of {at_once:,} requests at once were left waiting while later ones were "
-            text += "served, so this level fails"
+            text = f"at {at} {waiting:,} of {at_once:,} requests at once {verb(waiting, 'was', 'were')} left waiting "
+            text += "while later ones were served, so this level fails"
             return because("capacity_unserved", text, loads=loads, unserved=waiting, in_flight=at_once)
         if not self._compares_lengths(load):
             return None
@@ -618,8 +618,8 @@ class ServerSearch:
             partial(in_flight, endpoint, self.running.api_key), max_s, self.running.progress.stage
         )
         if remaining:
-            text = f"{max_s:.0f} s after a probe the server still worked on {round(remaining):,} requests: of other "
-            text += "users, or those that the probe left; later probes did not wait for them"
+            text = f"{max_s:.0f} s after a probe the server still worked on {count(round(remaining), 'request')}: "
+            text += "of other users, or those that the probe left; later probes did not wait for them"
             self.reasons.append(because("capacity_not_idle", text, requests=round(remaining), seconds=max_s))
             self._waits = False
 
@@ -657,7 +657,7 @@ class ServerSearch:
         """Add the reason that failed requests took part in a failed probe."""
         loads, at = self.report.loads_at(probe.level), format_loads(self.report, probe.level)
         values = {"loads": loads, "failed": failed, "answers": answers}
-        text = f"{failed:,} of {answers:,} requests failed"
+        text = f"{failed:,} of {count(answers, 'request')} failed"
         if probe.level > 1:
             text = f"at {at} {text}, and a failed request meets no SLO (`harness report` has the causes)"
             self.reasons.append(because("capacity_failures", text, **values))

@@ -133,7 +133,8 @@ def prefix_recomputed(row: RowFacts) -> RuleResult | None:
         action = row.action(f"{row.in_flight} slots, one for each conversation", changes, risk="more memory")
     else:
         longest = float(row.tokens[-1]) * row.load.users
-        room = "" if held is None else f": {row.load.users} conversations have up to {longest:,.0f} tokens, of {held:,}"
+        conversations = count(row.load.users, "conversation has", "conversations have")
+        room = "" if held is None else f": {conversations} up to {longest:,.0f} tokens, of {held:,}"
         why = f"the cache lost them{room}; or the chat template changes earlier turns, such as their thinking"
         action = row.action("A KV cache of 8-bit numbers, which holds about twice as much", {"kv_type": None})
     values = {

@@ -1,6 +1,6 @@
 """The finding about a limit that the server's own metrics show, and whose reason no other finding has."""
 
-from harness.base.units import count, short_percent
+from harness.base.units import count, short_percent, verb
 from harness.numbers.summary import ENOUGH
 from harness.numbers.time_split import LimitedBy, kv_cache_share
 from harness.questions.findings import cache, queue, setup
@@ -31,7 +31,8 @@ def unexplained_limit(row: RowFacts) -> RuleResult | None:
     if limit == "queue" and (row.most("kv_usage_max") or 0.0) > queue.ROOM:
         why = "the KV cache has no room for many more requests at once"
     if is_few:
-        why = f"{count(numbers.succeeded, 'request')} that succeeded are too few for findings: {ENOUGH} are needed"
+        why = f"findings need {ENOUGH} requests that succeeded, and {verb(numbers.succeeded, 'this is', 'these are')} "
+        why += f"{numbers.succeeded}"
         action = row.action(f"Measure longer, until {ENOUGH} requests have succeeded", about="")
     return RuleResult(
         cost=_cost(row, limit),

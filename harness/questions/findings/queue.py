@@ -313,8 +313,8 @@ def abandoned_computed(row: RowFacts) -> RuleResult | None:
         return None
     return RuleResult(
         cost=extra / computed,
-        measured=f"{row.row.pooled.abandoned:,} requests were abandoned; the server computed {extra:,.0f} tokens "
-        f"that no user read, {short_percent(extra / computed)} of all",
+        measured=f"{count(row.row.pooled.abandoned, 'request was', 'requests were')} abandoned; the server computed "
+        f"{extra:,.0f} tokens that no user read, {short_percent(extra / computed)} of all",
         why="a closed connection does not stop a request, for instance behind a proxy that keeps its own connection "
         "open",
         actions=[

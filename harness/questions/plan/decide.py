@@ -16,7 +16,7 @@ from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
 from harness.base.reason import Reason, because, sentence
-from harness.base.units import figures, percent
+from harness.base.units import count, figures, percent
 from harness.numbers import stats
 from harness.numbers.block_statistics import fit_trend, work_between
 from harness.numbers.schedule import load_kind
@@ -408,7 +408,7 @@ def _why_no_interval(
     if needed is not None:
         slots = max_concurrency(load)
         about = "" if load.duration_s is None else f" (about {figures(needed / rate)} s)"
-        text = f"{sent:,} requests are too few, with {slots:,} in flight; each repeat needs {needed:,} or more{about}"
+        text = f"too few requests ({sent:,}) with {slots:,} in flight; each repeat needs {needed:,} or more{about}"
         return because("plan_few_waves", text, requests=sent, in_flight=slots, needed=needed)
     if trend is not None and abs(trend) > MAX_TREND:
         text = f"its rate {_changed(trend)} during the measured time, so no steady rate is known (heat, or too short a "
@@ -445,7 +445,7 @@ def _notes_on_rate(row: Row, cells: Sequence[CellSummary], rate: float) -> list[
         text += f"the report's {figures(requests_per_s)} requests/s is over the whole measured time"
         notes.append(because("plan_full_load", text, items_per_s=rate, requests_per_s=requests_per_s))
     if failed := row.pooled.failed:
-        text = f"{failed:,} of {row.pooled.sent:,} requests failed; the time includes sending such items again"
+        text = f"{failed:,} of {count(row.pooled.sent, 'request')} failed; the time includes sending such items again"
         notes.append(because("plan_failed", text, failed=failed, sent=row.pooled.sent))
     return notes + [note for cell in cells for note in cell.notes if note.code == "energy_differs"][:1]
 

@@ -3,6 +3,7 @@
 The words are those of other tools too. One that means something else there is refused with the word to use.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ ANSWERS = (4, 2, 1)  # of each user in a repeat: as many as the time allows
 RATE_S = 20.0  # of a rate, its requests are sent in about this time
 MIN_RATE_REQUESTS = 8
 MAX_COMBINATIONS = 200
+MAX_REQUESTS = 10_000_000  # of a load, as in a scenario
 _MAX_TOKENS = 1_000_000
 _MAX_RATE = 10_000.0
 _KIBI = 1024  # of a length such as 8k: contexts are powers of two
@@ -161,6 +163,22 @@ def own_words(words: Sequence[str]) -> list[str]:
     return joined
 
 
+def refuse_two_names(words: Sequence[str], names: Mapping[str, Sequence[str]]) -> None:
+    """Raise HarnessError where an option is given by two of its names with different values. `names`: by parameter."""
+    texts: dict[str, list[str]] = {}
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
+        name, equals, text = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
+        texts.setdefault(name, []).append(text if equals else after)
+    for parameter, read in READERS.items():
+        given = {name: ",".join(texts[name]) for name in names[parameter] if name in texts}
+        if len(given) > 1 and len({read(name, text) for name, text in given.items()}) > 1:
+            shown = " and ".join(f"{name} {text}" for name, text in given.items())
+            raise HarnessError(
+                f"{' and '.join(given)}: two names of one option with different values (got {shown})",
+                next_step=f"Give one of them; the name here is {names[parameter][0]}.",
+            )
+
+
 def read_combinations(
     prompt: Sequence[str],
     output: Sequence[str],
@@ -174,7 +192,7 @@ def read_combinations(
     budget_s: float,
 ) -> Combinations:
     """Return what the options ask for. Raises HarnessError for a value that cannot be."""
-    number = None if requests is None else read_count("--requests", requests)
+    number = None if requests is None else _read_requests("--requests", requests)
     rates = _read_list("--rate", rate, _read_rate)
     endless = [value for value in rates if math.isinf(value)]
     counts = _read_list("--users", users, _read_users)
@@ -210,10 +228,32 @@ def read_combinations(
         )
     if number is not None and counts and number < max(counts):
         raise HarnessError(
-            f"--requests: {number:,} requests cannot be those of {max(counts):,} users at once",
+            f"--requests: {count(max(counts), 'user')} at once need as many requests or more (got {number:,})",
             next_step=f"Give --requests {max(counts)} or more, or fewer --users.",
         )
     return wanted
+
+
+def refuse_too_long(wanted: Combinations, context: int | None, template: int) -> None:
+    """Raise HarnessError where a request is longer than the server's context. `context`: its tokens; None: not known.
+    `template`: tokens that chat template and salt add.
+    """
+    parts = {"--depth": max(wanted.depths), "--prompt": max(wanted.prompts), "--output": wanted.output}
+    needed = sum(parts.values()) + template
+    if context is None or needed <= context:
+        return
+    # What is longest may be made shorter, but a context only as far as prompt and answer leave room for one.
+    room = context - needed
+    options = sorted(parts, key=lambda option: (option == "--depth" and room + parts[option] > 0, parts[option]))
+    option = options[-1]
+    shown = [f"{tokens:,} ({name})" for name, tokens in parts.items() if tokens]
+    shown += [f"{template:,} (chat template and salt)"] * (template > 0)
+    shorter = f"Write {option} {room + parts[option]} or less" if room + parts[option] > 0 else "Write shorter ones"
+    raise HarnessError(
+        f"{option}: a request has {' + '.join(shown)} = {needed:,} tokens, and the server's context is {context:,} "
+        f"tokens for one request (got {parts[option]:,})",
+        next_step=f"{shorter}, or start the server with a longer context.",
+    )
 
 
 def _read_list(option: str, given: Sequence[str], read: Callable[[str, str], T]) -> list[T]:
@@ -237,12 +277,11 @@ def _read_depth(option: str, given: str) -> int:
 
 
 def _read_users(option: str, given: str) -> int:
-    users = read_count(option, given)
-    if users > MAX_USERS:
-        raise HarnessError(
-            f"{option}: at most {MAX_USERS:,} users are possible (got {users:,})", next_step=f"Write {option} 1,4,16."
-        )
-    return users
+    return read_count(option, given, MAX_USERS, f"{option} 4, or several: {option} 1,4,16")
+
+
+def _read_requests(option: str, given: str) -> int:
+    return read_count(option, given, MAX_REQUESTS, f"{option} 64")
 
 
 def _read_rate(option: str, given: str) -> float:
@@ -255,6 +294,22 @@ def _read_rate(option: str, given: str) -> float:
             next_step=f"Write {option} 2, or several: {option} 0.5,1,2.",
         )
     return rate
+
+
+def _set_of(read: Callable[[str, str], object]) -> Callable[[str, str], object]:
+    return lambda option, text: frozenset(read(option, part.strip()) for part in text.split(","))
+
+
+READERS: dict[str, Callable[[str, str], object]] = {  # of the options that have several names, by parameter
+    "prompt": _set_of(_read_tokens),
+    "output": _set_of(_read_tokens),
+    "depth": _set_of(_read_depth),
+    "users": _set_of(_read_users),
+    "rate": _set_of(_read_rate),
+    "requests": _read_requests,
+    "repeats": lambda _, text: text,
+    "base_url": lambda _, text: text.rstrip("/"),
+}
 
 
 def combinations_scenario(
@@ -310,7 +365,7 @@ def fit_answers(
         if about_s <= wanted.budget_s:
             return fitted, about_s
     raise HarnessError(
-        f"--budget: {count(wanted.number, 'combination')} x {count(wanted.repeats, 'repeat')} take about "
+        f"--budget: the time of {count(wanted.number, 'combination')} x {count(wanted.repeats, 'repeat')} is about "
         f"{duration(about_s)} by the speed of one request (got {duration(wanted.budget_s)})",
         next_step="Give fewer values, a shorter --output or fewer --repeats, or a longer --budget.",
     )

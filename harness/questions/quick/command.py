@@ -22,9 +22,11 @@ class QuickCommand(cli.CliCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse. Raises HarnessError, also for a word that means something else in another tool."""
-        from harness.questions.quick.combinations import own_words
+        from harness.questions.quick.combinations import own_words, refuse_two_names
 
-        return super().parse_args(ctx, own_words(args))
+        words = own_words(args)
+        refuse_two_names(words, {param.name: param.opts for param in self.get_params(ctx)})
+        return super().parse_args(ctx, words)
 
 
 def _option(metavar: str, help_text: str, *names: str) -> Any:
@@ -122,7 +124,7 @@ def quick(
     is not given: a prompt of 512 tokens, an answer of 128, no context, one user, three repeats. The words of other
     tools are read too.
     """
-    if address is not None and base_url is not None:
+    if address is not None and base_url is not None and address.rstrip("/") != base_url.rstrip("/"):
         raise HarnessError(f"--base-url: the address is given twice ({address}, {base_url})", next_step="Give one.")
     address = address or base_url
     lists = {"prompt": prompt, "output": output, "depth": depth, "users": users, "rate": rate}
@@ -231,8 +233,10 @@ def _run_combinations(target: "Target", wanted: "Combinations", given: dict[str,
 
     progress, key_name = cli.make_progress(stderr=stderr), given["--api-key-env"]
     model, speed = search.first_answer(target, given["--model"], key_name, progress.line)
-    is_exact = search.counts_text(target, model, key_name)
-    draft = combinations.combinations_scenario(wanted, model, key_name, exact=is_exact)
+    words = search.count_text(target, model, key_name)
+    template = search.template_tokens(target, model, words, key_name, with_system=any(wanted.depths))
+    combinations.refuse_too_long(wanted, search.read_context(target, model, key_name), template)
+    draft = combinations.combinations_scenario(wanted, model, key_name, exact=words is not None)
     with scenario_path(None, target, QUICK, lambda _: draft) as path:
         experiment = experiments.prepare(path, target)
 

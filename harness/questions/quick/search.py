@@ -47,6 +47,7 @@ from harness.serve.lifecycle import (
     choose_model,
     inspect_server,
     is_this_machine,
+    refuse_absent_models,
     reported,
 )
 from harness.workload import SALT_WORDS, text
@@ -60,6 +61,7 @@ FIRST_TOKENS = 12  # of the answer by which the speed is known
 SLOW_FIRST_S = 3.0  # a slower first token may include the load of the model; an answer of less time is cheap to repeat
 MAX_FIRST_S = 20.0  # for the tokens of that answer
 FIND_S = 1.0
+WORDS = "one two three"  # of a short prompt whose tokens are counted
 
 
 class Effort(NamedTuple):
@@ -122,7 +124,30 @@ def find_running() -> tuple[str, str] | None:
 
 def model_of(url: str, key_name: str | None = None) -> str:
     """Return the model that a server has loaded, or its first chat model. Raises as `choose_model`."""
-    return choose_model(probe.parse_base_url(url), None, key_name)
+    return choose_model(probe.parse_base_url(url), _key_if_set(key_name), key_name)
+
+
+def refuse_unlisted_model(url: str, model: str, key_name: str | None = None) -> None:
+    """Raise ServerError, with the models of a server, where it does not list this one. A server that does not answer
+    is not asked again: it may start later.
+    """
+    base, key = probe.parse_base_url(url), _key_if_set(key_name)
+    with open_session(key) as session:
+        try:
+            probe.list_models(base, session, key_name)
+        except ServerError:
+            return
+    try:
+        refuse_absent_models(base, [model], key, key_name, lambda line: None)
+    except ServerError as error:
+        next_step = "Give --model with one that it has, or leave it out: then the one that is loaded is taken."
+        raise ServerError(error.what, next_step=next_step) from None
+
+
+def _key_if_set(key_name: str | None) -> str | None:
+    with suppress(HarnessError):
+        return read_api_key(key_name)
+    return None
 
 
 def quick_scenario(
@@ -158,11 +183,45 @@ def first_answer(
         return chosen, when_ready(lambda: measure_speed(base, chosen, key, key_name, with_usage=True))
 
 
-def counts_text(target: Target, model: str, key_name: str | None = None) -> bool:
-    """Return whether the server counts the tokens of a text, so that prompts can have an exact length."""
+def count_text(target: Target, model: str, key_name: str | None = None) -> int | None:
+    """Return the tokens of `WORDS` as the server counts them, so that prompts can have an exact length; None where it
+    counts no text.
+    """
     with suppress(HarnessError):
-        return probe.make_token_counter(target.url, model, read_api_key(key_name))("one two three") > 0
-    return False
+        return probe.make_token_counter(target.url, model, read_api_key(key_name))(WORDS) or None
+    return None
+
+
+def read_context(target: Target, model: str, key_name: str | None = None) -> int | None:
+    """Return the tokens that a running server takes of one request, as it reports them; None: not known."""
+    with suppress(HarnessError):
+        startup = inspect_server(target.url, model, read_api_key(key_name), key_name=key_name).startup
+        return None if startup is None else startup.max_model_len
+    return None
+
+
+def template_tokens(
+    target: Target, model: str, words: int | None, key_name: str | None = None, *, with_system: bool = False
+) -> int:
+    """Return the tokens that chat template and salt add to a prompt, by the count of a short one; 0 where the server
+    does not count. `words`: the tokens of `WORDS`. `with_system`: of a prompt with a system message.
+    """
+    if words is None:
+        return 0
+    roles = ["system", "user"] if with_system else ["user"]
+    body = {
+        "model": model,
+        "messages": [{"role": role, "content": WORDS} for role in roles],
+        "max_tokens": 1,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    with suppress(HarnessError):
+        key = read_api_key(key_name)
+        request = probe.time_request(probe.parse_base_url(target.url), body, key, key_name, MAX_FIRST_S)
+        if request.prompt_tokens is not None:
+            return max(0, request.prompt_tokens - len(roles) * words) + SALT_WORDS  # each has one token then
+    return 0
 
 
 def choose_effort(speed: RequestSpeed) -> Effort:

@@ -115,3 +115,38 @@ def test_of_stages_the_one_in_which_the_server_ended_is_named(tmp_path: Path, wo
     summary = with_findings(analyse(tmp_path / "run")).summary
     assert "2.2" in run_answer(summary, run)
     wording(run_answer(summary, run))
+
+
+@pytest.mark.parametrize(
+    ("template", "restart", "sent"), [(None, True, 15), ("vllm-cpu", False, 7), ("vllm-cpu", True, 3)]
+)
+def test_requests_are_counted_since_the_server_started(
+    tmp_path: Path, template: str | None, restart: bool, sent: int, wording: Wording
+) -> None:
+    """Two loads, two repeats; it dies in the second load of repeat 2 after two answers and the third request.
+
+    A cell has four requests. A server of the user runs all the time; one of the harness is started for each repeat,
+    or for each cell.
+    """
+    lost: dict[str, Any] = {"chunks_s": [], "output_tokens": None, "finish": None, "first_visible_s": None}
+    lost |= {"error": "disconnect", "status": None, "message": "broken", "ended_s": 0.2}
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        mine: dict[str, Any] = {"cell": cell.id, "load": cell.load, "process": process}
+        made = [request(id=f"{cell.id}-{at}", index=at, sent_s=start_s + at, **mine) for at in range(4)]
+        is_last = (cell.repeat, cell.load) == (2, "x")
+        return [replace(one, **lost) if one.index == 2 else one for one in made][:3] if is_last else made
+
+    loads = {name: Load(user="batch", requests=4, output_tokens=11) for name in ("x", "y")}
+    servers = {"a": Server(template="vllm-cpu")}
+    made_of = scenario(servers=servers, repeats=2, loads=loads, restart=restart)
+    run = write_made_run(
+        tmp_path / "run", made_of=made_of, requests=requests, served=lambda cell: served_by(template=template)
+    )
+    dead = replace(run.cells[-1], problems=[OOM.problem()])
+    assert (dead.load, dead.repeat) == ("x", 2), "every second repeat goes backwards"
+    run = replace(run, cells=[*run.cells[:-1], dead])
+    write_run(tmp_path / "run", run)
+    answer = run_answer(with_findings(analyse(tmp_path / "run")).summary, run)
+    assert f"after {sent} requests, " in answer
+    wording(answer)

@@ -13,7 +13,10 @@ from harness.base.errors import HarnessError
 from harness.run import draft
 from harness.run.experiment import Target, prepare
 from harness.scenario.file import load_scenario
+from harness.serve import probe
+from tests.support.chat_double import KEY, double
 from tests.support.command import HARNESS, PATIENCE_S, called, harness
+from tests.support.http_double import listening
 from tests.support.wording import Wording
 
 
@@ -71,6 +74,34 @@ def test_a_draft_for_a_server_that_runs(tmp_path: Path, question: str) -> None:
     assert (done.code, done.err) == (0, "")
     assert f"harness check {path.name} --url http://127.0.0.1:9\n" in done.out
     assert prepare(path, Target("http://127.0.0.1:9")).scenario.model == "m"
+
+
+def test_a_model_that_the_server_lacks_is_refused_with_those_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
+    with listening(double(["a-model", "b-model"])) as url:
+        done = called("init", "mine.yaml", "--url", url, "--model", "c-model", cwd=tmp_path)
+        assert (done.code, list(tmp_path.iterdir())) == (2, [])
+        assert "'c-model'" in done.err and "'a-model', 'b-model'" in done.err
+        two = called("init", "mine.yaml", "--url", url, "--model", "a-model", "--model", "b-model", cwd=tmp_path)
+        assert (two.code, list(tmp_path.iterdir())) == (1, []) and two.err.startswith("error: --model: ")
+        assert called("init", "mine.yaml", "--url", url, "--model", "b-model", cwd=tmp_path).code == 0
+    assert prepare(tmp_path / "mine.yaml", Target(url)).scenario.model == "b-model"
+
+
+def test_a_server_is_asked_with_its_key_and_one_that_does_not_tell_its_models_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
+    with listening(double(["a-model"], key=KEY)) as url:
+        early = called("init", "early.yaml", "--url", url, "--model", "c-model", cwd=tmp_path)
+        assert early.code == 0, "as when it is down"
+        given = ("--url", url, "--api-key-env", "KEY_OF_TEST")
+        monkeypatch.setenv("KEY_OF_TEST", KEY)
+        assert called("init", "mine.yaml", *given, "--model", "c-model", cwd=tmp_path).code == 2
+        assert called("init", "mine.yaml", *given, cwd=tmp_path).code == 0
+    assert "model: a-model" in (tmp_path / "mine.yaml").read_text()
 
 
 @pytest.mark.parametrize(

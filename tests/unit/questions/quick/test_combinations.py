@@ -1,5 +1,6 @@
 """`harness quick` with prompts, contexts, users and rates: what is read, the scenario that is made, and its numbers."""
 
+import itertools
 import math
 import re
 import shlex
@@ -19,11 +20,13 @@ from harness.numbers.summarize import summarize_with_counts
 from harness.questions.quick.combinations import (
     ANSWERS,
     MAX_COMBINATIONS,
+    READERS,
     REFUSED,
     Combinations,
     combinations_scenario,
     fit_answers,
     own_words,
+    refuse_too_long,
 )
 from harness.questions.quick.combinations_page import (
     UNKNOWN,
@@ -128,6 +131,80 @@ def test_a_value_that_cannot_be_names_its_option_and_what_to_do(words: str, begi
     with pytest.raises(HarnessError) as error:
         wanted(*words.split())
     assert error.value.what.startswith(begins) and error.value.next_step and error.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        ("--users 4 --max-concurrency 8", "--users and --max-concurrency: "), ("-n16 --tg 12", "-n and --tg: "),
+        ("--depth 0 -d 1k", "--depth and -d: "), ("--rate=1 --request-rate=2", "--rate and --request-rate: "),
+        ("-r 2 --repetitions 3", "-r and --repetitions: "), ("--pp 1,2 --prompt 1", "--prompt and --pp: "),
+        ("--requests 8 --num-prompts 9", "--requests and --num-prompts: "),
+        ("--base-url http://a:1 --target http://b:1", "--base-url and --target: "),
+    ],
+)  # fmt: skip
+def test_two_names_of_an_option_with_different_values_are_refused(words: str, begins: str) -> None:
+    with pytest.raises(HarnessError) as error:
+        parsed(*words.split())
+    assert error.value.what.startswith(begins) and error.value.next_step
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--users 4,8 --max-concurrency 8,4", "-n128 --tg 128", "--depth 1024 -d 1k", "--requests 1,000 --num-prompts 1k",
+     "--users 4 --users 8", "--base-url http://a:1/ --url http://a:1", "--rate 1 --request-rate 1.0", ""],
+)  # fmt: skip
+def test_the_same_values_by_two_names_are_one(words: str) -> None:
+    parsed(*words.split())
+
+
+def test_every_option_with_several_names_is_checked_for_them() -> None:
+    several = {param.name for param in COMMAND.params if len(param.opts) > 1 and not getattr(param, "is_flag", False)}
+    assert several == set(READERS)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "range_text"),
+    [
+        ("--requests", "0", "from 1 to 10,000,000"), ("--users", "0", "from 1 to 100,000"),
+        ("--users", "100001", "from 1 to 100,000"), ("--repeats", "0", "from 1 to 1,000"),
+        ("--repeats", "1001", "from 1 to 1,000"), ("--requests", "x", "from 1 to 10,000,000"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_names_the_range(option: str, value: str, range_text: str) -> None:
+    with pytest.raises(HarnessError) as error:
+        wanted(option, value)
+    assert (range_text in error.value.what) and f"(got '{value}')" in error.value.what
+    assert "500" not in error.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("words", "template", "option", "shorter"),
+    [
+        ("--depth 32k --output 16", 0, "--depth", "1520"), ("--prompt 2000 --output 100", 0, "--prompt", "1948"),
+        ("--prompt 10 --output 3000", 12, "--output", "2026"), ("--prompt 3000 --depth 100", 0, "--prompt", "1820"),
+        ("--depth 0,2k --prompt 64,512", 8, "--depth", "1400"), ("--prompt 1921", 0, "--prompt", "1920"),
+        ("--prompt 1912", 9, "--prompt", "1911"), ("--prompt 5k --output 5k", 0, "--output", None),
+    ],
+)  # fmt: skip
+def test_a_request_beyond_the_context_is_refused_in_words_of_the_line(
+    words: str, template: int, option: str, shorter: str | None
+) -> None:
+    with pytest.raises(HarnessError) as error:
+        refuse_too_long(wanted(*words.split()), 2048, template)
+    assert error.value.what.startswith(f"{option}: ") and "2,048" in error.value.what
+    assert (f"{option} {shorter} or less" in error.value.next_step) == (shorter is not None)
+    if shorter is not None:
+        given = words.split()
+        fits = {"--prompt": "512", "--output": "128"} | dict(zip(given[::2], given[1::2], strict=True))
+        fitting = wanted(*itertools.chain(*(fits | {option: shorter}).items()))
+        refuse_too_long(fitting, 2048, template)  # what it advises is accepted
+
+
+def test_a_request_that_fits_or_a_context_that_is_not_known_is_no_error() -> None:
+    refuse_too_long(wanted("--prompt", "1920"), 2048, 0)
+    refuse_too_long(wanted("--prompt", "1911"), 2048, 9)
+    refuse_too_long(wanted("--depth", "500k"), None, 0)
 
 
 def test_too_many_combinations() -> None:
