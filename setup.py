@@ -7,7 +7,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SHIPPED = {
-    "scenarios": "*.yaml",
+    "scenarios": "*.*",  # also the example of recorded agents
     "compose": "*.yaml*",
     "locustfiles": "*.py",
     "results/reference": "*.yaml",

@@ -14,12 +14,14 @@ import msgspec
 from locust import task
 from locust.exception import StopUser
 
+from harness.load.client import header_line
 from harness.load.openai_api import Answer, Tools
 from harness.load.sequencer import Work
 from harness.load.user import LLMUser
 from harness.scenario.behaviour import AgentTrace
 from harness.workload import Message
 from harness.workload.agent_traces.conversation import MAX_AGENTS, Conversation, TraceStep
+from harness.workload.agent_traces.inline_iou import actions_of
 from harness.workload.agent_traces.prefix_reuse import PrefixCache, planned_tokens
 from harness.workload.agent_traces.replay_plan import ConversationReplay, DueStep, Lap, lap_at
 from harness.workload.agent_traces.step_messages import StepMessages, answer_tokens
@@ -46,6 +48,9 @@ class AgentTraceUser(LLMUser):
             raise StopUser
         places = conversation_places(Path(self.trace_file), trace.format)
         lap_number = self.number + self.laps * self.user_count
+        if trace.conversations is not None and lap_number >= min(trace.conversations, len(places)):
+            self.take()  # given up: steps that were not sent are missing, and other conversations do not replace them
+            return
         self.laps += 1
         lap = lap_at(lap_number, len(places), self.seed, trace.start if self.laps == 1 else None)
         conversation = self.in_thread(read_conversation, places[lap.place])
@@ -77,6 +82,7 @@ class AgentTraceUser(LLMUser):
                 return []
             step, following = conversation.steps[due.number], list[DueStep]()
             work = prepared(self.take()[0], conversation, step, messages, cache)
+            work = compared(work, conversation, step, trace)
 
             def note_end(answer: Answer) -> None:
                 if answer.error != "unfinished":
@@ -122,3 +128,10 @@ def prepared(
         planned_prompt_tokens=plan.prompt,
         planned_cached_tokens=plan.cached,
     )
+
+
+def compared(work: Work, conversation: Conversation, step: TraceStep, trace: AgentTrace) -> Work:
+    """Return the request with what names its conversation, and with the actions of the recorded answer."""
+    header = "" if trace.session_header is None else header_line(trace.session_header, conversation.id)
+    calls = ((call.name, call.arguments) for call in step.calls)
+    return msgspec.structs.replace(work, header=header, actions=None if trace.score is None else actions_of(calls))

@@ -31,6 +31,16 @@ ResumeOpt = Annotated[
 DurationOpt = Annotated[
     str | None, cli.option("TIME", "How long loads with a `duration_s` are measured, such as 8h; replaces theirs.")
 ]
+TraceOpt = Annotated[
+    Path | None,
+    cli.option("FILE", "The recorded agents (a file or folder), in place of the scenario's `agent_trace.file`."),
+]
+SliceOpt = Annotated[
+    int | None,
+    cli.option(
+        "N", "Only the first N recorded conversations, each once.", "--slice", min=1, max=100_000, show_default=False
+    ),
+]
 BudgetOpt = Annotated[str | None, cli.option("TIME", "As many repeats as this time allows, such as 2h; at least one.")]
 TimesOpt = Annotated[
     int, cli.option("N", "So many runs, one after another; they show how far equal runs differ.", min=1, max=1000)
@@ -72,6 +82,8 @@ def run(
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
     explain: cli.ExplainOpt = False,
+    trace: TraceOpt = None,
+    slice_: SliceOpt = None,
 ) -> None:
     """Start the scenario's servers, load them, tear them down, and report.
 
@@ -100,7 +112,8 @@ def run(
     say, duration_s = cli.make_progress().line, None if duration is None else read_duration("--duration", duration)
     make = partial(quick_scenario, model=model, key_name=api_key_env, say=say)
     with running_server.scenario_path(scenario, target, QUICK, make) as path:
-        experiment = running_server.prepare_for(path, target, model, say, repeats, checks or [], duration_s)
+        recording = experiments.Recording(trace, slice_)
+        experiment = running_server.prepare_for(path, target, model, say, repeats, checks or [], duration_s, recording)
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
         _print_notes(experiment.scenario, say)
@@ -272,6 +285,8 @@ def check(
         bool, cli.flag("--time-request", "With --url: send one request, and estimate the time of a run from it.")
     ] = False,
     as_json: cli.JsonOpt = False,
+    trace: TraceOpt = None,
+    slice_: SliceOpt = None,
 ) -> None:
     """Validate a scenario and show its plan, without running anything.
 
@@ -282,6 +297,7 @@ def check(
     from harness.questions.check import preview, preview_page
     from harness.questions.quick.search import probe_server
     from harness.report.terminal import print_page
+    from harness.run.experiment import Recording
     from harness.run.machine_fit import check_all_gpus, machine_notes, predict_shares
     from harness.run.running_server import prepare_for
     from harness.serve.lint import refuse_too_long
@@ -290,7 +306,8 @@ def check(
     if time_request and target is None:
         raise HarnessError("--time-request: no --url is given", next_step="Give the address of the server: --url URL.")
     duration_s = None if duration is None else read_duration("--duration", duration)
-    experiment = prepare_for(scenario, target, model, say, repeats, checks or [], duration_s)
+    recording = Recording(trace, slice_)
+    experiment = prepare_for(scenario, target, model, say, repeats, checks or [], duration_s, recording)
     final_scenario = experiment.scenario
     speed, startup = (None, None) if target is None else probe_server(target, final_scenario, say, timed=time_request)
     shown = preview(experiment, speed, startup)

@@ -33,6 +33,11 @@ _FAILED_ADDRESS_S = 30.0  # for this time an address that failed is tried last
 _Address = tuple[int, tuple[Any, ...]]  # family, socket address
 
 
+def header_line(name: str, value: str) -> str:
+    """Return a line of a request's head; what a header cannot carry is "?"."""
+    return f"{name}: {re.sub('[^ -~]', '?', value)[:500].strip()}\r\n"
+
+
 class ApiAddress(NamedTuple):
     host: str
     port: int
@@ -215,7 +220,7 @@ class Client:
         head = (
             f"{method} {self._dialer.target.prefix}{path} HTTP/1.1\r\nHost: {self._dialer.target.authority}\r\n"
             f"Accept: text/event-stream, application/json\r\nAccept-Encoding: identity\r\n"
-            f"X-Request-Id: {exchange.id}\r\n{self._headers}{length}\r\n"
+            f"X-Request-Id: {exchange.id}\r\n{exchange.header}{self._headers}{length}\r\n"
         )
         return head.encode("latin-1") + content  # in one packet where it fits
 

@@ -60,6 +60,7 @@ class Exchange:
     embeddings: bool = False  # a request for vectors, not text
     messages: bool = False  # a request to Anthropic's Messages API
     abandon_after_chunks: int | None = None  # the user leaves after so many chunks
+    header: str = ""  # a line of the request's head
     max_tokens: int | None = None  # of the request; None: it has none
     created_ns: int = field(default_factory=time.monotonic_ns)
     connect_ns: int | None = None  # duration of opening the connection; None: it was open

@@ -41,6 +41,7 @@ from harness.scenario import (
 from harness.scenario.behaviour import AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Workload
+from harness.workload.agent_traces.inline_iou import actions_of, iou
 from harness.workload.agent_traces.trace_totals import conversation_places
 from harness.workload.job import Job, cells_of, loads_of, most_users, read_api_key, secrets_of_server, workload_of
 from harness.workload.own_words import OwnWords, WordOwner, ask_for
@@ -237,6 +238,7 @@ class LoadProcess:
             embeddings=self._load(work).endpoint == "embeddings",
             messages=self._load(work).endpoint == "messages",
             abandon_after_chunks=None if work.leave is None else work.leave.after_tokens,
+            header=work.header,
         )
         answer, is_cut = Answer(), False
         self.recorder.note_sending(work)
@@ -372,6 +374,7 @@ class LoadProcess:
             answer_valid=check.valid,
             answer_right=check.right,
             answer_digest=check.digest,
+            action_iou=_action_iou(work, answer),
             item=workload.item(index),
             **self._word_fields(answer, work),
             bad_fields=list(answer.bad.values()),
@@ -385,6 +388,14 @@ def _defect_answer(error: Exception, ended_s: float = 0.0) -> Answer:
     """Log an exception of our own code, and return the answer that its request is recorded with."""
     logger.exception("defect in the load generator, recorded as error kind 'client'")
     return Answer("client", f"{type(error).__name__}: {error}", ended_s=ended_s)
+
+
+def _action_iou(work: Work, answer: Answer) -> float | None:
+    """Return how alike the actions of an answer and of the recorded one are; 0 for a failed request."""
+    if work.actions is None:
+        return None
+    calls = answer.calls if answer.error is None else []
+    return iou(work.actions, actions_of((call.name, call.arguments) for call in calls))
 
 
 def _warmup_sample(exchange: Exchange, work: Work, answer: Answer) -> tuple[float, float, float] | None:

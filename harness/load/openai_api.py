@@ -64,7 +64,7 @@ def encode_request(load: Load, model: str, messages: Sequence[Message], max_toke
         body["stream_options"] = {"include_usage": True}
     if load.output == "fixed":
         body["ignore_eos"] = True
-    body |= more
+    body |= more | load.extra_body
     for name in load.omit:
         body.pop(name, None)
     return msgspec.json.encode(encode_messages(body) if load.endpoint == "messages" else body)

@@ -27,6 +27,7 @@ from harness.load.openai_api import Tools
 from harness.scenario.behaviour import Abandon
 from harness.scenario.plan import Schedule, Steadiness
 from harness.workload import Message
+from harness.workload.agent_traces.inline_iou import Actions
 from harness.workload.job import JobStage
 from harness.workload.traces import Replay
 
@@ -100,6 +101,8 @@ class Work(msgspec.Struct, frozen=True):
     leave: Abandon | None = None  # when the user leaves
     max_tokens: int | None = None  # of the answer; None: as the load says
     exact_length: bool | None = None  # the answer has exactly `max_tokens`; None: as the load says
+    actions: Actions | None = None  # of the recorded answer, with which the answer is compared; None: with none
+    header: str = ""  # a line of the request's head
 
     @property
     def cell_number(self) -> int:

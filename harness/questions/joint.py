@@ -15,6 +15,7 @@ from harness.questions import soak, switching
 from harness.questions.agents.agent_turns import turn_answers
 from harness.questions.agents.replay import replay_answers
 from harness.questions.crossover.decide import setting_answers
+from harness.questions.edge_agentic import edge_answers
 from harness.questions.findings.decide import with_findings
 from harness.questions.same_answers.decide import same_answers
 
@@ -30,7 +31,7 @@ def with_answers(analysis: Summarized) -> Summarized:
         answers = [*setting_answers(run, working, summary.cells), *switching.switching_answers(data, summary.cells)]
     added = replace(
         summary,
-        answers=answers
+        answers=[*edge_answers(data), *answers]
         or [
             *turn_answers(summary.rows, run.scenario.loads),
             *replay_answers(summary.rows, run.scenario.loads),

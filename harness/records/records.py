@@ -176,6 +176,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     own_word: bool | None = None
     foreign_user: Count | None = None  # whose word the answer has, although it is of this user; None: of none
     foreign_load: str | None = None  # of the load of that user, where it is another one
+    # How alike its shell commands and those of the recorded answer are, 0 to 1; None: not compared, or none recorded
+    action_iou: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     finish: str | None = None  # finish reason
     model: str | None = None  # that the text of the answer is of, as the server says; "A then B" if it changed
     fingerprint: str | None = None  # `system_fingerprint` of the text, likewise

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -70,6 +71,16 @@ class Experiment(msgspec.Struct, frozen=True):
         return self.files or self.path.resolve().parent
 
 
+class Recording(NamedTuple):
+    """The options about the recorded agents of a scenario; None: as the scenario has it."""
+
+    file: Path | None = None
+    conversations: int | None = None  # the first so many
+
+
+NO_RECORDING = Recording()
+
+
 def prepare(
     path: Path,
     target: Target | None = None,
@@ -77,10 +88,11 @@ def prepare(
     repeats: int | None = None,
     checks: Sequence[str] = (),
     duration_s: float | None = None,
+    recording: Recording = NO_RECORDING,
 ) -> Experiment:
     """Load a scenario and apply the options of the command line. Raises HarnessError with all problems found."""
     read = read_scenario(path)
-    scenario, problems = read.scenario, read.problems
+    scenario, problems = _with_recording(read.scenario, recording), read.problems
     register_secrets({os.environ.get(scenario.api_key_env or "", ""): True})
     if target is None and size_problem(len(scenario.servers), 0) is None:  # each takes a while
         problems = problems + drop_sweep_repeats(find_server_problems(scenario, read.lines), scenario)
@@ -109,6 +121,27 @@ def prepare(
             question = f"How fast is this server under the loads of {path.stem}, which compares {' and '.join(one_of)}?"
         scenario = replace(_move_to_running_server(scenario), question=question)
     return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target, one_of=one_of)
+
+
+def _with_recording(scenario: Scenario, given: Recording) -> Scenario:
+    """Return the scenario with another trace for its recorded agents. Raises HarnessError where it has none."""
+    if given == NO_RECORDING:
+        return scenario
+    option = "--trace" if given.file is not None else "--slice"
+    traces = {name: load.agent_trace for name, load in scenario.loads.items() if load.agent_trace is not None}
+    if not traces:
+        raise HarnessError(
+            f"{option}: the scenario has no load with recorded agents",
+            next_step=f"Use edge-agentic, or a scenario with `agent_trace`: {DOCS}/agent-traces.md.",
+        )
+    if given.file is not None and not given.file.exists():
+        raise HarnessError(f"--trace: {given.file}: there is no such file or folder", next_step="Give its path.")
+    changes: dict[str, Any] = {} if given.file is None else {"file": str(given.file.resolve())}
+    changes |= {} if given.conversations is None else {"conversations": given.conversations}
+    loads = {
+        name: replace(scenario.loads[name], agent_trace=replace(trace, **changes)) for name, trace in traces.items()
+    }
+    return replace(scenario, loads=scenario.loads | loads)
 
 
 def _compared_servers(scenario: Scenario) -> list[str]:
@@ -252,11 +285,16 @@ def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experi
 
 
 def _with_trace_requests(scenario: Scenario, folder: Path) -> Scenario:
-    """Set `requests` of each load with a trace to the number of rows in its window. Raises HarnessError."""
+    """Set `requests` of each load with a trace to the number of rows in its window, or of steps in the conversations
+    that are sent once. Raises HarnessError.
+    """
     loads = dict(scenario.loads)
     for name, load in scenario.loads.items():
         if load.trace is not None:
             loads[name] = replace(load, requests=len(cached_replay(folder / load.trace.file, load.trace)))
+        if load.agent_trace is not None and load.agent_trace.conversations is not None:
+            totals = trace_totals(folder.resolve() / load.agent_trace.file, load.agent_trace)
+            loads[name] = replace(load, requests=totals.fit.kept_steps)
     return replace(scenario, loads=loads)
 
 

@@ -186,6 +186,8 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stream: bool = True  # streaming answers; without, there is no TTFT
     # fields that this server refuses; without `stream_options` tokens may be unknown, without `temperature` it is not 0
     omit: list[Literal["stream_options", "temperature", "tool_choice"]] = []
+    # further fields of each request's body, such as `{seed: 42, chat_template_kwargs: {enable_thinking: false}}`
+    extra_body: dict[str, Any] = {}
     # completions: the messages as one text; messages: Anthropic's, see [endpoints](scenarios.md#endpoints)
     endpoint: Literal["chat", "completions", "embeddings", "messages"] = "chat"
     answer: Structured | None = None  # the form that answers must have; the share of valid answers is reported

@@ -179,6 +179,12 @@ class AgentTrace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     start: Annotated[list[Share], PAIR] | None = None
     # of an estimate where only the text is recorded, for `context_tokens`; without it such steps are all sent
     characters_per_token: Annotated[float, Meta(gt=0, le=100)] | None = None
+    # the first so many of the trace, each once, in its order; the steps in them are the load's `requests`
+    conversations: _Count | None = None
+    # inline-iou: how alike the shell commands of each answer and the recorded one are ([IoU](edge-agentic.md))
+    score: Literal["inline-iou"] | None = None
+    # a header of each request that has the conversation's id, such as X-Session-ID
+    session_header: Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z0-9-]{0,63}$")] | None = None
 
 
 class Rag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -31,6 +31,10 @@ _EXCLUDED = {  # keys that a load with this key cannot have
     "think": ("think_s",),
     "trace": ("requests", "duration_s", "arrivals"),
 }
+_OWN_FIELDS = (  # of a request's body
+    "model", "messages", "prompt", "input", "max_tokens", "max_completion_tokens", "stream", "stream_options",
+    "ignore_eos", "n", "tools", "tool_choice", "response_format", "structured_outputs", "grammar",
+)  # fmt: skip
 _KEYS_OF_USER = {
     "batch": ("batch_size", "in_flight"),
     "chat": ("turns", "abandon", "regenerate"),
@@ -142,6 +146,10 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     yield load.endpoint == "messages" and load.answer is not None, ".answer", text
     yield embeds and load.answer is not None, ".answer", "embeddings have no text to check; remove it"
     yield embeds and load.omit, ".omit", "requests for embeddings have none of these fields; remove it"
+    text = "only requests to chat and completions have further fields; remove it"
+    yield load.extra_body and load.endpoint not in ("chat", "completions"), ".extra_body", text
+    for name in load.extra_body:
+        yield name in _OWN_FIELDS, f".extra_body.{name}", "is a field that the load sends by its other keys; remove it"
     for key, others in _EXCLUDED.items():
         for other in others if getattr(load, key) else ():
             yield getattr(load, other) is not None, f".{other}", f"does not go with '{key}'; remove one of the two"
@@ -192,6 +200,10 @@ def _rules_of_agent_trace(load: Load, folder: Path) -> Iterator[Rule]:
     yield load.stages, ".stages", text
     text = f"there is no file or folder {trace.file} next to the scenario"
     yield not (folder / trace.file).exists(), ".agent_trace.file", text
+    text = "each conversation once, in the order of the trace, is for one user: write 'users: 1'"
+    yield trace.conversations is not None and load.users != 1, ".agent_trace.conversations", text
+    text = "does not go with 'conversations', which are sent whole; remove one of the two"
+    yield trace.conversations is not None and trace.start is not None, ".agent_trace.start", text
     if trace.start is not None:
         yield trace.start[0] > trace.start[1], ".agent_trace.start", _order_text(trace.start)
 

@@ -1,5 +1,6 @@
 """Recorded agents on the embedded engine: order, sub-agents, lengths, history, failures."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from harness.records.records import ReplayedConversation, Request, read_marks
 from harness.scenario import Load
 from harness.scenario.behaviour import AgentTrace
 from tests.support.agent_traces import (
+    LIST_FILES,
+    call,
     edge_rows,
     weka_file,
     weka_request,
@@ -16,6 +19,7 @@ from tests.support.agent_traces import (
     write_rows,
 )
 from tests.support.command import PATIENCE_S
+from tests.support.http_double import Handler, listening
 from tests.support.load_runs import by_hand, driven
 from tests.support.simulated import spawned
 
@@ -139,3 +143,59 @@ def test_two_load_processes_store_their_conversations(tmp_path: Path, engine: st
     replays = replays_of(tmp_path)
     assert sum(one.ended for one in replays) == 12 and [one.place for one in replays][:2] == [0, 1]
     assert {one.conversation % 1000 for one in replays} == {0}
+
+
+def bash_rows(id: str, *commands: str) -> list[dict[str, object]]:
+    """A conversation with one recorded command a step, and a result after each but the last."""
+    rows: list[dict[str, object]] = [{"role": "user", "content": f"Do {id}.", "tools": [LIST_FILES]}]
+    for at, command in enumerate(commands):
+        rows.append({"role": "assistant", "tool_calls": [call(f"c{at}", "bash", json.dumps({"command": command}))]})
+        if at + 1 < len(commands):
+            rows.append({"role": "tool", "tool_results": [{"tool_call_id": f"c{at}", "content": "ok"}]})
+    return [{"conversation_id": id, "turn": turn, **row} for turn, row in enumerate(rows, start=1)]
+
+
+def shell_server(seen: list[tuple[str | None, dict[str, object]]], *commands: str) -> type[Handler]:
+    """A server that calls `bash` with one command after the other; an empty one is an answer with text only."""
+    left = list(commands)
+
+    class Shell(Handler):
+        def do_POST(self) -> None:
+            seen.append((self.headers.get("X-Session-ID"), json.loads(self.body())))
+            arguments = json.dumps({"command": left[0]}) if left[0] else ""
+            function = {"name": "bash", "arguments": arguments}
+            delta = (
+                {"tool_calls": [{"index": 0, "id": "x", "function": function}]} if left.pop(0) else {"content": "no"}
+            )
+            events = [{"choices": [{"delta": delta}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+            lines = [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]
+            self.answer(200, "".join(lines), "text/event-stream")
+
+    return Shell
+
+
+def test_each_conversation_is_sent_once_and_each_answer_is_scored(tmp_path: Path) -> None:
+    rows = [*bash_rows("boat", "ls | wc -l", "cat a", "echo x"), *bash_rows("house", "grep x . | head -5"),
+            *bash_rows("shed", "ls")]  # fmt: skip
+    path = write_rows(tmp_path / "e.jsonl", rows)
+    trace = AgentTrace(file=path.name, conversations=2, score="inline-iou", session_header="X-Session-ID")
+    body = {"seed": 42, "chat_template_kwargs": {"enable_thinking": False}}
+    load = Load(user="agent_trace", requests=4, output="natural", extra_body=body, agent_trace=trace)
+    seen: list[tuple[str | None, dict[str, object]]] = []
+    with listening(shell_server(seen, "ls; wc x", "", "ls", "rg x; ls")) as url:
+        records = driven(tmp_path, url, load, trace_file=str(path))
+    assert [(r.conversation, r.turn, r.action_iou) for r in records] == [
+        (0, 1, 1.0), (0, 2, 0.0), (0, 3, None), (1000, 1, 1 / 3)]  # fmt: skip
+    assert [session for session, _ in seen] == ["boat", "boat", "boat", "house"]
+    assert all(sent["seed"] == 42 and sent["chat_template_kwargs"] == {"enable_thinking": False} for _, sent in seen)
+    assert {sent["temperature"] for _, sent in seen} == {0}
+
+
+def test_steps_after_a_failed_one_are_missing_and_no_other_conversation_replaces_them(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "e.jsonl", [*bash_rows("boat", "ls", "cat a", "wc a"), *bash_rows("house", "ls")])
+    trace = AgentTrace(file=path.name, conversations=2, score="inline-iou")
+    load = Load(user="agent_trace", requests=4, output="natural", output_tokens=8, agent_trace=trace)
+    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "503@2") as server:
+        records = driven(tmp_path, server.url, load, trace_file=str(path))
+    assert [(r.conversation, r.turn, r.error, r.action_iou) for r in records] == [
+        (0, 1, None, 0.0), (0, 2, "rejected", 0.0), (1000, 1, None, 0.0)]  # fmt: skip

@@ -18,6 +18,7 @@ from harness.questions.agents.agent_turns import turn_tables
 from harness.questions.agents.replay import replay_elements
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.capacity.record import CapacityReport, read_capacity
+from harness.questions.edge_agentic import edge_tables
 from harness.questions.isolation import isolation_elements
 from harness.questions.quick.combinations_page import combination_elements, lead_of_combinations
 from harness.questions.quick.decide import CombinationNumbers, QuickLevel, quick_notes
@@ -94,7 +95,13 @@ def run_page(
     is_described = data is not None and len(summary.rows) <= html_parts.FEW
     described = sentences.load_descriptions(run) if is_described else {}
     results = levels_grid(searched.levels) if searched.levels else results_table(summary, run, described)
-    details = [*turn_tables(summary), *soak_tables(summary), *schedule_table(summary, run), *time_table(summary)]
+    details = [
+        *edge_tables(summary),
+        *turn_tables(summary),
+        *soak_tables(summary),
+        *schedule_table(summary, run),
+        *time_table(summary),
+    ]
     machine = machine_table(summary) if explain or data is not None else []
     page: list[Element] = [
         _answer_section(summary, run, searched, results, first_charts, charted=data is not None),

@@ -82,7 +82,7 @@ def _trace_totals(path: Path, trace: AgentTrace, _changed: tuple[float, ...]) ->
 
     def fits() -> Iterator[ConversationFit]:
         nonlocal agents, steps, delays_s, removed_s, size, shared
-        for place in places:
+        for place in places[: trace.conversations]:
             conversation = read_conversation(place)
             notes.update(conversation.notes)
             notes.update(settings_not_sent=sum(bool(step.settings) for step in conversation.steps))
@@ -106,7 +106,7 @@ def _trace_totals(path: Path, trace: AgentTrace, _changed: tuple[float, ...]) ->
     digest = _digest(list(dict.fromkeys(place.path for place in places)))
     return TraceTotals(
         formats=formats,
-        conversations=len(places),
+        conversations=len(places[: trace.conversations]),
         agents=agents,
         steps=steps,
         delays_s=delays_s,

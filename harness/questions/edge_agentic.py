@@ -1,0 +1,198 @@
+"""MLPerf Endpoints' edge-agentic workload: the inline IoU of a run, missing turns, and what differs from the reference.
+It is no submission: "MLPerf workload, unofficial".
+
+The rules and the reference's numbers: https://github.com/mlcommons/endpoints, examples/11_Edge_Agentic_Example.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from harness.base.reason import Reason, because
+from harness.base.units import NOTHING, count, duration, verb
+from harness.engines import engines
+from harness.engines.flags import get_option
+from harness.hardware.gpu_table import identify_gpu
+from harness.numbers.summary import Summary
+from harness.records.manifest import CellRun, Machine, Run
+from harness.records.records import Request
+from harness.records.run_data import RunData
+from harness.report.elements import Grid, plain_grid
+from harness.scenario import Load, Scenario, prompts_of
+from harness.workload.agent_traces.inline_iou import mean_iou
+
+NAME = "MLPerf workload, unofficial"
+TURNS, SCORABLE = 1007, 1006  # of the whole data set
+TURN_S = 600.0  # a longer turn is missing
+REFERENCE_IOU, REFERENCE_S, REFERENCE_HARDWARE = 0.6335, 9420.0, "Jetson AGX Thor"
+REFERENCE_MODEL, REFERENCE_WEIGHTS, REFERENCE_COMMIT = "Qwen3.6-27B", "Q4_K_M", "cfff1fc"
+CONTEXT, SLOTS, OUTPUT_TOKENS, SEED = 32768, 1, 1024, 42
+_FLAGS = {  # of llama-server: names, the reference's value
+    "Reasoning of the server": (("--reasoning",), "off"),
+    "Flash attention": (("--flash-attn", "-fa"), "on"),
+    "Layers on the GPU": (("--n-gpu-layers", "--gpu-layers", "-ngl"), "99"),
+    "Seed of the server": (("--seed", "-s"), "42"),
+}
+
+
+class Setting(NamedTuple):
+    """A setting of the reference, and that of this run. None: not known."""
+
+    name: str
+    reference: str
+    here: str | None
+    is_same: bool | None
+
+
+class Turns(NamedTuple):
+    """The turns of a cell."""
+
+    expected: int
+    missing: int  # without an answer within TURN_S, or not sent
+    scores: list[float]  # of the scorable ones that were sent
+    seconds: float
+
+
+def edge_answers(data: RunData) -> list[Reason]:
+    """Return an answer for each server with a load whose answers are scored; also for a run that is INVALID."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, cell in data.planned.items():
+        trace = data.run.scenario.loads[cell.load].agent_trace
+        if trace is not None and trace.score is not None and name in data.cells and name in data.run.ran:
+            rows.setdefault((cell.server, cell.load), []).append(name)
+    return [_answer(data, server, load, names) for (server, load), names in rows.items()]
+
+
+def edge_tables(summary: Summary) -> list[Grid]:
+    """The result and the settings of each row next to those of the reference."""
+    head = (NAME, "Reference", "This run", "Same")
+    return [
+        plain_grid(
+            head,
+            [
+                *_results(answer.values),
+                *([row["name"], row["reference"], row["here"] or NOTHING, _same(row)] for row in settings),
+            ],
+        )
+        for answer in summary.answers
+        if answer.code == "mlperf_edge" and (settings := answer.values.get("settings"))
+    ]
+
+
+def _results(values: dict[str, Any]) -> Iterator[list[str]]:
+    iou, missing = values["iou"], values["missing"]
+    yield ["Inline IoU", f"{REFERENCE_IOU}", NOTHING if iou is None else f"{iou:.4f}", ""]
+    yield ["Scorable turns", f"{SCORABLE:,}", f"{values['scored']:,}", "yes" if values["scored"] == SCORABLE else "no"]
+    yield ["Missing turns", "0", f"{missing:,}", "no" if missing else "yes"]
+    yield ["Time", duration(REFERENCE_S), duration(values["seconds"]), ""]
+
+
+def _same(row: dict[str, Any]) -> str:
+    return "not known" if row["is_same"] is None else "yes" if row["is_same"] else "no"
+
+
+def _answer(data: RunData, server: str, load: str, names: Sequence[str]) -> Reason:
+    cells = [_turns(data, name) for name in names]
+    scores = [score for cell in cells for score in cell.scores]
+    missing, expected = sum(cell.missing for cell in cells), sum(cell.expected for cell in cells)
+    seconds, score = sum(cell.seconds for cell in cells) / len(cells), mean_iou(scores)
+    scenario, ran = data.run.scenario, data.run.ran[names[0]]
+    settings = list(_settings(data.run, scenario, scenario.loads[load], ran, cells[0].expected))
+    differing = [_inside(setting.name) for setting in settings if setting.is_same is False]
+    unknown = [_inside(setting.name) for setting in settings if setting.is_same is None]
+    text = f"{NAME}: inline IoU {'not known' if score is None else f'{score:.4f}'} of "
+    text += f"{count(len(scores), 'scorable turn')}; {count(cells[0].expected, 'turn')} in {duration(seconds)}"
+    text += f" (reference: {REFERENCE_IOU} of {TURNS:,} turns in {duration(REFERENCE_S)} on a {REFERENCE_HARDWARE})."
+    if missing:
+        text += (
+            f" {missing:,} of {count(expected, 'turn')} {verb(missing, 'is', 'are')} missing: not valid by its rules."
+        )
+    text += f" It differs from the reference in: {', '.join(differing)}." if differing else ""
+    text += f" Not known: {', '.join(unknown)}." if unknown else ""
+    return because(
+        "mlperf_edge", text, server=server, load=load, iou=score, scored=len(scores), expected=expected,
+        missing=missing, seconds=seconds, reference_iou=REFERENCE_IOU, reference_s=REFERENCE_S,
+        settings=[setting._asdict() for setting in settings],
+    )  # fmt: skip
+
+
+def _inside(name: str) -> str:
+    """A name inside a sentence."""
+    return name[:1].lower() + name[1:]
+
+
+def _turns(data: RunData, name: str) -> Turns:
+    """Return the turns of a cell. Its records are read again: the table of requests has no scores."""
+    cell = data.cells[name]
+    requests: list[Request] = list(cell.fetch(cell.counted.place.tolist()))
+    expected = data.run.scenario.loads[data.planned[name].load].requests or len(requests)
+    answered = [request for request in requests if request.error is None and request.ended_s <= TURN_S]
+    scores = [
+        request.action_iou if request.error is None and request.ended_s <= TURN_S else 0.0
+        for request in requests
+        if request.action_iou is not None
+    ]
+    starts, ends = [r.sent_s for r in requests], [r.sent_s + r.ended_s for r in requests]
+    seconds = max(ends) - min(starts) if requests else 0.0
+    return Turns(expected, max(0, expected - len(answered)), scores, seconds)
+
+
+def _settings(run: Run, scenario: Scenario, load: Load, ran: CellRun, turns: int) -> Iterator[Setting]:
+    """Yield the settings that its rules name: of data, model, server, client and hardware."""
+    yield Setting("Data", f"{TURNS:,} turns", count(turns, "turn"), turns == TURNS)
+    yield from _server_settings(scenario, ran)
+    yield from _client_settings(scenario, load)
+    hardware = _hardware(run.machine) if ran.served_by.template is not None else None
+    yield Setting("Hardware", REFERENCE_HARDWARE, hardware, False)
+
+
+def _server_settings(scenario: Scenario, ran: CellRun) -> Iterator[Setting]:
+    served, startup = ran.served_by, ran.served_by.startup
+    model = served.model or scenario.model
+    kinds = [served.effective.get(key) for key in ("quantization", "model_ftype")]
+    named = " ".join(str(part) for part in (model, *kinds) if part)
+    is_model = REFERENCE_MODEL.lower() in named.lower() and REFERENCE_WEIGHTS.lower() in named.lower()
+    yield Setting("Model", f"{REFERENCE_MODEL}, {REFERENCE_WEIGHTS} (GGUF)", named, is_model)
+    engine = None if startup is None else startup.engine
+    title = next((entry.title for entry in engines() if entry.name == engine), None)
+    version = " ".join(filter(None, [title or engine, served.version])) or None
+    is_engine = None if version is None else engine == "llama.cpp" and REFERENCE_COMMIT in version
+    yield Setting("Engine", f"llama.cpp {REFERENCE_COMMIT}", version, is_engine)
+    context, slots = (None if startup is None else startup.max_model_len), served.effective.get("parallel")
+    yield _number("Context of a request", CONTEXT, context)
+    yield _number("Requests at once (slots)", SLOTS, slots if isinstance(slots, int) else None)
+    for name, (flags, value) in _FLAGS.items():
+        given = get_option(served.arguments, *flags) if engine == "llama.cpp" else None
+        yield Setting(name, value, given, None if given is None else given == value)
+
+
+def _client_settings(scenario: Scenario, load: Load) -> Iterator[Setting]:
+    trace, body = load.agent_trace, load.extra_body
+    temperature = None if "temperature" in load.omit else body.get("temperature", 0)
+    seed = body.get("seed")
+    template = body.get("chat_template_kwargs")
+    thinks = template.get("enable_thinking") if isinstance(template, dict) else None
+    tokens = load.output_tokens if isinstance(load.output_tokens, int) else None
+    yield Setting("Temperature", "0", None if temperature is None else str(temperature), temperature == 0)
+    yield Setting("Seed of a request", str(SEED), None if seed is None else str(seed), seed == SEED)
+    yield Setting("Reasoning", "off", {True: "on", False: "off"}.get(thinks) if isinstance(thinks, bool) else None,
+                  None if thinks is None else thinks is False)  # fmt: skip
+    yield Setting("Tokens of an answer, at most", f"{OUTPUT_TOKENS:,}", None if tokens is None else f"{tokens:,}",
+                  tokens == OUTPUT_TOKENS)  # fmt: skip
+    yield _number("Conversations at once", 1, load.users)
+    delay = None if trace is None else trace.delay_scale
+    yield Setting("Delays", "none", "none" if delay == 0 else f"x {delay}", delay == 0)
+    salted = prompts_of(scenario, load).salt
+    yield Setting("Salt", "none", "in repeated conversations" if salted else "none", True)  # each is sent once
+    yield Setting("Time of a turn, at most", f"{TURN_S:g} s", f"{load.timeout_s:g} s", load.timeout_s == TURN_S)
+    header = None if trace is None else trace.session_header
+    yield Setting("Header", "X-Session-ID", header, header == "X-Session-ID")
+
+
+def _number(name: str, reference: int, here: int | None) -> Setting:
+    shown = None if here is None else f"{here:,}"
+    return Setting(name, f"{reference:,}", shown, None if here is None else here == reference)
+
+
+def _hardware(machine: Machine) -> str | None:
+    names = [spec.names[0] for gpu in machine.gpus if (spec := identify_gpu(gpu)) is not None]
+    return ", ".join(dict.fromkeys(names)) or machine.cpu
