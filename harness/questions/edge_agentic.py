@@ -4,6 +4,7 @@ It is no submission: "MLPerf workload, unofficial".
 The rules and the reference's numbers: https://github.com/mlcommons/endpoints, examples/11_Edge_Agentic_Example.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -148,10 +149,13 @@ def _settings(run: Run, scenario: Scenario, load: Load, ran: CellRun, turns: int
 def _server_settings(scenario: Scenario, ran: CellRun) -> Iterator[Setting]:
     served, startup = ran.served_by, ran.served_by.startup
     model = served.model or scenario.model
-    kinds = [served.effective.get(key) for key in ("quantization", "model_ftype")]
-    named = " ".join(str(part) for part in (model, *kinds) if part)
-    is_model = REFERENCE_MODEL.lower() in named.lower() and REFERENCE_WEIGHTS.lower() in named.lower()
-    yield Setting("Model", f"{REFERENCE_MODEL}, {REFERENCE_WEIGHTS} (GGUF)", named, is_model)
+    kinds = (served.effective.get(key) for key in ("quantization", "model_ftype"))
+    weights = next((_weights_name(str(kind)) for kind in kinds if kind), None)
+    is_model = REFERENCE_MODEL.lower() in model.lower()
+    # A name that the user chose does not decide where the server reports its weights.
+    is_model &= REFERENCE_WEIGHTS.lower() in (model if weights is None else weights).lower()
+    shown = model if weights is None else f"{model}, weights {weights}"
+    yield Setting("Model", f"{REFERENCE_MODEL}, {REFERENCE_WEIGHTS} (GGUF)", shown, is_model)
     engine = None if startup is None else startup.engine
     title = next((entry.title for entry in engines() if entry.name == engine), None)
     version = " ".join(filter(None, [title or engine, served.version])) or None
@@ -163,6 +167,11 @@ def _server_settings(scenario: Scenario, ran: CellRun) -> Iterator[Setting]:
     for name, (flags, value) in _FLAGS.items():
         given = get_option(served.arguments, *flags) if engine == "llama.cpp" else None
         yield Setting(name, value, given, None if given is None else given == value)
+
+
+def _weights_name(reported: str) -> str:
+    """The type of weights as files have it: llama.cpp reports "Q4_K - Medium" of Q4_K_M."""
+    return re.sub(r" - (\w)\w*", r"_\1", reported)
 
 
 def _client_settings(scenario: Scenario, load: Load) -> Iterator[Setting]:

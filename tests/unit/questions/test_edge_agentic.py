@@ -127,3 +127,16 @@ def test_a_load_without_a_score_has_no_such_answer(tmp_path: Path) -> None:
     write_made_run(tmp_path / "run")
     assert [answer.code for answer in analyse(tmp_path / "run").summary.answers] == []
     assert AgentTrace(file="x").score is None
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "is_same"),
+    [("Qwen3.6-27B-Q4_K_M", None, True), ("qwen3.6-27b", "Q4_K - Medium", True), ("Qwen3.6-27B-Q4_K_M", "F16", False),
+     ("Qwen3.6-27B", None, False), ("Qwen3.6-35B-A3B", "Q4_K_M", False), ("Qwen3.6-27B", "Q4_K - Small", False)],
+)  # fmt: skip
+def test_the_weights_that_a_server_reports_decide_and_not_its_name(
+    tmp_path: Path, model: str, weights: str | None, is_same: bool
+) -> None:
+    effective = {} if weights is None else {"model_ftype": weights}
+    answer = answer_of(measured(tmp_path / "run", [1.0], 1, model=model, effective=effective))
+    assert settings_of(answer)["Model"] is is_same
