@@ -112,14 +112,11 @@ def run(
     say, duration_s = cli.make_progress().line, None if duration is None else read_duration("--duration", duration)
     make = partial(quick_scenario, model=model, key_name=api_key_env, say=say)
     with running_server.scenario_path(scenario, target, QUICK, make) as path:
-        recording = experiments.Recording(trace, slice_)
-        experiment = running_server.prepare_for(path, target, model, say, repeats, checks or [], duration_s, recording)
-        if workers is not None:
-            experiment = experiments.with_workers(experiment, workers, bind)
+        more = (repeats, checks or [], duration_s, experiments.Recording(trace, slice_))
+        experiment = running_server.prepare_for(path, target, model, say, *more)
+        experiment = experiment if workers is None else experiments.with_workers(experiment, workers, bind)
         _print_notes(experiment.scenario, say)
-        if scenario is not None:
-            cli.refuse_tolerance(experiment.scenario, share)
-            _say_gate_needs(experiment.scenario, times, is_gate=junit is not None or base is not None)
+        _check_gate(experiment.scenario, share, times, is_given=scenario is not None, is_gate=bool(xml or base))
         _measure_times(partial(_measure, experiment, runs, budget_s, against, xml), report, times, every_s, runs)
 
 
@@ -173,8 +170,13 @@ def _resume(
     return folder
 
 
-def _say_gate_needs(scenario: "Scenario", times: int, *, is_gate: bool) -> None:
-    """Say what a later comparison needs, where an option or a check shows that the run guards something."""
+def _check_gate(scenario: "Scenario", tolerance: float | None, times: int, *, is_given: bool, is_gate: bool) -> None:
+    """Say what a later comparison needs, where an option or a check shows that the run guards something. Nothing
+    without a scenario that is given. Raises HarnessError for a tolerance without two servers.
+    """
+    if not is_given:
+        return
+    cli.refuse_tolerance(scenario, tolerance)
     is_gate = is_gate or any("baseline" in check for check in scenario.checks)
     if is_gate and times == 1 and len(scenario.servers) == 1:
         text = "a comparison with another run needs two runs a side to exclude a slowdown of 10 %: `--times 2`"

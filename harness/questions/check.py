@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.base import units
-from harness.base.units import count
+from harness.base.units import count, verb
 from harness.numbers.checks import undecidable_checks
 from harness.numbers.verdicts import planned_comparisons
 from harness.records.manifest import Startup
@@ -187,7 +187,8 @@ def _agent_trace_notes(folder: Path, trace: AgentTrace, users: int) -> Iterator[
         yield f"{share} of the prompts is the start of an earlier prompt, which a prefix cache can have"
     if trace.context_tokens is not None:
         kept, left_out = fit.kept_tokens, fit.left_out_tokens
-        shares = [f"sent: {fit.kept_steps:,} of {count(totals.steps, 'step')}"]
+        sent = verb(fit.kept_steps, "is", "are")
+        shares = [f"{fit.kept_steps:,} of {count(totals.steps, 'step')} {sent} sent"]
         if kept.prompt is not None:
             shares.append(f"{kept.prompt:,} of {kept.prompt + (left_out.prompt or 0):,} prompt tokens")
         if kept.output is not None:

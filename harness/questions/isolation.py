@@ -1,6 +1,6 @@
 """Does a server keep its users apart? What the words of users in the answers of a run say."""
 
-from harness.base.units import count, percent
+from harness.base.units import count, percent, verb
 from harness.numbers.summary import Summary
 from harness.numbers.user_words import MIN_OWN_SHARE, Isolation
 from harness.report.elements import Element, Paragraph
@@ -18,7 +18,8 @@ def isolation_elements(summary: Summary) -> list[Element]:
 
 def isolation_text(isolation: Isolation) -> str:
     """Whether it was tested, and what was seen."""
-    own = f"{isolation.own:,} of {count(isolation.answers, 'answer')} have the word of their own user"
+    own = f"{isolation.own:,} of {count(isolation.answers, 'answer')} "
+    own += f"{verb(isolation.own, 'has', 'have')} the word of their own user"
     if isolation.foreign:
         return f"{own}; {isolation.foreign:,} that of another user"
     if not isolation.is_tested:

@@ -15,8 +15,8 @@ from harness.questions import soak, switching
 from harness.questions.agents.agent_turns import turn_answers
 from harness.questions.agents.replay import replay_answers
 from harness.questions.crossover.decide import setting_answers
-from harness.questions.edge_agentic import edge_answers
 from harness.questions.findings.decide import with_findings
+from harness.questions.mlperf_edge import edge_answers
 from harness.questions.same_answers.decide import same_answers
 
 

@@ -132,7 +132,7 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     for other, keys in _KEYS_OF_USER.items():
         for key in keys if ships and user != other else ():
             yield getattr(load, key), f".{key}", f"belongs to 'user: {other}', and this is {user}; remove it"
-    yield from _rules_of_agent_trace(load, folder)
+    yield from (*_rules_of_agent_trace(load, folder), *_rules_of_extra_body(load))
     text = "needs a chat or an agent with 'output: natural', synthetic prompts without 'tokenizer', and no 'answer'"
     yield load.isolation and not can_ask_own_words(load, prompts), ".isolation", text
     needs_chat = user in ("agent", "rag") or (user == "chat" and embeds)
@@ -146,10 +146,6 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     yield load.endpoint == "messages" and load.answer is not None, ".answer", text
     yield embeds and load.answer is not None, ".answer", "embeddings have no text to check; remove it"
     yield embeds and load.omit, ".omit", "requests for embeddings have none of these fields; remove it"
-    text = "only requests to chat and completions have further fields; remove it"
-    yield load.extra_body and load.endpoint not in ("chat", "completions"), ".extra_body", text
-    for name in load.extra_body:
-        yield name in _OWN_FIELDS, f".extra_body.{name}", "is a field that the load sends by its other keys; remove it"
     for key, others in _EXCLUDED.items():
         for other in others if getattr(load, key) else ():
             yield getattr(load, other) is not None, f".{other}", f"does not go with '{key}'; remove one of the two"
@@ -186,6 +182,13 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
         yield load.answer.known is not None and not single, ".answer.known", text
         text = "an answer of a form ends where the form ends; add 'output: natural' to the load"
         yield load.output == "fixed", ".answer", text
+
+
+def _rules_of_extra_body(load: Load) -> Iterator[Rule]:
+    text = "only requests to chat and completions have further fields; remove it"
+    yield load.extra_body and load.endpoint not in ("chat", "completions"), ".extra_body", text
+    for name in load.extra_body:
+        yield name in _OWN_FIELDS, f".extra_body.{name}", "is a field that the load sends by its other keys; remove it"
 
 
 def _rules_of_agent_trace(load: Load, folder: Path) -> Iterator[Rule]:

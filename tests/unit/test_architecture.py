@@ -69,10 +69,10 @@ BETWEEN: dict[tuple[str, str], str] = {
     ("tune", "same_answers"): "settings may change the answers",
     # The page of a run has the answers of all of them; the joint adds them to a summary.
     **{("report", name): "its page" for name in (
-        "agents", "capacity", "compare", "crossover", "findings", "isolation", "joint", "quick", "same_answers", "soak",
-        "tune")},
+        "agents", "capacity", "compare", "crossover", "findings", "isolation", "joint", "mlperf_edge", "quick",
+        "same_answers", "soak", "tune")},
     **{("joint", name): "its answer" for name in (
-        "agents", "crossover", "findings", "same_answers", "soak", "switching")},
+        "agents", "crossover", "findings", "mlperf_edge", "same_answers", "soak", "switching")},
     ("results", "joint"): "a filed run has all answers",
     ("results", "report"): "a filed run has its page",
 }  # fmt: skip
@@ -279,6 +279,7 @@ NAMED_IN = {
     "run/machine_fit.py": "the same",
     "run/model_files.py": "where their images keep models",
     "questions/expect/command.py": "the same",
+    "questions/mlperf_edge.py": "the engine of the reference, and its flags",
     "failures/table.py": "flags that vLLM removed",
     "imports": "formats of other tools",
     "simulated": "the embedded engine answers as vLLM does",

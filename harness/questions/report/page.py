@@ -18,8 +18,8 @@ from harness.questions.agents.agent_turns import turn_tables
 from harness.questions.agents.replay import replay_elements
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.capacity.record import CapacityReport, read_capacity
-from harness.questions.edge_agentic import edge_tables
 from harness.questions.isolation import isolation_elements
+from harness.questions.mlperf_edge import edge_tables
 from harness.questions.quick.combinations_page import combination_elements, lead_of_combinations
 from harness.questions.quick.decide import CombinationNumbers, QuickLevel, quick_notes
 from harness.questions.quick.page import LEGEND, lead, levels_grid

@@ -35,7 +35,7 @@ _FLAGS = {  # of llama-server: names, the reference's value
 }
 
 
-class Setting(NamedTuple):
+class ReferenceSetting(NamedTuple):
     """A setting of the reference, and that of this run. None: not known."""
 
     name: str
@@ -137,16 +137,16 @@ def _turns(data: RunData, name: str) -> Turns:
     return Turns(expected, max(0, expected - len(answered)), scores, seconds)
 
 
-def _settings(run: Run, scenario: Scenario, load: Load, ran: CellRun, turns: int) -> Iterator[Setting]:
+def _settings(run: Run, scenario: Scenario, load: Load, ran: CellRun, turns: int) -> Iterator[ReferenceSetting]:
     """Yield the settings that its rules name: of data, model, server, client and hardware."""
-    yield Setting("Data", f"{TURNS:,} turns", count(turns, "turn"), turns == TURNS)
+    yield ReferenceSetting("Data", f"{TURNS:,} turns", count(turns, "turn"), turns == TURNS)
     yield from _server_settings(scenario, ran)
     yield from _client_settings(scenario, load)
     hardware = _hardware(run.machine) if ran.served_by.template is not None else None
-    yield Setting("Hardware", REFERENCE_HARDWARE, hardware, False)
+    yield ReferenceSetting("Hardware", REFERENCE_HARDWARE, hardware, False)
 
 
-def _server_settings(scenario: Scenario, ran: CellRun) -> Iterator[Setting]:
+def _server_settings(scenario: Scenario, ran: CellRun) -> Iterator[ReferenceSetting]:
     served, startup = ran.served_by, ran.served_by.startup
     model = served.model or scenario.model
     kinds = (served.effective.get(key) for key in ("quantization", "model_ftype"))
@@ -155,18 +155,18 @@ def _server_settings(scenario: Scenario, ran: CellRun) -> Iterator[Setting]:
     # A name that the user chose does not decide where the server reports its weights.
     is_model &= REFERENCE_WEIGHTS.lower() in (model if weights is None else weights).lower()
     shown = model if weights is None else f"{model}, weights {weights}"
-    yield Setting("Model", f"{REFERENCE_MODEL}, {REFERENCE_WEIGHTS} (GGUF)", shown, is_model)
+    yield ReferenceSetting("Model", f"{REFERENCE_MODEL}, {REFERENCE_WEIGHTS} (GGUF)", shown, is_model)
     engine = None if startup is None else startup.engine
     title = next((entry.title for entry in engines() if entry.name == engine), None)
     version = " ".join(filter(None, [title or engine, served.version])) or None
     is_engine = None if version is None else engine == "llama.cpp" and REFERENCE_COMMIT in version
-    yield Setting("Engine", f"llama.cpp {REFERENCE_COMMIT}", version, is_engine)
+    yield ReferenceSetting("Engine", f"llama.cpp {REFERENCE_COMMIT}", version, is_engine)
     context, slots = (None if startup is None else startup.max_model_len), served.effective.get("parallel")
     yield _number("Context of a request", CONTEXT, context)
     yield _number("Requests at once (slots)", SLOTS, slots if isinstance(slots, int) else None)
     for name, (flags, value) in _FLAGS.items():
         given = get_option(served.arguments, *flags) if engine == "llama.cpp" else None
-        yield Setting(name, value, given, None if given is None else given == value)
+        yield ReferenceSetting(name, value, given, None if given is None else given == value)
 
 
 def _weights_name(reported: str) -> str:
@@ -174,32 +174,34 @@ def _weights_name(reported: str) -> str:
     return re.sub(r" - (\w)\w*", r"_\1", reported)
 
 
-def _client_settings(scenario: Scenario, load: Load) -> Iterator[Setting]:
+def _client_settings(scenario: Scenario, load: Load) -> Iterator[ReferenceSetting]:
     trace, body = load.agent_trace, load.extra_body
     temperature = None if "temperature" in load.omit else body.get("temperature", 0)
     seed = body.get("seed")
     template = body.get("chat_template_kwargs")
     thinks = template.get("enable_thinking") if isinstance(template, dict) else None
     tokens = load.output_tokens if isinstance(load.output_tokens, int) else None
-    yield Setting("Temperature", "0", None if temperature is None else str(temperature), temperature == 0)
-    yield Setting("Seed of a request", str(SEED), None if seed is None else str(seed), seed == SEED)
-    yield Setting("Reasoning", "off", {True: "on", False: "off"}.get(thinks) if isinstance(thinks, bool) else None,
-                  None if thinks is None else thinks is False)  # fmt: skip
-    yield Setting("Tokens of an answer, at most", f"{OUTPUT_TOKENS:,}", None if tokens is None else f"{tokens:,}",
-                  tokens == OUTPUT_TOKENS)  # fmt: skip
+    yield ReferenceSetting("Temperature", "0", None if temperature is None else str(temperature), temperature == 0)
+    yield ReferenceSetting("Seed of a request", str(SEED), None if seed is None else str(seed), seed == SEED)
+    is_off = thinks is False if isinstance(thinks, bool) else None
+    shown = None if is_off is None else "off" if is_off else "on"
+    yield ReferenceSetting("Reasoning", "off", shown, is_off)
+    yield _number("Tokens of an answer, at most", OUTPUT_TOKENS, tokens)
     yield _number("Conversations at once", 1, load.users)
     delay = None if trace is None else trace.delay_scale
-    yield Setting("Delays", "none", "none" if delay == 0 else f"x {delay}", delay == 0)
+    yield ReferenceSetting("Delays", "none", "none" if delay == 0 else f"x {delay}", delay == 0)
     salted = prompts_of(scenario, load).salt
-    yield Setting("Salt", "none", "in repeated conversations" if salted else "none", True)  # each is sent once
-    yield Setting("Time of a turn, at most", f"{TURN_S:g} s", f"{load.timeout_s:g} s", load.timeout_s == TURN_S)
+    yield ReferenceSetting("Salt", "none", "in repeated conversations" if salted else "none", True)  # each is sent once
+    yield ReferenceSetting(
+        "Time of a turn, at most", f"{TURN_S:g} s", f"{load.timeout_s:g} s", load.timeout_s == TURN_S
+    )
     header = None if trace is None else trace.session_header
-    yield Setting("Header", "X-Session-ID", header, header == "X-Session-ID")
+    yield ReferenceSetting("Header", "X-Session-ID", header, header == "X-Session-ID")
 
 
-def _number(name: str, reference: int, here: int | None) -> Setting:
+def _number(name: str, reference: int, here: int | None) -> ReferenceSetting:
     shown = None if here is None else f"{here:,}"
-    return Setting(name, f"{reference:,}", shown, None if here is None else here == reference)
+    return ReferenceSetting(name, f"{reference:,}", shown, None if here is None else here == reference)
 
 
 def _hardware(machine: Machine) -> str | None:

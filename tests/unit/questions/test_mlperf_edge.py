@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from harness.base.errors import HarnessError
 from harness.base.files import SCENARIOS
 from harness.base.reason import Reason
-from harness.questions.edge_agentic import NAME, edge_tables
 from harness.questions.joint import analyse
+from harness.questions.mlperf_edge import NAME, edge_tables
 from harness.records.manifest import Startup, write_run
 from harness.records.records import Request
 from harness.run.experiment import Recording, Target, prepare
