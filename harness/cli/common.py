@@ -163,7 +163,8 @@ def _expected_range(param: Any) -> str | None:
     if low is None:
         return None
     kind = "a number" if param.type_descriptor.annotation is float else "a whole number"
-    return f"{kind} of {low:,} or more is expected" if high is None else f"{kind} from {low:,} to {high:,} is expected"
+    more = f"of {low:,.10g} or more" if high is None else f"from {low:,.10g} to {high:,.10g}"
+    return f"{kind} {more} is expected"
 
 
 if TYPE_CHECKING:

@@ -142,8 +142,10 @@ def _settings(run: Run, scenario: Scenario, load: Load, ran: CellRun, turns: int
     yield ReferenceSetting("Data", f"{TURNS:,} turns", count(turns, "turn"), turns == TURNS)
     yield from _server_settings(scenario, ran)
     yield from _client_settings(scenario, load)
+    # Of a server that already ran, the machine may be another one.
     hardware = _hardware(run.machine) if ran.served_by.template is not None else None
-    yield ReferenceSetting("Hardware", REFERENCE_HARDWARE, hardware, False)
+    is_same = None if hardware is None else "Thor" in hardware
+    yield ReferenceSetting("Hardware", REFERENCE_HARDWARE, hardware, is_same)
 
 
 def _server_settings(scenario: Scenario, ran: CellRun) -> Iterator[ReferenceSetting]:

@@ -144,7 +144,7 @@ def _spread(series: Series) -> str:
     start = next((number for number, point in enumerate(series.points) if point.run == series.since), 0)
     values = [point.value for point in series.points[start:-1] if point.state == "level"]
     least, most = (words.format_metric(value, series.metric) for value in (min(values), max(values)))
-    return f"earlier runs ({len(values)}) vary too much, from {least} to {most}"
+    return f"the {units.count(len(values), 'earlier run varies', 'earlier runs vary')} too much, from {least} to {most}"
 
 
 def _direction(moved: Moved) -> str:
