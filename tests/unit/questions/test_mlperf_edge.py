@@ -118,8 +118,9 @@ def test_what_differs_is_named_and_what_is_not_known(tmp_path: Path) -> None:
     }
     found = settings_of(answer_of(measured(tmp_path / "other", [1.0] * 3, 3, **other)))
     assert {name for name, is_same in found.items() if is_same is False} == {
-        "Data", "Model", "Engine", "Context of a request", "Hardware",
+        "Data", "Model", "Engine", "Context of a request",
     }  # fmt: skip
+    assert found["Hardware"] is None, "no GPU and no CPU is recorded"
     assert found["Requests at once (slots)"] is None and found["Flash attention"] is None
 
 
