@@ -113,8 +113,10 @@ STICKING_OUT = """
 WIDER = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
 
 FLUSH = """
+    const left = (e) => parseFloat(getComputedStyle(e).paddingLeft);
+    const isHidden = (e) => e.closest("thead") && getComputedStyle(e.closest("thead")).position === "absolute";
     return [...document.querySelectorAll(".scroll .plain tr > :first-child")]
-        .filter((e) => !e.closest(".chart") && parseFloat(getComputedStyle(e).paddingLeft) < 10)
+        .filter((e) => !e.closest(".chart") && !isHidden(e) && left(e) + left(e.parentElement) < 10)
         .map((e) => e.textContent);
 """
 SHEET_SCROLLS = "const sheet = document.querySelector('.sheet'); return sheet.scrollWidth - sheet.clientWidth"
