@@ -39,6 +39,7 @@ SILENT_TIMES = 10.0  # ... so many times the median wait for the first token, or
 MAX_HEAT = 0.05  # of the measured time, throttled by heat
 MIN_HANG_S = 30.0  # a shorter silence is no hang, ...
 HANG_TIMES = 10.0  # ... nor is one below so many times the median TTFT
+MAX_TURN_S = 600.0  # of a turn of an agent whose answers are scored: a rule of MLPerf's edge workload
 MAX_NAMES = 10  # different finish reasons or models that are counted by name
 NOTED_HANG_S = 5.0  # where the metrics are silent, too
 
@@ -373,6 +374,7 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
     if load.requests is not None and numbers.sent != load.requests:
         text = f"{load.requests:,} measured requests were planned and {numbers.sent:,} were sent"
         yield because("requests_missing", text, planned=load.requests, sent=numbers.sent)
+    yield from _missing_turn_reasons(evidence)
     schedule = numbers.schedule
     if schedule is not None and schedule.never_sent and load.requests is None:
         what, remedy = "arrivals" if counts_arrivals(load) else "requests", users_remedy(load, evidence.marks)
@@ -410,6 +412,21 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
         text += f"{f'of {tokens:,} tokens ' if tokens else ''}that "
         text += "their row of the trace asks for" if trace else "was asked for"
         yield because("wrong_length", text, wrong=wrong, answers=numbers.succeeded, tokens=tokens, trace=trace)
+
+
+def _missing_turn_reasons(evidence: Evidence) -> Iterator[Reason]:
+    """Turns of scored agents without an answer in time; those that were not sent have a reason of their own."""
+    trace, rows = evidence.load.agent_trace, evidence.data.counted
+    if trace is None or trace.score is None:
+        return
+    rate = evidence.numbers.error_rate
+    # More failed ones than allowed are the reason `error_rate`.
+    failed = 0 if rate is not None and rate > evidence.max_error_rate else evidence.numbers.failed
+    late = int((rows.good & (rows.ended_s > MAX_TURN_S)).sum())
+    if failed or late:
+        text = f"{failed + late:,} of {count(len(rows), 'turn')} {verb(failed + late, 'is', 'are')} missing: "
+        text += f"{failed:,} failed, {late:,} took longer than {MAX_TURN_S:g} s"
+        yield because("turns_missing", text, failed=failed, late=late, turns=len(rows), max_s=MAX_TURN_S)
 
 
 def _silent_reasons(evidence: Evidence) -> Iterator[Reason]:

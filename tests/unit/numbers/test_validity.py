@@ -20,12 +20,14 @@ from harness.records.records import BadField, ProcessMark, Request
 from harness.records.run_data import cell_data
 from harness.records.samples import GpuLoad, MachineLoad, MetricsSample, ServerLoad
 from harness.scenario import Arrivals, Load
+from harness.scenario.behaviour import AgentTrace
 from tests.support.made_runs import WALL_S, both_marks, request, scenario, served_by, write_made_run
 
 SILENT: dict[str, Any] = {"headers_s": None, "chunks_s": [], "output_tokens": None, "error": "timeout"}
 SAMPLE = MetricsSample(WALL_S + 2.0, "c", {"running": 3.0, "waiting": 0.0, "kv_usage": 0.5})
 LOAD = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
 TIMED = Load(user="batch", batch_size=2, duration_s=10.0, output_tokens=11)
+SCORED = replace(LOAD, agent_trace=AgentTrace(file="x", score="inline-iou"))
 MARKS = both_marks("c", 7, 0.0, 10.0, sent=4)
 LONG = both_marks("c", 7, 0.0, 60.0, sent=4)
 Expected = list[tuple[str, dict[str, Any]]]  # codes, each with some of its values
@@ -128,6 +130,7 @@ SLOW = [request(index=i, chunks_s=[5 + 0.1 * number for number in range(11)], en
 FEW: dict[str, Any] = {"output_tokens": 9, "fixed_length": False}
 DIED = ran([because("server_died", "it restarted", how="restarted")])
 GATEWAY = ran(max_parallel=32, version="Lemonade 11.9.0", notes=[because("load_retried", "twice", server="Lemonade")])
+LATE: dict[str, Any] = {"marks": both_marks("c", 7, 0.0, 700.0, sent=4)}
 RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
     "records": [request(index=i, resent=i < number, error=None) for i in range(200)],
     "load": replace(LOAD, requests=200), "marks": both_marks("c", 7, 0.0, 10.0, sent=200),
@@ -170,6 +173,15 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
               "marks": [MARKS[0], replace(MARKS[1], users=users)]}, found, [])
             for users, found in ((2, []), (1, [("users_missing", {"came": 1, "users": 2})]))
         ),
+        # The turns of scored agents: an answer in 600 s is in time, failed ones are missing unless that has a reason.
+        (LATE | {"load": SCORED, "records": four(ended_s=600.0)}, [], []),
+        (LATE | {"load": SCORED, "records": four(ended_s=600.5)},
+         [("turns_missing", {"failed": 0, "late": 1, "turns": 4, "max_s": 600.0})], []),
+        (LATE | {"records": four(ended_s=600.5)}, [], []),
+        ({"load": SCORED, "records": four(error="rejected", chunks_s=[], output_tokens=None)},
+         [("error_rate", {"failed": 1})], []),
+        ({"load": SCORED, "records": four(error="rejected", chunks_s=[], output_tokens=None), "max_error_rate": 0.25},
+         [("turns_missing", {"failed": 1, "late": 0})], []),
         # The work.
         ({"load": replace(LOAD, requests=5)}, [("requests_missing", {"planned": 5, "sent": 4})], []),
         ({"load": TIMED}, [], []),
