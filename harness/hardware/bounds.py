@@ -151,6 +151,21 @@ def ttft_floor(
     return read_s, (compute_s + attention / ((gpu.fp16_tflops or 0) * 1e12 or flops)) / gpus
 
 
+def turn_floor(
+    size: ModelSize, gpu: GpuSpec, *, prompt: float, cached: float, output: float, gpus: int = 1
+) -> tuple[float, float]:
+    """Return the least seconds of one request that runs alone: of its prompt with the first token, of the other tokens.
+
+    Each token after the first reads the KV cache of all before it. At least one token of a prompt is computed.
+    """
+    cached = max(0.0, min(cached, prompt - 1))
+    read_s, compute_s = ttft_floor(size, gpu, prompt - cached, gpus, cached)
+    steps = max(0.0, output - 1)
+    # The time of a step grows evenly with the context; beyond a sliding window less, so the mean stays a bound.
+    ends_s = [1 / decode_bound(size, gpu, context=prompt + more, gpus=gpus) for more in (0, max(0.0, steps - 1))]
+    return max(read_s, compute_s or 0.0), steps * sum(ends_s) / 2
+
+
 def _attended(tokens: float, window: int | None) -> float:
     """Return the pairs of a token and one that it attends to, after so many tokens."""
     near = tokens if window is None else min(tokens, window)

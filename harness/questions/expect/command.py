@@ -1,12 +1,37 @@
 """The command `harness expect`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.base.errors import ExitCode
+from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
+
+if TYPE_CHECKING:
+    from harness.questions.expect.trace_time import TraceQuestion
+
+
+MeasuredOpt = Annotated[
+    float | None, cli.option("TOK/S", "A speed, of all users together: is it normal?", min=0.001, max=1e9)
+]
+ImageOpt = Annotated[
+    str | None, cli.option("NAME", "With --measure: an image with torch (default: the pinned one of vLLM).")
+]
+FreeOpt = Annotated[
+    float | None,
+    cli.option("GIB", "Instead of this machine's memory: as vLLM's log has it.", min=0, callback=cli.check_finite),
+]
+TraceOpt = Annotated[
+    Path | None, cli.option("FILE", "Recorded agents: how long their turns take at least, such as edge-agentic's.")
+]
+SliceOpt = Annotated[
+    int | None, cli.option("N", "With --trace: only the first N conversations.", "--slice", min=1, max=100_000)
+]
+CharactersOpt = Annotated[
+    float | None,
+    cli.option("N", "With --trace: of a token where only text is recorded (default: 4).", min=0.1, max=100),
+]
 
 
 @cli.command(short_help="What the hardware allows: what fits, how fast it can be, whether a speed is normal.")
@@ -27,18 +52,14 @@ def expect(
     tensor_parallel: Annotated[int, cli.option("N", "GPUs that share the model.", min=1, max=1024)] = 1,
     context: Annotated[str | None, cli.option("N", "Prompt and answer of a request in tokens, as 8192 or 8k.")] = None,
     users: Annotated[int, cli.option("N", "Requests that run at once.", min=1, max=1_000_000)] = 1,
-    measured: Annotated[
-        float | None, cli.option("TOK/S", "A speed, of all users together: is it normal?", min=0.001, max=1e9)
-    ] = None,
+    measured: MeasuredOpt = None,
     measure: Annotated[bool, cli.flag("--measure", "Measure this machine's read bandwidth, and keep it.")] = False,
-    image: Annotated[
-        str | None, cli.option("NAME", "With --measure: an image with torch (default: the pinned one of vLLM).")
-    ] = None,
+    image: ImageOpt = None,
+    trace: TraceOpt = None,
+    slice_: SliceOpt = None,
+    characters_per_token: CharactersOpt = None,
     kv_cache_dtype: Annotated[str, cli.option("TYPE", "As vLLM's: auto, bfloat16, float16, fp8.")] = "auto",
-    free: Annotated[
-        float | None,
-        cli.option("GIB", "Instead of this machine's memory: as vLLM's log has it.", min=0, callback=cli.check_finite),
-    ] = None,
+    free: FreeOpt = None,
     total: Annotated[float | None, cli.option("GIB", "Belongs to --free.", min=0, callback=cli.check_finite)] = None,
     as_json: cli.JsonOpt = False,
     root: Annotated[Path, cli.option("DIR", "Where /proc and /sys are.", callback=cli.check_root)] = Path("/"),
@@ -51,6 +72,7 @@ def expect(
     from harness.questions.expect.page import expect_page
     from harness.report.terminal import print_page
 
+    recorded = _trace_question(trace, slice_, characters_per_token)
     question = decide.Question(
         model=model,
         active_params=active_params,
@@ -64,10 +86,22 @@ def expect(
         kv_cache_dtype=kv_cache_dtype,
         memory_gib=None if free is None or total is None else (free, total),
     )
-    expectation = sources.answer(question, root, _measure_bandwidth(image) if measure else None)
+    measured_gb_s = _measure_bandwidth(image) if measure else None
+    expectation = sources.answer(question, root, measured_gb_s, recorded)
     cli.print_json(expectation) if as_json else print_page(expect_page(expectation), cli.console())
     if expectation.fits is False:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _trace_question(
+    trace: Path | None, conversations: int | None, characters_per_token: float | None
+) -> "TraceQuestion | None":
+    from harness.questions.expect.trace_time import CHARACTERS_PER_TOKEN, TraceQuestion
+
+    for option, value in (("--slice", conversations), ("--characters-per-token", characters_per_token)):
+        if value is not None and trace is None:
+            raise HarnessError(f"{option}: belongs to --trace", next_step="Give --trace FILE.")
+    return None if trace is None else TraceQuestion(trace, conversations, characters_per_token or CHARACTERS_PER_TOKEN)
 
 
 def _measure_bandwidth(image: str | None) -> float:

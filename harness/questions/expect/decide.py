@@ -13,6 +13,7 @@ from harness.hardware.bounds import (
     TYPICAL_DECODE,
     TYPICAL_PREFILL,
     Word,
+    compute_flops,
     decode_bound,
     describe_base,
     in_weights,
@@ -30,7 +31,9 @@ from harness.machine.memory import (
     Pool,
     SafeShare,
 )
+from harness.questions.expect.trace_time import TraceBound, trace_bound, trace_facts
 from harness.records.manifest import ModelSize
+from harness.workload.agent_traces.turn_tokens import TurnTokens
 
 MAX_CONTEXT = 100_000_000
 CONTEXTS, USERS, PROMPTS = (512, 4096, 16384, 65536), (1, 4, 16, 64), (512, 2048, 8192)
@@ -125,6 +128,8 @@ class Expectation(Struct, frozen=True, kw_only=True):
     many_users: list[UsersBound] = []
     prompts: list[PromptFloor] = []
     weights: list[OtherWeights] = []
+    trace: TraceBound | None = None  # of `--trace`
+    trace_facts: list[str] = []
     pools: list[Pool] = []
     memory: SafeShare | None = None
     max_memory_bytes: float | None = None  # of an APU whose own memory is not known: the most that can be fitted
@@ -151,6 +156,13 @@ class Expectation(Struct, frozen=True, kw_only=True):
         return max(0.0, self.model.weights_bytes / self.gpus - self.room_bytes)
 
 
+class RecordedTurns(NamedTuple):
+    """The turns of a trace, by conversation."""
+
+    conversations: list[list[TurnTokens]]
+    characters_per_token: float  # of estimates
+
+
 class Hardware(NamedTuple):
     """What is known of the hardware. Without the GPU, `source` may name one that is not in the table."""
 
@@ -159,6 +171,21 @@ class Hardware(NamedTuple):
     pools: list[Pool]  # of this machine's memory, if it is meant
     memory: SafeShare | None
     measured_gb_s: float | None  # read bandwidth of this machine
+
+
+def with_trace(expected: Expectation, recorded: RecordedTurns, gpu: GpuSpec | None, longest: int | None) -> Expectation:
+    """Return the answer with the least time of a trace. Raises HarnessError where GPU or model is not known."""
+    size = expected.model
+    if size is None or gpu is None:
+        what, option = ("the model", "MODEL") if size is None else ("the GPU", "--gpu NAME")
+        raise HarnessError(
+            f"--trace: the speed of {what} is not known, and so is the time of the trace", next_step=f"Give {option}."
+        )
+    conversations, characters = recorded
+    bound = trace_bound(conversations, size, gpu, gpus=expected.gpus, characters_per_token=characters)
+    has_compute = size.params is not None and compute_flops(size, gpu) is not None
+    facts = trace_facts(bound, has_compute=has_compute, has_cache_size=size.kv_token_bytes is not None, longest=longest)
+    return replace(expected, trace=bound, trace_facts=list(facts))
 
 
 def expectation(question: Question, shape: ModelShape | None, hardware: Hardware) -> Expectation:

@@ -13,8 +13,12 @@ from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, T
 
 
 def expect_page(expectation: Expectation) -> list[Element]:
-    """The answer, the sentence first."""
+    """The answer, the sentence first: that of a trace, unless the model does not fit."""
     page: list[Element] = [Paragraph(expectation.sentence, "lead")] if expectation.sentence else []
+    if expectation.trace is not None:
+        facts = Bullets(list(map(Bullet, expectation.trace_facts)))
+        time: list[Element] = [Paragraph(expectation.trace.sentence, "lead"), facts]
+        page = [*page, *time] if expectation.fits is False else [*time, *page]
     if expectation.share_of_measured is not None and expectation.measured_bandwidth_gb_s is not None:
         note = (
             ": the measured bandwidth is too low"

@@ -21,11 +21,27 @@ from harness.machine.memory import (
     compute_share,
     list_pools,
 )
-from harness.questions.expect.decide import Expectation, Hardware, Question, expectation, parse_bits, parse_params
+from harness.questions.expect.decide import (
+    Expectation,
+    Hardware,
+    Question,
+    RecordedTurns,
+    expectation,
+    parse_bits,
+    parse_params,
+    with_trace,
+)
+from harness.questions.expect.trace_time import TraceQuestion
 from harness.records.manifest import ModelSize
+from harness.workload.agent_traces.turn_tokens import trace_turns
 
 
-def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | None = None) -> Expectation:
+def answer(
+    question: Question,
+    root: Path = Path("/"),
+    measured_gb_s: float | None = None,
+    trace: TraceQuestion | None = None,
+) -> Expectation:
     """Return what the hardware allows. `measured_gb_s`: read bandwidth of this machine, measured just now.
 
     Raises HarnessError for an unknown GPU, for a model that cannot be read, and where neither is known.
@@ -33,7 +49,18 @@ def answer(question: Question, root: Path = Path("/"), measured_gb_s: float | No
     require_known_dtype(question.kv_cache_dtype)
     question = _with_size(question)
     shape = _read_shape(question)
-    return expectation(question, shape, _read_hardware(question, root, measured_gb_s))
+    hardware = _read_hardware(question, root, measured_gb_s)
+    expected = expectation(question, shape, hardware)
+    if trace is None:
+        return expected
+    return with_trace(expected, _read_turns(trace), hardware.gpu, None if shape is None else shape.longest)
+
+
+def _read_turns(trace: TraceQuestion) -> RecordedTurns:
+    if not trace.path.exists():
+        raise HarnessError(f"--trace: {trace.path}: there is no such file or folder", next_step="Give its path.")
+    turns = trace_turns(trace.path, trace.conversations, trace.characters_per_token)
+    return RecordedTurns(list(turns), trace.characters_per_token)
 
 
 def _read_hardware(question: Question, root: Path, measured_gb_s: float | None) -> Hardware:

@@ -42,12 +42,15 @@ def leading_known(ids: Iterable[object], earlier: Container[object]) -> int:
 
 
 class PrefixCache:
-    """What a cache without bounds has of the prompts of one conversation. Tails without an id are not shared."""
+    """What a cache without bounds has of the prompts of one conversation. Tails without an id are not shared.
 
-    def __init__(self, conversation: Conversation) -> None:
+    seen: keys of earlier conversations, whose prompts it has, too; those of this one are added. Default: none.
+    """
+
+    def __init__(self, conversation: Conversation, seen: set[object] | None = None) -> None:
         self.prompts = 0  # that were put into it
         self._steps = conversation.steps
-        self._seen: set[object] = set()
+        self._seen: set[object] = set() if seen is None else seen
         self._ends: dict[int, _PromptEnd] = {}  # of the prompts that it has whole, by the number of their step
 
     def add(self, step: TraceStep) -> PromptReuse:
