@@ -6,14 +6,16 @@ The rules and the reference's numbers: https://github.com/mlcommons/endpoints, e
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from harness.base.reason import Reason, because
-from harness.base.units import NOTHING, count, duration, verb
+from harness.base.units import NOTHING, count, duration, percent, verb
 from harness.engines import engines
 from harness.engines.flags import get_option
+from harness.hardware.bounds import MAX_SHARE, run_gpu, run_model, turn_floor
 from harness.hardware.gpu_table import identify_gpu
 from harness.numbers.summary import Summary
+from harness.numbers.validity import MAX_TURN_S
 from harness.records.manifest import CellRun, Machine, Run
 from harness.records.records import Request
 from harness.records.run_data import RunData
@@ -23,7 +25,6 @@ from harness.workload.agent_traces.inline_iou import mean_iou
 
 NAME = "MLPerf workload, unofficial"
 TURNS, SCORABLE = 1007, 1006  # of the whole data set
-TURN_S = 600.0  # a longer turn is missing
 REFERENCE_IOU, REFERENCE_S, REFERENCE_HARDWARE = 0.6335, 9420.0, "Jetson AGX Thor"
 REFERENCE_MODEL, REFERENCE_WEIGHTS, REFERENCE_COMMIT = "Qwen3.6-27B", "Q4_K_M", "cfff1fc"
 CONTEXT, SLOTS, OUTPUT_TOKENS, SEED = 32768, 1, 1024, 42
@@ -32,6 +33,15 @@ _FLAGS = {  # of llama-server: names, the reference's value
     "Flash attention": (("--flash-attn", "-fa"), "on"),
     "Layers on the GPU": (("--n-gpu-layers", "--gpu-layers", "-ngl"), "99"),
     "Seed of the server": (("--seed", "-s"), "42"),
+}
+
+
+UnknownBound = Literal["model", "gpu", "tokens", "cached_tokens"]
+_UNKNOWN: dict[UnknownBound, str] = {
+    "model": "the size of the model is not known",
+    "gpu": "the server's GPU is not known, or is not in the table",
+    "tokens": "the server does not report the tokens of all turns",
+    "cached_tokens": "the server does not report the cached tokens of all prompts",
 }
 
 
@@ -48,9 +58,11 @@ class Turns(NamedTuple):
     """The turns of a cell."""
 
     expected: int
-    missing: int  # without an answer within TURN_S, or not sent
+    missing: int  # without an answer within MAX_TURN_S, or not sent
     scores: list[float]  # of the scorable ones that were sent
     seconds: float
+    bound_s: float | None  # the least time of the answered turns on this hardware, with what the cache had of them
+    unknown: UnknownBound | None  # why there is no bound
 
 
 def edge_answers(data: RunData) -> list[Reason]:
@@ -85,6 +97,8 @@ def _results(values: dict[str, Any]) -> Iterator[list[str]]:
     yield ["Scorable turns", f"{SCORABLE:,}", f"{values['scored']:,}", "yes" if values["scored"] == SCORABLE else "no"]
     yield ["Missing turns", "0", f"{missing:,}", "no" if missing else "yes"]
     yield ["Time", duration(REFERENCE_S), duration(values["seconds"]), ""]
+    share = values.get("share")  # missing in an older summary
+    yield ["Share of what the hardware allows", "", NOTHING if share is None else percent(share, 0), ""]
 
 
 def _same(row: dict[str, Any]) -> str:
@@ -107,11 +121,14 @@ def _answer(data: RunData, server: str, load: str, names: Sequence[str]) -> Reas
         text += (
             f" {missing:,} of {count(expected, 'turn')} {verb(missing, 'is', 'are')} missing: not valid by its rules."
         )
+    hardware = _hardware_share(cells, seconds)
+    text += f" {hardware.text}"
     text += f" It differs from the reference in: {', '.join(differing)}." if differing else ""
     text += f" Not known: {', '.join(unknown)}." if unknown else ""
     return because(
         "mlperf_edge", text, server=server, load=load, iou=score, scored=len(scores), expected=expected,
-        missing=missing, seconds=seconds, reference_iou=REFERENCE_IOU, reference_s=REFERENCE_S,
+        missing=missing, seconds=seconds, bound_s=hardware.bound_s, share=hardware.share,
+        share_unknown=hardware.unknown, reference_iou=REFERENCE_IOU, reference_s=REFERENCE_S,
         settings=[setting._asdict() for setting in settings],
     )  # fmt: skip
 
@@ -126,15 +143,60 @@ def _turns(data: RunData, name: str) -> Turns:
     cell = data.cells[name]
     requests: list[Request] = list(cell.fetch(cell.counted.place.tolist()))
     expected = data.run.scenario.loads[data.planned[name].load].requests or len(requests)
-    answered = [request for request in requests if request.error is None and request.ended_s <= TURN_S]
+    answered = [request for request in requests if request.error is None and request.ended_s <= MAX_TURN_S]
     scores = [
-        request.action_iou if request.error is None and request.ended_s <= TURN_S else 0.0
+        request.action_iou if request.error is None and request.ended_s <= MAX_TURN_S else 0.0
         for request in requests
         if request.action_iou is not None
     ]
     starts, ends = [r.sent_s for r in requests], [r.sent_s + r.ended_s for r in requests]
     seconds = max(ends) - min(starts) if requests else 0.0
-    return Turns(expected, max(0, expected - len(answered)), scores, seconds)
+    bound_s, unknown = _bound(data.run, data.run.ran[name], [r for r in requests if r.error is None])
+    return Turns(expected, max(0, expected - len(answered)), scores, seconds, bound_s, unknown)
+
+
+def _bound(run: Run, ran: CellRun, requests: Sequence[Request]) -> tuple[float | None, UnknownBound | None]:
+    """Return the least time of these turns, one after another, and why it is not known."""
+    size, (gpu, gpus) = run_model(ran), run_gpu(run, ran)
+    if size is None or size.read_bytes <= 0:
+        return None, "model"
+    if gpu is None:
+        return None, "gpu"
+    total_s = 0.0
+    for request in requests:
+        if request.prompt_tokens is None or request.output_tokens is None:
+            return None, "tokens"
+        if request.cached_tokens is None:
+            return None, "cached_tokens"
+        prompt, cached, output = request.prompt_tokens, request.cached_tokens, request.output_tokens
+        total_s += sum(turn_floor(size, gpu, prompt=prompt, cached=cached, output=output, gpus=gpus))
+    return (total_s, None) if requests else (None, "tokens")
+
+
+class HardwareShare(NamedTuple):
+    """How near the time of a run is to the least that its hardware allows. None: not known."""
+
+    bound_s: float | None
+    share: float | None  # bound / time; above 1 with speculation
+    unknown: UnknownBound | None
+    text: str
+
+
+def _hardware_share(cells: Sequence[Turns], seconds: float) -> HardwareShare:
+    bounds = [cell.bound_s for cell in cells if cell.bound_s is not None]
+    unknown = next((cell.unknown for cell in cells if cell.unknown is not None), None)
+    if unknown is not None or not bounds or seconds <= 0:
+        unknown = unknown or "tokens"
+        text = f"Its share of what the hardware allows is not known: {_UNKNOWN[unknown]}."
+        return HardwareShare(None, None, unknown, text)
+    bound_s = sum(bounds) / len(bounds)
+    share = bound_s / seconds
+    least = f"at least {duration(bound_s)} for these turns, with what the cache had of them"
+    if share > MAX_SHARE:
+        text = f"Its {duration(seconds)} are less than the hardware allows without speculation ({least})."
+    else:
+        text = f"Its {duration(seconds)} are {100 * share:.0f} % of what the hardware allows ({least})."
+    return HardwareShare(bound_s, share, None, text)
 
 
 def _settings(run: Run, scenario: Scenario, load: Load, ran: CellRun, turns: int) -> Iterator[ReferenceSetting]:
@@ -195,7 +257,7 @@ def _client_settings(scenario: Scenario, load: Load) -> Iterator[ReferenceSettin
     salted = prompts_of(scenario, load).salt
     yield ReferenceSetting("Salt", "none", "in repeated conversations" if salted else "none", True)  # each is sent once
     yield ReferenceSetting(
-        "Time of a turn, at most", f"{TURN_S:g} s", f"{load.timeout_s:g} s", load.timeout_s == TURN_S
+        "Time of a turn, at most", f"{MAX_TURN_S:g} s", f"{load.timeout_s:g} s", load.timeout_s == MAX_TURN_S
     )
     header = None if trace is None else trace.session_header
     yield ReferenceSetting("Header", "X-Session-ID", header, header == "X-Session-ID")

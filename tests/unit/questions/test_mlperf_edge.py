@@ -11,7 +11,7 @@ from harness.base.files import SCENARIOS
 from harness.base.reason import Reason
 from harness.questions.joint import analyse
 from harness.questions.mlperf_edge import NAME, edge_tables
-from harness.records.manifest import Startup, write_run
+from harness.records.manifest import Machine, ModelSize, Startup, write_run
 from harness.records.records import Request
 from harness.run.experiment import Recording, Target, prepare
 from harness.scenario import Server
@@ -53,7 +53,16 @@ def test_options_that_cannot_be(name: str, given: Recording, option: str) -> Non
     assert caught.value.what.startswith(f"{option}: ") and caught.value.next_step
 
 
-def measured(folder: Path, scores: list[float | None], turns: int, late: int | None = None, **served: Any) -> Any:
+def measured(
+    folder: Path,
+    scores: list[float | None],
+    turns: int,
+    late: int | None = None,
+    *,
+    machine: Machine | None = None,
+    fields: dict[str, Any] | None = None,
+    **served: Any,
+) -> Any:
     """Write a run with a request for each score; the one with the number `late` took longer than a turn may."""
     path = write_rows(folder.parent / f"{folder.name}.jsonl", edge_rows())
     load = prepare(SCENARIO).scenario.loads["conversations"]
@@ -63,14 +72,14 @@ def measured(folder: Path, scores: list[float | None], turns: int, late: int | N
     def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
         mine: dict[str, Any] = {"cell": cell.id, "load": cell.load, "process": process}
         made = [
-            request(id=f"{at}", index=at, sent_s=start_s + 2.0 * at, action_iou=score, **mine)
+            request(id=f"{at}", index=at, sent_s=start_s + 2.0 * at, action_iou=score, **mine | (fields or {}))
             for at, score in enumerate(scores)
         ]
         return [replace(one, ended_s=601.0) if one.index == late else one for one in made]
 
     made_of = scenario(servers={"a": Server(template="llamacpp")}, loads={"c": load}, repeats=1)
     run = write_made_run(folder, made_of=made_of, requests=requests, served=lambda cell: served_by(**served))
-    write_run(folder, run)
+    write_run(folder, run if machine is None else replace(run, machine=machine))
     return analyse(folder).summary
 
 
@@ -141,3 +150,46 @@ def test_the_weights_that_a_server_reports_decide_and_not_its_name(
     effective = {} if weights is None else {"model_ftype": weights}
     answer = answer_of(measured(tmp_path / "run", [1.0], 1, model=model, effective=effective))
     assert settings_of(answer)["Model"] is is_same
+
+
+STRIX_HALO = {"target": "gfx1151", "compute_units": 40, "integrated": True, "render_node": "/dev/dri/renderD128"}
+TIMED: dict[str, Any] = {"prompt_tokens": 1000, "cached_tokens": 400, "output_tokens": 11}
+SIZE = ModelSize(name="m", weights_bytes=16e9, read_bytes=16e9, params=27e9, kv_token_bytes=100_000)
+
+
+def run_on_strix_halo(folder: Path, more: dict[str, Any] | None = None, **served: Any) -> dict[str, Any]:
+    """Two turns, of which each takes 2 s, and the answer of the run."""
+    machine = Machine(name="strix", gpus=[STRIX_HALO])
+    known: dict[str, Any] = {"model_size": SIZE, "template": "llamacpp"}
+    made = measured(folder, [1.0, 1.0], 2, machine=machine, fields=TIMED | (more or {}), **known | served)
+    return answer_of(made).values
+
+
+def test_the_time_has_its_share_of_what_the_hardware_allows(tmp_path: Path) -> None:
+    """256 GB/s and 59.4 TFLOPS: 600 new tokens, then 10 steps that read the weights and 1,000 to 1,009 tokens."""
+    prefill_s = 2 * 27e9 * 600 / 59.4e12
+    decode_s = sum((16e9 + 100_000 * (1000 + step)) / 256e9 for step in range(10))
+    values = run_on_strix_halo(tmp_path / "run")
+    assert values["share_unknown"] is None and values["bound_s"] == pytest.approx(2 * (prefill_s + decode_s))
+    assert values["share"] == pytest.approx(values["bound_s"] / values["seconds"])
+    # With speculation a run is faster than the bound, and the share says how much.
+    faster = run_on_strix_halo(tmp_path / "fast", model_size=replace(SIZE, read_bytes=256e9))
+    assert faster["share"] == pytest.approx(faster["bound_s"] / faster["seconds"]) and faster["share"] > 1
+
+
+def test_an_unknown_share_has_its_reason(tmp_path: Path) -> None:
+    for name, more, served, why in (
+        ("model", {}, {"model_size": None}, "model"),
+        ("url", {}, {"url": "http://192.0.2.1:8000", "template": None}, "gpu"),
+        ("tokens", {"prompt_tokens": None}, {}, "tokens"),
+        ("cached", {"cached_tokens": None}, {}, "cached_tokens"),
+    ):
+        values = run_on_strix_halo(tmp_path / name, more, **served)
+        assert (values["bound_s"], values["share"], values["share_unknown"]) == (None, None, why)
+
+
+def test_a_turn_that_took_too_long_makes_the_run_invalid(tmp_path: Path) -> None:
+    for late in (None, 1):
+        summary = measured(tmp_path / f"{late}", [1.0, 1.0], 2, late=late)
+        reasons = {reason.code for reason in summary.reasons}
+        assert ("turns_missing" in reasons) is (late is not None)
