@@ -22,7 +22,7 @@ from harness.base.errors import HarnessError, Problem, reason_of, sentence
 from harness.base.files import UNDECODABLE, open_output, refuse_named_pipe
 from harness.load.client import ApiAddress
 from harness.load.load_process import first_model, load_inputs
-from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
+from harness.scenario import MADE_KINDS, MAX_USERS, TURNS, Load, Prompts, Users, Warmup
 from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.check_syntax import Slo, request_slos
 from harness.scenario.contradictions import contradictions
@@ -61,7 +61,7 @@ class Option(NamedTuple):
 
 OPTIONS = {  # of the web form and the command line
     "--model": Option("model", "model to ask for (default: the first that the server offers)", is_text=True),
-    "--prompts": Option("prompts", "synthetic, classification, or the path of a JSONL file", is_text=True),
+    "--prompts": Option("prompts", "synthetic, classification, code, chat, structured, or a JSONL file", is_text=True),
     "--prompt-tokens": Option("prompts.tokens", "synthetic prompts: length in tokens"),
     "--system-tokens": Option("prompts.system_tokens", "tokens of a system prompt that all requests share"),
     "--output-tokens": Option("load.output_tokens", "maximum tokens of an answer"),
@@ -126,7 +126,7 @@ def _set_option(raw: dict[str, Any], name: str, text: str, problems: list[Proble
     """Set the value of an option in a raw job. Like in a scenario, it is a number, a word, or a mapping in YAML."""
     option = OPTIONS[name]
     if name == "--prompts":
-        kind = text if text in ("synthetic", "classification") else "file"
+        kind = text if text in ("synthetic", "classification", *MADE_KINDS) else "file"
         raw["prompts"]["kind"], raw["prompt_file"] = kind, text if kind == "file" else None
         return
     if name == "--agent-trace":

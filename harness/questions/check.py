@@ -18,7 +18,16 @@ from harness.report import words
 from harness.report.elements import Element, Paragraph, plain_grid
 from harness.run.experiment import Experiment
 from harness.run.request_speed import PROMPT_WORDS, RequestSpeed
-from harness.scenario import Load, Scenario, Sweep, max_concurrency, prompts_of, requests_per_task, warmup_of
+from harness.scenario import (
+    MADE_KINDS,
+    Load,
+    Scenario,
+    Sweep,
+    max_concurrency,
+    prompts_of,
+    requests_per_task,
+    warmup_of,
+)
 from harness.scenario.behaviour import Agent, AgentTrace, Rag, mean_pause_s, typical_length
 from harness.scenario.plan import (
     Schedule,
@@ -289,7 +298,7 @@ def _closed_loop_s(scenario: Scenario, load: Load, requests: int, speed: Request
 def _answer_s(scenario: Scenario, load: Load, speed: RequestSpeed) -> float:
     """Estimate the seconds of a request. Earlier messages and the shared system prompt are in the prefix cache."""
     prompts, agent = prompts_of(scenario, load), load.agent or Agent()
-    prompt = typical_length(prompts.tokens) if prompts.kind == "synthetic" else 0  # others are short, or not known
+    prompt = typical_length(prompts.tokens) if prompts.kind in ("synthetic", *MADE_KINDS) else 0  # others: short
     if load.user == "agent":
         prompt = (prompt + (agent.steps - 1) * typical_length(agent.result_tokens)) // agent.steps
     if load.user == "rag":

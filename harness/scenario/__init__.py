@@ -54,6 +54,7 @@ VariableName = Annotated[
 
 _POINT = Meta(min_length=2, max_length=2, description="a pair [second, rate] is expected")
 _OPEN_LOOP_WARMUP = 8  # users of a wave in an open loop, whose concurrency is unknown
+MADE_KINDS = ("code", "chat", "structured")  # of `prompts.kind`: texts with a task, made by the harness
 SERVER_TOKENIZER = "server"  # of `prompts.tokenizer`: the tokenizer that the server has
 TURNS = 4  # of a conversation, by default
 MAX_SERVERS = 200  # of a scenario: each is rendered, and its settings are checked
@@ -142,8 +143,10 @@ class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the prompts come from. The sequence is a function of the scenario's seed."""
 
-    kind: Literal["synthetic", "file", "classification"] = "synthetic"  # classification: a few hundred that ship
-    tokens: Tokens | Lengths = 256  # synthetic: length of each prompt, in words of about one token
+    # classification: a few hundred texts that ship; code, chat, structured: made texts with a task, to compare kinds
+    kind: Literal["synthetic", "file", "classification", "code", "chat", "structured"] = "synthetic"
+    # length of each prompt, in words of about one token; of code, chat and structured words and signs
+    tokens: Tokens | Lengths = 256
     # synthetic: [exact lengths](scenarios.md#exact-prompt-lengths), by a local tokenizer.json or by `server`, its own
     tokenizer: Line | None = None
     file: Line | None = None  # file: [your prompts](scenarios.md#prompt-files), relative to the scenario

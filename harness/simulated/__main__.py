@@ -12,6 +12,7 @@ import msgspec
 from harness.simulated.answer import FAULTS, parse_fault
 from harness.simulated.engine import DEFAULT_PRESET, MEMORY, PRESETS, EngineConfig
 from harness.simulated.server import ServerConfig, SimulatedServer, log
+from harness.simulated.wire import TEXT_KINDS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
             add("--num-gpu-blocks-override", dest=field.name, type=int, metavar="N")
         else:
             add(flag, type=field.type, metavar="S" if field.name.endswith("_s") else "N")
+    text = "acceptance rate of prompts of a kind (code, chat, structured) instead of --acceptance-rate; repeatable"
+    add("--acceptance-of", action="append", default=[], metavar="KIND=N", help=text)
     add(
         "--gpu-memory-utilization",
         type=float,
@@ -99,9 +102,22 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         max_loaded_models=max(1, options.max_loaded_models),
         switch_s=options.switch_s,
         faults=[parse_fault(text) for text in [*options.fault, *(["mistakes"] if is_small else [])]],
+        acceptance_of=dict(map(_kind_and_rate, options.acceptance_of)),
         kv_cache_dtype=options.kv_cache_dtype,
         gpu_memory_utilization=options.gpu_memory_utilization,
     )
+
+
+def _kind_and_rate(text: str) -> tuple[str, float]:
+    """Return the kind of prompts and the share of a text such as "code=0.8". Raises ValueError."""
+    kind, _, number = text.partition("=")
+    try:
+        rate = float(number)
+    except ValueError:
+        rate = -1
+    if kind not in TEXT_KINDS or not 0 <= rate <= 1:
+        raise ValueError(f"--acceptance-of: expected code, chat or structured, =, and 0 to 1 (got {text!r})")
+    return kind, rate
 
 
 def _with_memory(engine: EngineConfig, options: argparse.Namespace) -> EngineConfig:

@@ -130,6 +130,7 @@ class CompletionAnswer:
         self.words = words  # of an answer with a form; None: any words
         self.first_word = first_word  # that the prompt asks to begin with
         self.vectors = vectors  # number of embeddings to send instead of text
+        self.acceptance_rate: float | None = None  # of its drafts; None: that of the engine
         self.stopped_at: int | None = None  # index of the first token of a stop string
         self.last_s: float | None = None  # time of the last token
         self.broken = False  # a fault has ended the answer

@@ -178,10 +178,11 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
 class Sequence:
     """One request in the engine. `tokens` are the prompt and the answer so far; `computed` of them are in the cache."""
 
-    __slots__ = ("arrived_s", "blocks", "cached_tokens", "computed", "first_token_s", "hashes", "key", "output_tokens",
-                 "preemptions", "prompt_tokens", "scheduled_s", "target", "tokens")  # fmt: skip
+    __slots__ = ("acceptance_rate", "arrived_s", "blocks", "cached_tokens", "computed", "first_token_s", "hashes",
+                 "key", "output_tokens", "preemptions", "prompt_tokens", "scheduled_s", "target", "tokens")  # fmt: skip
 
-    def __init__(self, key: int, prompt: Seq[int], target: int, arrived_s: float) -> None:
+    def __init__(self, key: int, prompt: Seq[int], target: int, arrived_s: float,
+                 acceptance_rate: float | None = None) -> None:  # fmt: skip
         self.key = key
         self.tokens = list(prompt)
         self.prompt_tokens = len(prompt)
@@ -193,6 +194,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.hashes: list[int] = []
         self.arrived_s = arrived_s
+        self.acceptance_rate = acceptance_rate  # None: that of the engine
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
 
@@ -260,7 +262,7 @@ class SimulatedEngine:
             sequence.computed += count
             if sequence.computed < len(sequence.tokens):
                 continue
-            accepted = self._accept(self._drafts(sequence, count))
+            accepted = self._accept(self._drafts(sequence, count), sequence.acceptance_rate)
             for number in range(1 + accepted):
                 sequence.output_tokens += 1
                 sequence.computed += number > 0
@@ -280,9 +282,9 @@ class SimulatedEngine:
         is_decode = count == 1 and sequence.output_tokens > 0
         return min(self.config.num_speculative_tokens, sequence.target - sequence.output_tokens - 1) * is_decode
 
-    def _accept(self, drafted: int) -> int:
-        accepted = 0
-        while accepted < drafted and self._random.random() < self.config.acceptance_rate:
+    def _accept(self, drafted: int, own_rate: float | None) -> int:
+        accepted, rate = 0, self.config.acceptance_rate if own_rate is None else own_rate
+        while accepted < drafted and self._random.random() < rate:
             accepted += 1
         self.drafts += drafted > 0
         self.drafted += drafted

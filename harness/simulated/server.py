@@ -41,6 +41,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     switch_s: float = 0.0  # to load one of them
     faults: list[InjectedFault] = []
     kv_cache_dtype: str = "auto"
+    acceptance_of: dict[str, float] = {}  # of drafts, by the kind of a prompt's text; else that of `engine`
     gpu_memory_utilization: float | None = None  # from which the size of the KV cache follows; None: it was given
 
 
@@ -190,6 +191,8 @@ class SimulatedServer:
         sent = Sent(request_id, http.received_s, len(request.prompt))
         first_word = self._first_word(text, leaks="leak" in faults)
         answer = CompletionAnswer(http, request, sent, faults, number, words, vectors, first_word)
+        if config.acceptance_of:
+            answer.acceptance_rate = config.acceptance_of.get(wire.text_kind(text))
         if "delay" in faults:
             asyncio.get_running_loop().call_later(faults["delay"], self._start_answer, answer)
         elif config.other_models:
@@ -256,7 +259,8 @@ class SimulatedServer:
             answer.sent.finish = answer.sent.finish or "abort"
             self.send_log.write(answer.sent)
             return
-        sequence = Sequence(self._count, answer.request.prompt, self._output_tokens(answer), answer.sent.received_s)
+        sequence = Sequence(self._count, answer.request.prompt, self._output_tokens(answer), answer.sent.received_s,
+                            answer.acceptance_rate)  # fmt: skip
         while sequence.key in self._answers:
             sequence.key += 1 << 32  # a delayed request started at the same count
         self._answers[sequence.key] = (sequence, answer)

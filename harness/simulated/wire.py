@@ -381,6 +381,16 @@ def prompt_text(body: dict[str, Any], chat: bool) -> str:
     return body["prompt"] if isinstance(body["prompt"], str) else ""
 
 
+TEXT_KINDS = ("code", "chat", "structured")
+
+
+def text_kind(prompt: str) -> str:
+    """Return the kind of a prompt that the harness made: code, structured, or chat for any other text."""
+    if "Answer with code alone." in prompt:
+        return "code"
+    return "structured" if "Answer with JSON alone." in prompt else "chat"
+
+
 def _role_and_text(message: object) -> tuple[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest("each message needs a role and content", "messages")

@@ -13,6 +13,7 @@ import msgspec
 from harness.base.errors import HarnessError
 from harness.base.files import read_text
 from harness.scenario import (
+    MADE_KINDS,
     SERVER_TOKENIZER,
     Load,
     Prompts,
@@ -24,6 +25,7 @@ from harness.scenario import (
 )
 from harness.scenario.behaviour import Lengths, Pairs, length_at, read_length_file
 from harness.workload.agent_traces.trace_totals import TraceTotals, trace_totals
+from harness.workload.made_texts import made_context, made_prompt
 from harness.workload.prompt_file import Message as Message
 from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Replay, cached_replay, sha256_of
@@ -106,14 +108,22 @@ class Workload(NamedTuple):
             if index < 0:
                 messages[0] = _with_prefix(text(SALT_WORDS, seed, f"warm-up{index}", words), messages[0])
             if prompts.system_tokens and self.answer_source != "computed":
-                system_prompt = text(prompts.system_tokens, seed, _SYSTEM_PLACE, words)
-                messages.insert(0, {"role": "system", "content": system_prompt})
+                messages.insert(0, {"role": "system", "content": self._system_prompt()})
         if self.salt and self.answer_source is None:  # the same question is asked in every cell
             messages[0] = _with_prefix(self.salt, messages[0])
         return messages
 
+    def _system_prompt(self) -> str:
+        prompts = self.prompts
+        if prompts.kind in MADE_KINDS:
+            return made_context(prompts.kind, prompts.system_tokens, self.seed, _SYSTEM_PLACE)
+        return text(prompts.system_tokens, self.seed, _SYSTEM_PLACE, self.words)
+
     def _prompt(self, index: int) -> list[Message]:
         prompts, seed = self.prompts, self.seed
+        if prompts.kind in MADE_KINDS and self.answer_source is None:
+            tokens = length_at(prompts.tokens, "prompt", seed, index, self.prompt_lengths)
+            return _user_message(made_prompt(prompts.kind, tokens, seed, index))
         if prompts.kind == "synthetic" and self.answer_source is None:
             tokens = length_at(prompts.tokens, "prompt", seed, index, self.prompt_lengths)
             return _user_message(text(tokens, seed, index, self.words))
