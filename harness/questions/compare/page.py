@@ -6,6 +6,7 @@ from typing import Any
 from harness.base.reason import sentence
 from harness.base.units import count
 from harness.numbers.comparison import Comparison, Difference
+from harness.questions.crossover.speculation import short_answers
 from harness.questions.same_answers.page import answers_case, answers_sentence, same_answers_page
 from harness.report import sentences, words
 from harness.report.charts.compared import format_side, row_name, side_charts, side_titles
@@ -90,7 +91,7 @@ def comparison_answer(comparison: Comparison) -> str:
     shown = [f"The engine's versions differ: {', '.join(difference.values)}." for difference in versions[:1]]
     answers = map(answers_sentence, comparison.same_answers)
     verdicts = [_comparison_answer(comparison)] if comparison.verdicts else []
-    return " ".join([*map(sentence, comparison.answers), *verdicts, *answers, *shown])
+    return " ".join([*map(sentence, short_answers(comparison.answers)), *verdicts, *answers, *shown])
 
 
 def _comparison_answer(comparison: Comparison) -> str:

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from harness.base.units import significant
 from harness.hardware.bounds import decode_bound, run_gpu, run_model
 from harness.numbers.summary import CellSummary, Summary
-from harness.questions.crossover.decide import AXES, DECODE, FIRST, RATE, Speed, SweepQuestion, varied_numbers
+from harness.questions.crossover.decide import (
+    AXES,
+    DECODE,
+    FIRST,
+    RATE,
+    TURN,
+    Speed,
+    SweepQuestion,
+    drafts,
+    varied_numbers,
+)
 from harness.records.manifest import Run
 from harness.report.charts import NAME, Chart, Figure, axis, colour, escape_markup, scatter, symbol, whiskers
 from harness.scenario import max_concurrency
@@ -14,6 +24,7 @@ from harness.scenario import max_concurrency
 _TITLES = {
     DECODE: ("Decode speed of each user", "tok/s", "1 / mean TPOT, mean of the repeats"),
     FIRST: ("Time to first token", "ms", "mean TTFT, mean of the repeats"),
+    TURN: ("Time of a whole turn", "s", "mean E2E, mean of the repeats"),
     RATE: ("Throughput", "tok/s", "output tokens / window, mean of the repeats"),
 }
 
@@ -26,9 +37,15 @@ def crossover_charts(summary: Summary, run: Run) -> list[Chart]:
     return [*_switch_chart(summary)] + [
         _chart(summary, run, group, speed)
         for (_, key), group in questions.items()
-        for speed in AXES[key].speeds
+        for speed in _speeds_of(group, key)
         if speed is not RATE or max(len(question.cells) for question in group) > 1
     ]
+
+
+def _speeds_of(questions: Sequence[SweepQuestion], key: str) -> tuple[Speed, ...]:
+    """The speeds that the answers of a load are about."""
+    is_mixed = any(len({drafts(question, server) for server in question.cells}) > 1 for question in questions)
+    return AXES[key].speculating if is_mixed and AXES[key].speculating else AXES[key].speeds
 
 
 def _chart(summary: Summary, run: Run, questions: Sequence[SweepQuestion], speed: Speed) -> Chart:
@@ -107,8 +124,8 @@ def _switch_chart(summary: Summary) -> list[Chart]:
 def _values(speed: Speed, cells: Sequence[CellSummary], level: int) -> list[float]:
     """The speed of each cell as the chart shows it."""
     speeds = [value for cell in cells if (value := speed.of(cell.numbers, level)) is not None]
-    if speed is FIRST:
-        return [1000 / value for value in speeds]
+    if speed in (FIRST, TURN):
+        return [(1000 if speed is FIRST else 1) / value for value in speeds]
     return [value * max(level, 1) for value in speeds] if speed is RATE else speeds
 
 

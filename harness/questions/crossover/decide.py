@@ -16,6 +16,7 @@ from harness.numbers.stats import geometric_ratio, welch_effect
 from harness.numbers.summary import CellSummary, Row, Summary
 from harness.numbers.verdicts import is_client_limited
 from harness.questions.capacity.decide import find_crossing
+from harness.questions.crossover.speculation import acceptance, counted, effect, lead
 from harness.records.manifest import Run
 from harness.scenario.plan import baseline_of
 
@@ -36,7 +37,8 @@ class Speed(NamedTuple):
         """The speed; of all users together it is that of one, so that its inverse is a straight line over users."""
         if self.id == "rate":
             return None if not numbers.output_tok_s else numbers.output_tok_s / max(level, 1)
-        seconds = numbers.tpot.mean if self.id == "decode" else numbers.ttft.mean
+        latency = {"decode": numbers.tpot, "first": numbers.ttft, "turn": numbers.e2e}[self.id]
+        seconds = latency.mean
         return 1 / seconds if seconds else None
 
 
@@ -45,6 +47,8 @@ FIRST = Speed(
     "first", "ttft_p50", "gives the first token sooner", "give the first token equally soon", "first tokens/s"
 )
 RATE = Speed("rate", "output_tok_s", "has more throughput", "have equal throughput", "tok/s")
+# Of a request from its sending to its last token: speculation speeds up decode and costs prefill.
+TURN = Speed("turn", "e2e_p50", "completes a turn sooner", "complete a turn equally soon", "turns/s of each user")
 
 
 class Axis(NamedTuple):
@@ -54,11 +58,14 @@ class Axis(NamedTuple):
     at: str
     everywhere: str
     at_one: str = ""
+    speculating: tuple[Speed, ...] = ()  # the speeds where one of two servers speculates; none: `speeds`
 
 
 AXES = {
-    DEPTH: Axis((DECODE, FIRST), "a depth of {} tokens", "at every depth measured"),
-    LENGTH: Axis((FIRST,), "prompts of {} tokens", "at every prompt length measured"),
+    DEPTH: Axis((DECODE, FIRST), "a depth of {} tokens", "at every depth measured", speculating=(TURN, DECODE, FIRST)),
+    LENGTH: Axis(
+        (FIRST,), "prompts of {} tokens", "at every prompt length measured", speculating=(TURN, DECODE, FIRST)
+    ),
     "users": Axis((RATE,), "{} users", "with every number of users measured", "{} user"),
     "batch_size": Axis((RATE,), "{} at once", "at every level measured"),
     "in_flight": Axis((RATE,), "{} in flight", "at every level measured"),
@@ -90,6 +97,7 @@ class Speeds(NamedTuple):
     name: str
     at: dict[int, list[float]]
     drafts: bool
+    lengths: dict[int, list[float]] = {}  # mean output tokens of an answer, of each repeat or run; of whole turns
 
 
 def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) -> list[SweepQuestion]:
@@ -118,16 +126,20 @@ def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) 
 
 
 def _setting_text(key: str, value: Any) -> str:
+    if key == "prompts.kind":
+        return str(value)
     return count(value, "user") if key == "users" else f"{key} {value}"
 
 
 def setting_answers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) -> list[Reason]:
     """Return a sentence for each question of a sweep of loads.
 
-    Over users only where servers are compared, or where the run asks about speculation.
+    Over users only where servers are compared, or where the run asks about speculation. Before several answers about
+    speculation, one sentence about all of them.
     """
     questions = varied_numbers(run, rows, cells)
-    answers = [answer for question in questions if (answer := _answer(run, question)) is not None]
+    answered = [answer for question in questions if (answer := _answer(run, question)) is not None]
+    answers = [answer for answer, _ in answered]
     loads = {question.load for question in questions}
     named = {
         (question.load, question.others): ", ".join(
@@ -135,70 +147,121 @@ def setting_answers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary])
         )
         for question in questions
     }
+    leads = lead(answers)
+    warnings = {(warning.code, warning.values["side"]): warning for _, own in answered for warning in own}
     return [
-        because("setting_answer", f"{name}: {answer.text}" if name else answer.text, **answer.values)
-        for answer in answers
-        for name in [named[answer.values["load"], answer.values["others"]]]
+        *leads,
+        *(warnings.values() if leads else ()),
+        *(
+            because("setting_answer", f"{name}: {answer.text}" if name else answer.text, **answer.values)
+            for answer in answers
+            for name in [named[answer.values["load"], answer.values["others"]]]
+        ),
     ]
 
 
 def speculation_answers(base: Side, sides: Sequence[Side]) -> list[Reason]:
-    """Return up to how many users speculation pays, for each side of which one speculates and the other does not.
+    """Return where speculation pays, for each side of which one speculates and the other does not.
 
     The sample is the run.
     """
-    reasons = []
-    for side, (key, axis) in itertools.product(sides, _throughput_questions(base)):
-        ours, theirs = _speeds_in_runs(base, key), _speeds_in_runs(side, key)
-        if ours.drafts == theirs.drafts or (answer := _compare(axis, RATE, ours, theirs)) is None:
+    reasons: list[Reason] = []
+    answers: list[Reason] = []
+    questions = _questions_of(base)
+    for side, (key, axis) in itertools.product(sides, questions):
+        speed = TURN if axis.speculating else RATE
+        ours, theirs = (_speeds_in_runs(one, speed, key) for one in (base, side))
+        if ours.drafts == theirs.drafts or (answer := _compare(axis, speed, ours, theirs)) is None:
             continue
-        name = f"{side.name}: " if len(sides) > 1 else ""
+        load = ", ".join(filter(None, (key[0], key[2]))) if len(questions) > 1 else ""
+        name = "".join(f"{part}: " for part in (side.name if len(sides) > 1 else "", load) if part)
         reasons.append(because("crossing", f"{name}{answer.text}.", **answer.values))
-    return reasons
+        about = {"load": key[0], "others": key[2], "axis": key[1]}
+        answers.append(because("setting_answer", "", **about, parts=[answer.values]))
+    return [*lead(answers), *reasons]
 
 
-def _throughput_questions(side: Side) -> list[tuple[tuple[str, str, str, str], Axis]]:
-    """The load, the axis, the other settings and the server of each sweep that is about the throughput."""
+def _questions_of(side: Side) -> list[tuple[tuple[str, str, str, str], Axis]]:
+    """The load, the axis, the other settings and the server of each sweep."""
     return [
         ((question.load, question.axis, question.others, server), AXES[question.axis])
         for question in varied_numbers(side.runs[0], side.summaries[0].rows, side.summaries[0].cells)
         for server in question.cells
-        if AXES[question.axis].speeds == (RATE,)
     ]
 
 
-def _speeds_in_runs(side: Side, key: tuple[str, str, str, str]) -> Speeds:
+def _speeds_in_runs(side: Side, speed: Speed, key: tuple[str, str, str, str]) -> Speeds:
     """The speeds of a side, of each run the mean of its repeats."""
     at: dict[int, list[float]] = {}
+    lengths: dict[int, list[float]] = {}
     drafts = False
     for run, summary in zip(side.runs, side.summaries, strict=True):
         for question in varied_numbers(run, summary.rows, summary.cells):
             if (question.load, question.axis, question.others) == key[:3] and key[3] in question.cells:
-                drafts |= bool(_counted(question, key[3], "drafted_tokens"))
-                for level, values in _runs(question, RATE, key[3]).items():
+                of_run = _speeds(question, speed, key[3])
+                drafts |= of_run.drafts
+                for level, values in of_run.at.items():
                     at.setdefault(level, []).append(geometric_mean(values))
-    return Speeds(side.name, at, drafts)
+                    lengths.setdefault(level, []).extend(of_run.lengths.get(level, []))
+    return Speeds(side.name, at, drafts, lengths)
 
 
-def _answer(run: Run, question: SweepQuestion) -> Reason | None:
-    axis, base = AXES[question.axis], baseline_of(run.scenario).server
+def _answer(run: Run, question: SweepQuestion) -> tuple[Reason, list[Reason]] | None:
+    """The answer, and the warnings in it."""
+    base = baseline_of(run.scenario).server
     base = base if base in question.cells else next(iter(question.cells))
     sides = [server for server in question.cells if server != base]
-    comparisons = [
-        _compare(axis, speed, *(_speeds(question, speed, server) for server in (base, side)), several=len(sides) > 1)
-        for speed in axis.speeds
-        for side in sides
-    ]
-    parts = [part for part in comparisons if part is not None] if sides else _ranges(question, base)
-    parts += _uncached(question) if question.axis == DEPTH and parts else _speculation(question)
-    if not sides and axis.speeds == (RATE,):
-        parts = _alone(run, question, base, parts)
+    parts = _between(question, base, sides) if sides else _ranges(question, base)
+    if _asks_speculation(run, question):
+        accepted = _speculation(question)
+        parts += accepted if sides else _alone(run, question, base, accepted)
     if not parts:
         return None
-    parts += _limited(question)
+    warnings = [*(_uncached(question) if question.axis == DEPTH else []), *_limited(question)]
+    parts += warnings
     text = "; ".join(part.text for part in parts)
     values = {"load": question.load, "others": question.others, "axis": question.axis}
-    return because("setting_answer", f"{text}.", **values, parts=[part.values for part in parts])
+    return because("setting_answer", f"{text}.", **values, parts=[part.values for part in parts]), warnings
+
+
+def _between(question: SweepQuestion, base: str, sides: Sequence[str]) -> list[Reason]:
+    """The comparisons of each server with the baseline, and what speculation does where one of the two speculates."""
+    axis = AXES[question.axis]
+    at = {level: _level_text(axis, level) for levels in question.cells.values() for level in levels}
+    pairs = {side: drafts(question, side) != drafts(question, base) and bool(axis.speculating) for side in sides}
+    parts: list[Reason | None] = []
+    for speed in (TURN, DECODE, FIRST, RATE):
+        for side, speculates in pairs.items():
+            speeds = [_speeds(question, speed, server) for server in (base, side)]
+            if speculates and speed in (DECODE, FIRST):
+                without, drafting = sorted(speeds, key=lambda one: one.drafts)
+                parts.append(effect(speed.id, (drafting.name, drafting.at), (without.name, without.at), at))
+            elif speculates and speed is TURN:
+                parts += [_compare(axis, speed, *speeds, several=len(sides) > 1) or _unequal(*speeds)]
+            elif speed in (axis.speculating if speculates else axis.speeds):
+                parts.append(_compare(axis, speed, *speeds, several=len(sides) > 1))
+    return [part for part in parts if part is not None]
+
+
+def _unequal(base: Speeds, side: Speeds) -> Reason | None:
+    """Why the whole turns of two servers are not compared: their answers differ in length, or lengths are unknown."""
+    if not base.at or not side.at:
+        return None
+    text = f"the answers of {base.name} and {side.name} are not known to be equally long, so their turns are not "
+    text += "compared; use `output: fixed`"
+    return because("turns_unequal", text, base=base.name, side=side.name)
+
+
+def _asks_speculation(run: Run, question: SweepQuestion) -> bool:
+    """Whether an answer has the accepted drafts: of throughput, where servers differ in it, or where the run asks."""
+    speculates = {drafts(question, server) for server in question.cells}
+    is_asked = "speculat" in run.scenario.question.lower()
+    return AXES[question.axis].speeds == (RATE,) or len(speculates) > 1 or is_asked
+
+
+def drafts(question: SweepQuestion, server: str) -> bool:
+    """Return whether a server drafted tokens, by its metrics."""
+    return any(counted(cells, "drafted_tokens") for cells in question.cells[server].values())
 
 
 def _runs(question: SweepQuestion, speed: Speed, server: str) -> dict[int, list[float]]:
@@ -211,13 +274,34 @@ def _runs(question: SweepQuestion, speed: Speed, server: str) -> dict[int, list[
 
 
 def _speeds(question: SweepQuestion, speed: Speed, server: str) -> Speeds:
-    return Speeds(server, _runs(question, speed, server), bool(_counted(question, server, "drafted_tokens")))
+    lengths = {
+        level: [numbers.output_tokens / numbers.succeeded for numbers in map(_numbers, cells) if numbers.output_tokens]
+        for level, cells in question.cells[server].items()
+    }
+    return Speeds(server, _runs(question, speed, server), drafts(question, server), lengths)
+
+
+def _numbers(cell: CellSummary) -> Numbers:
+    return cell.numbers
+
+
+def _of_equal_lengths(base: Speeds, side: Speeds) -> tuple[Speeds, Speeds]:
+    """The levels at which the answers of both are equally long: else a whole turn says nothing about the server."""
+    levels = [
+        level
+        for level, ours in base.lengths.items()
+        if ours and (theirs := side.lengths.get(level)) and abs(geometric_ratio(ours, theirs) - 1) <= MARGIN
+    ]
+    kept = [{level: one.at[level] for level in levels if level in one.at} for one in (base, side)]
+    return base._replace(at=kept[0]), side._replace(at=kept[1])
 
 
 def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: bool = False) -> Reason | None:
     """From which level on which of two sides is faster, with its interval. `several`: there are other sides."""
     if base.drafts and not side.drafts:
         base, side = side, base
+    if speed is TURN:
+        base, side = _of_equal_lengths(base, side)
     repeated = all(any(len(values) > 1 for values in speeds.at.values()) for speeds in (base, side))
     crossing = find_crossing(base.at, side.at, linear=True, assume_spread=not repeated)
     if not crossing.ratios:
@@ -225,6 +309,7 @@ def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: b
     ratios, at, kind = crossing.ratios, partial(_level_text, axis), crossing.kind
     fast, slow = (base.name, side.name) if kind == "never" else (side.name, base.name)
     is_speculation = side.drafts and not base.drafts
+    is_equal = kind != "cannot_tell" and all(abs(ratio - 1) <= MARGIN for ratio in ratios)
     where, bounds = axis.everywhere, ""
     if crossing.level is not None and crossing.low is not None and crossing.high is not None:
         interval = "95 % interval" if repeated else "one run, not repeated; assumed interval"
@@ -233,7 +318,7 @@ def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: b
     elif not repeated and kind in ("always", "never"):
         bounds = " (one run, not repeated)"
     by = sorted(1 / ratio if kind == "never" else ratio for ratio in ratios)
-    if all(abs(ratio - 1) <= MARGIN for ratio in ratios) and kind != "cannot_tell":
+    if is_equal:
         text = f"{base.name} and {side.name} {speed.equal} {axis.everywhere}, within {short_percent(MARGIN)}"
     elif is_speculation:
         does = {"never": "Speculation does not pay", "cannot_tell": "Inconclusive whether speculation pays"}
@@ -242,6 +327,7 @@ def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: b
             f"{factor(ratio)}x at {level:,}" for level, ratio in zip(crossing.levels, ratios, strict=True)
         )
         text = f"{side.name}: " if several else ""
+        does_it += " by the whole turn" if speed is TURN else ""
         text += f"{does_it} {where}{bounds * (crossing.level is None)}: {ratios_text}"
     elif kind in ("always", "never"):
         text = f"{fast} {speed.faster} than {slow} {where} ({factor(by[0])}x to {factor(by[-1])}x){bounds}"
@@ -251,7 +337,7 @@ def _compare(axis: Axis, speed: Speed, base: Speeds, side: Speeds, *, several: b
         text = f"inconclusive which {speed.faster}: {side.name} is {factor(by[0])}x to {factor(by[-1])}x as fast as "
         text += f"{base.name}; more repeats may decide"
     values = {"speed": speed.id, "base": base.name, "side": side.name, "kind": kind, "at": crossing.level}
-    levels = {"levels": crossing.levels, "ratios": ratios}
+    levels = {"levels": crossing.levels, "ratios": ratios, "speculates": is_speculation, "equal": is_equal}
     return because("crossing", text, **values, low=crossing.low, high=crossing.high, **levels, provisional=not repeated)
 
 
@@ -316,23 +402,12 @@ def _uncached(question: SweepQuestion) -> list[Reason]:
     return notes
 
 
-def _counted(question: SweepQuestion, server: str, key: str) -> float:
-    """What the metrics of a server counted in all cells."""
-    return sum(getattr(cell.server_load, key) or 0 for cells in question.cells[server].values() for cell in cells)
-
-
 def _speculation(question: SweepQuestion) -> list[Reason]:
-    """The accepted share of the drafted tokens of each server that speculates, and the tokens of a step."""
-    notes = []
-    for server in question.cells:
-        keys = ("drafted_tokens", "accepted_tokens", "drafts")
-        drafted, accepted, drafts = (_counted(question, server, key) for key in keys)
-        if drafted:
-            tokens = 1 + accepted / drafts if drafts else None
-            text = f"{server} accepted {short_percent(accepted / drafted)} of its drafted tokens"
-            text += "" if tokens is None else f", {factor(tokens)} tokens a step"
-            notes.append(because("speculation", text, side=server, share=accepted / drafted, tokens_per_step=tokens))
-    return notes
+    """The accepted drafts of each server that speculates."""
+    axis = AXES[question.axis]
+    at = {level: _level_text(axis, level) for levels in question.cells.values() for level in levels}
+    notes = [acceptance(server, levels, at) for server, levels in question.cells.items()]
+    return [note for note in notes if note is not None]
 
 
 def _alone(run: Run, question: SweepQuestion, server: str, ranges: list[Reason]) -> list[Reason]:
@@ -342,13 +417,15 @@ def _alone(run: Run, question: SweepQuestion, server: str, ranges: list[Reason])
     """
     if not ranges and "speculat" not in run.scenario.question.lower():
         return []
+    by_users = AXES[question.axis].speeds == (RATE,)
     loads = [cell.server_load for cells in question.cells[server].values() for cell in cells]
     names = {cell.served_by.startup.engine for cell in run.cells if cell.server == server and cell.served_by.startup}
     template = find_engine(run.scenario.servers[server].template)
     its = [engine for engine in engines() if engine.name in names] or ([] if template is None else [template])
     advice = "measure the same again, and `harness compare` both runs"
     if ranges:
-        text = f"to know up to how many users it pays, start the server without speculation, {advice}"
+        text = f"to know {'up to how many users' if by_users else 'where'} it pays, start the server without "
+        text += f"speculation, {advice}"
         parts = [because("speculation", f"{ranges[0].text}; {text}", **ranges[0].values)]
     else:
         reported = any(load.drafted_tokens is not None for load in loads)
@@ -357,6 +434,8 @@ def _alone(run: Run, question: SweepQuestion, server: str, ranges: list[Reason])
         text = f"{server} drafted no tokens" if reported else f"{server} reports no drafted tokens"
         text += f". If it does not speculate, start it with speculation{f' ({how})' if how else ''}, {advice}"
         parts = [because("no_speculation", text, side=server, reported=reported, start=start)]
+    if not by_users:
+        return parts
     rates = {
         level: geometric_mean([value * max(level, 1) for value in values])
         for level, values in _runs(question, RATE, server).items()

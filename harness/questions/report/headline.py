@@ -18,6 +18,7 @@ from harness.numbers.comparable import engine_versions
 from harness.numbers.comparison import CheckResult, Verdict
 from harness.numbers.summary import Row, Summary
 from harness.questions.capacity.decide import LevelPoint, crossing_level, levels_answer
+from harness.questions.crossover.speculation import short_answers
 from harness.questions.same_answers.page import answers_sentence, row_sentence
 from harness.questions.soak import soak_answer
 from harness.records.manifest import QUICK, Run
@@ -83,7 +84,7 @@ def _run_answer(summary: Summary, run: Run) -> str:
     if summary.scenario == QUICK:
         return _measurements_answer(summary.rows)
     if summary.answers:
-        return " ".join(map(sentence, summary.answers))
+        return " ".join(map(sentence, short_answers(summary.answers)))
     if summary.comparison is not None and summary.comparison.verdicts:
         verdicts = summary.comparison.verdicts
         is_answered = len(verdicts) == 1 and verdicts[0].gate is not None  # by the answer of the gate

@@ -18,6 +18,7 @@ from harness.questions.agents.agent_turns import turn_tables
 from harness.questions.agents.replay import replay_elements
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.capacity.record import CapacityReport, read_capacity
+from harness.questions.crossover.page import speculation_tables
 from harness.questions.isolation import isolation_elements
 from harness.questions.mlperf_edge import edge_tables
 from harness.questions.quick.combinations_page import combination_elements, lead_of_combinations
@@ -97,6 +98,7 @@ def run_page(
     results = levels_grid(searched.levels) if searched.levels else results_table(summary, run, described)
     details = [
         *edge_tables(summary),
+        *speculation_tables(summary),
         *turn_tables(summary),
         *soak_tables(summary),
         *schedule_table(summary, run),
