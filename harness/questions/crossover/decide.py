@@ -233,12 +233,14 @@ def _between(question: SweepQuestion, base: str, sides: Sequence[str]) -> list[R
     for speed in (TURN, DECODE, FIRST, RATE):
         for side, speculates in pairs.items():
             speeds = [_speeds(question, speed, server) for server in (base, side)]
-            if speculates and speed in (DECODE, FIRST):
-                without, drafting = sorted(speeds, key=lambda one: one.drafts)
-                parts.append(effect(speed.id, (drafting.name, drafting.at), (without.name, without.at), at))
+            if speculates and speed is DECODE:
+                without, drafting = sorted((base, side), key=lambda server: drafts(question, server))
+                for its in (DECODE, FIRST):
+                    ours, theirs = ((one, _runs(question, its, one)) for one in (drafting, without))
+                    parts.append(effect(its.id, ours, theirs, at))
             elif speculates and speed is TURN:
                 parts += [_compare(axis, speed, *speeds, several=len(sides) > 1) or _unequal(*speeds)]
-            elif speed in (axis.speculating if speculates else axis.speeds):
+            elif not speculates and speed in axis.speeds:
                 parts.append(_compare(axis, speed, *speeds, several=len(sides) > 1))
     return [part for part in parts if part is not None]
 

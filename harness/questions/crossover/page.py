@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from harness.base.units import factor, short_percent
+from harness.base.units import NOTHING, factor, short_percent
 from harness.numbers.summary import Summary
 from harness.report.elements import Grid, plain_grid
 
@@ -41,8 +41,8 @@ def _levels(parts: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         (
             level,
             [
-                *(f"{factor(ratios[speed, level])}x" if (speed, level) in ratios else "-" for speed in _COLUMNS),
-                "-" if share is None else short_percent(share),
+                *(f"{factor(ratios[speed, level])}x" if (speed, level) in ratios else NOTHING for speed in _COLUMNS),
+                NOTHING if share is None else short_percent(share),
             ],
         )
         for level, share in shares.items()

@@ -75,7 +75,8 @@ def effect(speed: str, side: tuple[str, Runs], base: tuple[str, Runs], at: Mappi
         low, high = known_bounds(measured.ratio, *measured.interval())
         is_known = low is not None and high is not None
         shown = f" (95 % interval {factor(low or 0.0)}x to {factor(high or 0.0)}x)" if is_known else ""
-    text = f"with {at[last]} {name} {_EFFECTS[speed].format(factor(ratios[-1]))}{shown}"
+    text = "and" if speed == "first" else f"with {at[last]} {name}"
+    text += f" {_EFFECTS[speed].format(factor(ratios[-1]))}{shown}"
     values = {"speed": speed, "base": other, "side": name, "levels": levels, "ratios": ratios, "low": low, "high": high}
     return because("speculation_effect", text, **values)
 
@@ -111,7 +112,8 @@ def _lead_of(side: str, found: Sequence[tuple[str, str, dict[str, Any]]], answer
     shares = _shares(side, answers)
     accepted = ", ".join(f"{name} {short_percent(share)}" for name, share in shares.items())
     text = f"Speculation ({side}) pays {'; '.join(clauses)}" + (f"; drafts accepted: {accepted}" if accepted else "")
-    pays = [{"axis": axis, "of": name, "kind": part["kind"], "at": part["at"]} for axis, name, part in found]
+    keys = ("kind", "at", "low", "high")
+    pays = [{"axis": axis, "of": name, **{key: part[key] for key in keys}} for axis, name, part in found]
     return because("speculation_lead", f"{text}.", side=side, pays=pays, accepted=shares)
 
 

@@ -16,11 +16,12 @@ from harness.questions.compare.page import comparison_answer
 from harness.questions.compare.sides import compare_runs
 from harness.questions.crossover.chart import crossover_charts
 from harness.questions.crossover.decide import DEPTH, FEW_CACHED, setting_answers
+from harness.questions.crossover.page import speculation_tables
 from harness.questions.joint import analyse
 from harness.questions.report.headline import run_answer
 from harness.records.manifest import Run, Startup
 from harness.records.records import Request
-from harness.scenario import Load, prompts_of
+from harness.scenario import Load, Prompts, prompts_of
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Cell
 from harness.simulated.engine import PRESETS, EngineConfig, Sequence, SimulatedEngine
@@ -35,6 +36,12 @@ ENGINES = {
 }
 ENGINES["plain"] = replace(ENGINES["flat"], step_base_s=0.02, step_per_sequence_s=0.001, prefill_per_token_s=0)
 ENGINES["drafts"] = replace(ENGINES["plain"], num_speculative_tokens=3, acceptance_rate=0.6, draft_per_token_s=0.001)
+# Speculation that speeds up decode and makes a token of the prompt dearer.
+TAXED = {
+    "plain": replace(ENGINES["plain"], prefill_per_token_s=200e-6),
+    "drafts": replace(ENGINES["drafts"], prefill_per_token_s=260e-6),
+}
+ACCEPTED = {"code": 0.9, "chat": 0.2, "structured": 0.6}
 OUTPUT, PROMPT = 24, 64
 TEXT = """
 version: 1
@@ -49,9 +56,11 @@ repeats: 2
 
 
 def measured(
-    engine: SimulatedEngine, load: Load, depth: int, cell: Cell, start_s: float, process: int
+    engine: SimulatedEngine, load: Load, prompts: Prompts, cell: Cell, start_s: float, process: int
 ) -> list[Request]:
     """The answers of a cell in virtual time, after one of each user that fills the cache."""
+    depth, new, accepted = prompts.system_tokens, prompts.tokens, ACCEPTED.get(prompts.kind)
+    assert isinstance(new, int)
     made_of, found = dict[int, tuple[Sequence, list[float]]](), list[Request]()
     now, asked = start_s, msgspec.to_builtins(load.output_tokens)
 
@@ -59,8 +68,8 @@ def measured(
         number = len(made_of)
         starts_s = made_of[load.users][0].arrived_s if number > load.users else now
         if number < load.users + (load.requests or math.inf) and now < starts_s + (load.duration_s or math.inf):
-            prompt = [*range(1, depth + 1), *range(10**6 * (number + 1), 10**6 * (number + 1) + PROMPT)]
-            made_of[number] = Sequence(number, prompt, asked, now), []
+            prompt = [*range(1, depth + 1), *range(10**6 * (number + 1), 10**6 * (number + 1) + new)]
+            made_of[number] = Sequence(number, prompt, asked, now, accepted), []
             engine.add(made_of[number][0])
 
     for _ in range(load.users):
@@ -74,7 +83,7 @@ def measured(
     for number, (sequence, chunks) in made_of.items():
         of_cell = {"cell": cell.id, "load": cell.load, "process": process, "id": f"{cell.id}-{number}"}
         phase = {"phase": "warmup" if number < load.users else "measured", "index": number - load.users}
-        tokens = {"prompt_tokens": depth + PROMPT, "output_tokens": asked, "asked_tokens": asked}
+        tokens = {"prompt_tokens": depth + new, "output_tokens": asked, "asked_tokens": asked}
         times = {"sent_s": sequence.arrived_s, "ended_s": chunks[-1], "chunks_s": chunks}
         times |= {"first_visible_s": chunks[0], "headers_s": chunks[0] / 2}
         found.append(request(**of_cell, **phase, **tokens, **times, cached_tokens=sequence.cached_tokens))
@@ -100,7 +109,7 @@ def made(
         slowdown, seed = math.exp(dice.gauss(0, spread)), dice.randrange(1 << 30)
         config = replace(engines[cell.server], slowdown=slowdown, seed=seed, enable_prefix_caching=cached)
         engine = SimulatedEngine(config)
-        found = measured(engine, load, prompts_of(scenario, load).system_tokens, cell, start_s, process)
+        found = measured(engine, load, prompts_of(scenario, load), cell, start_s, process)
         drafted = {"drafts": engine.drafts, "drafted_tokens": engine.drafted, "accepted_tokens": engine.accepted}
         counted[cell.id] = drafted if config.num_speculative_tokens else {}
         return found
@@ -120,6 +129,16 @@ model: m
 servers: {plain: {template: vllm-cpu}, drafts: {template: vllm-cpu}}
 loads:
   users: {user: batch, duration_s: 5, output_tokens: 64, vary: {users: [1, 4, 8, 16, 24]}}
+prompts: {tokens: 64, salt: false}
+repeats: 2
+"""
+TURNS = """
+version: 1
+question: Does speculation pay?
+model: m
+servers: {plain: {template: vllm-cpu}, drafts: {template: vllm-cpu}}
+loads:
+  new: {user: batch, requests: 24, output_tokens: 96, vary: {prompts.kind: [KINDS], prompts.tokens: [512, 8192, 32768]}}
 prompts: {salt: false}
 repeats: 2
 """
@@ -134,6 +153,19 @@ def true_users(config: EngineConfig) -> float:
     tokens = tokens_of_step(config)
     checked = config.draft_per_token_s * config.num_speculative_tokens
     return config.step_base_s * (tokens - 1) / (config.step_per_sequence_s * (1 - tokens) + checked)
+
+
+def true_turn(plain: EngineConfig, drafts: EngineConfig, output: int) -> float:
+    """The prompt at which a turn takes equally long: the tax on prefill is the gain of all decode steps.
+
+    A last step that is cut drafts less: the steps of an answer are not a whole number, as in the mean.
+    """
+    steps = (output - 1) / tokens_of_step(drafts)
+    step_s = plain.step_base_s + plain.step_per_sequence_s
+    tax = drafts.prefill_per_token_s - plain.prefill_per_token_s
+    drafted_s = drafts.draft_per_token_s * drafts.num_speculative_tokens
+    gain = plain.step_per_kv_token_s * (output - 1 - steps)  # of each token of the context, in the steps saved
+    return ((output - 1) * step_s - steps * (step_s + drafted_s)) / (tax - gain)
 
 
 def true_depth(steep: EngineConfig, flat: EngineConfig) -> float:
@@ -301,3 +333,40 @@ def speed(config: EngineConfig, depth: int, dice: random.Random) -> float:
     work = VirtualWork(prompt_tokens=(depth + PROMPT, depth + PROMPT), output_tokens=(OUTPUT, OUTPUT))
     times = [one.tpot_s or 0 for one in closed_loop(config, 1, work, requests=4, seed=dice.randrange(1 << 30))]
     return len(times) / sum(times)
+
+
+def test_the_prompt_up_to_which_a_whole_turn_with_speculation_is_faster(tmp_path: Path, wording: Wording) -> None:
+    """It decodes faster at every length, and still costs more than it gains from a length on."""
+    run, summary = made(tmp_path, TURNS.replace("KINDS", "structured"), engines=TAXED)
+    (answer,) = summary.answers
+    turn, decode, first, accepted = answer.values["parts"]
+    truth = true_turn(TAXED["plain"], TAXED["drafts"], output=96)
+    assert (turn["speed"], turn["kind"], turn["side"], turn["speculates"]) == ("turn", "until", "drafts", True)
+    assert turn["low"] < truth < turn["high"]
+    assert turn["at"] == pytest.approx(truth, rel=0.1)
+    assert min(decode["ratios"]) > 1.5, "decode alone says that it pays everywhere"
+    assert first["ratios"][-1] == pytest.approx(260 / 200, rel=0.05)
+    assert first["low"] < 260 / 200 < first["high"]
+    assert accepted["by_level"].keys() == {"512", "8192", "32768"}
+    wording(answer.text)
+    titles = [chart.id for chart in crossover_charts(summary, run)]
+    assert titles == ["crossover-new-turn", "crossover-new-decode", "crossover-new-first"]
+    (table,) = speculation_tables(summary)
+    assert [row[:4] for row in table.rows] == [
+        ["drafts", "new, structured", "prompts.tokens", level] for level in ("512", "8,192", "32,768")
+    ]
+    assert float(table.rows[-1][6][:-1]) == pytest.approx(1.3, abs=0.06)
+
+
+def test_speculation_pays_by_kind_of_prompt(tmp_path: Path, wording: Wording) -> None:
+    run, summary = made(tmp_path, TURNS.replace("KINDS", "code, chat"), engines=TAXED)
+    lead, *details = summary.answers
+    assert [(one["of"], one["kind"]) for one in lead.values["pays"]] == [("code", "until"), ("chat", "until")]
+    for one in lead.values["pays"]:
+        drafts = replace(TAXED["drafts"], acceptance_rate=ACCEPTED[one["of"]])
+        assert one["low"] < true_turn(TAXED["plain"], drafts, output=96) < one["high"]
+        share = (tokens_of_step(drafts) - 1) / drafts.num_speculative_tokens
+        assert lead.values["accepted"][one["of"]] == pytest.approx(share, abs=0.03)
+    assert len(details) == 2 and run_answer(summary, run) == lead.text, "the details are in the table"
+    assert len(speculation_tables(summary)[0].rows) == 6
+    wording(lead.text)
