@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from harness.simulated.answer import InjectedFault, active_faults, parse_fault
+from harness.workload.made_texts import made_prompt
 from tests.support.command import PATIENCE_S, until
 from tests.support.simulated import Spawned, spawned
 from tests.support.wording import Wording
@@ -190,6 +191,27 @@ def test_speculation_is_counted() -> None:
         assert (len(tokens), usage["usage"]["completion_tokens"]) == (11, 11)
         names = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
         assert [counter(server, name) for name in names] == [8, 8]
+
+
+def test_drafts_are_accepted_by_the_kind_of_the_prompt() -> None:
+    """All drafts of code, none of a structured answer, and of other prompts as `--acceptance-rate` says."""
+    flags = ("--preset", "instant", "--num-speculative-tokens", "4", "--acceptance-rate", "1")
+    names = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
+    with spawned(*flags, "--acceptance-of", "code=1", "--acceptance-of", "structured=0") as server:
+        counted = []
+        for kind in ("code", "structured", "chat"):
+            ask(server, CHAT, chat(made_prompt(kind, 100, 1, 0), max_tokens=11, ignore_eos=True))
+            counted.append([counter(server, name) for name in names])
+    assert counted[0] == [8, 8]
+    assert counted[1] == [8 + 4 * 6 + 3 + 2 + 1, 8], "each step drafts no more than is missing"
+    assert counted[2] == [counted[1][0] + 8, 16]
+
+
+@pytest.mark.parametrize("text", ["code", "code=2", "poem=0.5", "chat=x"])
+def test_an_acceptance_that_cannot_be_is_refused(text: str) -> None:
+    command = [sys.executable, "-m", "harness.simulated", "--acceptance-of", text]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 1 and repr(text) in done.stderr.decode()
 
 
 @pytest.mark.parametrize(("fault", "tokens", "finish"), [("", 1500, "abort"), ("deaf", 50, "length")])

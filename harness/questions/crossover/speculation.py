@@ -5,18 +5,20 @@ from typing import Any
 
 from harness.base.reason import Reason, because
 from harness.base.units import factor, short_percent
-from harness.numbers.comparison import known_bounds
+from harness.numbers.comparison import MARGIN, known_bounds
 from harness.numbers.stats import geometric_ratio, welch_effect
 from harness.numbers.summary import CellSummary
 
 DIFFERENT = 0.05  # shares of accepted drafts that differ by more are shown for each level
 TURN = "turn"  # the speed of a whole turn, see `decide`
 _EFFECTS = {"decode": "decodes {}x as fast", "first": "takes {}x as long for the first token"}
-_AXES = {
-    "prompts.system_tokens": "with the context in the cache, by the whole turn",
-    "prompts.tokens": "with the whole prompt computed, by the whole turn",
-    "users": "with many users, by throughput",
-}
+_GOALS = {
+    "prompts.tokens": "by the time of a whole turn",
+    "prompts.system_tokens": "by the time of a later turn, with its context in the cache",
+}  # else by throughput
+_PLACES = {
+    "prompts.tokens": "prompts of {} tokens", "prompts.system_tokens": "a depth of {} tokens", "users": "{} users",
+}  # fmt: skip
 
 Runs = Mapping[int, Sequence[float]]  # the speeds of a server at each level
 Levels = Mapping[int, Sequence[CellSummary]]
@@ -107,11 +109,12 @@ def _is_detail(answer: Reason) -> bool:
 def _lead_of(side: str, found: Sequence[tuple[str, str, dict[str, Any]]], answers: Sequence[Reason]) -> Reason:
     by_axis: dict[str, list[str]] = {}
     for axis, name, part in found:
-        by_axis.setdefault(axis, []).append(f"{name} {_where(axis, part)}")
-    clauses = [f"{_AXES.get(axis, axis)}: {', '.join(texts)}" for axis, texts in by_axis.items()]
+        by_axis.setdefault(axis, []).append(f"for {name} {_where(axis, part)}")
+    clauses = [f"{_GOALS.get(axis, 'by throughput')} {', '.join(texts)}" for axis, texts in by_axis.items()]
     shares = _shares(side, answers)
     accepted = ", ".join(f"{name} {short_percent(share)}" for name, share in shares.items())
     text = f"Speculation ({side}) pays {'; '.join(clauses)}" + (f"; drafts accepted: {accepted}" if accepted else "")
+    text += "; one run, not repeated" if any(part["provisional"] for _, _, part in found) else ""
     keys = ("kind", "at", "low", "high")
     pays = [{"axis": axis, "of": name, **{key: part[key] for key in keys}} for axis, name, part in found]
     return because("speculation_lead", f"{text}.", side=side, pays=pays, accepted=shares)
@@ -131,10 +134,14 @@ def _shares(side: str, answers: Sequence[Reason]) -> dict[str, float]:
 
 def _where(axis: str, crossing: Mapping[str, Any]) -> str:
     if crossing["equal"]:
-        return "makes no difference"
-    words = {"always": "everywhere", "never": "nowhere", "cannot_tell": "not known"}
+        return f"at no level (equal within {short_percent(MARGIN)})"
+    words = {
+        "always": "at every level measured",
+        "never": "at no level measured",
+        "cannot_tell": "perhaps (inconclusive)",
+    }
     if crossing["at"] is None:
         return words[crossing["kind"]]
-    unit = " users" if axis == "users" else " tokens"
+    place = _PLACES.get(axis, "{} at once").format(f"{int(crossing['at']):,}")
     ends = " to ".join(f"{int(crossing[end]):,}" for end in ("low", "high"))
-    return f"{'from' if crossing['kind'] == 'from' else 'up to'} {int(crossing['at']):,}{unit} ({ends})"
+    return f"{'from' if crossing['kind'] == 'from' else 'up to'} {place} (interval {ends})"

@@ -9,7 +9,7 @@ import pytest
 
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT
-from harness.scenario import Load, Prompts
+from harness.scenario import MADE_KINDS, Load, Prompts
 from harness.scenario.behaviour import (
     Lengths,
     Lognormal,
@@ -21,6 +21,7 @@ from harness.scenario.behaviour import (
 )
 from harness.scenario.contradictions import contradictions
 from harness.scenario.file import load_scenario
+from harness.simulated.wire import text_kind
 from harness.workload import (
     Workload,
     common_words,
@@ -28,6 +29,7 @@ from harness.workload import (
     text,
     workload_sha256,
 )
+from harness.workload.made_texts import token_count
 from harness.workload.prompt_file import PromptRow, read_rows
 from tests.support import made_questions
 from tests.support.command import write
@@ -262,3 +264,19 @@ def test_a_prompt_file_may_have_the_right_answers(tmp_path: Path) -> None:
     assert [(workload.item(index), workload.label(index)) for index in range(3)] == [(0, "2"), (1, None), (0, "2")]
     problems = [problem.path for problem in contradictions(known_load("file"), tmp_path, Prompts())]
     assert problems == [".answer.known"]
+
+
+@pytest.mark.parametrize("kind", MADE_KINDS)
+def test_made_prompts_have_their_kind_and_length(kind: Literal["code", "chat", "structured"]) -> None:
+    prompts = Prompts(kind=kind, tokens=700, system_tokens=300)
+    work = Workload(prompts, Load(user="batch", requests=9), 7, "a b c d")
+    sent = [work.messages(index) for index in range(-2, 9)]
+    assert {token_count(system["content"]) for system, _ in sent} == {304}, "the system prompt and the salt"
+    assert [token_count(user["content"]) for _, user in sent] == [704] * 2 + [700] * 9, "the warm-up has words before"
+    assert len({system["content"] for system, _ in sent}) == 1 and len({user["content"] for _, user in sent}) == 11
+    assert {text_kind(user["content"]) for _, user in sent} == {kind}, "the embedded engine knows the kind by the task"
+    assert work._replace(salt=None).messages(3) == Workload(prompts, work.load, 7).messages(3)
+    assert work.messages(3)[1] != work._replace(seed=8).messages(3)[1]
+    assert work.prompt_tokens(0) is None, "words and signs are about tokens: nothing is promised"
+    short = Workload(Prompts(kind=kind, tokens=1), work.load, 7).messages(0)[0]["content"]
+    assert 40 < token_count(short) < 100, "a task needs a text"

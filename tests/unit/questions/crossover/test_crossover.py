@@ -9,8 +9,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from harness.base.units import NOTHING
 from harness.engines import find_engine
-from harness.numbers.summary import Summary
+from harness.numbers.comparison import MARGIN
+from harness.numbers.summary import CellSummary, Summary
 from harness.questions.capacity.decide import find_crossing
 from harness.questions.compare.page import comparison_answer
 from harness.questions.compare.sides import compare_runs
@@ -42,6 +44,7 @@ TAXED = {
     "drafts": replace(ENGINES["drafts"], prefill_per_token_s=260e-6),
 }
 ACCEPTED = {"code": 0.9, "chat": 0.2, "structured": 0.6}
+LEVELS = (512, 4096, 16384)
 OUTPUT, PROMPT = 24, 64
 TEXT = """
 version: 1
@@ -241,6 +244,68 @@ def test_a_run_with_and_a_run_without_speculation(tmp_path: Path) -> None:
         assert answer.values["ratios"][0] > 1.5 and answer.values["ratios"][-1] < 1 and answer.values["provisional"]
         assert comparison_answer(comparison).startswith(answer.text)
     assert compare_runs([[tmp_path / "with"], [tmp_path / "again"]]).answers == [], "both speculate"
+
+
+def test_runs_of_whole_turns_with_and_without_speculation(tmp_path: Path) -> None:
+    text = TURNS.replace("plain: {template: vllm-cpu}, drafts", "running").replace("KINDS", "code, structured")
+    for name, engine in (("without", "plain"), ("with", "drafts")):
+        made(tmp_path, text, engines={"running": TAXED[engine]}, name=name)
+    comparison = compare_runs([[tmp_path / "without"], [tmp_path / "with"]])
+    lead, *answers = comparison.answers
+    found = [(answer.values["speed"], answer.values["kind"], answer.values["provisional"]) for answer in answers]
+    assert found == [("turn", "until", True)] * 2
+    assert [one["of"] for one in lead.values["pays"]] == ["code", "structured"]
+    assert answers[0].values["at"] > answers[1].values["at"]
+    assert comparison_answer(comparison).startswith(f"{lead.text} ")
+
+
+def test_turns_of_answers_of_other_lengths_are_not_compared(tmp_path: Path, wording: Wording) -> None:
+    run, summary = made(tmp_path, TURNS.replace("KINDS", "structured"), engines=TAXED)
+
+    def cells(tokens: float | None) -> list[CellSummary]:
+        """The cells, where the server that speculates sent so many times the tokens of the other one."""
+        factors = {"plain": 1.0, "drafts": tokens}
+        return [
+            replace(cell, numbers=replace(cell.numbers, output_tokens=None if of is None else int(24 * 96 * of)))
+            for cell in summary.cells
+            for of in [factors[cell.server]]
+        ]
+
+    for tokens, code in ((1.01, "turn"), (0.9, None), (None, None)):
+        (answer,) = setting_answers(run, summary.rows, cells(tokens))
+        assert answer.values["parts"][0].get("speed") == code
+        assert [part.get("speed") for part in answer.values["parts"][1:3]] == ["decode", "first"]
+    wording(answer.text)
+
+
+def test_drafts_that_no_server_counts_are_unknown(tmp_path: Path) -> None:
+    run, summary = made(tmp_path, TURNS.replace("KINDS", "structured"), engines=TAXED)
+    hidden = [
+        replace(cell, server_load=replace(cell.server_load, drafted_tokens=None, accepted_tokens=None))
+        if cell.server == "plain" or "8192" in cell.load
+        else cell
+        for cell in summary.cells
+    ]
+    (answer,) = setting_answers(run, summary.rows, hidden)
+    accepted = answer.values["parts"][-1]
+    assert accepted["by_level"]["8192"] is None and accepted["by_level"]["512"] == pytest.approx(0.39, abs=0.05)
+    rows = speculation_tables(replace(summary, answers=[answer]))[0].rows
+    assert [row[-1] == NOTHING for row in rows] == [False, True, False]
+
+
+def test_equal_servers_are_not_said_to_differ_by_the_whole_turn() -> None:
+    """Drafts that gain as much as they cost, three repeats with 1.5 % between them: how often an answer is wrong."""
+    spaces, wrong = (2000 if NIGHTLY else 200), 0
+    for seed in range(spaces):
+        dice = random.Random(seed)
+        runs = [
+            {level: [math.exp(dice.gauss(0, 0.015)) / (2 + level / 5000) for _ in range(3)] for level in LEVELS}
+            for _ in range(2)
+        ]
+        answer = find_crossing(*runs, linear=True)
+        equal = all(abs(ratio - 1) <= MARGIN for ratio in answer.ratios)
+        wrong += answer.kind != "cannot_tell" and not equal
+    assert wrong <= 0.05 * spaces
 
 
 def test_a_server_without_a_cache_is_named(tmp_path: Path) -> None:
