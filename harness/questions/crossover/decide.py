@@ -170,7 +170,7 @@ def speculation_answers(base: Side, sides: Sequence[Side]) -> list[Reason]:
     questions = _questions_of(base)
     for side, (key, axis) in itertools.product(sides, questions):
         speed = TURN if axis.speculating else RATE
-        ours, theirs = (_speeds_in_runs(one, speed, key) for one in (base, side))
+        ours, theirs = (_speeds_in_runs(compared, speed, key) for compared in (base, side))
         if ours.drafts == theirs.drafts or (answer := _compare(axis, speed, ours, theirs)) is None:
             continue
         load = ", ".join(filter(None, (key[0], key[2]))) if len(questions) > 1 else ""
@@ -236,7 +236,7 @@ def _between(question: SweepQuestion, base: str, sides: Sequence[str]) -> list[R
             if speculates and speed is DECODE:
                 without, drafting = sorted((base, side), key=lambda server: drafts(question, server))
                 for its in (DECODE, FIRST):
-                    ours, theirs = ((one, _runs(question, its, one)) for one in (drafting, without))
+                    ours, theirs = ((name, _runs(question, its, name)) for name in (drafting, without))
                     parts.append(effect(its.id, ours, theirs, at))
             elif speculates and speed is TURN:
                 parts += [_compare(axis, speed, *speeds, several=len(sides) > 1) or _unequal(*speeds)]
@@ -294,7 +294,7 @@ def _of_equal_lengths(base: Speeds, side: Speeds) -> tuple[Speeds, Speeds]:
         for level, ours in base.lengths.items()
         if ours and (theirs := side.lengths.get(level)) and abs(geometric_ratio(ours, theirs) - 1) <= MARGIN
     ]
-    kept = [{level: one.at[level] for level in levels if level in one.at} for one in (base, side)]
+    kept = [{level: speeds.at[level] for level in levels if level in speeds.at} for speeds in (base, side)]
     return base._replace(at=kept[0]), side._replace(at=kept[1])
 
 

@@ -45,10 +45,10 @@ def acceptance(server: str, levels: Levels, at: Mapping[int, str]) -> Reason | N
     accepted, drafts = counted(cells, "accepted_tokens"), counted(cells, "drafts")
     tokens = 1 + (accepted or 0.0) / drafts if drafts else None
     by_level = {str(level): accepted_share(own) for level, own in sorted(levels.items())}
-    known = [value for value in by_level.values() if value is not None]
+    reported = [value for value in by_level.values() if value is not None]
     text = f"{server} accepted {short_percent(share)} of its drafted tokens"
     text += "" if tokens is None else f", {factor(tokens)} tokens a step"
-    if max(known) - min(known) > DIFFERENT:
+    if max(reported) - min(reported) > DIFFERENT:
         parts = [
             f"{short_percent(value)} with {at[int(level)]}" for level, value in by_level.items() if value is not None
         ]
@@ -91,7 +91,7 @@ def lead(answers: Sequence[Reason]) -> list[Reason]:
         for part in answer.values["parts"]:
             if part.get("speculates") and part["speed"] in (TURN, "rate"):
                 about.setdefault(part["side"], []).append((answer.values["axis"], name, part))
-    return [_lead_of(side, found, answers) for side, found in about.items() if len(found) > 1]
+    return [_lead_of(side, crossings, answers) for side, crossings in about.items() if len(crossings) > 1]
 
 
 def short_answers(answers: Sequence[Reason]) -> list[Reason]:
@@ -106,17 +106,17 @@ def _is_detail(answer: Reason) -> bool:
     return answer.code in ("setting_answer", "crossing") and any(part.get("speculates") for part in parts)
 
 
-def _lead_of(side: str, found: Sequence[tuple[str, str, dict[str, Any]]], answers: Sequence[Reason]) -> Reason:
+def _lead_of(side: str, crossings: Sequence[tuple[str, str, dict[str, Any]]], answers: Sequence[Reason]) -> Reason:
     by_axis: dict[str, list[str]] = {}
-    for axis, name, part in found:
+    for axis, name, part in crossings:
         by_axis.setdefault(axis, []).append(f"for {name} {_where(axis, part)}")
     clauses = [f"{_GOALS.get(axis, 'by throughput')} {', '.join(texts)}" for axis, texts in by_axis.items()]
     shares = _shares(side, answers)
     accepted = ", ".join(f"{name} {short_percent(share)}" for name, share in shares.items())
     text = f"Speculation ({side}) pays {'; '.join(clauses)}" + (f"; drafts accepted: {accepted}" if accepted else "")
-    text += "; one run, not repeated" if any(part["provisional"] for _, _, part in found) else ""
+    text += "; one run, not repeated" if any(part["provisional"] for _, _, part in crossings) else ""
     keys = ("kind", "at", "low", "high")
-    pays = [{"axis": axis, "of": name, **{key: part[key] for key in keys}} for axis, name, part in found]
+    pays = [{"axis": axis, "of": name, **{key: part[key] for key in keys}} for axis, name, part in crossings]
     return because("speculation_lead", f"{text}.", side=side, pays=pays, accepted=shares)
 
 
