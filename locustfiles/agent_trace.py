@@ -104,7 +104,7 @@ class AgentTraceUser(LLMUser):
                 self.at_once([partial(fill_cache, number) for number in numbers])
             follow(replay.start(time.monotonic()))
         finally:
-            if cache.prompts or not kept:  # else the load ended before its first request
+            if cache.prompts or not (kept or self.is_used_up()):  # else the load ended before its first request
                 self.note_replay(replay.outcome(root, lap))
         if not kept:
             self.pause(_NOTHING_FITS_S)

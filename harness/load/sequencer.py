@@ -389,6 +389,12 @@ class Sequencer:
         remaining_s = self._left_s(counts)
         return counts.stage > stage or (counts.stage == stage and remaining_s is not None and remaining_s <= 0)
 
+    def is_used_up(self, load: int = 0) -> bool:
+        """Whether no slot of a load is left."""
+        counts = self._read_locked()
+        own, quota, requests = counts.loads[load], self._quotas[load], self._requests[load]
+        return self._is_exhausted(own, quota, requests, self._left_s(counts))
+
     def user_count(self) -> int:
         """Return the planned users of the current stage."""
         return self._stages[self.current_stage()].users

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import gevent
 import msgspec
@@ -129,12 +129,21 @@ class LLMUser(User):
 
     def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         """Run a function that reads a large file, while other users go on. Its HarnessError ends the load."""
-        try:
-            result: T = gevent.get_hub().threadpool.apply(function, arguments)
-            return result
-        except HarnessError as error:
+        error: HarnessError | None = None
+
+        def called() -> T | None:
+            nonlocal error
+            try:
+                return function(*arguments)
+            except HarnessError as raised:  # gevent would print it with its traceback
+                error = raised
+                return None
+
+        result: Any = gevent.get_hub().threadpool.apply(called)
+        if error is not None:
             generator_of(self.environment).give_up(error)
-            raise StopUser from None
+            raise StopUser
+        return cast(T, result)
 
     def text(self, tokens: int, place: str) -> str:
         """Return a text of this length for a named place, such as a document: the same in every run."""
@@ -275,6 +284,10 @@ class LLMUser(User):
         stage has fewer users, or Locust's --run-time is over. `take` gives up unsent requests.
         """
         return self._process.sequencer.is_over(self._stage) or self._state == LOCUST_STATE_STOPPING
+
+    def is_used_up(self) -> bool:
+        """Whether the load has nothing left to send, or this user must stop."""
+        return self.over() or self._process.sequencer.is_used_up(self.load_number)
 
     def think(self) -> None:
         """Pause as the scenario says; with stock Locust, as this class says. Stop at the end of the load."""

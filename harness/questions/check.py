@@ -202,7 +202,8 @@ def _agent_trace_notes(folder: Path, trace: AgentTrace, users: int) -> Iterator[
             shares.append(f"{kept.prompt:,} of {kept.prompt + (left_out.prompt or 0):,} prompt tokens")
         if kept.output is not None:
             shares.append(f"{kept.output:,} of {kept.output + (left_out.output or 0):,} output tokens")
-        states = f"that fit {fit.fits:,}, that end early {fit.ends_early:,}, left out {fit.left_out:,}"
+        doubt = ", as far as the tokens of steps are known," if fit.unknown_steps else ""
+        states = f"that fit{doubt} {fit.fits:,}, that end early {fit.ends_early:,}, left out {fit.left_out:,}"
         yield f"context of {trace.context_tokens:,} tokens: conversations {states}; {', '.join(shares)}"
         if fit.unknown_steps:
             unknown = count(fit.unknown_steps, "step")

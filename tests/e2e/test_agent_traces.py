@@ -111,6 +111,15 @@ def test_steps_that_do_not_fit_are_not_sent(tmp_path: Path, engine: str) -> None
     assert [(r.conversation, r.turn) for r in records] == [(0, 1), (1, 1), (2, 1), (1000, 1), (1001, 1), (1002, 1)]
 
 
+def test_after_the_end_no_conversation_is_noted_of_which_nothing_fits(tmp_path: Path, engine: str) -> None:
+    (tmp_path / "traces").mkdir()
+    write_document(tmp_path / "traces" / "a.json", weka_file(weka_request(0, 9, [1, 2]), id="a"))
+    write_document(tmp_path / "traces" / "b.json", weka_file(weka_request(0, 90, list(range(22))), id="b"))
+    records = replayed(tmp_path, engine, tmp_path / "traces", 2, context_tokens=40)
+    assert len(records) == 2, "the first one twice"
+    assert [(one.place, one.ended, one.too_long) for one in replays_of(tmp_path)] == [(0, 1, 0), (1, 0, 1), (0, 1, 0)]
+
+
 def test_stock_locust_replays_a_trace(tmp_path: Path, engine: str) -> None:
     path = write_rows(tmp_path / "e.jsonl", edge_rows())
     records = by_hand(

@@ -78,8 +78,8 @@ def _facts(row: Row, replay: ReplayNumbers) -> list[Fact]:
         ("Prompts", _prompts_text(row, replay)),
         ("Cache", _cache_text(replay)),
         ("Conversations", _conversations_text(replay)),
-        ("Steps", _steps_text(replay)),
-        ("Delays", _delays_text(replay)),
+        ("Steps", _steps_text(replay) if replay.conversations else ""),
+        ("Delays", _delays_text(replay) if replay.conversations else ""),
     ]
     return [Fact(label, text) for label, text in facts if text]
 
@@ -160,6 +160,8 @@ def _template_text(hits: CacheHits) -> str:
 
 
 def _conversations_text(replay: ReplayNumbers) -> str:
+    if not replay.conversations:  # records of stock Locust
+        return "not known: only runs of the harness store what became of each conversation and its steps"
     return f"{count(replay.conversations, 'conversation')} started, {replay.whole:,} of them replayed whole"
 
 

@@ -177,7 +177,7 @@ def speculation_answers(base: Side, sides: Sequence[Side]) -> list[Reason]:
         name = "".join(f"{part}: " for part in (side.name if len(sides) > 1 else "", load) if part)
         reasons.append(because("crossing", f"{name}{answer.text}.", **answer.values))
         about = {"load": key[0], "others": key[2], "axis": key[1]}
-        answers.append(because("setting_answer", "", **about, parts=[answer.values]))
+        answers.append(because("setting_answer", answer.text, **about, parts=[answer.values]))
     return [*lead(answers), *reasons]
 
 

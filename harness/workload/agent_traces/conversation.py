@@ -111,6 +111,7 @@ NOTES = {
     "background_agent": "the parent did not wait for the sub-agent",
     "duplicate": "the same request was recorded twice; one was dropped",
     "settings_not_sent": "sampling settings such as a temperature were recorded, and are not sent",
+    "call_without_messages": "a model call was recorded without its messages, so it is not sent",
     "cut_segments": "the recorded segments have more tokens than the prompt",
 }
 

@@ -118,7 +118,8 @@ def read_otel_session(pieces: Sequence[TracePiece]) -> Conversation:
     """Return the conversation of a document of spans. Raises HarnessError."""
     (piece,) = pieces
     session = decode_part(piece, _session_decoder)
-    calls = sorted(_read_calls(piece, session), key=lambda call: call.start)
+    calls, without_messages = _read_calls(piece, session)
+    calls.sort(key=lambda call: call.start)
     if not calls:
         refuse(piece, "spans", "must have at least one model call with gen_ai.input.messages")
     if len(calls) > MAX_STEPS:
@@ -133,24 +134,28 @@ def read_otel_session(pieces: Sequence[TracePiece]) -> Conversation:
         format="otel",
         agents=(TraceAgent(id=session.trace_id),),
         steps=steps,
-        notes=count_notes(("overlap", sum(step.number - 1 not in step.depends_on for step in steps[1:]))),
+        notes=count_notes(
+            ("overlap", sum(step.number - 1 not in step.depends_on for step in steps[1:])),
+            ("call_without_messages", without_messages),
+        ),
     )
 
 
-def _read_calls(piece: TracePiece, session: _SpanDocument) -> list[_CallSpan]:
-    """Return the model calls among the spans; others, such as those of tools, are left out."""
-    calls = []
+def _read_calls(piece: TracePiece, session: _SpanDocument) -> tuple[list[_CallSpan], int]:
+    """Return the model calls among the spans, and how many have no messages; others, such as of tools, are left out."""
+    calls, without_messages = list[_CallSpan](), 0
     for number, raw in enumerate(session.spans):
         place = f"spans[{number}]"
         span = decode_part(piece, _span_decoder, raw, place)
         if span.attributes.messages is None or span.attributes.operation not in (None, *_CHAT):
+            without_messages += span.attributes.messages is None and span.attributes.operation in _CHAT
             continue
         start = parse_time(piece, f"{place}.start_time", span.start_time)
         end = parse_time(piece, f"{place}.end_time", span.end_time)
         if end < start:
             refuse(piece, f"{place}.end_time", "must not be before start_time", span.end_time, raw)
         calls.append(_CallSpan(span, place, raw, start, end))
-    return calls
+    return calls, without_messages
 
 
 def _step(piece: TracePiece, calls: Sequence[_CallSpan], number: int, needed: tuple[int, ...]) -> TraceStep:

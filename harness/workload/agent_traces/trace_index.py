@@ -115,7 +115,7 @@ def _index_file(path: Path, format: str | None) -> list[ConversationPlace]:
     with open_file(path) as file:
         start = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
         file.seek(start)
-        name = format or _detect_format(path, file, start)
+        name = _detect_format(path, file, start) if format is None else _declared(path, file, start, format)
         kind = AGENT_TRACE_FORMATS[name]
         if kind.conversation_id is not None:
             return _index_rows(path, file, name, kind)
@@ -128,6 +128,21 @@ def _index_file(path: Path, format: str | None) -> list[ConversationPlace]:
                 return [_whole_file(path, file, name, start)]
             lines.extend((offset, len(data), line))
         return [ConversationPlace(path, name, lines[at : at + 3]) for at in range(0, len(lines), 3)]
+
+
+def _declared(path: Path, file: BinaryIO, start: int, format: str) -> str:
+    """Return the format that the load names. Raises HarnessError for a file that has another one."""
+    try:
+        detected = _detect_format(path, file, start)
+    except HarnessError:  # its reader says what is wrong
+        file.seek(start)
+        return format
+    if detected != format:
+        raise HarnessError(
+            f"{path}: it has the form of {detected}, and agent_trace.format is {format}",
+            next_step=f"Remove `format`, or give a file of {format}.",
+        )
+    return format
 
 
 def _index_rows(path: Path, file: BinaryIO, name: str, kind: AgentTraceFormat) -> list[ConversationPlace]:

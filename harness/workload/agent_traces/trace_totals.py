@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from harness.base.errors import HarnessError
 from harness.base.files import open_file
@@ -70,7 +70,7 @@ def conversation_places(path: Path, format: str | None) -> list[ConversationPlac
 
 def trace_totals(path: Path, trace: AgentTrace) -> TraceTotals:
     """Read all conversations, one at a time, and return their sums. Raises HarnessError for a damaged one."""
-    return _trace_totals(path, trace, _changed(path))
+    return _trace_totals(path, structs.replace(trace, start=None), _changed(path))  # a list has no hash
 
 
 @lru_cache(maxsize=4)

@@ -71,6 +71,12 @@ def test_without_a_whole_conversation_the_turn_is_still_known(wording: Wording) 
     wording([answer.text, other.text])
 
 
+def test_records_without_conversations_claim_nothing_of_them(wording: Wording) -> None:
+    """Of stock Locust, which stores requests alone."""
+    untold = replay(conversations=0, whole=0, ended=0, open=0, delays_s=0.0, removed_s=0.0)
+    wording(text_of(row(untold)))
+
+
 def test_other_loads_get_no_answer_of_a_replay() -> None:
     assert replay_answers([row(replay())], LOADS | {"chat": Load(user="chat", requests=1)}) == []
     assert replay_answers([row_of(Numbers(sent=0, succeeded=0, failed=0, unfinished=0), "s", "l")], LOADS) == []

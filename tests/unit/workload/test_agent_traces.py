@@ -399,6 +399,13 @@ def test_otel_parts_tools_and_old_names(tmp_path: Path) -> None:
     assert (step.tools, step.settings) == ([LIST_FILES], {"temperature": 0.2})
 
 
+def test_a_model_call_without_its_messages_is_counted(tmp_path: Path) -> None:
+    session = otel_session()
+    session["spans"].append(span("lost", "10", "11", None, "Gone."))
+    made = read_all(write_document(tmp_path / "o.json", session))[0]
+    assert (len(made.steps), made.notes["call_without_messages"]) == (4, 1), "the tool's span is no model call"
+
+
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [

@@ -35,6 +35,20 @@ def test_the_totals_are_of_all_files_of_a_folder(tmp_path: Path) -> None:
     assert totals.shared_share is None, "some prompts are text, and some are tokens"
 
 
+def test_a_start_inside_changes_no_totals(tmp_path: Path) -> None:
+    made_files(tmp_path)
+    trace = AgentTrace(file=".", context_tokens=120, start=[0.25, 0.75])
+    assert trace_totals(tmp_path, trace).steps == 25
+
+
+@pytest.mark.parametrize("declared", ["edge-agentic", "weka", "copilot"])
+def test_a_file_of_another_format_than_the_declared_is_refused(tmp_path: Path, declared: Any) -> None:
+    made_files(tmp_path)
+    with pytest.raises(HarnessError) as caught:
+        trace_totals(tmp_path, AgentTrace(file=".", format=declared))
+    assert f"agent_trace.format is {declared}" in caught.value.what
+
+
 def test_the_user_with_most_delays_sets_the_least_time(tmp_path: Path) -> None:
     texts = [weka_file(weka_request(0, 4, [1], api_time=1.0), weka_request(1 + after, 4, [1], think_time=float(after)),
                        id=str(after)) for after in (2, 30, 5, 1)]  # fmt: skip
