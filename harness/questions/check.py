@@ -37,7 +37,7 @@ from harness.scenario.plan import (
     server_start_of,
     steadiness,
 )
-from harness.serve.lint import length_notes, list_notes, pin_notes
+from harness.serve.lint import context_limit, length_notes, list_notes, pin_notes
 from harness.workload.agent_traces.conversation import NOTES
 from harness.workload.agent_traces.trace_totals import min_duration_s, trace_totals
 from harness.workload.traces import Replay, cached_replay
@@ -111,7 +111,7 @@ def preview(experiment: Experiment, speed: RequestSpeed | None = None, startup: 
         estimated_s=estimate_s(scenario, experiment.folder, speed, is_running=experiment.target is not None),
         assumed=f"{tokens} however many answers come at once, {starts}",
         notes=[
-            *_plan_notes(experiment),
+            *_plan_notes(experiment, startup),
             *check_notes(scenario),
             *(length_notes(scenario, startup) if experiment.target else list_notes(scenario, cpu_count)),
             *([] if experiment.target else pin_notes(scenario, datetime.now(UTC).date())),
@@ -160,7 +160,7 @@ def _planned_rows(scenario: Scenario, shown: Preview) -> list[Element]:
     ]
 
 
-def _plan_notes(experiment: Experiment) -> Iterator[str]:
+def _plan_notes(experiment: Experiment, startup: Startup | None) -> Iterator[str]:
     """Yield notes on repeats, warm-ups and traces."""
     scenario = experiment.scenario
     base = baseline_of(scenario)
@@ -177,8 +177,12 @@ def _plan_notes(experiment: Experiment) -> Iterator[str]:
                 f"{units.duration(replay.at_s[-1])}{less}"
             )
         if load.agent_trace is not None:
+            sizes = [None if startup is None else startup.max_model_len]
+            sizes += [limit[0] for server in scenario.servers.values() if (limit := context_limit(server)) is not None]
+            shortest = min((size for size in sizes if size is not None), default=None)
             notes = _agent_trace_notes(experiment.folder, load.agent_trace, load.users)
-            yield from (f"{name}: {note}" for note in notes)
+            too_long = _context_note(experiment.folder, load.agent_trace, shortest)
+            yield from (f"{name}: {note}" for note in (*notes, *too_long))
 
 
 def _agent_trace_notes(folder: Path, trace: AgentTrace, users: int) -> Iterator[str]:
@@ -189,8 +193,9 @@ def _agent_trace_notes(folder: Path, trace: AgentTrace, users: int) -> Iterator[
     delays = f"delays of {units.duration(totals.delays_s)}"
     removed = f", {units.duration(totals.removed_s)} of them removed" if totals.removed_s else ""
     yield f"{trace.file} is read as {', '.join(totals.formats)}: {', '.join(held)}, {delays}{removed}"
-    at_least = units.duration(min_duration_s(totals, users))
-    yield f"all conversations once take {at_least} or more with {count(users, 'user')}: delays alone, without answers"
+    if least_s := min_duration_s(totals, users):
+        least = f"{units.duration(least_s)} or more with {count(users, 'user')}"
+        yield f"all conversations once take {least}: delays alone, without answers"
     if totals.shared_share is not None:
         share = units.short_percent(totals.shared_share)
         yield f"{share} of the prompts is the start of an earlier prompt, which a prefix cache can have"
@@ -210,6 +215,17 @@ def _agent_trace_notes(folder: Path, trace: AgentTrace, users: int) -> Iterator[
             yield f"the tokens of {unknown} are unknown, so they are sent; `characters_per_token` estimates them"
     for code, steps_with in sorted(totals.notes.items()):
         yield f"{steps_with:,} x {NOTES[code]}"
+
+
+def _context_note(folder: Path, trace: AgentTrace, size: int | None) -> Iterator[str]:
+    """Yield what of a trace exceeds the context of a server, where the load does not leave it out."""
+    if size is None or (trace.context_tokens is not None and trace.context_tokens <= size):
+        return
+    fit = trace_totals(folder.resolve() / trace.file, msgspec.structs.replace(trace, context_tokens=size)).fit
+    if fit.too_long_steps:
+        after = f", and {count(fit.after_steps, 'step')} depend on them" if fit.after_steps else ""
+        text = f"{count(fit.too_long_steps, 'step')} of the trace exceed the server's context of {size:,} tokens{after}"
+        yield f"{text}: they would fail. `agent_trace.context_tokens: {size}` leaves them out, and counts them"
 
 
 def sweep_lines(swept: Sweep) -> Iterator[str]:

@@ -1,11 +1,14 @@
 """What a scenario with a trace of agents says before anything is sent."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.base.errors import HarnessError
+from harness.questions.check import preview
+from harness.run.experiment import prepare
 from harness.scenario import Load, Prompts, Scenario, Server, Stage, Trace
 from harness.scenario.behaviour import AgentTrace
 from harness.scenario.contradictions import contradictions
@@ -134,3 +137,17 @@ def test_harness_check_prints_what_fits(tmp_path: Path, wording: Wording) -> Non
     (tmp_path / "w.json").write_text('{"block_size": 4, "requests": [{"type": "s", "t": -1}]}')
     done = called("check", "s.yaml", cwd=tmp_path)
     assert done.code == 1 and "w.json:1: " in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("given", "exceeding"), [("", [3]), (", context_tokens: 23", []), (", context_tokens: 99", [3])]
+)
+def test_steps_beyond_the_servers_context_are_counted(tmp_path: Path, given: str, exceeding: list[int]) -> None:
+    write_document(tmp_path / "w.json", weka_with_sub_agents())
+    (tmp_path / "s.yaml").write_text(
+        "{version: 1, question: '?', model: m, servers: {s: {template: vllm-cpu, variables: {max_model_len: 23}}}, "
+        f"loads: {{a: {{user: agent_trace, requests: 6, agent_trace: {{file: w.json{given}}}}}}}}}"
+    )
+    notes = preview(prepare(tmp_path / "s.yaml")).notes
+    (note,) = [note for note in notes if "exceed" in note] or [""]
+    assert [int(number) for number in re.findall(r"(\d+) steps?", note)] == exceeding
