@@ -4,6 +4,7 @@ Spans have no edges: a call depends on the calls that had ended when it started.
 one that it may quote. (https://github.com/kubernetes-sigs/inference-perf, examples/otel)
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -118,7 +119,7 @@ def read_otel_session(pieces: Sequence[TracePiece]) -> Conversation:
     """Return the conversation of a document of spans. Raises HarnessError."""
     (piece,) = pieces
     session = decode_part(piece, _session_decoder)
-    calls, without_messages = _read_calls(piece, session)
+    calls, dropped = _read_calls(piece, session)
     calls.sort(key=lambda call: call.start)
     if not calls:
         refuse(piece, "spans", "must have at least one model call with gen_ai.input.messages")
@@ -136,14 +137,15 @@ def read_otel_session(pieces: Sequence[TracePiece]) -> Conversation:
         steps=steps,
         notes=count_notes(
             ("overlap", sum(step.number - 1 not in step.depends_on for step in steps[1:])),
-            ("call_without_messages", without_messages),
+            *dropped.items(),
         ),
     )
 
 
-def _read_calls(piece: TracePiece, session: _SpanDocument) -> tuple[list[_CallSpan], int]:
-    """Return the model calls among the spans, and how many have no messages; others, such as of tools, are left out."""
-    calls, without_messages = list[_CallSpan](), 0
+def _read_calls(piece: TracePiece, session: _SpanDocument) -> tuple[list[_CallSpan], dict[str, int]]:
+    """Return the model calls among the spans, and notes on what was dropped; those of tools and others are left out."""
+    calls, without_messages, duplicates = list[_CallSpan](), 0, 0
+    seen: set[bytes] = set()
     for number, raw in enumerate(session.spans):
         place = f"spans[{number}]"
         span = decode_part(piece, _span_decoder, raw, place)
@@ -154,8 +156,13 @@ def _read_calls(piece: TracePiece, session: _SpanDocument) -> tuple[list[_CallSp
         end = parse_time(piece, f"{place}.end_time", span.end_time)
         if end < start:
             refuse(piece, f"{place}.end_time", "must not be before start_time", span.end_time, raw)
+        digest = hashlib.sha256(raw).digest()
+        if digest in seen:  # with its times, and its id where it has one
+            duplicates += 1
+            continue
+        seen.add(digest)
         calls.append(_CallSpan(span, place, raw, start, end))
-    return calls, without_messages
+    return calls, {"call_without_messages": without_messages, "duplicate": duplicates}
 
 
 def _step(piece: TracePiece, calls: Sequence[_CallSpan], number: int, needed: tuple[int, ...]) -> TraceStep:

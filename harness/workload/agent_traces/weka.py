@@ -343,7 +343,7 @@ def _delay(request: _Request, before: _Request) -> tuple[float, bool]:
     gap = request.t - before.t
     if request.think_time is None:
         return gap - (before.api_time or 0.0), before.api_time is None
-    return min(max(0.0, request.think_time), gap), before.api_time is None
+    return min(max(0.0, request.think_time), gap), before.api_time is None or request.think_time < 0
 
 
 def _ids(step: TraceStep) -> Sequence[int]:

@@ -406,6 +406,13 @@ def test_a_model_call_without_its_messages_is_counted(tmp_path: Path) -> None:
     assert (len(made.steps), made.notes["call_without_messages"]) == (4, 1), "the tool's span is no model call"
 
 
+def test_a_span_that_was_recorded_twice_is_sent_once(tmp_path: Path) -> None:
+    session = otel_session()
+    session["spans"].append(session["spans"][0])
+    made = read_all(write_document(tmp_path / "o.json", session))[0]
+    assert (len(made.steps), made.notes["duplicate"]) == (4, 1)
+
+
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
