@@ -57,7 +57,7 @@ def resume(run: Path, *options: str) -> Done:
 
 
 @fault("harness", "kill -9, then `harness run --resume RUN`",
-       seen="1 of 4 cells are complete and valid and stay; 3 cells to run", code=0,
+       seen="1 of 4 cells kept (complete and valid), 3 to run", code=0,
        kept="all records: those of cells that were cut are in `dropped/`")  # fmt: skip
 def test_complete_cells_stay_and_the_others_run_again(tmp_path: Path) -> None:
     run = killed_after_a_cell(write(tmp_path, servers=TWO, repeats=2))

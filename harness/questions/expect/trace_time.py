@@ -103,7 +103,7 @@ def trace_facts(bound: TraceBound, *, has_compute: bool, has_cache_size: bool, l
     )
     if bound.estimated_turns:
         yield (
-            f"the tokens of {bound.estimated_turns:,} of {count(bound.turns, 'turn')} are estimated: "
+            f"estimated are the tokens of {bound.estimated_turns:,} of {count(bound.turns, 'turn')}: "
             f"{figures(bound.characters_per_token)} characters a token, answers as long as the recorded ones and of at "
             f"most {MAX_ESTIMATED_OUTPUT:,} tokens"
         )
