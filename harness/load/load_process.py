@@ -43,7 +43,7 @@ from harness.scenario.plan import Schedule, Steadiness, steadiness, steady_arriv
 from harness.workload import Workload
 from harness.workload.agent_traces.inline_iou import actions_of, iou
 from harness.workload.agent_traces.trace_totals import conversation_places
-from harness.workload.job import Job, cells_of, loads_of, most_users, read_api_key, secrets_of_server, workload_of
+from harness.workload.job import Job, cells_of, loads_of, max_users, read_api_key, secrets_of_server, workload_of
 from harness.workload.own_words import OwnWords, WordOwner, ask_for
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay, cached_replay
@@ -127,7 +127,7 @@ class LoadProcess:
         self._asks_own_words = [asks_own_words(load_job.load, load_job.prompts) for load_job in self.loads]
         self._own_words = OwnWords(
             job.seed,
-            [most_users(load_job) if asks else 0
+            [max_users(load_job) if asks else 0
              for load_job, asks in zip(self.loads, self._asks_own_words, strict=True)],
         )  # fmt: skip
         register_secrets(secrets_of_server())
@@ -531,7 +531,7 @@ def load_replay(job: Job) -> Replay | None:
 
 def load_inputs(job: Job, host: str) -> tuple[ApiAddress, list[Workload], str | None]:
     """Return host, the requests of each load, and API key of a job. Raises HarnessError if one cannot be used."""
-    first = msgspec.structs.replace(job.load, users=most_users(job))
+    first = msgspec.structs.replace(job.load, users=max_users(job))
     refuse_too_few_files(connections_per_process(first, *(load_job.load for load_job in job.others)))
     target = ApiAddress.parse(host)
     rows = read_rows(job.prompt_file) if job.prompt_file else []

@@ -8,10 +8,9 @@ from harness.report.elements import Element, Paragraph
 
 def isolation_elements(summary: Summary) -> list[Element]:
     """A sentence for each row whose users have a word of their own."""
-    rows = [row for row in summary.rows if row.isolation is not None]
     return [
         Paragraph(f"Isolation of users, {row.name}: {isolation_text(row.isolation)}.", "fine")
-        for row in rows
+        for row in summary.rows
         if row.isolation is not None
     ]
 

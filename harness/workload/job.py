@@ -89,7 +89,7 @@ def user_count(job: Job) -> int:
     return sum(load_job.load.users for load_job in loads_of(job))
 
 
-def most_users(job: Job) -> int:
+def max_users(job: Job) -> int:
     """Return how many users a load has at most."""
     return max((stage.users for stage in job.stages), default=job.load.users)
 

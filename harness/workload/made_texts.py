@@ -64,7 +64,7 @@ _TOPICS = ("bread keeps longer in a linen bag", "the river path floods in spring
            "a heat pump needs little care", "tomatoes want wind and sun", "short walks help against a stiff back",
            "night trains are coming back", "a used bicycle is good enough", "bees find the balcony by scent",
            "a choir needs no perfect voices", "paint dries badly in frost", "cats choose their own chair")  # fmt: skip
-_REASONS = ("and I would like to know why", "although nobody tried it here", "but the costs are unclear to me",
+_REASONS = ("and I would like to know why", "although I did not try it here", "but the costs are unclear to me",
             "which surprised the whole house", "so we want to try it next month", "because the old way took too long",
             "and two others think the opposite", "yet I read something else last week")  # fmt: skip
 _CHAT_TASKS = (
