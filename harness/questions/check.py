@@ -38,8 +38,9 @@ from harness.scenario.plan import (
     steadiness,
 )
 from harness.serve.lint import context_limit, length_notes, list_notes, pin_notes
+from harness.workload.agent_traces.context_fit import CHARACTERS_PER_TOKEN
 from harness.workload.agent_traces.conversation import NOTES
-from harness.workload.agent_traces.trace_totals import min_duration_s, trace_totals
+from harness.workload.agent_traces.trace_totals import fit_in_context, min_duration_s, trace_totals
 from harness.workload.traces import Replay, cached_replay
 
 ASSUMED = RequestSpeed(0.0, 0.03)  # the speed of a server is unknown before the run
@@ -221,11 +222,17 @@ def _context_note(folder: Path, trace: AgentTrace, size: int | None) -> Iterator
     """Yield what of a trace exceeds the context of a server, where the load does not leave it out."""
     if size is None or (trace.context_tokens is not None and trace.context_tokens <= size):
         return
-    fit = trace_totals(folder.resolve() / trace.file, msgspec.structs.replace(trace, context_tokens=size)).fit
-    if fit.too_long_steps:
-        after = f", and {count(fit.after_steps, 'step')} depend on them" if fit.after_steps else ""
-        text = f"{count(fit.too_long_steps, 'step')} of the trace exceed the server's context of {size:,} tokens{after}"
-        yield f"{text}: they would fail. `agent_trace.context_tokens: {size}` leaves them out, and counts them"
+    path = folder.resolve() / trace.file
+    fit, known = fit_in_context(path, trace, size, CHARACTERS_PER_TOKEN), trace_totals(path, trace)
+    if not fit.too_long_steps:
+        return
+    is_estimated = trace.characters_per_token is None and known.fit.unknown_steps > fit.unknown_steps
+    characters = trace.characters_per_token or CHARACTERS_PER_TOKEN
+    after = f", and {count(fit.after_steps, 'step')} depend on them" if fit.after_steps else ""
+    text = f"{count(fit.too_long_steps, 'step')} of the trace exceed the server's context of {size:,} tokens{after}"
+    text += f" (estimated, at {characters:g} characters a token)" if is_estimated else ""
+    keys = f"`context_tokens: {size}`" + (f" and `characters_per_token: {characters:g}`" if is_estimated else "")
+    yield f"{text}: they would fail. To leave them out, and count them: {keys} in `agent_trace`"
 
 
 def sweep_lines(swept: Sweep) -> Iterator[str]:
@@ -276,6 +283,7 @@ def estimate_s(
         start_s += GENERATOR_START_S
         shared_s = speed.first_s(prompts_of(scenario, load).system_tokens)
         load_s = load.ramp_s + shared_s + _warmup_s(scenario, load, speed) + _work_s(scenario, load, replay, speed)
+        load_s += _recorded_delays_s(folder, load)
         before_s = groups_s.get(cell.group, start_s)
         # Parts of a mix run concurrently; stages follow each other.
         groups_s[cell.group] = max(before_s, start_s + load_s) if cell.mix else before_s + load_s
@@ -302,6 +310,15 @@ def _work_s(scenario: Scenario, load: Load, replay: Replay | None, speed: Reques
     per_task = requests_per_task(load)
     last_s = Schedule(load.arrivals, scenario.seed).at(-(-requests // per_task) - 1) or 0.0
     return last_s + _closed_loop_s(scenario, replace(load, users=1), min(requests, per_task), speed)
+
+
+def _recorded_delays_s(folder: Path, load: Load) -> float:
+    """Estimate the seconds that a replay of agents waits for recorded delays; a load of fixed time contains them."""
+    if load.agent_trace is None or load.duration_s is not None:
+        return 0.0
+    totals = trace_totals(folder.resolve() / load.agent_trace.file, load.agent_trace)
+    rounds = (load.requests or 0) / totals.fit.kept_steps  # a trace that is shorter than the load starts again
+    return max(0.0, sum(totals.chains_s) * rounds / load.users)
 
 
 def _closed_loop_s(scenario: Scenario, load: Load, requests: int, speed: RequestSpeed) -> float:

@@ -96,7 +96,8 @@ def expect(
 def _trace_question(
     trace: Path | None, conversations: int | None, characters_per_token: float | None
 ) -> "TraceQuestion | None":
-    from harness.questions.expect.trace_time import CHARACTERS_PER_TOKEN, TraceQuestion
+    from harness.questions.expect.trace_time import TraceQuestion
+    from harness.workload.agent_traces.context_fit import CHARACTERS_PER_TOKEN
 
     for option, value in (("--slice", conversations), ("--characters-per-token", characters_per_token)):
         if value is not None and trace is None:

@@ -11,9 +11,8 @@ from harness.base.units import count, duration, figures, percent
 from harness.hardware.bounds import turn_floor
 from harness.hardware.gpu_table import GpuSpec
 from harness.records.manifest import ModelSize
+from harness.workload.agent_traces.context_fit import CHARACTERS_PER_TOKEN
 from harness.workload.agent_traces.turn_tokens import MAX_ESTIMATED_OUTPUT, TurnTokens
-
-CHARACTERS_PER_TOKEN = 4.0  # of English and code; the edge-agentic data has about 4.1
 
 
 class TraceQuestion(NamedTuple):

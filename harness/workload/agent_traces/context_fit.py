@@ -65,6 +65,9 @@ class TraceFit(Struct, frozen=True, kw_only=True):
     kept_sha256: str  # of the kept steps: runs with different ones are not compared
 
 
+CHARACTERS_PER_TOKEN = 4.0  # of English and code, for estimates; the edge-agentic data has about 4.1
+
+
 def recorded_tokens(characters_per_token: float | None = None) -> Callable[[Conversation], list[StepTokens]]:
     """Return a function that returns the tokens of each step of a conversation, as recorded.
 

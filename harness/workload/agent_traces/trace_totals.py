@@ -70,6 +70,25 @@ def conversation_places(path: Path, format: str | None) -> list[ConversationPlac
 
 def trace_totals(path: Path, trace: AgentTrace) -> TraceTotals:
     """Read all conversations, one at a time, and return their sums. Raises HarnessError for a damaged one."""
+    totals = _totals_of(path, trace)
+    if not totals.fit.kept_steps:
+        raise HarnessError(
+            f"{path}: no step of the trace fits into a context of {trace.context_tokens:,} tokens",
+            next_step="Raise agent_trace.context_tokens together with the context of the server.",
+        )
+    return totals
+
+
+def fit_in_context(path: Path, trace: AgentTrace, context_tokens: int, characters_per_token: float) -> TraceFit:
+    """Return which steps of a trace fit into a context, whatever context the load names; perhaps none of them.
+
+    characters_per_token: of the estimate where the load names none. Raises HarnessError for a damaged trace.
+    """
+    size = trace.characters_per_token or characters_per_token
+    return _totals_of(path, structs.replace(trace, context_tokens=context_tokens, characters_per_token=size)).fit
+
+
+def _totals_of(path: Path, trace: AgentTrace) -> TraceTotals:
     return _trace_totals(path, structs.replace(trace, start=None), _changed(path))  # a list has no hash
 
 
@@ -97,11 +116,6 @@ def _trace_totals(path: Path, trace: AgentTrace, _changed: tuple[float, ...]) ->
             yield fit
 
     fit = sum_fits(trace.context_tokens or _NO_LIMIT, fits())
-    if not fit.kept_steps:
-        raise HarnessError(
-            f"{path}: no step of the trace fits into a context of {trace.context_tokens:,} tokens",
-            next_step="Raise agent_trace.context_tokens together with the context of the server.",
-        )
     formats = tuple(sorted({place.format for place in places}))
     digest = _digest(list(dict.fromkeys(place.path for place in places)))
     return TraceTotals(

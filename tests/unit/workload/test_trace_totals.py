@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.base.errors import HarnessError
-from harness.questions.check import preview
+from harness.questions.check import estimate_s, preview
 from harness.run.experiment import prepare
 from harness.scenario import Load, Prompts, Scenario, Server, Stage, Trace
 from harness.scenario.behaviour import AgentTrace
@@ -15,6 +15,7 @@ from harness.scenario.contradictions import contradictions
 from harness.workload import workload_sha256
 from harness.workload.agent_traces.trace_totals import min_duration_s, trace_totals
 from tests.support.agent_traces import (
+    edge_rows,
     made_files,
     weka_file,
     weka_request,
@@ -151,3 +152,41 @@ def test_steps_beyond_the_servers_context_are_counted(tmp_path: Path, given: str
     notes = preview(prepare(tmp_path / "s.yaml")).notes
     (note,) = [note for note in notes if "exceed" in note] or [""]
     assert [int(number) for number in re.findall(r"(\d+) steps?", note)] == exceeding
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "estimated_at"), [(20, "", 4), (20, ", characters_per_token: 2", None), (2000, "", None)]
+)
+def test_recorded_text_is_compared_with_the_context_by_an_estimate(
+    tmp_path: Path, size: int, given: str, estimated_at: int | None
+) -> None:
+    write_rows(tmp_path / "e.jsonl", edge_rows())
+    (tmp_path / "s.yaml").write_text(
+        f"{{version: 1, question: '?', model: m, servers: {{s: {{template: vllm-cpu, variables: {{max_model_len: {size}"
+        "}}}, loads: {a: {user: agent_trace, requests: 3, output_tokens: 4, agent_trace: {file: e.jsonl"
+        f"{given}}}}}}}}}"
+    )
+    notes = [note for note in preview(prepare(tmp_path / "s.yaml")).notes if "exceed" in note]
+    assert len(notes) == (size < 2000)
+    at = [re.search(r"at (\d) characters a token", note) for note in notes]
+    assert [int(match[1]) for match in at if match] == ([estimated_at] if estimated_at else [])
+
+
+@pytest.mark.parametrize(
+    ("users", "scale", "requests", "seconds"), [(1, 1.0, 3, 3.25), (2, 1.0, 6, 3.25), (1, 0.0, 3, 0.0)]
+)
+def test_the_estimated_time_has_the_recorded_delays(
+    tmp_path: Path, users: int, scale: float, requests: int, seconds: float
+) -> None:
+    path = write_rows(tmp_path / "e.jsonl", edge_rows())
+    made = {}
+    for name, trace in (
+        ("without", AgentTrace(file="e.jsonl", delay_scale=0.0)),
+        ("with", AgentTrace(file="e.jsonl", delay_scale=scale)),
+    ):
+        loads = {"a": Load(user="agent_trace", users=users, requests=requests, agent_trace=trace)}
+        server = Server(template="simulated", container=False)
+        made[name] = estimate_s(
+            Scenario(version=1, question="?", model="m", servers={"s": server}, loads=loads, repeats=1), path.parent
+        )
+    assert made["with"] - made["without"] == pytest.approx(seconds)
