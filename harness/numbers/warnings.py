@@ -41,7 +41,9 @@ HOST_CPU_FULL = 0.95  # of all cores, on average
 
 def _context_note(served: ServedBy, tokens: RequestTokens | None) -> Iterator[Reason]:
     limit = None if served.startup is None else served.startup.max_model_len
-    if limit is not None and tokens is not None and tokens.prompt_max + tokens.output_max > limit:
+    if limit is None or tokens is None or tokens.is_estimate:
+        return
+    if tokens.prompt_max + tokens.output_max > limit:
         needed = tokens.prompt_max + tokens.output_max
         text = f"a request has up to {needed:,} tokens with its answer, and the server takes {limit:,} of one request: "
         text += "longer ones are refused or end early"

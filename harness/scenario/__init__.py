@@ -54,6 +54,7 @@ VariableName = Annotated[
 
 _POINT = Meta(min_length=2, max_length=2, description="a pair [second, rate] is expected")
 _OPEN_LOOP_WARMUP = 8  # users of a wave in an open loop, whose concurrency is unknown
+MADE_MIN_SHARE = 0.3  # of the tokens that are asked for, in the vocabulary with the longest pieces: whole words
 MADE_KINDS = ("code", "chat", "structured")  # of `prompts.kind`: texts with a task, made by the harness
 SERVER_TOKENIZER = "server"  # of `prompts.tokenizer`: the tokenizer that the server has
 TURNS = 4  # of a conversation, by default
@@ -372,6 +373,7 @@ class RequestTokens(Struct, frozen=True):
     prompt_max: int
     output_min: int
     output_max: int
+    is_estimate: bool = False  # another tokenizer than usual ones may need fewer or more
 
     def fit(self, limit: int, *, output_counts: bool) -> Literal["all", "some", "none"]:
         """Return which requests fit into a context of `limit` tokens. `output_counts`: the server refuses a request
@@ -385,7 +387,7 @@ class RequestTokens(Struct, frozen=True):
 def request_tokens(load: Load, prompts: Prompts) -> RequestTokens | None:
     """Return the tokens of a load's first requests; None where files or an own locustfile decide them."""
     traced = load.trace is not None or load.agent_trace is not None
-    if load.user not in USERS or traced or prompts.kind != "synthetic" or asks_known(load):
+    if load.user not in USERS or traced or prompts.kind not in ("synthetic", *MADE_KINDS) or asks_known(load):
         return None
     if is_length_file(prompts.tokens) or is_length_file(load.output_tokens):
         return None
@@ -393,7 +395,11 @@ def request_tokens(load: Load, prompts: Prompts) -> RequestTokens | None:
         (0, 0) if load.endpoint == "embeddings" else (min_length(load.output_tokens), max_length(load.output_tokens))
     )
     before = prompts.system_tokens + ((load.rag or Rag()).document_tokens if load.user == "rag" else 0)
-    return RequestTokens(before + min_length(prompts.tokens), before + max_length(prompts.tokens, "prompt"), *output)
+    longest = before + max_length(prompts.tokens, "prompt")
+    shortest = before + min_length(prompts.tokens)
+    if prompts.kind in MADE_KINDS:
+        return RequestTokens(int(shortest * MADE_MIN_SHARE), longest, *output, is_estimate=True)
+    return RequestTokens(shortest, longest, *output)
 
 
 def connections_per_process(*loads: Load) -> int:

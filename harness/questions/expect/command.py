@@ -97,12 +97,14 @@ def _trace_question(
     trace: Path | None, conversations: int | None, characters_per_token: float | None
 ) -> "TraceQuestion | None":
     from harness.questions.expect.trace_time import TraceQuestion
-    from harness.workload.agent_traces.context_fit import CHARACTERS_PER_TOKEN
 
     for option, value in (("--slice", conversations), ("--characters-per-token", characters_per_token)):
         if value is not None and trace is None:
             raise HarnessError(f"{option}: belongs to --trace", next_step="Give --trace FILE.")
-    return None if trace is None else TraceQuestion(trace, conversations, characters_per_token or CHARACTERS_PER_TOKEN)
+    if trace is None:
+        return None
+    question = TraceQuestion(trace, conversations)
+    return question._replace(characters_per_token=characters_per_token) if characters_per_token else question
 
 
 def _measure_bandwidth(image: str | None) -> float:

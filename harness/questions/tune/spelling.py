@@ -34,7 +34,7 @@ from harness.questions.tune.decide import Bounds, Search, declared_search, failu
 from harness.questions.tune.record import TuneQuestion, TuneTrials
 from harness.records.manifest import Run
 from harness.run.machine_fit import safe_share
-from harness.scenario import Scenario, Server, max_concurrency, request_tokens
+from harness.scenario import Scenario, Server, max_concurrency, prompts_of, request_tokens
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import docker_run, server_document, shell_text
 from harness.serve.lemonade import MODEL_PREFIXES
@@ -131,8 +131,9 @@ def search_of(
 
 def _bounds(scenario: Scenario, server: Server) -> Bounds:
     """Return what the machine and the loads allow."""
-    asked = [request_tokens(load, scenario.prompts) for load in scenario.loads.values()]
-    longest = [tokens.prompt_max + tokens.output_max for tokens in asked if tokens is not None]
+    asked = [request_tokens(load, prompts_of(scenario, load)) for load in scenario.loads.values()]
+    exact = [tokens for tokens in asked if tokens is not None and not tokens.is_estimate]
+    longest = [tokens.prompt_max + tokens.output_max for tokens in exact]
     is_bounded = len(longest) == len(asked) and all(load.user == "batch" for load in scenario.loads.values())
     running = find_template(server.template) is None
     service = None if running else prepare_server(scenario, "default").service

@@ -9,7 +9,18 @@ import yaml
 
 from harness.base.errors import HarnessError
 from harness.questions.check import estimate_s
-from harness.scenario import Arrivals, Baseline, Load, Scenario, Server, Trace, Warmup, warmup_of
+from harness.scenario import (
+    Arrivals,
+    Baseline,
+    Load,
+    Prompts,
+    Scenario,
+    Server,
+    Trace,
+    Warmup,
+    request_tokens,
+    warmup_of,
+)
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import baseline_of, plan
@@ -254,3 +265,21 @@ def test_a_missing_and_a_too_large_scenario_are_refused(tmp_path: Path, wording:
         found = problems_of(tmp_path, yaml.safe_dump(yaml.safe_load(GOOD) | changes))
         (told,) = [each for each in found if problem in each]
         wording(told)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "fit"),
+    [
+        ("synthetic", 5000, "none"),
+        ("code", 5000, "some"),
+        ("code", 50_000, "none"),
+        ("chat", 3000, "all"),
+        ("file", 9, None),
+    ],
+)
+def test_made_prompts_are_compared_with_the_context_as_far_as_their_length_is_known(
+    kind: Any, tokens: int, fit: str | None
+) -> None:
+    asked = request_tokens(Load(user="batch", output_tokens=100), Prompts(kind=kind, tokens=tokens))
+    assert (asked.fit(4096, output_counts=True) if asked else None) == fit
+    assert asked is None or asked.is_estimate == (kind == "code" or kind == "chat")

@@ -179,14 +179,14 @@ def test_the_estimated_time_has_the_recorded_delays(
     tmp_path: Path, users: int, scale: float, requests: int, seconds: float
 ) -> None:
     path = write_rows(tmp_path / "e.jsonl", edge_rows())
-    made = {}
+    estimated = {}
     for name, trace in (
         ("without", AgentTrace(file="e.jsonl", delay_scale=0.0)),
         ("with", AgentTrace(file="e.jsonl", delay_scale=scale)),
     ):
         loads = {"a": Load(user="agent_trace", users=users, requests=requests, agent_trace=trace)}
         server = Server(template="simulated", container=False)
-        made[name] = estimate_s(
+        estimated[name] = estimate_s(
             Scenario(version=1, question="?", model="m", servers={"s": server}, loads=loads, repeats=1), path.parent
         )
-    assert made["with"] - made["without"] == pytest.approx(seconds)
+    assert estimated["with"] - estimated["without"] == pytest.approx(seconds)
