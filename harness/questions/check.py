@@ -223,10 +223,10 @@ def _context_note(folder: Path, trace: AgentTrace, size: int | None) -> Iterator
     if size is None or (trace.context_tokens is not None and trace.context_tokens <= size):
         return
     path = folder.resolve() / trace.file
-    fit, known = fit_in_context(path, trace, size, CHARACTERS_PER_TOKEN), trace_totals(path, trace)
+    fit, recorded = fit_in_context(path, trace, size, CHARACTERS_PER_TOKEN), trace_totals(path, trace).fit
     if not fit.too_long_steps:
         return
-    is_estimated = trace.characters_per_token is None and known.fit.unknown_steps > fit.unknown_steps
+    is_estimated = trace.characters_per_token is None and recorded.unknown_steps > fit.unknown_steps
     characters = trace.characters_per_token or CHARACTERS_PER_TOKEN
     after = f", and {count(fit.after_steps, 'step')} depend on them" if fit.after_steps else ""
     text = f"{count(fit.too_long_steps, 'step')} of the trace exceed the server's context of {size:,} tokens{after}"
