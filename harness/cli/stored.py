@@ -16,31 +16,47 @@ if TYPE_CHECKING:
 MAX_CHARS = 100  # of the reason why a run cannot be read
 
 
-def _check_export_target(given: Path) -> Path:
-    from harness.report.export import refuse_ending
-
-    refuse_ending(given)
-    return given
-
-
-@cli.command(short_help="Write a run's records as Parquet or CSV.")
+@cli.command(short_help="Write a run's records or numbers for other tools.")
 def export(
     run_folder: cli.RunArg,
     to: Annotated[
         Path,
         cli.option(
             "FILE",
-            "A file that ends in .parquet or .csv.",
-            callback=_check_export_target,
+            "The records, where it ends in .parquet or .csv. The numbers, where it ends in .json: in the format with "
+            "which its name begins.",
         ),
     ],
+    form: Annotated[
+        Literal["vllm-bench", "vllm-bench-sweep", "github-action-benchmark"] | None,
+        cli.flag("--format", "The tool whose JSON is written (default: as the file's name begins)."),
+    ] = None,
+    detailed: Annotated[
+        bool, cli.flag("--detailed", "vllm-bench: with an entry for each request, as its --save-detailed.")
+    ] = False,
+    row: Annotated[str | None, cli.option("SERVER/LOAD", "JSON: only this row.")] = None,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
-    """Write a run's records for other tools: one row for each request."""
+    """Write a run for other tools: its records as Parquet or CSV, one row for each request, or its numbers as JSON of
+    vllm bench or github-action-benchmark.
+    """
     from harness.base.units import count
+    from harness.questions.compare.decide import refuse_invalid
+    from harness.records.manifest import read_run
+    from harness.report.export import RECORDS, choose_format, export_as
     from harness.report.export import export as export_records
 
+    chosen = choose_format(to, form)
+    if chosen in RECORDS and (detailed or row):
+        raise HarnessError("--detailed and --row are for a file that ends in .json", next_step="Leave them out.")
+    if detailed and not chosen.startswith("vllm-bench"):
+        raise HarnessError(f"--detailed: {chosen} has no entries for requests", next_step="Leave it out.")
     folder = cli.find_run(run_folder, runs)
+    if chosen not in RECORDS:
+        refuse_invalid(read_run(folder), None, "is exported as numbers")
+        for path in export_as(folder, to, chosen, detailed=detailed, row=row):
+            print(path)
+        return
     written = export_records(folder, to)
     print(f"{to}: {written.records:,} records")
     if written.damaged:

@@ -70,19 +70,20 @@ class VllmResult(Struct, frozen=True, kw_only=True):
     total_output_tokens: Count | None = None
     output_throughput: Duration | None = None  # tokens a second
     request_throughput: Duration | None = None
-    input_lens: list[Count] | None = None
+    input_lens: list[Count | None] | None = None
 
 
 class VllmDetail(Struct, frozen=True, kw_only=True):
-    """The lists of --save-detailed, with one entry for each request, in seconds. 0.0: a failed request has no value.
+    """The lists of --save-detailed, with one entry for each request, in seconds.
 
-    Before January 2026 there were no `start_times`: where one of them is missing, the others are not used.
+    A failed request has no value: vLLM writes 0.0 there, and `harness export` writes null. Before January 2026 there
+    were no `start_times`: where one of them is missing, the others are not used.
     """
 
-    ttfts: list[Duration]
+    ttfts: list[Duration | None]
     itls: list[list[Duration]]
-    input_lens: list[Count]
-    output_lens: list[Count]
+    input_lens: list[Count | None]
+    output_lens: list[Count | None]
     start_times: list[float]
     errors: list[str]
 
@@ -103,7 +104,7 @@ def read(source: Source) -> Imported:
         text = "when a failed request ended is not in the file; it is taken to have ended with its last event"
         notes.append(because("import_failed_end", text))
     works = [
-        {key: value.get(key) for key in _WORK} | {"input_lens": sorted(value.get("input_lens") or [])}
+        {key: value.get(key) for key in _WORK} | {"input_lens": sorted(filter(None, value.get("input_lens") or []))}
         for value in documents
     ]
     return Imported(
@@ -160,7 +161,11 @@ def _has_bad_latency(value: dict[str, Any]) -> bool:
     duration = value.get("duration")
     run_s = duration if isinstance(duration, int | float) else None
     itls = value["itls"] if isinstance(value.get("itls"), list) else []
-    lists = [latencies for latencies in (value.get("ttfts"), *itls) if isinstance(latencies, list)]
+    errors = value["errors"] if isinstance(value.get("errors"), list) else []
+    ttfts = value["ttfts"] if isinstance(value.get("ttfts"), list) else []
+    failed = [bool(error) for error in errors[: len(ttfts)]] + [False] * (len(ttfts) - len(errors))
+    of_answers = [ttft for ttft, error in zip(ttfts, failed, strict=True) if not (error and ttft is None)]
+    lists = [latencies for latencies in (of_answers, *itls) if isinstance(latencies, list)]
     return any(
         latency is None
         or (isinstance(latency, int | float) and latency != 0 and why_no_latency(latency, run_s) is not None)
@@ -198,7 +203,7 @@ def _records(detail: VllmDetail) -> list[Request]:
     zero = min(detail.start_times, default=0.0)
     records = []
     for index, (start, error, ttft) in enumerate(zip(detail.start_times, detail.errors, detail.ttfts, strict=True)):
-        chunks = list(accumulate(detail.itls[index], initial=ttft)) if ttft > 0 else []
+        chunks = list(accumulate(detail.itls[index], initial=ttft)) if ttft else []
         # Old versions counted an answer without any token as a success with a TTFT of 0.
         empty = not error and not chunks
         records.append(
@@ -236,8 +241,8 @@ def _refuse_contradictions(source: Source, place: str, result: VllmResult, detai
             source, f"{place}.completed", result.completed, len(good), "requests listed without an error are"
         )
         if result.total_output_tokens is not None:
-            total = result.total_output_tokens
-            _require_equal(source, f"{place}.total_output_tokens", total, sum(good), "those of its list come to")
+            total, listed = result.total_output_tokens, sum(tokens or 0 for tokens in good)
+            _require_equal(source, f"{place}.total_output_tokens", total, listed, "those of its list come to")
     elif result.failed is not None:
         ended = result.completed + result.failed
         _require_equal(source, f"{place}.num_prompts", result.num_prompts, ended, "completed and failed together are")

@@ -1,4 +1,6 @@
-"""A run as files for other programs: its records as Parquet or CSV, its rows as CSV."""
+"""A run as files for other programs: its records as Parquet or CSV, its rows as CSV, its numbers as other tools write
+them.
+"""
 
 import csv
 import io
@@ -14,17 +16,21 @@ import msgspec
 import numpy as np
 
 from harness.base.errors import HarnessError
-from harness.base.files import open_output, refuse_named_pipe
+from harness.base.files import open_output, pretty_json, refuse_named_pipe, replace_file
 from harness.base.metrics import LATENCIES, STATISTICS, VALUES
 from harness.base.redact import csv_field
 from harness.numbers import formulas
+from harness.numbers.summarize import summary_of
 from harness.numbers.summary import Summary
 from harness.records.clock import Clock
 from harness.records.columns import rows_of
 from harness.records.directory import no_records_error
 from harness.records.manifest import Run, read_run
 from harness.records.records import ProcessMark, Request, read_marks, read_requests
+from harness.records.run_data import load
+from harness.report.action_benchmark import TOOLS, charted_rows
 from harness.report.results_table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
+from harness.report.vllm_bench import bench_results, sweep_results
 from harness.scenario.plan import concurrent_parts
 
 BATCH = 10_000
@@ -44,12 +50,67 @@ class Exported(NamedTuple):
     damaged: int  # lines that could not be read
 
 
-def refuse_ending(to: Path) -> None:
-    """Raise HarnessError unless the file ends in .parquet or .csv."""
-    if to.suffix not in (".parquet", ".csv"):
+RECORDS = (".parquet", ".csv")  # endings of files of records
+TOOL_FORMATS = ("vllm-bench-sweep", "vllm-bench", "github-action-benchmark")  # JSON, as these tools write or read it
+
+
+def choose_format(to: Path, given: str | None = None) -> str:
+    """Return the format of a file: the ending of a file of records, or one of TOOL_FORMATS.
+
+    A file of JSON has the format that its name begins with, unless one is given. Raises HarnessError for another name.
+    """
+    named = given or next((name for name in TOOL_FORMATS if to.name.startswith(name)), None)
+    if given is None and to.suffix in RECORDS:
+        return to.suffix
+    if to.suffix != ".json":
+        endings = ".json" if given else ".parquet, .csv or .json"
+        raise HarnessError(f"--to: '{to}' does not end in {endings}", next_step="Give a name such as records.csv.")
+    if named is None:
         raise HarnessError(
-            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv."
+            f"--to: the name '{to.name}' does not tell whose JSON it is to be",
+            next_step=f"Name it with --format: {', '.join(TOOL_FORMATS)}.",
         )
+    return named
+
+
+def export_as(folder: Path, to: Path, name: str, *, detailed: bool = False, row: str | None = None) -> list[Path]:
+    """Write the numbers of a run as one of TOOL_FORMATS, and return the files.
+
+    A run of several cells gives a file of `vllm-bench` for each, with the cell before the ending. The action reads
+    one direction a file, `bigger` or `smaller`. `row`: only SERVER/LOAD. Raises HarnessError where nothing is written.
+    """
+    contents: dict[Path, Any] = {}
+    if name == "github-action-benchmark":
+        summary, run = summary_of(folder), read_run(folder)
+        for direction in TOOLS:
+            entries = [
+                entry
+                for entry in charted_rows(summary, run, direction)
+                if row is None or entry.name.startswith(f"{row.replace('/', ' / ')}: ")
+            ]
+            if entries:
+                contents[_with_part(to, direction)] = entries
+    else:
+        results = list(bench_results(load(folder), detailed=detailed, row=row))
+        if name == "vllm-bench-sweep":
+            contents = {to: sweep_results(results)} if results else {}
+        else:
+            contents = {to if len(results) == 1 else _with_part(to, cell): content for cell, content in results}
+    if not contents:
+        rows = ", ".join(dict.fromkeys(f"{cell.server}/{cell.load}" for cell in read_run(folder).cells))
+        raise HarnessError(
+            f"{folder.name}: has no such numbers" + (f" of the row '{row}'" if row else ""),
+            next_step=f"Its rows: {rows}. Loads of embeddings have no result of this kind.",
+        )
+    for path, content in contents.items():
+        refuse_named_pipe(path)
+        is_short = name == "github-action-benchmark"  # the lists of the others have an entry for each request
+        replace_file(path, pretty_json(content) if is_short else msgspec.json.encode(content) + b"\n")
+    return list(contents)
+
+
+def _with_part(to: Path, part: str) -> Path:
+    return to.with_name(f"{to.stem}.{part}{to.suffix}")
 
 
 def export(folder: Path, to: Path) -> Exported:
@@ -58,7 +119,8 @@ def export(folder: Path, to: Path) -> Exported:
     The file appears when it is whole. Raises HarnessError for another ending, for a run without records, and for
     Parquet without pyarrow.
     """
-    refuse_ending(to)
+    if (kind := choose_format(to)) not in RECORDS:
+        raise HarnessError(f"--to: '{to}' is a file of {kind}, not of records")
     write = _write_parquet if to.suffix == ".parquet" else _write_csv
     damaged: list[int] = []
     rows = _record_rows(*_dated_records(folder, damaged))

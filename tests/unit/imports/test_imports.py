@@ -264,7 +264,7 @@ def test_other_definitions_and_other_work_are_refused(tmp_path: Path, wording: W
     ("name", "change", "text"),
     [
         ("vllm-chat.json", lambda raw: raw["ttfts"].__setitem__(2, "x"),
-         r"\$\.ttfts\[2\]: Expected `float`, got `str`"),
+         r"\$\.ttfts\[2\]: Expected `float . null`, got `str`"),
         ("vllm-chat.json", lambda raw: raw["errors"].pop(), "errors 11"),
         ("vllm-chat.json", lambda raw: raw.pop("duration"), "missing required field `duration`"),
         ("vllm-chat.json", lambda raw: raw.update(total_output_tokens=10**400),

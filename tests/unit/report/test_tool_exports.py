@@ -1,0 +1,182 @@
+"""The JSON of other tools: our importer reads back what was written, and nothing that is not known is a number."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.base.errors import HarnessError
+from harness.base.metrics import METRICS
+from harness.imports.write import import_file
+from harness.numbers.summarize import summarize
+from harness.records.manifest import read_run, write_run
+from harness.records.records import Request, read_requests
+from harness.report.export import choose_format, export_as
+from harness.scenario import Arrivals, Load
+from harness.scenario.plan import Cell
+from tests.support.command import called
+from tests.support.made_runs import request, scenario, write_made_run
+from tests.support.wording import Wording
+
+
+def with_failures(cell: Cell, process: int, start_s: float) -> list[Request]:
+    """A warm-up request, fourteen answers, a failure before the first token, one after it, and a request cut at the
+    end.
+    """
+    common = {"cell": cell.id, "load": cell.load, "process": process}
+    records = [request(id=f"{cell.id}-w", phase="warmup", sent_s=start_s, **common)]
+    records += [
+        request(id=f"{cell.id}-{index}", index=index, sent_s=start_s + 2.0 + 0.37 * index, prompt_tokens=20 + index,
+                **common)
+        for index in range(14)
+    ]  # fmt: skip
+    lost: dict[str, Any] = {"output_tokens": None, "prompt_tokens": None, **common}
+    early: dict[str, Any] = {"chunks_s": [], "first_visible_s": None, "error": "rejected", "message": "busy"}
+    late: dict[str, Any] = {"chunks_s": [0.5, 0.6], "error": "disconnect"}
+    cut: dict[str, Any] = {"chunks_s": [0.5], "error": "unfinished"}
+    ends = (early, late, cut)
+    return records + [
+        request(id=f"{cell.id}-e{n}", index=14 + n, sent_s=start_s + 3.0 + n, **lost, **end)
+        for n, end in enumerate(ends)
+    ]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "made"
+    loads = {"x": Load(user="batch", batch_size=2, requests=17, output_tokens=11)}
+    write_made_run(folder, made_of=scenario(loads=loads, repeats=2), requests=with_failures)
+    return folder
+
+
+def test_a_result_with_its_lists_comes_back_as_the_same_records(run: Path, tmp_path: Path) -> None:
+    files = export_as(run, tmp_path / "vllm-bench.json", "vllm-bench", detailed=True)
+    names = [f"vllm-bench.r{n}-{server}-x.json" for n in (1, 2) for server in "ab"]
+    assert sorted(file.name for file in files) == names and files[0].name == names[0], "in the order of the run"
+    value = json.loads(files[0].read_text())
+    assert (value["num_prompts"], value["completed"], value["failed"]) == (16, 14, 2), "a cut request is in no count"
+    early = value["errors"].index("rejected: busy")
+    lists = ("input_lens", "output_lens", "ttfts", "latencies")
+    assert [value[name][early] for name in lists] == [None] * 4 and value["itls"][early] == []
+    assert not {"generated_texts", "queue_times", "rtfx"} & set(value), "not recorded"
+    assert (value["max_concurrency"], value["request_rate"], value["p99_ttft_ms"]) == (2, "inf", None)
+    ours = sorted(
+        (one for one in read_requests(run / "requests.jsonl") if one.cell == "r1-a-x" and one.phase == "measured"),
+        key=lambda one: one.sent_s,
+    )
+    ours = [one for one in ours if one.error != "unfinished"]
+    back = list(read_requests(import_file(files[0], tmp_path / "back") / "requests.jsonl"))
+    assert [one.sent_s for one in back] == pytest.approx([one.sent_s - ours[0].sent_s for one in ours])
+    assert [one.chunks_s for one in back] == [pytest.approx(one.chunks_s, abs=1e-12) for one in ours]
+    assert [one.output_tokens for one in back] == [one.output_tokens for one in ours]
+    assert [one.prompt_tokens for one in back] == [one.prompt_tokens for one in ours]
+    assert [bool(one.error) for one in back] == [bool(one.error) for one in ours]
+
+
+def test_results_without_lists_come_back_with_the_same_numbers(run: Path, tmp_path: Path) -> None:
+    (file,) = export_as(run, tmp_path / "summary.json", "vllm-bench-sweep")
+    values = json.loads(file.read_text())
+    assert sorted(
+        ((value["server"], value["load"], value["run_number"]) for value in values), key=lambda place: place[::-1]
+    ) == [
+        ("a", "x", 0), ("b", "x", 0), ("a", "x", 1), ("b", "x", 1),
+    ]  # fmt: skip
+    assert "ttfts" not in values[0]
+    back = summarize(import_file(file, tmp_path / "back"))
+    assert sorted(row.load for row in back.rows) == [f"concurrency-2-server-{server}-load-x" for server in "ab"]
+    assert [len(row.cells) for row in back.rows] == [2, 2]
+    numbers = back.cells[0].numbers
+    assert (numbers.sent, numbers.succeeded, numbers.failed) == (16, 14, 2)
+    assert numbers.ttft.p50 == pytest.approx(values[0]["median_ttft_ms"] / 1000)
+    assert numbers.output_tok_s == values[0]["output_throughput"]
+
+
+def test_what_no_request_shows_is_null(tmp_path: Path) -> None:
+    """Answers in one piece have no TTFT, a server without counts has no tokens; neither is 0."""
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        whole: dict[str, Any] = {"chunks_s": [], "first_visible_s": None, "output_tokens": None, "prompt_tokens": None}
+        common = {"cell": cell.id, "load": cell.load, "process": process, **whole}
+        return [request(id=f"{cell.id}-{n}", index=n, sent_s=start_s + n, **common) for n in range(4)]
+
+    load = Load(user="chat", arrivals=Arrivals(rate=2.0, spacing="even"), duration_s=4.0, stream=False)
+    made = scenario(loads={"x": load}, repeats=1, servers={"a": scenario().servers["a"]})
+    write_made_run(tmp_path / "made", made_of=made, requests=requests)
+    (file,) = export_as(tmp_path / "made", tmp_path / "vllm-bench.json", "vllm-bench", detailed=True)
+    value = json.loads(file.read_text())
+    assert file.name == "vllm-bench.json", "a run of one cell is the file itself"
+    assert (value["request_rate"], value["burstiness"]) == (2.0, None)
+    unknown = (
+        "total_input_tokens", "total_output_tokens", "output_throughput", "total_token_throughput", "mean_ttft_ms",
+        "mean_tpot_ms", "mean_itl_ms", "median_itl_ms", "std_ttft_ms", "max_output_tokens_per_s", "tokenizer_id",
+    )  # fmt: skip
+    assert [value[name] for name in unknown] == [None] * len(unknown)
+    assert value["ttfts"] == value["output_lens"] == [None] * 4
+    assert value["mean_e2el_ms"] == pytest.approx(1500)
+
+
+def test_the_files_of_the_action_have_one_direction_each(tmp_path: Path) -> None:
+    run = tmp_path / "made"
+    write_made_run(run, lambda cell: 10.0 + 0.01 * cell.repeat, made_of=scenario(repeats=3))
+    files = export_as(run, tmp_path / "github-action-benchmark.json", "github-action-benchmark")
+    assert [file.name for file in files] == [f"github-action-benchmark.{way}.json" for way in ("bigger", "smaller")]
+    summary = summarize(run)
+    for file, more_is_better in zip(files, (True, False), strict=True):
+        entries = json.loads(file.read_text())
+        names = [entry["name"] for entry in entries]
+        assert entries and len(set(names)) == len(names)
+        titles = {metric.title: metric for metric in METRICS.values()}
+        for entry in entries:
+            assert set(entry) <= {"name", "unit", "value", "range", "extra"}, "the action's keys"
+            assert isinstance(entry["value"], float) and entry["value"] > 0
+            assert all(isinstance(entry[key], str) for key in entry if key != "value")
+            assert titles[entry["name"].rpartition(": ")[2]].more_is_better == more_is_better
+    entries = {entry["name"]: entry for entry in json.loads(files[0].read_text())}
+    entry = entries["a / x: output tok/s"]
+    row = summary.rows[0]
+    low, _, high = entry["range"].partition(" to ")
+    assert float(low) <= min(row.output_tok_s) <= entry["value"] <= max(row.output_tok_s) <= float(high) * 1.001
+    assert "made" in entry["extra"]
+    (only, _) = export_as(run, tmp_path / "b.json", "github-action-benchmark", row="b/x")
+    assert {entry["name"].partition(":")[0] for entry in json.loads(only.read_text())} == {"b / x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "chosen"),
+    [
+        ("records.csv", None, ".csv"),
+        ("vllm-bench.json", None, "vllm-bench"),
+        ("vllm-bench-sweep-1.json", None, "vllm-bench-sweep"),
+        ("github-action-benchmark.json", None, "github-action-benchmark"),
+        ("summary.json", "vllm-bench-sweep", "vllm-bench-sweep"),
+        ("results.json", None, None),
+        ("vllm-bench.csv", "vllm-bench", None),
+        ("vllm-bench.txt", None, None),
+    ],
+)
+def test_the_name_tells_the_format(name: str, given: str | None, chosen: str | None, wording: Wording) -> None:
+    if chosen is not None:
+        assert choose_format(Path(name), given) == chosen
+        return
+    with pytest.raises(HarnessError) as raised:
+        choose_format(Path(name), given)
+    wording(raised.value)
+
+
+def test_the_command_refuses_what_has_no_such_numbers(run: Path, tmp_path: Path, wording: Wording) -> None:
+    to = ("--to", "vllm-bench.json")
+    done = called("export", "made", *to, "--row", "b/x", cwd=tmp_path)
+    assert (done.code, done.out.split()) == (0, ["vllm-bench.r1-b-x.json", "vllm-bench.r2-b-x.json"])
+    refused = [
+        called("export", "made", *to, "--row", "c/x", cwd=tmp_path),
+        called("export", "made", "--to", "r.csv", "--row", "b/x", cwd=tmp_path),
+        called("export", "made", "--to", "github-action-benchmark.json", "--detailed", cwd=tmp_path),
+    ]
+    assert [done.code for done in refused] == [1, 1, 1]
+    manifest = read_run(run)
+    write_run(run, replace(manifest, status="invalid"))
+    invalid = called("export", "made", *to, cwd=tmp_path)
+    assert invalid.code == 3
+    wording([done.err for done in (*refused, invalid)])
