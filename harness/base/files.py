@@ -22,6 +22,7 @@ ROOT = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 LOCUSTFILES = ROOT / "locustfiles"
 COMPOSE = ROOT / "compose"
 SCENARIOS = ROOT / "scenarios"
+SCENARIO_SCHEMA = SCENARIOS / "schema.json"  # for editors
 DOCS = INSTALLED / "docs" if INSTALLED.is_dir() else Path("docs")  # as messages name it
 RESULTS = ROOT / "results"  # the third-party figures that ship
 

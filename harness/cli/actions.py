@@ -452,6 +452,8 @@ def init(
         file.unlink()  # the options are wrong, and may hold what belongs in no file
         next_step = "Correct the options: no file is written."
         raise HarnessError(error.what, detail=error.detail, next_step=next_step) from None
+    with contextlib.suppress(OSError):  # without it only the editor knows less
+        file.write_text(drafts.with_schema(text, drafts.schema_reference(file)), encoding="utf-8")
     about = (
         "no AMD GPU was found; --machine names one" if kind == "none" and not machine else f"for the machine '{kind}'"
     )

@@ -1,13 +1,15 @@
 """`harness init`: write a scenario for a server, a machine and a question."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from harness.base.errors import HarnessError, did_you_mean
-from harness.base.files import dump_yaml
+from harness.base.files import ROOT, SCENARIO_SCHEMA, dump_yaml
 from harness.base.units import count
 from harness.engines import Draft, engines
 from harness.run.experiment import RUNNING_SERVER
@@ -18,6 +20,8 @@ CONTEXT = 8192  # tokens of one request
 CONCURRENCY = {"strix-halo": 8, "radeon": 16, "instinct": 64, "none": 4}  # requests at once, by machine
 
 OLD, NEW = "old", "new"  # a server that is given twice
+SCHEMA_COPY = "scenario-schema.json"  # next to a scenario, for editors
+SCENARIO_SCHEMA_TITLE = "A scenario of amd-llm-load"  # in the schema: it tells our file from another one
 
 QUESTIONS = {
     "batching": "Does sending several requests at once pay?",
@@ -133,6 +137,27 @@ def draft_running(question: str, model: str, machine: str, given: Given = NOTHIN
             next_step="Give --server twice, or another question.",
         )
     return _scenario(question, model, {RUNNING_SERVER: {"template": RUNNING_SERVER}}, CONCURRENCY[machine], given)
+
+
+def schema_reference(file: Path) -> str | None:
+    """Return the schema of a scenario's comment for editors, relative to the scenario; None: a file is in its way.
+
+    Below the folder of the shipped scenarios it is the one that ships. Elsewhere a copy is written next to the
+    scenario: it goes where the scenario goes, while the path of an installation is that of one machine. Raises OSError.
+    """
+    folder = file.absolute().parent
+    if folder.is_relative_to(ROOT):
+        return os.path.relpath(SCENARIO_SCHEMA, folder)
+    copy = folder / SCHEMA_COPY
+    if copy.exists() and SCENARIO_SCHEMA_TITLE not in copy.read_text(encoding="utf-8", errors="replace"):
+        return None
+    copy.write_bytes(SCENARIO_SCHEMA.read_bytes())
+    return SCHEMA_COPY
+
+
+def with_schema(text: str, reference: str | None) -> str:
+    """Return the text of a scenario with the comment by which editors find the schema."""
+    return text if reference is None else f"# yaml-language-server: $schema={reference}\n{text}"
 
 
 def _scenario(question: str, model: str, servers: dict[str, Any], concurrency: int, given: Given) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import typer
 
-from harness.base.files import ROOT
+from harness.base.files import ROOT, SCENARIO_SCHEMA
 from harness.base.metrics import LATENCIES, VALUES
 from harness.cli import app
 from harness.cli.common import COMMANDS
@@ -31,6 +31,7 @@ from harness.serve.template import GATEWAYS, HARNESS_VARIABLES, Variable, format
 from tests.support.field_docs import error_kinds_table, fields_tables
 from tests.support.reasons_in_source import reasons_in_source
 from tests.support.scenario_keys import keys_tables
+from tests.support.scenario_schema import schema_text
 
 LOCUST = "Not a server: what `harness compose` puts in front of one, Locust's web UI."
 COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"
@@ -247,6 +248,7 @@ def scenario_facts() -> str:
 
 
 if __name__ == "__main__":
+    SCENARIO_SCHEMA.write_bytes(schema_text())
     FACTS.write_text(scenario_facts(), encoding="utf-8")
     for path in MADE:
         (ROOT / path).write_text(made(path), encoding="utf-8")

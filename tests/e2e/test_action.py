@@ -1,0 +1,150 @@
+"""action.yml: its scripts, run as GitHub's runner does, measure, show and end as the measurement did."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from junitparser import JUnitXml
+
+from harness.base.files import ROOT
+from harness.records.manifest import read_run
+from tests.support.command import PATIENCE_S, write
+
+BIN = Path(sys.executable).parent
+ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
+STEPS: list[dict[str, Any]] = ACTION["runs"]["steps"]
+EXPRESSION = re.compile(r"\$\{\{ (.+?) \}\}")
+
+
+class ActionRunner:
+    """Does the scripts of the action in a folder with the files that GitHub's runner gives."""
+
+    def __init__(self, folder: Path, **inputs: str) -> None:
+        self.folder = folder
+        self.inputs = {name: str(entry["default"]) for name, entry in ACTION["inputs"].items()}
+        self.inputs |= {name.replace("_", "-"): value for name, value in inputs.items()}
+        self.outputs: dict[str, str] = {}
+        self.summary = folder / "summary.md"
+        self.printed = ""
+
+    def _filled(self, text: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            place, _, name = match[1].rpartition(".")
+            return {"inputs": self.inputs, "steps.measure.outputs": self.outputs}[place].get(name, "")
+
+        return EXPRESSION.sub(value, text)
+
+    def step(self, name: str) -> int:
+        (step,) = (step for step in STEPS if step["name"] == name)
+        assert step["shell"] == "bash"
+        output, temporary = self.folder / "output", self.folder / "temporary"
+        output.write_text("")
+        temporary.mkdir(exist_ok=True)
+        env = {
+            **os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "GITHUB_OUTPUT": str(output),
+            "GITHUB_STEP_SUMMARY": str(self.summary), "RUNNER_TEMP": str(temporary), "GITHUB_ACTION_PATH": str(ROOT),
+            **{key: self._filled(text) for key, text in step["env"].items()},
+        }  # fmt: skip
+        script = temporary / "step.sh"
+        script.write_text(step["run"])
+        shell: list[str | Path] = ["bash", "--noprofile", "--norc", "-eo", "pipefail", script]
+        done = subprocess.run(
+            shell,
+            cwd=self.folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            stdin=subprocess.DEVNULL,
+        )
+        self.printed = done.stdout + done.stderr
+        self.outputs |= dict(line.split("=", 1) for line in output.read_text().splitlines())
+        return done.returncode
+
+
+def test_it_is_an_action_whose_scripts_have_no_expressions() -> None:
+    check = [str(BIN / "check-jsonschema"), "--builtin-schema", "vendor.github-actions", str(ROOT / "action.yml")]
+    for command in (check, [str(BIN / "zizmor"), "--offline", "--quiet", str(ROOT / "action.yml")]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for step in STEPS:
+        if "uses" in step:
+            assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", step["uses"])
+            continue
+        assert "${{" not in step["run"]
+        done = subprocess.run(["bash", "-n"], input=step["run"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    used = set(re.findall(r"inputs\.([a-z-]+)", (ROOT / "action.yml").read_text()))
+    assert used - {"x"} == set(ACTION["inputs"])
+    for path in re.findall(r"\$GITHUB_ACTION_PATH/([a-z./]+)", (ROOT / "action.yml").read_text()):
+        assert (ROOT / path).exists()
+
+
+def test_a_run_is_measured_shown_and_kept(tmp_path: Path) -> None:
+    runner = ActionRunner(tmp_path, scenario=write(tmp_path, checks=["error_rate == 0"]).name)
+    assert runner.step("Measure") == 0, runner.printed
+    assert runner.outputs["verdict"] == "passed" and runner.outputs["exit-code"] == "0"
+    folder = tmp_path / runner.outputs["run"]
+    assert read_run(folder).status == "valid" and (folder / "report.html").exists()
+    assert JUnitXml.fromfile(str(tmp_path / "runs" / "junit.xml")).failures == 0
+    assert runner.step("Show") == 0, runner.printed
+    assert "**PASSED" in runner.summary.read_text()
+    assert runner.step("Result") == 0
+
+
+@pytest.mark.parametrize(
+    ("checks", "code", "verdict"), [(["wall <= 1 ms"], 4, "failed"), (["ttft_p99 <= 10 s"], 5, "unknown")]
+)
+def test_it_ends_as_the_measurement_did(checks: list[str], code: int, verdict: str, tmp_path: Path) -> None:
+    runner = ActionRunner(tmp_path, scenario=write(tmp_path, checks=checks).name)
+    assert runner.step("Measure") == 0, "the summary and the artifact come before the result"
+    assert (runner.outputs["verdict"], runner.outputs["exit-code"]) == (verdict, str(code)), runner.printed
+    assert runner.step("Show") == 0 and runner.summary.read_text()
+    assert runner.step("Result") == code
+    runner.inputs["allow-unknown"] = "true"
+    assert runner.step("Result") == (0 if code == 5 else code)
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    runner = ActionRunner(tmp_path, scenario=write(tmp_path).name, args="--times=2\n--repeats=1\n\n")
+    assert runner.step("Measure") == 0, runner.printed
+    first, second = sorted(path.parent.name for path in (tmp_path / "runs").glob("*/run.json"))
+    assert runner.outputs["run"].endswith(second)
+    compare = ActionRunner(tmp_path, command="compare", baseline=f"{first}\n", against=second, tolerance="90%")
+    assert compare.step("Measure") == 0, compare.printed
+    assert compare.outputs["exit-code"] in ("0", "5"), "the machine may be busy"
+    assert compare.outputs["run"] == ""
+    assert JUnitXml.fromfile(str(tmp_path / "runs" / "compare.xml")).tests >= 1
+    assert compare.step("Show") == 0 and (tmp_path / "runs" / "compare.md").read_text() in compare.summary.read_text()
+    refused = ActionRunner(tmp_path, command="compare", baseline="no-such-run", against=second)
+    assert refused.step("Measure") == 0
+    assert (refused.outputs["verdict"], refused.step("Result")) == ("usage", 1)
+
+
+HOSTILE = [
+    "; touch pwned", "$(touch pwned)", "`touch pwned`", "' ; touch pwned '", '" ; touch pwned "', "x\ntouch pwned",
+    "x\nexit-code=0", "--help", "| touch pwned", "&& touch pwned", "\\\ntouch pwned", "${{ x }}", "*", "::error::x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_an_input_says_is_never_run(text: str, command: str, tmp_path: Path) -> None:
+    """All inputs have it; nothing but an error comes of it."""
+    given = dict.fromkeys(("url", "baseline", "against", "tolerance", "args"), text)
+    scenario = text if command == "compare" else "none.yaml"
+    runner = ActionRunner(tmp_path, command=command, scenario=scenario, **given)
+    code = runner.step("Measure")
+    assert not list(tmp_path.rglob("pwned"))
+    assert code == 1 or runner.outputs["exit-code"] not in ("", "0"), runner.printed
+    assert set(runner.outputs) in (set(), {"run", "verdict", "exit-code"})
+    assert runner.step("Result") != 0
+    for name in ("command", "runs", "scenario"):
+        runner = ActionRunner(tmp_path, **{"scenario": "none.yaml", name: text})
+        runner.step("Measure")
+        assert not list(tmp_path.rglob("pwned")) and runner.step("Result") != 0, name
