@@ -169,11 +169,14 @@ def list_(
 @cli.command(short_help="Rank the results of machines, or file runs as results.")
 def results(
     action: Annotated[
-        Literal["add"] | None, typer.Argument(metavar="add", help="File the runs by machine and scenario.")
+        Literal["add", "card"] | None,
+        typer.Argument(
+            metavar="ACTION", help="add: file the runs by machine and scenario. card: print one as Markdown to paste."
+        ),
     ] = None,
     run_folders: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN", help="Run directories or ids to file.", autocompletion=cli.complete_run),
+        typer.Argument(metavar="RUN", help="Run directories or ids.", autocompletion=cli.complete_run),
     ] = None,
     records: Annotated[
         bool, cli.flag("--records", "With add: also the records of the runs, as requests.jsonl.gz.")
@@ -184,17 +187,23 @@ def results(
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
-    """Rank the filed results, machines by scenarios. `harness results add RUN` files VALID runs.
+    """Rank the filed results, machines by scenarios. `harness results add RUN` files VALID runs, and `harness results
+    card RUN` prints one as a short text in Markdown for a forum or an issue.
 
     A filed run is plain files that are small enough for git.
     """
     from harness.base.files import RESULTS as SHIPPED
+    from harness.base.files import SCENARIOS
     from harness.questions import results as boards
 
+    if action is not None and not run_folders:
+        raise HarnessError(f"{action}: no run is given", next_step=f"harness results {action} RUN")
+    if action == "card":
+        shipped = [path.stem for path in SCENARIOS.glob("*.yaml")]
+        print("\n".join(boards.result_card(cli.find_run(given, runs), shipped) for given in run_folders or []), end="")
+        return
     if action == "add":
-        if not run_folders:
-            raise HarnessError("add: no run is given", next_step="harness results add RUN")
-        for folder in [cli.find_run(given, runs) for given in run_folders]:
+        for folder in [cli.find_run(given, runs) for given in run_folders or []]:
             where, names = boards.add_result(folder, results, records=records)
             print(f"{where}: {', '.join(names)}")
         return

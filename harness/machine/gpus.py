@@ -78,6 +78,7 @@ _SETTINGS = {  # files whose content is recorded under this name
     "numa_balancing (now)": "proc/sys/kernel/numa_balancing",
     "power profile": "sys/firmware/acpi/platform_profile",
     "cpu governor": "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "cpu energy preference": "sys/devices/system/cpu/cpu0/cpufreq/energy_performance_preference",
 }
 
 
@@ -88,6 +89,7 @@ def read_machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
     words = [word.partition("=") for word in (read_sysfs(root / "proc/cmdline") or "").split()]
     parameters = {name: value for name, equals, value in words if _PARAMETERS.match(name + equals)}
     settings = {name: read_sysfs(root / path) for name, path in _SETTINGS.items()}
+    settings["gpu power cap"] = ", ".join(dict.fromkeys(_power_caps(root))) or None
     return Machine(
         name=read_sysfs(root / "proc/sys/kernel/hostname") or "unknown",
         kernel=read_sysfs(root / "proc/sys/kernel/osrelease"),
@@ -99,6 +101,13 @@ def read_machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
         docker=docker,
         rocm=read_sysfs(root / "opt/rocm/.info/version"),
     )
+
+
+def _power_caps(root: Path) -> Iterator[str]:
+    """Yield the power cap of each GPU that has one, in watts."""
+    for path in sorted(root.glob("sys/class/drm/renderD*/device/hwmon/hwmon*/power1_cap")):
+        if (microwatts := read_number(path)) is not None:
+            yield f"{microwatts / 1e6:g} W"
 
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of Linux for x86, and for ARM

@@ -16,6 +16,7 @@ from harness.base.command_line import command_line
 from harness.base.reason import Reason, because
 from harness.engines.flags import group_words, without_options
 from harness.numbers.comparison import Difference
+from harness.numbers.power_settings import POWER_KEYS
 from harness.numbers.summary import Row
 from harness.records.manifest import DEFINITIONS, CellRun, KeptSteps, Run, ServedBy, UnlikeError
 
@@ -49,6 +50,7 @@ SETTINGS = (
 )  # fmt: skip
 _MEASURED = re.compile(r"(?:^|\.)(?:startup\.(?!(?:" + "|".join(SETTINGS) + r")$)\w+|phases\.[^.]+)$")
 _REPORTED = re.compile(r"(?:^|\.)(?:startup|effective|contents)\.")
+_POWER = tuple(f"machine.kernel_parameters.{key}" for key in POWER_KEYS)
 _NOISE_S, _NOISE_SHARE_OF_TIME = 1.0, 0.1  # any two starts differ by so many seconds, or by this share
 _NOISE_SHARE_OF_SIZE = 0.01
 Facts = Mapping[str, Any]
@@ -113,8 +115,9 @@ def differing_keys(first: Facts, second: Facts) -> list[str]:
         if key not in SHOWN_ONLY
         and not is_address(key)
         and not is_measured(key)
-        # A server that does not report a setting may still have the same one.
+        # A server that does not report a setting may still have the same one, and so may an older manifest.
         and not (_REPORTED.search(key) and (key in first) != (key in second))
+        and not (key in _POWER and (key in first) != (key in second))
         and first.get(key, ABSENT) != second.get(key, ABSENT)
     ]
 

@@ -4,9 +4,8 @@ import gzip
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
 import msgspec
@@ -18,9 +17,12 @@ from harness.base import units
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_file, pretty_json, read_text, replace_file
 from harness.base.metrics import METRICS
+from harness.base.reason import Reason, sentence
 from harness.base.units import format_date
-from harness.numbers.summarize import read_summary
-from harness.numbers.summary import Row, Summary
+from harness.numbers.power_settings import power_note, power_text
+from harness.numbers.row_estimate import estimate_row
+from harness.numbers.summarize import read_summary, summary_of
+from harness.numbers.summary import CellSummary, Row, Summary
 from harness.numbers.verdicts import is_client_limited, is_paced, metric_values, work_metric
 from harness.questions.compare.decide import refuse_invalid
 from harness.questions.joint import analyse
@@ -29,7 +31,9 @@ from harness.records.directory import folder_name, list_runs
 from harness.records.manifest import Run, ServedBy, read_run
 from harness.report import words
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
+from harness.report.manifest_facts import UNKNOWN, manifest_facts
 from harness.report.markdown import render
+from harness.report.result_card import render_card
 from harness.report.sections import simulated_note
 
 RANKING = (
@@ -73,6 +77,10 @@ class Entry(Struct, frozen=True, kw_only=True):
     load: str
     metric: str  # of its group
     values: list[float]  # one for each repeat
+    mean: float | None = None  # geometric, of the repeats
+    low: float | None = None  # the 95 % interval of the mean; None: one repeat, or a number of all requests together
+    high: float | None = None
+    power: str | None = None  # the machine's power settings; None: not recorded
     output_tok_s: float | None
     ttft_p50: float | None
     errors: int
@@ -86,25 +94,26 @@ class Entry(Struct, frozen=True, kw_only=True):
     best: bool = False  # of its machine
 
     @property
-    def value(self) -> float | None:
-        return median(self.values) if self.values else None
+    def mean_text(self) -> str:
+        """The mean of the repeats with its unit."""
+        shown = units.NOTHING if self.mean is None else words.format_metric(self.mean, self.metric)
+        return self._mark_limited(shown, METRICS[self.metric].field)
 
     @property
-    def median(self) -> str:
-        """The median of the repeats with its unit."""
-        shown = units.NOTHING if self.value is None else words.format_metric(self.value, self.metric)
-        return self._mark_limited(shown, METRICS[self.metric].field)
+    def interval_text(self) -> str:
+        if self.low is None or self.high is None:
+            return units.NOTHING
+        return " to ".join(words.format_metric(end, self.metric) for end in (self.low, self.high))
 
     def cells(self, place: int) -> dict[str, str]:
         """The texts of its row by their column, those of ORIGIN last."""
-        ends = (min(self.values), max(self.values)) if self.values else ()
-        limited = "VALID" if self.ranked or not self.values else "CLIENT-LIMITED"
+        limited = "VALID" if self.ranked or self.mean is None else "CLIENT-LIMITED"
         return {
             "#": str(place) if self.ranked else units.NOTHING,
             "Machine": f"{self.machine} (best)" if self.best else self.machine,
             "Server / load": f"{self.server} / {self.load}",
-            "Median": self.median,
-            "Minimum to maximum": " to ".join(words.format_metric(end, self.metric) for end in ends) or units.NOTHING,
+            "Mean": self.mean_text,
+            "Interval (95 %)": self.interval_text,
             "Repeats": str(len(self.values)),
             "tok/s": self._mark_limited(units.significant(self.output_tok_s), "output_tok_s"),
             "TTFT p50, ms": self._mark_limited(units.milliseconds(self.ttft_p50), "ttft"),
@@ -114,16 +123,17 @@ class Entry(Struct, frozen=True, kw_only=True):
             "Run": self.run,
             "Image": (self.image_digest or units.NOTHING).rpartition("@")[2][:_DIGEST_CHARS],
             "Version": self.version or units.NOTHING,
+            "Power": self.power or UNKNOWN,
         }
 
     def _mark_limited(self, text: str, field: str) -> str:
         return f"{text}{LIMITED}" if field in self.client_limited and text != units.NOTHING else text
 
 
-ORIGIN = ("Date", "Run", "Image", "Version")  # in a line below the row
+ORIGIN = ("Date", "Run", "Image", "Version", "Power")  # in a line below the row
 RANKED: tuple[tuple[str, str, Literal["name", "verdict", ""]], ...] = (  # the columns: key, title, group
-    ("place", "#", ""), ("server", "Machine", "name"), ("load", "Server / load", "name"), ("rate", "Median", ""),
-    ("speedup", "Minimum to maximum", ""), ("repeats", "Repeats", ""), ("tok_s", "tok/s", ""),
+    ("place", "#", ""), ("server", "Machine", "name"), ("load", "Server / load", "name"), ("rate", "Mean", ""),
+    ("speedup", "Interval (95 %)", ""), ("repeats", "Repeats", ""), ("tok_s", "tok/s", ""),
     ("ttft", "TTFT p50, ms", ""), ("errors", "Errors", ""), ("verdict", "Validity", "verdict"),
 )  # fmt: skip
 FIGURE_HEAD = ("Hardware", "Model", "Setup", "Load", "Result, as stated", "Claim", "Source", "Date")
@@ -139,13 +149,15 @@ class Group(Struct, frozen=True, kw_only=True):
     simulated: bool
     metric: str
     entries: list[Entry]
+    power: Reason | None = None  # the power settings of its runs differ, or are not recorded of some
 
     def best_of(self, machine: str) -> Entry | None:
         return next((entry for entry in self.entries if entry.machine == machine and entry.best), None)
 
     @property
     def heading(self) -> str:
-        return f"{self.scenario} · {self.model}"
+        differs = self.power is not None and self.power.code == "power_differs"
+        return f"{self.scenario} · {self.model}" + " · POWER SETTINGS DIFFER" * differs
 
     @property
     def ranked_by(self) -> str:
@@ -163,6 +175,7 @@ class Board(Struct, frozen=True, kw_only=True):
     groups: list[Group]
     figures: list[Figure]
     unreadable: list[str]
+    manifests: dict[str, dict[str, str]] = {}  # by run what it ran on and with
 
     @property
     def limited_note(self) -> str | None:
@@ -199,6 +212,7 @@ def collect_board(results: Path, shipped: Path) -> Board:
         ),
         figures=read_figures(own if own.exists() else shipped / THIRD_PARTY),
         unreadable=unreadable,
+        manifests={run.id: manifest_facts(run) for run, _ in runs},
     )
 
 
@@ -234,18 +248,20 @@ def _make_group(members: Sequence[tuple[Run, Summary]]) -> Group:
         simulated=newest.simulated,
         metric=metric,
         entries=marked,
+        power=power_note([run for run, _ in members]),
     )
 
 
 def _rank_key(entry: Entry) -> tuple[bool, float, str, str, str, str]:
     """Best first; entries without a rank last."""
-    value = (entry.value or 0.0) * (-1 if METRICS[entry.metric].more_is_better else 1)
+    value = (entry.mean or 0.0) * (-1 if METRICS[entry.metric].more_is_better else 1)
     return not entry.ranked, value, entry.machine, entry.server, entry.load, entry.run
 
 
 def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
     cells = {cell.id: cell for cell in summary.cells}
     values = [value for value in metric_values(row, cells, metric) if value]
+    mean = estimate_row(row, cells, metric)
     served: ServedBy | None = next((cell.served_by for cell in run.served if cell.server == row.server), None)
     numbers = row.pooled
     valid = summary.valid is True and run.status == "valid"
@@ -255,8 +271,12 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         load=row.load,
         metric=metric,
         values=values,
-        output_tok_s=median(row.output_tok_s) if row.output_tok_s else None,
-        ttft_p50=numbers.ttft.p50,
+        mean=None if mean is None else mean.value,
+        low=None if mean is None else mean.low,
+        high=None if mean is None else mean.high,
+        power=power_text(run.machine),
+        output_tok_s=_mean(row, cells, "output_tok_s"),
+        ttft_p50=_mean(row, cells, "ttft_p50"),
         errors=numbers.failed,
         date=format_date(run.started_wall_s),
         run=run.id,
@@ -264,8 +284,13 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         version=served.version if served else None,
         valid=valid,
         client_limited=row.client_limited,
-        ranked=valid and bool(values) and not is_client_limited(row, metric),
+        ranked=valid and mean is not None and not is_client_limited(row, metric),
     )
+
+
+def _mean(row: Row, cells: Mapping[str, CellSummary], metric: str) -> float | None:
+    estimate = estimate_row(row, cells, metric)
+    return None if estimate is None else estimate.value
 
 
 def _describe_machine(run: Run) -> str:
@@ -286,7 +311,9 @@ def board_page(board: Board) -> list[Element]:
         about = f"{group.question} Ranked by {group.ranked_by}. The best row of each machine is marked."
         page += [Paragraph(group.heading, "heading"), Paragraph(about, "fine")]
         page += simulated_note(group.simulated)
+        page += [] if group.power is None else [Paragraph(f"Warning: {sentence(group.power)}", "warning")]
         page.append(_ranking_grid(group))
+        page += _manifest_folds(board, group)
     page += [Paragraph(board.limited_note, "fine")] if board.limited_note else []
     if board.figures:
         figures = plain_grid(FIGURE_HEAD, [figure.cells for figure in board.figures])
@@ -295,12 +322,27 @@ def board_page(board: Board) -> list[Element]:
     return page
 
 
+def _manifest_folds(board: Board, group: Group) -> list[Element]:
+    """What each run of a group ran on and with."""
+    runs = dict.fromkeys(entry.run for entry in group.entries)
+    hint = "`harness results --format markdown`"
+    return [
+        Fold(
+            f"Machine, software and settings of {run}",
+            [plain_grid(["What", "Value"], [[name, text] for name, text in board.manifests[run].items()])],
+            hint if place == 0 else "",
+        )
+        for place, run in enumerate(runs)
+        if run in board.manifests
+    ]
+
+
 def _best_grid(board: Board) -> Grid:
     """By group and machine the best row."""
 
     def cell(group: Group, machine: str) -> str:
         best = group.best_of(machine)
-        return units.NOTHING if best is None else f"{best.median}: {best.server} / {best.load}, {best.date}"
+        return units.NOTHING if best is None else f"{best.mean_text}: {best.server} / {best.load}, {best.date}"
 
     machines = [f"{name} ({what})" if what else name for name, what in board.machines.items()]
     rows = [
@@ -343,6 +385,16 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
         _pack(folder / RECORDS, target / f"{RECORDS}.gz")
         names.append(f"{RECORDS}.gz")
     return target, names
+
+
+def result_card(folder: Path, shipped: Collection[str]) -> str:
+    """Return the card of a run in Markdown. `shipped`: names of the scenarios that ship.
+
+    Raises RunError for a run that is neither VALID nor imported.
+    """
+    run, summary = read_run(folder), summary_of(folder)
+    refuse_invalid(run, summary, "has a card")
+    return render_card(run, summary, is_shipped=run.scenario_name in shipped)
 
 
 def _refuse_result(run: Run, summary: Summary) -> None:

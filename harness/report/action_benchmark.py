@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from harness.base.metrics import METRICS
 from harness.base.units import count
-from harness.numbers.stats import mean_of_repeats
+from harness.numbers.row_estimate import estimate_row
 from harness.numbers.summary import CellSummary, Row, Summary
-from harness.numbers.verdicts import is_client_limited, metric_values
+from harness.numbers.verdicts import is_client_limited
 from harness.records.manifest import Run
 from harness.report.words import one_line
 
@@ -52,14 +52,10 @@ def charted_rows(summary: Summary, run: Run, direction: Direction) -> list[Chart
 
 def _charted(row: Row, run: Run, cells: Mapping[str, CellSummary], name: str) -> Charted | None:
     metric = METRICS[name]
-    values = metric_values(row, cells, name)
-    measured = [value for value in values if value]
-    if len(measured) != len(values):
-        measured = [value] if metric.latency and (value := metric.of(row.pooled)) else []
-    if not measured:
+    mean = estimate_row(row, cells, name)
+    if mean is None:
         return None
     factor = 1000 if metric.latency else 1
-    mean = mean_of_repeats(measured)
     low, high = mean.low, mean.high
     facts = [f"run {run.id}", f"model {run.scenario.model}", count(len(row.cells), "repeat")]
     facts += ["SIMULATED: the numbers come from a model, not from hardware"] if run.simulated else []

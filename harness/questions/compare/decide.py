@@ -18,6 +18,7 @@ from harness.numbers.checks import compared_metrics, evaluate
 from harness.numbers.comparable import collect_facts, find_differences, refuse_unlike
 from harness.numbers.comparison import CheckResult, Comparison, Verdict
 from harness.numbers.gate import with_gate
+from harness.numbers.power_settings import power_note
 from harness.numbers.summary import Reference, Row, Summary
 from harness.numbers.verdicts import (
     ComparedSides,
@@ -177,10 +178,12 @@ def check_ratios(
 
 
 def _notes(sides: Sequence[RunGroup], rows: Sequence[RowKey]) -> Iterator[Reason]:
-    """Notes on imported runs, versions of an engine, sizes of KV caches, and the quality of answers."""
+    """Notes on imported runs, power settings, versions of an engine, sizes of KV caches, and the quality of answers."""
     if unchecked := [run.id for side in sides for run in side.runs if run.status == "unchecked"]:
         text = "NOT CHECKED: nothing shows whether the load generator kept up and the server stayed up in the imported "
         yield because("runs_unchecked", f"{text}{', '.join(unchecked)}", runs=unchecked)
+    if (power := power_note([run for side in sides for run in side.runs])) is not None:
+        yield power
     for server in dict.fromkeys(server for server, _ in rows):
         sizes, versions = {}, defaultdict[str, dict[str, str]](dict)
         for side in sides:

@@ -14,6 +14,7 @@ from harness.numbers import stats
 from harness.numbers.comparable import SHOWN_ONLY, collect_facts, definition_conflict, find_differences
 from harness.numbers.comparison import TOLERANCE, Difference, Gate, known_bounds
 from harness.numbers.gate import decide_gate
+from harness.numbers.power_settings import differing_settings, power_text
 from harness.numbers.summary import Row, Summary
 from harness.numbers.verdicts import (
     Measured,
@@ -26,7 +27,7 @@ from harness.records.manifest import Run
 
 # Why a run is left out of a history or series: the first reason that applies.
 LeftOut = Literal[
-    "unreadable", "not_valid", "machine", "engine_kind", "model", "workload", "later",
+    "unreadable", "not_valid", "machine", "engine_kind", "model", "workload", "later", "power",
     "no_row", "client_limited", "no_value", "definition",
 ]  # fmt: skip
 Summarized = tuple[Run, Summary]
@@ -123,6 +124,7 @@ class History(Struct, frozen=True, kw_only=True):
     sides: list[str]  # the last run before the shift, or else before this run, and this run
     differences: list[Difference]
     without_records: list[str] = []  # those of `runs` whose stored summary is used
+    unknown_power: list[str] = []  # those of `runs` without power settings, where the run itself has some
 
 
 def decide_history(
@@ -156,6 +158,9 @@ def decide_history(
         sides=[side.id for side in sides],
         differences=find_differences(facts) if earlier else [],
         without_records=without_records,
+        unknown_power=[other.id for other in all_runs if power_text(other.machine) is None]
+        if power_text(run.machine) is not None
+        else [],
     )
 
 
@@ -168,6 +173,7 @@ def exclusion(run: Run, current: Run) -> LeftOut | None:
         "model": run.scenario.model != current.scenario.model,
         "workload": run.workload_sha256 != current.workload_sha256,
         "later": run.started_wall_s > current.started_wall_s,
+        "power": bool(differing_settings(run.machine, current.machine)),
     }
     return next((reason for reason, differs in differing.items() if differs), None)
 

@@ -25,6 +25,7 @@ LEFT_OUT: dict[LeftOut, str] = {  # by code: which runs were left out
     "model": "of another model",
     "workload": "of another workload",
     "later": "that started later",
+    "power": "with other power settings",
     "no_row": "without this row",
     "client_limited": "whose number the load generator limited",
     "no_value": "with too few requests, or without this number",
@@ -78,6 +79,9 @@ def left_out_sentences(history: History) -> list[str]:
     lines = _left_out(history.left_out)
     for series in history.series:
         lines += [f"{series.name}, {METRICS[series.metric].title}: {text}" for text in _left_out(series.left_out)]
+    if history.unknown_power:
+        runs = units.count(len(history.unknown_power), "run")
+        lines.append(f"not known: the power settings of {runs}, which may be others than those of this run")
     return lines
 
 

@@ -118,12 +118,13 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
     ]  # fmt: skip
     assert [(e.run, e.server) for e in model.entries] == [("sim", "b"), ("sim", "a")]
     best = real.best_of("strix")
-    assert best is not None and best.value == pytest.approx(7.2 * 1.003)
+    assert best is not None and best.mean == pytest.approx(7.2 * 1.003, rel=1e-5)
+    assert best.low and best.mean and best.high and best.low < best.mean < best.high
     assert best.cells(3) == {
-        "#": "3", "Machine": "strix (best)", "Server / load": "b / x", "Median": "7.22 s",
-        "Minimum to maximum": "7.21 s to 7.24 s", "Repeats": "5", "tok/s": "6.09", "TTFT p50, ms": "903",
+        "#": "3", "Machine": "strix (best)", "Server / load": "b / x", "Mean": "7.22 s",
+        "Interval (95 %)": "7.21 s to 7.24 s", "Repeats": "5", "tok/s": "6.09", "TTFT p50, ms": "903",
         "Errors": "0", "Validity": "VALID", "Date": "2027-01-16", "Run": "new", "Image": "sha256:4f2a9c4f2a9c",
-        "Version": "0.32.0",
+        "Version": "0.32.0", "Power": "not recorded",
     }  # fmt: skip
 
 
@@ -160,8 +161,8 @@ def test_a_number_that_the_client_limited_is_marked_and_never_ranked(filed: Path
         ("far", "b", False, False), ("far", "a", False, False),
     ]  # fmt: skip
     far_b, far_a = real.rows[-2:]
-    assert [far_b[name][-1] for name in ("#", "Median", "TTFT p50, ms")] == ["–", "‡", "‡"]
-    assert (far_a["Median"][-1], far_a["TTFT p50, ms"][-1] == "‡", far_a["Validity"]) == ("‡", False, "CLIENT-LIMITED")
+    assert [far_b[name][-1] for name in ("#", "Mean", "TTFT p50, ms")] == ["–", "‡", "‡"]
+    assert (far_a["Mean"][-1], far_a["TTFT p50, ms"][-1] == "‡", far_a["Validity"]) == ("‡", False, "CLIENT-LIMITED")
 
 
 def test_page_and_markdown_need_nothing_else_and_texts_stay_texts(filed: Path) -> None:

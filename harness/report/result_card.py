@@ -1,0 +1,110 @@
+"""A result as a card in Markdown, to paste into a forum or an issue: at most MAX_LINES lines.
+
+Every text from outside is a code span: GitHub and forums make no mention, link, issue number, HTML or table of it.
+"""
+
+import re
+from collections.abc import Mapping
+
+from harness.base.command_line import command_line
+from harness.base.units import format_date, milliseconds, significant
+from harness.numbers.power_settings import power_text
+from harness.numbers.row_estimate import estimate_row
+from harness.numbers.stats import Estimate
+from harness.numbers.summary import CellSummary, Row, Summary
+from harness.numbers.verdicts import is_client_limited
+from harness.records.manifest import QUICK, Run
+from harness.report.elements import LIMITED
+from harness.report.manifest_facts import UNKNOWN, machine_facts, server_facts
+from harness.report.words import one_line
+
+MAX_LINES = 25
+_MAX_ROWS, _MAX_CHARS = 8, 160
+_NONE = "–"
+_COLUMNS = {"output_tok_s": "tok/s", "ttft_p50": "TTFT p50, ms", "tpot_p50": "TPOT p50, ms"}
+
+
+def render_card(run: Run, summary: Summary, *, is_shipped: bool) -> str:
+    """Return the card of a VALID or imported run. `is_shipped`: whether its scenario ships under its name."""
+    cells = {cell.id: cell for cell in summary.cells}
+    shown, more = summary.rows[:_MAX_ROWS], len(summary.rows) - _MAX_ROWS
+    head = ["server / load", *(f"{title} (95 %)" for title in _COLUMNS.values()), "failed", "repeats"]
+    lines = [
+        f"**{code(run.scenario.model)} on {code(_machine(run))}**",
+        "",
+        f"| {' | '.join(head)} |",
+        f"|:---|{'---:|' * (len(head) - 1)}",
+        *(_table_row(row, cells) for row in shown),
+        "",
+        *([f"- {more} more rows in the run"] if more > 0 else []),
+        *_facts(run),
+    ]
+    word = {True: "VALID", False: "INVALID", None: "UNCHECKED"}[summary.valid]
+    simulated = "; SIMULATED: these numbers come from a model, not from hardware" if run.simulated else ""
+    limited = any(LIMITED in line for line in lines)
+    lines += [f"- {LIMITED} the load generator was the limit of this number, not the server"] if limited else []
+    lines.append(f"- {word}{simulated}; measured {format_date(run.started_wall_s)}, run {code(run.id)}")
+    lines.append(f"- repeat it: {code(_command(run, is_shipped=is_shipped))}")
+    return "\n".join(lines) + "\n"
+
+
+def code(text: str) -> str:
+    """Return a text as a code span that ends where it ends, also in a cell of a table."""
+    plain = one_line(text)
+    plain = plain if len(plain) <= _MAX_CHARS else f"{plain[: _MAX_CHARS - 3]}..."
+    fence = "`" * (1 + max(map(len, re.findall("`+", plain)), default=0))
+    space = " " if plain.startswith("`") or plain.endswith("`") or not plain else ""
+    # A bar would end a cell, and a backslash before it would be shown outside of a table.
+    return f"{fence}{space}{plain.replace('|', '¦')}{space}{fence}"
+
+
+def _machine(run: Run) -> str:
+    facts = machine_facts(run)
+    return facts["GPU"] or facts["CPU"] or run.machine.name
+
+
+def _table_row(row: Row, cells: Mapping[str, CellSummary]) -> str:
+    numbers = [
+        _estimate(estimate_row(row, cells, metric), metric) + LIMITED * is_client_limited(row, metric)
+        for metric in _COLUMNS
+    ]
+    return f"| {' | '.join([code(row.name), *numbers, str(row.pooled.failed), str(len(row.cells))])} |"
+
+
+def _estimate(estimate: Estimate | None, metric: str) -> str:
+    if estimate is None:
+        return _NONE
+    form = significant if metric == "output_tok_s" else milliseconds
+    interval = "" if estimate.low is None else f" ({form(estimate.low)} to {form(estimate.high)})"
+    return f"{form(estimate.value)}{interval}"
+
+
+def _facts(run: Run) -> list[str]:
+    """What decides the numbers, in at most ten lines."""
+    facts = machine_facts(run)
+    memory = ", ".join(filter(None, (facts["GPU memory"], facts["RAM"] and f"{facts['RAM']} RAM"))) or UNKNOWN
+    software = [f"Linux {facts['Kernel']}" if facts["Kernel"] else None]
+    software += [f"amdgpu {facts['amdgpu driver']}" if facts["amdgpu driver"] else None]
+    software += [f"ROCm {facts['ROCm of the host']}" if facts["ROCm of the host"] else None]
+    lines = [
+        f"- memory: {code(memory)}; power: {code(power_text(run.machine) or UNKNOWN)}",
+        f"- host: {code(', '.join(filter(None, software)) or UNKNOWN)}; kernel parameters: "
+        f"{code(facts['Kernel parameters'] or UNKNOWN)}",
+    ]
+    by_server = {cell.server: cell.served_by for cell in reversed(run.served)}
+    for server in list(run.scenario.servers)[:4]:
+        if server not in by_server:
+            continue
+        served = server_facts(by_server[server])
+        engine = [served["Engine"], served["Image digest"] or served["Image"]]
+        settings = served["Arguments"] or UNKNOWN
+        lines.append(f"- {code(server)}: {code(', '.join(filter(None, engine)) or UNKNOWN)}; {code(settings)}")
+    return lines
+
+
+def _command(run: Run, *, is_shipped: bool) -> str:
+    runs_already = any(cell.served_by.template is None for cell in run.served)
+    url = ["--url", "URL"] if runs_already else []
+    if run.scenario_name == QUICK:
+        return command_line("harness", "quick", "URL")
+    return command_line("harness", "run", run.scenario_name if is_shipped else f"{run.scenario_name}.yaml", *url)
