@@ -101,9 +101,11 @@ class Entry(Struct, frozen=True, kw_only=True):
 
     @property
     def interval_text(self) -> str:
+        """The ends of the interval; the unit is that of the mean."""
         if self.low is None or self.high is None:
             return units.NOTHING
-        return " to ".join(words.format_metric(end, self.metric) for end in (self.low, self.high))
+        low, high = (words.format_metric(end, self.metric).rpartition(" ") for end in (self.low, self.high))
+        return f"{low[0]}–{high[0]}" if low[2] == high[2] else f"{' '.join(low[::2])}–{' '.join(high[::2])}"
 
     def cells(self, place: int) -> dict[str, str]:
         """The texts of its row by their column, those of ORIGIN last."""
@@ -313,7 +315,7 @@ def board_page(board: Board) -> list[Element]:
         page += simulated_note(group.simulated)
         page += [] if group.power is None else [Paragraph(f"Warning: {sentence(group.power)}", "warning")]
         page.append(_ranking_grid(group))
-        page += _manifest_folds(board, group)
+        page.append(_manifest_fold(board, group))
     page += [Paragraph(board.limited_note, "fine")] if board.limited_note else []
     if board.figures:
         figures = plain_grid(FIGURE_HEAD, [figure.cells for figure in board.figures])
@@ -322,19 +324,14 @@ def board_page(board: Board) -> list[Element]:
     return page
 
 
-def _manifest_folds(board: Board, group: Group) -> list[Element]:
+def _manifest_fold(board: Board, group: Group) -> Fold:
     """What each run of a group ran on and with."""
-    runs = dict.fromkeys(entry.run for entry in group.entries)
-    hint = "`harness results --format markdown`"
-    return [
-        Fold(
-            f"Machine, software and settings of {run}",
-            [plain_grid(["What", "Value"], [[name, text] for name, text in board.manifests[run].items()])],
-            hint if place == 0 else "",
-        )
-        for place, run in enumerate(runs)
-        if run in board.manifests
-    ]
+    parts: list[Element] = []
+    for run in dict.fromkeys(entry.run for entry in group.entries):
+        facts = board.manifests[run]
+        parts.append(Paragraph(run, "part"))
+        parts.append(plain_grid(["What", "Value"], [[name, text] for name, text in facts.items()]))
+    return Fold("Machine, software and settings of each run", parts, "`harness results --format markdown`")
 
 
 def _best_grid(board: Board) -> Grid:

@@ -122,7 +122,7 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
     assert best.low and best.mean and best.high and best.low < best.mean < best.high
     assert best.cells(3) == {
         "#": "3", "Machine": "strix (best)", "Server / load": "b / x", "Mean": "7.22 s",
-        "Interval (95 %)": "7.21 s to 7.24 s", "Repeats": "5", "tok/s": "6.09", "TTFT p50, ms": "903",
+        "Interval (95 %)": "7.21–7.24", "Repeats": "5", "tok/s": "6.09", "TTFT p50, ms": "903",
         "Errors": "0", "Validity": "VALID", "Date": "2027-01-16", "Run": "new", "Image": "sha256:4f2a9c4f2a9c",
         "Version": "0.32.0", "Power": "not recorded",
     }  # fmt: skip
