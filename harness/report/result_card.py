@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 
 from harness.base.command_line import command_line
+from harness.base.metrics import METRICS
 from harness.base.units import format_date, milliseconds, significant
 from harness.numbers.power_settings import power_text
 from harness.numbers.row_estimate import estimate_row
 from harness.numbers.stats import Estimate
 from harness.numbers.summary import CellSummary, Row, Summary
-from harness.numbers.verdicts import is_client_limited
 from harness.records.manifest import QUICK, Run
 from harness.report.elements import LIMITED
 from harness.report.manifest_facts import UNKNOWN, machine_facts, server_facts
@@ -65,7 +65,7 @@ def _machine(run: Run) -> str:
 
 def _table_row(row: Row, cells: Mapping[str, CellSummary]) -> str:
     numbers = [
-        _estimate(estimate_row(row, cells, metric), metric) + LIMITED * is_client_limited(row, metric)
+        _estimate(estimate_row(row, cells, metric), metric) + LIMITED * (METRICS[metric].field in row.client_limited)
         for metric in _COLUMNS
     ]
     return f"| {' | '.join([code(row.name), *numbers, str(row.pooled.failed), str(len(row.cells))])} |"
