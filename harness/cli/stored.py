@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError
 from harness.cli import common as cli
 
@@ -197,7 +198,7 @@ def results(
     from harness.questions import results as boards
 
     if action is not None and not run_folders:
-        raise HarnessError(f"{action}: no run is given", next_step=f"harness results {action} RUN")
+        raise HarnessError(f"{action}: no run is given", next_step=command_line("harness", "results", action, "RUN"))
     if action == "card":
         shipped = [path.stem for path in SCENARIOS.glob("*.yaml")]
         print("\n".join(boards.result_card(cli.find_run(given, runs), shipped) for given in run_folders or []), end="")

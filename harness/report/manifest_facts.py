@@ -48,7 +48,7 @@ def server_facts(served: ServedBy) -> dict[str, str | None]:
         "ROCm of the image": contents.rocm if contents else None,
         "Model as served": served.model,
         "Weights": weights,
-        "Quantization": str(found) if (found := served.effective.get("quantization")) else None,
+        "Quantization": str(served.effective.get("quantization") or "") or None,
         "Arguments": command_line(*served.arguments) if served.arguments else None,
     }
 
