@@ -144,7 +144,7 @@ def test_what_an_input_says_is_never_run(text: str, command: str, tmp_path: Path
     assert code == 1 or runner.outputs["exit-code"] not in ("", "0"), runner.printed
     assert set(runner.outputs) in (set(), {"run", "verdict", "exit-code"})
     assert runner.step("Result") != 0
-    for name in ("command", "runs", "scenario"):
+    for name in ("command", "runs", "scenario") if command == "run" else ():
         runner = ActionRunner(tmp_path, **{"scenario": "none.yaml", name: text})
         runner.step("Measure")
         assert not list(tmp_path.rglob("pwned")) and runner.step("Result") != 0, name
