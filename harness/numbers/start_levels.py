@@ -44,7 +44,7 @@ class StartLevels(NamedTuple):
 
 
 def fit_levels(starts: Sequence[tuple[int, float]]) -> StartLevels:
-    """Fit the levels of entries to starts in their order, each with its entry and its speed. Raises ValueError for none.
+    """Fit the levels of entries to starts in their order, each an entry and its speed. Raises ValueError for none.
 
     The slope is left out where fewer than MIN_FREEDOM degrees of freedom would remain, or where the order says nothing.
     """
@@ -53,7 +53,7 @@ def fit_levels(starts: Sequence[tuple[int, float]]) -> StartLevels:
     entries = sorted({entry for entry, _ in starts})
     column = {entry: place for place, entry in enumerate(entries)}
     count = len(starts)
-    logs = np.log(np.array([speed for _, speed in starts]))
+    logs: NDArray[np.float64] = np.log(np.array([speed for _, speed in starts], dtype=np.float64))
     design = np.zeros((count, len(entries)))
     design[np.arange(count), [column[entry] for entry, _ in starts]] = 1.0
     if count - len(entries) - 1 >= MIN_FREEDOM:
@@ -61,8 +61,8 @@ def fit_levels(starts: Sequence[tuple[int, float]]) -> StartLevels:
         sloped = np.column_stack([design, order])
         if np.linalg.matrix_rank(sloped) == sloped.shape[1]:
             design = sloped
-    covariance = np.linalg.inv(design.T @ design)
-    fitted = covariance @ (design.T @ logs)
+    covariance = np.asarray(np.linalg.inv(design.T @ design), dtype=np.float64)
+    fitted: NDArray[np.float64] = covariance @ (design.T @ logs)
     residuals = logs - design @ fitted
     freedom = count - design.shape[1]
     # Equal values have no scatter; the last bits of a least-squares fit are none.

@@ -6,7 +6,6 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -105,7 +104,7 @@ def figures_of(story: Story, draws: int) -> Figures:
     return Figures(shares, [draw.starts for draw in told], sum(widths) / len(widths) if widths else None)
 
 
-def stories() -> dict[str, Sequence[Story]]:
+def stories() -> dict[str, list[Story]]:
     """The stories of docs/method.md, by what they are about."""
     sizes = (3, 8, 20, 64)
     variants: dict[str, dict[str, Any]] = {
@@ -123,11 +122,10 @@ def stories() -> dict[str, Sequence[Story]]:
         "5 % noise, no change": {"noise": 0.05, "steps": ()},
         "5 % noise, drift": {"noise": 0.05, "drift": "line"},
     }
-    lists = {
+    return {
         name: [Story(size, **options) for size in sizes if size > 2 + options.get("failing", 0)]
         for name, options in variants.items()
     }
-    return lists
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Which entry `harness bisect` starts next, and what its starts prove: functions of the starts so far. They run nothing.
+"""Which entry `harness bisect` starts next, and what its starts prove: functions of the starts. They run nothing.
 
 Entry 0 is the good one, the last entry the bad one. A range is two entries whose difference is proven, so that a change
 is between them. Nothing is kept from step to step: each decision is made of all starts, so that a resumed search goes

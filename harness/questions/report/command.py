@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from harness.cli import common as cli
+from harness.questions.bisect.command import exit_after_bisect
 from harness.questions.tune.command import exit_after_tune
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def report(
     """
     from harness.numbers.gate import with_gates
     from harness.numbers.summarize import has_only_summary, read_summary, with_checks
+    from harness.questions.bisect.bisected import read_bisected
     from harness.questions.capacity import what_if
     from harness.questions.capacity.record import read_capacity
     from harness.questions.compare.sides import make_reference
@@ -69,6 +71,13 @@ def report(
     summary, tuned = read_summary(folder) if counts is None else counts.summary, read_answered(folder)
     summary = with_gates(summary, share, provisional=provisional)
     _print_run(output, summary, manifest, folder, counts, explain=explain)
+    if (
+        not checks
+        and (bisection := read_bisected(folder, summary, manifest)) is not None
+        and bisection.word is not None
+    ):
+        exit_after_bisect(bisection)
+        return
     _exit_after_report(summary, None if checks else tuned, capacity, folder, provisional)
 
 
