@@ -97,5 +97,5 @@ def _mean_e2e(cells: Sequence[CellSummary]) -> float | None:
 def _mean(cells: Sequence[CellSummary], value_of: Callable[[CellSummary], float | None]) -> float | None:
     """The mean over cells; None where a cell has no value."""
     values = [value_of(cell) for cell in cells]
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers and len(numbers) == len(values) else None

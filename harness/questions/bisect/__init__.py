@@ -9,6 +9,7 @@ entry_build.py  runs the command that builds an entry
 decide.py       which entry comes next, and what the starts prove: pure functions of the starts so far
 record.py       bisect.json: the question and the starts
 bisected.py     the answer by the records: the levels, why it is slower, what else differs
+bisect_words.py why an entry is started
 page.py         its page
 chart.py        its chart
 """

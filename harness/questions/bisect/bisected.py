@@ -185,9 +185,9 @@ def _with_causes(
         part = math.log(change.ratio) / whole.log_ratio
     outside = [pair for pair in ((0, low), (high, size - 1)) if pair[0] != pair[1]]
     rest = [
-        found
+        other
         for first, second in outside
-        if is_change(levels.difference(second, first), size) and (found := _change(levels, first, second)) is not None
+        if is_change(levels.difference(second, first), size) and (other := _change(levels, first, second)) is not None
     ]
     by_id = {cell.id: cell for cell in summary.cells if not cell.problems and cell.failed is None}
     sides = [[by_id[name] for name in cells.get(entry, ()) if name in by_id] for entry in (high, low)]
@@ -213,7 +213,7 @@ def _entry_levels(
     values, shorts = record.question.values, short_names(record.question.values)
     skipped = skipped_entries(starts)
     one_load = len({cell.load for cell in summary.cells}) == 1
-    found = []
+    entries = []
     for entry, (value, server) in enumerate(zip(values, server_names(values), strict=True)):
         facts: dict[str, Any] = {"starts": sum(start.entry == entry for start in starts)}
         if levels is not None and entry in levels.entries:
@@ -230,8 +230,8 @@ def _entry_levels(
         starts_s = [cell.ready_s for cell in summary.cells if cell.server == server and cell.ready_s is not None]
         facts["start_s"] = statistics.median(starts_s) if starts_s else None
         facts["findings"] = _findings_of(summary, server)
-        found.append(EntryLevel(entry=entry, name=entry_text(value), short=shorts[entry], server=server, **facts))
-    return found
+        entries.append(EntryLevel(entry=entry, name=entry_text(value), short=shorts[entry], server=server, **facts))
+    return entries
 
 
 def _in_unit(level: Estimate, metric: str) -> Estimate:

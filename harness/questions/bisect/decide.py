@@ -229,8 +229,8 @@ def starts_left(step: BisectStep, starts: Sequence[BisectStart]) -> int:
     first = step.verdict.n[0] + step.verdict.n[1] if step.verdict is not None else ends
     size = max((start.entry for start in starts), default=1)
     done = math.log2(max(1.0, size / max(1, step.high - step.low)))
-    each = max(2.0, (len(starts) - first) / done if done >= 1 else 2.0)
-    return math.ceil(each * math.log2(max(1, step.high - step.low))) + MIN_PAIR
+    per_halving = max(2.0, (len(starts) - first) / done if done >= 1 else 2.0)
+    return math.ceil(per_halving * math.log2(max(1, step.high - step.low))) + MIN_PAIR
 
 
 def _is_stuck(starts: Sequence[BisectStart], entries: Sequence[int]) -> bool:

@@ -94,40 +94,40 @@ def facts(report: BisectReport) -> list[str]:
     question = report.question
     text = f"{count(len(question.values), 'entry', 'entries')} of {question.variable}, compared by "
     text += f"{METRICS[question.metric].title}: {count(report.starts, 'start')} in {duration(report.spent_s)}"
-    found = [text]
+    texts = [text]
     if report.ends is not None and report.word in ("slower", "faster"):
-        found.append(f"{report.levels[-1].short} is {_size(report.ends)} than {report.levels[0].short}: proven")
-    found += _part_facts(report)
-    found += [f"skipped: {level.short}: {sentence(level.failed)}" for level in report.levels if level.failed]
+        texts.append(f"{report.levels[-1].short} is {_size(report.ends)} than {report.levels[0].short}: proven")
+    texts += _part_facts(report)
+    texts += [f"skipped: {level.short}: {sentence(level.failed)}" for level in report.levels if level.failed]
     if report.times:
         shown = ", ".join(
             f"{CAUSES[time.part]} {time.seconds * 1000:+,.0f} ms" for time in report.times if abs(time.share) >= MARGIN
         )
-        found.append(f"the mean time of a request changed by: {shown}")
+        texts.append(f"the mean time of a request changed by: {shown}")
     if report.change is not None:
         low, high = (report.levels[entry] for entry in (report.change.low_entry, report.change.high_entry))
         if low.start_s is not None and high.start_s is not None:
-            found.append(f"time until the server answers: {seconds(low.start_s)} before, {seconds(high.start_s)} after")
+            texts.append(f"time until the server answers: {seconds(low.start_s)} before, {seconds(high.start_s)} after")
     if report.late is not None:
-        found.append(f"the load generator was late: a result may be off by up to {short_percent(report.late)}")
+        texts.append(f"the load generator was late: a result may be off by up to {short_percent(report.late)}")
     if report.stopped is not None:
-        found.append(f"the search ended: {sentence(report.stopped)}")
+        texts.append(f"the search ended: {sentence(report.stopped)}")
     elif report.ended is None:
-        found.append("the search has not ended")
-    return found
+        texts.append("the search has not ended")
+    return texts
 
 
 def _part_facts(report: BisectReport) -> list[str]:
     """How much of the whole change the answer explains, and where more of it is."""
     if report.change is None or report.part is None or (report.part >= WHOLE and not report.rest):
         return []
-    found = []
+    texts = []
     if (report.change.low_entry, report.change.high_entry) != (0, len(report.levels) - 1):
-        found.append(f"this is {short_percent(max(0.0, report.part))} of the whole change")
+        texts.append(f"this is {short_percent(max(0.0, report.part))} of the whole change")
     for change in report.rest:
         low, high = (report.levels[entry].short for entry in (change.low_entry, change.high_entry))
-        found.append(f"another change is between {low} and {high}: {_size(change)}")
-    return found
+        texts.append(f"another change is between {low} and {high}: {_size(change)}")
+    return texts
 
 
 def _commands(report: BisectReport) -> dict[str, str]:
@@ -156,8 +156,7 @@ def _commands(report: BisectReport) -> dict[str, str]:
 def entry_grid(report: BisectReport) -> Grid:
     """The level of each entry."""
     metric = METRICS[report.question.metric]
-    unit = f", {metric.unit}" if metric.unit else ""
-    head = ("Entry", "Starts", f"{metric.title}{unit}", f"Against {report.levels[0].short}", "Side")
+    head = ("Entry", "Starts", metric.title, f"Against {report.levels[0].short}", "Side")
     rows = [
         [
             level.name,
