@@ -24,7 +24,9 @@ GoodOpt = Annotated[str | None, cli.option("ENTRY", "One that is fast (default: 
 BadOpt = Annotated[str | None, cli.option("ENTRY", "One that is slow (default: the last of the list).")]
 BuildOpt = Annotated[
     str | None,
-    cli.option("COMMAND", "Run this before an entry's first start, with {} replaced by the entry; without a shell."),
+    cli.option(
+        "COMMAND", "Run this before an entry's first start; a pair of braces in it is the entry. No shell reads it."
+    ),
 ]
 ForOpt = Annotated[
     str | None,
