@@ -19,7 +19,7 @@ from harness.numbers.summarize import summarize
 from harness.numbers.verdicts import is_paced, work_metric
 from harness.questions.bisect.bisect_words import why_text
 from harness.questions.bisect.bisected import metric_text, starts_of
-from harness.questions.bisect.decide import BisectStep, max_starts, next_step, starts_left
+from harness.questions.bisect.decide import BisectStep, End, max_starts, next_step, starts_left
 from harness.questions.bisect.entry_build import build, build_words
 from harness.questions.bisect.entry_list import EntryList, entry_text, is_flag, server_names
 from harness.questions.bisect.record import (
@@ -243,7 +243,7 @@ class BisectSearch:
             starts = starts_of(self.record, summarize(self.running.folder).cells)
         step = next_step(len(self.names), starts, self.question.metric)
         if step.ended is not None:
-            return because(f"bisect_{step.ended}", END_TEXTS[step.ended], starts=len(starts))
+            return ENDS[step.ended]
         took = [start.took_s for start in self.record.starts if start.failed is None] or [0.0]
         needed_s = statistics.median(took)
         if self.remaining_s <= 0 or needed_s * (1 - SLACK) > self.remaining_s:
@@ -310,10 +310,12 @@ def image_failure(error: ImageError) -> Reason:
     return because("setting_not_started", text, error=error.what, fix=error.next_step)
 
 
-END_TEXTS = {
-    "pair": "the difference of two neighbours is proven",
-    "undecided": "a narrower range is not proven by so many starts",
-    "same": "the good and the bad entry do not differ",
-    "not_shown": "a difference of the good and the bad entry is not shown by so many starts",
-    "end_failed": "an entry that is needed gives no result",
+ENDS: dict[End, Reason] = {
+    "pair": because("bisect_pair", "the difference of two neighbours is proven"),
+    "undecided": because("bisect_undecided", "a narrower range is not proven by so many starts"),
+    "same": because("bisect_same", "the good and the bad entry do not differ"),
+    "not_shown": because(
+        "bisect_not_shown", "a difference of the good and the bad entry is not shown by so many starts"
+    ),
+    "end_failed": because("bisect_end_failed", "an entry that is needed gives no result"),
 }
