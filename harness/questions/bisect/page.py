@@ -123,7 +123,8 @@ def _part_facts(report: BisectReport) -> list[str]:
         return []
     texts = []
     if (report.change.low_entry, report.change.high_entry) != (0, len(report.levels) - 1):
-        texts.append(f"this is {short_percent(max(0.0, report.part))} of the whole change")
+        alone = "" if report.rest else "; no other change is proven"
+        texts.append(f"this is about {100 * max(0.0, report.part):.0f} % of the whole change{alone}")
     for change in report.rest:
         low, high = (report.levels[entry].short for entry in (change.low_entry, change.high_entry))
         texts.append(f"another change is between {low} and {high}: {_size(change)}")
