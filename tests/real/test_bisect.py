@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.real.conftest import Say
 from tests.real.parts import harness, left_behind, llamacpp, write_scenario
 
-LOAD = {"user": "batch", "batch_size": 2, "requests": 4, "output_tokens": 4}
+LOAD = {"user": "batch", "batch_size": 2, "requests": 2, "output_tokens": 4}
 
 
+@pytest.mark.nightly  # ten starts and loads: two minutes where other programs run
 def test_the_batch_size_that_reads_prompts_in_pieces_is_found(tmp_path: Path, say: Say) -> None:
     path = write_scenario(
         tmp_path, "pieces", model="tiny", servers={"llamacpp": llamacpp()}, loads={"two": LOAD},
