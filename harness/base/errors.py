@@ -5,6 +5,7 @@ HarnessError
  +- UnlikeError        runs that are not compared             exit 1 (harness.records.manifest)
  +- ServerError        not ready, or without the model       exit 2
  |   +- StartError     because of its settings, not of its host
+ |   +- ImageError     its image is not here and cannot be pulled
  +- RunError           the run cannot give valid numbers      exit 3
 """
 
@@ -108,6 +109,10 @@ class StartError(ServerError):
     def __init__(self, what: str, *, next_step: str = "", detail: str = "", **facts: str | None) -> None:
         super().__init__(what, next_step=next_step, detail=detail)
         self.facts: dict[str, str] = masked({key: value for key, value in facts.items() if value}, "sure")
+
+
+class ImageError(ServerError):
+    """An image is not on this machine, and cannot be pulled: offline, unknown, not allowed, or not built yet."""
 
 
 class RunError(HarnessError):

@@ -23,6 +23,7 @@ from harness.cli.common import (
     usage_error,
 )
 from harness.cli.common import app as app
+from harness.questions.bisect import command as bisect
 from harness.questions.capacity import command as capacity
 from harness.questions.compare import command as compare
 from harness.questions.expect import command as expect
@@ -32,7 +33,7 @@ from harness.questions.report import command as report
 from harness.questions.tune import command as tune
 
 # Importing them registers their commands.
-COMMAND_MODULES = (quick, actions, capacity, tune, expect, compare, plan, tools, report, stored)
+COMMAND_MODULES = (quick, actions, capacity, tune, bisect, expect, compare, plan, tools, report, stored)
 
 
 def version(value: bool) -> None:

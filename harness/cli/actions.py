@@ -161,12 +161,20 @@ def _resume(
     junit: cli.JunitFile | None,
 ) -> Path:
     """Measure what is missing of a run and return its folder."""
+    from harness.questions.bisect.record import bisect_command
     from harness.questions.tune.record import search_command
     from harness.records.manifest import read_run
     from harness.run.resume import resume
 
     with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-        resume(folder, cli.make_progress(), target, budget_s, against, search_command=search_command(folder))
+        resume(
+            folder,
+            cli.make_progress(),
+            target,
+            budget_s,
+            against,
+            search_command=search_command(folder) or bisect_command(folder),
+        )
     return folder
 
 

@@ -24,7 +24,7 @@ from harness.base.redact import printable
 from harness.base.units import count
 
 COMMANDS = {  # in the order of use
-    "Measure": ("quick", "run", "capacity", "tune", "live", "check", "init"),
+    "Measure": ("quick", "run", "capacity", "tune", "bisect", "live", "check", "init"),
     "Answer": ("expect", "compare", "plan", "explain", "doctor"),
     "Look": ("report", "results", "list"),
     "Keep": ("export", "import"),
@@ -38,7 +38,8 @@ NEEDS = {
 }  # fmt: skip
 EXCLUDES = {
     "resume": ("scenario", "model", "repeats", "checks", "workers", "bind", "times", "goal", "load", "server",
-        "finding", "keep"),
+        "finding", "keep", "images", "values", "good", "bad", "build", "metric"),
+    "images": ("values",),
     "api_key_env": ("scenario",),
     "user": ("scenario",),
     "across": ("against", "about"),

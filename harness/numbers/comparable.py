@@ -387,12 +387,12 @@ def run_differences(runs: Sequence[Run]) -> list[Difference]:
     )
 
 
-def server_differences(run: Run) -> list[Difference]:
-    """The differences of a run's servers, with a value for each server in the order of the scenario.
+def server_differences(run: Run, names: Sequence[str] = ()) -> list[Difference]:
+    """The differences of a run's servers, with a value for each server in the order of the scenario, or of `names`.
 
     None are known where a server did not run.
     """
-    servers = list(run.scenario.servers)
+    servers = list(names or run.scenario.servers)
     if len(servers) < 2 or not {cell.server for cell in run.cells}.issuperset(servers):
         return []
     facts: list[Facts] = []

@@ -372,7 +372,7 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
     files = {
         "run.json": pretty_json(run),
         "summary.json": pretty_json(summary),
-        "report.md": render(run_page(summary, run, read_searched(folder, summary))).encode(),
+        "report.md": render(run_page(summary, run, read_searched(folder, summary, run))).encode(),
     }
     target.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

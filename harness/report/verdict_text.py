@@ -132,7 +132,7 @@ def describe_change(verdict: Verdict, *, interval: bool = True) -> str:
     """The change of a verdict, in the scale of the gate: "29 % slower than a by wall time (19 to 40 %)"."""
     low, high = shown_bounds(verdict)
     one_sided = low is not None and high is not None and not low < 1 <= high
-    size = _sizes(low or 0.0, high or 0.0) if one_sided else format_range(low, high)
+    size = interval_sizes(low or 0.0, high or 0.0) if one_sided else format_range(low, high)
     notes = [size] if interval else []
     notes += [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
     about = "about " if None in (low, high) else ""
@@ -157,10 +157,10 @@ def format_range(low: float | None, high: float | None) -> str:
         return f"at least {format_change(low)}" if low is not None and low > 1 else "interval not known"
     if low < 1 <= high:
         return f"between {format_change(low)} and {format_change(high)}"
-    return f"{_sizes(low, high)} {'slower' if high < 1 else 'faster'}"
+    return f"{interval_sizes(low, high)} {'slower' if high < 1 else 'faster'}"
 
 
-def _sizes(low: float, high: float) -> str:
+def interval_sizes(low: float, high: float) -> str:
     """The sizes of an interval on one side of 1: "5 to 15 %", "2.1x to 2.4x"."""
     near, far = (_invert(high), _invert(low)) if high < 1 else (low, high)
     if far >= 2:
@@ -172,7 +172,7 @@ def gate_text(gate: Gate, low: float | None, high: float | None, tolerance: floa
     """What the interval of a ratio shows of a slowdown by the tolerance."""
     seen, limit = format_range(low, high), f"{limit_text(tolerance)} or more"
     if gate not in ("no_slowdown", "cannot_tell") and low is not None and high is not None:
-        seen = _sizes(low, high)  # the word is there
+        seen = interval_sizes(low, high)  # the word is there
     return {
         "no_slowdown": f"no slowdown of {limit} ({seen})",
         "slower": f"slower ({seen})",
@@ -195,7 +195,7 @@ def gate_answer(verdict: Verdict) -> str:
         size = f"about {change} ({seen})" if None in shown_bounds(verdict) else seen
         return f"Cannot tell: {verdict.side} is {size}{than}. {_settles_gate(verdict, 'R')}."
     low, high = shown_bounds(verdict)
-    sizes = seen if low is None or high is None else _sizes(low, high)
+    sizes = seen if low is None or high is None else interval_sizes(low, high)
     text = f"{verdict.side} is {change}{than} ({sizes})"
     if verdict.gate == "slower":
         return f"Slower: {text}."

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,32 @@ def resume(
 
 
 @contextlib.contextmanager
+def with_resume_advice(command: Callable[[], str | None], progress: Progress) -> Iterator[None]:
+    """Say how to go on when a search ends early. `command`: the one that goes on; None: there is nothing to keep."""
+    try:
+        yield
+    except BaseException as error:
+        if (text := command()) is not None:
+            advice = f"To go on: {text}"
+            if isinstance(error, HarnessError):
+                error.next_step = " ".join(filter(None, [error.next_step, advice]))
+            elif isinstance(error, KeyboardInterrupt):
+                with contextlib.suppress(OSError):
+                    progress.line(advice, whole=True)
+        raise
+
+
+@contextlib.contextmanager
 def reopened(
-    folder: Path, kept: Collection[str], progress: Progress, target: Target | None = None
+    folder: Path,
+    kept: Collection[str],
+    progress: Progress,
+    target: Target | None = None,
+    anew: str = "harness tune SCENARIO",
 ) -> Iterator[Running]:
-    """Lock a search of settings, and make it a run in progress with the kept cells. Raises HarnessError."""
+    """Lock a search, and make it a run in progress with the kept cells. Raises as `recorded_experiment`."""
     with lock_folder(folder):
-        run, experiment = read_run(folder), recorded_experiment(folder, target)
+        run, experiment = read_run(folder), recorded_experiment(folder, target, anew)
         _remove_leftovers(run, experiment, progress)
         progress.line(f"Run {run.id}: {count(len(kept), 'cell')} kept. Records go to {folder}")
         yield Running(
@@ -99,11 +119,14 @@ def reopened(
         )
 
 
-def recorded_experiment(folder: Path, target: Target | None = None) -> Experiment:
-    """Return the experiment of a search of settings as it was prepared. Raises HarnessError, also as `resume`."""
+def recorded_experiment(folder: Path, target: Target | None = None, anew: str = "harness tune SCENARIO") -> Experiment:
+    """Return the experiment of a search as it was prepared. `anew`: the command that starts another one.
+
+    Raises HarnessError, also as `resume`.
+    """
     inputs, run = _read_inputs(folder), read_run(folder)
     experiment = _recorded_experiment(run, folder, inputs, target)
-    _refuse_changes(folder, run, experiment, inputs, "harness tune SCENARIO")
+    _refuse_changes(folder, run, experiment, inputs, anew)
     path = Path(inputs.scenario)  # names the runs that follow
     return replace(experiment, path=path) if path.is_file() else experiment
 

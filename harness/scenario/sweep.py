@@ -67,7 +67,7 @@ def _expand_parts(
                 new_problems.append(Problem("", f"two {kind} would have this name; rename one, or change its values"))
             else:
                 rows[row] = (
-                    _server_with(part, settings) if kind == "servers" else _load_with(part, settings, new_problems)
+                    server_with(part, settings) if kind == "servers" else _load_with(part, settings, new_problems)
                 )
             for problem in new_problems:
                 texts.setdefault(str(problem), f"{problem} (of row '{row}')".removeprefix("$."))
@@ -178,7 +178,7 @@ def _label(value: Any, place: int) -> str:
     return str(place + 1)
 
 
-def _server_with(server: Server, settings: Mapping[str, Any]) -> Server:
+def server_with(server: Server, settings: Mapping[str, Any]) -> Server:
     """Return the server with these settings: variables of its template, and arguments of its engine."""
     variables = dict(server.variables)
     for key, value in settings.items():

@@ -18,7 +18,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.models.images import Image
 from docker.utils import parse_repository_tag
 
-from harness.base.errors import ServerError, reason_of
+from harness.base.errors import ImageError, ServerError, reason_of
 from harness.base.process import owner_is_gone, owner_labels
 from harness.failures.diagnosis import explain_api_error
 from harness.machine.inspection import DockerEngine
@@ -221,20 +221,21 @@ def _list_objects(client: docker.DockerClient, run: str | None = None) -> Iterat
 
 
 def ensure_image(client: docker.DockerClient, name: str, on_progress: Callable[[str], None]) -> Image:
-    """Return the image; pull it if the engine does not have it. Raises ServerError: offline, unknown, not allowed."""
+    """Return the image; pull it if the engine does not have it. Raises ImageError: offline, unknown, not allowed."""
     try:
         with contextlib.suppress(ImageNotFound):
             return ask_engine(lambda: client.images.get(name))
         repository, tag = parse_repository_tag(name)
         if repository == OWN_IMAGE:
-            raise ServerError(
+            raise ImageError(
                 f"the project's image {name} was not built yet",
                 next_step="Build it: make image (in the project's folder).",
             )
         _pull_image(client, name, repository, tag or "latest", on_progress)
         return client.images.get(name)
     except DOCKER_ERRORS as error:
-        raise make_docker_error(f"the image {name} is not on this machine and cannot be pulled", error) from None
+        failed = make_docker_error(f"the image {name} is not on this machine and cannot be pulled", error)
+        raise ImageError(failed.what, next_step=failed.next_step, detail=failed.detail) from None
 
 
 def get_digest(image: Image) -> str:

@@ -69,8 +69,8 @@ BETWEEN: dict[tuple[str, str], str] = {
     ("tune", "same_answers"): "settings may change the answers",
     # The page of a run has the answers of all of them; the joint adds them to a summary.
     **{("report", name): "its page" for name in (
-        "agents", "capacity", "compare", "crossover", "findings", "isolation", "joint", "mlperf_edge", "quick",
-        "same_answers", "soak", "tune")},
+        "agents", "bisect", "capacity", "compare", "crossover", "findings", "isolation", "joint", "mlperf_edge",
+        "quick", "same_answers", "soak", "tune")},
     **{("joint", name): "its answer" for name in (
         "agents", "crossover", "findings", "mlperf_edge", "same_answers", "soak", "switching")},
     ("results", "joint"): "a filed run has all answers",

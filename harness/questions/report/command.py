@@ -4,7 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
 from harness.cli import common as cli
+from harness.questions.bisect.command import exit_after_bisect
 from harness.questions.tune.command import exit_after_tune
 
 if TYPE_CHECKING:
@@ -69,6 +72,8 @@ def report(
     summary, tuned = read_summary(folder) if counts is None else counts.summary, read_answered(folder)
     summary = with_gates(summary, share, provisional=provisional)
     _print_run(output, summary, manifest, folder, counts, explain=explain)
+    if not checks:
+        _exit_after_bisection(summary, manifest, folder)
     _exit_after_report(summary, None if checks else tuned, capacity, folder, provisional)
 
 
@@ -97,6 +102,16 @@ def _as_files(summary: "Summary", manifest: "Run") -> dict[str, Callable[[], str
         "junit": lambda: junit_cases.render(summary, manifest),
         "csv": lambda: export.csv_table(summary, manifest),
     }
+
+
+def _exit_after_bisection(summary: "Summary", manifest: "Run", folder: Path) -> None:
+    """Exit with the code of a bisection that has an answer."""
+    from harness.questions.bisect.bisected import read_bisected
+
+    bisection = read_bisected(folder, summary, manifest)
+    if bisection is not None and (bisection.word is not None or bisection.ended is not None):
+        exit_after_bisect(bisection)
+        raise typer.Exit
 
 
 def _exit_after_report(

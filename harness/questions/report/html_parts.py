@@ -14,6 +14,8 @@ from harness.base.metrics import LIVE
 from harness.numbers.comparable import server_differences
 from harness.numbers.summary import Row, Summary
 from harness.questions.agents.agent_turns import turn_charts
+from harness.questions.bisect.bisected import BisectReport
+from harness.questions.bisect.chart import levels_chart
 from harness.questions.capacity.chart import attainment_chart
 from harness.questions.capacity.record import CapacityReport
 from harness.questions.compare.page import differences
@@ -121,15 +123,22 @@ def folded_details(tables: Sequence[Grid], machine: Sequence[Grid]) -> list[Elem
     return [*fold_long([*tables, *machine]), *(Paragraph(f"{how} {table.note}.", "fine") for table in machine)]
 
 
-def answer_charts(summary: Summary, run: Run, capacity: CapacityReport | None, tune: TuneReport | None) -> list[Chart]:
+def answer_charts(
+    summary: Summary,
+    run: Run,
+    capacity: CapacityReport | None,
+    tune: TuneReport | None,
+    bisection: BisectReport | None = None,
+) -> list[Chart]:
     """The charts of what the run varied, the one that shows its answer first."""
     question_charts = [
         *([] if capacity is None else [attainment_chart(capacity)]),
         *([] if tune is None else [tune_chart(tune)]),
+        *([] if bisection is None else [levels_chart(bisection)]),
         *answers_charts(summary),
         *turn_charts(summary),
         *soak_charts(summary),
-        *(crossover_charts(summary, run) or sweep_charts(summary, run) if tune is None else []),
+        *(crossover_charts(summary, run) or sweep_charts(summary, run) if tune is None and bisection is None else []),
         figures.throughput_chart(summary, run),
     ]
     rows = [figures.rows_chart(summary)] if all(chart.empty for chart in question_charts) else []

@@ -16,6 +16,9 @@ from harness.numbers.summarize import Summarized
 from harness.numbers.summary import Summary
 from harness.questions.agents.agent_turns import turn_tables
 from harness.questions.agents.replay import replay_elements
+from harness.questions.bisect.bisected import BisectReport, read_bisected
+from harness.questions.bisect.page import answer_line as bisect_line
+from harness.questions.bisect.page import bisect_elements, bisect_question
 from harness.questions.capacity.page import capacity_lines
 from harness.questions.capacity.record import CapacityReport, read_capacity
 from harness.questions.crossover.page import speculation_tables
@@ -67,15 +70,22 @@ class Searched(NamedTuple):
 
     capacity: CapacityReport | None = None
     tune: TuneReport | None = None
+    bisect: BisectReport | None = None
     levels: Sequence[QuickLevel] = ()
     combinations: Sequence[CombinationNumbers] = ()
+
+    @property
+    def is_of_settings(self) -> bool:
+        """Whether settings or builds were searched, whose page has their starts."""
+        return self.tune is not None or self.bisect is not None
 
 
 NO_SEARCH = Searched()
 
 
-def read_searched(folder: Path, summary: Summary) -> Searched:
-    return Searched(read_capacity(folder), read_answered(folder), *read_levels(folder, summary))
+def read_searched(folder: Path, summary: Summary, run: Run) -> Searched:
+    bisection = read_bisected(folder, summary, run)
+    return Searched(read_capacity(folder), read_answered(folder), bisection, *read_levels(folder, summary))
 
 
 def run_page(
@@ -90,8 +100,12 @@ def run_page(
 
     `data`: for the HTML page, which also has charts, every cell, and what ran. `explain`: with the host metrics.
     """
-    summary = shown_summary(summary, searched.tune)
-    charts = [] if data is None else html_parts.answer_charts(summary, run, searched.capacity, searched.tune)
+    summary = shown_summary(summary, is_searched=searched.is_of_settings)
+    charts = (
+        []
+        if data is None
+        else html_parts.answer_charts(summary, run, searched.capacity, searched.tune, searched.bisect)
+    )
     first_charts, others = (charts[:1], charts[1:]) if _is_sure(summary, run) else ([], charts)
     is_described = data is not None and len(summary.rows) <= html_parts.FEW
     described = sentences.load_descriptions(run) if is_described else {}
@@ -113,7 +127,7 @@ def run_page(
             *([Paragraph(LEGEND, "fine")] if searched.levels else []),
             design(summary, run),
             *isolation_elements(summary),
-            *([] if searched.tune is not None else _variables_of_servers(run)),
+            *([] if searched.is_of_settings else _variables_of_servers(run)),
             *([] if data is None else html_parts.servers_differ(run)),
         ]),
         Section("replay", "Replay of the trace", replay_elements(summary), is_titled=True),
@@ -147,7 +161,7 @@ def _answer_section(
 ) -> Section:
     """The answer, whether it counts, and the findings; with the chart that shows it."""
     tiles: list[Tile] = []
-    if charted and _is_sure(summary, run) and searched.tune is None:
+    if charted and _is_sure(summary, run) and not searched.is_of_settings:
         tiles = html_parts.quick_tiles(searched.levels) if searched.levels else html_parts.tiles(summary, run)
     numbers = [*itertools.chain(*results.rows), *(tile.value for tile in tiles)]
     return Section("answer", "", [
@@ -156,6 +170,7 @@ def _answer_section(
         *([Tiles(tiles)] if tiles else []),
         *state(summary, run, numbers),
         *([] if searched.tune is None else tune_elements(searched.tune)),
+        *([] if searched.bisect is None else bisect_elements(searched.bisect)),
         Sides(findings(summary), first_charts),
     ])  # fmt: skip
 
@@ -172,11 +187,11 @@ def _verdicts(summary: Summary, run: Run, *, charted: bool) -> Section:
     return Section("verdicts", "Verdicts", [*elements, *([folded] if charted else []), *same], is_titled=True)
 
 
-def shown_summary(summary: Summary, tune: TuneReport | None) -> Summary:
-    """What a page shows of a summary: of a search of settings no findings, whose actions it has tried, and neither
-    settings that failed nor starts that do not count, which its history has. Its answer rests on the proof.
+def shown_summary(summary: Summary, *, is_searched: bool) -> Summary:
+    """What a page shows of a summary: of a search of settings or builds no findings, which the search has tried or
+    shows by side, and neither settings that failed nor starts that do not count, which its history has.
     """
-    if tune is None:
+    if not is_searched:
         return summary
     notes = [note for note in summary.notes if note.code != "setting_failed"]
     rows = [row for row in summary.rows if row.failed is None] or summary.rows
@@ -189,6 +204,7 @@ def shown_summary(summary: Summary, tune: TuneReport | None) -> Summary:
 def answer(summary: Summary, run: Run, searched: Searched) -> list[Element]:
     """The question and its answer."""
     question = summary.question if searched.tune is None else tune_question(searched.tune)
+    question = question if searched.bisect is None else bisect_question(searched.bisect)
     return [
         Paragraph(question, "title"),
         *(Paragraph(line, "lead") for line in _answer_lines(summary, run, searched)),
@@ -204,6 +220,8 @@ def _answer_lines(summary: Summary, run: Run, searched: Searched) -> list[str]:
         return [lead_of_combinations(searched.combinations)]
     if searched.tune is not None:
         return [answer_line(searched.tune)]
+    if searched.bisect is not None:
+        return [bisect_line(searched.bisect)]
     return [run_answer(summary, run)] if searched.capacity is None else capacity_lines(searched.capacity)
 
 
@@ -311,7 +329,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
 
 def report_page(summary: Summary, run: Run, folder: Path, *, explain: bool = False) -> list[Element]:
     """Return the page of a run, with what its folder has of a search or a quick run."""
-    return run_page(summary, run, read_searched(folder, summary), explain=explain)
+    return run_page(summary, run, read_searched(folder, summary, run), explain=explain)
 
 
 def render_html(summary: Summary, run: Run, data: ChartData, searched: Searched = NO_SEARCH) -> str:
@@ -325,4 +343,4 @@ def run_html(folder: Path, run: Run, summary: Summary, summarized: Summarized | 
     records are read for them. Raises HarnessError.
     """
     data = read_chart_data(folder) if summarized is None else chart_data(summarized.data)
-    return render_html(summary, run, data, read_searched(folder, summary))
+    return render_html(summary, run, data, read_searched(folder, summary, run))

@@ -17,7 +17,7 @@ from harness.base.https import open_session
 from harness.base.process import owner_is_gone, owner_labels
 from harness.base.reason import Reason, because, sentence
 from harness.base.units import duration
-from harness.machine.gpus import read_gpu_memory, wait_until_free
+from harness.machine.gpus import read_gpu_memory
 from harness.machine.telemetry import reports_power
 from harness.numbers.comparison import MARGIN
 from harness.numbers.summarize import Summarized, summarize_with_counts
@@ -50,7 +50,7 @@ from harness.questions.tune.record import (
     TuneReport,
     TuneTrials,
     read_tune,
-    resume_command,
+    search_command,
     write_tune,
 )
 from harness.questions.tune.spelling import (
@@ -67,15 +67,15 @@ from harness.records.manifest import CellRun, Run, ServedBy, read_run
 from harness.records.records import Request
 from harness.run.experiment import Experiment, Target, load_name, server_name
 from harness.run.machine_fit import check_all_gpus, resolve_auto
-from harness.run.orchestrator import cell_run_of, endpoint_of, run_group, run_steps, start_run
+from harness.run.orchestrator import run_steps, start_run
 from harness.run.progress import Progress
-from harness.run.resume import recorded_experiment, reopened
+from harness.run.resume import recorded_experiment, reopened, with_resume_advice
 from harness.run.running import Running, death_of_setting, failed_cell, start_failure
+from harness.run.server_start import measure_start
 from harness.scenario import Load, Scenario, Sweep, SweepRow, is_open_loop, wave_size
-from harness.scenario.plan import Cell, cell_of, grouped
+from harness.scenario.plan import Cell, cell_of
 from harness.serve.facts import find_fallback, find_ignored_settings
 from harness.serve.lemonade import load_with_options, put_options_back, running_options
-from harness.serve.lint import refuse_too_long
 from harness.serve.probe import list_models, parse_base_url
 from harness.workload.job import read_api_key
 
@@ -216,7 +216,8 @@ def tune(
         folder = running.folder
         yield from TuneSearch(running, replace(question, run=running.id), TuneTrials(), began_s).cells()
 
-    with restored(experiment, progress, lambda: folder, keep=keep), _with_resume_advice(lambda: folder, progress):
+    advised = with_resume_advice(lambda: _command_of(folder), progress)
+    with restored(experiment, progress, lambda: folder, keep=keep), advised:
         folder = start_run(experiment, [], runs, progress, steps, kind="search")
         return folder, prove(folder, experiment, runs, progress, began_s)
 
@@ -320,21 +321,14 @@ class TuneSearch:
     def _measure(self, scenario: Scenario, cells: list[Cell]) -> Iterator[CellRun]:
         """Start the server, and run its cells until it dies. Raises StartError."""
         own = replace(self.running, experiment=replace(self.running.experiment, scenario=scenario))
-        memory = wait_until_free(self._idle_memory) if self._idle_memory else []
-        first, loads = cells[0], list(scenario.loads)
-        refuse_too_long(scenario, [first.server], loads)
-        asked = scenario.swept.servers[first.server].settings if scenario.swept is not None else {}
-        with endpoint_of(own, first) as endpoint:
-            refuse_too_long(scenario, [first.server], loads, endpoint.served_by.startup)
-            for group in grouped(cells, lambda cell: cell.group):
-                if endpoint.check_alive() is not None:
-                    return
-                begun = [cell_run_of(cell, endpoint.served_by, time.time()) for cell in group]
-                own.file.update(*(replace(cell_run, seed=scenario.seed) for cell_run in begun))  # no cell of a plan
-                watch = LoadWatch(scenario.loads[group[0].load])
-                is_whole = group[0].stage or group[0].load == QUESTIONS
-                for cell_run in run_group(own, group, endpoint, None if is_whole else watch):
-                    yield self._checked(replace(cell_run, gpu_memory_before=memory, seed=scenario.seed), asked)
+        asked = scenario.swept.servers[cells[0].server].settings if scenario.swept is not None else {}
+
+        def watch_of(group: list[Cell]) -> LoadWatch | None:
+            is_whole = group[0].stage or group[0].load == QUESTIONS
+            return None if is_whole else LoadWatch(scenario.loads[group[0].load])
+
+        for cell_run in measure_start(own, cells, self._idle_memory, watch_of):
+            yield self._checked(cell_run, asked)
 
     def _checked(self, cell_run: CellRun, asked: Mapping[str, Any]) -> CellRun:
         """Add the failure of settings that killed the server, or did not take effect."""
@@ -406,7 +400,7 @@ def resume_tune(
             restored(running.experiment, progress, lambda: folder),
         ):
             search = TuneSearch(running, report.question, report.trials, began_s)
-            with _with_resume_advice(lambda: folder, progress):
+            with with_resume_advice(lambda: _command_of(folder), progress):
                 run_steps(running, [], lambda *_: search.cells())
         report = read_tune(folder) or report
     if report.proof.verdict is not None:
@@ -414,7 +408,7 @@ def resume_tune(
     experiment = recorded_experiment(folder, target)
     write_tune(folder, report.question, report.trials, report.proof)
     note_change(folder, experiment)
-    with restored(experiment, progress, lambda: folder), _with_resume_advice(lambda: folder, progress):
+    with restored(experiment, progress, lambda: folder), with_resume_advice(lambda: _command_of(folder), progress):
         return prove(folder, experiment, runs, progress, began_s)
 
 
@@ -471,21 +465,9 @@ def with_budget(report: TuneReport, budget_s: float) -> TuneReport:
     return _unanswered(report) if report.proof.verdict == "inconclusive" else report
 
 
-@contextlib.contextmanager
-def _with_resume_advice(folder: Callable[[], Path | None], progress: Progress) -> Iterator[None]:
-    """Say how to go on when the search or the proof ends early."""
-    try:
-        yield
-    except BaseException as error:
-        place = folder()
-        if place is not None and (place / "tune.json").exists():
-            advice = f"To go on: {resume_command(place)}"
-            if isinstance(error, HarnessError):
-                error.next_step = " ".join(filter(None, [error.next_step, advice]))
-            elif isinstance(error, KeyboardInterrupt):
-                with contextlib.suppress(OSError):
-                    progress.line(advice, whole=True)
-        raise
+def _command_of(folder: Path | None) -> str | None:
+    """The command that goes on with a search; None before it has a file."""
+    return None if folder is None else search_command(folder)
 
 
 def note_change(folder: Path, experiment: Experiment) -> None:

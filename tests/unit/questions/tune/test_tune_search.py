@@ -356,14 +356,14 @@ def test_a_page_of_a_search_has_no_findings_and_no_failed_settings() -> None:
         run="r", scenario="s", question="q", simulated=True, valid=True, reasons=[], rows=rows, cells=[],
         findings=[finding], notes=[because("setting_failed", "long"), because("other", "x")],
     )  # fmt: skip
-    assert shown_summary(summary, None) is summary
-    shown = shown_summary(summary, FOUND)
+    assert shown_summary(summary, is_searched=False) is summary
+    shown = shown_summary(summary, is_searched=True)
     assert (shown.findings, [row.server for row in shown.rows]) == (None, ["try-2"])
     assert [note.code for note in shown.notes] == ["other"]
-    assert len(shown_summary(replace(summary, rows=rows[:1]), FOUND).rows) == 1, "a table has a row"
+    assert len(shown_summary(replace(summary, rows=rows[:1]), is_searched=True).rows) == 1, "a table has a row"
     late, cut = replace(because("client_error", "delays"), cell="r1-try-2-l"), because("interrupted", "it was cut")
     for reasons, left in (([late], []), ([cut, late], [cut])):
-        shown = shown_summary(replace(summary, valid=False, reasons=reasons), FOUND)
+        shown = shown_summary(replace(summary, valid=False, reasons=reasons), is_searched=True)
         assert (shown.reasons, shown.valid) == (left, not left)
 
 

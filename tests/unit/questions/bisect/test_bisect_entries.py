@@ -1,0 +1,167 @@
+"""The list of `harness bisect`, its builds and its file."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.base.errors import HarnessError
+from harness.base.reason import because
+from harness.questions.bisect.entry_build import LAST_LINES, build, build_words
+from harness.questions.bisect.entry_list import (
+    MAX_BYTES,
+    order_entries,
+    read_images,
+    read_values,
+    server_names,
+    short_names,
+)
+from harness.questions.bisect.record import BISECT_FILE, bisect_command, read_bisect, write_bisect
+from harness.questions.bisect.search import default_metric, refuse_metric
+from harness.scenario import Arrivals, Load
+from tests.support.bisections import ASKED, IMAGES, made_bisection
+from tests.support.wording import Wording
+
+
+def test_images_are_read_one_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "images.txt"
+    file.write_text("# oldest first\n\n  a:1  \nb:2 # the release\na@sha256:12#x\r\n")
+    assert read_images(file) == ["a:1", "b:2", "a@sha256:12#x"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a b\n", b"--privileged\n", b"a\x1b[31m\n", b"\xff\xfe\n", b"a" * 600, b"x" * (MAX_BYTES + 1)],
+    ids=["two words", "an option", "a control character", "no UTF-8", "too long", "too large"],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes, wording: Wording) -> None:
+    file = tmp_path / "images.txt"
+    file.write_bytes(content)
+    with pytest.raises(HarnessError) as error:
+        read_images(file)
+    assert error.value.what.startswith("--images: ")
+    wording(error.value, FILE=file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="--images"):
+        read_images(tmp_path / "none.txt")
+
+
+def test_values_have_the_types_of_variables() -> None:
+    assert read_values("ctx_size=8192, 16384") == ("ctx_size", [8192, 16384])
+    assert read_values("x=on,off,true,0.5,1e-3,-2,1e400,q8_0") == (
+        "x", ["on", "off", True, 0.5, 0.001, -2, "1e400", "q8_0"]
+    )  # fmt: skip
+    assert read_values("--threads=4,2") == ("--threads", [4, 2])
+    assert read_values("env=a=b,c") == ("env", ["a=b", "c"])
+
+
+@pytest.mark.parametrize("given", ["ctx_size", "=1,2", "a b=1,2", "x=1,,2", "x=", "x=1,\x07"])
+def test_values_that_are_none_are_refused(given: str, wording: Wording) -> None:
+    with pytest.raises(HarnessError) as error:
+        read_values(given)
+    wording(error.value)
+
+
+def test_the_entries_go_from_good_to_bad() -> None:
+    def values(good: str | None = None, bad: str | None = None) -> list[Any]:
+        return order_entries("x", [1, 2, 3, 4], good, bad).values
+
+    assert (values(), values("2"), values("2", "3")) == ([1, 2, 3, 4], [2, 3, 4], [2, 3])
+    assert values("4", "1") == [4, 3, 2, 1] and values(bad="1", good="3") == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "good", "bad"),
+    [([1, 1], None, None), ([1], None, None), ([1, 2], "3", None), ([1, 2], "2", None), (range(1001), None, None)],
+    ids=["twice", "one", "unknown", "the same", "too many"],
+)
+def test_a_list_that_cannot_be_bisected_is_refused(
+    values: Any, good: str | None, bad: str | None, wording: Wording
+) -> None:
+    with pytest.raises(HarnessError) as error:
+        order_entries("x", list(values), good, bad)
+    wording(error.value)
+
+
+def test_names_are_short_and_those_of_servers_are_valid_and_different() -> None:
+    assert short_names(IMAGES)[:2] == ["b1", "b2"]
+    assert server_names(IMAGES)[0] == "1-b1"
+    assert short_names(["a:1", "b:2"]) == ["a:1", "b:2"]
+    names = server_names([f"x:{'LONG_' * 30}{number}" for number in range(12)])
+    assert len(set(names)) == 12 and names[0].startswith("01-") and max(map(len, names)) <= 40
+    assert server_names(["///", ":::"]) == ["1-entry", "2-entry"]
+
+
+def test_a_build_gets_the_entry_as_a_word_and_no_shell_reads_it(tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    script = f"import pathlib, sys; pathlib.Path({str(out)!r}).write_text(repr(sys.argv[1:]))"
+    words = build_words(f'{sys.executable} -c "{script}" --tag=x:{{}} {{}}', ["a"])
+    evil = "$(touch pwned); `id` 'x"
+    assert build(words, evil, log, 60) is None
+    assert out.read_text() == repr([f"--tag=x:{evil}", evil]) and not (tmp_path / "pwned").exists()
+
+
+def test_a_build_that_fails_has_its_code_and_last_lines(tmp_path: Path) -> None:
+    script = "import sys; print(*range(50), sep=chr(10)); print('hipcc: error'); sys.exit(7)"
+    failed = build([sys.executable, "-c", script, "{}"], "a", tmp_path / "log", 60)
+    assert failed is not None and failed.code == "build_failed" and failed.values["code"] == 7
+    assert failed.values["output"][-1] == "hipcc: error" and len(failed.values["output"]) == LAST_LINES
+    missing = build(["no-such-program", "{}"], "a", tmp_path / "log", 60)
+    assert missing is not None and missing.values["code"] is None
+    late = build([sys.executable, "-c", "import time; time.sleep(3600)", "{}"], "a", tmp_path / "log", 0.0)
+    assert late is not None and late.code == "build_failed"
+
+
+@pytest.mark.parametrize("command", ["make", "make '{}", "make {}"])
+def test_a_build_command_that_cannot_be_used_is_refused(command: str, wording: Wording) -> None:
+    with pytest.raises(HarnessError) as error:
+        build_words(command, ["--evil" if command == "make {}" else "a"])
+    wording(error.value)
+
+
+def test_the_metric_is_that_of_the_loads() -> None:
+    work = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
+    users = Load(user="chat", users=2, duration_s=60, think_s=[1, 2])
+    opened = Load(user="chat", users=2, duration_s=60, arrivals=Arrivals(rate=1))
+    assert [default_metric([load]) for load in (work, users, opened)] == ["wall", "e2e_p50", "e2e_sched_p50"]
+    for name in ("wall", "ttft_p50", "tpot_mean", "output_tok_s"):
+        refuse_metric(name)
+    for name in ("ttft", "error_rate", "goodput", "send_lag_p50", "fun"):
+        with pytest.raises(HarnessError, match="--for"):
+            refuse_metric(name)
+
+
+def test_the_file_is_read_as_it_was_written_and_damage_is_named(tmp_path: Path) -> None:
+    record, *_ = made_bisection([(0, 1.0), (4, 1.4), (2, because("build_failed", "no"))])
+    write_bisect(tmp_path, record)
+    assert read_bisect(tmp_path) == record and (bisect_command(tmp_path) or "").startswith("harness bisect --resume")
+    assert read_bisect(tmp_path / "none") is None and bisect_command(tmp_path / "none") is None
+    file = tmp_path / BISECT_FILE
+    whole = file.read_text()
+    for place, value in {
+        "starts.0.entry": 9,
+        "starts.0.took_s": -1.0,
+        "question.budget_s": 0.0,
+        "question.values": ["a"],
+        "question.variable": 3,
+        "spent_s": -2.0,
+        "format_version": 99,
+    }.items():
+        edited = json.loads(whole)
+        *outer, last = place.split(".")
+        inner: Any = edited
+        for key in outer:
+            inner = inner[int(key) if key.isdigit() else key]
+        inner[last] = value
+        file.write_text(json.dumps(edited))
+        with pytest.raises(HarnessError, match=BISECT_FILE):
+            read_bisect(tmp_path)
+
+
+def test_a_command_bisects_another_part_of_the_list() -> None:
+    command = ASKED.command(IMAGES[1], IMAGES[3])
+    assert command.startswith("harness bisect s.yaml --images images.txt") and IMAGES[3] in command

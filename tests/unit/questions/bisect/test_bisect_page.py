@@ -1,0 +1,138 @@
+"""The answer of `harness bisect` by its records, its page and its exit code."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from typer import Exit
+
+from harness.base.reason import Reason, because
+from harness.questions.bisect.bisected import BisectReport, bisected, start_speed, starts_of
+from harness.questions.bisect.command import exit_after_bisect
+from harness.questions.bisect.page import answer_line, bisect_page
+from harness.report import html, markdown
+from harness.report.elements import Chart
+from tests.support.bisections import ASKED, cell_of_start, made_bisection, report_of
+from tests.support.wording import Wording
+
+NOISE = (1.0, 1.004, 0.997, 1.002, 0.999, 1.001, 0.996, 1.003)
+NOT_STARTED = because("setting_not_started", "did not start: no kernel for this GPU", error="e")
+ENDS = [0, 4, 4, 0, 0, 4]
+
+
+def walls(entries: Sequence[int], levels: Sequence[float]) -> list[tuple[int, float | Reason]]:
+    return [(entry, levels[entry] * NOISE[number % 8]) for number, entry in enumerate(entries)]
+
+
+def code_of(report: BisectReport) -> int:
+    try:
+        exit_after_bisect(report)
+    except Exit as end:
+        return end.exit_code
+    return 0
+
+
+def page_of(report: BisectReport) -> str:
+    return markdown.render(bisect_page(report)).replace("\\", "")
+
+
+FOUND = walls([*ENDS, 2, 3, 2, 3], [1.0, 1.0, 1.0, 1.38, 1.38])
+
+
+def test_a_pair_has_its_change_its_cause_and_both_sides(wording: Wording) -> None:
+    report = report_of(FOUND, ended=because("bisect_pair", "the difference of two neighbours is proven"))
+    change = report.change
+    assert change is not None and (change.low_entry, change.high_entry, report.ended) == (2, 3, "pair")
+    assert 1 / change.ratio == pytest.approx(1.38, rel=0.02) and change.low < change.ratio < change.high
+    assert report.cause == "prefill" and report.part == pytest.approx(1.0, abs=0.02) and report.rest == []
+    assert [level.side for level in report.levels] == ["good", "good", "good", "bad", "bad"]
+    assert report.levels[1].ratio is None and report.levels[1].starts == 0
+    keys = {difference.key for difference in report.differences}
+    assert {"version", "arguments"} <= keys
+    assert report.levels[4].findings == ["slow_prefill"] and code_of(report) == 0
+    text = page_of(report)
+    assert "38 % slower" in text and "b4" in text
+    wording(text)
+
+
+def test_two_changes_are_told_with_the_command_for_the_rest(wording: Wording) -> None:
+    levels = [1.0, 1.0, 1.06, 1.06, 1.40]
+    report = report_of(walls([*ENDS, 2, 4, 3, 3, 4], levels))
+    assert report.change is not None and (report.change.low_entry, report.change.high_entry) == (3, 4)
+    assert report.part is not None and 0.75 < report.part < 0.9
+    assert [(change.low_entry, change.high_entry) for change in report.rest] == [(0, 3)]
+    text = page_of(report)
+    assert "--bad ghcr.io/example/engine:b4" in text.replace("\n", " ").replace("  ", " ")
+    wording(text)
+
+
+def test_a_skipped_entry_makes_a_range_with_its_reason(wording: Wording) -> None:
+    starts = [
+        *walls([*ENDS], [1.0, 1.0, 1.0, 1.38, 1.38]),
+        (2, NOT_STARTED),
+        *walls([1, 3, 1, 3], [1, 1.0, 1, 1.38, 1]),
+    ]
+    report = report_of(starts)
+    assert report.change is not None and (report.change.low_entry, report.change.high_entry) == (1, 3)
+    assert [level.short for level in report.skipped] == ["b3"] and report.ended == "pair" and code_of(report) == 0
+    assert report.levels[2].failed == NOT_STARTED
+    text = page_of(report)
+    assert "no kernel for this GPU" in text
+    wording(text)
+
+
+def test_a_spent_budget_has_the_range_that_is_proven(wording: Wording) -> None:
+    spent = because("bisect_budget", "the budget of 1 h 0 min is spent", starts=6, more_starts=5, more_s=300)
+    report = report_of(walls(ENDS, [1.0, 1.0, 1.0, 1.38, 1.38]), ended=spent)
+    assert report.change is not None and (report.change.low_entry, report.change.high_entry) == (0, 4)
+    assert (report.ended, code_of(report)) == (None, 5)
+    text = page_of(report)
+    assert "--budget 66min" in text.replace("\n", " ")
+    wording(text)
+
+
+def test_no_change_says_between_what_it_is(wording: Wording) -> None:
+    same = report_of(walls(ENDS, [1.0] * 5))
+    assert (same.word, same.ended, same.change, code_of(same)) == ("same", "same", None, 0)
+    wording(answer_line(same))
+    wide = [(entry, value) for entry, value in zip([0, 4] * 12, [10.0, 10.4, 10.3, 10.1] * 6, strict=True)]
+    unknown = report_of(wide)
+    assert (unknown.ended, unknown.change, code_of(unknown)) == ("not_shown", None, 5)
+    wording(answer_line(unknown))
+    begun = report_of(walls([0, 4], [1.0] * 5))
+    assert (begun.word, begun.ended, code_of(begun)) == (None, None, 5)
+    wording(page_of(begun))
+
+
+def test_an_end_without_a_result_has_the_code_of_its_reason(wording: Wording) -> None:
+    never = report_of([(0, NOT_STARTED)])
+    assert (never.ended, code_of(never)) == ("end_failed", 2)
+    wording(page_of(never))
+    died = report_of([(0, 1.0), (4, because("setting_died", "the server died"))])
+    assert code_of(died) == 3
+
+
+def test_a_start_with_a_problem_has_no_result() -> None:
+    broken = because("client_error", "the load generator was late")
+    speed = start_speed([cell_of_start("a", "s", 1, 2.0)], "wall")
+    assert speed == pytest.approx(0.5)
+    both = start_speed([cell_of_start("a", "s", 1, 2.0), cell_of_start("b", "s", 1, 8.0)], "wall")
+    assert both == pytest.approx(0.25), "the geometric mean"
+    assert start_speed([cell_of_start("a", "s", 1, 2.0, problems=[broken])], "wall") == broken
+    missing = start_speed([cell_of_start("a", "s", 1, 2.0)], "ttft_p99")
+    assert isinstance(missing, Reason) and missing.code == "no_bisect_value" and missing.values["needed"] == 662
+    record, summary, _ = made_bisection([(0, 1.0), (4, 1.4)])
+    lost = replace(summary, cells=summary.cells[:1])
+    assert [start.value for start in starts_of(record, lost.cells)] == [1.0, None], "its records are gone"
+
+
+def test_the_page_has_the_chart_and_is_html() -> None:
+    report = report_of(FOUND)
+    page: list[Any] = bisect_page(report)
+    (chart,) = [element for element in page if isinstance(element, Chart)]
+    assert [trace["x"] for trace in chart.figure["data"]] == [[1, 3], [4, 5]] and len(chart.body) == 4
+    assert "b3" in html.render_page(page, "t", ["t"])
+    evil = replace(ASKED, values=["<b>x", "y", "z"], images=None, variable="x")
+    shown = html.render_page(bisect_page(bisected(*made_bisection([(0, 1.0), (2, 1.0)], evil))), "t", ["t"])
+    assert "<b>x" not in shown
