@@ -39,6 +39,14 @@ class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seconds: Seconds
 
 
+class CompiledFolder(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A folder in which a server keeps what it compiles, as of a start of a server with `caches`. None: not known."""
+
+    path: str  # inside the container
+    before_bytes: int | None = None  # right after the start of the process
+    ready_bytes: int | None = None
+
+
 class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Facts that an engine reports when it starts, in its log and its metrics. None: it did not report it.
 
@@ -161,6 +169,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None  # the server's id of the model
     arguments: list[str] = []  # the server's command line
     phases: list[Phase] = []
+    compiled: list[CompiledFolder] = []  # of a server with `caches`
     startup: Startup | None = None
     effective: dict[str, Any] = {}  # the settings that it reports; secrets masked
     contents: Contents | None = None  # of its image

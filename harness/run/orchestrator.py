@@ -42,6 +42,7 @@ from harness.scenario import (
     wave_size,
 )
 from harness.scenario.plan import Cell, grouped, plan, server_start_of
+from harness.serve.compiled import caches_removed
 from harness.serve.generator import ContainerChild, find_path_in_image
 from harness.serve.lemonade import load_with_options
 from harness.serve.lifecycle import Endpoint, attach_to_server, find_server_pid, find_telemetry_files, serve
@@ -219,8 +220,9 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
         took_s.update({(cell.server, cell.load): 0.0 for cell in together})
         took_s[first.server, first.load] = time.monotonic() - begin_s
 
-    for together in grouped(cells, lambda cell: cell.group if scenario.restart else server_start_of(cell)):
-        yield from failed.run_start(together, start) if is_sweep else start(together)
+    with caches_removed(scenario, running.id, running.folder):
+        for together in grouped(cells, lambda cell: cell.group if scenario.restart else server_start_of(cell)):
+            yield from failed.run_start(together, start) if is_sweep else start(together)
 
 
 def refuse_other_server(kept: list[CellRun], server: str, endpoint: Endpoint) -> None:

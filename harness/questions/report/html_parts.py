@@ -353,7 +353,9 @@ def _distinct_servers(run: Run) -> dict[str, list[ServedBy]]:
     distinct: dict[str, dict[bytes, ServedBy]] = {}
     for cell in run.served:
         # Each start has its own time and port, and the engine measures anew.
-        settings = replace(cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={})
+        settings = replace(
+            cell.served_by, phases=[], compiled=[], url="", container=None, gateway=None, startup=None, effective={}
+        )
         distinct.setdefault(cell.server, {}).setdefault(msgspec.json.encode(settings), cell.served_by)
     return {server: list(served.values()) for server, served in distinct.items()}
 

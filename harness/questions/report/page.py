@@ -29,6 +29,7 @@ from harness.questions.report import html_parts
 from harness.questions.report.headline import run_answer
 from harness.questions.same_answers.page import same_answers_page
 from harness.questions.soak import soak_tables
+from harness.questions.startup import startup_tables
 from harness.questions.tune.page import answer_line, tune_elements, tune_question
 from harness.questions.tune.proof import read_answered
 from harness.questions.tune.record import TuneReport
@@ -98,6 +99,7 @@ def run_page(
     results = levels_grid(searched.levels) if searched.levels else results_table(summary, run, described)
     details = [
         *edge_tables(summary),
+        *startup_tables(summary),
         *speculation_tables(summary),
         *turn_tables(summary),
         *soak_tables(summary),
