@@ -68,6 +68,7 @@ def run(
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     metrics_url: MetricsUrlOpt = None,
+    telemetry: cli.TelemetryOpt = None,
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
     repeats: cli.RepeatsOpt = None,
@@ -103,7 +104,7 @@ def run(
     every_s = 0.0 if every is None else read_duration("--every", every)
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=results)
-    target, share = cli.make_target(url, metrics_url, ca), cli.read_tolerance(tolerance)
+    target, share = cli.make_target(url, metrics_url, ca, telemetry), cli.read_tolerance(tolerance)
     xml = None if junit is None else cli.JunitFile(junit)
     report = partial(_report_run, provisional=provisional, tolerance=share, junit=xml, explain=explain)
     if resume is not None:
@@ -253,6 +254,7 @@ def live(
     load: cli.LoadOpt = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
+    telemetry: cli.TelemetryOpt = None,
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
     user: cli.UserOpt = None,
@@ -266,7 +268,7 @@ def live(
     from harness.questions import live as living
     from harness.run import running_server
 
-    target, name = cli.make_target(url, ca=ca), user or "chat"
+    target, name = cli.make_target(url, ca=ca, telemetry=telemetry), user or "chat"
     more: Any = {"model": model, "key_name": api_key_env, "say": cli.console().print}
     make = partial(running_server.user_scenario, name, **more)
     with running_server.scenario_path(scenario, target, f"live-{name}", make) as path:

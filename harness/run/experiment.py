@@ -53,6 +53,7 @@ class Target(msgspec.Struct, frozen=True):
 
     url: str
     metrics_url: str | None = None
+    telemetry: str | None = None  # the address of its machine for ssh
 
 
 class Experiment(msgspec.Struct, frozen=True):
@@ -70,6 +71,11 @@ class Experiment(msgspec.Struct, frozen=True):
     def folder(self) -> Path:
         """The folder to which the scenario's paths are relative."""
         return self.files or self.path.resolve().parent
+
+    @property
+    def telemetry(self) -> str | None:
+        """The address of the server's machine for telemetry over ssh; None: this machine is sampled."""
+        return None if self.target is None else self.target.telemetry
 
 
 class Recording(NamedTuple):
