@@ -22,6 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.base import process
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
 from harness.base.redact import masked, printable
 from harness.machine.telemetry import MAX_KERNEL_LINES
@@ -48,6 +49,9 @@ MAX_LINE_BYTES = 262_144
 MAX_BAD_BYTES = 16 * 2**20  # since the last good line: more is no telemetry
 _BLOCK_BYTES = 65_536
 _MAX_BANNER_LINES = 50  # that a login shell prints before the start record
+_MAX_RECORDS, _MAX_RECORDS_S = 200, 20.0  # at once, and a second
+_MAX_SILENCE_S = 30.0  # without a line: the other machine or the connection hangs
+_LASTING_S = 60.0  # a connection that ends earlier is opened again after a longer time
 _MIN_INTERVAL_S = 0.2  # between samples that are kept
 _MAX_AGE_S, _MAX_AHEAD_S = 120.0, 5.0  # of a sample's time on our clock
 _MAX_GPUS, _MAX_SENSORS = 64, 32
@@ -76,9 +80,18 @@ class SshAddress(NamedTuple):
 
     def words(self) -> list[str]:
         """The command line of ssh. The remote shell gets each word in quotes."""
-        own = [*(["-F", self.config] if self.config else []), *(["-p", str(self.port)] if self.port else [])]
+        return ["ssh", *self._own_options(), *_SSH, "--", *self._remote_words()]
+
+    def trial(self) -> str:
+        """The command with which a user tries it."""
+        return command_line("ssh", *self._own_options(), *self._remote_words())
+
+    def _own_options(self) -> list[str]:
+        return [*(["-F", self.config] if self.config else []), *(["-p", str(self.port)] if self.port else [])]
+
+    def _remote_words(self) -> list[str]:
         target = self.host if self.user is None else f"{self.user}@{self.host}"
-        return ["ssh", *own, *_SSH, "--", target, shlex.join([*self.command, "telemetry", "--jsonl"])]
+        return [target, shlex.join([*self.command, "telemetry", "--jsonl"])]
 
 
 def parse_address(text: str) -> SshAddress:
@@ -180,12 +193,11 @@ class RemoteTelemetry:
                 session.keep_pinging(self._stop)
                 self.last_failure = session.failure() if not self._stop.is_set() else self.last_failure
                 session.close()
+                attempt = 0 if time.monotonic() - session.opened_s > _LASTING_S else attempt
             if self._stop.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)]):
                 return
             attempt += 1
             self._session = self._reopened()
-            if self._session is not None:
-                attempt = 0
 
     def _reopened(self) -> "_Session | None":
         session = None
@@ -249,6 +261,8 @@ class _Session:
         self._clocks: deque[ClockPair] = deque(maxlen=_KEPT_READINGS)
         self._changed = threading.Condition()
         self._is_over = False
+        self._records = 0
+        self.opened_s = self._heard_s = time.monotonic()
         self._why = ""  # what it sent that is no telemetry
         self._errors = b""
         self.child = subprocess.Popen(
@@ -278,7 +292,7 @@ class _Session:
                 self._changed.wait_for(lambda before=readings: len(self._clocks) > before or self._is_over, _PING_S)  # type: ignore[misc]
         if (clock := self._clock()) is None:
             what = f"--telemetry: {self._address.host} does not answer questions about its clock"
-            raise HarnessError(what, next_step=f"Try it there: {shlex.join(self._address.words())}")
+            raise HarnessError(what, next_step=f"Try it there: {self._address.trial()}")
         return start, clock
 
     def ping(self) -> None:
@@ -301,6 +315,9 @@ class _Session:
                 self._changed.wait_for(lambda: self._is_over, min(0.5, max(0.0, due_s - time.monotonic())))
                 if self._is_over:
                     return
+            if time.monotonic() - self._heard_s > _MAX_SILENCE_S:
+                self._why = f"it sent nothing for {_MAX_SILENCE_S:g} s"
+                return
             if time.monotonic() >= due_s:
                 self.ping()
                 due_s = time.monotonic() + PING_EVERY_S
@@ -337,11 +354,12 @@ class _Session:
             code = self.child.wait(1.0) if self._is_over else None
         except subprocess.TimeoutExpired:
             code = None
-        words = shlex.join(self._address.words())
+        words = self._address.trial()
         if self._why:
             return HarnessError(f"--telemetry: {host} sends no telemetry: {self._why}", next_step=f"Try it: {words}")
         if code == 255:
-            step = f"Connect once by hand, so that its host key is known, with a key that needs no question: ssh {host}"
+            words = command_line("ssh", host)
+            step = f"Connect once by hand, so that its host key is known, with a key that needs no password: {words}"
             return HarnessError(
                 f"--telemetry: ssh does not reach {host}: {said or 'it gave no reason'}", next_step=step
             )
@@ -368,6 +386,11 @@ class _Session:
             for line in bounded_lines(self.child.stdout):
                 if line is not None and self._take(line):
                     bad_bytes = 0
+                    self._records += 1
+                    self._heard_s = time.monotonic()
+                    if self._records > _MAX_RECORDS + _MAX_RECORDS_S * (self._heard_s - self.opened_s):
+                        self._why = "it sends too much"
+                        break
                     continue
                 bad_bytes += MAX_LINE_BYTES if line is None else len(line) + 1
                 banner_lines += self._start is None

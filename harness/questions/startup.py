@@ -32,7 +32,7 @@ def start_times(data: RunData, cells: Sequence[CellSummary]) -> list[StartTime]:
     summaries = {cell.id: cell for cell in cells}
     for cell_run in sorted(data.run.ran.values(), key=lambda cell: cell.started_wall_s):
         if cell_run.id in summaries and cell_run.failed is None:
-            key = cell_run.group if scenario.restart else (cell_run.repeat, cell_run.server)
+            key = (cell_run.group or cell_run.id) if scenario.restart else (cell_run.repeat, cell_run.server)
             started.setdefault(key, cell_run.id)
     return [_start(data, summaries[name]) for name in started.values()]
 
