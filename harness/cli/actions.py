@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError
+from harness.base.units import read_duration
 from harness.cli import common as cli
 
 if TYPE_CHECKING:
@@ -93,7 +94,6 @@ def run(
     With --tolerance the exit code follows the verdicts on servers under the same load: 4 when one is slower than the
     baseline's by that, 5 when that is not known. With --times the exit code is the worst one of all runs.
     """
-    from harness.base.units import read_duration
     from harness.questions.compare.sides import make_reference
     from harness.questions.quick.search import quick_scenario
     from harness.records.manifest import QUICK
@@ -297,7 +297,6 @@ def check(
     With --url the server is asked for its models and settings; it generates and loads nothing without --time-request.
     Exit code 2: the prompts of a load exceed the server's context; of a sweep, those of all rows.
     """
-    from harness.base.units import read_duration
     from harness.questions.check import preview, preview_page
     from harness.questions.quick.search import probe_server
     from harness.report.terminal import print_page

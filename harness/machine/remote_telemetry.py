@@ -136,13 +136,13 @@ class RemoteTelemetry:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._newest_s = -math.inf  # time of the newest sample that was kept, on our clock
-        self._session: _Session | None = None
+        self._session: _SshRun | None = None
         self._thread = threading.Thread(target=self._keep_reading, name="remote telemetry", daemon=True)
 
     def start(self) -> RemoteMachine:
         """Connect, and return what the other machine is. Raises HarnessError when it does not send telemetry."""
         try:
-            self._session = session = _Session(self.address, self._keep)
+            self._session = session = _SshRun(self.address, self._keep)
         except OSError as error:
             what = f"--telemetry: ssh cannot be started ({error.strerror})"
             raise HarnessError(what, next_step="Install the package openssh-client.") from None
@@ -199,10 +199,10 @@ class RemoteTelemetry:
             attempt += 1
             self._session = self._reopened()
 
-    def _reopened(self) -> "_Session | None":
+    def _reopened(self) -> "_SshRun | None":
         session = None
         try:
-            session = _Session(self.address, self._keep)
+            session = _SshRun(self.address, self._keep)
             session.wait_for_start()
         except (OSError, HarnessError) as error:
             self.last_failure = str(error)
@@ -249,7 +249,7 @@ class RemoteSampler:
         self._remote.sample_to(None)
 
 
-class _Session:
+class _SshRun:
     """One run of ssh. Its output is read in a thread, in bounded memory."""
 
     def __init__(self, address: SshAddress, keep: Callable[[TelemetrySample], None]) -> None:
@@ -272,8 +272,12 @@ class _Session:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        for name, target in (("output", self._read_output), ("errors", self._read_errors)):
-            threading.Thread(target=target, name=f"remote telemetry: {name}", daemon=True).start()
+        self._readers = [
+            threading.Thread(target=target, name=f"remote telemetry: {name}", daemon=True)
+            for name, target in (("output", self._read_output), ("errors", self._read_errors))
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def wait_for_start(self) -> tuple[StartRecord, ClockPair]:
         """Return the start record and the best reading of the clocks. Raises HarnessError."""
@@ -330,6 +334,10 @@ class _Session:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(0.5)
         process.stop(self.child, grace_s=0.5)
+        for reader, stream in zip(self._readers, (self.child.stdout, self.child.stderr), strict=True):
+            reader.join(0.5)
+            if stream is not None and not reader.is_alive():
+                stream.close()
 
     def failure(self) -> str:
         """Why the connection ended."""

@@ -314,17 +314,19 @@ def telemetry_notes(run: Run, cells: Sequence[CellSummary], sampled: Collection[
     `sampled`: the cells with samples of a machine.
     """
     measured = [cell for cell in cells if cell.id in run.ran and cell.failed is None]
-    is_elsewhere = bool(measured) and all(run.ran[cell.id].served_by.template is None for cell in measured)
-    if run.origin is not None or not is_elsewhere or any(cell.id in sampled for cell in measured):
+    if run.remote is not None:
+        lost = sum(cell.machine_load is None for cell in measured)
+        if lost:
+            cells_text = f"{lost:,} of {count(len(measured), 'cell')}"
+            text = f"no telemetry came from the server's machine {run.remote.machine.name} in the measured time of "
+            text += f"{cells_text}: heat and energy are not known there"
+            yield because("telemetry_lost", text, machine=run.remote.machine.name, cells=lost, of=len(measured))
         return
-    if run.remote is None:
+    is_elsewhere = bool(measured) and all(run.ran[cell.id].served_by.template is None for cell in measured)
+    if run.origin is None and is_elsewhere and not any(cell.id in sampled for cell in measured):
         text = "the server is on another machine: its GPU, its memory and its kernel log were not sampled, so heat, "
         text += "energy and the share of the hardware are not known. `--telemetry ssh://HOST` samples them there"
         yield because("telemetry_elsewhere", text)
-    else:
-        text = f"no telemetry came from the server's machine {run.remote.machine.name} while it was measured: heat, "
-        text += "energy and its kernel log are not known"
-        yield because("telemetry_lost", text, machine=run.remote.machine.name)
 
 
 def session_notes(run: Run) -> Iterator[Reason]:

@@ -7,7 +7,7 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from harness.base.reason import Reason, because
-from harness.base.units import count, duration, figures, seconds, short_percent
+from harness.base.units import count, duration, seconds, short_percent
 from harness.numbers.first_requests import MIN_REQUESTS, first_requests
 from harness.numbers.stats import geometric_ratio, welch_effect
 from harness.numbers.summary import CellSummary, StartTime, Summary
@@ -191,16 +191,16 @@ def _table_row(server: str, starts: Sequence[StartTime], order: Sequence[str]) -
     ready = [start.ready_s for start in starts if start.ready_s is not None]
     firsts = [start.first for start in starts if start.first is not None]
     caches = starts[0].caches
-    found = "nothing" if caches == NEW_CACHES else f"what {caches} left"
+    source = "nothing" if caches == NEW_CACHES else f"what {caches} left"
     phases = [[start.phases[name] for start in starts if name in start.phases] for name in order]
     sizes = [
         list(itertools.chain.from_iterable([value] if value is not None else [] for value in values))
         for values in ([start.found_bytes for start in starts], [start.ready_bytes for start in starts])
     ]
-    compiled = " → ".join(figures(fmean(values) / _MIB) if values else "?" for values in sizes)
+    compiled = " → ".join(f"{fmean(values) / _MIB:,.1f}" if values else "?" for values in sizes)
     return [
         server,
-        missing() if caches is None else found,
+        missing() if caches is None else source,
         f"{len(starts)}",
         seconds(fmean(ready)) if ready else missing("it ran already"),
         *(seconds(fmean(values)) if values else missing() for values in phases),

@@ -173,6 +173,8 @@ def _recorded_experiment(run: Run, folder: Path, inputs: Inputs, target: Target 
         raise HarnessError("--url: the run started its servers itself", next_step="Leave --url out.")
     if target is None and inputs.url is not None:
         target = Target(inputs.url, inputs.metrics_url, inputs.telemetry)
+    elif target is not None and target.telemetry is None:
+        target = replace(target, telemetry=inputs.telemetry)
     path, files = folder / "scenario.yaml", Path(inputs.scenario).parent
     return prepare_recorded(Experiment(path, run.scenario, target, run.computed, run.workers, files=files))
 

@@ -160,8 +160,8 @@ def _measure_levels(
     from harness.run.running_server import scenario_path
 
     progress = cli.make_progress(stderr=as_json)
-    found = address or found_server(model, api_key_env, progress.line, is_agreed=yes)
-    target = cli.make_target(found, ca=ca, telemetry=telemetry)
+    url = address or found_server(model, api_key_env, progress.line, is_agreed=yes)
+    target = cli.make_target(url, ca=ca, telemetry=telemetry)
     assert target is not None
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
     with scenario_path(None, target, QUICK, make) as path:

@@ -60,7 +60,10 @@ _RUN_HINT = "with --explain"
 _SHORT_TEXT = 400  # characters
 _REASONS = 4  # why a run is INVALID: so many are not folded
 # Notes that are not folded: results of a sweep, what a container may do, and answers that say nothing.
-_SHOWN = ("setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong")
+_SHOWN = (
+    "setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong", "telemetry_elsewhere",
+    "telemetry_lost",
+)  # fmt: skip
 
 
 class Searched(NamedTuple):

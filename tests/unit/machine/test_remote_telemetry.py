@@ -39,11 +39,9 @@ START = StartRecord(harness="1", wall_s=1.0, monotonic_s=2.0, interval_s=1.0, ma
 
 
 def test_the_words_of_ssh() -> None:
-    words = parse_address("ssh://me@gpu-box:2222?command=/opt/my%20venv/harness&config=/etc/c").words()
+    words = parse_address("ssh://me@gpu-box:2222?command=/opt/venv/bin/harness&config=/etc/c").words()
     assert words[:5] == ["ssh", "-F", "/etc/c", "-p", "2222"]
-    assert words[-3:] == ["--", "me@gpu-box", "'/opt/my venv/harness' telemetry --jsonl"] or words[-1] == (
-        "/opt/my venv/harness telemetry --jsonl"
-    )
+    assert words[-3:] == ["--", "me@gpu-box", "/opt/venv/bin/harness telemetry --jsonl"]
     assert "BatchMode=yes" in words and "StrictHostKeyChecking=yes" in words
     assert parse_address("ssh://[::1]").words()[-2:] == ["::1", "harness telemetry --jsonl"]
 
@@ -51,6 +49,8 @@ def test_the_words_of_ssh() -> None:
 def test_no_word_of_the_command_reaches_the_remote_shell_unquoted() -> None:
     address = parse_address("ssh://h?command=docker%20exec%20-i%20x%20harness")
     assert address.words()[-1] == "docker exec -i x harness telemetry --jsonl"
+    address = parse_address("ssh://h?command=%27/my%20tools/harness%27")
+    assert address.words()[-1] == "'/my tools/harness' telemetry --jsonl"
     address = parse_address("ssh://h?command=/a/h%3B%20rm%20-rf%20$HOME")
     assert address.words()[-1] == "'/a/h;' rm -rf '$HOME' telemetry --jsonl"
 
