@@ -369,7 +369,7 @@ class _SshRun:
             words = command_line("ssh", host)
             step = f"Connect once by hand, so that its host key is known, with a key that needs no password: {words}"
             return HarnessError(
-                f"--telemetry: ssh does not reach {host}: {said or 'it gave no reason'}", next_step=step
+                f"--telemetry: no connection to {host}: {said or 'no reason was given'}", next_step=step
             )
         if code is None:
             return HarnessError(

@@ -125,7 +125,7 @@ def _difference(by_server: dict[str, list[StartTime]], server: str) -> Reason | 
     shown = ""
     if low is not None and high is not None:
         shown = f", {short_percent(low)} to {short_percent(high)} with 95 % confidence"
-    share = f"({short_percent(ratio)} of its time{shown})"
+    share = f"(ready in {short_percent(ratio)} of the time{shown})"
     if low is not None and high is not None and low <= 1 <= high:
         text = f"{server} is not shown to start sooner or later than {owner} {share}"
         return because("startup_same", text, **values)
@@ -138,7 +138,7 @@ def _difference(by_server: dict[str, list[StartTime]], server: str) -> Reason | 
         if difference_s >= _MIN_SHARE * mean_s
     ]
     where = f": {_joined(named)}" if named else ""
-    text = f"{duration(mean_s)} of the start of {owner} do not come again in {server} {share}{where}"
+    text = f"{duration(mean_s)} of the start of {owner} do not come again with {server} {share}{where}"
     return because("startup_once", text, **values)
 
 
