@@ -174,6 +174,8 @@ class RemoteTelemetry:
             self._sink, session = None, self._session
         if session is not None:
             session.close()
+        if self._thread.is_alive():
+            self._thread.join(_LAST_SAMPLE_S)
 
     def _keep(self, sample: TelemetrySample) -> None:
         with self._lock:
@@ -203,15 +205,16 @@ class RemoteTelemetry:
         session = None
         try:
             session = _SshRun(self.address, self._keep)
-            session.wait_for_start()
+            with self._lock:
+                self._session = session  # `close` ends it, also while it connects
+            if not self._stop.is_set():
+                session.wait_for_start()
+                return session
         except (OSError, HarnessError) as error:
             self.last_failure = str(error)
-            if session is not None:
-                session.close()
-            return None
-        if self._stop.is_set():
+        if session is not None:
             session.close()
-        return session
+        return None
 
 
 class RemoteSampler:

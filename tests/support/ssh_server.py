@@ -2,7 +2,7 @@
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -58,7 +58,8 @@ def ssh_server(folder: Path) -> Iterator[SshServer]:
         until(lambda: accepts_connections("127.0.0.1", port))
         yield SshServer(port, folder, process)
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
         process.kill()
         process.wait()
