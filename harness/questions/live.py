@@ -23,6 +23,7 @@ from harness.run.running import Running, create_run
 from harness.scenario import SERVER_TOKENIZER, Scenario, locustfile_of
 from harness.scenario.check_syntax import parse_check, request_slos
 from harness.scenario.plan import Cell, load_of_stage, mix_of, plan
+from harness.serve.compiled import caches_removed
 from harness.serve.document import GRAFANA_PORT, METRICS_PORT, compose_document, prepare_upstream
 from harness.serve.generator import IMAGE, find_path_in_image, list_needed_files
 from harness.serve.lemonade import vllm_model_name
@@ -62,7 +63,8 @@ def _serve_page(running: Running, cell: Cell, checks: Sequence[str], port: int) 
     """Serve the UI of a run until it is stopped; see `live`."""
     progress = running.progress
     try:
-        with progress.live(), endpoint_of(running, cell) as endpoint:
+        removed = caches_removed(running.started_servers, running.id, running.folder)
+        with progress.live(), removed, endpoint_of(running, cell) as endpoint:
             job = replace(prepare_job(running, [cell], endpoint), checks=checks)
             start = prepare_generator(running, job, endpoint, (UI_HOST, port))
             # The page reads the files of the watchers.

@@ -122,7 +122,7 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
         if (workers := running.experiment.workers) is not None:
             machines = ", ".join(workers.names) or f"{workers.machines} machines"
             progress.line(f"Workers: {machines}. On each of them: {workers.command}", whole=True)
-        with progress.live():
+        with progress.live(), caches_removed(running.started_servers, running.id, folder):
             for cell_run in steps(running, cells):
                 file.update(cell_run)
     except BaseException as raised:
@@ -224,9 +224,8 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
         took_s.update({(cell.server, cell.load): 0.0 for cell in together})
         took_s[first.server, first.load] = time.monotonic() - begin_s
 
-    with caches_removed(scenario, running.id, running.folder):
-        for together in grouped(cells, lambda cell: cell.group if scenario.restart else server_start_of(cell)):
-            yield from failed.run_start(together, start) if is_sweep else start(together)
+    for together in grouped(cells, lambda cell: cell.group if scenario.restart else server_start_of(cell)):
+        yield from failed.run_start(together, start) if is_sweep else start(together)
 
 
 def refuse_other_server(kept: list[CellRun], server: str, endpoint: Endpoint) -> None:

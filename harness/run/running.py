@@ -33,7 +33,7 @@ from harness.records.directory import INPUTS, prepare_folder, release_space
 from harness.records.manifest import CellRun, KeptSteps, RemoteMachine, Run, RunKind, ServedBy, Status, write_run
 from harness.run.experiment import Experiment, input_files, locustfile_sources
 from harness.run.progress import OnEnd, Progress
-from harness.scenario import Scenario, locustfile_of, models_of_loads
+from harness.scenario import Scenario, Server, locustfile_of, models_of_loads
 from harness.scenario.plan import Cell
 from harness.serve.docker_engine import get_engine_version
 from harness.serve.facts import find_ignored_settings
@@ -152,6 +152,11 @@ class Running(msgspec.Struct, frozen=True):
     @property
     def scenario(self) -> Scenario:
         return self.experiment.scenario
+
+    @property
+    def started_servers(self) -> list[Server]:
+        """The servers that the run starts; none with --url."""
+        return [] if self.experiment.target is not None else [*self.scenario.servers.values()]
 
     @property
     def api_key(self) -> str | None:

@@ -5,7 +5,7 @@ Volumes and folders of the user are never changed: with `caches` the server does
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from harness.base.errors import ServerError
 from harness.records.manifest import CompiledFolder
-from harness.scenario import NEW_CACHES, Scenario, Server
+from harness.scenario import NEW_CACHES, Server
 from harness.serve.compose_file import ComposeFile, Service, Volume, parse_volume
 from harness.serve.docker_engine import DOCKER_ERRORS, RUN_LABEL, ask_engine, connect, make_docker_error, make_name
 
@@ -131,12 +131,12 @@ def compiled_folders(folders: Sequence[str], before: dict[str, int], ready: dict
 
 
 @contextmanager
-def caches_removed(scenario: Scenario, run_id: str, run_folder: Path) -> Iterator[None]:
-    """Remove what the servers of a run with `caches` compiled, at its end."""
+def caches_removed(servers: Collection[Server], run_id: str, run_folder: Path) -> Iterator[None]:
+    """Remove what the servers of a run with `caches` compiled, at its end. `servers`: those that it starts."""
     try:
         yield
     finally:
-        own = [server for server in scenario.servers.values() if server.caches is not None]
+        own = [server for server in servers if server.caches is not None]
         shutil.rmtree(run_folder / _FOLDER, ignore_errors=True)
         if any(server.container for server in own):
             _remove_volumes(run_id)
