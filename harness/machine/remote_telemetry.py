@@ -86,6 +86,10 @@ class SshAddress(NamedTuple):
         """The command with which a user tries it."""
         return command_line("ssh", *self._own_options(), *self._remote_words())
 
+    def login(self) -> str:
+        """The command with which a user logs in there."""
+        return command_line("ssh", *self._own_options(), self._remote_words()[0])
+
     def _own_options(self) -> list[str]:
         return [*(["-F", self.config] if self.config else []), *(["-p", str(self.port)] if self.port else [])]
 
@@ -360,16 +364,18 @@ class _SshRun:
         return lines[-1][:300] if lines else ""
 
     def _start_error(self) -> HarnessError:
-        host, said = self._address.host, self._error_text()
+        host = self._address.host
         try:
             code = self.child.wait(1.0) if self._is_over else None
+            self._readers[1].join(1.0 if self._is_over else 0.0)  # of what ssh says last
         except subprocess.TimeoutExpired:
             code = None
+        said = self._error_text()
         words = self._address.trial()
         if self._why:
             return HarnessError(f"--telemetry: {host} sends no telemetry: {self._why}", next_step=f"Try it: {words}")
         if code == 255:
-            words = command_line("ssh", host)
+            words = self._address.login()
             step = f"Connect once by hand, so that its host key is known, with a key that needs no password: {words}"
             return HarnessError(
                 f"--telemetry: no connection to {host}: {said or 'no reason was given'}", next_step=step
