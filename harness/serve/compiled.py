@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from harness.base.errors import ServerError
 from harness.records.manifest import CompiledFolder
 from harness.scenario import NEW_CACHES, Server
-from harness.serve.compose_file import ComposeFile, Service, Volume, parse_volume
+from harness.serve.compose_file import ComposeFile, Mount, Service, Volume, parse_volume
 from harness.serve.docker_engine import DOCKER_ERRORS, RUN_LABEL, ask_engine, connect, make_docker_error, make_name
 
 COMPILED_LABEL = "amd-llm-load.compiled"  # of a volume: the folder of the container
@@ -40,16 +40,27 @@ def with_own_volumes(compose: ComposeFile, run_id: str, owner: str) -> ComposeFi
     mounts = [f"{name}:{folder}" for folder, name in names.items()]
 
     def mounted(service: Service) -> Service:
-        others = [text for text in service.volumes if parse_volume(text).target not in folders]
+        others = [text for text in service.volumes if (mount := _mount_of(text)) is None or mount.target not in folders]
         return replace(service, volumes=[*others, *mounts])
 
     services = {
         name: mounted(service) if service.image == compose.server.image else service
         for name, service in compose.services.items()
     }
+    texts = [text for service in services.values() for text in service.volumes]
+    mounted_names = {mount.source for text in texts if (mount := _mount_of(text)) is not None}
+    kept = {key: volume for key, volume in compose.volumes.items() if key in mounted_names}
     # `external`: the start of a cell does not make them, because the starts of several cells share them.
     volumes = {name: Volume(name=name, external=True) for name in names.values()}
-    return replace(compose, services=services, volumes=compose.volumes | volumes)
+    return replace(compose, services=services, volumes=kept | volumes)
+
+
+def _mount_of(text: str) -> Mount | None:
+    """Return a volume of a service; None for a folder of the host whose name is in the environment."""
+    try:
+        return parse_volume(text)
+    except ValueError:
+        return None
 
 
 def make_volumes(
@@ -85,7 +96,8 @@ def without_run_names(description: dict[str, Any], compose: ComposeFile, owner: 
     """Return a container's configuration with names of the run's volumes that are the same in each run."""
     text = msgspec.json.encode(description).decode()
     folders = set(compose.serving.compiled)
-    for name in {mount.source for mount in map(parse_volume, compose.server.volumes) if mount.target in folders}:
+    mounts = [mount for text in compose.server.volumes if (mount := _mount_of(text)) is not None]
+    for name in {mount.source for mount in mounts if mount.target in folders}:
         text = text.replace(name, f"compiled-by-{owner}-{name.rpartition('-')[2]}")
     return dict(msgspec.json.decode(text))
 

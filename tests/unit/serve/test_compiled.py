@@ -43,6 +43,10 @@ def test_each_folder_of_compiled_things_is_a_volume_of_the_run() -> None:
 
 def test_a_folder_of_the_user_is_not_mounted(tmp_path: Path) -> None:
     given = {"vllm_cache": str(tmp_path), "triton_cache": None}
+    compose = with_own_volumes(
+        prepare_server(scenario_of(Server(template="vllm-rocm", caches="new")), "s").file, "run-1", "cold"
+    )
+    assert "amd-llm-load-vllm" not in compose.volumes and "amd-llm-load-huggingface" in compose.volumes
     targets = mounts(Server(template="vllm-rocm", variables=given, caches="new"))
     assert str(tmp_path) not in targets.values()
     assert targets["/root/.triton"] == f"{NAME}-1", "also where nothing is kept otherwise"
@@ -90,3 +94,10 @@ def test_a_server_that_keeps_nothing_compiled_is_refused(wording: Wording) -> No
     (problem,) = find_server_problems(scenario_of(Server(template="ollama", caches="new")), {})
     assert problem.path == "$.servers.s.caches"
     wording(str(problem))
+
+
+def test_a_folder_that_the_environment_names_stays() -> None:
+    server = Server(template="vllm-rocm", variables={"volumes": ["${MODELS}:/models:ro"]}, caches="new")
+    compose = with_own_volumes(prepare_server(scenario_of(server), "s").file, "run-1", "cold")
+    assert "${MODELS}:/models:ro" in compose.server.volumes
+    assert "${MODELS}:/models:ro" in without_run_names({"Mounts": compose.server.volumes}, compose, "cold")["Mounts"]
