@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError
+from harness.base.units import read_duration
 from harness.cli import common as cli
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def run(
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     metrics_url: MetricsUrlOpt = None,
+    telemetry: cli.TelemetryOpt = None,
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
     repeats: cli.RepeatsOpt = None,
@@ -92,7 +94,6 @@ def run(
     With --tolerance the exit code follows the verdicts on servers under the same load: 4 when one is slower than the
     baseline's by that, 5 when that is not known. With --times the exit code is the worst one of all runs.
     """
-    from harness.base.units import read_duration
     from harness.questions.compare.sides import make_reference
     from harness.questions.quick.search import quick_scenario
     from harness.records.manifest import QUICK
@@ -103,7 +104,7 @@ def run(
     every_s = 0.0 if every is None else read_duration("--every", every)
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=results)
-    target, share = cli.make_target(url, metrics_url, ca), cli.read_tolerance(tolerance)
+    target, share = cli.make_target(url, metrics_url, ca, telemetry), cli.read_tolerance(tolerance)
     xml = None if junit is None else cli.JunitFile(junit)
     report = partial(_report_run, provisional=provisional, tolerance=share, junit=xml, explain=explain)
     if resume is not None:
@@ -261,6 +262,7 @@ def live(
     load: cli.LoadOpt = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
+    telemetry: cli.TelemetryOpt = None,
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
     user: cli.UserOpt = None,
@@ -274,7 +276,7 @@ def live(
     from harness.questions import live as living
     from harness.run import running_server
 
-    target, name = cli.make_target(url, ca=ca), user or "chat"
+    target, name = cli.make_target(url, ca=ca, telemetry=telemetry), user or "chat"
     more: Any = {"model": model, "key_name": api_key_env, "say": cli.console().print}
     make = partial(running_server.user_scenario, name, **more)
     with running_server.scenario_path(scenario, target, f"live-{name}", make) as path:
@@ -303,7 +305,6 @@ def check(
     With --url the server is asked for its models and settings; it generates and loads nothing without --time-request.
     Exit code 2: the prompts of a load exceed the server's context; of a sweep, those of all rows.
     """
-    from harness.base.units import read_duration
     from harness.questions.check import preview, preview_page
     from harness.questions.quick.search import probe_server
     from harness.report.terminal import print_page

@@ -28,11 +28,11 @@ COMMANDS = {  # in the order of use
     "Answer": ("expect", "compare", "plan", "explain", "doctor"),
     "Look": ("report", "results", "list"),
     "Keep": ("export", "import"),
-    "Help": ("compose", "worker", "clean"),
+    "Help": ("compose", "worker", "telemetry", "clean"),
 }
 # By parameter: the option that it needs, and those that it excludes. A command may have only some of them.
 NEEDS = {
-    "metrics_url": "url", "ca": "url", "api_key_env": "url", "bind": "workers", "about": "baseline",
+    "metrics_url": "url", "telemetry": "url", "ca": "url", "api_key_env": "url", "bind": "workers", "about": "baseline",
     "every": "times",
     "free": "total", "total": "free", "image": "measure",
 }  # fmt: skip
@@ -237,6 +237,14 @@ def validate_url(param: typer.CallbackParam, given: str | None) -> str | None:
     return given
 
 
+def validate_telemetry(given: str | None) -> str | None:
+    from harness.machine.remote_telemetry import parse_address
+
+    if given is not None:
+        parse_address(given)
+    return given
+
+
 def validate_model_name(param: typer.CallbackParam, given: str | None) -> str | None:
     if given is not None and (not given.strip() or given.startswith("-")):
         raise HarnessError(
@@ -323,6 +331,10 @@ ExplainOpt = Annotated[bool, flag("--explain", "Explain the columns below the ta
 AboutOpt = Annotated[str | None, option("KEY", "The one manifest key in which the sides may differ.")]
 UrlOpt = Annotated[
     str | None, option("URL", "Use a server that already runs, such as http://127.0.0.1:8000.", callback=validate_url)
+]
+TelemetryOpt = Annotated[
+    str | None,
+    option("ssh://HOST", "Of a server elsewhere: sample its GPUs there, over ssh.", callback=validate_telemetry),
 ]
 CaOpt = Annotated[Path | None, option("FILE", "The authority that signed the certificate of an https server.")]
 ModelOpt = Annotated[
@@ -475,13 +487,15 @@ def print_page_as(output: str, value: Any, page: "Sequence[Element]", title: str
     print_as(output, value, lambda: terminal.print_page(page, console()), **texts)
 
 
-def make_target(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
+def make_target(
+    url: str | None, metrics_url: str | None = None, ca: Path | None = None, telemetry: str | None = None
+) -> "Target | None":
     from harness.base.https import trust_authority
     from harness.run.experiment import Target
 
     if ca is not None:
         trust_authority(ca)
-    return Target(url, metrics_url) if url is not None else None
+    return Target(url, metrics_url, telemetry) if url is not None else None
 
 
 def find_run(given: Path, runs: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Commands without a run of their own: explain a log, run load workers."""
+"""Commands without a run of their own: explain a log, run load workers, sample this machine."""
 
 import sys
 from collections.abc import Iterator
@@ -76,3 +76,23 @@ def worker(
     from harness.run.worker_machine import run_worker
 
     run_worker(master, processes, once=once)
+
+
+@cli.command(short_help="Sample this machine's GPUs, for a harness elsewhere.")
+def telemetry(
+    jsonl: Annotated[bool, cli.flag("--jsonl", "A line of JSON each second, until the standard input ends.")] = False,
+) -> None:
+    """Print the GPUs, the memory and the kernel log of this machine as `harness run --telemetry ssh://HOST` reads them.
+
+    It only reads files of /proc, /sys and /dev/kmsg, opens no port and needs no root. Without --jsonl it prints one
+    sample for people.
+    """
+    from harness import __version__
+    from harness.machine.telemetry_stream import read_now, send_telemetry
+    from harness.report.elements import plain_grid
+    from harness.report.terminal import print_page
+
+    if jsonl:
+        send_telemetry(__version__)
+        return
+    print_page([plain_grid(("GPU", "What", "Value"), read_now())], cli.console())

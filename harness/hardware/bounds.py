@@ -330,7 +330,11 @@ def run_gpu(run: Run, ran: CellRun) -> tuple[GpuSpec | None, int]:
     """
     served = ran.served_by
     template = None if served.template is None else find_template(served.template)
-    is_local = served.template is not None or re.match(r"https?://(?:127\.|localhost|\[::1\])", served.url) is not None
+    is_local = (
+        served.template is not None
+        or run.remote is not None
+        or re.match(r"https?://(?:127\.|localhost|\[::1\])", served.url) is not None
+    )
     layers = served.startup.offloaded_layers if served.startup is not None else None
     on_cpu = (template is not None and template.utilization == "host") or (layers or "").startswith("0/")
     ranks, cards = _ranks(served.effective), used_cards(run, ran)
@@ -355,6 +359,6 @@ def used_cards(run: Run, ran: CellRun) -> list[Mapping[str, Any]]:
     if isinstance(numbers, list):
         environment["HIP_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
     try:
-        return select_container_gpus(run.machine.gpus, devices if isinstance(devices, list) else [], environment)
+        return select_container_gpus(run.server_machine.gpus, devices if isinstance(devices, list) else [], environment)
     except (HarnessError, KeyError):  # ids of GPUs, a variable of the shell, or cards of an older manifest
         return []

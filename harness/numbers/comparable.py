@@ -204,6 +204,8 @@ def collect_facts(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
             facts[f"servers.{server}.{key}"] = value
     flatten("scenario", {key: value for key, value in scenario.items() if key not in _IGNORED_SCENARIO_KEYS}, facts)
     flatten("machine", msgspec.to_builtins(run.machine), facts)
+    if run.remote is not None:
+        flatten("server_machine", msgspec.to_builtins(run.remote.machine), facts)
     flatten("versions", dict(run.versions), facts)
     facts["git_commit"] = run.git_commit
     if run.origin is None:

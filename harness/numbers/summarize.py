@@ -110,8 +110,11 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
             *origin_notes(run.origin),
             *warnings.session_notes(run),
             *comparable.start_notes(run),
+            *warnings.telemetry_notes(run, measured, data.telemetry.keys()),
             *warnings.host_cpu_notes(
-                measured, (mark for process_marks in data.marks.values() for mark in process_marks)
+                measured,
+                (mark for process_marks in data.marks.values() for mark in process_marks),
+                is_remote=run.remote is not None,
             ),
             *(note for cell in measured for note in cell.notes),
             *warnings.answer_notes(rows),

@@ -113,6 +113,30 @@ class Soak(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     word: Literal["stable", "drifts", "failed", "unknown"]
 
 
+class FirstRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The first requests of a server's start that took clearly longer than later ones; 0: none did."""
+
+    requests: int
+    extra_s: float  # of all of them together, above the median of later ones
+    until_s: float  # from the first request until the last of them had ended
+    usual_s: float  # the median of later ones
+
+
+class StartTime(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One start of a server of a scenario with `caches`. None: not known."""
+
+    cell: str  # the first one of the start
+    server: str
+    repeat: int
+    caches: str | None = None  # as the scenario has it
+    ready_s: float | None = None  # until the first answer; None: the server ran already
+    phases: dict[str, float] = {}  # seconds; without the engine's own phases where its log does not show them
+    compiled: Literal["cold", "warm"] | None = None  # by the engine's log
+    found_bytes: int | None = None  # compiled by earlier starts
+    ready_bytes: int | None = None  # the same when the server was ready
+    first: FirstRequests | None = None  # None: too few requests
+
+
 class TurnNumbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One turn of an agent's tasks: means over the successful requests. None: the server does not report it."""
 
@@ -269,6 +293,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
     soaks: list[Soak] = []  # of loads of hours
+    starts: list[StartTime] = []  # of a scenario whose servers have `caches`
     same_answers: list[SameAnswers] = []  # of loads whose right answers are known: each server against the baseline's
     checks: list[CheckResult] = []
     # Of a sweep over context depth, prompt length or users, and of loads with several models: what the run found out.

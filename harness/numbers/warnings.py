@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -310,6 +310,27 @@ def number_sessions(run: Run) -> dict[str, int]:
     return sessions
 
 
+def telemetry_notes(run: Run, cells: Sequence[CellSummary], sampled: Collection[str]) -> Iterator[Reason]:
+    """A note on a server elsewhere whose machine was not sampled: no GPU, no energy, no kernel log.
+
+    `sampled`: the cells with samples of a machine.
+    """
+    measured = [cell for cell in cells if cell.id in run.ran and cell.failed is None]
+    if run.remote is not None:
+        lost = sum(cell.machine_load is None for cell in measured)
+        if lost:
+            cells_text = f"{lost:,} of {count(len(measured), 'cell')}"
+            text = f"no telemetry came from the server's machine {run.remote.machine.name} in the measured time of "
+            text += f"{cells_text}: heat and energy are not known there"
+            yield because("telemetry_lost", text, machine=run.remote.machine.name, cells=lost, of=len(measured))
+        return
+    is_elsewhere = bool(measured) and all(run.ran[cell.id].served_by.template is None for cell in measured)
+    if run.origin is None and is_elsewhere and not any(cell.id in sampled for cell in measured):
+        text = "the server is on another machine: its GPU, its memory and its kernel log were not sampled, so heat, "
+        text += "energy and the share of the hardware are not known. `--telemetry ssh://HOST` samples them there"
+        yield because("telemetry_elsewhere", text)
+
+
 def session_notes(run: Run) -> Iterator[Reason]:
     """Notes on resumptions of a run, and on pauses of hours between its cells."""
     if run.resumed:
@@ -367,13 +388,17 @@ def token_counter_notes(cells: Sequence[CellSummary]) -> Iterator[Reason]:
         yield because("no_token_counter", text, cells=unchecked, of=len(cells))
 
 
-def host_cpu_notes(cells: Sequence[CellSummary], marks: Iterable[ProcessMark]) -> Iterator[Reason]:
+def host_cpu_notes(
+    cells: Sequence[CellSummary], marks: Iterable[ProcessMark], *, is_remote: bool = False
+) -> Iterator[Reason]:
     """A note on a busy host whose load generator still had enough CPU. The run is valid, but readers ask about it."""
+    where = "the CPU of the server's machine" if is_remote else "the host's CPU"
     loads = [cell.machine_load for cell in cells if cell.machine_load is not None]
     full = [share for load in loads if (share := load.host_cpu_mean) is not None and share >= HOST_CPU_FULL]
     if full:
-        client = max((mark.cpu_max for mark in marks if mark.cpu_max is not None), default=None)
-        text = f"the host's CPU was up to {percent(max(full), 0)} busy in {count(len(full), 'cell')}, which does not "
+        own = [mark.cpu_max for mark in marks if mark.cpu_max is not None]
+        client = None if is_remote else max(own, default=None)  # the load came from another machine
+        text = f"{where} was up to {percent(max(full), 0)} busy in {count(len(full), 'cell')}, which does not "
         text += "make them INVALID"
         if client:
             text += f": the busiest load process used {percent(client, 0)} of one core ({percent(MAX_CPU, 0)} is "

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from harness.numbers import validity
 from harness.numbers.summarize import Summarized, has_only_summary, read_summary, summarize_with_counts
 from harness.numbers.summary import Summary
-from harness.questions import soak, switching
+from harness.questions import soak, startup, switching
 from harness.questions.agents.agent_turns import turn_answers
 from harness.questions.agents.replay import replay_answers
 from harness.questions.crossover.decide import setting_answers
@@ -25,10 +25,12 @@ def with_answers(analysis: Summarized) -> Summarized:
     summary, data = analysis
     run = data.run
     is_valid = not validity.run_reasons(run, data.damaged, data.unknown_cells)
-    answers = []
+    answers, starts = [], []
     if is_valid and run.kind != "search":
         working = [row for row in summary.rows if row.failed is None]
-        answers = [*setting_answers(run, working, summary.cells), *switching.switching_answers(data, summary.cells)]
+        starts = startup.start_times(data, summary.cells)
+        answers = startup.startup_answers(starts) or setting_answers(run, working, summary.cells)
+        answers = [*answers, *switching.switching_answers(data, summary.cells)]
     added = replace(
         summary,
         answers=[*edge_answers(data), *answers]
@@ -36,6 +38,7 @@ def with_answers(analysis: Summarized) -> Summarized:
             *turn_answers(summary.rows, run.scenario.loads),
             *replay_answers(summary.rows, run.scenario.loads),
         ],
+        starts=starts,
         soaks=soak.soak_results(data),
         same_answers=same_answers(data) if is_valid else [],
     )

@@ -1,6 +1,7 @@
 """Live load: run a scenario's server with Locust's web UI until Ctrl-C, or print both as a Compose file."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -9,6 +10,7 @@ from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError, ServerError
 from harness.base.process import is_port_free, pause
 from harness.base.reason import because, sentence
+from harness.machine import remote_telemetry
 from harness.records.directory import disk_is_full
 from harness.records.manifest import ServedBy
 from harness.report.words import SIMULATED
@@ -17,10 +19,11 @@ from harness.run.experiment import Experiment, load_name, server_name
 from harness.run.machine_fit import preflight
 from harness.run.orchestrator import endpoint_of, make_job, prepare_generator, prepare_job, watch_server
 from harness.run.progress import Progress
-from harness.run.running import create_run
+from harness.run.running import Running, create_run
 from harness.scenario import SERVER_TOKENIZER, Scenario, locustfile_of
 from harness.scenario.check_syntax import parse_check, request_slos
-from harness.scenario.plan import load_of_stage, mix_of, plan
+from harness.scenario.plan import Cell, load_of_stage, mix_of, plan
+from harness.serve.compiled import caches_removed
 from harness.serve.document import GRAFANA_PORT, METRICS_PORT, compose_document, prepare_upstream
 from harness.serve.generator import IMAGE, find_path_in_image, list_needed_files
 from harness.serve.lemonade import vllm_model_name
@@ -51,9 +54,17 @@ def live(
     # The UI always runs on this host, not in the scenario's `generator: container`.
     experiment = preflight(_single_server(experiment, cell_server, [cell_load], endless=True), progress.line)
     cell = plan(experiment.scenario)[0]
-    running = create_run(experiment, [cell], runs, progress, kind="live")
+    with remote_telemetry.opened(experiment.telemetry) as remote:
+        running = create_run(experiment, [cell], runs, progress, kind="live", remote=remote)
+        _serve_page(running, cell, checks, port)
+
+
+def _serve_page(running: Running, cell: Cell, checks: Sequence[str], port: int) -> None:
+    """Serve the UI of a run until it is stopped; see `live`."""
+    progress = running.progress
     try:
-        with progress.live(), endpoint_of(running, cell) as endpoint:
+        removed = caches_removed(running.started_servers, running.id, running.folder)
+        with progress.live(), removed, endpoint_of(running, cell) as endpoint:
             job = replace(prepare_job(running, [cell], endpoint), checks=checks)
             start = prepare_generator(running, job, endpoint, (UI_HOST, port))
             # The page reads the files of the watchers.

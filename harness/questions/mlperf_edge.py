@@ -205,7 +205,8 @@ def _settings(run: Run, scenario: Scenario, load: Load, ran: CellRun, turns: int
     yield from _server_settings(scenario, ran)
     yield from _client_settings(scenario, load)
     # Of a server that already ran, the machine may be another one.
-    hardware = _hardware(run.machine) if ran.served_by.template is not None else None
+    is_known = ran.served_by.template is not None or run.remote is not None
+    hardware = _hardware(run.server_machine) if is_known else None
     is_same = None if hardware is None else "Thor" in hardware
     yield ReferenceSetting("Hardware", REFERENCE_HARDWARE, hardware, is_same)
 

@@ -39,6 +39,14 @@ class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seconds: Seconds
 
 
+class CompiledFolder(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A folder in which a server keeps what it compiles, as of a start of a server with `caches`. None: not known."""
+
+    path: str  # inside the container
+    before_bytes: int | None = None  # right after the start of the process
+    ready_bytes: int | None = None
+
+
 class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Facts that an engine reports when it starts, in its log and its metrics. None: it did not report it.
 
@@ -161,6 +169,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None  # the server's id of the model
     arguments: list[str] = []  # the server's command line
     phases: list[Phase] = []
+    compiled: list[CompiledFolder] = []  # of a server with `caches`
     startup: Startup | None = None
     effective: dict[str, Any] = {}  # the settings that it reports; secrets masked
     contents: Contents | None = None  # of its image
@@ -206,6 +215,15 @@ class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kernel_parameters: dict[str, str] = {}
     docker: str | None = None
     rocm: str | None = None  # of the host; an engine in a container has its own
+
+
+class RemoteMachine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The server's machine, whose telemetry came over ssh (`--telemetry`)."""
+
+    machine: Machine
+    harness: str  # its version there
+    offset_s: float  # by which the wall clock there was ahead of ours at the start; samples are on ours
+    error_s: float  # of the offset, and of the samples' times: at most so much, either way
 
 
 class RowOrigin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -273,6 +291,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     order: list[str] = []  # cell ids as planned
     cells: list[CellRun] = []  # cells that were started, in that order
     machine: Machine
+    remote: RemoteMachine | None = None  # of a server elsewhere, with `--telemetry`
     versions: dict[str, str] = {}  # of packages that affect the measurement
     locustfiles: dict[str, str] = {}  # by `user` of a load: digest of the code of its user class
     git_commit: str | None = None
@@ -291,6 +310,11 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def served(self) -> list[CellRun]:
         """The cells that had a server: of a setting that failed, only the cell in which its server died."""
         return [cell for cell in self.cells if cell.failed is None or cell.served_by.url]
+
+    @property
+    def server_machine(self) -> Machine:
+        """The machine of the server, as far as it is known: with `--telemetry` another one, else that of the load."""
+        return self.machine if self.remote is None else self.remote.machine
 
     @property
     def simulated(self) -> bool:

@@ -21,6 +21,7 @@ from harness.base.files import DOCS, LOCUSTFILES, read_bytes, read_text
 from harness.base.reason import Reason
 from harness.base.redact import register_secrets
 from harness.scenario import (
+    NEW_CACHES,
     SERVER_TOKENIZER,
     USERS,
     Baseline,
@@ -52,6 +53,7 @@ class Target(msgspec.Struct, frozen=True):
 
     url: str
     metrics_url: str | None = None
+    telemetry: str | None = None  # the address of its machine for ssh
 
 
 class Experiment(msgspec.Struct, frozen=True):
@@ -69,6 +71,11 @@ class Experiment(msgspec.Struct, frozen=True):
     def folder(self) -> Path:
         """The folder to which the scenario's paths are relative."""
         return self.files or self.path.resolve().parent
+
+    @property
+    def telemetry(self) -> str | None:
+        """The address of the server's machine for telemetry over ssh; None: this machine is sampled."""
+        return None if self.target is None else self.target.telemetry
 
 
 class Recording(NamedTuple):
@@ -329,10 +336,12 @@ def check_url(option: str, url: str) -> None:
 
 def _move_to_running_server(scenario: Scenario) -> Scenario:
     base, swept = scenario.baseline, scenario.swept
+    asks_starts = any(server.caches is not None for server in scenario.servers.values())
     return replace(
         scenario,
         swept=Sweep(loads=swept.loads) if swept is not None and swept.loads else None,
-        servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
+        # `caches` keeps the question; what the server found at its start is not known.
+        servers={RUNNING_SERVER: Server(template=RUNNING_SERVER, caches=NEW_CACHES if asks_starts else None)},
         restart=False,
         generator="process",
         baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),

@@ -17,7 +17,9 @@ from harness.base.files import open_file
 from harness.base.process import refuse_too_few_files
 from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, verb
+from harness.machine import remote_telemetry
 from harness.machine.gpus import read_gpu_memory, wait_until_free
+from harness.machine.remote_telemetry import RemoteSampler
 from harness.machine.telemetry import Sampler
 from harness.numbers.warnings import queue_notes
 from harness.records.directory import lock_folder, release_space
@@ -42,6 +44,7 @@ from harness.scenario import (
     wave_size,
 )
 from harness.scenario.plan import Cell, grouped, plan, server_start_of
+from harness.serve.compiled import caches_removed
 from harness.serve.generator import ContainerChild, find_path_in_image
 from harness.serve.lemonade import load_with_options
 from harness.serve.lifecycle import Endpoint, attach_to_server, find_server_pid, find_telemetry_files, serve
@@ -54,7 +57,7 @@ from harness.workload.job import Job, JobStage, loads_of, workload_of, write_job
 from harness.workload.prompt_file import read_rows
 
 ANALYSIS = ("scipy.special",)  # large; what the caller of the run evaluates it with is loaded already
-Watchers = tuple[Scraper, Sampler]
+Watchers = tuple[Scraper, Sampler | RemoteSampler]
 # Runs cells one after the other and yields each result. Its arguments are the run and the cells planned at its start.
 Steps = Callable[[Running, list[Cell]], Iterable[CellRun]]
 
@@ -102,8 +105,10 @@ def start_run(
     kind: RunKind = "plan",
 ) -> Path:
     """Create a run directory and run the steps; see `run`."""
-    running = create_run(experiment, cells, runs, progress, make_reference, kind)
-    with lock_folder(running.folder):
+    with contextlib.ExitStack() as stack:
+        remote = stack.enter_context(remote_telemetry.opened(experiment.telemetry))
+        running = create_run(experiment, cells, runs, progress, make_reference, kind, remote)
+        stack.enter_context(lock_folder(running.folder))
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
         progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
         return run_steps(running, cells, steps)
@@ -117,7 +122,7 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
         if (workers := running.experiment.workers) is not None:
             machines = ", ".join(workers.names) or f"{workers.machines} machines"
             progress.line(f"Workers: {machines}. On each of them: {workers.command}", whole=True)
-        with progress.live():
+        with progress.live(), caches_removed(running.started_servers, running.id, folder):
             for cell_run in steps(running, cells):
                 file.update(cell_run)
     except BaseException as raised:
@@ -336,16 +341,19 @@ def watch_server(running: Running, job: Job, endpoint: Endpoint, interval_s: flo
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
-        Sampler(
-            find_telemetry_files(endpoint),
-            job.cell,
-            folder / "telemetry.jsonl",
-            server_pid=find_server_pid(endpoint),
-        ) as sampler,
+        _sampler(running, job.cell, endpoint) as sampler,
     ):
         yield scraper, sampler
         waiting = "waiting for {} that the server still works on"
         scraper.finish(lambda remaining: running.progress.stage(waiting.format(count(remaining, "request"))))
+
+
+def _sampler(running: Running, cell: str, endpoint: Endpoint) -> Sampler | RemoteSampler:
+    """Return what samples the server's machine: this one, or another one over ssh."""
+    path = running.folder / "telemetry.jsonl"
+    if running.remote is not None:
+        return RemoteSampler(running.remote, cell, path)
+    return Sampler(find_telemetry_files(endpoint), cell, path, server_pid=find_server_pid(endpoint))
 
 
 def prepare_generator(

@@ -15,6 +15,7 @@ from harness.base.files import read_json
 from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
 from harness.base.units import count
+from harness.machine import remote_telemetry
 from harness.numbers.comparable import ABSENT, flatten, format_values
 from harness.numbers.comparison import MAX_REPEATS
 from harness.numbers.summarize import summarize
@@ -77,10 +78,10 @@ def resume(
             f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} kept (complete and valid), {len(remaining)} to "
             f"run. Records go to {folder}"
         )
-        running = Running(
-            RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference), experiment, progress
-        )
-        return run_steps(running, remaining, run_cells if budget_s is None else budget_steps(budget_s, max_repeats))
+        file = RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference)
+        with remote_telemetry.opened(experiment.telemetry) as remote:
+            running = Running(file, experiment, progress, remote=None if remote is None else remote[0])
+            return run_steps(running, remaining, run_cells if budget_s is None else budget_steps(budget_s, max_repeats))
 
 
 @contextlib.contextmanager
@@ -194,7 +195,9 @@ def _recorded_experiment(run: Run, folder: Path, inputs: Inputs, target: Target 
     if target is not None and inputs.url is None:
         raise HarnessError("--url: the run started its servers itself", next_step="Leave --url out.")
     if target is None and inputs.url is not None:
-        target = Target(inputs.url, inputs.metrics_url)
+        target = Target(inputs.url, inputs.metrics_url, inputs.telemetry)
+    elif target is not None and target.telemetry is None:
+        target = replace(target, telemetry=inputs.telemetry)
     path, files = folder / "scenario.yaml", Path(inputs.scenario).parent
     return prepare_recorded(Experiment(path, run.scenario, target, run.computed, run.workers, files=files))
 

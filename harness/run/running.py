@@ -26,13 +26,14 @@ from harness.base.process import owner_labels
 from harness.base.reason import Reason, because, sentence
 from harness.base.versions import DEFINITIONS
 from harness.machine.gpus import read_machine
+from harness.machine.remote_telemetry import RemoteTelemetry
 from harness.numbers.summarize import summarize_with_counts, with_checks, write_reference
 from harness.numbers.summary import Reference, Summary
 from harness.records.directory import INPUTS, prepare_folder, release_space
-from harness.records.manifest import CellRun, KeptSteps, Run, RunKind, ServedBy, Status, write_run
+from harness.records.manifest import CellRun, KeptSteps, RemoteMachine, Run, RunKind, ServedBy, Status, write_run
 from harness.run.experiment import Experiment, input_files, locustfile_sources
 from harness.run.progress import OnEnd, Progress
-from harness.scenario import Scenario, locustfile_of, models_of_loads
+from harness.scenario import Scenario, Server, locustfile_of, models_of_loads
 from harness.scenario.plan import Cell
 from harness.serve.docker_engine import get_engine_version
 from harness.serve.facts import find_ignored_settings
@@ -52,6 +53,7 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     files: dict[str, str] = {}  # digest of each file that the scenario names, by its path there
     url: str | None = None  # of a running server
     metrics_url: str | None = None
+    telemetry: str | None = None  # of the server's machine
 
 
 MakeReference = Callable[[Run, Summary], Reference]  # the baseline of the checks of a run that has ended
@@ -137,6 +139,7 @@ class Running(msgspec.Struct, frozen=True):
     experiment: Experiment
     progress: Progress
     token_words: dict[str, tuple[str, ...]] = {}  # words of one token each, by server, once they are known
+    remote: RemoteTelemetry | None = None  # of the server's machine
 
     @property
     def id(self) -> str:
@@ -149,6 +152,11 @@ class Running(msgspec.Struct, frozen=True):
     @property
     def scenario(self) -> Scenario:
         return self.experiment.scenario
+
+    @property
+    def started_servers(self) -> list[Server]:
+        """The servers that the run starts; none with --url."""
+        return [] if self.experiment.target is not None else [*self.scenario.servers.values()]
 
     @property
     def api_key(self) -> str | None:
@@ -168,8 +176,9 @@ def create_run(
     progress: Progress,
     make_reference: MakeReference | None = None,
     kind: RunKind = "plan",
+    remote: tuple[RemoteTelemetry, RemoteMachine] | None = None,
 ) -> Running:
-    """Create the run directory with the first manifest.
+    """Create the run directory with the first manifest. `remote`: telemetry of the server's machine.
 
     Raises HarnessError when it cannot be written, and ServerError when a running server does not have the models.
     """
@@ -183,6 +192,8 @@ def create_run(
     run_id = f"{started:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
     folder = runs / run_id
     manifest = manifest_of(experiment, cells, run_id, name, started.timestamp(), kind)
+    if remote is not None:
+        manifest = replace(manifest, remote=remote[1])
     try:
         folder.mkdir(parents=True)
         write_run(folder, manifest)
@@ -192,6 +203,7 @@ def create_run(
             files={name: digest_files([experiment.folder / name]) for name in input_files(experiment.scenario)},
             url=None if target is None else target.url,
             metrics_url=None if target is None else target.metrics_url,
+            telemetry=None if target is None else target.telemetry,
         )
         replace_file(folder / INPUTS, pretty_json(inputs))
         (folder / "scenario.yaml").write_bytes(read_bytes(experiment.path))
@@ -203,7 +215,8 @@ def create_run(
             f"{folder}: the run directory cannot be written ({error.strerror})",
             next_step="Make room if the disk is full, or give another folder with --runs DIR.",
         ) from None
-    return Running(RunFile(folder, manifest, progress.on_end, make_reference), experiment, progress)
+    file = RunFile(folder, manifest, progress.on_end, make_reference)
+    return Running(file, experiment, progress, remote=None if remote is None else remote[0])
 
 
 def manifest_of(

@@ -27,6 +27,7 @@ from harness.scenario.behaviour import (
 )
 
 MAX_NAME = 40
+NEW_CACHES = "new"  # of a server: each start begins without compiled kernels
 NAME = f"[a-z0-9][a-z0-9-]{{0,{MAX_NAME - 1}}}"
 LOAD_NAME = rf"{NAME}(?:\.{NAME}|@\d+(?:-\d+)?)?"  # a part of a mix is MIX.LOAD, a stage LOAD@USERS
 _NAME_RULE = f"lower-case letters, digits and '-', at most {MAX_NAME}"
@@ -94,6 +95,9 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     startup_timeout_s: Positive = 1800.0
     allow: list[Consent] = []  # access of its containers to this machine ([consent](servers.md))
     gateway: Gateway | None = None  # takes the load and passes it on to the server; the metrics are the server's
+    # [compiled kernels](startup.md) that a start finds: `new`, none; NAME of a server with `new`, those that it left in
+    # this repeat. Both are in volumes of the run. Default: the volumes that all runs share
+    caches: Line | None = None
     # a [sweep](sweeps.md): values for a variable of the template, or for an argument of the engine (`--flag`)
     vary: dict[str, list[Any] | Span] = {}
     # conditions that a combination must meet, such as `max_num_batched_tokens >= max_num_seqs`

@@ -1,6 +1,6 @@
 """Read a scenario file strictly. Its wrong values are reported together, else its contradictions together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from harness.base.errors import HarnessError, Problem, ScenarioError, did_you_mean, suggest_row
 from harness.base.files import read_text
-from harness.scenario import Scenario, size_problem
+from harness.scenario import NEW_CACHES, Scenario, Server, size_problem
 from harness.scenario.check_syntax import check_problem
 from harness.scenario.contradictions import contradictions
 from harness.scenario.plan import expand_mixes, expand_stages, mix_problems
@@ -119,6 +119,7 @@ def _contradictions(scenario: Scenario, folder: Path) -> Iterator[Problem]:
 def _reference_problems(scenario: Scenario) -> Iterator[Problem]:
     """Check where servers and loads are named."""
     servers, loads = scenario.servers, scenario.loads
+    yield from _cache_problems(servers)
     if (base := scenario.baseline) is not None:
         if base.server not in servers:
             yield Problem("$.baseline.server", f"'{base.server}' is not a server; {did_you_mean(base.server, servers)}")
@@ -136,3 +137,19 @@ def _reference_problems(scenario: Scenario) -> Iterator[Problem]:
     for number, check in enumerate(scenario.checks):
         if (mistake := check_problem(check, servers, loads)) is not None:
             yield Problem(f"$.checks[{number}]", mistake)
+
+
+def _cache_problems(servers: Mapping[str, Server]) -> Iterator[Problem]:
+    """Check that a server uses only what an earlier one compiles, which begins with nothing and is of its kind."""
+    earlier: dict[str, Server] = {}
+    for name, server in servers.items():
+        if server.caches not in (None, NEW_CACHES):
+            owner = earlier.get(server.caches or "")
+            text = f"'{server.caches}' is neither `{NEW_CACHES}` nor an earlier server with `caches: {NEW_CACHES}`"
+            if owner is None:
+                yield Problem(f"$.servers.{name}.caches", text)
+            elif (owner.template, owner.container) != (server.template, server.container):
+                text = f"'{server.caches}' has another template, so it compiles other things"
+                yield Problem(f"$.servers.{name}.caches", text)
+        if server.caches == NEW_CACHES:
+            earlier[name] = server

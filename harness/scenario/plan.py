@@ -42,14 +42,16 @@ def cell_of(server: str, load: str, repeat: int, name: str | None = None) -> Cel
 def plan(scenario: Scenario) -> list[Cell]:
     """Return all cells, interleaved: every repeat visits every server and load, so drift affects all equally.
 
-    Odd repeats go forward and even ones backward (A B C, C B A, ...), which cancels a linear drift.
+    Odd repeats go forward and even ones backward (A B C, C B A, ...), which cancels a linear drift. Servers that use
+    what an earlier one has compiled stay in their order.
     """
     cells = []
+    is_ordered = any(server.caches is not None for server in scenario.servers.values())
     for repeat in range(1, scenario.repeats + 1):
         forward = [cell_of(server, load, repeat) for server in scenario.servers for load in scenario.loads]
         # The stages of a load stay in their order.
         groups = grouped(forward, lambda cell: cell.group if cell.stage else cell.id)
-        cells += forward if repeat % 2 else [cell for group in reversed(groups) for cell in group]
+        cells += forward if repeat % 2 or is_ordered else [cell for group in reversed(groups) for cell in group]
     has_drift_cells = scenario.swept is not None and scenario.drift_cells and not scenario.restart
     return _repeat_first_cells(cells) if has_drift_cells else cells
 

@@ -112,6 +112,7 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     load: LoadCall | None = None
     lemonade: LemonadeSettings | None = None
     gateway: "Serving | None" = None  # in front of the server; takes the load
+    compiled: list[str] = []  # folders of the container in which the server keeps what it compiles
 
 
 class ComposeFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

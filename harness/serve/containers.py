@@ -10,6 +10,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,17 @@ class LogFile:
         text = masked(line[:_MAX_LINE_BYTES].decode(errors="surrogateescape"), "known")
         cut = b" [the rest of this line is left out]" if len(line) > _MAX_LINE_BYTES else b""
         return text.encode(errors="surrogateescape") + cut + b"\n"
+
+
+def with_time_stamps(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a process, each with the time as the Docker Engine writes it before a container's."""
+    rest = b""
+    for block in blocks:
+        *lines, rest = (rest + block).split(b"\n")
+        rest = rest[: _MAX_LINE_BYTES + 1]
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ ").encode()
+        yield from (stamp + line + b"\n" for line in lines)
+    yield rest
 
 
 class ServerStatus(Struct, frozen=True):

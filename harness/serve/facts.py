@@ -359,11 +359,14 @@ def split_phases(measured: Sequence[Phase], log: LogFacts, started_s: float | No
     total_s = sum(phase.seconds for phase in waits)
     at_s = log.started_s if started_s is None else started_s
     inner: list[Phase] = []
-    if at_s is None or not waits or "weights" not in log.ends:
+    ends = dict(log.ends)
+    if "weights" not in ends and "warm-up" in ends:
+        ends["weights"] = ends.pop("warm-up")  # one time for both
+    if at_s is None or not waits or "weights" not in ends:
         return list(measured)
     at_s += sum(phase.seconds for phase in measured[:begin] if phase.name not in ("pull", "create"))
     for name in ("process", "weights", "compile", "graphs", "warm-up"):
-        end_s = log.ends.get(name)
+        end_s = ends.get(name)
         if end_s is not None and end_s >= at_s:
             inner.append(Phase(name=name, seconds=end_s - at_s))
             at_s = end_s

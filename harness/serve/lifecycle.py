@@ -34,9 +34,19 @@ from harness.machine.telemetry import cgroup_files, server_tasks, telemetry_root
 from harness.records.manifest import ServedBy, ServerDeath
 from harness.scenario import Load, Scenario, Server, models_of_loads
 from harness.serve import compose_file, containers, probe
+from harness.serve.compiled import (
+    compiled_folders,
+    folder_sizes,
+    make_volumes,
+    owner_of,
+    process_folder,
+    size_of_folder,
+    with_own_volumes,
+    without_run_names,
+)
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, LoadCall, Service, Serving
 from harness.serve.containers import LogFile, ServerStatus, StatusReader
-from harness.serve.docker_engine import connect, ensure_image, get_digest, make_labels
+from harness.serve.docker_engine import RUN_LABEL, connect, ensure_image, get_digest, make_labels
 from harness.serve.facts import record_facts
 from harness.serve.lemonade import (
     Api,
@@ -55,6 +65,7 @@ from harness.serve.security import collect_secrets, make_access_notes, require_c
 from harness.serve.template import write_compose_file
 from harness.workload.job import read_api_key
 
+COMPILE_CACHE = "--compile-cache"  # of the embedded engine
 _FIRST_REPORT_S, _REPORT_EVERY_S = 5.0, 60.0  # of a wait
 _CHECK_INTERVAL_S = 2.0  # of a server that already ran
 MAX_MISSES, _RETRY_INTERVAL_S = 3, 0.3  # a full listen queue can refuse one connection of a server that lives
@@ -173,6 +184,8 @@ class ServerStart(Struct, frozen=True):
     key_name: str | None  # the environment variable that has the API key
     on_progress: Callable[[str], None]
     name: str = SERVER  # of the service
+    owner: str = ""  # the server that fills what this one finds compiled
+    run_folder: Path = Path()
 
     @property
     def service(self) -> Service:
@@ -213,7 +226,12 @@ def prepare_start(
     if (lemonade := file.serving.lemonade) is not None:
         others = [name for name in models_of_loads(scenario) if bare_name(name) != bare_name(lemonade.model)]
         file = replace(file, serving=replace(file.serving, lemonade=replace(lemonade, others=others)))
-    return ServerStart(prepared.server, file, scenario.model, log, labels, key, key_name, say)
+    owner = owner_of(server_name, prepared.server)
+    if prepared.server.caches is not None:
+        file = with_own_volumes(file, run_id, owner)
+    return ServerStart(
+        prepared.server, file, scenario.model, log, labels, key, key_name, say, owner=owner, run_folder=run_folder
+    )
 
 
 @contextlib.contextmanager
@@ -252,6 +270,10 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
         )
     service = compose_file.fill_variables(start.compose, os.environ).server
     command = [sys.executable, *replace_value((service.command or [])[1:], "--host", "127.0.0.1")]
+    compiled = None if start.server.caches is None else process_folder(start.run_folder, start.server, start.owner)
+    command = without_options(command, COMPILE_CACHE)
+    command += [] if compiled is None else [COMPILE_CACHE, str(compiled)]
+    before = None if compiled is None else size_of_folder(compiled)
     # For the manifest, without the address.
     arguments = without_options(start.compose.server.command or [], "--host", "--port")
     log = start.log
@@ -262,7 +284,7 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
         raise ServerError(f"the embedded engine cannot be started: {error}") from None
     assert child.stdout is not None
     output = child.stdout.fileno()
-    log.follow(lambda: iter(lambda: os.read(output, 65536), b""))
+    log.follow(lambda: containers.with_time_stamps(iter(lambda: os.read(output, 65536), b"")))
 
     def read_status(_now: bool) -> ServerStatus:
         code = child.poll()
@@ -271,6 +293,10 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
     try:
         ready = _wait_until_ready(start, url, read_status)
         served = replace(ready, template=start.server.template, simulated=True, arguments=arguments)
+        if compiled is not None and before is not None:
+            now = {folder: size_of_folder(compiled) for folder in start.serving.compiled}
+            folders = compiled_folders(start.serving.compiled, dict.fromkeys(now, before), now)
+            served = replace(served, compiled=folders)
         metrics_url = start.metrics_url(url)
         yield Endpoint(started=start.record_facts(served), read_status=read_status, metrics_url=metrics_url)
     finally:
@@ -301,18 +327,23 @@ def start_service(
     timer.finish("pull")
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
+        if start.server.caches is not None:
+            make_volumes(client, start.compose, start.server, start.labels, start.labels[RUN_LABEL], start.owner)
         containers.create_network_and_volumes(client, filled, start.labels)
     container = containers.start_container(client, filled, start.name, start.labels)
     timer.finish("create")
     containers.follow_log(container, start.log)
     service = start.service
+    description = containers.describe_container(container, start.compose, service)
+    if start.server.caches is not None and start.name == SERVER:
+        description = without_run_names(description, start.compose, start.owner)
     served = ServedBy(
         url="",
         template=start.serving.template,
         simulated=start.serving.simulated,
         image=service.image,
         image_digest=get_digest(images[0]),
-        container=containers.describe_container(container, start.compose, service),
+        container=description,
         arguments=[*(service.entrypoint or []), *(service.command or [])],
         notes=make_access_notes(start.compose) if start.name == SERVER else [],
         phases=timer.phases,
@@ -337,6 +368,8 @@ def _serve_container(start: ServerStart) -> Iterator[Endpoint]:
 def _start_and_wait(start: ServerStart, client: docker.DockerClient, filled: ComposeFile) -> Endpoint:
     """Start the server or its gateway, and wait until it is ready. Raises ServerError."""
     container, created, read_status = start_service(start, client, filled)
+    folders = start.serving.compiled if start.server.caches is not None and start.name == SERVER else []
+    before = folder_sizes(container, folders)
     port = compose_file.parse_port(filled.services[start.name].ports[0])
     host_port = containers.find_host_port(container, port)
     if host_port is None:
@@ -357,6 +390,7 @@ def _start_and_wait(start: ServerStart, client: docker.DockerClient, filled: Com
         model=ready.model,
         max_parallel=ready.max_parallel,
         phases=created.phases + ready.phases,
+        compiled=compiled_folders(folders, before, folder_sizes(container, folders)),
     )
     return Endpoint(
         started=_mark_simulated(start.record_facts(served, container, monitor)),

@@ -80,6 +80,9 @@ def _check_prepared(scenario: Scenario, name: str) -> Iterator[Problem]:
     yield from _check_extra_arguments(server, compose, SERVER, ".variables")
     if server.gateway is not None:
         yield from _check_extra_arguments(server.gateway, compose, GATEWAY, ".gateway.variables")
+    if server.caches is not None and not compose.serving.compiled:
+        text = "is for servers that keep what they compile in folders, and this one is not known to; remove it"
+        yield Problem(".caches", text)
     yield from _check_entrypoint(server, compose)
     yield from _check_folders(compose)
     for problem in find_missing_consent(server, compose, os.environ):

@@ -11,6 +11,7 @@ import msgspec
 
 from harness.simulated.answer import FAULTS, parse_fault
 from harness.simulated.engine import DEFAULT_PRESET, MEMORY, PRESETS, EngineConfig
+from harness.simulated.kernels import KernelCache
 from harness.simulated.server import ServerConfig, SimulatedServer, log
 from harness.simulated.wire import TEXT_KINDS
 
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ERROR [simulated] {error}", file=sys.stderr)
         return 1
     try:
-        return asyncio.run(_run(config, options.startup_s, options.fail_start, options.exit_code))
+        return asyncio.run(_run(config, options))
     except OSError as error:
         subject = error.filename or f"cannot listen on {config.host}:{config.port}"  # the file is the send log
         print(f"ERROR [simulated] {subject}: {error.strerror}", file=sys.stderr)
@@ -72,6 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--send-log", type=Path, metavar="FILE", help="append the true send time of every chunk, as JSON lines")
     add("--fault", action="append", default=[], metavar="KIND[:N][@NTH]", help="of each NTH request; see below")
     add("--startup-s", type=float, default=0.0, metavar="S", help="seconds before the port is opened")
+    add("--weights-s", type=float, default=0.0, metavar="S", help="after that, seconds to load the weights")
+    add("--start-compile-s", type=float, default=0.0, metavar="S", help="then seconds to compile, if nothing is cached")
+    add("--compile-cache", type=Path, metavar="DIR", help="where a later start finds what this one compiled")
+    add("--build", default="1", metavar="NAME", help="of the engine: another one compiles anew")
     add("--fail-start", metavar="TEXT", help="log this instead of becoming ready, and exit")
     add("--exit-code", type=int, default=1, metavar="N", help="status of --fail-start")
     return parser
@@ -136,20 +141,21 @@ def _with_memory(engine: EngineConfig, options: argparse.Namespace) -> EngineCon
     return msgspec.structs.replace(engine, num_gpu_blocks=blocks)
 
 
-async def _run(config: ServerConfig, startup_s: float, fail_start: str | None, exit_code: int) -> int:
+async def _run(config: ServerConfig, options: argparse.Namespace) -> int:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     _log_start(config)
-    try:
-        await asyncio.wait_for(stopped.wait(), startup_s)
+    kernels = KernelCache(options.compile_cache, options.build)
+    if await _ends_within(stopped, options.startup_s):
         return 0
-    except TimeoutError:
-        pass
-    if fail_start is not None:
-        print(fail_start, file=sys.stderr, flush=True)
-        return exit_code
+    if options.fail_start is not None:
+        print(options.fail_start, file=sys.stderr, flush=True)
+        return int(options.exit_code)
+    if await _prepare(kernels, options, stopped):
+        return 0
     server = SimulatedServer(config)
+    server.engine.shapes.update(kernels.read_shapes())
     listening, port = await server.serve()
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     log("Application startup complete.")
@@ -160,7 +166,33 @@ async def _run(config: ServerConfig, startup_s: float, fail_start: str | None, e
     log("stopping")
     listening.close()
     server.stop()
+    kernels.store_shapes(server.engine.shapes)
     return 0
+
+
+async def _prepare(kernels: KernelCache, options: argparse.Namespace, stopped: asyncio.Event) -> bool:
+    """Load the weights and compile, as the options say. Return whether the server was stopped meanwhile."""
+    if not options.weights_s and not options.start_compile_s:
+        return False
+    log("loading the weights")
+    if await _ends_within(stopped, options.weights_s):
+        return True
+    log(f"the weights took {options.weights_s:g} s")
+    is_cold = not kernels.has_graphs()
+    if is_cold and await _ends_within(stopped, options.start_compile_s):
+        return True
+    log("compiled the graphs" if is_cold else "loaded the compiled graphs from the cache")
+    if is_cold:
+        kernels.store_graphs()
+    return False
+
+
+async def _ends_within(stopped: asyncio.Event, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(stopped.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _log_start(config: ServerConfig) -> None:

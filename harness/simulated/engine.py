@@ -372,6 +372,11 @@ class SimulatedEngine:
         duration += self._compile_s(len(work), prefill)
         return Step(duration, work)
 
+    @property
+    def shapes(self) -> Counter[tuple[int, int]]:
+        """How many steps of each shape have run."""
+        return self._shapes
+
     def _compile_s(self, sequences: int, prefill: int) -> float:
         """Return the extra time of a step, one of the first of its shape."""
         if not self.config.compile_s:

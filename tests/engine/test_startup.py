@@ -105,6 +105,21 @@ def test_llamacpp() -> None:
     }  # fmt: skip
 
 
+def test_llamacpp_that_warms_up_compiles_its_shaders_then() -> None:
+    second = "2026-11-21T15:14:{:02}.000000000Z 0.00.000.000 I {}"
+    lines = [
+        (10, "srv init: initializing ..."),
+        (11, "srv load_model: loading model '/models/x.gguf'"),
+        (14, "cmn init: warming up the model with an empty run - please wait ..."),
+        (54, "srv init: model loaded"),
+    ]
+    found = parse_log_lines([second.format(at_s, text) for at_s, text in lines])
+    assert rounded(split_phases(waits(45.0), found)) == {
+        "pull": 0.5, "create": 0.25, "process": 1.0, "weights": 3.0, "warm-up": 40.0, "ready": 1.125,
+        "first answer": 0.75,
+    }  # fmt: skip
+
+
 def test_the_embedded_engine_says_with_what_it_runs() -> None:
     lines = (
         "simulated engine: no model is computed, all timing comes from preset x",

@@ -64,6 +64,7 @@ def llamacpp(**variables: Any) -> dict[str, Any]:
         "devices": [],
         "groups": [],
         "llama_cache": None,
+        "shader_cache": None,
         "extra_args": ["--threads", "1"],  # as for vLLM
         "volumes": [f"{LLAMACPP_VENV}:{LLAMACPP_VENV}:ro", f"{TINY_GGUF}:/models/tiny.gguf:ro"],
     }

@@ -127,3 +127,27 @@ def test_the_report_advises_more_slots_that_keep_their_context(chatting: Timed) 
     found = {one.code: one for one in chatting.ran.summary.findings or []}
     (action,) = found["queue_with_room"].actions
     assert action.settings == {"servers.llamacpp.variables": "parallel: 5\nctx_size: 20480"}  # the model's 4,096 each
+
+
+def test_starts_with_nothing_compiled_and_with_what_was_compiled(tmp_path: Path, say: Say) -> None:
+    """llama.cpp compiles nothing on a CPU, so both starts are alike; the volumes of the run come and go."""
+    scenario = write_scenario(
+        tmp_path,
+        "starts",
+        question="Why does it take so long to start?",
+        model="tiny",
+        servers={"cold": {**llamacpp(), "caches": "new"}, "warm": {**llamacpp(), "caches": "cold"}},
+        loads={"one-user": {"user": "batch", "requests": 20, "output_tokens": 8}},
+    )
+    ran = run(scenario)
+    say(ran.said)
+    assert ran.code in (0, 3), ran.error
+    starts = {start.server: start for start in ran.summary.starts}
+    assert list(starts) == ["cold", "warm"]
+    for start in starts.values():
+        assert start.ready_s is not None and {"pull", "create", "process", "weights", "first answer"} <= set(
+            start.phases
+        )
+        assert start.found_bytes is not None and start.first is not None
+    assert [answer.code for answer in ran.summary.answers] == ["startup"]
+    assert left_behind(ran.folder) == []

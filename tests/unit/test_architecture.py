@@ -70,9 +70,9 @@ BETWEEN: dict[tuple[str, str], str] = {
     # The page of a run has the answers of all of them; the joint adds them to a summary.
     **{("report", name): "its page" for name in (
         "agents", "bisect", "capacity", "compare", "crossover", "findings", "isolation", "joint", "mlperf_edge",
-        "quick", "same_answers", "soak", "tune")},
+        "quick", "same_answers", "soak", "startup", "tune")},
     **{("joint", name): "its answer" for name in (
-        "agents", "crossover", "findings", "mlperf_edge", "same_answers", "soak", "switching")},
+        "agents", "crossover", "findings", "mlperf_edge", "same_answers", "soak", "startup", "switching")},
     ("results", "joint"): "a filed run has all answers",
     ("results", "report"): "a filed run has its page",
 }  # fmt: skip

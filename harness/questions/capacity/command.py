@@ -48,6 +48,7 @@ def capacity(
     url: cli.UrlOpt = None,
     user: cli.UserOpt = None,
     ca: cli.CaOpt = None,
+    telemetry: cli.TelemetryOpt = None,
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
     as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,
@@ -68,7 +69,7 @@ def capacity(
     from harness.run import running_server
 
     budget_s = read_duration("--budget", budget)
-    target, console = cli.make_target(url, ca=ca), cli.console(stderr=as_json)
+    target, console = cli.make_target(url, ca=ca, telemetry=telemetry), cli.console(stderr=as_json)
     more: Any = {"model": model, "key_name": api_key_env, "say": console.print}
     make = partial(running_server.user_scenario, user or "chat", **more)
     name = f"capacity-{user or 'chat'}"

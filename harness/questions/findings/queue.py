@@ -174,7 +174,7 @@ def slot_context(row: RowFacts) -> int | None:
 
 def _free_bytes(row: RowFacts) -> float | None:
     """The least memory that the server's GPUs had free during the load; None: not known."""
-    cards = {str(gpu.get("render_node")).rpartition("/")[2]: gpu for gpu in row.data.run.machine.gpus}
+    cards = {str(gpu.get("render_node")).rpartition("/")[2]: gpu for gpu in row.data.run.server_machine.gpus}
     least: list[float] = []
     for load in (cell.machine_load for cell in row.cells if cell.machine_load is not None):
         free = [

@@ -151,7 +151,7 @@ def _targets(row: RowFacts) -> set[str]:
 def cpu_offload(row: RowFacts) -> RuleResult | None:
     layers = None if row.served.startup is None else row.served.startup.offloaded_layers
     on_gpu, slash, total = (layers or "").partition("/")
-    if not slash or not (on_gpu.isdecimal() and total.isdecimal()) or not row.data.run.machine.gpus:
+    if not slash or not (on_gpu.isdecimal() and total.isdecimal()) or not row.data.run.server_machine.gpus:
         return None
     if int(on_gpu) >= int(total):
         return None
@@ -278,7 +278,7 @@ def memory_moved(row: RowFacts) -> RuleResult | None:
     if machine is None:
         return None
     spilled = 0
-    nodes = [gpu.get("render_node") for gpu in row.data.run.machine.gpus if gpu.get("integrated") is False]
+    nodes = [gpu.get("render_node") for gpu in row.data.run.server_machine.gpus if gpu.get("integrated") is False]
     cards = {str(node).rpartition("/")[2] for node in nodes}  # of /dev/dri/renderD128, as telemetry names it
     for cell in row.cells:
         for name, gpu in (cell.machine_load.gpus if cell.machine_load is not None else {}).items():

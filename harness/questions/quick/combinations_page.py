@@ -122,8 +122,8 @@ def _together(combination: CombinationNumbers) -> float:
 
 
 def machine_facts(run: Run, ran: CellRun, *, is_here: bool) -> dict[str, str | None]:
-    """Return what ran, and on which machine; None: not known. `is_here`: the server runs on this machine."""
-    served, machine = ran.served_by, run.machine
+    """Return what ran, and on which machine; None: not known. `is_here`: the server's machine is known."""
+    served, machine = ran.served_by, run.server_machine
     settings = machine.kernel_parameters
     of_host = {
         "Machine": ", ".join(filter(None, [

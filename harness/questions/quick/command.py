@@ -108,6 +108,7 @@ def quick(
     model: cli.ModelOpt = None,
     api_key_env: cli.KeyOpt = None,
     ca: cli.CaOpt = None,
+    telemetry: cli.TelemetryOpt = None,
     yes: Annotated[
         bool, cli.flag("--yes", "Without URL: do not ask before the server that is found gets load.")
     ] = False,
@@ -132,10 +133,10 @@ def quick(
     wanted = read_wanted(lists | others | {"markdown": markdown})
     if wanted is not None:
         folder = None if runs == cli.RUNS else runs
-        given = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--runs": folder}
+        given = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--telemetry": telemetry, "--runs": folder}
         _measure_combinations(address, wanted, given, as_json=as_json, markdown=markdown)
         return
-    _measure_levels(address, model, api_key_env, ca, runs, yes=yes, as_json=as_json)
+    _measure_levels(address, model, api_key_env, ca, telemetry, runs, yes=yes, as_json=as_json)
 
 
 def _measure_levels(
@@ -143,6 +144,7 @@ def _measure_levels(
     model: str | None,
     api_key_env: str | None,
     ca: Path | None,
+    telemetry: str | None,
     runs: Path,
     *,
     yes: bool,
@@ -158,13 +160,14 @@ def _measure_levels(
     from harness.run.running_server import scenario_path
 
     progress = cli.make_progress(stderr=as_json)
-    target = cli.make_target(address or found_server(model, api_key_env, progress.line, is_agreed=yes), ca=ca)
+    url = address or found_server(model, api_key_env, progress.line, is_agreed=yes)
+    target = cli.make_target(url, ca=ca, telemetry=telemetry)
     assert target is not None
     make = partial(quickly.quick_scenario, model=model, key_name=api_key_env, say=progress.line)
     with scenario_path(None, target, QUICK, make) as path:
         folder = run_experiment(experiments.prepare(path, target), runs, progress)
     where = None if runs == cli.RUNS else runs
-    options = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--runs": where}
+    options = {"--model": model, "--api-key-env": api_key_env, "--ca": ca, "--telemetry": telemetry, "--runs": where}
     report = quickly.quick_report(folder, target, options)
     if as_json:
         cli.print_json(report)
@@ -204,7 +207,7 @@ def _measure_combinations(
     if address is None:
         what = "no address is given; prompts, contexts, users and rates are for a server that is named"
         raise HarnessError(what, next_step="Write harness quick http://127.0.0.1:8000 --prompt 512 --users 1,4.")
-    target = cli.make_target(address, ca=given["--ca"])
+    target = cli.make_target(address, ca=given["--ca"], telemetry=given["--telemetry"])
     assert target is not None
     folder = _run_combinations(target, wanted, given, stderr=as_json or markdown)
     report = combinations_report(folder, target, given)

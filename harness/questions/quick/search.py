@@ -342,7 +342,7 @@ def combinations_report(folder: Path, target: Target, options: Mapping[str, obje
     summarized = summarize_with_counts(folder)
     data, summary = summarized.data, summarized.summary
     combinations, ran = combination_numbers(data, summary), next(iter(data.run.cells))
-    is_here = is_this_machine(urlsplit(ran.served_by.url or target.url).hostname or "")
+    is_here = data.run.remote is not None or is_this_machine(urlsplit(ran.served_by.url or target.url).hostname or "")
     where = option_words({"--runs": options.get("--runs")})
     repeat_options = {name: value for name, value in options.items() if name not in ("--runs", "--ca")}
     return CombinationsReport(

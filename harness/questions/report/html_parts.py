@@ -25,7 +25,7 @@ from harness.questions.same_answers.page import answers_charts
 from harness.questions.soak import soak_charts
 from harness.questions.tune.page import tune_chart
 from harness.questions.tune.record import TuneReport
-from harness.records.manifest import Run, ServedBy
+from harness.records.manifest import Machine, Run, ServedBy
 from harness.report import results_table, sentences
 from harness.report.charts import figures, row_keys
 from harness.report.charts.data import ChartData
@@ -302,13 +302,17 @@ def _server_facts(served: dict[str, list[ServedBy]]) -> list[Element]:
 
 
 def _machine_facts(run: Run) -> list[Element]:
-    machine = run.machine
+    parts = _facts_of_machine("Machine", run.machine)
+    return parts if run.remote is None else [*parts, *_facts_of_machine("Machine of the server", run.remote.machine)]
+
+
+def _facts_of_machine(title: str, machine: Machine) -> list[Element]:
     memory = f"{machine.ram_bytes / units.GIB:.1f} GiB" if machine.ram_bytes else None
     facts = [
         ("Name", machine.name), ("CPU", machine.cpu), ("Cores", machine.cores), ("Memory", memory),
         ("Kernel", machine.kernel), ("Docker", machine.docker), ("ROCm of the host", machine.rocm),
     ]  # fmt: skip
-    return [Paragraph("Machine", "part"), _facts(facts)]
+    return [Paragraph(title, "part"), _facts(facts)]
 
 
 def _experiment_facts(run: Run) -> list[Element]:
@@ -330,9 +334,9 @@ def _appendix(run: Run, served: dict[str, list[ServedBy]]) -> list[Element]:
             (f"Contents of the image of {server}", by.contents and _as_yaml(by.contents), False),
             (f"Container of {server} as inspected", by.container and _as_yaml(by.container), False),
         ]
-    parameters = run.machine.kernel_parameters
+    parameters, gpus = run.server_machine.kernel_parameters, run.server_machine.gpus
     texts += [
-        ("GPUs", run.machine.gpus and _as_yaml(run.machine.gpus), True),
+        ("GPUs", gpus and _as_yaml(gpus), True),
         ("Kernel parameters", parameters and _as_yaml(parameters), False),
     ]
     return [
@@ -362,7 +366,9 @@ def _distinct_servers(run: Run) -> dict[str, list[ServedBy]]:
     distinct: dict[str, dict[bytes, ServedBy]] = {}
     for cell in run.served:
         # Each start has its own time and port, and the engine measures anew.
-        settings = replace(cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={})
+        settings = replace(
+            cell.served_by, phases=[], compiled=[], url="", container=None, gateway=None, startup=None, effective={}
+        )
         distinct.setdefault(cell.server, {}).setdefault(msgspec.json.encode(settings), cell.served_by)
     return {server: list(served.values()) for server, served in distinct.items()}
 

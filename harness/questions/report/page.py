@@ -32,6 +32,7 @@ from harness.questions.report import html_parts
 from harness.questions.report.headline import run_answer
 from harness.questions.same_answers.page import same_answers_page
 from harness.questions.soak import soak_tables
+from harness.questions.startup import startup_tables
 from harness.questions.tune.page import answer_line, tune_elements, tune_question
 from harness.questions.tune.proof import read_answered
 from harness.questions.tune.record import TuneReport
@@ -62,7 +63,10 @@ _RUN_HINT = "with --explain"
 _SHORT_TEXT = 400  # characters
 _REASONS = 4  # why a run is INVALID: so many are not folded
 # Notes that are not folded: results of a sweep, what a container may do, and answers that say nothing.
-_SHOWN = ("setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong")
+_SHOWN = (
+    "setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong", "telemetry_elsewhere",
+    "telemetry_lost",
+)  # fmt: skip
 
 
 class Searched(NamedTuple):
@@ -112,6 +116,7 @@ def run_page(
     results = levels_grid(searched.levels) if searched.levels else results_table(summary, run, described)
     details = [
         *edge_tables(summary),
+        *startup_tables(summary),
         *speculation_tables(summary),
         *turn_tables(summary),
         *soak_tables(summary),

@@ -67,6 +67,7 @@ def tune(
     budget: BudgetOpt = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
+    telemetry: cli.TelemetryOpt = None,
     model: cli.ModelOpt = None,
     finding: FindingOpt = None,
     keep: KeepFlag = False,
@@ -90,7 +91,7 @@ def tune(
     from harness.report import terminal
 
     budget_s = None if budget is None else read_duration("--budget", budget)
-    progress, target = cli.make_progress(stderr=as_json), cli.make_target(url, ca=ca)
+    progress, target = cli.make_progress(stderr=as_json), cli.make_target(url, ca=ca, telemetry=telemetry)
     if resume is not None:
         folder = _find_run(resume, runs, is_tune=True)
         report = tuning.resume_tune(folder, folder.resolve().parent, progress, target, budget_s)  # where its proof is

@@ -453,7 +453,7 @@ def test_each_command_of_the_page_is_read(line: str) -> None:
 def test_each_word_that_is_read_or_refused_is_on_the_page() -> None:
     named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", PAGE))
     options = {name for param in COMMAND.params for name in param.opts if param.param_type_name == "option"}
-    own = {"--yes", "--ca", "-h", "--help"}
+    own = {"--yes", "--ca", "--telemetry", "-h", "--help"}
     assert options - own - named == set()
     advice = {REFUSED[word] for word in REFUSED if word in named}
     assert [word for word in REFUSED if REFUSED[word] not in advice] == []

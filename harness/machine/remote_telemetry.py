@@ -1,0 +1,525 @@
+"""Telemetry of a server's machine over ssh (`--telemetry ssh://HOST`): what it sends is checked, and put on our clock.
+
+It runs `harness telemetry --jsonl` there (`telemetry_stream.py`). Nothing that comes from there ends a run: after the
+start, a lost connection is opened again, and its time is a gap without samples.
+"""
+
+import contextlib
+import math
+import re
+import shlex
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+from msgspec.structs import replace
+
+from harness.base import process
+from harness.base.command_line import command_line
+from harness.base.errors import HarnessError
+from harness.base.redact import masked, printable
+from harness.machine.telemetry import MAX_KERNEL_LINES
+from harness.machine.telemetry_stream import (
+    PING_EVERY_S,
+    STREAM_VERSION,
+    ClockReading,
+    StartRecord,
+    StreamRecord,
+    StreamSample,
+)
+from harness.records.manifest import RemoteMachine
+from harness.records.samples import GpuSample, KernelLine, TelemetrySample, append_sample
+
+START_S = 30.0  # for the connection and the start record
+_CONNECT_S = 10
+_PINGS = 5  # at the start; the fastest answer tells the clocks' difference
+_PING_S = 5.0  # for each of them
+_KEPT_READINGS = 6
+_RETRY_S = (5.0, 15.0, 60.0)  # before a lost connection is opened again
+_LAST_SAMPLE_S = 2.0  # after the end of a cell
+
+MAX_LINE_BYTES = 262_144
+MAX_BAD_BYTES = 16 * 2**20  # since the last good line: more is no telemetry
+_BLOCK_BYTES = 65_536
+_MAX_BANNER_LINES = 50  # that a login shell prints before the start record
+_MAX_RECORDS, _MAX_RECORDS_S = 200, 20.0  # at once, and a second
+_MAX_SILENCE_S = 30.0  # without a line: the other machine or the connection hangs
+_LASTING_S = 60.0  # a connection that ends earlier is opened again after a longer time
+_MIN_INTERVAL_S = 0.2  # between samples that are kept
+_MAX_AGE_S, _MAX_AHEAD_S = 120.0, 5.0  # of a sample's time on our clock
+_MAX_GPUS, _MAX_SENSORS = 64, 32
+_MAX_TEXT = 400  # characters of a line of the kernel log
+_MAX_ERRORS = 4096  # bytes of what ssh prints
+_NODE = re.compile(r"renderD\d{1,5}")
+_HOST = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.]{2,45}")
+_USER = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,64}")
+_OPTIONS = ("command", "config")
+# No question, no port, no agent, no command of its own on this machine, and a host key that is known.
+_SSH = (
+    "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", f"ConnectTimeout={_CONNECT_S}",
+    "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "ClearAllForwardings=yes",
+    "-o", "ForwardAgent=no", "-o", "ForwardX11=no", "-o", "PermitLocalCommand=no",
+)  # fmt: skip
+
+
+class SshAddress(NamedTuple):
+    """`ssh://[USER@]HOST[:PORT][?command=WORDS&config=FILE]`."""
+
+    host: str
+    user: str | None
+    port: int | None
+    command: tuple[str, ...]  # the harness there
+    config: str | None  # of ssh, on this machine
+
+    def words(self) -> list[str]:
+        """The command line of ssh. The remote shell gets each word in quotes."""
+        return ["ssh", *self._own_options(), *_SSH, "--", *self._remote_words()]
+
+    def trial(self) -> str:
+        """The command with which a user tries it."""
+        return command_line("ssh", *self._own_options(), *self._remote_words())
+
+    def login(self) -> str:
+        """The command with which a user logs in there."""
+        return command_line("ssh", *self._own_options(), self._remote_words()[0])
+
+    def _own_options(self) -> list[str]:
+        return [*(["-F", self.config] if self.config else []), *(["-p", str(self.port)] if self.port else [])]
+
+    def _remote_words(self) -> list[str]:
+        target = self.host if self.user is None else f"{self.user}@{self.host}"
+        return [target, shlex.join([*self.command, "telemetry", "--jsonl"])]
+
+
+def parse_address(text: str) -> SshAddress:
+    """Return the parts of the value of --telemetry. Raises HarnessError."""
+    example = "Write it like ssh://me@gpu-box:22, or ssh://gpu-box?command=/opt/venv/bin/harness."
+    wrong = HarnessError(f"--telemetry: '{printable(text[:200])}' is not the address of a machine", next_step=example)
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+        options = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
+        words = tuple(shlex.split(dict(options).get("command", "harness")))
+    except ValueError:
+        raise wrong from None
+    host, user = parts.hostname or "", None if parts.username is None else unquote(parts.username)
+    if parts.scheme != "ssh" or not _HOST.fullmatch(host) or (user is not None and not _USER.fullmatch(user)):
+        raise wrong
+    if parts.password is not None:
+        what = "--telemetry: a password is not taken, because it would be recorded"
+        raise HarnessError(what, next_step="Use a key of ssh-agent, or one that ~/.ssh/config names.")
+    unknown = [name for name, _ in options if name not in _OPTIONS]
+    if unknown or parts.path not in ("", "/") or parts.fragment or port == 0 or not words or not text.isprintable():
+        raise wrong
+    return SshAddress(host, user, port, words, dict(options).get("config"))
+
+
+class ClockPair(NamedTuple):
+    """A reading of the other machine's monotonic clock on our wall clock, half way between question and answer."""
+
+    wall_s: float  # ours
+    monotonic_s: float  # of the other machine
+    offset_s: float  # by which its wall clock is ahead of ours
+    error_s: float  # at most, either way: half of the time between question and answer
+
+
+class RemoteTelemetry:
+    """The connection to a server's machine. `start` opens it; samples go to the file that `sample_to` names."""
+
+    def __init__(self, address: SshAddress) -> None:
+        self.address = address
+        self.last_failure: str | None = None
+        self._sink: tuple[Path, str] | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._newest_s = -math.inf  # time of the newest sample that was kept, on our clock
+        self._session: _SshRun | None = None
+        self._thread = threading.Thread(target=self._keep_reading, name="remote telemetry", daemon=True)
+
+    def start(self) -> RemoteMachine:
+        """Connect, and return what the other machine is. Raises HarnessError when it does not send telemetry."""
+        try:
+            self._session = session = _SshRun(self.address, self._keep)
+        except OSError as error:
+            what = f"--telemetry: ssh cannot be started ({error.strerror})"
+            raise HarnessError(what, next_step="Install the package openssh-client.") from None
+        try:
+            start, clock = session.wait_for_start()
+        except BaseException:
+            session.close()
+            raise
+        self._thread.start()
+        machine = masked(start.machine, "known")
+        return RemoteMachine(
+            machine=machine, harness=printable(start.harness[:100]), offset_s=clock.offset_s, error_s=clock.error_s
+        )
+
+    def sample_to(self, path: Path | None, cell: str = "") -> None:
+        """Append samples to a file from now on, as those of a cell; None: drop them."""
+        with self._lock:
+            self._sink = None if path is None else (path, cell)
+
+    def wait_for_sample(self, after_s: float) -> None:
+        """Wait until a sample from after a time of our clock has been kept; at most 2 s."""
+        until_s = time.monotonic() + _LAST_SAMPLE_S
+        while self._newest_s < after_s and time.monotonic() < until_s and not self._stop.is_set():
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._stop.set()
+        with self._lock:
+            self._sink, session = None, self._session
+        if session is not None:
+            session.close()
+        if self._thread.is_alive():
+            self._thread.join(_LAST_SAMPLE_S)
+
+    def _keep(self, sample: TelemetrySample) -> None:
+        with self._lock:
+            if self._sink is None or sample.wall_s - self._newest_s < _MIN_INTERVAL_S:
+                return
+            path, cell = self._sink
+            self._newest_s = sample.wall_s
+            with contextlib.suppress(OSError):  # a full disk ends the run by other means
+                append_sample(path, replace(sample, cell=cell))
+
+    def _keep_reading(self) -> None:
+        """Wait for the end of the connection, and open it again, until `close`."""
+        attempt = 0
+        while not self._stop.is_set():
+            session = self._session
+            if session is not None:
+                session.keep_pinging(self._stop)
+                self.last_failure = session.failure() if not self._stop.is_set() else self.last_failure
+                session.close()
+                attempt = 0 if time.monotonic() - session.opened_s > _LASTING_S else attempt
+            if self._stop.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)]):
+                return
+            attempt += 1
+            self._session = self._reopened()
+
+    def _reopened(self) -> "_SshRun | None":
+        session = None
+        try:
+            session = _SshRun(self.address, self._keep)
+            with self._lock:
+                self._session = session  # `close` ends it, also while it connects
+            if not self._stop.is_set():
+                session.wait_for_start()
+                return session
+        except (OSError, HarnessError) as error:
+            self.last_failure = str(error)
+        if session is not None:
+            session.close()
+        return None
+
+
+class RemoteSampler:
+    """The samples of one cell, like `Sampler`."""
+
+    def __init__(self, remote: RemoteTelemetry, cell: str, path: Path) -> None:
+        self._remote = remote
+        self._cell = cell
+        self._path = path
+
+    @property
+    def cell(self) -> str:
+        return self._cell
+
+    @cell.setter
+    def cell(self, name: str) -> None:
+        self._cell = name
+        self._remote.sample_to(self._path, name)
+
+    @property
+    def last_failure(self) -> str | None:
+        return self._remote.last_failure
+
+    def __enter__(self) -> "RemoteSampler":
+        began_s = time.time()
+        self._remote.sample_to(self._path, self._cell)
+        self._remote.wait_for_sample(began_s)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._remote.wait_for_sample(time.time())
+        self._remote.sample_to(None)
+
+
+class _SshRun:
+    """One run of ssh. Its output is read in a thread, in bounded memory."""
+
+    def __init__(self, address: SshAddress, keep: Callable[[TelemetrySample], None]) -> None:
+        self._address = address
+        self._keep = keep
+        self._start: StartRecord | None = None
+        self._asked: dict[int, tuple[float, float]] = {}  # by number: our monotonic and wall clock when it was asked
+        self._number = 0
+        self._clocks: deque[ClockPair] = deque(maxlen=_KEPT_READINGS)
+        self._changed = threading.Condition()
+        self._is_over = False
+        self._records = 0
+        self.opened_s = self._heard_s = time.monotonic()
+        self._why = ""  # what it sent that is no telemetry
+        self._errors = b""
+        self.child = subprocess.Popen(
+            address.words(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._readers = [
+            threading.Thread(target=target, name=f"remote telemetry: {name}", daemon=True)
+            for name, target in (("output", self._read_output), ("errors", self._read_errors))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_for_start(self) -> tuple[StartRecord, ClockPair]:
+        """Return the start record and the best reading of the clocks. Raises HarnessError."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._start is not None or self._is_over, START_S)
+            start = self._start
+        if start is None:
+            raise self._start_error()
+        if start.version != STREAM_VERSION:
+            what = f"--telemetry: the harness on {self._address.host} ({printable(start.harness[:50])}) sends another "
+            raise HarnessError(f"{what}format", next_step="Install the same version on both machines.")
+        for _ in range(_PINGS):
+            readings = len(self._clocks)
+            self.ping()
+            with self._changed:
+                self._changed.wait_for(lambda before=readings: len(self._clocks) > before or self._is_over, _PING_S)  # type: ignore[misc]
+        if (clock := self._clock()) is None:
+            what = f"--telemetry: {self._address.host} does not answer questions about its clock"
+            raise HarnessError(what, next_step=f"Try it there: {self._address.trial()}")
+        return start, clock
+
+    def ping(self) -> None:
+        with self._changed:
+            self._number += 1
+            number = self._number
+            self._asked = {number: (time.monotonic(), time.time())}
+        try:
+            assert self.child.stdin is not None
+            self.child.stdin.write(b"ping %d\n" % number)
+            self.child.stdin.flush()
+        except (OSError, ValueError):
+            self._end()
+
+    def keep_pinging(self, stop: threading.Event) -> None:
+        """Return when the connection has ended, or `stop` is set."""
+        due_s = time.monotonic() + PING_EVERY_S
+        while not stop.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over, min(0.5, max(0.0, due_s - time.monotonic())))
+                if self._is_over:
+                    return
+            if time.monotonic() - self._heard_s > _MAX_SILENCE_S:
+                self._why = f"it sent nothing for {_MAX_SILENCE_S:g} s"
+                return
+            if time.monotonic() >= due_s:
+                self.ping()
+                due_s = time.monotonic() + PING_EVERY_S
+
+    def close(self) -> None:
+        """End ssh; the process there ends with its input. It takes a second at most."""
+        with contextlib.suppress(OSError, ValueError):
+            assert self.child.stdin is not None
+            self.child.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(0.5)
+        process.stop(self.child, grace_s=0.5)
+        for reader, stream in zip(self._readers, (self.child.stdout, self.child.stderr), strict=True):
+            reader.join(0.5)
+            if stream is not None and not reader.is_alive():
+                stream.close()
+
+    def failure(self) -> str:
+        """Why the connection ended."""
+        return self._why or self._error_text() or "the connection ended"
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _clock(self) -> ClockPair | None:
+        with self._changed:
+            return min(self._clocks, key=lambda pair: pair.error_s, default=None)
+
+    def _error_text(self) -> str:
+        lines = printable(masked(self._errors.decode("utf-8", "replace"), "known")).strip().splitlines()
+        return lines[-1][:300] if lines else ""
+
+    def _start_error(self) -> HarnessError:
+        host = self._address.host
+        try:
+            code = self.child.wait(1.0) if self._is_over else None
+            self._readers[1].join(1.0 if self._is_over else 0.0)  # of what ssh says last
+        except subprocess.TimeoutExpired:
+            code = None
+        said = self._error_text()
+        words = self._address.trial()
+        if self._why:
+            return HarnessError(f"--telemetry: {host} sends no telemetry: {self._why}", next_step=f"Try it: {words}")
+        if code == 255:
+            words = self._address.login()
+            step = f"Connect once by hand, so that its host key is known, with a key that needs no password: {words}"
+            return HarnessError(
+                f"--telemetry: no connection to {host}: {said or 'no reason was given'}", next_step=step
+            )
+        if code is None:
+            return HarnessError(
+                f"--telemetry: no answer from {host} within {START_S:g} s", next_step=f"Try it: {words}"
+            )
+        name = shlex.join(self._address.command)
+        what = f"--telemetry: {host} has no usable command '{name}' (exit code {code}{f': {said}' if said else ''})"
+        step = f"Install the harness there, or name it: --telemetry 'ssh://{host}?command=/path/to/harness'"
+        return HarnessError(what, next_step=step)
+
+    def _read_errors(self) -> None:
+        assert self.child.stderr is not None
+        with contextlib.suppress(OSError, ValueError):
+            while block := self.child.stderr.read1(_BLOCK_BYTES):  # type: ignore[attr-defined]
+                self._errors = (self._errors + block)[-_MAX_ERRORS:]
+
+    def _read_output(self) -> None:
+        """Read lines until the end, or until too much of it is no telemetry."""
+        assert self.child.stdout is not None
+        bad_bytes = banner_lines = 0
+        try:
+            for line in bounded_lines(self.child.stdout):
+                if line is not None and self._take(line):
+                    bad_bytes = 0
+                    self._records += 1
+                    self._heard_s = time.monotonic()
+                    if self._records > _MAX_RECORDS + _MAX_RECORDS_S * (self._heard_s - self.opened_s):
+                        self._why = "it sends too much"
+                        break
+                    continue
+                bad_bytes += MAX_LINE_BYTES if line is None else len(line) + 1
+                banner_lines += self._start is None
+                if bad_bytes > MAX_BAD_BYTES or banner_lines > _MAX_BANNER_LINES:
+                    self._why = "its output is something else"
+                    break
+        except (OSError, ValueError):
+            pass
+        finally:
+            self._end()
+        if self._why:
+            with contextlib.suppress(ProcessLookupError):
+                self.child.kill()
+
+    def _take(self, line: bytes) -> bool:
+        """Use a line of the output. Return whether it is telemetry."""
+        arrived_s = time.monotonic()
+        try:
+            record = _DECODER.decode(line)
+        except (msgspec.DecodeError, RecursionError):  # also wrong types, NaN, and numbers out of range
+            return False
+        if isinstance(record, StartRecord):
+            with self._changed:
+                self._start = self._start or record
+                self._changed.notify_all()
+            return True
+        if self._start is None:
+            return False
+        if isinstance(record, ClockReading):
+            return self._take_reading(record, arrived_s)
+        clock = self._clock()
+        sample = None if clock is None else on_our_clock(record, clock, time.time())
+        if sample is not None:
+            self._keep(sample)
+        return clock is None or sample is not None
+
+    def _take_reading(self, reading: ClockReading, arrived_s: float) -> bool:
+        with self._changed:
+            asked = self._asked.pop(reading.number, None)
+            if asked is None:
+                return False
+            half_s = (arrived_s - asked[0]) / 2
+            wall_s = asked[1] + half_s
+            self._clocks.append(ClockPair(wall_s, reading.monotonic_s, reading.wall_s - wall_s, half_s))
+            self._changed.notify_all()
+        return True
+
+
+_DECODER = msgspec.json.Decoder(StreamRecord)
+
+
+def bounded_lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """Yield the lines of a stream without their ends; None for each MAX_LINE_BYTES of a longer one."""
+    rest, is_cut = b"", False
+    while block := stream.read1(_BLOCK_BYTES):  # type: ignore[attr-defined]
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            if not is_cut:
+                yield line
+            is_cut = False
+        if len(rest) > MAX_LINE_BYTES:
+            yield None
+            is_cut, rest = True, b""
+
+
+def on_our_clock(record: StreamSample, clock: ClockPair, now_s: float) -> TelemetrySample | None:
+    """Return a sample with the times of our clock; None where it cannot be from the last minutes.
+
+    The other machine's monotonic clock decides, so that a step of its wall clock changes nothing.
+    """
+    wall_s = clock.wall_s + record.monotonic_s - clock.monotonic_s
+    if not now_s - _MAX_AGE_S <= wall_s <= now_s + _MAX_AHEAD_S:
+        return None
+    names = [name for name in record.gpus if _NODE.fullmatch(name)][:_MAX_GPUS]
+    kernel = None
+    if record.kernel is not None:
+        kernel = [
+            KernelLine(
+                wall_s=wall_s - max(0.0, min(record.wall_s - line.wall_s, _MAX_AGE_S)),
+                text=masked(printable(line.text[:_MAX_TEXT]).replace("\n", " "), "all"),
+            )
+            for line in record.kernel[:MAX_KERNEL_LINES]
+        ]
+    return TelemetrySample(
+        wall_s=wall_s,
+        cell="",
+        took_s=record.took_s,
+        gpus={name: _bounded_gpu(record.gpus[name]) for name in names},
+        host=record.host,
+        kernel=kernel,
+    )
+
+
+def _bounded_gpu(gpu: GpuSample) -> GpuSample:
+    """Return a sample of a GPU with at most so many sensors, whose names can be printed."""
+
+    def bounded(values: dict[str, float]) -> dict[str, float]:
+        return {printable(name[:40]).replace("\n", " "): value for name, value in [*values.items()][:_MAX_SENSORS]}
+
+    held_back = None if gpu.held_back is None else bounded(gpu.held_back)
+    return replace(gpu, temperatures_c=bounded(gpu.temperatures_c), held_back=held_back)
+
+
+@contextlib.contextmanager
+def opened(address: str | None) -> Iterator[tuple[RemoteTelemetry, RemoteMachine] | None]:
+    """Yield the connection and what the other machine is; None without an address. Raises HarnessError."""
+    if address is None:
+        yield None
+        return
+    remote = RemoteTelemetry(parse_address(address))
+    machine = remote.start()
+    try:
+        yield remote, machine
+    finally:
+        remote.close()

@@ -1,0 +1,309 @@
+"""Telemetry over ssh: what another machine sends is bounded, decoded strictly, and put on our clock."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.base.errors import HarnessError
+from harness.machine import remote_telemetry
+from harness.machine.remote_telemetry import (
+    MAX_BAD_BYTES,
+    MAX_LINE_BYTES,
+    ClockPair,
+    RemoteSampler,
+    RemoteTelemetry,
+    bounded_lines,
+    on_our_clock,
+    parse_address,
+)
+from harness.machine.telemetry_stream import StartRecord, StreamRecord, StreamSample
+from harness.records.manifest import Machine
+from harness.records.samples import GpuSample, HostSample, KernelLine, read_telemetry
+from tests.support.command import PATIENCE_S, until
+from tests.support.fake_gpus import gpu, host
+from tests.support.machines import write
+from tests.support.wording import Wording
+
+NOW_S = 1_800_000_000.0
+CLOCK = ClockPair(wall_s=NOW_S - 5, monotonic_s=1000.0, offset_s=3600.0, error_s=0.01)
+START = StartRecord(harness="1", wall_s=1.0, monotonic_s=2.0, interval_s=1.0, machine=Machine(name="gpu-box"))
+
+
+# The address
+
+
+def test_the_words_of_ssh() -> None:
+    words = parse_address("ssh://me@gpu-box:2222?command=/opt/venv/bin/harness&config=/etc/c").words()
+    assert words[:5] == ["ssh", "-F", "/etc/c", "-p", "2222"]
+    assert words[-3:] == ["--", "me@gpu-box", "/opt/venv/bin/harness telemetry --jsonl"]
+    assert "BatchMode=yes" in words and "StrictHostKeyChecking=yes" in words
+    assert parse_address("ssh://[::1]").words()[-2:] == ["::1", "harness telemetry --jsonl"]
+
+
+def test_no_word_of_the_command_reaches_the_remote_shell_unquoted() -> None:
+    address = parse_address("ssh://h?command=docker%20exec%20-i%20x%20harness")
+    assert address.words()[-1] == "docker exec -i x harness telemetry --jsonl"
+    address = parse_address("ssh://h?command=%27/my%20tools/harness%27")
+    assert address.words()[-1] == "'/my tools/harness' telemetry --jsonl"
+    address = parse_address("ssh://h?command=/a/h%3B%20rm%20-rf%20$HOME")
+    assert address.words()[-1] == "'/a/h;' rm -rf '$HOME' telemetry --jsonl"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gpu-box", "http://gpu-box", "ssh://", "ssh://-oProxyCommand=x", "ssh://-x@gpu-box", "ssh://a b", "ssh://h:0",
+        "ssh://h:99999", "ssh://h/path", "ssh://h?other=1", "ssh://h?command=", "ssh://h?command='", "ssh://u:secret@h",
+        "ssh://h#x", "ssh://h\n", "ssh://h;id", "ssh://[",
+    ],
+)  # fmt: skip
+def test_what_is_no_address(text: str, wording: Wording) -> None:
+    with pytest.raises(HarnessError) as raised:
+        parse_address(text)
+    assert "secret" not in str(raised.value)
+    wording(raised.value)
+
+
+# Lines
+
+
+class Endless:
+    """Output without an end of line, made as it is read."""
+
+    def __init__(self, blocks: int, content: bytes = b"\0") -> None:
+        self.blocks = blocks
+        self._block = content * (65_536 // len(content))
+
+    def read1(self, _size: int) -> bytes:
+        self.blocks -= 1
+        return self._block if self.blocks >= 0 else b""
+
+
+def lines_of(*blocks: bytes) -> list[bytes | None]:
+    remaining = [*blocks, b""]
+
+    class Stream:
+        def read1(self, _size: int) -> bytes:
+            return remaining.pop(0)
+
+    return list(bounded_lines(Stream()))  # type: ignore[arg-type]
+
+
+def test_lines_are_cut_and_the_next_one_is_read() -> None:
+    long = b"x" * (MAX_LINE_BYTES + 1)
+    assert lines_of(b"a\nb", b"c\n") == [b"a", b"bc"]
+    assert lines_of(long, b"more", b"end\ngood\n") == [None, b"good"]
+    assert lines_of(long, long, b"\ngood\n") == [None, None, b"good"]
+    assert lines_of(b"no end") == []
+
+
+def test_a_gigabyte_without_a_line_end_takes_no_memory() -> None:
+    stream = Endless(16_384)
+    assert all(line is None for line in bounded_lines(stream))  # type: ignore[arg-type]
+    assert stream.blocks == -1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"", b"{}", b"\xff\xfe\0\x01", b"[" * 100_000, b'{"kind":"other"}', b"NaN",
+        b'{"kind":"sample","wall_s":NaN,"monotonic_s":1}', b'{"kind":"sample","wall_s":1e400,"monotonic_s":1}',
+        b'{"kind":"sample","wall_s":"1","monotonic_s":1}', b'{"kind":"sample","wall_s":1,"monotonic_s":1e300}',
+        b'{"kind":"sample","wall_s":1,"monotonic_s":1,"gpus":[]}',
+        b'{"kind":"sample","wall_s":1,"monotonic_s":1,"gpus":{"renderD128":{"power_w":"high"}}}',
+        b'{"kind":"sample","wall_s":1,"monotonic_s":1,"gpus":{"renderD128":{"power_w":1e999}}}',
+        b'{"kind":"sample","wall_s":1,"monotonic_s":1,"kernel":[{"wall_s":1,"text":7}]}',
+        b'{"kind":"pong","number":1.5,"wall_s":1,"monotonic_s":1}', b'{"kind":"start","version":1}',
+    ],
+)  # fmt: skip
+def test_lines_that_are_no_telemetry(line: bytes) -> None:
+    with pytest.raises((msgspec.DecodeError, RecursionError)):
+        msgspec.json.decode(line, type=StreamRecord)
+
+
+# Times and values
+
+
+def sample(**changes: object) -> StreamSample:
+    values = {"wall_s": NOW_S + 3600, "monotonic_s": 1003.0, "host": HostSample(cpu_busy=0.5)} | changes
+    return msgspec.convert(values, StreamSample)
+
+
+def test_a_sample_is_on_our_clock_whatever_the_other_wall_clock_does() -> None:
+    for wall_s in (NOW_S + 3600, 0.0, 9e10, -5.0):
+        kept = on_our_clock(sample(wall_s=wall_s), CLOCK, NOW_S)
+        assert kept is not None and kept.wall_s == NOW_S - 2
+
+
+@pytest.mark.parametrize("monotonic_s", [1e9, -1e9, 0.0, 1100.0])
+def test_a_sample_from_another_time_is_dropped(monotonic_s: float) -> None:
+    assert on_our_clock(sample(monotonic_s=monotonic_s), CLOCK, NOW_S) is None
+
+
+def test_lines_of_the_kernel_keep_their_age() -> None:
+    lines = [
+        KernelLine(wall_s=NOW_S + 3600 - 1.5, text="amdgpu: ring timeout"),
+        KernelLine(wall_s=-1e9, text="\x1b[31mred"),
+        KernelLine(wall_s=9e9, text="x" * 10_000),
+    ]
+    kept = on_our_clock(sample(kernel=lines * 100), CLOCK, NOW_S)
+    assert kept is not None and kept.kernel is not None and len(kept.kernel) == 50
+    assert kept.kernel[0].wall_s == pytest.approx(NOW_S - 3.5)
+    assert kept.kernel[1].wall_s == NOW_S - 2 - 120 and "\x1b" not in kept.kernel[1].text
+    assert (kept.kernel[2].wall_s, len(kept.kernel[2].text)) == (NOW_S - 2, 400)
+
+
+def test_no_more_gpus_and_sensors_than_a_machine_has() -> None:
+    heat = {f"sensor\n{number}": 50.0 for number in range(1000)}
+    gpus = {f"renderD{number}": GpuSample(temperatures_c=heat) for number in range(200)}
+    kept = on_our_clock(sample(gpus=gpus | {"../../etc": GpuSample()}), CLOCK, NOW_S)
+    assert kept is not None and len(kept.gpus) == 64 and "../../etc" not in kept.gpus
+    assert len(kept.gpus["renderD0"].temperatures_c) == 32
+    assert not any("\n" in name for name in kept.gpus["renderD0"].temperatures_c)
+
+
+# Programs in place of ssh
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a Python program the `ssh` of this test."""
+
+    def install(code: str) -> None:
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        program = tmp_path / "bin/ssh"
+        program.write_text(f"#!{sys.executable}\nimport os, sys, time\n{code}\n")
+        program.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(remote_telemetry, "_RETRY_S", (0.05,))
+    return install
+
+
+def failure() -> HarnessError:
+    remote = RemoteTelemetry(parse_address("ssh://gpu-box"))
+    with pytest.raises(HarnessError) as raised:
+        remote.start()
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "sys.stderr.write('Host key verification failed.\\n'); sys.exit(255)",
+        "sys.stderr.write('\\x1b[1mbash: harness: command not found\\n'); sys.exit(127)",
+        "sys.exit(0)",
+        "[print('Welcome') for _ in range(60)]; sys.stdout.flush(); time.sleep(600)",
+        "os.write(1, b'\\xff' * 100); sys.exit(3)",
+    ],
+)
+def test_a_start_that_fails_says_what_to_do(ssh: Callable[[str], None], code: str, wording: Wording) -> None:
+    ssh(code)
+    wording(failure())
+
+
+def test_a_start_that_stalls_ends(
+    ssh: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, wording: Wording
+) -> None:
+    monkeypatch.setattr(remote_telemetry, "START_S", 0.5)
+    ssh("time.sleep(600)")
+    wording(failure(), **{"START": "0.5"})
+
+
+def test_output_that_is_something_else_ends_the_connection(ssh: Callable[[str], None], wording: Wording) -> None:
+    ssh("while True: os.write(1, b'x' * 65536)")
+    wording(failure())
+
+
+def test_a_flood_of_good_lines_ends_the_connection(ssh: Callable[[str], None], tmp_path: Path) -> None:
+    start = msgspec.json.encode(START).decode()
+    line = json.dumps({"kind": "sample", "wall_s": 1.0, "monotonic_s": 2.0})
+    ssh(
+        f"print('''{start}''', flush=True)\n"
+        "for number in range(1, 6):\n"
+        "    sys.stdin.readline()\n"
+        '    print(\'{"kind":"pong","number":%d,"wall_s":1.0,"monotonic_s":2.0}\' % number, flush=True)\n'
+        f"while True: print('''{line}''')"
+    )
+    remote = RemoteTelemetry(parse_address("ssh://gpu-box"))
+    assert remote.start().machine.name == "gpu-box"
+    until(lambda: remote.last_failure)
+    remote.close()
+    assert remote.last_failure == "it sends too much"
+
+
+def test_another_version_of_the_stream_is_refused(ssh: Callable[[str], None], wording: Wording) -> None:
+    record = msgspec.json.encode(msgspec.structs.replace(START, version=2)).decode()
+    ssh(f"print('''{record}''', flush=True); time.sleep(600)")
+    wording(failure())
+
+
+REAL = """
+os.environ["AMD_LLM_LOAD_TELEMETRY_ROOT"] = {root!r}
+open({pids!r}, "a").write(f"{{os.getpid()}}\\n")
+os.execv(sys.executable, [sys.executable, "-c", "from harness import cli; cli.main()", "telemetry", "--jsonl"])
+"""
+
+
+def test_a_connection_that_ends_is_opened_again(
+    ssh: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program of the other machine is the real one, on a tree of files."""
+    root, pids, path = tmp_path / "root", tmp_path / "pids", tmp_path / "telemetry.jsonl"
+    gpu(root, watts=120)
+    host(root)
+    write(root, {"proc/sys/kernel/hostname": "gpu-box\n", "proc/sys/kernel/osrelease": "6.18\n"})
+    ssh(REAL.format(root=str(root), pids=str(pids)))
+    remote = RemoteTelemetry(parse_address("ssh://gpu-box"))
+    began_s = time.time()
+    found = remote.start()
+    assert (found.machine.name, found.machine.kernel) == ("gpu-box", "6.18")
+    assert abs(found.offset_s) <= found.error_s + 0.01, "both clocks are this machine's"
+    with RemoteSampler(remote, "c", path) as sampler:
+        until(lambda: path.exists() and read_telemetry(path)["c"])
+        sampler.cell = "d"
+        until(lambda: "d" in read_telemetry(path))
+        os.kill(int(pids.read_text().split()[0]), 9)
+        until(lambda: len(pids.read_text().split()) == 2)
+        sampler.cell = "e"
+        until(lambda: "e" in read_telemetry(path))
+        assert sampler.last_failure
+    remote.close()
+    kept = read_telemetry(path)
+    assert [kept[cell][0].gpus["renderD128"].power_w for cell in ("c", "d", "e")] == [120.0] * 3
+    times = [one.wall_s for cell in ("c", "d", "e") for one in kept[cell]]
+    assert times == sorted(times) and began_s - 1 < times[0] and times[-1] < time.time() + 1
+    last = int(pids.read_text().split()[-1])
+    until(lambda: not Path(f"/proc/{last}").exists())
+
+
+def test_the_other_side_ends_with_its_input_and_its_output(tmp_path: Path) -> None:
+    import subprocess
+
+    command = [sys.executable, "-c", "from harness import cli; cli.main()", "telemetry", "--jsonl"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None and child.stdout is not None
+    assert json.loads(child.stdout.readline())["kind"] == "start"
+    child.stdin.write(b"nonsense\nping x\nping 7\n" + b"y" * 100_000 + b"\nping 8\n")
+    child.stdin.flush()
+    kinds = [json.loads(child.stdout.readline()) for _ in range(3)]
+    assert {record["number"] for record in kinds if record["kind"] == "pong"} <= {7, 8}
+    child.stdin.close()
+    assert child.wait(PATIENCE_S) == 0
+    child.stdout.close()
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None and child.stdout is not None
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.wait(PATIENCE_S) == 0, "nobody reads it"
+    child.stdin.close()
+
+
+def test_bounds_are_smaller_than_a_gigabyte() -> None:
+    assert MAX_LINE_BYTES < MAX_BAD_BYTES < 2**26

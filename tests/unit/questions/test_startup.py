@@ -1,0 +1,156 @@
+"""What of a start comes again: from records to the answer, with known times of phases."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.base.errors import ScenarioError
+from harness.numbers.summary import Summary
+from harness.questions.joint import analyse
+from harness.questions.report.headline import run_answer
+from harness.questions.startup import startup_tables
+from harness.records.manifest import CompiledFolder, Phase, ServedBy, Startup, read_run
+from harness.records.records import Request
+from harness.report.markdown import render
+from harness.scenario.file import load_scenario
+from harness.scenario.plan import Cell, plan
+from tests.support.made_runs import request, served_by, write_made_run
+from tests.support.wording import Wording
+
+TEXT = """
+version: 1
+question: Why does it take so long to start?
+model: m
+servers:
+  cold: {template: vllm-rocm, caches: new}
+  warm: {template: vllm-rocm, caches: cold}
+  updated: {template: vllm-rocm, variables: {image: "vllm/vllm-openai-rocm:other"}, caches: cold}
+loads: {one-user: {user: batch, requests: 24, output_tokens: 11}}
+warmup: {requests: 4}
+repeats: 3
+"""
+PHASES = {
+    "cold": {"pull": 0.1, "weights": 20.0, "compile": 150.0, "graphs": 20.0, "ready": 5.0},
+    "warm": {"pull": 0.1, "weights": 19.0, "compile": 9.0, "graphs": 8.0, "ready": 5.0},
+    "updated": {"pull": 0.1, "weights": 20.0, "compile": 148.0, "graphs": 20.0, "ready": 5.0},
+}
+SLOW = {"cold": 6, "warm": 0, "updated": 1}  # of the first requests, by 2 s
+
+
+def made(
+    folder: Path, text: str = TEXT, phases: Mapping[str, dict[str, float]] = PHASES, *, requests: int = 28
+) -> Summary:
+    (folder / "s.yaml").write_text(text)
+    scenario, dice = load_scenario(folder / "s.yaml"), random.Random(1)
+
+    def served(cell: Cell) -> ServedBy:
+        spread = 1 + dice.gauss(0, 0.01)
+        times = [Phase(name=name, seconds=value * spread) for name, value in phases[cell.server].items()]
+        is_warm = cell.server == "warm"
+        kept = CompiledFolder(path="/root/.cache/vllm", before_bytes=2**20 * is_warm, ready_bytes=2**20)
+        startup = Startup(engine="vllm", compile_cache="warm" if is_warm else "cold")
+        return served_by(phases=times, compiled=[kept], startup=startup)
+
+    def records(cell: Cell, process: int, start_s: float) -> list[Request]:
+        sent_s, found = start_s, []
+        for number in range(requests):
+            e2e_s = 0.5 + 0.001 * dice.random() + 2.0 * (number < SLOW[cell.server])
+            values: dict[str, Any] = {"cell": cell.id, "load": cell.load, "process": process, "index": number - 4}
+            values |= {"id": f"{cell.id}-{number}", "phase": "warmup" if number < 4 else "measured"}
+            chunks = [e2e_s * (0.5 + 0.05 * place) for place in range(11)]
+            values |= {"sent_s": sent_s, "ended_s": e2e_s, "chunks_s": chunks, "first_visible_s": chunks[0]}
+            found.append(request(**values))
+            sent_s += e2e_s
+        return found
+
+    write_made_run(folder / "run", made_of=scenario, requests=records, served=served)
+    return analyse(folder / "run").summary
+
+
+def test_what_comes_once_and_what_comes_again(tmp_path: Path, wording: Wording) -> None:
+    summary = made(tmp_path)
+    assert summary.valid, summary.reasons
+    assert [(start.server, start.repeat, start.caches) for start in summary.starts[:3]] == [
+        ("cold", 1, "new"), ("warm", 1, "cold"), ("updated", 1, "cold"),
+    ]  # fmt: skip
+    assert len(summary.starts) == 9
+    first = summary.starts[0]
+    assert first.ready_s == pytest.approx(195, rel=0.05) and first.compiled == "cold"
+    assert (first.found_bytes, first.ready_bytes) == (0, 2**20)
+    assert first.first is not None and first.first.requests == 6
+    assert first.first.extra_s == pytest.approx(12, rel=0.01)
+    (answer,) = summary.answers
+    assert answer.values["ready_s"] == pytest.approx({"cold": 195.1, "warm": 41.1, "updated": 193.1}, rel=0.02)
+    warm, updated = answer.values["differences"]
+    assert warm["saved_s"] == pytest.approx(154, rel=0.03)
+    assert warm["low"] < 41.1 / 195.1 < warm["high"] < 0.3
+    assert warm["phases"]["compile"] == pytest.approx(141, rel=0.03)
+    assert updated["low"] < 1 < updated["high"], "it compiles all of it again"
+    assert not answer.values["provisional"]
+    wording(answer.text)
+    assert run_answer(summary, read_run(tmp_path / "run")).startswith(answer.text)
+    wording(render(startup_tables(summary)))
+
+
+def test_one_start_each_is_provisional(tmp_path: Path, wording: Wording) -> None:
+    (answer,) = made(tmp_path, TEXT.replace("repeats: 3", "repeats: 1")).answers
+    assert answer.values["provisional"]
+    assert answer.values["differences"][0]["low"] is None
+    wording(answer.text)
+
+
+def test_a_log_without_phases_gives_only_the_total(tmp_path: Path, wording: Wording) -> None:
+    phases = {
+        server: {"pull": 0.1, "port open": sum(times.values()), "health": 1.0} for server, times in PHASES.items()
+    }
+    summary = made(tmp_path, phases=phases)
+    assert set(summary.starts[0].phases) == {"pull", "port open", "health"}
+    wording(render(startup_tables(summary)))
+
+
+def test_a_server_that_ran_already_was_not_seen_to_start(tmp_path: Path, wording: Wording) -> None:
+    summary = made(tmp_path, phases=dict.fromkeys(PHASES, {}), requests=10)
+    assert {(start.ready_s, start.caches, start.first) for start in summary.starts} == {(None, None, None)}
+    (answer,) = summary.answers
+    assert (answer.values["ready_s"], answer.values["differences"]) == ({}, [])
+    wording(answer.text)
+    wording(render(startup_tables(summary)))
+
+
+def test_the_warmer_server_may_be_slower(tmp_path: Path, wording: Wording) -> None:
+    (answer,) = made(tmp_path, phases={**PHASES, "warm": {**PHASES["warm"], "compile": 400.0}}).answers
+    assert answer.values["differences"][0]["saved_s"] < 0
+    wording(answer.text)
+
+
+def test_no_caches_no_answer(tmp_path: Path) -> None:
+    text = TEXT.replace(", caches: new", "").replace(", caches: cold", "")
+    summary = made(tmp_path, text)
+    assert (summary.starts, summary.answers) == ([], [])
+
+
+def test_servers_stay_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(TEXT)
+    assert [cell.server for cell in plan(load_scenario(tmp_path / "s.yaml"))] == ["cold", "warm", "updated"] * 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "path"),
+    [
+        ("warm: {template: vllm-rocm, caches: cold}", "warm: {template: vllm-rocm, caches: hot}", "warm"),
+        ("cold: {template: vllm-rocm, caches: new}", "cold: {template: vllm-rocm}", "warm"),
+        ("cold: {template: vllm-rocm, caches: new}", "cold: {template: llamacpp, caches: new}", "warm"),
+        ("cold: {template: vllm-rocm, caches: new}", "cold: {template: vllm-rocm, caches: updated}", "cold"),
+    ],
+)
+def test_only_what_an_earlier_server_of_its_kind_compiles(
+    tmp_path: Path, old: str, new: str, path: str, wording: Wording
+) -> None:
+    (tmp_path / "s.yaml").write_text(TEXT.replace(old, new))
+    with pytest.raises(ScenarioError) as raised:
+        load_scenario(tmp_path / "s.yaml")
+    assert raised.value.problems[0].startswith(f"$.servers.{path}.caches ")
+    wording(raised.value.problems[0])
