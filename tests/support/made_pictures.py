@@ -1,6 +1,7 @@
-"""Make the pictures of the pages, light and dark: `python -m tests.support.made_pictures RUN report|sweep`.
+"""Make the pictures of the pages, light and dark: `python -m tests.support.made_pictures RUN report|sweep|bisect`.
 
-`report` is the first screen of the report (RUN: docs/example), `sweep` the chart of a sweep (docs/sweeps.md).
+`report` is the first screen of the report (RUN: docs/example), `sweep` the chart of a sweep (docs/sweeps.md), `bisect`
+that of a bisection (docs/bisect.md). `results` is the page of `harness results --format html`, a file in place of RUN.
 """
 
 import base64
@@ -17,17 +18,17 @@ from harness.base.files import ROOT
 from tests.browser.conftest import FLAGS
 from tests.support.command import harness
 
+FIGURE = """const chart = document.querySelector("figure").getBoundingClientRect();
+        return {x: chart.left, y: chart.top + scrollY, width: chart.width, height: chart.height}"""
 CLIPS = {  # by picture: the width of the window, and what of the page it shows
     "report": (
         1100,
         """const chart = document.querySelector("figure").getBoundingClientRect();
         return {x: 0, y: 0, width: 1100, height: chart.bottom + 24}""",
     ),
-    "sweep": (
-        1180,
-        """const chart = document.querySelector("figure").getBoundingClientRect();
-        return {x: chart.left, y: chart.top + scrollY, width: chart.width, height: chart.height}""",
-    ),
+    "sweep": (1180, FIGURE),
+    "bisect": (1180, FIGURE),
+    "results": (1100, "return {x: 0, y: 0, width: 1100, height: Math.min(760, document.body.scrollHeight)}"),
 }
 
 
@@ -35,7 +36,10 @@ def main(run: str, picture: str) -> None:
     width, clip = CLIPS[picture]
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "report.html")
-        page.write_text(harness("report", str(Path(run).resolve()), "--format", "html", cwd=Path(folder)).out)
+        if picture == "results":
+            shutil.copy(run, page)
+        else:
+            page.write_text(harness("report", str(Path(run).resolve()), "--format", "html", cwd=Path(folder)).out)
         options = webdriver.ChromeOptions()
         options.binary_location = shutil.which("chromium") or "chromium"
         for flag in (*FLAGS, "--hide-scrollbars", f"--user-data-dir={folder}/profile"):
