@@ -42,7 +42,7 @@ def export(
     vllm bench or github-action-benchmark.
     """
     from harness.base.units import count
-    from harness.questions.compare.decide import refuse_invalid
+    from harness.questions.compare.decide import refuse_invalid, refuse_search
     from harness.records.manifest import read_run
     from harness.report.export import RECORDS, choose_format, export_as
     from harness.report.export import export as export_records
@@ -55,6 +55,7 @@ def export(
     folder = cli.find_run(run_folder, runs)
     if chosen not in RECORDS:
         refuse_invalid(read_run(folder), None, "is exported as numbers")
+        refuse_search(read_run(folder), "is exported as numbers")
         for path in export_as(folder, to, chosen, detailed=detailed, row=row):
             print(path)
         return

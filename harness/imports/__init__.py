@@ -116,6 +116,7 @@ class Imported(Struct, frozen=True, kw_only=True):
     definitions: dict[str, str] = {}  # by field of Numbers, if it differs from the definition of this suite
     missing: dict[str, str] = {}  # by field of Numbers: why it is not known
     notes: list[Reason] = []
+    simulated: bool = False  # the numbers come from a model, not from hardware
 
 
 class Format(Struct, frozen=True):

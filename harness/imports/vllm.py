@@ -55,10 +55,15 @@ _NO_PERCENTILE = "the file has no such percentile (--metric-percentiles 50,90,95
 _NO_RECORDS = "the file has no usable entry for each request (vLLM since January 2026 writes them with --save-detailed)"
 _BAD_LATENCY = "a request has a TTFT or ITL that cannot be, so when it ended is not known"
 _DATE = "%Y%m%d-%H%M%S"
+OWN_TOOL = "amd-llm-load "  # of `tool`: what `harness export` writes
 
 
 class VllmResult(Struct, frozen=True, kw_only=True):
     date: str | None = None
+    tool: str | None = None  # these four are those of `harness export`
+    server: str | None = None
+    load: str | None = None
+    simulated: bool = False
     model_id: str
     duration: Duration  # seconds
     num_prompts: Count
@@ -116,7 +121,13 @@ def read(source: Source) -> Imported:
         definitions=DEFINITIONS if with_records else DEFINITIONS | AGGREGATE,
         missing={} if with_records else dict.fromkeys(("gap", "tokens_per_chunk"), _NO_RECORDS),
         notes=notes,
+        simulated=any(_is_own(value) and value.get("simulated") is True for value in documents),
     )
+
+
+def _is_own(value: dict[str, Any]) -> bool:
+    """Whether `harness export` wrote a result: it adds the server and the load, and whether it is simulated."""
+    return str(value.get("tool")).startswith(OWN_TOOL)
 
 
 def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
@@ -138,8 +149,13 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
     ended = source.written_s() if date_s is None else date_s
     rate = result.request_rate if isinstance(result.request_rate, float) else None
     default = "all-at-once" if result.request_rate == "inf" else "vllm"
+    load = "-".join([_load_name(rate, result.max_concurrency, default), *_swept(value)])
+    server = "running"
+    if _is_own(value):
+        server, load = result.server or server, result.load or load
     return ImportedPart(
-        load="-".join([_load_name(rate, result.max_concurrency, default), *_swept(value)]),
+        server=server,
+        load=load,
         at_once=result.max_concurrency,
         planned=result.num_prompts,
         records=records,
@@ -183,11 +199,11 @@ def _swept(value: dict[str, Any]) -> list[str]:
 
 def _number_repeats(parts: list[ImportedPart]) -> list[ImportedPart]:
     """Results of equal settings are repeats of one load."""
-    seen: Counter[str] = Counter()
+    seen: Counter[tuple[str, str]] = Counter()
     numbered = []
     for part in parts:
-        seen[part.load] += 1
-        numbered.append(replace(part, repeat=seen[part.load]))
+        seen[part.server, part.load] += 1
+        numbered.append(replace(part, repeat=seen[part.server, part.load]))
     return numbered
 
 

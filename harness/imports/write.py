@@ -230,6 +230,7 @@ def _make_cell(cell: str, part: ImportedPart, imported: Imported) -> CellRun:
             model=imported.models.get(part.server, imported.model),
             version=imported.versions.get(part.server),
             arguments=imported.arguments.get(part.server, []),
+            simulated=imported.simulated,
         ),
     )
 

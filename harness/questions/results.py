@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.base import units
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_file, pretty_json, read_text, replace_file
 from harness.base.metrics import METRICS
@@ -24,17 +25,18 @@ from harness.numbers.row_estimate import estimate_row
 from harness.numbers.summarize import read_summary, summary_of
 from harness.numbers.summary import CellSummary, Row, Summary
 from harness.numbers.verdicts import is_client_limited, is_paced, metric_values, work_metric
-from harness.questions.compare.decide import refuse_invalid
+from harness.questions.compare.decide import refuse_invalid, refuse_search
 from harness.questions.joint import analyse
 from harness.questions.report.page import read_searched, run_page
 from harness.records.directory import folder_name, list_runs
-from harness.records.manifest import Run, ServedBy, read_run
+from harness.records.manifest import QUICK, Run, ServedBy, read_run
 from harness.report import words
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
 from harness.report.manifest_facts import UNKNOWN, manifest_facts
 from harness.report.markdown import render
 from harness.report.result_card import render_card
 from harness.report.sections import simulated_note
+from harness.run.running_server import combination_words
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
@@ -391,7 +393,20 @@ def result_card(folder: Path, shipped: Collection[str]) -> str:
     """
     run, summary = read_run(folder), summary_of(folder)
     refuse_invalid(run, summary, "has a card")
-    return render_card(run, summary, is_shipped=run.scenario_name in shipped)
+    refuse_search(run, "has a card")
+    return render_card(run, summary, _repeat_command(run, is_shipped=run.scenario_name in shipped))
+
+
+def _repeat_command(run: Run, *, is_shipped: bool) -> str:
+    """Return the command that sends the same requests again, to a server of the reader."""
+    runs_already = any(cell.served_by.template is None for cell in run.served)
+    options = ["--url", "URL", "--model", run.scenario.model] if runs_already else []
+    if run.scenario_name == QUICK:
+        return command_line("harness", "quick", "URL", *combination_words(run.scenario))
+    for trace in [load.agent_trace for load in run.scenario.loads.values() if load.agent_trace is not None][:1]:
+        options += ["--trace", Path(trace.file).name]
+        options += [] if trace.conversations is None else ["--slice", str(trace.conversations)]
+    return command_line("harness", "run", run.scenario_name if is_shipped else f"{run.scenario_name}.yaml", *options)
 
 
 def _refuse_result(run: Run, summary: Summary) -> None:

@@ -58,7 +58,9 @@ def _charted(row: Row, run: Run, cells: Mapping[str, CellSummary], name: str) ->
     factor = 1000 if metric.latency else 1
     low, high = mean.low, mean.high
     facts = [f"run {run.id}", f"model {run.scenario.model}", count(len(row.cells), "repeat")]
+    facts += ["of the requests of all repeats together"] if low is None and len(row.cells) > 1 else []
     facts += ["SIMULATED: the numbers come from a model, not from hardware"] if run.simulated else []
+    facts += ["UNCHECKED: imported, so its validity is not known"] if run.origin is not None else []
     facts += ["limited by the load generator, not by the server"] if is_client_limited(row, name) else []
     return Charted(
         name=f"{row.name}: {metric.title}",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from harness.report import words
 from harness.report.elements import Bullet, Bullets, Element, Facts, Fold, Grid, Paragraph, TableColumn, lined_up
 
+_WORD_JOINER = "\u2060"  # not shown, and no place to break a line
 _FORMS = {
     "title": "## {}", "heading": "### {}", "lead": "**{}**", "good": "**{}**", "unsure": "**{}**", "bad": "**{}**",
     "simulated": "> **{}**", "warning": "> **{}**",
@@ -68,6 +69,7 @@ def escape(text: str) -> str:
 
 def _escape(text: str) -> str:
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"(?<!\w)@(?=\w)", f"@{_WORD_JOINER}", text)  # GitHub would notify the user of that name
     return re.sub(r"([\\`*_\[\]|~])", r"\\\1", text)
 
 

@@ -6,14 +6,13 @@ Every text from outside is a code span: GitHub and forums make no mention, link,
 import re
 from collections.abc import Mapping
 
-from harness.base.command_line import command_line
 from harness.base.metrics import METRICS
 from harness.base.units import format_date, milliseconds, significant
 from harness.numbers.power_settings import power_text
 from harness.numbers.row_estimate import estimate_row
 from harness.numbers.stats import Estimate
 from harness.numbers.summary import CellSummary, Row, Summary
-from harness.records.manifest import QUICK, Run
+from harness.records.manifest import Run
 from harness.report.elements import LIMITED
 from harness.report.manifest_facts import UNKNOWN, machine_facts, server_facts
 from harness.report.words import one_line
@@ -24,8 +23,8 @@ _NONE = "–"
 _COLUMNS = {"output_tok_s": "tok/s", "ttft_p50": "TTFT p50, ms", "tpot_p50": "TPOT p50, ms"}
 
 
-def render_card(run: Run, summary: Summary, *, is_shipped: bool) -> str:
-    """Return the card of a VALID or imported run. `is_shipped`: whether its scenario ships under its name."""
+def render_card(run: Run, summary: Summary, command: str) -> str:
+    """Return the card of a VALID or imported run. `command`: what repeats it; of an imported run it is not shown."""
     cells = {cell.id: cell for cell in summary.cells}
     shown, more = summary.rows[:_MAX_ROWS], len(summary.rows) - _MAX_ROWS
     head = ["server / load", *(f"{title} (95 %)" for title in _COLUMNS.values()), "failed", "repeats"]
@@ -44,7 +43,8 @@ def render_card(run: Run, summary: Summary, *, is_shipped: bool) -> str:
     limited = any(LIMITED in line for line in lines)
     lines += [f"- {LIMITED} the load generator was the limit of this number, not the server"] if limited else []
     lines.append(f"- {word}{simulated}; measured {format_date(run.started_wall_s)}, run {code(run.id)}")
-    lines.append(f"- repeat it: {code(_command(run, is_shipped=is_shipped))}")
+    source = None if run.origin is None else f"imported: measured by {code(run.origin.tool)}"
+    lines.append(f"- {source or f'repeat it: {code(command)}'}")
     return "\n".join(lines) + "\n"
 
 
@@ -100,11 +100,3 @@ def _facts(run: Run) -> list[str]:
         settings = served["Arguments"] or UNKNOWN
         lines.append(f"- {code(server)}: {code(', '.join(filter(None, engine)) or UNKNOWN)}; {code(settings)}")
     return lines
-
-
-def _command(run: Run, *, is_shipped: bool) -> str:
-    runs_already = any(cell.served_by.template is None for cell in run.served)
-    url = ["--url", "URL"] if runs_already else []
-    if run.scenario_name == QUICK:
-        return command_line("harness", "quick", "URL")
-    return command_line("harness", "run", run.scenario_name if is_shipped else f"{run.scenario_name}.yaml", *url)

@@ -100,6 +100,7 @@ def _setup(run: Run, ran: CellRun, load: Load, answers: _Answers) -> dict[str, A
         "load": ran.load,
         "repeat": ran.repeat,
         "simulated": run.simulated,
+        "imported": run.origin is not None,
         "request_rate": rate if is_open_loop(load) else "inf",
         "burstiness": 1.0 if poisson else arrivals.burstiness if arrivals and arrivals.spacing == "gamma" else None,
         "max_concurrency": max_concurrency(load),

@@ -289,6 +289,15 @@ def refuse_invalid(run: Run, summary: Summary | None, purpose: str) -> None:
     )
 
 
+def refuse_search(run: Run, purpose: str) -> None:
+    """Raise HarnessError for a search: its rows are short probes and no results. `purpose`: such as "has a card"."""
+    if run.kind == "search":
+        raise HarnessError(
+            f"{run.id}: its rows are probes of a search, and only a measurement {purpose}",
+            next_step=f"`{command_line('harness', 'report', run.id)}` shows its answer.",
+        )
+
+
 def comparison_refusal(base: Run, run: Run, rows: Sequence[RowKey], about: str | None) -> Reason | None:
     """Why the two are not compared. Equal runs are compared even if they do not differ in `about`."""
     reason = None

@@ -12,6 +12,7 @@ from harness.questions.results import result_card
 from harness.records.manifest import Machine, ModelSize, Run
 from harness.report.result_card import MAX_LINES, code, render_card
 from harness.scenario import Load, Server
+from harness.scenario.behaviour import AgentTrace
 from tests.support.command import called
 from tests.support.made_runs import scenario, served_by, write_made_run
 
@@ -55,7 +56,7 @@ def test_a_large_run_stays_a_card(tmp_path: Path) -> None:
     servers = {f"s{number}": Server(template="vllm-cpu") for number in range(6)}
     loads = {f"l{number}": Load(user="batch", batch_size=2, requests=4, output_tokens=11) for number in range(5)}
     run = made(tmp_path / "large", made_of=scenario(servers=servers, loads=loads, repeats=1))
-    text = render_card(run, summarize(tmp_path / "large"), is_shipped=False)
+    text = render_card(run, summarize(tmp_path / "large"), "harness run which.yaml")
     assert len(text.splitlines()) <= MAX_LINES and "22 more rows" in text
 
 
@@ -80,8 +81,17 @@ def test_a_text_from_outside_stays_a_code_span(text: str, tmp_path: Path) -> Non
     served = served_by(image=text, image_digest=text, version=text, arguments=[text, text])
     given = scenario(model=text if text.isprintable() and text.isascii() else "m")
     run = made(tmp_path / "one", made_of=given, machine=machine, served=lambda cell: served, scenario_name=text)
-    card = render_card(run, summarize(tmp_path / "one"), is_shipped=False)
+    card = render_card(run, summarize(tmp_path / "one"), text)
     plain = made(tmp_path / "plain", machine=Machine(name="m", cpu="c"))
-    usual = render_card(plain, summarize(tmp_path / "plain"), is_shipped=False)
+    usual = render_card(plain, summarize(tmp_path / "plain"), "harness run which.yaml")
     assert len(card.splitlines()) == len(usual.splitlines()) <= MAX_LINES
     assert outside_of_code(card) == outside_of_code(usual)
+
+
+def test_the_command_sends_the_same_requests(tmp_path: Path) -> None:
+    trace = AgentTrace(file="/data/mine.jsonl", conversations=2)
+    loads = {"x": Load(user="agent_trace", requests=4, agent_trace=trace)}
+    running = served_by(template=None, url="http://127.0.0.1:1")
+    made(tmp_path / "one", made_of=scenario(loads=loads), served=lambda cell: running, scenario_name="edge-agentic")
+    (line,) = [line for line in result_card(tmp_path / "one", ["edge-agentic"]).splitlines() if "repeat it" in line]
+    assert line == "- repeat it: `harness run edge-agentic --url URL --model m --trace mine.jsonl --slice 2`"

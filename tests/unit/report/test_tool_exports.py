@@ -14,7 +14,7 @@ from harness.numbers.summarize import summarize
 from harness.records.manifest import read_run, write_run
 from harness.records.records import Request, read_requests
 from harness.report.export import choose_format, export_as
-from harness.scenario import Arrivals, Load
+from harness.scenario import Arrivals, Load, Server
 from harness.scenario.plan import Cell
 from tests.support.command import called
 from tests.support.made_runs import request, scenario, write_made_run
@@ -85,7 +85,7 @@ def test_results_without_lists_come_back_with_the_same_numbers(run: Path, tmp_pa
     ]  # fmt: skip
     assert "ttfts" not in values[0]
     back = summarize(import_file(file, tmp_path / "back"))
-    assert sorted(row.load for row in back.rows) == [f"concurrency-2-server-{server}-load-x" for server in "ab"]
+    assert sorted((row.server, row.load) for row in back.rows) == [("a", "x"), ("b", "x")]
     assert [len(row.cells) for row in back.rows] == [2, 2]
     numbers = back.cells[0].numbers
     assert (numbers.sent, numbers.succeeded, numbers.failed) == (16, 14, 2)
@@ -180,3 +180,24 @@ def test_the_command_refuses_what_has_no_such_numbers(run: Path, tmp_path: Path,
     invalid = called("export", "made", *to, cwd=tmp_path)
     assert invalid.code == 3
     wording([done.err for done in (*refused, invalid)])
+
+
+def test_what_a_result_says_of_itself_survives_a_round_trip(tmp_path: Path) -> None:
+    run = tmp_path / "made"
+    write_made_run(run, made_of=scenario(servers={"engine": Server(template="simulated")}, repeats=1))
+    (file,) = export_as(run, tmp_path / "vllm-bench.json", "vllm-bench", detailed=True)
+    imported = import_file(file, tmp_path / "imported", None, None)
+    manifest = read_run(imported)
+    assert manifest.simulated and [(cell.server, cell.load) for cell in manifest.cells] == [("engine", "x")]
+    again = export_as(imported, tmp_path / "vllm-bench-2.json", "vllm-bench")
+    value = json.loads(again[0].read_text())
+    assert value["simulated"] is value["imported"] is True
+    entries = json.loads(export_as(imported, tmp_path / "g.json", "github-action-benchmark")[0].read_text())
+    assert all("SIMULATED" in entry["extra"] and "UNCHECKED" in entry["extra"] for entry in entries)
+
+
+def test_a_search_is_no_result(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "made", kind="search")
+    for command in (["export", "made", "--to", "vllm-bench.json"], ["results", "card", "made"]):
+        done = called(*command, "--runs", str(tmp_path), cwd=tmp_path)
+        assert done.code == 1 and "probes of a search" in done.err
