@@ -238,8 +238,9 @@ def _answer_notes(evidence: Evidence) -> Iterator[Reason]:
         text = f"{percent(share, 0)} of the {numbers.output_tokens:,} output tokens were reasoning"
         yield because("reasoning_share", text, share=share, tokens=numbers.output_tokens)
     if numbers.tool_calls is not None:
-        text = f"{count(succeeded, 'answer')} held {count(numbers.tool_calls, 'tool call')}, "
-        text += f"{numbers.tool_calls_valid or 0:,} of them valid; steps without one went on as planned"
+        text = f"{count(succeeded, 'answer')} had {count(numbers.tool_calls, 'tool call')}"
+        text += f", {numbers.tool_calls_valid or 0:,} of them valid" if numbers.tool_calls else ""
+        text += "; the planned steps were sent all the same"
         yield because("tool_calls", text, answers=succeeded, calls=numbers.tool_calls, valid=numbers.tool_calls_valid)
 
 

@@ -194,6 +194,8 @@ def _agent_trace_notes(folder: Path, trace: AgentTrace, users: int) -> Iterator[
     delays = f"delays of {units.duration(totals.delays_s)}"
     removed = f", {units.duration(totals.removed_s)} of them removed" if totals.removed_s else ""
     yield f"{trace.file} is read as {', '.join(totals.formats)}: {', '.join(held)}, {delays}{removed}"
+    if (trace.conversations or 0) > totals.conversations:
+        yield f"{trace.conversations:,} conversations are asked for, and the trace has {totals.conversations:,}"
     if least_s := min_duration_s(totals, users):
         least = f"{units.duration(least_s)} or more with {count(users, 'user')}"
         yield f"all conversations once take {least}: delays alone, without answers"

@@ -190,3 +190,14 @@ def test_the_estimated_time_has_the_recorded_delays(
             Scenario(version=1, question="?", model="m", servers={"s": server}, loads=loads, repeats=1), path.parent
         )
     assert estimated["with"] - estimated["without"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("asked_for", "is_noted"), [(1, False), (3, True)])
+def test_more_conversations_than_the_trace_has_are_noted(tmp_path: Path, asked_for: int, is_noted: bool) -> None:
+    write_rows(tmp_path / "e.jsonl", edge_rows())
+    (tmp_path / "s.yaml").write_text(
+        "{version: 1, question: '?', model: m, servers: {s: {template: simulated, container: false}}, "
+        f"loads: {{a: {{user: agent_trace, requests: 3, agent_trace: {{file: e.jsonl, conversations: {asked_for}}}}}}}}}"
+    )
+    notes = preview(prepare(tmp_path / "s.yaml")).notes
+    assert any("asked for" in note for note in notes) == is_noted
