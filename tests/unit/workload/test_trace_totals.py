@@ -197,7 +197,8 @@ def test_more_conversations_than_the_trace_has_are_noted(tmp_path: Path, asked_f
     write_rows(tmp_path / "e.jsonl", edge_rows())
     (tmp_path / "s.yaml").write_text(
         "{version: 1, question: '?', model: m, servers: {s: {template: simulated, container: false}}, "
-        f"loads: {{a: {{user: agent_trace, requests: 3, agent_trace: {{file: e.jsonl, conversations: {asked_for}}}}}}}}}"
+        "loads: {a: {user: agent_trace, requests: 3, "
+        f"agent_trace: {{file: e.jsonl, conversations: {asked_for}}}}}}}}}"
     )
     notes = preview(prepare(tmp_path / "s.yaml")).notes
     assert any("asked for" in note for note in notes) == is_noted
