@@ -66,6 +66,10 @@ def _check_model(scenario: Scenario) -> Iterator[Problem]:
         # Every record contains the model's name, and a server that got it filled in would repeat it.
         text = f"{scenario.model!r} has a variable in it, which is not filled in here; write the name itself"
         yield Problem("$.model", text)
+    elif "$" in scenario.model and any(server.template != "running" for server in scenario.servers.values()):
+        yield Problem(
+            "$.model", f"{scenario.model!r} has a dollar sign in it, which Compose files cannot have in a name"
+        )
     elif scenario.model.startswith("-"):
         yield Problem("$.model", f"{scenario.model!r} begins with '-', which servers take for an option of theirs")
 
