@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import io
-import json
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -103,6 +102,8 @@ def inline_yaml(value: Any) -> str:
         return "[" + ", ".join(map(inline_yaml, value)) + "]"
     if isinstance(value, float):
         return yaml.safe_dump(value).split("\n")[0]  # YAML takes the 1e-05 of JSON for a text
+    import json  # only here: each start of the command line would pay for it
+
     text = json.dumps(value, ensure_ascii=False)
     escapes = {char: f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}" for char in set(text)}
     return "".join(char if char.isprintable() else escapes[char] for char in text)

@@ -20,11 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
-
-import psutil
+from typing import IO, TYPE_CHECKING, Any
 
 from harness.base.errors import INTERRUPTED, HarnessError
+
+if TYPE_CHECKING:
+    import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ORPHAN_GRACE_S = 10  # for a child to end by itself when this process has died
@@ -95,11 +96,13 @@ def _owner() -> str:
     return f"{os.getpid()} {_start_time(os.getpid()) or ''}"
 
 
-def orphans_of(labels: Mapping[str, str]) -> list[psutil.Process]:
+def orphans_of(labels: Mapping[str, str]) -> "list[psutil.Process]":
     """Return the processes that the process with these labels started by `start`, and their children.
 
     They are known by its id and its start in their environment, which no other process has.
     """
+    import psutil  # only here: each start of the command line would pay for it
+
     if labels.get(BOOT) != owner_labels()[BOOT] or not labels.get(PID):
         return []
     owner, orphans = f"{labels[PID]} {labels.get(PID_START, '')}", []
