@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from harness.base.files import SCENARIOS
 from tests.real.conftest import Say
 from tests.real.parts import llamacpp, run, write_scenario
 from tests.support.engines.paths import BASE_IMAGE, LLAMA_SERVER
@@ -45,3 +46,19 @@ def test_a_draft_model_and_a_cached_context(tmp_path: Path, say: Say) -> None:
     assert [part["speed"] for part in depth if "speed" in part] == ["turn", "decode", "first"]
     uncached = [part for part in depth if "share" in part and "tokens_per_step" not in part]
     assert not uncached, "all of the context was in the cache"
+
+
+def test_the_edge_workload_in_short(tmp_path: Path, say: Say) -> None:
+    trace = {"file": str(SCENARIOS / "edge-agentic-example.jsonl"), "conversations": 2, "delay_scale": 0,
+             "score": "inline-iou", "session_header": "X-Session-ID"}  # fmt: skip
+    conversations = {"user": "agent_trace", "users": 1, "requests": 9, "output": "natural", "output_tokens": 16,
+                     "timeout_s": 600, "extra_body": {"seed": 42}, "agent_trace": trace}  # fmt: skip
+    servers = {"engine": llamacpp(parallel=1, ctx_size=4096)}
+    edge: dict[str, Any] = {"prompts": {"salt": False}, "warmup": {"requests": 0}}
+    ran = run(write_scenario(tmp_path, "edge", model="tiny", servers=servers, loads={"edge": conversations}, **edge))
+    say(ran.said)
+    (answer,) = [answer for answer in ran.summary.answers if answer.code == "mlperf_edge"]
+    assert (ran.error, answer.values["missing"]) == ("", 0)
+    assert answer.values["iou"] == 0.0, "the model's random words are no commands"
+    rows = {row["name"]: (row["here"], row["is_same"]) for row in answer.values["settings"]}
+    assert rows["Requests at once (slots)"] == ("1", True) and rows["Context of a request"][0] == "4,096"
