@@ -6,6 +6,6 @@ ALIKE = 1.25  # a ratio of times up to this, or down to its inverse, is alike
 
 
 def starts_are_alike(effect: Effect) -> bool:
-    """Whether the 95 % interval of the ratio of two start times has no ratio that is not alike."""
+    """Whether no difference of two start times is shown, and the 95 % interval of their ratio has only alike ones."""
     low, high = effect.interval()
-    return low >= 1 / ALIKE and high <= ALIKE
+    return 1 / ALIKE <= low <= 1 <= high <= ALIKE

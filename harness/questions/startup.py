@@ -149,9 +149,9 @@ def _difference(by_server: dict[str, list[StartTime]], server: str) -> Reason | 
     elif low is None and again and 1 / ALIKE <= ratio <= ALIKE:
         text, because_of = f"{server} takes {short_percent(ratio)} of the time of {owner}", compiles
     else:
-        word = "sooner" if is_sooner else "later"
-        text = f"{server} is ready {duration(abs(saved_s))} {word} than {owner} (in {short_percent(ratio)} of its time"
-        text, because_of = f"{text}{shown})", [*compiles, *_phase_words(phases, saved_s, skip=bool(compiles))]
+        sooner = f"{duration(abs(saved_s))} {'sooner' if is_sooner else 'later'}"
+        text = f"{server} is ready {sooner} than {owner} (in {short_percent(ratio)} of its time{shown})"
+        because_of = [*compiles, *_phase_words(phases, saved_s, skip=bool(compiles))]
     return because("startup_difference", f"{text}: {_joined(because_of)}" if because_of else text, **values)
 
 
@@ -171,7 +171,7 @@ def _compiles_again(base: Sequence[StartTime], own: Sequence[StartTime]) -> bool
     if any(_COMPILE not in start.phases for start in (*base, *own)):
         return None
     first_s, later_s = _phase_mean(base, _COMPILE), _phase_mean(own, _COMPILE)
-    if first_s < _MIN_SHARE * sum(_phase_mean(base, name) for name in base[0].phases):
+    if first_s < _MIN_SHARE * fmean(sum(start.phases.values()) for start in base):
         return None
     if later_s <= _COMPILED_BEFORE * first_s:
         return False
@@ -190,6 +190,8 @@ def _compile_words(base: Sequence[StartTime], own: Sequence[StartTime], again: b
 
 def _phase_words(phases: dict[str, float], saved_s: float, *, skip: bool) -> list[str]:
     """Name the phases that make most of a difference. `skip`: compiling has its own words."""
+    if not saved_s:
+        return []
     word = "less" if saved_s > 0 else "more"
     shares = {name: value / saved_s for name, value in phases.items() if not (skip and name == _COMPILE)}
     largest = sorted(shares, key=lambda name: -shares[name])[: _SHOWN_PHASES - skip]

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from harness.base.errors import ScenarioError
 from harness.numbers.summary import Summary
@@ -139,6 +140,16 @@ def test_a_repeat_that_was_cut_counts_in_the_table_and_in_the_answer(tmp_path: P
     (answer,) = startup_answers(starts)
     ready = answer.values["ready_s"]
     assert answer.values["differences"][0]["saved_s"] == pytest.approx(ready["cold"] - ready["warm"])
+
+
+def test_starts_whose_logs_show_different_phases_have_no_difference_by_phase(tmp_path: Path) -> None:
+    starts = made(tmp_path).starts
+    cut = [replace(starts[0], phases={"compile": 150.0, "port open": 45.0}), *starts[1:]]
+    first, _ = startup_answers(cut)[0].values["differences"]
+    assert (first["phases"], first["compiles_again"]) == ({}, False)
+    equal = [replace(start, ready_s=10.0, phases={"port open": 10.0}) for start in starts[:3]]
+    (answer,) = startup_answers(equal)
+    assert {one["saved_s"] for one in answer.values["differences"]} == {0.0}
 
 
 def test_a_difference_is_shown_neither_way_where_starts_vary(tmp_path: Path, wording: Wording) -> None:
