@@ -137,16 +137,16 @@ def _difference(by_server: dict[str, list[StartTime]], server: str) -> Reason | 
     low, high = (None, None) if effect is None else effect.interval()
     values = {"server": server, "owner": owner, "saved_s": saved_s, "phases": phases}
     values |= {"ratio": ratio, "low": low, "high": high}
-    again = _compiles_again(by_server[owner], own)
-    values["compiles_again"] = again
-    compiles = _compile_words(by_server[owner], own, again)
+    compiles_again = _compiles_again(by_server[owner], own)
+    values["compiles_again"] = compiles_again
+    compiles = _compile_words(by_server[owner], own, compiles_again)
     shown = "" if low is None or high is None else f"; {figures(100 * low)} to {short_percent(high)}"
     is_sooner = saved_s > 0
     if low is not None and high is not None and (low <= 1 <= high or is_sooner != (ratio < 1)):
         is_alike = effect is not None and starts_are_alike(effect)
         words = "takes as long as" if is_alike else "is not shown to be ready sooner or later than"
         text, because_of = f"{server} {words} {owner} ({short_percent(ratio)}{shown})", compiles
-    elif low is None and again and 1 / ALIKE <= ratio <= ALIKE:
+    elif low is None and compiles_again and 1 / ALIKE <= ratio <= ALIKE:
         text, because_of = f"{server} takes {short_percent(ratio)} of the time of {owner}", compiles
     else:
         sooner = f"{duration(abs(saved_s))} {'sooner' if is_sooner else 'later'}"
@@ -178,12 +178,12 @@ def _compiles_again(base: Sequence[StartTime], own: Sequence[StartTime]) -> bool
     return True if 1 / ALIKE <= later_s / first_s <= ALIKE else None
 
 
-def _compile_words(base: Sequence[StartTime], own: Sequence[StartTime], again: bool | None) -> list[str]:
+def _compile_words(base: Sequence[StartTime], own: Sequence[StartTime], compiles_again: bool | None) -> list[str]:
     """Say whether a server compiles again, and the seconds that this takes or saves."""
-    if again is None:
+    if compiles_again is None:
         return []
     later_s = _phase_mean(own, _COMPILE)
-    if again:
+    if compiles_again:
         return [f"it compiles again ({duration(later_s)})"]
     return [f"it does not compile again ({duration(_phase_mean(base, _COMPILE) - later_s)})"]
 
