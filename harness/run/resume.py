@@ -79,6 +79,10 @@ def resume(
             f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} kept (complete and valid), {len(remaining)} to "
             f"run. Records go to {folder}"
         )
+        if any(cell.server in shared_caches(run.scenario.servers) for cell in remaining):
+            progress.line(
+                "Servers that share compiled kernels (`caches`) begin their repeat again: these were not kept"
+            )
         file = RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference)
         with remote_telemetry.opened(experiment.telemetry) as remote:
             running = Running(file, experiment, progress, remote=None if remote is None else remote[0])
