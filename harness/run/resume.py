@@ -81,7 +81,7 @@ def resume(
         )
         if any(cell.server in shared_caches(run.scenario.servers) for cell in remaining):
             progress.line(
-                "Servers that share compiled kernels (`caches`) begin their repeat again: these were not kept"
+                "In a repeat that was not complete, servers that share compiled kernels (`caches`) begin again"
             )
         file = RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference)
         with remote_telemetry.opened(experiment.telemetry) as remote:
