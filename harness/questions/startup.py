@@ -7,13 +7,15 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from harness.base.reason import Reason, because
-from harness.base.units import count, duration, seconds, short_percent
+from harness.base.units import count, duration, figures, seconds, short_percent
 from harness.numbers.first_requests import MIN_REQUESTS, first_requests
+from harness.numbers.start_times import ALIKE, starts_are_alike
 from harness.numbers.stats import geometric_ratio, welch_effect
 from harness.numbers.summary import CellSummary, StartTime, Summary
 from harness.records.manifest import PHASES
 from harness.records.run_data import RunData
 from harness.report.elements import Grid, missing, plain_grid
+from harness.report.words import phase_name, phase_time
 from harness.scenario import NEW_CACHES
 
 _MIB = 2**20
@@ -21,6 +23,10 @@ _SHOWN_PHASES = 3  # of a difference, the largest
 _MIN_SHARE = 0.05  # of a difference: a phase with less is not named
 # Phases of the engine itself, which only its log shows; without it they are in these of the wait.
 _ENGINE = ("process", "weights", "compile", "graphs", "warm-up")
+_COMPILE = "compile"
+_COMPILED_BEFORE = 0.1  # of the first start's compiling: a server that takes no longer finds what it needs
+# The names of the servers of the scenario that ships, as a person says them after a time.
+_SPOKEN = {"cold": "cold", "warm": "warm", "updated": "after the update"}
 
 
 def start_times(data: RunData, cells: Sequence[CellSummary]) -> list[StartTime]:
@@ -66,27 +72,19 @@ def startup_answers(starts: Sequence[StartTime]) -> list[Reason]:
     if not starts:
         return []
     by_server = _by_server(starts)
-    ready = {
-        server: fmean(times)
-        for server, own in by_server.items()
-        if (times := [start.ready_s for start in own if start.ready_s is not None])
-    }
+    ready = {server: fmean(times) for server, own in by_server.items() if (times := _ready_times(own))}
+    differences = [difference for server in by_server if (difference := _difference(by_server, server)) is not None]
     sentences = []
     if ready:
-        listed = [f"{duration(mean_s)} ({server})" for server, mean_s in ready.items()]
-        repeats = max(map(len, by_server.values()))
-        basis = f"mean of {repeats} starts each" if repeats > 1 else "one start each, not repeated"
-        sentences.append(f"Ready after {_joined(listed)}: {basis}")
+        has_ranges = any(difference.values["low"] is not None for difference in differences)
+        ranges = "; ranges have 95 % confidence" if has_ranges else ""
+        sentences.append(f"Ready after {_spoken_times(ready)}: {_basis(by_server)}{ranges}")
     else:
         sentences.append("The server ran already, so its start was not seen")
-    differences = []
-    for server in by_server:
-        if (difference := _difference(by_server, server)) is not None:
-            sentences.append(difference.text)
-            differences.append(difference.values)
+    sentences += [difference.text for difference in differences]
     sentences += _first_sentences(by_server)
-    values = {"ready_s": ready, "differences": differences}
-    provisional = bool(ready) and max(map(len, by_server.values())) < 2
+    values = {"ready_s": ready, "differences": [difference.values for difference in differences]}
+    provisional = bool(ready) and min(map(len, by_server.values())) < 2
     return [because("startup", ". ".join(sentences), **values, provisional=provisional)]
 
 
@@ -97,57 +95,111 @@ def _by_server(starts: Sequence[StartTime]) -> dict[str, list[StartTime]]:
     return by_server
 
 
+def _ready_times(starts: Sequence[StartTime]) -> list[float]:
+    return [start.ready_s for start in starts if start.ready_s is not None]
+
+
+def _spoken_times(ready: dict[str, float]) -> str:
+    """The times until ready, in a person's words where the servers have the names of the scenario that ships."""
+    if ready.keys() <= _SPOKEN.keys():
+        return ", ".join(f"{duration(mean_s)} {_SPOKEN[server]}" for server, mean_s in ready.items())
+    return _joined([f"{duration(mean_s)} ({server})" for server, mean_s in ready.items()])
+
+
+def _basis(by_server: dict[str, list[StartTime]]) -> str:
+    """How many starts the times are means of."""
+    numbers = {server: len(starts) for server, starts in by_server.items()}
+    if len(set(numbers.values())) > 1:
+        return "means of " + _joined([f"{count(number, 'start')} ({server})" for server, number in numbers.items()])
+    number = max(numbers.values())
+    return f"mean of {number} starts each" if number > 1 else "one start each, not repeated"
+
+
 def _joined(texts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
 
 def _difference(by_server: dict[str, list[StartTime]], server: str) -> Reason | None:
-    """Return how much sooner a server is ready than the one whose compiled kernels it found. None: it found none."""
+    """Return how much sooner a server is ready than the one whose compiled kernels it found. None: it found none.
+
+    All starts of both count, also several in a repeat: the same as in the table.
+    """
     own = by_server[server]
     owner = own[0].caches
     if owner in (None, NEW_CACHES) or owner not in by_server:
         return None
-    by_repeat = {start.repeat: start for start in by_server[owner]}
-    pairs = [(by_repeat[start.repeat], start) for start in own if start.repeat in by_repeat]
-    saved = [
-        first.ready_s - later.ready_s
-        for first, later in pairs
-        if first.ready_s is not None and later.ready_s is not None
-    ]
-    if not saved:
+    times, base_times = _ready_times(own), _ready_times(by_server[owner])
+    if not times or not base_times:
         return None
-    mean_s, phases = fmean(saved), _phase_differences(pairs)
-    times = [[start.ready_s for start in by_server[name] if start.ready_s is not None] for name in (server, owner)]
-    effect, ratio = welch_effect(times[0], times[1]), geometric_ratio(times[0], times[1])
+    saved_s = fmean(base_times) - fmean(times)
+    phases = _phase_differences(by_server[owner], own)
+    effect, ratio = welch_effect(times, base_times), geometric_ratio(times, base_times)
     low, high = (None, None) if effect is None else effect.interval()
-    values = {"server": server, "owner": owner, "saved_s": mean_s, "phases": phases}
+    values = {"server": server, "owner": owner, "saved_s": saved_s, "phases": phases}
     values |= {"ratio": ratio, "low": low, "high": high}
-    shown = ""
-    if low is not None and high is not None:
-        shown = f", {short_percent(low)} to {short_percent(high)} with 95 % confidence"
-    share = f"(ready in {short_percent(ratio)} of the time{shown})"
-    if low is not None and high is not None and low <= 1 <= high:
-        text = f"{server} is not shown to start sooner or later than {owner} {share}"
-        return because("startup_same", text, **values)
-    if mean_s <= 0:
-        text = f"{server} takes {duration(-mean_s)} longer than {owner} {share}: nothing that {owner} compiled helps it"
-        return because("startup_longer", text, **values)
-    named = [
-        f"{name} {duration(difference_s)}"
-        for name, difference_s in sorted(phases.items(), key=lambda item: -item[1])[:_SHOWN_PHASES]
-        if difference_s >= _MIN_SHARE * mean_s
-    ]
-    where = f": {_joined(named)}" if named else ""
-    text = f"{duration(mean_s)} of the start of {owner} do not come again with {server} {share}{where}"
-    return because("startup_once", text, **values)
+    compiles_again = _compiles_again(by_server[owner], own)
+    values["compiles_again"] = compiles_again
+    compiles = _compile_words(by_server[owner], own, compiles_again)
+    shown = "" if low is None or high is None else f"; {figures(100 * low)} to {short_percent(high)}"
+    is_sooner = saved_s > 0
+    if low is not None and high is not None and (low <= 1 <= high or is_sooner != (ratio < 1)):
+        is_alike = effect is not None and starts_are_alike(effect)
+        words = "takes as long as" if is_alike else "is not shown to be ready sooner or later than"
+        text, because_of = f"{server} {words} {owner} ({short_percent(ratio)}{shown})", compiles
+    elif low is None and compiles_again and 1 / ALIKE <= ratio <= ALIKE:
+        text, because_of = f"{server} takes {short_percent(ratio)} of the time of {owner}", compiles
+    else:
+        sooner = f"{duration(abs(saved_s))} {'sooner' if is_sooner else 'later'}"
+        text = f"{server} is ready {sooner} than {owner} (in {short_percent(ratio)} of its time{shown})"
+        because_of = [*compiles, *_phase_words(phases, saved_s, skip=bool(compiles))]
+    return because("startup_difference", f"{text}: {_joined(because_of)}" if because_of else text, **values)
 
 
-def _phase_differences(pairs: Sequence[tuple[StartTime, StartTime]]) -> dict[str, float]:
-    """By how much each phase of the first start of a pair is longer, in seconds; {} where the phases differ."""
-    if any(first.phases.keys() != later.phases.keys() for first, later in pairs):
+def _phase_differences(base: Sequence[StartTime], own: Sequence[StartTime]) -> dict[str, float]:
+    """By how much each phase is longer in the mean of the first starts, in seconds; {} where the phases differ."""
+    if any(start.phases.keys() != base[0].phases.keys() for start in (*base, *own)):
         return {}
-    names = [name for name in PHASES if all(name in first.phases for first, _ in pairs)]
-    return {name: fmean(first.phases[name] - later.phases[name] for first, later in pairs) for name in names}
+    return {name: _phase_mean(base, name) - _phase_mean(own, name) for name in PHASES if name in base[0].phases}
+
+
+def _phase_mean(starts: Sequence[StartTime], name: str) -> float:
+    return fmean(start.phases[name] for start in starts)
+
+
+def _compiles_again(base: Sequence[StartTime], own: Sequence[StartTime]) -> bool | None:
+    """Whether a server compiles what the first one compiled, by the phase of both. None: not known, or only a part."""
+    if any(_COMPILE not in start.phases for start in (*base, *own)):
+        return None
+    first_s, later_s = _phase_mean(base, _COMPILE), _phase_mean(own, _COMPILE)
+    if first_s < _MIN_SHARE * fmean(sum(start.phases.values()) for start in base):
+        return None
+    if later_s <= _COMPILED_BEFORE * first_s:
+        return False
+    return True if 1 / ALIKE <= later_s / first_s <= ALIKE else None
+
+
+def _compile_words(base: Sequence[StartTime], own: Sequence[StartTime], compiles_again: bool | None) -> list[str]:
+    """Say whether a server compiles again, and the seconds that this takes or saves."""
+    if compiles_again is None:
+        return []
+    later_s = _phase_mean(own, _COMPILE)
+    if compiles_again:
+        return [f"it compiles again ({duration(later_s)})"]
+    return [f"it does not compile again ({duration(_phase_mean(base, _COMPILE) - later_s)})"]
+
+
+def _phase_words(phases: dict[str, float], saved_s: float, *, skip: bool) -> list[str]:
+    """Name the phases that make most of a difference. `skip`: compiling has its own words."""
+    if not saved_s:
+        return []
+    word = "less" if saved_s > 0 else "more"
+    shares = {name: value / saved_s for name, value in phases.items() if not (skip and name == _COMPILE)}
+    largest = sorted(shares, key=lambda name: -shares[name])[: _SHOWN_PHASES - skip]
+    return [
+        f"`{phase_name(name)}` takes {duration(abs(phases[name]))} {word}"
+        for name in largest
+        if shares[name] >= _MIN_SHARE
+    ]
 
 
 def _first_sentences(by_server: dict[str, list[StartTime]]) -> list[str]:
@@ -179,7 +231,15 @@ def startup_tables(summary: Summary) -> list[Grid]:
     if not summary.starts:
         return []
     order = [name for name in PHASES if any(name in start.phases for start in summary.starts)]
-    titles = ("Server", "Finds compiled", "Starts", "Ready", *order, "Compiled, MiB", "First requests slower by")
+    titles = (
+        "Server",
+        "Finds compiled",
+        "Starts",
+        "Ready",
+        *map(phase_name, order),
+        "Compiled, MiB",
+        "First requests slower by",
+    )
     rows = [_table_row(server, starts, order) for server, starts in _by_server(summary.starts).items()]
     notes = ["Means of the starts, in seconds; compiled: what the start found, and what was there when it was ready"]
     if order and not any(name in order for name in _ENGINE):
@@ -188,7 +248,7 @@ def startup_tables(summary: Summary) -> list[Grid]:
 
 
 def _table_row(server: str, starts: Sequence[StartTime], order: Sequence[str]) -> list[str]:
-    ready = [start.ready_s for start in starts if start.ready_s is not None]
+    ready = _ready_times(starts)
     firsts = [start.first for start in starts if start.first is not None]
     caches = starts[0].caches
     source = "nothing" if caches == NEW_CACHES else f"what {caches} left"
@@ -203,7 +263,7 @@ def _table_row(server: str, starts: Sequence[StartTime], order: Sequence[str]) -
         missing() if caches is None else source,
         f"{len(starts)}",
         seconds(fmean(ready)) if ready else missing("it ran already"),
-        *(seconds(fmean(values)) if values else missing() for values in phases),
+        *(seconds(phase_time(fmean(values))) if values else missing() for values in phases),
         compiled if any(sizes) else missing(),
         seconds(fmean(first.extra_s for first in firsts)) if firsts else missing(f"needs {MIN_REQUESTS}"),
     ]

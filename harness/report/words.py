@@ -139,3 +139,13 @@ def failure_kind(reason: Reason) -> str:
 
 def answers_word(answers: SameAnswers) -> str:
     return "cannot tell" if answers.word == "inconclusive" else answers.word
+
+
+def phase_name(name: str) -> str:
+    """A phase of a server's start as it is shown: "ready" there would be read as the whole start."""
+    return "until healthy" if name == "ready" else name
+
+
+def phase_time(value_s: float) -> float:
+    """The seconds of a phase as they are shown: less than a millisecond is below what a log's stamps tell."""
+    return value_s if value_s >= 0.001 else 0.0

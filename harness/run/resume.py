@@ -38,6 +38,7 @@ from harness.run.running import (
     needs_docker,
 )
 from harness.scenario.plan import Cell, plan
+from harness.serve.compiled import shared_caches
 from harness.serve.docker_engine import connect, remove_leftovers
 
 MAX_CHANGES = 10  # shown of what differs from the run
@@ -78,6 +79,10 @@ def resume(
             f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} kept (complete and valid), {len(remaining)} to "
             f"run. Records go to {folder}"
         )
+        if any(cell.server in shared_caches(run.scenario.servers) for cell in remaining):
+            progress.line(
+                "In a repeat that was not complete, servers that share compiled kernels (`caches`) begin again"
+            )
         file = RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference)
         with remote_telemetry.opened(experiment.telemetry) as remote:
             running = Running(file, experiment, progress, remote=None if remote is None else remote[0])
@@ -236,6 +241,7 @@ def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
 def complete_cells(folder: Path, run: Run) -> set[str]:
     """Return the ids of complete and valid cells, by their records. The cells of a group stay together.
 
+    So do, in a repeat, those of servers that share compiled kernels (`caches`): they are gone at the end of a run.
     A failed setting of a sweep is a result, so it is complete.
     """
     summary = summarize(folder)
@@ -243,8 +249,12 @@ def complete_cells(folder: Path, run: Run) -> set[str]:
     bad = {reason.cell for reason in summary.reasons} | {cell.id for cell in summary.cells if cell.problems}
     bad -= failed
     good = {name for name, cell in run.ran.items() if not {name, cell.group.replace("/", "-")} & bad}
-    cut = {cell.group for cell in plan(run.scenario) if cell.id in run.order and cell.id not in good}
-    return {name for name in good if run.ran[name].group not in cut}
+    planned = [cell for cell in plan(run.scenario) if cell.id in run.order]
+    cut = {cell.group for cell in planned if cell.id not in good}
+    kept = {name for name in good if run.ran[name].group not in cut}
+    owners = shared_caches(run.scenario.servers)
+    emptied = {(cell.repeat, owners[cell.server]) for cell in planned if cell.server in owners and cell.id not in kept}
+    return {name for name in kept if (run.ran[name].repeat, owners.get(run.ran[name].server)) not in emptied}
 
 
 def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:

@@ -95,8 +95,8 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     startup_timeout_s: Positive = 1800.0
     allow: list[Consent] = []  # access of its containers to this machine ([consent](servers.md))
     gateway: Gateway | None = None  # takes the load and passes it on to the server; the metrics are the server's
-    # [compiled kernels](startup.md) that a start finds: `new`, none; NAME of a server with `new`, those that it left in
-    # this repeat. Both are in volumes of the run. Default: the volumes that all runs share
+    # [compiled kernels](startup.md) that a start finds: `new`, none at each start; NAME of a server with `new`, those
+    # that its newest start left. Both are in volumes of the run. Default: the volumes that all runs share
     caches: Line | None = None
     # a [sweep](sweeps.md): values for a variable of the template, or for an argument of the engine (`--flag`)
     vary: dict[str, list[Any] | Span] = {}

@@ -5,7 +5,8 @@ Volumes and folders of the user are never changed: with `caches` the server does
 
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ _MAX_OUTPUT = 100_000
 def owner_of(server_name: str, server: Server) -> str:
     """Return the server that filled what this one finds compiled: itself with `caches: new`."""
     return server_name if server.caches in (None, NEW_CACHES) else str(server.caches)
+
+
+def shared_caches(servers: Mapping[str, Server]) -> dict[str, str]:
+    """Return the owner of what each server compiles or finds, by its name, where several servers share it."""
+    owners = {name: owner_of(name, server) for name, server in servers.items() if server.caches is not None}
+    used = Counter(owners.values())
+    return {name: owner for name, owner in owners.items() if used[owner] > 1}
 
 
 def with_own_volumes(compose: ComposeFile, run_id: str, owner: str) -> ComposeFile:
@@ -68,7 +76,7 @@ def make_volumes(
 ) -> None:
     """Make the run's volumes anew for a server with `caches: new`. Raises ServerError.
 
-    For another server they must be there: they are gone after the run, so a resumed run cannot use them.
+    For another server they must be there: they are gone after the run, so a resumed run begins with that of `owner`.
     """
     names = [f"{make_name(run_id, owner)}-{number}" for number in range(len(compose.serving.compiled))]
     try:
@@ -87,8 +95,8 @@ def make_volumes(
 
 def missing_error(owner: str) -> ServerError:
     return ServerError(
-        f"what the server '{owner}' compiled is not there: it is kept only until the end of a run",
-        next_step="Run the scenario anew; it cannot be resumed between these servers.",
+        f"what the server '{owner}' compiled is not there: it is kept only until the end of a run that starts it",
+        next_step="Start both with `harness run`; to start this server alone, leave out its `caches`.",
     )
 
 

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from harness.numbers.summarize import read_summary
-from harness.records.manifest import read_run
-from tests.support.command import harness
+from harness.records.manifest import read_run, write_run
+from tests.support.command import going, harness, only_run, until
 from tests.support.simulated import spawned
 
 ENGINE = '--weights-s, "0.2", --compile-s, "0.3"'
@@ -72,3 +74,23 @@ def test_a_server_that_ran_already(tmp_path: Path) -> None:
     assert (start.ready_s, start.phases, start.caches) == (None, {}, None)
     assert start.first is not None
     assert summary.answers[0].values["ready_s"] == {}
+
+
+def test_a_cut_between_the_servers_is_resumed_from_the_one_that_compiles(tmp_path: Path) -> None:
+    (tmp_path / "startup.yaml").write_text(TEXT)
+    runs = tmp_path / "runs"
+    with going("run", "startup.yaml", cwd=tmp_path) as command:
+        until(lambda: any(read_run(file.parent).ran for file in runs.glob("*/run.json")))
+        command.interrupt()
+        command.end()
+        command.nothing_left()
+    folder = only_run(runs)
+    manifest = read_run(folder)
+    # It may have come further until it was interrupted.
+    write_run(folder, replace(manifest, cells=[cell for cell in manifest.cells if cell.server == "cold"]))
+    done = harness("run", "--resume", folder.name, cwd=tmp_path)
+    assert done.code == 0, done
+    (resumed,) = read_run(folder).resumed
+    assert resumed.kept == 0 and resumed.again[0] == "r1-cold-one-user"
+    starts = {start.server: start.compiled for start in read_summary(folder).starts}
+    assert starts == {"cold": "cold", "warm": "warm", "updated": "cold"}

@@ -15,6 +15,7 @@ from harness.records.manifest import CellRun, Run, ServedBy
 from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter
 from harness.report.charts.data import Timeline, Values
 from harness.report.elements import TimelineEvent
+from harness.report.words import phase_name, phase_time
 
 
 def timeline_events(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> list[TimelineEvent]:
@@ -207,7 +208,7 @@ PHASES = {
     "first answer": "the first real answer",
 }
 _PHASE_RULE = "phase = its end − end of the phase before it, the median over the starts"
-_PHASES_BY_LOG = "process to warm-up by the server’s own log; ready = what was waited − those"
+_PHASES_BY_LOG = "process to warm-up by the server’s own log; until healthy = what was waited − those"
 
 
 def startup_chart(run: Run) -> Chart:
@@ -224,7 +225,7 @@ def startup_chart(run: Run) -> Chart:
         }
         data.append(
             {
-                "type": "bar", "orientation": "h", "name": escape_markup(name), "y": list(medians),
+                "type": "bar", "orientation": "h", "name": escape_markup(phase_name(name)), "y": list(medians),
                 "x": [round(seconds, 3) for seconds in medians.values()],
                 "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **stripes},
                 "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
@@ -242,11 +243,18 @@ def startup_chart(run: Run) -> Chart:
         id="startup",
         title="Start of each server",
         caption="Seconds from the order to start until the model answered, by phase; median over the server’s starts.",
-        formula="; ".join([_PHASE_RULE, *by_log, *(f"{name}: {PHASES[name]}" for name in order if name in PHASES)]),
+        formula="; ".join(
+            [_PHASE_RULE, *by_log, *(f"{phase_name(name)}: {PHASES[name]}" for name in order if name in PHASES)]
+        ),
         figure={"data": data, "layout": layout},
         head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
         body=[
-            [server, name, *(units.factor(statistic(v)) for statistic in (statistics.median, min, max)), str(len(v))]
+            [
+                server,
+                phase_name(name),
+                *(units.factor(phase_time(statistic(v))) for statistic in (statistics.median, min, max)),
+                str(len(v)),
+            ]
             for server, seconds_of in phases.items()
             for name in order
             if (v := seconds_of.get(name))

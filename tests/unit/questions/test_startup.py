@@ -3,15 +3,17 @@
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from harness.base.errors import ScenarioError
 from harness.numbers.summary import Summary
-from harness.questions.joint import analyse
+from harness.questions.joint import analyse, analyse_with_findings
 from harness.questions.report.headline import run_answer
-from harness.questions.startup import startup_tables
+from harness.questions.startup import startup_answers, startup_tables
 from harness.records.manifest import CompiledFolder, Phase, ServedBy, Startup, read_run
 from harness.records.records import Request
 from harness.report.markdown import render
@@ -41,13 +43,20 @@ SLOW = {"cold": 6, "warm": 0, "updated": 1}  # of the first requests, by 2 s
 
 
 def made(
-    folder: Path, text: str = TEXT, phases: Mapping[str, dict[str, float]] = PHASES, *, requests: int = 28
+    folder: Path,
+    text: str = TEXT,
+    phases: Mapping[str, dict[str, float]] = PHASES,
+    *,
+    requests: int = 28,
+    factors: Mapping[str, float] = MappingProxyType({}),
 ) -> Summary:
+    """The summary of a run whose starts have these phases. `factors`: of those of cells."""
+    folder.mkdir(exist_ok=True)
     (folder / "s.yaml").write_text(text)
     scenario, dice = load_scenario(folder / "s.yaml"), random.Random(1)
 
     def served(cell: Cell) -> ServedBy:
-        spread = 1 + dice.gauss(0, 0.01)
+        spread = (1 + dice.gauss(0, 0.01)) * factors.get(cell.id, 1.0)
         times = [Phase(name=name, seconds=value * spread) for name, value in phases[cell.server].items()]
         is_warm = cell.server == "warm"
         kept = CompiledFolder(path="/root/.cache/vllm", before_bytes=2**20 * is_warm, ready_bytes=2**20)
@@ -89,6 +98,7 @@ def test_what_comes_once_and_what_comes_again(tmp_path: Path, wording: Wording) 
     assert warm["low"] < 41.1 / 195.1 < warm["high"] < 0.3
     assert warm["phases"]["compile"] == pytest.approx(141, rel=0.03)
     assert updated["low"] < 1 < updated["high"], "it compiles all of it again"
+    assert (warm["compiles_again"], updated["compiles_again"]) == (False, True)
     assert not answer.values["provisional"]
     wording(answer.text)
     assert run_answer(summary, read_run(tmp_path / "run")).startswith(answer.text)
@@ -100,6 +110,73 @@ def test_one_start_each_is_provisional(tmp_path: Path, wording: Wording) -> None
     assert answer.values["provisional"]
     assert answer.values["differences"][0]["low"] is None
     wording(answer.text)
+
+
+def test_several_starts_in_a_repeat_all_count(tmp_path: Path, wording: Wording) -> None:
+    """A server starts for each load: the answer and the table are means of the same starts."""
+    loads = (
+        "loads: {a: {user: batch, requests: 24, output_tokens: 11}, b: {user: batch, requests: 24, output_tokens: 11}}"
+    )
+    text = TEXT.replace(TEXT[TEXT.index("loads:") : TEXT.index("warmup:")], f"{loads}\nrestart: true\n")
+    longer = {f"r{repeat}-cold-a": 1.2 for repeat in (1, 2, 3)}
+    summary = made(tmp_path, text, factors=longer)
+    times = {
+        server: [start.ready_s for start in summary.starts if start.server == server] for server in ("cold", "warm")
+    }
+    assert list(map(len, times.values())) == [6, 6]
+    (answer,) = summary.answers
+    ready, warm = answer.values["ready_s"], answer.values["differences"][0]
+    assert ready == pytest.approx({"cold": 1.1 * 195.1, "warm": 41.1, "updated": 193.1}, rel=0.02)
+    assert warm["saved_s"] == pytest.approx(ready["cold"] - ready["warm"])
+    assert sum(warm["phases"].values()) == pytest.approx(warm["saved_s"])
+    (table,) = startup_tables(summary)
+    shown = {row[0]: float(row[3].split()[0]) for row in table.rows}
+    assert shown == pytest.approx(ready, abs=0.06)
+    wording(answer.text)
+
+
+def test_a_repeat_that_was_cut_counts_in_the_table_and_in_the_answer(tmp_path: Path) -> None:
+    starts = [start for start in made(tmp_path).starts if (start.repeat, start.server) != (3, "warm")]
+    (answer,) = startup_answers(starts)
+    ready = answer.values["ready_s"]
+    assert answer.values["differences"][0]["saved_s"] == pytest.approx(ready["cold"] - ready["warm"])
+
+
+def test_starts_whose_logs_show_different_phases_have_no_difference_by_phase(tmp_path: Path) -> None:
+    starts = made(tmp_path).starts
+    cut = [replace(starts[0], phases={"compile": 150.0, "port open": 45.0}), *starts[1:]]
+    first, _ = startup_answers(cut)[0].values["differences"]
+    assert (first["phases"], first["compiles_again"]) == ({}, False)
+    equal = [replace(start, ready_s=10.0, phases={"port open": 10.0}) for start in starts[:3]]
+    (answer,) = startup_answers(equal)
+    assert {one["saved_s"] for one in answer.values["differences"]} == {0.0}
+
+
+def test_a_difference_is_shown_neither_way_where_starts_vary(tmp_path: Path, wording: Wording) -> None:
+    varied = {"r1-cold-one-user": 0.7, "r2-cold-one-user": 1.4, "r3-updated-one-user": 1.6}
+    phases = {**PHASES, "updated": {**PHASES["updated"], "compile": 90.0}}
+    (answer,) = made(tmp_path, phases=phases, factors=varied).answers
+    updated = answer.values["differences"][1]
+    assert updated["low"] < 1 < updated["high"] and updated["compiles_again"] is None
+    wording(answer.text)
+
+
+def test_times_below_a_millisecond_are_0(tmp_path: Path) -> None:
+    phases = {server: {"process": 0.00004, **times} for server, times in PHASES.items()}
+    summary = made(tmp_path, phases=phases)
+    (table,) = startup_tables(summary)
+    place = [column.title for column in table.columns].index("process")
+    assert {row[place] for row in table.rows} == {"0.00 s"}
+
+
+def test_slow_first_requests_are_no_finding_of_this_question(tmp_path: Path) -> None:
+    """The finding advises a warm-up that would remove what the scenario asks about."""
+    few = TEXT.replace("requests: 24", "requests: 10")
+    codes = []
+    for name, text in {"with": few, "without": few.replace(", caches: new", "").replace(", caches: cold", "")}.items():
+        made(tmp_path / name, text, requests=14)
+        codes.append([finding.code for finding in analyse_with_findings(tmp_path / name / "run").findings or []])
+    assert "cold_start" not in codes[0] and "cold_start" in codes[1]
 
 
 def test_a_log_without_phases_gives_only_the_total(tmp_path: Path, wording: Wording) -> None:

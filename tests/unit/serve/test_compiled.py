@@ -11,6 +11,7 @@ from harness.serve.compiled import (
     compiled_folders,
     owner_of,
     process_folder,
+    shared_caches,
     size_of_folder,
     with_own_volumes,
     without_run_names,
@@ -101,3 +102,9 @@ def test_a_folder_that_the_environment_names_stays() -> None:
     compose = with_own_volumes(prepare_server(scenario_of(server), "s").file, "run-1", "cold")
     assert "${MODELS}:/models:ro" in compose.server.volumes
     assert "${MODELS}:/models:ro" in without_run_names({"Mounts": compose.server.volumes}, compose, "cold")["Mounts"]
+
+
+def test_servers_that_share_what_one_compiles() -> None:
+    caches = {"alone": "new", "cold": "new", "warm": "cold", "updated": "cold", "other": None}
+    servers = {name: Server(template="simulated", caches=value) for name, value in caches.items()}
+    assert shared_caches(servers) == {"cold": "cold", "warm": "cold", "updated": "cold"}

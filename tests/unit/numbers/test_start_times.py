@@ -1,0 +1,42 @@
+"""How often start times are called alike: of equal servers, and of one that takes a quarter longer."""
+
+import math
+import random
+
+import pytest
+
+from harness.numbers.start_times import ALIKE, starts_are_alike
+from harness.numbers.stats import welch_effect
+from tests.support.nightly import NIGHTLY
+
+DRAWS = 20_000 if NIGHTLY else 2_000
+
+
+def share_alike(starts: int, spread: float, ratio: float) -> float:
+    dice = random.Random(f"{starts} {spread} {ratio}")
+    alike = 0
+    for _ in range(DRAWS):
+        side, base = ([factor * math.exp(dice.gauss(0, spread)) for _ in range(starts)] for factor in (ratio, 1.0))
+        effect = welch_effect(side, base)
+        assert effect is not None
+        alike += starts_are_alike(effect)
+    return alike / DRAWS
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.05, 0.1])
+@pytest.mark.parametrize("starts", [2, 3, 5])
+def test_what_takes_a_quarter_longer_is_seldom_called_alike(starts: int, spread: float) -> None:
+    assert share_alike(starts, spread, ALIKE) <= 0.035
+
+
+def test_equal_servers_are_called_alike_where_starts_vary_little() -> None:
+    assert share_alike(3, 0.05, 1.0) > 0.8
+    assert share_alike(5, 0.1, 1.0) > 0.6
+
+
+if __name__ == "__main__":
+    for starts in (2, 3, 5):
+        print(
+            starts,
+            [[f"{share_alike(starts, spread, r):.3f}" for r in (1.0, 1.1, ALIKE)] for spread in (0.01, 0.05, 0.1)],
+        )
