@@ -385,6 +385,19 @@ def _draft(
     return drafts.draft(question, chosen, models, machine, own), servers, None
 
 
+def _add_schema(file: Path, text: str) -> None:
+    """Write the schema for editors, and its name into the scenario with this text; print what was written."""
+    from harness.run import draft as drafts
+
+    schema = drafts.write_schema(file)
+    with contextlib.suppress(OSError):  # without it only the editor knows less
+        file.write_text(drafts.with_schema(text, schema.reference), encoding="utf-8")
+    if schema.written is not None:
+        print(f"{schema.written}: written; editors complete and check the scenario with it.")
+    if schema.problem is not None:
+        print(f"Warning: {schema.problem}. Editors cannot complete {file}: it names no schema.", file=sys.stderr)
+
+
 QuestionOpt = Annotated[
     str | None,
     cli.option(
@@ -461,13 +474,13 @@ def init(
         file.unlink()  # the options are wrong, and may hold what belongs in no file
         next_step = "Correct the options: no file is written."
         raise HarnessError(error.what, detail=error.detail, next_step=next_step) from None
-    with contextlib.suppress(OSError):  # without it only the editor knows less
-        file.write_text(drafts.with_schema(text, drafts.schema_reference(file)), encoding="utf-8")
     about = (
         "no AMD GPU was found; --machine names one" if kind == "none" and not machine else f"for the machine '{kind}'"
     )
     given = [file, *([] if url is None else ["--url", url])]
-    print(f"{file}: written ({about}). Next:\n  {command_line('harness', 'check', *given)}")
+    print(f"{file}: written ({about}).")
+    _add_schema(file, text)
+    print(f"Next:\n  {command_line('harness', 'check', *given)}")
     print("\n".join(f"  {line.format(file=command_line(*given))}" for line in drafts.COMMANDS[wanted]))
     if drafts.server_count(wanted) == 1:
         command = command_line("harness", "run", *given, "--times", 2)

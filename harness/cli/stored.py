@@ -198,6 +198,12 @@ def results(
     from harness.base.files import SCENARIOS
     from harness.questions import results as boards
 
+    if action is not None and output not in ("terminal", *(["markdown"] if action == "card" else [])):
+        raise HarnessError(
+            f"--format: is of the leaderboard, not of `{action}`"
+            + (", which prints Markdown" if action == "card" else ""),
+            next_step="Leave it out.",
+        )
     if action is not None and not run_folders:
         raise HarnessError(f"{action}: no run is given", next_step=command_line("harness", "results", action, "RUN"))
     if action == "card":

@@ -3,11 +3,13 @@ them.
 """
 
 import csv
+import errno
 import io
 import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 import numpy as np
 
-from harness.base.errors import HarnessError
+from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_output, pretty_json, refuse_named_pipe, replace_file
 from harness.base.metrics import LATENCIES, STATISTICS, VALUES
 from harness.base.redact import csv_field
@@ -64,7 +66,9 @@ def choose_format(to: Path, given: str | None = None) -> str:
         return to.suffix
     if to.suffix != ".json":
         endings = ".json" if given else ".parquet, .csv or .json"
-        raise HarnessError(f"--to: '{to}' does not end in {endings}", next_step="Give a name such as records.csv.")
+        advice = f"Give a name such as {given or 'records'}.{'json' if given else 'csv'}"
+        advice += ", or leave --format out to write records." if to.suffix in RECORDS else "."
+        raise HarnessError(f"--to: '{to}' does not end in {endings}", next_step=advice)
     if named is None:
         raise HarnessError(
             f"--to: the name '{to.name}' does not tell whose JSON it is to be",
@@ -97,16 +101,52 @@ def export_as(folder: Path, to: Path, name: str, *, detailed: bool = False, row:
         else:
             contents = {to if len(results) == 1 else _with_part(to, cell): content for cell, content in results}
     if not contents:
-        rows = ", ".join(dict.fromkeys(f"{cell.server}/{cell.load}" for cell in read_run(folder).cells))
-        raise HarnessError(
-            f"{folder.name}: has no such numbers" + (f" of the row '{row}'" if row else ""),
-            next_step=f"Its rows: {rows}. Loads of embeddings have no result of this kind.",
-        )
+        raise _no_numbers_error(folder, name, row)
     for path, content in contents.items():
-        refuse_named_pipe(path)
         is_short = name == "github-action-benchmark"  # the lists of the others have an entry for each request
-        replace_file(path, pretty_json(content) if is_short else msgspec.json.encode(content) + b"\n")
+        with _output(path):
+            replace_file(path, pretty_json(content) if is_short else msgspec.json.encode(content) + b"\n")
     return list(contents)
+
+
+def _no_numbers_error(folder: Path, name: str, row: str | None) -> HarnessError:
+    """Return the error for a run, or a row of it, that gives no file of a tool."""
+    run = read_run(folder)
+    loads = {f"{cell.server}/{cell.load}": cell.load for cell in run.cells}
+    advice = f"Its rows: {', '.join(loads)}."
+    if row and row not in loads:
+        return HarnessError(f"{folder.name}: has no row '{row}'", next_step=advice)
+    chosen = [load for label, load in loads.items() if row in (None, label)]
+    if name != "github-action-benchmark" and any(
+        load in run.scenario.loads and run.scenario.loads[load].endpoint == "embeddings" for load in chosen
+    ):
+        advice += " Loads of embeddings have no result of this kind."
+    return HarnessError(
+        f"{folder.name}: has no such numbers" + (f" of the row '{row}'" if row else ""), next_step=advice
+    )
+
+
+@contextmanager
+def _output(to: Path) -> Iterator[Path]:
+    """Check that a file can be written, and yield the temporary file that becomes it; it is removed at the end.
+
+    Raises HarnessError with the name that the user gave, for any OSError that is not of another file.
+    """
+    temporary = to.with_name(f"{to.name}.new")
+    try:
+        for path in (to, temporary):
+            refuse_named_pipe(path)
+        if to.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(to))
+        open_output(temporary, "wb").close()
+        yield temporary
+    except OSError as error:
+        if error.filename not in (None, str(to), str(temporary)):
+            raise
+        raise HarnessError(f"{to}: cannot be written ({reason_of(error)})", next_step="Name another file.") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _with_part(to: Path, part: str) -> Path:
@@ -124,14 +164,9 @@ def export(folder: Path, to: Path) -> Exported:
     write = _write_parquet if to.suffix == ".parquet" else _write_csv
     damaged: list[int] = []
     rows = _record_rows(*_dated_records(folder, damaged))
-    temporary = to.with_name(f"{to.name}.new")
-    for path in (to, temporary):
-        refuse_named_pipe(path)
-    try:
+    with _output(to) as temporary:
         written = write(temporary, rows)
         os.replace(temporary, to)
-    finally:
-        temporary.unlink(missing_ok=True)
     return Exported(written, len(damaged))
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-from harness.base.errors import HarnessError, did_you_mean
-from harness.base.files import ROOT, SCENARIO_SCHEMA, dump_yaml
+from harness.base.errors import HarnessError, did_you_mean, reason_of
+from harness.base.files import ROOT, SCENARIO_SCHEMA, dump_yaml, read_bytes, replace_file
 from harness.base.units import count
 from harness.engines import Draft, engines
 from harness.run.experiment import RUNNING_SERVER
@@ -139,20 +140,43 @@ def draft_running(question: str, model: str, machine: str, given: Given = NOTHIN
     return _scenario(question, model, {RUNNING_SERVER: {"template": RUNNING_SERVER}}, CONCURRENCY[machine], given)
 
 
-def schema_reference(file: Path) -> str | None:
-    """Return the schema of a scenario's comment for editors, relative to the scenario; None: a file is in its way.
+class EditorSchema(Struct, frozen=True, kw_only=True):
+    """The schema that a scenario names for editors."""
 
-    Below the folder of the shipped scenarios it is the one that ships. Elsewhere a copy is written next to the
-    scenario: it goes where the scenario goes, while the path of an installation is that of one machine. Raises OSError.
+    reference: str | None  # relative to the scenario; None: there is none
+    written: Path | None = None  # the copy, where it is new or replaces an older one
+    problem: str | None = None  # why there is none
+
+
+def write_schema(file: Path) -> EditorSchema:
+    """Return the schema for a scenario's comment. Below the folder of the shipped scenarios it is the one that ships.
+
+    Elsewhere a copy is written next to the scenario: it goes where the scenario goes, while the path of an installation
+    is that of one machine. An older copy is replaced; a file of another program stays.
     """
     folder = file.absolute().parent
     if folder.is_relative_to(ROOT):
-        return os.path.relpath(SCENARIO_SCHEMA, folder)
-    copy = folder / SCHEMA_COPY
-    if copy.exists() and SCENARIO_SCHEMA_TITLE not in copy.read_text(encoding="utf-8", errors="replace"):
-        return None
-    copy.write_bytes(SCENARIO_SCHEMA.read_bytes())
-    return SCHEMA_COPY
+        return EditorSchema(reference=os.path.relpath(SCENARIO_SCHEMA, folder))
+    copy, content = file.parent / SCHEMA_COPY, SCENARIO_SCHEMA.read_bytes()
+    try:
+        present = read_bytes(copy) if os.path.lexists(copy) else None
+        if present == content:
+            return EditorSchema(reference=SCHEMA_COPY)
+        if present is not None and not _is_scenario_schema(present):
+            return EditorSchema(reference=None, problem=f"{copy}: this file is of another program, and stays as it is")
+        replace_file(copy, content)
+    except OSError as error:
+        return EditorSchema(reference=None, problem=f"{copy}: cannot be written ({reason_of(error)})")
+    return EditorSchema(reference=SCHEMA_COPY, written=copy)
+
+
+def _is_scenario_schema(content: bytes) -> bool:
+    """Return whether this is a schema of a scenario, of any version."""
+    try:
+        schema = msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return isinstance(schema, dict) and schema.get("title") == SCENARIO_SCHEMA_TITLE
 
 
 def with_schema(text: str, reference: str | None) -> str:

@@ -12,6 +12,7 @@ import yaml
 from junitparser import JUnitXml
 
 from harness.base.files import ROOT
+from harness.base.process import free_port
 from harness.records.manifest import read_run
 from tests.support.command import PATIENCE_S, write
 
@@ -29,6 +30,8 @@ class ActionRunner:
         self.inputs = {name: str(entry["default"]) for name, entry in ACTION["inputs"].items()}
         self.inputs |= {name.replace("_", "-"): value for name, value in inputs.items()}
         self.outputs: dict[str, str] = {}
+        self.paths: list[str] = []  # what is uploaded
+        self.runner_os = "Linux"
         self.summary = folder / "summary.md"
         self.printed = ""
 
@@ -48,7 +51,7 @@ class ActionRunner:
         env = {
             **os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "GITHUB_OUTPUT": str(output),
             "GITHUB_STEP_SUMMARY": str(self.summary), "RUNNER_TEMP": str(temporary), "GITHUB_ACTION_PATH": str(ROOT),
-            **{key: self._filled(text) for key, text in step["env"].items()},
+            "RUNNER_OS": self.runner_os, **{key: self._filled(text) for key, text in step.get("env", {}).items()},
         }  # fmt: skip
         script = temporary / "step.sh"
         script.write_text(step["run"])
@@ -63,8 +66,20 @@ class ActionRunner:
             stdin=subprocess.DEVNULL,
         )
         self.printed = done.stdout + done.stderr
-        self.outputs |= dict(line.split("=", 1) for line in output.read_text().splitlines())
+        if step.get("id") == "find":
+            self.paths = _list_output(output.read_text())
+        else:
+            self.outputs |= dict(line.split("=", 1) for line in output.read_text().splitlines())
         return done.returncode
+
+
+def _list_output(text: str) -> list[str]:
+    """Return the lines of the one output in a file for outputs, `NAME<<TOKEN`, lines, `TOKEN`; without it none."""
+    if not text:
+        return []
+    first, *lines, last = text.splitlines()
+    assert first == f"paths<<{last}"
+    return lines
 
 
 def test_it_is_an_action_whose_scripts_have_no_expressions() -> None:
@@ -94,6 +109,8 @@ def test_a_run_is_measured_shown_and_kept(tmp_path: Path) -> None:
     assert JUnitXml.fromfile(str(tmp_path / "runs" / "junit.xml")).failures == 0
     assert runner.step("Show") == 0, runner.printed
     assert "**PASSED" in runner.summary.read_text()
+    assert runner.step("Find the run") == 0
+    assert runner.paths == [f"./{folder.relative_to(tmp_path)}", "./runs/junit.xml"]
     assert runner.step("Result") == 0
 
 
@@ -121,9 +138,88 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert compare.outputs["run"] == ""
     assert JUnitXml.fromfile(str(tmp_path / "runs" / "compare.xml")).tests >= 1
     assert compare.step("Show") == 0 and (tmp_path / "runs" / "compare.md").read_text() in compare.summary.read_text()
+    assert compare.step("Find the run") == 0 and compare.paths == ["./runs/compare.xml", "./runs/compare.md"]
     refused = ActionRunner(tmp_path, command="compare", baseline="no-such-run", against=second)
     assert refused.step("Measure") == 0
     assert (refused.outputs["verdict"], refused.step("Result")) == ("usage", 1)
+
+
+def test_a_run_that_was_cut_is_kept(tmp_path: Path) -> None:
+    """A job that times out ends the step `Measure` without outputs; what an earlier step wrote stays where it is."""
+    runner = ActionRunner(tmp_path)
+    runner.step("Check the runner")
+    for name, files in (("earlier", ["run.json"]), ("cut", ["run.json"]), ("none", [])):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        for file in files:
+            (tmp_path / "runs" / name / file).touch()
+    assert runner.step("Find the run") == 0 and runner.paths == [], "nothing was started"
+    (tmp_path / "temporary" / "amd-llm-load-before").write_text("./runs/earlier\n")
+    assert runner.step("Find the run") == 0 and runner.paths == ["./runs/cut"]
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict"),
+    [
+        (0, "usage"),
+        (2, "not-ready"),
+        (3, "invalid"),
+        (130, "interrupted"),
+        (99, "error"),
+        (137, "error"),
+        (143, "error"),
+    ],
+)
+def test_every_exit_code_has_a_verdict(code: int, verdict: str, tmp_path: Path) -> None:
+    """137 and 143: killed, as without memory. 0 without a run: nothing was measured."""
+    runner = ActionRunner(tmp_path, scenario="any.yaml")
+    ends_at_once = tmp_path / "temporary" / "amd-llm-load" / "bin" / "harness"
+    ends_at_once.parent.mkdir(parents=True)
+    ends_at_once.write_text(f"#!/bin/bash\nexit {code}\n")
+    ends_at_once.chmod(0o755)
+    assert runner.step("Measure") == 0
+    assert runner.outputs["verdict"] == verdict
+    assert runner.step("Show") == 0 and verdict in runner.summary.read_text()
+    assert runner.step("Result") == (code or 1)
+
+
+def test_a_running_server_needs_no_scenario(tmp_path: Path) -> None:
+    server = ActionRunner(tmp_path, url=f"http://127.0.0.1:{free_port()}")
+    assert server.step("Measure") == 0
+    assert server.outputs["verdict"] == "not-ready", server.printed
+    neither = ActionRunner(tmp_path)
+    assert neither.step("Measure") == 1 and "::error::" in neither.printed and not neither.outputs
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_options_that_the_action_sets_are_refused(command: str, tmp_path: Path) -> None:
+    for word in (
+        "--format=json", "--format", "--format json", "--form=json", "--junit=elsewhere", "--jun", "--runs=x", "--runs",
+        "--help", "-h", "--version",
+    ):  # fmt: skip
+        runner = ActionRunner(tmp_path, command=command, scenario="x.yaml", baseline="a", against="b", args=word)
+        assert runner.step("Measure") == 1 and not runner.outputs, word
+        assert "::error::" in runner.printed
+
+
+def test_a_report_that_is_too_long_is_cut(tmp_path: Path) -> None:
+    """GitHub refuses a summary of more than 1 MiB, and then the step has failed."""
+    runner = ActionRunner(tmp_path, command="compare")
+    runner.outputs = {"verdict": "passed", "exit-code": "0", "run": ""}
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "compare.md").write_text("a line of the report, 6 µs\n" * 100_000)
+    assert runner.step("Show") == 0, runner.printed
+    data = runner.summary.read_bytes()
+    assert len(data) < 2**20 and len(data) > 900_000
+    lines = data.decode().splitlines()
+    assert "passed" in lines[0] and lines[-1] == "a line of the report, 6 µs"
+
+
+def test_it_needs_linux(tmp_path: Path) -> None:
+    runner = ActionRunner(tmp_path)
+    assert runner.step("Check the runner") == 0
+    for name in ("Windows", "macOS", ""):
+        runner.runner_os = name
+        assert runner.step("Check the runner") == 1 and "::error::" in runner.printed
 
 
 HOSTILE = ["$(touch pwned)", "' ; touch pwned '", "x\nexit-code=0", "--help"]

@@ -1,7 +1,8 @@
 """The JSON Schema of a scenario for editors: the schema by which the loader reads, with the comments of the types.
 
 `harness.scenario.shape` finds mistakes by the same schema of msgspec, so that an editor and `harness check` refuse the
-same keys. Here it has draft 7, which most editors know, and regular expressions that JavaScript knows.
+same keys. Added are the names of templates and users, which the loader checks later. Here it has draft 7, which most
+editors know, and regular expressions that JavaScript knows.
 """
 
 import re
@@ -13,7 +14,9 @@ import msgspec
 
 from harness.base.files import SCENARIO_SCHEMA
 from harness.run.draft import SCENARIO_SCHEMA_TITLE
-from harness.scenario import Scenario
+from harness.run.experiment import RUNNING_SERVER
+from harness.scenario import USERS, Gateway, Load, Scenario, Server
+from harness.serve.template import GATEWAYS, templates
 from tests.support.scenario_keys import comments_of
 
 _MADE = "swept"  # by the harness, when it reads the file
@@ -34,6 +37,7 @@ def scenario_schema() -> dict[str, Any]:
             if field.encode_name in definition["properties"]:
                 entry = definition["properties"][field.encode_name]
                 entry["description"] = _LINK.sub(r"\1", comments[field.name])
+    _add_names(definitions)
     root = definitions.pop(Scenario.__name__)  # draft 7 ignores what is next to a $ref
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -41,6 +45,19 @@ def scenario_schema() -> dict[str, Any]:
         "title": SCENARIO_SCHEMA_TITLE,
         "$defs": _for_editors(definitions),
     }
+
+
+def _add_names(definitions: dict[str, Any]) -> None:
+    """Add what the loader checks after the types: known names, which editors complete, and that there are loads."""
+
+    def entry(struct: type[msgspec.Struct], key: str) -> dict[str, Any]:
+        return typing.cast(dict[str, Any], definitions[struct.__name__]["properties"][key])
+
+    entry(Server, "template")["enum"] = [*templates(), RUNNING_SERVER]
+    entry(Gateway, "template")["enum"] = list(GATEWAYS)
+    entry(Load, "user")["anyOf"] = [{"enum": list(USERS)}, {"pattern": r"\.py$"}]
+    for key in ("servers", "loads"):
+        entry(Scenario, key)["minProperties"] = 1
 
 
 def schema_text() -> bytes:

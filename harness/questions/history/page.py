@@ -128,10 +128,10 @@ def outcome_sentence(series: Series, run: str) -> str:
         why = next((LEFT_OUT[reason] for reason, runs in series.left_out.items() if run in runs), LEFT_OUT["no_value"])
         return f"{name}: cannot tell: the run is one {why}."
     shown = gate_text(series.gate, low, high, series.tolerance)
-    if series.word in ("slower", "faster"):
-        who = "this run shows" if series.window == 1 else f"the newest {series.window} runs together show"
+    if series.word in ("slower", "faster") and series.p is not None:
+        who = "" if series.window == 1 else f"the newest {series.window} runs together: "
         shown = f"{series.word}: {shown}" if series.gate == "no_slowdown" else shown
-        return f"{name}: {shown}; {who} a shift that equal runs do not show (p = {series.p:.1e})."
+        return f"{name}: {shown}; {who}equal runs differ as much {_how_often(series.p)}."
     if series.gate == "no_slowdown":
         return f"{name}: {shown}."
     if series.runs < MIN_HISTORY:
@@ -141,6 +141,11 @@ def outcome_sentence(series: Series, run: str) -> str:
         return f"{name}: {shown}; {_spread(series)}: find what differs between them, or choose another --tolerance."
     advice = "" if series.runs >= series.needed else f", or measure about {series.needed} runs"
     return f"{name}: {shown}; run it again{advice}."
+
+
+def _how_often(p: float) -> str:
+    """Say a p value of a shift: in which share of histories of equal runs it is as large."""
+    return f"in {100 * p:.2g} % of cases" if p >= 0.001 else "in fewer than 1 of 1,000 cases"
 
 
 def _spread(series: Series) -> str:

@@ -107,6 +107,26 @@ def test_the_command(run: Path, tmp_path: Path, wording: Wording) -> None:
     wording(list(done[1:]))
 
 
+@pytest.mark.parametrize("name", ["records.csv", "records.parquet", "vllm-bench.json"])
+def test_a_target_that_cannot_be_written(name: str, run: Path, tmp_path: Path, wording: Wording) -> None:
+    """A folder that is not there, a folder in its place, and a file that is replaced."""
+    (tmp_path / "folder" / name).mkdir(parents=True)
+    row = ("--row", "a/x") if name.endswith("json") else ()
+    refused = [called("export", "made", "--to", f"nodir/{name}", *row, cwd=tmp_path)]
+    if not row:  # a run of several cells has several files
+        refused.append(called("export", "made", "--to", f"folder/{name}", cwd=tmp_path))
+    for done in refused:
+        assert done.code == 1 and ".new" not in done.err and "\nnext: " in done.err
+    wording([done.err for done in refused])
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == [name], "nothing is left"
+
+
+def test_a_file_that_is_there_is_replaced(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text("old")
+    assert called("export", "made", "--to", "r.csv", cwd=tmp_path).code == 0
+    assert (tmp_path / "r.csv").read_text().startswith("run,")
+
+
 def test_rows_as_csv_and_where_the_time_goes(run: Path) -> None:
     summary, manifest = summarize(run), read_run(run)
     split = TimeSplit(connect_s=0.001, queue_s=0.25, prefill_s=0.125, decode_s=0.5, api_s=0.0625, e2e_s=0.9375)

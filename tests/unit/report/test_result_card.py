@@ -50,6 +50,9 @@ def test_a_card(tmp_path: Path) -> None:
     assert "harness run which.yaml" in result_card(tmp_path / "two", [])
     shown = called("results", "card", "one", "--runs", str(tmp_path), cwd=tmp_path)
     assert (shown.code, len(shown.out.splitlines())) == (0, len(lines))
+    for action, form in (("card", "html"), ("card", "json"), ("add", "markdown")):
+        refused = called("results", action, "one", "--format", form, "--runs", str(tmp_path), cwd=tmp_path)
+        assert (refused.code, refused.out) == (1, "") and "--format" in refused.err
 
 
 def test_a_large_run_stays_a_card(tmp_path: Path) -> None:

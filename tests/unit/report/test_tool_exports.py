@@ -175,6 +175,7 @@ def test_the_command_refuses_what_has_no_such_numbers(run: Path, tmp_path: Path,
         called("export", "made", "--to", "github-action-benchmark.json", "--detailed", cwd=tmp_path),
     ]
     assert [done.code for done in refused] == [1, 1, 1]
+    assert "c/x" in refused[0].err and "embeddings" not in refused[0].err
     manifest = read_run(run)
     write_run(run, replace(manifest, status="invalid"))
     invalid = called("export", "made", *to, cwd=tmp_path)

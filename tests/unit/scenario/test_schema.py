@@ -15,8 +15,12 @@ from jsonschema import Draft7Validator, Draft202012Validator
 
 from harness.base.errors import Problem
 from harness.base.files import ROOT, SCENARIO_SCHEMA, SCENARIOS
-from harness.scenario import Scenario
+from harness.run.experiment import RUNNING_SERVER
+from harness.scenario import USERS, Scenario
+from harness.scenario.contradictions import contradictions
+from harness.scenario.file import read_scenario
 from harness.scenario.shape import decode, load_yaml
+from harness.serve.template import GATEWAYS, find_variable_problems, templates
 from tests.support.command import called
 from tests.support.nightly import draws
 from tests.support.scenario_schema import schema_text
@@ -42,8 +46,17 @@ def mistakes(raw: Any) -> list[str]:
 
 
 def is_refused_by_the_loader(raw: Any) -> bool:
-    problems: list[Problem] = []
-    return decode(raw, Scenario, {}, problems) is None
+    """Its types, and what the schema has of its later rules: known templates and users, and that there are loads."""
+    scenario = decode(raw, Scenario, {}, [])
+    if scenario is None or not scenario.servers or not scenario.loads:
+        return True
+    for server in scenario.servers.values():
+        # `running` needs only --url
+        problems = [] if server.template == RUNNING_SERVER else find_variable_problems(server)
+        if any(problem.path.endswith(".template") for problem in problems):
+            return True
+    found = (contradictions(load, ROOT, scenario.prompts) for load in scenario.loads.values())
+    return any(problem.path == ".user" for problems in found for problem in problems)
 
 
 def test_the_schema_is_up_to_date_and_a_schema() -> None:
@@ -116,6 +129,34 @@ def test_a_changed_scenario_is_refused_by_both_or_by_neither(data: st.DataObject
     assert bool(mistakes(raw)) == is_refused
 
 
+def test_names_of_templates_and_users_are_a_choice(tmp_path: Path) -> None:
+    """All that are accepted, and names that neither the schema nor `harness check` knows."""
+
+    def raw(server: Any, load: Any) -> dict[str, Any]:
+        return {"version": 1, "question": "q", "model": "m", "servers": server, "loads": load}
+
+    loads = {"one": {"user": "batch", "requests": 1}}
+    for name in (*templates(), RUNNING_SERVER):
+        assert mistakes(raw({"s": {"template": name}}, loads)) == []
+    server: dict[str, Any] = {"s": {"template": "simulated"}}
+    for name in GATEWAYS:
+        assert mistakes(raw({"s": {"template": "simulated", "gateway": {"template": name}}}, loads)) == []
+    for name in (*USERS, "mine/own.py"):
+        assert mistakes(raw(server, {"one": {"user": name}})) == []
+    for wrong, place in (
+        (raw({"s": {"template": "nope"}}, loads), "$.servers.s.template"),
+        (raw({"s": {"template": "litellm"}}, loads), "$.servers.s.template"),
+        (raw({"s": {"template": "simulated", "gateway": {"template": "vllm-cpu"}}}, loads), "$.servers.s.gateway"),
+        (raw(server, {"one": {"user": "nope"}}), "$.loads.one.user"),
+        (raw(server, {"one": {"user": "own.py.txt"}}), "$.loads.one.user"),
+    ):
+        assert is_refused_by_the_loader(wrong)
+        assert [path.startswith(place) for path in mistakes(wrong)] == [True], wrong
+    for wrong, place in ((raw({}, loads), "$.servers"), (raw(server, {}), "$.loads")):
+        (tmp_path / "s.yaml").write_text(json.dumps(wrong))
+        assert [problem.path for problem in read_scenario(tmp_path / "s.yaml").problems] == [place] == mistakes(wrong)
+
+
 @pytest.mark.parametrize("place", ["", "servers.engine", "loads.one", "prompts", "warmup", "baseline"])
 def test_an_unknown_key_is_refused_at_its_place(place: str) -> None:
     raw: dict[str, Any] = {
@@ -139,8 +180,40 @@ def test_init_writes_the_line_for_editors_and_the_schema(tmp_path: Path) -> None
     assert (tmp_path / "scenario-schema.json").read_bytes() == SCENARIO_SCHEMA.read_bytes()
     assert mistakes(raw_of((tmp_path / "mine.yaml").read_text())) == []
     assert called("check", "mine.yaml", cwd=tmp_path).code == 0
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "scenario-schema.json").write_text("{}")
-    assert called("init", "other/mine.yaml", *given, cwd=tmp_path).code == 0
-    assert (tmp_path / "other" / "scenario-schema.json").read_text() == "{}", "a file of somebody else stays"
-    assert "$schema" not in (tmp_path / "other" / "mine.yaml").read_text()
+
+
+TITLE = SCHEMA["title"]
+
+
+@pytest.mark.parametrize(
+    ("present", "renews"),
+    [
+        (json.dumps({"title": TITLE, "properties": {}}), True),
+        ("{}", False),
+        (json.dumps({"title": "Scenes", "description": TITLE}), False),
+        (f"# {TITLE}", False),
+        ("[" * 100_000, False),
+    ],
+)
+def test_init_renews_its_own_schema_and_leaves_another_file(present: str, renews: bool, tmp_path: Path) -> None:
+    copy = tmp_path / "scenario-schema.json"
+    copy.write_text(present)
+    done = called(
+        "init", "mine.yaml", "--server", "simulated", "--question", "batching", "--machine", "none", cwd=tmp_path
+    )
+    assert done.code == 0
+    assert copy.read_bytes() == (SCENARIO_SCHEMA.read_bytes() if renews else present.encode())
+    assert ("$schema" in (tmp_path / "mine.yaml").read_text()) == renews
+    assert (copy.name in done.out, copy.name in done.err) == (renews, not renews)
+
+
+def test_init_writes_a_scenario_where_its_schema_cannot_be(tmp_path: Path) -> None:
+    copy = tmp_path / "scenario-schema.json"
+    copy.mkdir()
+    given = ("--server", "simulated", "--question", "batching", "--machine", "none")
+    done = called("init", "mine.yaml", *given, cwd=tmp_path)
+    assert done.code == 0 and copy.name in done.err and copy.name not in done.out
+    copy.rmdir()
+    copy.symlink_to("lost")
+    assert called("init", "two.yaml", *given, cwd=tmp_path).code == 0
+    assert not (tmp_path / "lost").exists(), "nothing is written through a link"
