@@ -16,6 +16,7 @@ from harness.questions.bisect.page import answer_line, bisect_page, bisect_quest
 from harness.questions.bisect.search import UNKNOWN_FLAG, image_failure, in_words_of
 from harness.report import html, markdown
 from harness.report.elements import Chart
+from harness.report.verdict_text import format_range
 from tests.support.bisections import ASKED, cell_of_start, made_bisection, report_of
 from tests.support.wording import Wording
 
@@ -195,3 +196,12 @@ def test_the_page_has_the_chart_and_is_html() -> None:
     evil = replace(ASKED, values=["<b>x", "y", "z"], images=None, variable="x")
     shown = html.render_page(bisect_page(bisected(*made_bisection([(0, 1.0), (2, 1.0)], evil))), "t", ["t"])
     assert "<b>x" not in shown
+
+
+def test_a_change_and_its_interval_have_one_unit() -> None:
+    change = report_of(FOUND).change
+    assert change is not None
+    wide = replace(report_of(FOUND), change=replace(change, ratio=1 / 1.87, low=1 / 2.07, high=1 / 1.68))
+    assert "%" not in answer_line(wide) and "1.87x" in answer_line(wide)
+    unknown = format_range(1 / 2.5, 1.1)
+    assert "%" not in unknown and "2.50x" in unknown and "1.10x" in unknown
